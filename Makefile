@@ -1,0 +1,50 @@
+# make setup   the environment in .venv, with everything that training, export and the tests need
+# make test    every check: style, types, tests
+# make demo    trains a tiny model on the built-in corpus, exports, verifies and runs it
+# make docs    writes docs/cli.md anew from every command's --help
+# make clean   removes what the build, the checks and the demo left; .venv stays
+#
+# PYTHON names the interpreter for .venv, PIP_FLAGS goes to pip. On a Linux machine without a GPU,
+# PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" saves gigabytes of CUDA.
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+DEMO ?= build/demo
+
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: setup test demo docs clean
+.DELETE_ON_ERROR:
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	@command -v "$(PYTHON)" >/dev/null || { echo "transferry needs Python 3.11 or later, found no $(PYTHON): install it, or name one with: make $(or $(MAKECMDGOALS),setup) PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "transferry needs Python 3.11 or later, $(PYTHON) is $$("$(PYTHON)" --version 2>&1): name another with: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make environments: sudo apt install python$$("$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv" >&2; exit 1; }
+	test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS) --editable ".[export,dev]"
+	mkdir -p .typing && ln -sfn .. .typing/transferry
+	touch $@
+
+test: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+demo: setup
+	rm -rf $(DEMO)/run $(DEMO)/bundle $(DEMO)/answers.jsonl
+	$(BIN)/transferry train --builtin --preset tiny --out $(DEMO)/run --max-minutes 2
+	$(BIN)/transferry export $(DEMO)/run --out $(DEMO)/bundle
+	$(BIN)/transferry verify $(DEMO)/bundle --checkpoint $(DEMO)/run --text $(DEMO)/run/corpus/test.en
+	$(BIN)/transferry run $(DEMO)/bundle $(DEMO)/run/corpus/test.en -o $(DEMO)/answers.jsonl --beam 4
+	head -5 $(DEMO)/answers.jsonl
+
+docs: setup
+	$(BIN)/python docs/make_cli_page.py
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

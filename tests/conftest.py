@@ -1,0 +1,88 @@
+"""What all tests share: where the corpus lies, and what a test of CUDA needs to run at all."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from transferry.runtime.doctor import check_cuda
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "corpus_dir" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.corpus)
+    if marked := [item for item in items if item.get_closest_marker("cuda")]:
+        check = check_cuda()
+        if check.status != "ok":
+            skip = pytest.mark.skip(reason=f"CUDA cannot run here: {check.found}")
+            for item in marked:
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def corpus_dir() -> Path:
+    """The folder that holds `multi30k/`, outside of the project because of its licence."""
+    named = os.environ.get("TRANSFERRY_DATA")
+    folder = Path(named) if named else CHECKOUT.parent / "shared" / "data"
+    if (folder / "multi30k").is_dir():
+        return folder
+    if named:
+        pytest.fail(f"TRANSFERRY_DATA names {named}, which has no folder multi30k")
+    pytest.skip(f"the corpus is absent: no {folder / 'multi30k'}; TRANSFERRY_DATA may name another")
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run as training leaves it: a model of a few thousand weights, random but always the same.
+
+    The weights are drawn wider than training begins with, so that attention and the choice of
+    tokens depend on every input, and the end token is likely enough that outputs end.
+    """
+    import torch
+
+    from transferry.build_model import checkpoint
+    from transferry.build_model.config import ModelConfig, TrainConfig
+    from transferry.build_model.corpus import builtin_pairs
+    from transferry.build_model.transformer import Transformer
+    from transferry.build_model.vocabulary import train_bpe
+
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    pairs = builtin_pairs(300, seed=0)
+    tokenizer = train_bpe([text for pair in pairs for text in pair], 400)
+    config = ModelConfig(
+        vocabulary_size=tokenizer.vocabulary_size,
+        d_model=32,
+        heads=2,
+        encoder_layers=1,
+        decoder_layers=2,
+        d_ff=48,
+        max_positions=64,
+    )
+    torch.manual_seed(0)
+    model = Transformer(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise * (0.3 if parameter.dim() == 1 else 0.1))
+        model.embedding.weight[tokenizer.eos_id] *= 2.0
+    checkpoint.save_config(folder, config, TrainConfig(max_steps=1))
+    tokenizer.save(folder)
+    checkpoint.save_samples(folder, [pair.source for pair in pairs[:8]])
+    checkpoint.save_tensors(folder / checkpoint.WEIGHTS, model.state_dict())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bundle_folder(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of `run_folder`. Copy it before changing anything in it."""
+    from transferry.build_model.checkpoint import load_checkpoint, load_samples
+    from transferry.export.bundle import export_bundle
+
+    folder = tmp_path_factory.mktemp("bundles") / "bundle"
+    export_bundle(load_checkpoint(run_folder), folder, texts=load_samples(run_folder))
+    return folder
