@@ -1,0 +1,1 @@
+"""Runs a bundle with onnxruntime: numpy, onnxruntime and tiktoken, and nothing heavier."""

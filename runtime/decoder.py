@@ -1,0 +1,58 @@
+"""What a search needs of a model: the decoder protocol."""
+
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+State = TypeVar("State")
+
+
+class Decoder(Protocol[State]):
+    """An encoder-decoder model seen from the search: tokens in, logits out, the cache as a value.
+
+    The state is opaque to the search. A call never changes the state that it is given, as far as
+    the search can tell: the search goes on with the returned one and drops the old.
+    """
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of target tokens, the last dimension of the logits."""
+        ...
+
+    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> State:
+        """Encodes the source.
+
+        Args:
+            source: padded token ids `[rows, source]`.
+            mask: True at tokens, False at padding `[rows, source]`.
+
+        Returns:
+            The state before the first target token.
+        """
+        ...
+
+    def step(
+        self, tokens: NDArray[np.int64], state: State
+    ) -> tuple[NDArray[np.floating[Any]], State]:
+        """Reads target tokens and scores what may come next: one forward pass.
+
+        Args:
+            tokens: the next target tokens of every row `[rows, target]`, all real.
+            state: what `start`, `step` or `select` returned for the same rows.
+
+        Returns:
+            Logits `[rows, target, vocabulary]` and the state grown by `target` positions. The
+            logits may lie in a buffer that the next step overwrites: copy what must survive, and
+            write only into a copy.
+        """
+        ...
+
+    def select(self, state: State, rows: NDArray[np.int64]) -> State:
+        """Drops, repeats or reorders rows: row i of the result is row `rows[i]` of `state`.
+
+        Args:
+            state: the state of all rows.
+            rows: which rows to take `[new_rows]`.
+        """
+        ...

@@ -1,0 +1,176 @@
+"""Tells what works on this machine, and one line to mend each thing that does not.
+
+A provider that is merely listed proves nothing, so each runs a real product, and the answer is
+compared with numpy's. `transferry doctor` exits with 5 when any check is a fault, else with 0: a
+warning is something that this machine does not have, a fault something that it has and that does
+not work.
+"""
+
+import importlib.metadata
+import platform
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from transferry.runtime.processor import instruction_sets, usable_cores
+
+# y = a b, all of them float32 [n, n]: opset 17, IR version 8. The runtime does without the onnx
+# package, so the graph is kept serialised; a test builds it again through onnx and compares.
+PRODUCT_GRAPH = (
+    b'\x08\x08:a\n\x11\n\x01a\n\x01b\x12\x01y"\x06MatMul\x12\x07product'
+    b"Z\x15\n\x01a\x12\x10\n\x0e\x08\x01\x12\n\n\x03\x12\x01n\n\x03\x12\x01n"
+    b"Z\x15\n\x01b\x12\x10\n\x0e\x08\x01\x12\n\n\x03\x12\x01n\n\x03\x12\x01n"
+    b"b\x15\n\x01y\x12\x10\n\x0e\x08\x01\x12\n\n\x03\x12\x01n\n\x03\x12\x01n"
+    b"B\x04\n\x00\x10\x11"
+)
+PRODUCT_SIZE = 256
+# float32 stays near 1e-7 of the largest entry, TF32 near 1e-4: TF32 left on is caught here.
+PRODUCT_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: What was looked at.
+        status: `ok`; `warning`, absent but not needed; `fault`, present and not working.
+        found: What was found, in one line.
+        remedy: One line that mends it; empty where nothing needs mending.
+    """
+
+    name: str
+    status: Literal["ok", "warning", "fault"]
+    found: str
+    remedy: str = ""
+
+
+def diagnose() -> list[Check]:
+    """Looks at everything that the runtime needs. Raises nothing: what fails is a check too."""
+    checks = [
+        Check("python", "ok", f"{platform.python_version()} at {sys.executable}"),
+        _check_onnxruntime(),
+        check_cpu(),
+    ]
+    if sys.platform != "darwin":  # where CUDA does not exist
+        checks.append(check_cuda())
+    return [*checks, _check_processor(), _check_tiktoken(), _check_torch()]
+
+
+def check_cpu() -> Check:
+    """Runs a product on the CPU provider."""
+    return _check_product("cpu", "pip install --force-reinstall transferry")
+
+
+def check_cuda() -> Check:
+    """Runs a product on the CUDA provider, where there is a GPU."""
+    try:
+        from transferry.runtime.session import cuda_obstacle
+    except (ImportError, OSError) as reason:
+        return Check("cuda", "warning", _one_line(reason), "mend onnxruntime first")
+    obstacle = cuda_obstacle()
+    if obstacle is None:
+        return _check_product("cuda", 'pip install --force-reinstall "transferry[cuda]"')
+    status: Literal["warning", "fault"] = "fault" if obstacle.gpu_present else "warning"
+    return Check("cuda", status, obstacle.missing, obstacle.remedy)
+
+
+def _check_product(provider: Literal["cpu", "cuda"], remedy: str) -> Check:
+    try:
+        error = _product_error(provider)
+    except Exception as reason:  # noqa: BLE001 - whatever fails here is what doctor reports
+        return Check(provider, "fault", _one_line(reason), remedy)
+    found = f"product of {PRODUCT_SIZE} x {PRODUCT_SIZE}: error {error:.1e} of the largest entry"
+    if provider == "cuda":
+        found += ", TF32 off"
+    if error <= PRODUCT_TOLERANCE:  # false for NaN as well
+        return Check(provider, "ok", found)
+    return Check(provider, "fault", f"{found}, more than {PRODUCT_TOLERANCE:.0e}", remedy)
+
+
+def _product_error(provider: Literal["cpu", "cuda"]) -> float:
+    """Largest error of a product against numpy's float64, over the largest entry."""
+    # Imported here: an onnxruntime that does not even import is for doctor to report.
+    from transferry.runtime.session import SessionOptions, open_session
+
+    generator = np.random.default_rng(0)
+    a, b = generator.standard_normal((2, PRODUCT_SIZE, PRODUCT_SIZE), dtype=np.float32)
+    expected = a.astype(np.float64) @ b.astype(np.float64)
+    with tempfile.TemporaryDirectory() as folder:
+        graph = Path(folder) / "product.onnx"
+        graph.write_bytes(PRODUCT_GRAPH)
+        session = open_session(graph, SessionOptions(provider=provider))
+    (found,) = session.run(None, {"a": a, "b": b})
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def _check_onnxruntime() -> Check:
+    installed = {name: _version(name) for name in ("onnxruntime", "onnxruntime-gpu")}
+    present = {name: version for name, version in installed.items() if version}
+    found = ", ".join(f"{name} {version}" for name, version in present.items())
+    if len(present) > 1:
+        return Check(
+            "onnxruntime",
+            "fault",
+            f"{found}: both write the same files, and the one installed last wins",
+            "pip uninstall --yes onnxruntime onnxruntime-gpu && pip install transferry",
+        )
+    try:
+        import onnxruntime
+    except (ImportError, OSError) as reason:
+        return Check(
+            "onnxruntime",
+            "fault",
+            f"{found or 'not installed'}: {_one_line(reason)}",
+            "pip install --force-reinstall transferry",
+        )
+    providers = ", ".join(onnxruntime.get_available_providers())
+    version = found or f"onnxruntime {onnxruntime.__version__}"
+    return Check("onnxruntime", "ok", f"{version}, built with {providers}")
+
+
+def _check_processor() -> Check:
+    sets = ", ".join(instruction_sets()) or "instruction sets unknown"
+    return Check("processor", "ok", f"{platform.machine()}, {usable_cores()} usable cores, {sets}")
+
+
+def _check_tiktoken() -> Check:
+    remedy = "pip install --force-reinstall tiktoken"
+    try:
+        from tiktoken import Encoding
+
+        encoding = Encoding(
+            "doctor",
+            pat_str=r"\S+|\s+",
+            mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+            special_tokens={},
+        )
+        text = "größer, 大きい"
+        intact = encoding.decode(encoding.encode_ordinary(text)) == text
+    except Exception as reason:  # noqa: BLE001 - whatever fails here is what doctor reports
+        return Check("tiktoken", "fault", _one_line(reason), remedy)
+    found = f"{_version('tiktoken')}, text " + ("survives" if intact else "does not survive")
+    return Check("tiktoken", "ok" if intact else "fault", found, "" if intact else remedy)
+
+
+def _check_torch() -> Check:
+    # By metadata: importing torch takes seconds, and the runtime never does.
+    version = _version("torch")
+    if version:
+        return Check("torch", "ok", version)
+    return Check("torch", "ok", "not installed; only train, export and verify --checkpoint use it")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _one_line(reason: Exception) -> str:
+    return " ".join(str(reason).split())

@@ -1,0 +1,45 @@
+"""What a search returns."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["end", "length", "error"]
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One output of a sentence.
+
+    Attributes:
+        tokens: without `bos` and without the end token.
+        log_probability: sum of the model's log-probabilities of the tokens, of the forced prefix
+            and of the end token; what processors forbid, temperature, top-k and top-p leave it
+            as it is.
+        score: the log-probability normalised by length; see `length_normalised`.
+        finish_reason: "end": the model ended it. "length": it reached the greatest length.
+            "error": the model gave NaN or infinity, or no token was allowed.
+    """
+
+    tokens: tuple[int, ...]
+    log_probability: float
+    score: float
+    finish_reason: FinishReason
+
+
+FAILED = Hypothesis((), -math.inf, -math.inf, "error")
+
+
+def length_normalised(log_probability: float, length: int, penalty: float) -> float:
+    """The score `log_probability / length ** penalty`, the end token counted in the length.
+
+    The form of OpenNMT, CTranslate2 and Hugging Face; Wu et al. (2016), equation 14, divide by
+    `((5 + length) / 6) ** penalty` instead.
+    """
+    return float(log_probability / length**penalty)
+
+
+def ranked(hypotheses: Iterable[Hypothesis]) -> list[Hypothesis]:
+    """Best first; equal scores keep their order."""
+    return sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)

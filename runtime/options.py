@@ -1,0 +1,105 @@
+"""How to generate: one frozen description, checked once."""
+
+import math
+from dataclasses import dataclass
+
+from transferry.runtime.errors import UsageError
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """Settings of the search. Conflicts are refused on construction.
+
+    Lengths count the tokens of the output, the forced prefix included and `bos` excluded.
+
+    Attributes:
+        beam: hypotheses kept alive a sentence; 1 is greedy search.
+        n_best: hypotheses returned a sentence: of the beam, or independent samples.
+        max_length: most tokens of an output, the end token counted. An output that has not ended
+            by then has the finish reason "length".
+        min_length: fewest tokens of an output, the end token not counted.
+        length_penalty: a hypothesis scores `log_probability / length ** length_penalty`, the end
+            token counted in the length; 0 ranks by probability alone.
+        early_stopping: True: a sentence is done as soon as `beam` hypotheses have ended. False:
+            it goes on until no live hypothesis can still beat one of the best `beam` ended ones.
+        sample: draw tokens at random instead of taking the likeliest.
+        temperature: divides the logits before sampling.
+        top_k: sample among the k likeliest tokens only; 0 is no limit.
+        top_p: sample among the likeliest tokens that together hold this probability
+            (nucleus sampling, Holtzman et al. 2020).
+        seed: of the draws; a row's draws depend on the seed and the row's own number only.
+        no_repeat_ngram: no n-gram of this size occurs twice in an output; 0 is no limit.
+        prefix: tokens that every output begins with.
+    """
+
+    beam: int = 1
+    n_best: int = 1
+    max_length: int = 256
+    min_length: int = 0
+    length_penalty: float = 1.0
+    early_stopping: bool = True
+    sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    no_repeat_ngram: int = 0
+    prefix: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        self._check_conflicts()
+
+    def _check_ranges(self) -> None:
+        for name in ("beam", "n_best", "max_length"):
+            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        for name in ("min_length", "top_k", "no_repeat_ngram"):
+            _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
+        _require(
+            0 <= self.length_penalty <= 10,
+            "length_penalty",
+            "from 0 to 10",
+            self.length_penalty,
+        )
+        _require(
+            0 < self.temperature < math.inf,
+            "temperature",
+            "a finite number above 0 (for the likeliest token, leave sampling off)",
+            self.temperature,
+        )
+        _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
+        _require(0 <= self.seed < 2**64, "seed", "from 0 to 2**64 - 1", self.seed)
+
+    def _check_conflicts(self) -> None:
+        if self.sample and self.beam > 1:
+            raise UsageError(
+                f"sample and beam={self.beam} exclude each other: "
+                "sample with beam=1, or search with sample off"
+            )
+        if not self.sample:
+            for name, off in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
+                if getattr(self, name) != off:
+                    raise UsageError(
+                        f"{name}={getattr(self, name)} has no effect without sample: "
+                        f"turn sample on, or leave {name} out"
+                    )
+            if self.n_best > self.beam:
+                raise UsageError(
+                    f"n_best={self.n_best} is more than beam={self.beam} can give: "
+                    f"set beam to at least {self.n_best}, or n_best to at most {self.beam}"
+                )
+        if self.min_length > self.max_length:
+            raise UsageError(
+                f"min_length={self.min_length} is more than max_length={self.max_length}: "
+                "lower the first or raise the second"
+            )
+        if len(self.prefix) > self.max_length:
+            raise UsageError(
+                f"prefix has {len(self.prefix)} tokens, more than max_length={self.max_length}: "
+                "shorten the first or raise the second"
+            )
+
+
+def _require(holds: bool, name: str, expected: str, found: float) -> None:
+    if not holds:
+        raise UsageError(f"{name} must be {expected}, found {found}")

@@ -1,0 +1,170 @@
+"""reference.npz: what torch answered, recorded so that a host without torch can verify a bundle."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.runtime.bundle import REFERENCE, Bundle, Variant
+from transferry.runtime.compare import (
+    Case,
+    Comparison,
+    Decisions,
+    ObservableDecoder,
+    ParityReport,
+    State,
+    Tolerance,
+    Truth,
+    compare,
+    observe,
+)
+from transferry.runtime.errors import InputError
+from transferry.runtime.files import atomic_file
+from transferry.runtime.onnx_decoder import OnnxDecoder
+from transferry.runtime.options import GenerationOptions
+from transferry.runtime.search import search
+from transferry.runtime.session import SessionOptions
+from transferry.runtime.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class RecordedSearch:
+    """A search over all recorded sources, and what torch in float32 found.
+
+    Attributes:
+        name: Such as "beam 4".
+        options: Fields of GenerationOptions.
+        answers: Token ids of each source's hypotheses, best first.
+        scores: Their scores.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    answers: Sequence[Sequence[Sequence[int]]]
+    scores: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """All that is recorded.
+
+    Attributes:
+        cases: Inputs with what must come out.
+        sources: Token ids that the searches ran over.
+        searches: What they found.
+    """
+
+    cases: Sequence[tuple[Case, Truth]]
+    sources: Sequence[Sequence[int]]
+    searches: Sequence[RecordedSearch]
+
+    def save(self, path: Path) -> None:
+        """Writes the file; the same reference gives the same bytes."""
+        arrays: dict[str, NDArray[Any]] = {}
+        index = []
+        for number, (case, truth) in enumerate(self.cases):
+            for part in ("source", "mask", "target"):
+                arrays[f"{number}/{part}"] = getattr(case, part)
+            for name, tensor in truth.oracle.items():
+                arrays[f"{number}/oracle/{name}"] = tensor
+            index.append({"name": case.name, "past": case.past, "errors": dict(truth.errors)})
+        record = {
+            "cases": index,
+            "sources": [list(source) for source in self.sources],
+            "searches": [asdict(item) for item in self.searches],
+        }
+        arrays["index"] = np.frombuffer(json.dumps(record).encode(), np.uint8)
+        with atomic_file(path) as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, path: Path) -> Reference:
+        """Reads what `save` wrote.
+
+        Raises:
+            InputError: The file is missing or damaged.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                record = json.loads(file["index"].tobytes())
+                cases = []
+                for number, entry in enumerate(record["cases"]):
+                    case = Case(
+                        entry["name"],
+                        file[f"{number}/source"],
+                        file[f"{number}/mask"],
+                        file[f"{number}/target"],
+                        entry["past"],
+                    )
+                    prefix = f"{number}/oracle/"
+                    oracle = {
+                        name.removeprefix(prefix): file[name]
+                        for name in file.files
+                        if name.startswith(prefix)
+                    }
+                    cases.append((case, Truth(oracle, entry["errors"])))
+                searches = [RecordedSearch(**item) for item in record["searches"]]
+                return cls(cases, record["sources"], searches)
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise InputError(
+                f"{path} is not a bundle's reference ({error}); export the bundle again"
+            ) from error
+
+
+def check_reference(
+    reference: Reference, decoder: ObservableDecoder[State], tolerance: Tolerance
+) -> tuple[list[Comparison], list[Decisions]]:
+    """Lets a decoder answer what is recorded; tokens must agree exactly."""
+    comparisons = [
+        comparison
+        for case, truth in reference.cases
+        for comparison in compare(case, truth, observe(decoder, case), tolerance)
+    ]
+    decisions = []
+    for item in reference.searches:
+        options = GenerationOptions(**item.options)
+        found = search(
+            decoder,
+            reference.sources,
+            options,
+            pad_id=Tokenizer.pad_id,
+            bos_id=Tokenizer.bos_id,
+            eos_id=Tokenizer.eos_id,
+        )
+        defects = []
+        score_error = 0.0
+        for row, (wanted, hypotheses) in enumerate(zip(item.answers, found, strict=True)):
+            tokens = [list(hypothesis.tokens) for hypothesis in hypotheses]
+            if tokens == [list(answer) for answer in wanted]:
+                for score, hypothesis in zip(item.scores[row], hypotheses, strict=True):
+                    score_error = max(score_error, abs(score - hypothesis.score))
+            else:
+                defects.append(
+                    f"recorded source {row}: torch chose {wanted}, the graph chose {tokens}; "
+                    "only `verify --checkpoint` can tell whether this is a tie"
+                )
+        rows = len(item.answers)
+        decisions.append(Decisions(item.name, rows, rows - len(defects), score_error, (), defects))
+    return comparisons, decisions
+
+
+def verify_recorded(
+    bundle: Bundle,
+    variant: Variant,
+    session: SessionOptions,
+    tolerance: Tolerance | None = None,
+) -> ParityReport:
+    """Holds a bundle, opened as it will be served, against its own record; needs no torch."""
+    tolerance = tolerance or Tolerance()
+    decoder = OnnxDecoder(bundle, variant, session)
+    reference = Reference.load(bundle.folder / REFERENCE)
+    comparisons, decisions = check_reference(reference, decoder, tolerance)
+    settings = {**decoder.describe(), "against": "the recorded answers"}
+    return ParityReport(str(bundle.folder), settings, tolerance, comparisons, decisions)

@@ -1,0 +1,221 @@
+"""Byte-level BPE, held as tiktoken ranks in two files that need no network."""
+
+import base64
+import binascii
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import tiktoken
+
+from transferry.runtime.errors import InputError
+from transferry.runtime.files import atomic_file
+
+FORMAT_VERSION = 1
+_SETTINGS_FILE = "tokenizer.json"
+_RANKS_FILE = "ranks.tiktoken"
+
+SINGLE_BYTES = tuple(bytes([value]) for value in range(256))
+
+# tiktoken aborts on a run of a million blanks (its regex engine's stack); half of that is safe.
+_MAX_CHARACTERS_AT_ONCE = 500_000
+
+
+class Tokenizer:
+    """Text to token ids and back, the same text for every Unicode string.
+
+    Ids 0, 1 and 2 are padding, begin and end of a sentence. They never come out of `encode`: text
+    that looks like a special token ("<|endoftext|>") is text. Ordinary tokens follow from id 3, in
+    the order of their ranks.
+
+    An encoding made for the whole web may be cut down to the ranks that a corpus uses. Text is
+    then still split as by the whole encoding, and a token that was not kept is spelled by the
+    tokens of its single bytes, which are always kept.
+    """
+
+    pad_id: ClassVar[int] = 0
+    bos_id: ClassVar[int] = 1
+    eos_id: ClassVar[int] = 2
+    first_ordinary_id: ClassVar[int] = 3
+
+    def __init__(
+        self,
+        name: str,
+        pattern: str,
+        ranks: Mapping[bytes, int],
+        kept_ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Check the ranks and prepare the tables.
+
+        Args:
+            name: what to call it, "cl100k_base" for example.
+            pattern: the regular expression that splits text into words before BPE.
+            ranks: every token's bytes and rank; ranks are 0 to n - 1, single bytes included.
+            kept_ranks: the ranks that have an id, ascending; None keeps all.
+
+        Raises:
+            InputError: the ranks, the kept ranks or the pattern cannot make a tokenizer.
+        """
+        kept = range(len(ranks)) if kept_ranks is None else kept_ranks
+        _check_ranks(ranks, kept)
+        try:
+            self._encoding = tiktoken.Encoding(
+                name, pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens={}
+            )
+        except ValueError as error:
+            raise InputError(
+                f"expected a regular expression, found {pattern!r}: {error}"
+            ) from error
+        self.name = name
+        self.pattern = pattern
+        self.kept_ranks = None if kept_ranks is None else tuple(kept_ranks)
+
+        self._tokens = sorted(ranks, key=ranks.__getitem__)
+        self._pieces = [self._tokens[rank] for rank in kept]
+        self._ids = dict(
+            zip(kept, range(self.first_ordinary_id, self.vocabulary_size), strict=True)
+        )
+        self._byte_ids = [self._ids[ranks[byte]] for byte in SINGLE_BYTES]
+
+    @property
+    def vocabulary_size(self) -> int:
+        """How many ids there are, the three special ones included."""
+        return self.first_ordinary_id + len(self._pieces)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without begin and end of sentence."""
+        ids: list[int] = []
+        for start in range(0, len(text), _MAX_CHARACTERS_AT_ONCE):
+            part = text[start : start + _MAX_CHARACTERS_AT_ONCE]
+            for rank in self._encoding.encode_ordinary(part):
+                token_id = self._ids.get(rank)
+                if token_id is None:
+                    ids.extend(self._byte_ids[byte] for byte in self._tokens[rank])
+                else:
+                    ids.append(token_id)
+        return ids
+
+    def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
+        """Token ids of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of token ids; special ids are left out, bytes that are no UTF-8 become U+FFFD."""
+        first = self.first_ordinary_id
+        pieces = (self._pieces[token_id - first] for token_id in ids if token_id >= first)
+        return b"".join(pieces).decode(errors="replace")
+
+    def save(self, folder: Path) -> None:
+        """Write `tokenizer.json` and `ranks.tiktoken`; the same tokenizer gives the same bytes.
+
+        Raises:
+            InputError: the folder cannot be written to.
+        """
+        settings = {
+            "format_version": FORMAT_VERSION,
+            "name": self.name,
+            "pattern": self.pattern,
+            "special_ids": self._special_ids(),
+            "kept_ranks": self.kept_ranks,
+        }
+        with atomic_file(folder / _RANKS_FILE) as file:
+            for rank, token in enumerate(self._tokens):
+                file.write(base64.b64encode(token) + b" %d\n" % rank)
+        with atomic_file(folder / _SETTINGS_FILE) as file:
+            file.write(json.dumps(settings, ensure_ascii=False).encode() + b"\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read what `save` wrote.
+
+        Raises:
+            InputError: a file is missing, malformed, or does not fit the other.
+        """
+        settings = _read_settings(folder / _SETTINGS_FILE)
+        ranks = _read_ranks(folder / _RANKS_FILE)
+        try:
+            if settings["special_ids"] != cls._special_ids():
+                raise InputError(
+                    f"expected the special ids {cls._special_ids()}, "
+                    f"found {settings['special_ids']}"
+                )
+            return cls(settings["name"], settings["pattern"], ranks, settings["kept_ranks"])
+        except (InputError, TypeError) as error:
+            raise InputError(
+                f"{folder}: the tokenizer is inconsistent: {error}. Take both files, "
+                f"{_SETTINGS_FILE} and {_RANKS_FILE}, from the same export."
+            ) from error
+        except KeyError as error:
+            raise InputError(f"{folder / _SETTINGS_FILE}: expected the key {error}.") from error
+
+    @classmethod
+    def _special_ids(cls) -> dict[str, int]:
+        return {"pad": cls.pad_id, "bos": cls.bos_id, "eos": cls.eos_id}
+
+
+def _check_ranks(ranks: Mapping[bytes, int], kept: Sequence[int]) -> None:
+    """Refuse what tiktoken would accept silently and get wrong later."""
+    size = len(ranks)
+    if sorted(ranks.values()) != list(range(size)):
+        raise InputError(f"expected the {size} ranks 0 to {size - 1}, found gaps or repetitions")
+    missing = [byte for byte in SINGLE_BYTES if byte not in ranks]
+    if missing:
+        raise InputError(
+            f"expected a rank for each of the 256 single bytes, found none for {missing[0]!r}"
+        )
+    if any(later <= earlier for earlier, later in pairwise(kept)):
+        raise InputError("expected the kept ranks in ascending order, found them out of order")
+    if kept[:1] and not 0 <= kept[0] <= kept[-1] < size:
+        raise InputError(f"expected kept ranks from 0 to {size - 1}, found {kept[0]} to {kept[-1]}")
+    lost = {ranks[byte] for byte in SINGLE_BYTES}.difference(kept)
+    if lost:
+        raise InputError(f"expected all single bytes to be kept, found rank {min(lost)} left out")
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(_read(path))
+    except ValueError as error:
+        raise InputError(f"{path}: expected JSON, found something else: {error}.") from error
+    if not isinstance(settings, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(settings).__name__}.")
+    found = settings.get("format_version")
+    if found != FORMAT_VERSION:
+        raise InputError(
+            f"{path}: expected format version {FORMAT_VERSION}, found {found}. "
+            "Export again with this version of transferry."
+        )
+    return settings
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """Parse lines of base64, blank, rank.
+
+    Not with `tiktoken.load`, which caches by path: after retraining into the same folder the old
+    ranks would come back.
+    """
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(_read(path).splitlines(), start=1):
+        try:
+            encoded, rank = line.split()
+            token = base64.b64decode(encoded, validate=True)
+            if token in ranks:
+                raise ValueError(f"{token!r} has rank {ranks[token]} already")
+            ranks[token] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise InputError(
+                f"{path}, line {number}: expected a base64 token and its rank, "
+                f"found {line[:80]!r} ({error})."
+            ) from error
+    return ranks
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"{path}: expected a tokenizer's file, which cannot be read: {error.strerror or error}."
+        ) from error
