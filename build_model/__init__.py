@@ -1,0 +1,1 @@
+"""The reference Transformer in torch and its training: clarity over speed."""

@@ -1,0 +1,241 @@
+"""What a model is and how it is trained: two frozen dataclasses, checked when they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from transferry.runtime.errors import UsageError
+
+
+class _JsonConfig:
+    """Dictionary round trip that refuses what it does not know."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as plain JSON values."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Makes the config from `to_dict`'s result.
+
+        Raises:
+            UsageError: A field is unknown, missing or outside its range.
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if unknown := sorted(values.keys() - fields.keys()):
+            raise UsageError(
+                f"{cls.__name__} has no {', '.join(unknown)}; it knows {', '.join(fields)}"
+            )
+        required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+        if missing := sorted(required - values.keys()):
+            raise UsageError(f"{cls.__name__} needs {', '.join(missing)}, which is not given")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class ModelConfig(_JsonConfig):
+    """The shape of an encoder-decoder Transformer; the names are those of Vaswani et al. (2017).
+
+    Attributes:
+        vocabulary_size: Rows of the one embedding shared by source, target and output.
+        d_model: Width of every hidden state.
+        heads: Attention heads; each has d_k = d_v = d_model / heads.
+        encoder_layers: Layers of the encoder, N in the paper.
+        decoder_layers: Layers of the decoder.
+        d_ff: Inner width of the feed-forward sublayer.
+        dropout: Probability of dropping an element of a sublayer's output or of an embedding sum.
+        max_positions: Longest source or target that the model can be given, in tokens.
+        norm_epsilon: The eps of LayerNorm.
+    """
+
+    vocabulary_size: int
+    d_model: int
+    heads: int
+    encoder_layers: int
+    decoder_layers: int
+    d_ff: int
+    dropout: float = 0.1
+    max_positions: int = 512
+    norm_epsilon: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocabulary_size",
+            "d_model",
+            "heads",
+            "encoder_layers",
+            "decoder_layers",
+            "d_ff",
+            "max_positions",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if self.d_model % self.heads:
+            raise UsageError(
+                f"d_model must be a multiple of heads, but {self.d_model} is not one of "
+                f"{self.heads}; change either"
+            )
+        if self.d_model % 2:
+            raise UsageError(
+                f"d_model must be even, one sine and one cosine a frequency, not {self.d_model}"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise UsageError(f"dropout must lie in [0, 1), not {self.dropout!r}")
+        if not self.norm_epsilon > 0.0:
+            raise UsageError(f"norm_epsilon must be positive, not {self.norm_epsilon!r}")
+
+    @property
+    def d_head(self) -> int:
+        """Width of one attention head, d_k in the paper."""
+        return self.d_model // self.heads
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A shape with the settings that train it well: what a name on the command line stands for.
+
+    Attributes:
+        vocabulary_size: How large a vocabulary to train from the corpus.
+        model: Fields of ModelConfig.
+        train: Fields of TrainConfig that differ from its defaults.
+    """
+
+    vocabulary_size: int
+    model: dict[str, Any]
+    train: dict[str, Any]
+
+    def model_config(self, vocabulary_size: int, **changes: Any) -> ModelConfig:
+        """Returns the shape for a vocabulary, single fields changed on demand."""
+        return ModelConfig.from_dict({"vocabulary_size": vocabulary_size, **self.model, **changes})
+
+    def train_config(self, **changes: Any) -> TrainConfig:
+        """Returns the settings of the training, single fields changed on demand."""
+        return TrainConfig.from_dict({**self.train, **changes})
+
+
+PRESETS = {
+    "tiny": Preset(
+        600,
+        dict(d_model=64, heads=4, encoder_layers=2, decoder_layers=2, d_ff=256, dropout=0.0),
+        dict(warmup_steps=200, peak_learning_rate=4e-3, label_smoothing=0.0, max_steps=3000),
+    ),
+    "mini": Preset(
+        5000,
+        dict(d_model=128, heads=4, encoder_layers=4, decoder_layers=4, d_ff=256, dropout=0.2),
+        dict(warmup_steps=1000, peak_learning_rate=3e-3, schedule="linear", max_steps=6000),
+    ),
+    "small": Preset(
+        8000,
+        dict(d_model=256, heads=4, encoder_layers=3, decoder_layers=3, d_ff=1024, dropout=0.3),
+        dict(warmup_steps=1000, peak_learning_rate=1.5e-3, schedule="linear", max_steps=6000),
+    ),
+    # Table 3 of the paper, rows "base" and "big", with the training of section 5.
+    "base": Preset(
+        37000,
+        dict(d_model=512, heads=8, encoder_layers=6, decoder_layers=6, d_ff=2048, dropout=0.1),
+        dict(batch_tokens=25000, warmup_steps=4000, peak_learning_rate=7e-4, max_steps=100_000),
+    ),
+    "big": Preset(
+        37000,
+        dict(d_model=1024, heads=16, encoder_layers=6, decoder_layers=6, d_ff=4096, dropout=0.3),
+        dict(batch_tokens=25000, warmup_steps=4000, peak_learning_rate=5e-4, max_steps=300_000),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class TrainConfig(_JsonConfig):
+    """How a model is trained.
+
+    Attributes:
+        seed: Seeds the weights, dropout and the order of batches.
+        batch_tokens: Largest rows x longest side of one batch, padding counted.
+        accumulation: Batches whose gradients make one step.
+        peak_learning_rate: Reached at the end of the warm-up.
+        warmup_steps: Steps of linear growth from zero.
+        schedule: What follows the warm-up: "inverse-sqrt" falls as step ** -0.5 (eq. 3 of the
+            paper), "linear" falls to zero at max_steps.
+        precision: Of the products in the forward pass: "auto" is bfloat16 autocast on CUDA and
+            float32 on the CPU, where bfloat16 pays only on processors with AMX.
+        label_smoothing: Mass spread evenly over the vocabulary (section 5.4 of the paper).
+        weight_decay: AdamW's, on matrices only.
+        clip_norm: Largest norm of a step's gradient.
+        max_steps: Steps after which training ends; 0 leaves the end to max_minutes.
+        max_minutes: Minutes after which training ends; 0 leaves the end to max_steps.
+        validate_every: Steps between validations; each also saves a checkpoint. 0 means an epoch.
+        patience: Validations without a better score before training stops; 0 never stops early.
+        average: How many of the last checkpoints may be averaged into the final weights.
+        save_every: Steps between saves of the state that `resume` continues from, apart from
+            those at each validation.
+        valid_sentences: Largest number of validation sentences that are translated for BLEU.
+    """
+
+    seed: int = 0
+    batch_tokens: int = 2000
+    accumulation: int = 1
+    peak_learning_rate: float = 2e-3
+    warmup_steps: int = 600
+    schedule: Literal["inverse-sqrt", "linear"] = "inverse-sqrt"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    label_smoothing: float = 0.1
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    max_steps: int = 0
+    max_minutes: float = 0.0
+    validate_every: int = 0
+    patience: int = 0
+    average: int = 5
+    save_every: int = 500
+    valid_sentences: int = 1000
+
+    def __post_init__(self) -> None:
+        whole_numbers = {
+            "batch_tokens": 1,
+            "accumulation": 1,
+            "warmup_steps": 1,
+            "average": 1,
+            "save_every": 1,
+            "valid_sentences": 1,
+            "seed": 0,
+            "max_steps": 0,
+            "validate_every": 0,
+            "patience": 0,
+        }
+        for name, least in whole_numbers.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise UsageError(
+                    f"{name} must be a whole number of at least {least}, not {value!r}"
+                )
+        for name in ("max_minutes", "weight_decay"):
+            if not getattr(self, name) >= 0.0:
+                raise UsageError(f"{name} must be at least 0, not {getattr(self, name)!r}")
+        for name in ("peak_learning_rate", "clip_norm"):
+            if not getattr(self, name) > 0.0:
+                raise UsageError(f"{name} must be positive, not {getattr(self, name)!r}")
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise UsageError(f"label_smoothing must lie in [0, 1), not {self.label_smoothing!r}")
+        for name, choices in (
+            ("schedule", ("inverse-sqrt", "linear")),
+            ("precision", ("auto", "float32", "bfloat16")),
+        ):
+            if getattr(self, name) not in choices:
+                raise UsageError(
+                    f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}"
+                )
+        if self.schedule == "linear" and not self.max_steps:
+            raise UsageError("schedule linear falls to zero at max_steps, which is not given")
+        if not self.max_steps and not self.max_minutes:
+            raise UsageError("training needs an end: give max_steps, max_minutes or both")
+
+    def learning_rate(self, step: int) -> float:
+        """Returns the rate of step 1, 2, ... (Vaswani et al. 2017, eq. 3, scaled to the peak)."""
+        warm = step / self.warmup_steps
+        if self.schedule == "linear":
+            falling = max(1, self.max_steps - self.warmup_steps)
+            return self.peak_learning_rate * max(0.0, min(warm, (self.max_steps - step) / falling))
+        return self.peak_learning_rate * min(warm, 1.0 / math.sqrt(warm))

@@ -1,0 +1,281 @@
+"""Parallel text: from files to pairs, from pairs to token ids, from token ids to batches."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.files import decode_line, read_raw_lines
+from transferry.runtime.tokenizer import Tokenizer
+
+MAX_CHARACTERS = 10_000
+
+
+class Pair(NamedTuple):
+    """A text and its translation."""
+
+    source: str
+    target: str
+
+
+class Example(NamedTuple):
+    """Token ids of a pair, each side ending in `eos_id`."""
+
+    source: list[int]
+    target: list[int]
+
+
+class Batch(NamedTuple):
+    """Examples side by side, padded with `pad_id` to the longest."""
+
+    source: Tensor  # [batch, source] int64
+    source_mask: Tensor  # [batch, source] bool, True where there is a token
+    target_input: Tensor  # [batch, target] int64, begins with bos_id: what the decoder reads
+    target_output: Tensor  # [batch, target] int64, ends in eos_id: what it shall say
+
+
+@dataclass(frozen=True)
+class ReadReport:
+    """How many pairs were read and kept, and how many were dropped for which reason."""
+
+    read: int
+    kept: int
+    dropped: Mapping[str, int]
+
+
+class BadPair(InputError):
+    """A pair that cannot be used; `reason` is what it is counted under when skipping."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+
+
+def read_pairs(
+    source: Path, target: Path, *, skip_bad: bool = False, max_characters: int = MAX_CHARACTERS
+) -> tuple[list[Pair], ReadReport]:
+    """Read two files, plain or gzip, whose lines translate each other.
+
+    Args:
+        source: one text a line.
+        target: the translation of each, on the line of the same number.
+        skip_bad: drop and count the pairs that cannot be used instead of stopping at the first.
+        max_characters: how long a line may be.
+
+    Raises:
+        InputError: the files differ in their number of lines, or no pair remains.
+        BadPair: a line is empty, over-long or not UTF-8, and `skip_bad` is off.
+    """
+
+    def pair(number: int, lines: tuple[bytes, bytes]) -> Pair:
+        return Pair(
+            _check(_decode(lines[0], source, number), source, number, max_characters),
+            _check(_decode(lines[1], target, number), target, number, max_characters),
+        )
+
+    return _sift(_lines_of_both(source, target), pair, skip_bad, f"{source} and {target}")
+
+
+def read_pair_file(
+    path: Path, *, skip_bad: bool = False, max_characters: int = MAX_CHARACTERS
+) -> tuple[list[Pair], ReadReport]:
+    """Read one file of pairs: TSV or JSON lines, plain or gzip, told apart by the name.
+
+    `.tsv`: source, tab, target. `.jsonl`: `{"source": "...", "target": "..."}`.
+
+    Args:
+        path: the file.
+        skip_bad: drop and count the pairs that cannot be used instead of stopping at the first.
+        max_characters: how long each side may be.
+
+    Raises:
+        InputError: the name tells no format, or no pair remains.
+        BadPair: a line is malformed, or a side is empty, over-long or not UTF-8, and `skip_bad`
+            is off.
+    """
+    suffix = Path(path.name.removesuffix(".gz")).suffix
+    if suffix not in _PARSERS:
+        raise InputError(
+            f"{path}: expected a name ending in .tsv, .jsonl, .tsv.gz or .jsonl.gz. For two files "
+            "of lines give one as the source and one as the target."
+        )
+    parse = _PARSERS[suffix]
+
+    def pair(number: int, line: bytes) -> Pair:
+        try:
+            sides = parse(_decode(line, path, number))
+        except (ValueError, RecursionError) as error:
+            raise BadPair("malformed", f"{path}, line {number}: {error}.") from error
+        return Pair(*(_check(side, path, number, max_characters) for side in sides))
+
+    return _sift(read_raw_lines(path), pair, skip_bad, str(path))
+
+
+def encode_pairs(
+    pairs: Iterable[Pair], tokenizer: Tokenizer, max_tokens: int, *, skip_bad: bool = False
+) -> tuple[list[Example], ReadReport]:
+    """Turn pairs into token ids.
+
+    Args:
+        pairs: the texts.
+        tokenizer: shared by both sides.
+        max_tokens: how many tokens a side may have, the end of the sentence included.
+        skip_bad: drop and count over-long pairs instead of stopping at the first.
+
+    Raises:
+        InputError: no pair remains.
+        BadPair: a side is over-long, and `skip_bad` is off.
+    """
+
+    def example(number: int, pair: Pair) -> Example:
+        sides = [[*tokenizer.encode(text), tokenizer.eos_id] for text in pair]
+        for text, ids in zip(pair, sides, strict=True):
+            if len(ids) > max_tokens:
+                raise BadPair(
+                    "too many tokens",
+                    f"pair {number}: expected at most {max_tokens} tokens, found {len(ids)} in "
+                    f"{text[:60]!r}. Shorten it, or skip bad pairs.",
+                )
+        return Example(*sides)
+
+    return _sift(pairs, example, skip_bad, "the pairs")
+
+
+def token_batches(
+    examples: Sequence[Example], max_tokens: int, *, seed: int, epoch: int
+) -> list[list[int]]:
+    """Group examples of similar length into batches, in a random order.
+
+    Args:
+        examples: what to group.
+        max_tokens: rows times longest side, padding included, stays within it.
+        seed: with `epoch`, decides everything: the same two give the same batches.
+        epoch: the number of the pass over the data.
+
+    Returns:
+        Indices into `examples`, each exactly once.
+
+    Raises:
+        UsageError: one example alone exceeds `max_tokens`.
+    """
+    lengths = np.array([max(len(source), len(target)) for source, target in examples])
+    if lengths.max() > max_tokens:
+        raise UsageError(
+            f"expected batches of at least {lengths.max()} tokens, the length of the longest "
+            f"example, found {max_tokens}. Raise the tokens a batch may have or drop long pairs."
+        )
+    generator = np.random.Generator(np.random.PCG64([seed, epoch]))
+    order = np.lexsort((generator.random(len(lengths)), lengths))
+    batches: list[list[int]] = [[]]
+    for index in order.tolist():
+        # Ascending lengths: the newcomer is the longest of its batch.
+        if (len(batches[-1]) + 1) * lengths[index] > max_tokens:
+            batches.append([])
+        batches[-1].append(index)
+    return [batches[number] for number in generator.permutation(len(batches))]
+
+
+def collate(examples: Sequence[Example], device: torch.device | str) -> Batch:
+    """Put examples side by side as tensors; see `Batch` for their shapes."""
+    bos = Tokenizer.bos_id
+    source = _pad([source for source, _ in examples]).to(device)
+    return Batch(
+        source=source,
+        source_mask=source != Tokenizer.pad_id,
+        target_input=_pad([[bos, *target[:-1]] for _, target in examples]).to(device),
+        target_output=_pad([target for _, target in examples]).to(device),
+    )
+
+
+def _pad(rows: Iterable[list[int]]) -> Tensor:
+    """Rows of any length -> `[rows, longest]`."""
+    return pad_sequence(
+        [torch.tensor(row) for row in rows], batch_first=True, padding_value=Tokenizer.pad_id
+    )
+
+
+def _lines_of_both(source: Path, target: Path) -> Iterator[tuple[bytes, bytes]]:
+    """The lines of two files, one of each at a time."""
+    counts = [0, 0]
+    for lines in zip_longest(read_raw_lines(source), read_raw_lines(target)):
+        counts = [count + (line is not None) for count, line in zip(counts, lines, strict=True)]
+        if counts[0] == counts[1]:
+            yield lines
+    if counts[0] != counts[1]:
+        raise InputError(
+            f"expected as many lines in the source as in the target, found {counts[0]} in "
+            f"{source} and {counts[1]} in {target}. Each line must translate the other file's."
+        )
+
+
+def _sift(
+    items: Iterable[Given], make: Callable[[int, Given], Made], skip_bad: bool, origin: str
+) -> tuple[list[Made], ReadReport]:
+    """Make something of every item; bad ones stop it, or are dropped and counted."""
+    made: list[Made] = []
+    dropped: Counter[str] = Counter()
+    number = 0
+    for number, item in enumerate(items, start=1):
+        try:
+            made.append(make(number, item))
+        except BadPair as error:
+            if not skip_bad:
+                raise
+            dropped[error.reason] += 1
+    if not made:
+        raise InputError(f"{origin}: expected at least one usable pair, found none in {number}.")
+    return made, ReadReport(number, len(made), dict(dropped))
+
+
+def _decode(line: bytes, path: Path, number: int) -> str:
+    try:
+        return decode_line(line, path, number)
+    except InputError as error:
+        raise BadPair("invalid UTF-8", str(error)) from error
+
+
+def _check(text: str, path: Path, number: int, max_characters: int) -> str:
+    if not text.strip():
+        raise BadPair(
+            "empty",
+            f"{path}, line {number}: expected text, found nothing. Fill or remove the pair.",
+        )
+    if len(text) > max_characters:
+        raise BadPair(
+            "too many characters",
+            f"{path}, line {number}: expected at most {max_characters} characters, "
+            f"found {len(text)}. Shorten it, or skip bad pairs.",
+        )
+    return text
+
+
+def _parse_tsv(line: str) -> tuple[str, str]:
+    columns = line.split("\t")
+    if len(columns) != 2:
+        raise ValueError(f"expected source, tab, target, found {len(columns)} columns")
+    return columns[0], columns[1]
+
+
+def _parse_json(line: str) -> tuple[str, str]:
+    match json.loads(line):
+        case {"source": str(source), "target": str(target)}:
+            # A JSON escape can hold half a surrogate pair, which is no text.
+            (source + target).encode()
+            return source, target
+    raise ValueError(f'expected {{"source": "...", "target": "..."}}, found {line[:80]!r}')
+
+
+_PARSERS = {".tsv": _parse_tsv, ".jsonl": _parse_json}

@@ -1,0 +1,76 @@
+"""One process of a training: alone, or one of several that torchrun started (torch's DDP)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed
+
+from transferry.runtime.errors import ProviderError
+
+
+def leader() -> bool:
+    """Whether this process writes and speaks; true where torchrun started none."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@dataclass(frozen=True)
+class Process:
+    """Which part of the work is this process's.
+
+    Attributes:
+        rank: 0 .. world - 1; rank 0 alone validates, writes and speaks.
+        world: Number of processes.
+        device: Where this one computes.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @classmethod
+    def start(cls, device: str) -> Process:
+        """Joins the group that torchrun describes in the environment, or works alone.
+
+        Args:
+            device: "cpu", "cuda", or "auto" for CUDA where torch has it.
+
+        Raises:
+            ProviderError: CUDA was asked for and torch cannot use it.
+        """
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise ProviderError(
+                f"--device {device} needs a CUDA device that torch can use, and torch "
+                f"{torch.__version__} finds none; check nvidia-smi, or use --device cpu"
+            )
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world == 1:
+            return cls(0, 1, torch.device(device))
+        place = torch.device(device)
+        if place.type == "cuda":
+            place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(place)
+        torch.distributed.init_process_group("nccl" if place.type == "cuda" else "gloo")
+        return cls(int(os.environ["RANK"]), world, place)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in any process: all must leave the loop at the same step."""
+        if self.world == 1:
+            return flag
+        votes = torch.tensor(int(flag), device=self.device)
+        torch.distributed.all_reduce(votes)
+        return bool(votes.item())
+
+    def wait(self) -> None:
+        """Waits until all processes are here."""
+        if self.world > 1:
+            torch.distributed.barrier()
+
+    def stop(self) -> None:
+        """Leaves the group."""
+        if self.world > 1:
+            torch.distributed.destroy_process_group()

@@ -1,0 +1,75 @@
+"""The record of a training: metrics.jsonl, one JSON object a line, and a picture of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transferry.runtime.errors import InputError
+from transferry.runtime.files import atomic_file
+
+METRICS = "metrics.jsonl"
+CURVES = "curves.png"
+
+
+class Metrics:
+    """Appends records to RUN/metrics.jsonl.
+
+    After a kill the file may be ahead of the saved state, or end in half a line; opening it at
+    `step` drops what lies beyond, and the marks of an end that was not the last, so that a resumed
+    run leaves the file of an uninterrupted one.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.path = folder / METRICS
+        self.records: list[dict[str, Any]] = []
+        if step and self.path.exists():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError:
+                    break
+                if record["step"] > step or "final_bleu" in record:
+                    break
+                self.records.append(record)
+        with atomic_file(self.path) as file:
+            for record in self.records:
+                file.write(json.dumps(record).encode() + b"\n")
+
+    def add(self, **record: float) -> None:
+        """Appends one record, which must have a `step`.
+
+        Raises:
+            InputError: The disk is full.
+        """
+        self.records.append(record)
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise InputError(
+                f"{self.path}: cannot be written: {error.strerror}. Free some space and resume."
+            ) from error
+
+    def draw(self) -> None:
+        """Draws training loss, validation loss and BLEU against steps into RUN/curves.png."""
+        from matplotlib.figure import Figure
+
+        def series(name: str) -> tuple[list[float], list[float]]:
+            rows = [record for record in self.records if name in record]
+            return [row["step"] for row in rows], [row[name] for row in rows]
+
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        losses = figure.subplots()
+        losses.plot(*series("train_loss"), color="tab:blue", alpha=0.5, label="training, smoothed")
+        losses.plot(*series("valid_loss"), color="tab:blue", marker="o", label="validation")
+        losses.set_xlabel("step")
+        losses.set_ylabel("loss a token (nats)")
+        scores = losses.twinx()
+        scores.plot(*series("valid_bleu"), color="tab:orange", marker="s", label="validation BLEU")
+        scores.set_ylabel("sacreBLEU, greedy")
+        scores.set_ylim(bottom=0)
+        figure.legend(loc="outside upper center", ncols=3)
+        with atomic_file(self.path.with_name(CURVES)) as file:
+            figure.savefig(file, format="png", dpi=120)

@@ -1,0 +1,403 @@
+"""The training loop: AdamW over token-budgeted batches, resumable to the same weights.
+
+What a step does is a function of the seed and the step's number alone: the order of batches comes
+from (seed, epoch), dropout from (seed, step, rank). So the saved state needs no random state, and
+a run that was killed and resumed ends with the weights of one that was not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+from transferry.build_model import checkpoint
+from transferry.build_model.config import ModelConfig, TrainConfig
+from transferry.build_model.data import Batch, Example, collate, token_batches
+from transferry.build_model.distributed import Process
+from transferry.build_model.evaluation import Evaluation, cross_entropy, evaluate
+from transferry.build_model.metrics import Metrics
+from transferry.build_model.transformer import Transformer
+from transferry.runtime.errors import InputError
+from transferry.runtime.tokenizer import Tokenizer
+
+REPORT_EVERY = 50  # steps between two lines of training loss in metrics.jsonl
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Held-out pairs: encoded for the loss, and the target sentences as BLEU's references."""
+
+    examples: Sequence[Example]
+    references: Sequence[str]
+
+
+@dataclass
+class Progress:
+    """Where a training stands; saved with the weights.
+
+    Attributes:
+        step: Optimiser steps done.
+        epoch: Passes over the data done.
+        group: Steps done of the current epoch.
+        tokens: Target tokens seen.
+        seconds: Time spent, summed over resumed parts.
+        loss: Training loss summed since it was last reported, or since a validation.
+        loss_tokens: Target tokens that this loss is of.
+        scores: BLEU at each validation so far, by step.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    group: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    loss: float = 0.0
+    loss_tokens: int = 0
+    scores: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def best(self) -> int:
+        """The step with the best score, the earliest of equals."""
+        return max(self.scores, key=lambda step: (self.scores[step], -step))
+
+    def validations_since_best(self) -> int:
+        """How many validations in a row brought nothing better."""
+        return sum(step > self.best for step in self.scores)
+
+
+class Trainer:
+    """Trains one model into one folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model_config: ModelConfig,
+        config: TrainConfig,
+        tokenizer: Tokenizer,
+        examples: Sequence[Example],
+        validation: Validation,
+        process: Process,
+    ) -> None:
+        self.folder = folder
+        self.config = config
+        self.tokenizer = tokenizer
+        self.examples = examples
+        self.validation = validation
+        self.process = process
+        self.progress = Progress()
+        self.interrupted = False
+        torch.manual_seed(config.seed)
+        self.model = Transformer(model_config).to(process.device)
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() == 1]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": config.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=config.peak_learning_rate,
+            betas=(0.9, 0.98),
+            eps=1e-9,
+            fused=True,
+        )
+
+    def run(self, *, resume: bool, quiet: bool) -> Evaluation | None:
+        """Trains to the end that the config names, and writes RUN/model.safetensors.
+
+        Args:
+            resume: Continue from RUN/state.safetensors.
+            quiet: Show no progress on stderr.
+
+        Returns:
+            The marks of the written weights on the validation set; None in processes of rank > 0.
+
+        Raises:
+            InputError: There is nothing to resume, or it is of another model; or the folder
+                cannot be written to.
+            KeyboardInterrupt: SIGINT or SIGTERM came; the state is saved.
+        """
+        leader = self.process.rank == 0
+        if resume:
+            self._restore()
+        elif leader:
+            self._clear()
+            self.tokenizer.save(self.folder)
+        if leader:
+            checkpoint.save_config(self.folder, self.model.config, self.config)
+        self.process.wait()
+        metrics = Metrics(self.folder, self.progress.step) if leader else None
+        with self._signals():
+            self._loop(metrics, quiet=quiet or not leader)
+        if self.progress.step not in self.progress.scores:
+            self._validate(metrics, quiet=quiet)
+        marks = self._finish(metrics) if metrics else None
+        self.process.wait()
+        return marks
+
+    def _loop(self, metrics: Metrics | None, *, quiet: bool) -> None:
+        progress, config = self.progress, self.config
+        forward = self.model if self.process.world == 1 else DistributedDataParallel(self.model)
+        started = time.monotonic() - progress.seconds
+        bar = tqdm(
+            total=config.max_steps or None,
+            initial=progress.step,
+            unit="step",
+            disable=quiet or not sys.stderr.isatty(),
+        )
+        window_tokens, window_started = 0, time.monotonic()
+        self.model.train()
+        while True:
+            groups = self._groups(progress.epoch)
+            for group in groups[progress.group :]:
+                if self._ended():
+                    bar.close()
+                    return
+                loss, tokens = self._step(forward, group)
+                progress.loss += loss
+                progress.loss_tokens += tokens
+                window_tokens += tokens
+                progress.seconds = time.monotonic() - started
+                bar.update()
+                if metrics and progress.step % REPORT_EVERY == 0:
+                    speed = window_tokens / (time.monotonic() - window_started)
+                    train_loss = progress.loss / progress.loss_tokens
+                    bar.set_postfix_str(f"loss {train_loss:.3f}, {speed:,.0f} tokens/s")
+                    metrics.add(
+                        step=progress.step,
+                        epoch=progress.epoch,
+                        train_loss=round(train_loss, 6),
+                        learning_rate=config.learning_rate(progress.step),
+                        tokens=progress.tokens,
+                        tokens_per_second=round(speed, 1),
+                        seconds=round(progress.seconds, 1),
+                    )
+                    progress.loss, progress.loss_tokens = 0.0, 0
+                    window_tokens, window_started = 0, time.monotonic()
+                if progress.group == len(groups):
+                    progress.epoch, progress.group = progress.epoch + 1, 0
+                at_epoch_end = not config.validate_every and progress.group == 0
+                if at_epoch_end or (
+                    config.validate_every and progress.step % config.validate_every == 0
+                ):
+                    progress.loss, progress.loss_tokens = 0.0, 0
+                    self._validate(metrics, quiet=quiet)
+                    window_tokens, window_started = 0, time.monotonic()
+                interrupted = self.process.any(self.interrupted)
+                if interrupted or progress.step % config.save_every == 0:
+                    self._save_state()
+                if interrupted:
+                    bar.close()
+                    raise KeyboardInterrupt
+
+    def _groups(self, epoch: int) -> list[list[list[int]]]:
+        """The epoch's steps: each a list of `accumulation * world` batches of example indices."""
+        batches = token_batches(
+            self.examples, self.config.batch_tokens, seed=self.config.seed, epoch=epoch
+        )
+        size = self.config.accumulation * self.process.world
+        # The last step is filled up from the first batches, so that every process has its share.
+        padded = [batches[i % len(batches)] for i in range(-(-len(batches) // size) * size)]
+        return [padded[start : start + size] for start in range(0, len(padded), size)]
+
+    def _ended(self) -> bool:
+        progress, config = self.progress, self.config
+        ended = (
+            bool(config.max_steps and progress.step >= config.max_steps)
+            or bool(config.max_minutes and progress.seconds >= 60 * config.max_minutes)
+            or (
+                bool(config.patience and progress.scores)
+                and progress.validations_since_best() >= config.patience
+            )
+        )
+        return self.process.any(ended)
+
+    def _step(self, forward: torch.nn.Module, group: list[list[int]]) -> tuple[float, int]:
+        """One optimiser step; returns the summed loss and the number of target tokens."""
+        progress, config, process = self.progress, self.config, self.process
+        progress.step, progress.group = progress.step + 1, progress.group + 1
+        entropy = np.random.SeedSequence([config.seed, progress.step, process.rank])
+        torch.manual_seed(int(entropy.generate_state(1)[0]))
+        for settings in self.optimizer.param_groups:
+            settings["lr"] = config.learning_rate(progress.step)
+
+        tokens = sum(len(self.examples[index].target) for batch in group for index in batch)
+        mine = group[process.rank :: process.world]
+        total = 0.0
+        for number, indices in enumerate(mine):
+            batch = collate([self.examples[index] for index in indices], process.device)
+            waits = isinstance(forward, DistributedDataParallel) and number < len(mine) - 1
+            with forward.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
+                loss = self._loss(forward, batch)
+                # DDP averages over processes; times world makes it the sum that one would have.
+                (loss * (process.world / tokens)).backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        progress.tokens += tokens
+        # Other processes' losses are not gathered: one share is as good a picture as the sum.
+        return total * process.world, tokens
+
+    def _loss(self, forward: torch.nn.Module, batch: Batch) -> Tensor:
+        device = self.process.device.type
+        precision = self.config.precision
+        half = precision == "bfloat16" or (precision == "auto" and device == "cuda")
+        with torch.autocast(device, torch.bfloat16, enabled=half):
+            logits = forward(batch.source, batch.source_mask, batch.target_input)
+        return cross_entropy(
+            logits, batch.target_output, self.tokenizer.pad_id, self.config.label_smoothing
+        )
+
+    def _evaluate(self) -> Evaluation:
+        return evaluate(
+            self.model,
+            self.validation.examples,
+            self.validation.references,
+            self.tokenizer,
+            batch_tokens=self.config.batch_tokens,
+            sentences=self.config.valid_sentences,
+        )
+
+    def _weights(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"{step:08d}.safetensors"
+
+    def _validate(self, metrics: Metrics | None, *, quiet: bool) -> None:
+        """Validates in process 0, tells the score to all, and keeps the weights for averaging."""
+        progress = self.progress
+        score = torch.zeros(1, device=self.process.device)
+        if metrics:
+            marks = self._evaluate()
+            score[0] = marks.bleu
+            metrics.add(
+                step=progress.step,
+                epoch=progress.epoch,
+                valid_loss=round(marks.loss, 6),
+                valid_bleu=round(marks.bleu, 3),
+                seconds=round(progress.seconds, 1),
+            )
+            metrics.draw()
+            checkpoint.save_tensors(self._weights(progress.step), self.model.state_dict())
+            if not quiet:
+                tqdm.write(
+                    f"step {progress.step}, epoch {progress.epoch}: validation loss "
+                    f"{marks.loss:.4f}, BLEU {marks.bleu:.2f}, {progress.seconds / 60:.1f} min",
+                    file=sys.stderr,
+                )
+        if self.process.world > 1:
+            torch.distributed.broadcast(score, 0)
+        progress.scores[progress.step] = score.item()
+        self._save_state()
+        if metrics:
+            # Only after the state names the newest ones may older ones go.
+            kept = {progress.best, *sorted(progress.scores)[-self.config.average :]}
+            for step in progress.scores.keys() - kept:
+                self._weights(step).unlink(missing_ok=True)
+
+    def _save_state(self) -> None:
+        if self.process.rank:
+            return
+        tensors = dict(self.model.state_dict())
+        for name, parameter in self.model.named_parameters():
+            for kind, tensor in self.optimizer.state[parameter].items():
+                tensors[f"optimizer/{name}/{kind}"] = tensor
+        record = {"progress": json.dumps(dataclasses.asdict(self.progress))}
+        checkpoint.save_tensors(self.folder / checkpoint.STATE, tensors, record)
+
+    def _clear(self) -> None:
+        """Makes the folder; an earlier training's weights must not be taken for this one's."""
+        checkpoints = self.folder / "checkpoints"
+        try:
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            for path in (
+                self.folder / checkpoint.STATE,
+                self.folder / checkpoint.WEIGHTS,
+                *checkpoints.glob("*.safetensors"),
+            ):
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"{self.folder}: cannot be written: {error.strerror}; choose another folder"
+            ) from error
+
+    def _restore(self) -> None:
+        path = self.folder / checkpoint.STATE
+        if not path.exists():
+            raise InputError(
+                f"{path} is missing, so there is nothing to resume; start anew without --resume "
+                "and with --force"
+            )
+        tensors, record = checkpoint.load_tensors(path)
+        try:
+            values = json.loads(record["progress"])
+            values["scores"] = {int(step): score for step, score in values["scores"].items()}
+            self.progress = Progress(**values)
+            self.model.load_state_dict({name: tensors[name] for name in self.model.state_dict()})
+            parameters = dict(self.model.named_parameters())
+            for key, tensor in tensors.items():
+                if key.startswith("optimizer/"):
+                    _, name, kind = key.split("/")
+                    moments = self.optimizer.state[parameters[name]]
+                    moments[kind] = tensor.to(self.process.device)
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            raise InputError(
+                f"{path} does not fit {self.folder / checkpoint.CONFIG}: {error}; start anew "
+                "without --resume and with --force"
+            ) from error
+
+    def _finish(self, metrics: Metrics) -> Evaluation:
+        """Writes the better of the averaged and the best single checkpoint as the model."""
+        progress = self.progress
+        last = sorted(progress.scores)[-self.config.average :]
+        candidates = {
+            f"the average of steps {', '.join(map(str, last))}": [self._weights(s) for s in last],
+            f"step {progress.best}": [self._weights(progress.best)],
+        }
+        results = {}
+        for name, paths in candidates.items():
+            weights = checkpoint.average(paths)
+            self.model.load_state_dict(weights)
+            results[name] = (self._evaluate(), weights)
+        chosen = max(results, key=lambda name: results[name][0].bleu)
+        marks, weights = results[chosen]
+        checkpoint.save_tensors(self.folder / checkpoint.WEIGHTS, weights, {"weights": chosen})
+        metrics.add(
+            step=progress.step,
+            epoch=progress.epoch,
+            final_loss=round(marks.loss, 6),
+            final_bleu=round(marks.bleu, 3),
+            seconds=round(progress.seconds, 1),
+        )
+        metrics.draw()
+        return marks
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Makes SIGINT and SIGTERM finish the step and save; a second one ends at once."""
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            if self.interrupted:
+                raise KeyboardInterrupt
+            self.interrupted = True
+
+        before = {
+            number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

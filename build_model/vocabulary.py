@@ -1,0 +1,98 @@
+"""Where a tokenizer comes from: BPE trained on a corpus, or a tiktoken encoding cut down to it."""
+
+from collections.abc import Iterable
+
+import tiktoken
+from tokenizers import Regex, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.tokenizer import SINGLE_BYTES, Tokenizer
+
+ENCODINGS = ("cl100k_base", "o200k_base")
+
+# How cl100k_base (GPT-4) splits text into words, as tiktoken 0.14 writes it: the possessive
+# quantifiers keep a run of a million blanks from overflowing the stack of tiktoken's regex engine.
+# Only "{1,3}" has none, since it would mean something else to the engine of `tokenizers`.
+WORD_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+
+
+def train_bpe(lines: Iterable[str], vocabulary_size: int) -> Tokenizer:
+    """Train byte-level BPE (Sennrich et al. 2016, over bytes as in GPT-2).
+
+    Args:
+        lines: the corpus; for translation, both languages.
+        vocabulary_size: how many ids, the special ones included. The tokenizer has fewer when no
+            two neighbouring tokens occur twice any more.
+
+    Raises:
+        UsageError: the size leaves no room for the special ids and the 256 single bytes.
+    """
+    smallest = Tokenizer.first_ordinary_id + len(SINGLE_BYTES)
+    if vocabulary_size < smallest:
+        raise UsageError(
+            f"expected a vocabulary of at least {smallest} (3 special tokens, 256 single bytes), "
+            f"found {vocabulary_size}."
+        )
+    trained = HuggingFaceTokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size - Tokenizer.first_ordinary_id,
+        min_frequency=2,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.train_from_iterator(lines, trainer)
+
+    byte_of = _byte_of_character()
+    vocabulary = trained.get_vocab()
+    in_order = sorted(vocabulary, key=vocabulary.__getitem__)
+    tokens = [bytes(byte_of[character] for character in word) for word in in_order]
+    merged = [token for token in tokens if len(token) > 1]
+    ranks = {token: rank for rank, token in enumerate([*SINGLE_BYTES, *merged])}
+    return Tokenizer("trained", WORD_PATTERN, ranks)
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The printable character that stands for each byte in GPT-2's vocabularies, turned round.
+
+    Printable Latin-1 stands for itself; the other bytes, in ascending order, take the characters
+    from U+0100 on (`bytes_to_unicode` of openai/gpt-2, src/encoder.py).
+    """
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in own]
+    return {chr(value): value for value in own} | {
+        chr(0x100 + position): value for position, value in enumerate(others)
+    }
+
+
+def cut_encoding(name: str, lines: Iterable[str]) -> Tokenizer:
+    """Take a named tiktoken encoding and keep the tokens that the corpus uses.
+
+    Raises:
+        UsageError: transferry knows no encoding of that name.
+        InputError: tiktoken can neither find the ranks in its cache nor download them.
+    """
+    if name not in ENCODINGS:
+        raise UsageError(f"expected one of {', '.join(ENCODINGS)}, found {name!r}.")
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{name}: tiktoken cannot get the ranks ({error}). Without a network, set "
+            "TIKTOKEN_CACHE_DIR to a folder in which tiktoken has put them before."
+        ) from error
+    pattern, ranks = encoding._pat_str, encoding._mergeable_ranks
+    whole = Tokenizer(name, pattern, ranks)
+    used = {ranks[byte] for byte in SINGLE_BYTES}
+    for line in lines:
+        used.update(token - Tokenizer.first_ordinary_id for token in whole.encode(line))
+    return Tokenizer(name, pattern, ranks, sorted(used))
