@@ -1,0 +1,193 @@
+"""A checkpoint becomes a bundle: made in a temporary folder, verified there, renamed into place."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import onnx
+
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.export.evaluator import EvaluatorDecoder
+from transferry.export.graphs import OPSET, export_graphs
+from transferry.export.parity import Judge, random_case
+from transferry.export.weights import write_graphs
+from transferry.runtime.bundle import (
+    MANIFEST,
+    REFERENCE,
+    Bundle,
+    FileRecord,
+    Manifest,
+    Variant,
+)
+from transferry.runtime.compare import ParityReport, Tolerance
+from transferry.runtime.errors import InputError, ParityError, UsageError
+from transferry.runtime.files import atomic_file, sha256
+from transferry.runtime.onnx_decoder import OnnxDecoder
+from transferry.runtime.reference import Reference, check_reference
+from transferry.runtime.session import SessionOptions
+
+VARIANT = "portable"
+MADE_BY = ("transferry", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu")
+
+# Recorded searches run over this many sources, of at most this many tokens out.
+RECORDED_SOURCES = 8
+RECORDED_LENGTH = 64
+
+
+def export_bundle(
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    texts: Sequence[str] = (),
+    force: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Bundle:
+    """Exports a checkpoint, verifies what came out, and puts it in place.
+
+    The same checkpoint, texts and package versions give the same bytes.
+
+    Args:
+        checkpoint: What was trained.
+        out: The bundle's folder.
+        texts: Sentences for the recorded reference; random tokens where there are none.
+        force: Replace a bundle that is there.
+        say: Takes a line at each stage.
+
+    Returns:
+        The bundle, as it lies in `out`.
+
+    Raises:
+        UsageError: `out` exists and `force` is off.
+        InputError: The folder cannot be written.
+        ParityError: The graphs are not valid or do not answer as torch does; `out` is untouched.
+    """
+    if out.exists() and not force:
+        raise UsageError(f"{out} exists already; add --force to replace it, or name another folder")
+    if out.exists() and not (out / MANIFEST).exists():
+        raise UsageError(f"{out} exists and is no bundle, so it is not replaced; name another")
+    with _staging(out) as folder:
+        bundle = _write(checkpoint, folder, texts, say)
+        say("verifying")
+        check_graphs(bundle)
+        report = check_bundle(bundle)
+        report.require()
+        # Last, so that what was not verified can never be loaded.
+        with atomic_file(folder / MANIFEST) as file:
+            file.write(bundle.manifest.to_json().encode())
+        _replace(folder, out)
+    return Bundle.load(out)
+
+
+def check_graphs(bundle: Bundle) -> None:
+    """Lets onnx check every graph: structure, types and shapes.
+
+    Raises:
+        ParityError: A graph is not valid.
+    """
+    for variant in bundle.manifest.variants.values():
+        for graph in variant.graphs.values():
+            try:
+                onnx.checker.check_model(str(bundle.graph(graph)), full_check=True)
+            except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+                raise ParityError(f"{graph.file} is not a valid ONNX graph: {error}") from error
+
+
+def check_bundle(bundle: Bundle, tolerance: Tolerance | None = None) -> ParityReport:
+    """Holds onnxruntime on the CPU and onnx's ReferenceEvaluator against the recorded answers."""
+    tolerance = tolerance or Tolerance()
+    reference = Reference.load(bundle.folder / REFERENCE)
+    variant = bundle.variant()
+    comparisons, decisions = check_reference(
+        reference, OnnxDecoder(bundle, variant, SessionOptions()), tolerance
+    )
+    numbers_only = Reference(reference.cases, (), ())
+    opinions, _ = check_reference(numbers_only, EvaluatorDecoder(bundle, variant), tolerance)
+    settings = {"variant": variant.name, "provider": "cpu, and onnx.reference"}
+    return ParityReport(
+        str(bundle.folder), settings, tolerance, [*comparisons, *opinions], decisions
+    )
+
+
+def _write(
+    checkpoint: Checkpoint, folder: Path, texts: Sequence[str], say: Callable[[str], None]
+) -> Bundle:
+    """Writes everything but the manifest."""
+    model, tokenizer = checkpoint.model, checkpoint.tokenizer
+    say("exporting the graphs")
+    graphs = export_graphs(model, VARIANT)
+    (folder / VARIANT).mkdir()
+    write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs.values()])
+    tokenizer.save(folder)
+
+    say("recording what torch answers")
+    if texts:
+        sources = [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
+        fitting = [source for source in sources if 1 < len(source) <= model.config.max_positions]
+        sources = fitting[:RECORDED_SOURCES]
+    else:
+        case = random_case(model.config, RECORDED_SOURCES, 12, 0, seed=0)
+        sources = [row[mask].tolist() for row, mask in zip(case.source, case.mask, strict=True)]
+    judge = Judge(model, Tolerance())
+    judge.record(sources, RECORDED_LENGTH).save(folder / REFERENCE)
+
+    variant = Variant(
+        VARIANT, "float32", OPSET, {name: graph.spec for name, graph in graphs.items()}
+    )
+    names = sorted(path for path in folder.rglob("*") if path.is_file())
+    manifest = Manifest(
+        architecture="encoder-decoder",
+        model=model.config.to_dict(),
+        generation={"max_length": min(256, model.config.max_positions)},
+        variants={VARIANT: variant},
+        files={
+            path.relative_to(folder).as_posix(): FileRecord(sha256(path), path.stat().st_size)
+            for path in names
+        },
+        versions=_versions(),
+    )
+    return Bundle(folder, manifest, tokenizer)
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in MADE_BY:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+@contextlib.contextmanager
+def _staging(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that is gone afterwards, whatever happens."""
+    folder = out.absolute().with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+        yield folder
+    except OSError as error:
+        raise InputError(
+            f"{out}: cannot be written: {error.strerror or error}; nothing was written. "
+            "Free some space or choose another place."
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _replace(folder: Path, out: Path) -> None:
+    """Renames the folder to `out`; a bundle that lies there leaves only when the new one is in."""
+    if not out.exists():
+        folder.rename(out)
+        return
+    old = folder.with_suffix(".old")
+    out.rename(old)
+    try:
+        folder.rename(out)
+    except OSError:
+        old.rename(out)
+        raise
+    shutil.rmtree(old)

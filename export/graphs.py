@@ -1,0 +1,191 @@
+"""The graphs of a variant: torch modules with flat tensors in and out, turned into ONNX.
+
+`encoder` gives every decoder layer's cross keys and values, `decoder` serves the first step and
+all later ones (the past has length 0 at first), `select` takes rows of the cache, so that the
+search can drop and reorder rows where the cache lies. Every dimension that varies is dynamic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import onnxscript.optimizer
+import torch
+from torch import Tensor, nn
+
+from transferry.build_model.attention import KeyValues
+from transferry.build_model.config import ModelConfig
+from transferry.build_model.transformer import Transformer
+from transferry.runtime.bundle import GraphSpec, Role, TensorSpec
+
+# The exporter's own opset, so that nothing is converted afterwards: 23 and later have an Attention
+# operator, whose kernel is slower than the products it stands for and which fewer runtimes know.
+OPSET = 20
+
+
+@dataclass(frozen=True)
+class Graph:
+    """An exported graph and what the manifest says of it."""
+
+    model: ir.Model
+    spec: GraphSpec
+
+
+class EncoderGraph(nn.Module):
+    """source, source_mask -> cross keys and values of every decoder layer."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, source: Tensor, source_mask: Tensor) -> tuple[Tensor, ...]:
+        """See `Transformer.encode` and `Transformer.cross` for the shapes."""
+        return flatten(self.model.cross(self.model.encode(source, source_mask)))
+
+
+class DecoderGraph(nn.Module):
+    """target, source_mask, cross and past -> logits and present."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, target: Tensor, source_mask: Tensor, *cache: Tensor) -> tuple[Tensor, ...]:
+        """See `Transformer.decode` for the shapes; `cache` is all of cross, then all of past."""
+        cross, past = cache[: len(cache) // 2], cache[len(cache) // 2 :]
+        logits, present = self.model.decode(target, source_mask, pair(cross), pair(past))
+        return logits, *flatten(present)
+
+
+class SelectGraph(nn.Module):
+    """rows, state -> the chosen rows of every tensor of the state."""
+
+    def forward(self, rows: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        """Takes rows [selected] of each state [batch, heads, length, d_head]."""
+        return tuple(tensor.index_select(0, rows) for tensor in state)
+
+
+def flatten(caches: Sequence[KeyValues]) -> tuple[Tensor, ...]:
+    """Layer by layer, keys then values."""
+    return tuple(tensor for cache in caches for tensor in cache)
+
+
+def pair(tensors: Sequence[Tensor]) -> list[KeyValues]:
+    """Undoes `flatten`."""
+    return [KeyValues(*both) for both in zip(tensors[::2], tensors[1::2], strict=True)]
+
+
+def export_graphs(model: Transformer, variant: str) -> dict[str, Graph]:
+    """Exports the graphs of the portable variant: standard ONNX operators only, float32.
+
+    Args:
+        model: The model, in eval mode.
+        variant: The folder, inside the bundle, that the graphs will lie in.
+
+    Returns:
+        "encoder", "decoder" and "select" by name.
+    """
+    config = model.config
+    layers = range(config.decoder_layers)
+    source = TensorSpec("source", "source", "int64", ("batch", "source"))
+    mask = TensorSpec("source_mask", "source_mask", "bool", ("batch", "source"))
+    target = TensorSpec("target", "target", "int64", ("batch", "target"))
+    rows = TensorSpec("rows", "rows", "int64", ("selected",))
+    logits = TensorSpec("logits", "logits", "float32", ("batch", "target", config.vocabulary_size))
+
+    def cache(role: Role, length: str, batch: str = "batch") -> tuple[TensorSpec, ...]:
+        shape = (batch, config.heads, length, config.d_head)
+        return tuple(
+            TensorSpec(f"{role}.{layer}.{part}", role, "float32", shape)
+            for layer in layers
+            for part in ("keys", "values")
+        )
+
+    specs: dict[str, tuple[nn.Module, tuple[TensorSpec, ...], tuple[TensorSpec, ...]]] = {
+        "encoder": (EncoderGraph(model), (source, mask), cache("cross", "source")),
+        "decoder": (
+            DecoderGraph(model),
+            (target, mask, *cache("cross", "source"), *cache("past", "past")),
+            (logits, *cache("present", "past + target")),
+        ),
+        "select": (
+            SelectGraph(),
+            (rows, *cache("state", "length")),
+            cache("selected", "length", "selected"),
+        ),
+    }
+    return {
+        name: Graph(
+            _export(module, inputs, outputs, config),
+            GraphSpec(f"{variant}/{name}.onnx", inputs, outputs),
+        )
+        for name, (module, inputs, outputs) in specs.items()
+    }
+
+
+def _export(
+    module: nn.Module,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    config: ModelConfig,
+) -> ir.Model:
+    """Traces the module with sizes that no two dimensions share, each dynamic."""
+    sizes = {"batch": 2, "source": 7, "target": 3, "past": 5, "length": 5, "selected": 3}
+    examples = [_example(spec, sizes) for spec in inputs]
+    dynamic = [
+        {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)}
+        for spec in inputs
+    ]
+    # forward(a, b, *cache) takes the shapes of *cache as one tuple; forward(a, b) has none.
+    fixed = 1 if inputs[0].role == "rows" else 2
+    shapes = (*dynamic[:fixed], tuple(dynamic[fixed:])) if len(inputs) > fixed else tuple(dynamic)
+    program = torch.onnx.export(
+        module.eval(),
+        tuple(examples),
+        dynamic_shapes=shapes,
+        input_names=[spec.name for spec in inputs],
+        output_names=[spec.name for spec in outputs],
+        opset_version=OPSET,
+        dynamo=True,
+        optimize=False,
+        verbose=False,
+    )
+    assert program is not None
+    # Folding a Transpose would store a Linear's weight a second time, and the tied embedding too;
+    # onnxruntime folds it when it opens the graph.
+    onnxscript.optimizer.optimize_ir(
+        program.model, should_fold=lambda node: False if node.op_type == "Transpose" else None
+    )
+    _strip(program.model)
+    return program.model
+
+
+def _example(spec: TensorSpec, sizes: dict[str, int]) -> Tensor:
+    shape = [size if isinstance(size, int) else sizes[size] for size in spec.shape]
+    if spec.type == "bool":
+        return torch.ones(shape, dtype=torch.bool)
+    if spec.type == "int64":
+        return torch.ones(shape, dtype=torch.int64)
+    return torch.zeros(shape, dtype=getattr(torch, spec.type))
+
+
+def _strip(model: ir.Model) -> None:
+    """Drops what tells of the machine that exported: stack traces, paths, names of modules."""
+    model.doc_string = None
+    model.metadata_props.clear()
+    graphs: list[Any] = [model.graph, *model.functions.values()]
+    for graph in graphs:
+        graph.doc_string = None
+        graph.metadata_props.clear()
+        for node in graph:
+            node.doc_string = None
+            node.metadata_props.clear()
+            for value in node.outputs:
+                value.doc_string = None
+                value.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.doc_string = None
+        value.metadata_props.clear()

@@ -1,0 +1,62 @@
+"""Graphs on disk: one ONNX file each, and one file of weights that all of them name.
+
+Two graphs may name the same place of the same external file, so a weight that both use, such as
+the embedding, is stored once. The file has no 2 GB limit, which an ONNX file by itself has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+import onnx_ir as ir
+
+WEIGHTS = "weights.bin"
+
+# onnxruntime maps external data into memory only where it begins at a page.
+ALIGNMENT = 4096
+# Smaller tensors, mostly shapes and other constants, stay in the graph: a page each is waste.
+SMALLEST = 1024
+
+
+def write_graphs(graphs: Iterable[tuple[ir.Model, Path]]) -> None:
+    """Writes each graph to its path, and the weights of all to `weights.bin` beside them.
+
+    All paths must lie in one folder: onnxruntime refuses external data outside the graph's.
+    """
+    places: dict[tuple[ir.DataType, bytes], tuple[int, int]] = {}
+    graphs = list(graphs)
+    (folder,) = {path.parent for _, path in graphs}
+    with (folder / WEIGHTS).open("wb") as file:
+        for model, _ in graphs:
+            for value in model.graph.initializers.values():
+                tensor = value.const_value
+                if tensor is not None and tensor.nbytes >= SMALLEST:
+                    value.const_value = _store(tensor, file, places)
+    for model, path in graphs:
+        ir.save(model, path)
+
+
+def _store(
+    tensor: ir.TensorProtocol,
+    file: BinaryIO,
+    places: dict[tuple[ir.DataType, bytes], tuple[int, int]],
+) -> ir.ExternalTensor:
+    """Appends a tensor unless its bytes lie there already, and returns the reference to it."""
+    data = tensor.tobytes()
+    key = (tensor.dtype, hashlib.sha256(data).digest())
+    if key not in places:
+        file.write(b"\0" * (-file.tell() % ALIGNMENT))
+        places[key] = (file.tell(), len(data))
+        file.write(data)
+    offset, length = places[key]
+    return ir.ExternalTensor(
+        WEIGHTS,
+        offset,
+        length,
+        tensor.dtype,
+        shape=ir.Shape(tensor.shape.numpy()),
+        name=tensor.name or "",
+    )
