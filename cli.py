@@ -1,0 +1,598 @@
+"""The command line. Each command imports what it needs when it runs, so that --help is instant."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import click
+from click.core import ParameterSource as Origin
+
+from transferry.build_model.config import PRESETS, ModelConfig, TrainConfig
+from transferry.runtime.errors import InputError, ProviderError, TransferryError, UsageError
+from transferry.runtime.options import GenerationOptions
+
+if TYPE_CHECKING:
+    from transferry.build_model.recipe import Recipe
+    from transferry.runtime.compare import ParityReport
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+EPILOG = """\b
+Exit codes: 0 done, 2 wrong usage, 3 bad input, checkpoint or bundle, 4 parity failed,
+5 the provider asked for cannot run, 130 interrupted.
+"""
+SETTINGS = "settings.toml"
+FILE = click.Path(path_type=Path)
+# What a run does not remember, and what may be said anew when it continues: where it ends, and
+# where its files lie by now.
+OF_THIS_CALL = {"out", "resume", "force", "device", "quiet"}
+MAY_CHANGE = {"max_steps", "max_minutes", "source", "target", "pairs"} | {
+    f"valid_{name}" for name in ("source", "target", "pairs")
+}
+
+
+class Failure(click.ClickException):
+    """A message for stderr and the exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code  # type: ignore[misc]  # click declares it for the class
+
+
+class Commands(click.Group):
+    """Turns what goes wrong into a message and an exit code, in this one place."""
+
+    def invoke(self, context: click.Context) -> Any:
+        """Runs the command."""
+        # A scheduler's SIGTERM ends as Ctrl-C does: temporary files go, and 130 comes back.
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            return super().invoke(context)
+        except TransferryError as error:
+            raise Failure(str(error), error.exit_code) from error
+        except ModuleNotFoundError as error:
+            if str(error.name).partition(".")[0] == "transferry":
+                raise
+            message = f"{context.invoked_subcommand} needs {error.name}, which is not installed"
+            remedy = 'pip install "transferry[export]"'
+            raise Failure(f"{message}; {remedy}", UsageError.exit_code) from error
+        except KeyboardInterrupt as error:
+            click.echo(f"interrupted{': ' if error.args else ''}{error}", err=True)
+            context.exit(130)
+
+
+def configurable(command: Command) -> Command:
+    """Adds --config: settings from a TOML file, below what the command line says."""
+
+    def read(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
+        if path is None:
+            return
+        from transferry.runtime.settings import read_settings
+
+        try:
+            values = read_settings(path)
+        except InputError as error:
+            raise click.BadParameter(str(error)) from error
+        known = {option.name for option in context.command.params}
+        if unknown := sorted(values.keys() - known):
+            raise click.BadParameter(
+                f"{path} sets {', '.join(unknown)}, which {context.info_name} does not have"
+            )
+        context.default_map = values
+
+    return click.option(
+        "--config",
+        type=FILE,
+        callback=read,
+        is_eager=True,
+        expose_value=False,
+        help="Settings from a TOML file, such as max-length = 100; the command line wins.",
+    )(command)
+
+
+def fields_as_options(
+    config: type[Any], *, leave_out: Sequence[str] = ()
+) -> Callable[[Command], Command]:
+    """Adds an option for each field of a dataclass, its help taken from the docstring."""
+    hints = get_type_hints(config)
+    attributes = re.findall(
+        r"^ {8}(\w+): (.+?)(?=^ {8}\w+: |\Z)", f"{_docstring(config)}\n", re.S | re.M
+    )
+    helps = {name: " ".join((text[0].upper() + text[1:]).split()) for name, text in attributes}
+    by_preset = {name for preset in PRESETS.values() for name in preset.model | preset.train}
+
+    def add(command: Command) -> Command:
+        for field in reversed(dataclasses.fields(config)):
+            if field.name in leave_out:
+                continue
+            hint = hints[field.name]
+            flag = f"--{field.name.replace('_', '-')}"
+            kind: Any = click.Choice(get_args(hint)) if get_origin(hint) is Literal else hint
+            text = helps[field.name]
+            if field.name in by_preset:
+                text = f"{text} The preset's by default."
+            elif field.default is not False:
+                text = f"{text} Default {field.default}."
+            if hint is bool:
+                name = f"{flag}/--no-{flag[2:]}" if field.default else flag
+                command = click.option(name, is_flag=True, default=None, help=text)(command)
+            else:
+                command = click.option(flag, type=kind, default=None, help=text)(command)
+        return command
+
+    return add
+
+
+def _docstring(config: type[Any]) -> str:
+    """The attributes section, its names indented by eight columns in every Python."""
+    section = (config.__doc__ or "").partition("Attributes:")[2]
+    lines = section.strip("\n").splitlines()
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    return "\n".join(" " * 8 + line[indent:] for line in lines)
+
+
+def given(values: dict[str, Any], config: type[Any]) -> dict[str, Any]:
+    """The values that are fields of the dataclass and were set."""
+    names = {field.name for field in dataclasses.fields(config)}
+    return {name: value for name, value in values.items() if name in names and value is not None}
+
+
+def say(line: str) -> None:
+    """Tells a person something; stdout is for data."""
+    click.echo(line, err=True)
+
+
+@click.group(cls=Commands, epilog=EPILOG, context_settings={"max_content_width": 100})
+@click.version_option(package_name="transferry")
+def main() -> None:
+    """Carry a trained Transformer from PyTorch to ONNX Runtime, and prove that nothing was lost."""
+
+
+@main.command(
+    epilog="""\b
+Example:
+  transferry train --source train.en.gz --target train.de.gz \\
+      --valid-source val.en.gz --valid-target val.de.gz --preset small --out runs/ende
+  transferry train --out runs/ende --resume
+Several GPUs: torchrun --nproc-per-node 4 -m transferry.cli train ...
+"""
+)
+@configurable
+@click.option("--source", type=FILE, help="Training sentences, a line each, plain or gzip.")
+@click.option("--target", type=FILE, help="Their translations, line by line.")
+@click.option("--pairs", type=FILE, help="Both in one .tsv or .jsonl file instead.")
+@click.option("--builtin", is_flag=True, help="Train on the built-in corpus instead.")
+@click.option("--valid-source", type=FILE, help="Validation sentences.")
+@click.option("--valid-target", type=FILE, help="Their translations.")
+@click.option("--valid-pairs", type=FILE, help="Both in one .tsv or .jsonl file instead.")
+@click.option("--skip-bad", is_flag=True, help="Drop and count bad pairs instead of stopping.")
+@click.option("--preset", type=click.Choice(list(PRESETS)), default="small", show_default=True)
+@click.option("--vocabulary-size", type=int, help="Ids to train; the preset's by default.")
+@click.option("--encoding", help="Cut cl100k_base or o200k_base to the corpus instead.")
+@click.option("--out", type=FILE, required=True, help="Folder of the run.")
+@click.option("--resume", is_flag=True, help="Continue the run in --out where it was saved.")
+@click.option("--force", is_flag=True, help="Replace the run in --out.")
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+@fields_as_options(TrainConfig)
+@fields_as_options(ModelConfig, leave_out=["vocabulary_size"])
+@click.pass_context
+def train(context: click.Context, /, **options: Any) -> None:
+    """Train a Transformer on pairs of text.
+
+    Shape and settings start from --preset; each can be changed by an option below. The run's
+    folder holds the weights, the tokenizer, metrics.jsonl, curves.png and settings.toml.
+    """
+    from transferry.build_model.checkpoint import STATE
+    from transferry.build_model.distributed import leader
+    from transferry.runtime.settings import read_settings, write_settings
+
+    out, resume, quiet = options["out"], options["resume"], options["quiet"]
+    if resume:
+        if options["force"]:
+            raise UsageError(
+                "--resume and --force exclude each other: continue a run or replace it"
+            )
+        options = _resumed(context, options, read_settings(out / SETTINGS))
+    recipe = _recipe(options)
+    if leader():
+        if not resume:
+            _make_folder(out, force=options["force"])
+        chosen = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in options.items()
+            if name not in OF_THIS_CALL
+        }
+        write_settings(out / SETTINGS, chosen, {"version": _version()})
+    try:
+        marks = recipe.follow(
+            out,
+            device=options["device"],
+            resume=resume,
+            quiet=quiet,
+            say=say if leader() and not quiet else lambda line: None,
+        )
+    except (TransferryError, KeyboardInterrupt) as error:
+        if (out / STATE).exists():
+            if isinstance(error, KeyboardInterrupt):
+                command = f"transferry train --out {shlex.quote(str(out))} --resume"
+                raise KeyboardInterrupt(f"continue with: {command}") from error
+        elif leader() and not resume:
+            # Nothing to continue, so nothing that a second attempt would have to replace.
+            shutil.rmtree(out)
+        raise
+    if marks is not None:
+        say(f"validation loss {marks.loss:.4f}, BLEU {marks.bleu:.2f} (greedy); {out}")
+
+
+def _recipe(options: dict[str, Any]) -> Recipe:
+    from transferry.build_model.recipe import PairFiles, Recipe
+
+    def files(prefix: str) -> PairFiles:
+        source, target = options[f"{prefix}source"], options[f"{prefix}target"]
+        pairs = options[f"{prefix}pairs"]
+        flags = [f"--{prefix}{name}".replace("_", "-") for name in ("source", "target", "pairs")]
+        if pairs is not None and source is None and target is None:
+            return PairFiles(Path(pairs))
+        if pairs is None and source is not None and target is not None:
+            return PairFiles(Path(source), Path(target))
+        raise UsageError(f"give {flags[0]} and {flags[1]}, or {flags[2]}, or --builtin")
+
+    named = [name for name in ("source", "target", "pairs") if options[name] is not None]
+    if options["builtin"] and named:
+        raise UsageError(f"--builtin and --{named[0]} exclude each other: train on either")
+    if options["encoding"] is not None and options["vocabulary_size"] is not None:
+        raise UsageError(
+            f"--encoding {options['encoding']} and --vocabulary-size "
+            f"{options['vocabulary_size']} exclude each other: cut a vocabulary or train one"
+        )
+    return Recipe(
+        None if options["builtin"] else files(""),
+        None if options["builtin"] else files("valid_"),
+        PRESETS[options["preset"]],
+        given(options, ModelConfig),
+        given(options, TrainConfig),
+        vocabulary_size=options["vocabulary_size"],
+        encoding=options["encoding"],
+        skip_bad=options["skip_bad"],
+    )
+
+
+def _resumed(
+    context: click.Context, options: dict[str, Any], stored: dict[str, Any]
+) -> dict[str, Any]:
+    """What the run was started with, but for what may change."""
+    said = {
+        name: value
+        for name, value in options.items()
+        if context.get_parameter_source(name) in (Origin.COMMANDLINE, Origin.DEFAULT_MAP)
+    }
+    for name, value in said.items():
+        if name not in OF_THIS_CALL | MAY_CHANGE and value != stored.get(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"--resume continues the run as it was started, with {flag} "
+                f"{stored.get(name, 'left out')}, and {flag} {value} would change it; leave it "
+                "out, or start anew with --force"
+            )
+    return options | stored | said
+
+
+def _make_folder(out: Path, *, force: bool) -> None:
+    """Makes an empty folder, or refuses to."""
+    from transferry.runtime.settings import read_settings
+
+    try:
+        if out.is_dir() and any(out.iterdir()):
+            if not force:
+                raise UsageError(
+                    f"{out} holds something already; --resume continues it, --force replaces it"
+                )
+            # Other programs have a settings.toml too.
+            if not (out / SETTINGS).exists() or "preset" not in read_settings(out / SETTINGS):
+                raise UsageError(
+                    f"{out} is no run of transferry, so it is not replaced; name another"
+                )
+            shutil.rmtree(out)
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{out}: cannot be made: {error.strerror}; name another") from error
+
+
+@main.command(
+    epilog="""\b
+Example:
+  transferry export runs/ende --out bundles/ende
+"""
+)
+@configurable
+@click.argument("run_folder", metavar="RUN", type=FILE)
+@click.option("--out", type=FILE, required=True, help="Folder of the bundle.")
+@click.option("--force", is_flag=True, help="Replace the bundle in --out.")
+@click.option(
+    "--text",
+    type=FILE,
+    help="Sentences for the recorded reference answers; "
+    "by default those that the run kept of its validation set.",
+)
+@click.option("--quiet", is_flag=True, help="No progress.")
+def export(run_folder: Path, out: Path, force: bool, text: Path | None, quiet: bool) -> None:
+    """Export a trained RUN as a bundle: graphs, weights, tokenizer and reference answers.
+
+    The bundle is verified before it appears: a graph that does not answer as torch does leaves
+    nothing behind, and the exit code is 4.
+    """
+    if out.exists() and not force:
+        raise UsageError(f"{out} exists already; add --force to replace it, or name another folder")
+    from transferry.build_model.checkpoint import load_checkpoint, load_samples
+    from transferry.export.bundle import export_bundle
+    from transferry.runtime.files import read_lines
+
+    checkpoint = load_checkpoint(run_folder)
+    texts = list(read_lines(text)) if text is not None else load_samples(run_folder)
+    with _silenced_exporter():
+        bundle = export_bundle(
+            checkpoint, out, texts=texts, force=force, say=(lambda line: None) if quiet else say
+        )
+    size = sum(record.size for record in bundle.manifest.files.values())
+    say(f"{out}: {len(bundle.manifest.files) + 1} files, {size / 1e6:.1f} MB, verified")
+
+
+@contextlib.contextmanager
+def _silenced_exporter() -> Iterator[None]:
+    """Torch's exporter warns of its own affairs; what matters is checked afterwards."""
+    import logging
+    import warnings
+
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def session_options(command: Command) -> Command:
+    """Adds what says how a bundle is opened."""
+    for decorator in reversed(
+        [
+            click.option(
+                "--provider",
+                type=click.Choice(["cpu", "cuda"]),
+                default="cpu",
+                show_default=True,
+                help="Where to run; where it cannot, the exit code is 5.",
+            ),
+            click.option("--device-id", type=int, default=0, help="Which GPU."),
+            click.option("--variant", help="Which variant of the bundle; its first by default."),
+            click.option(
+                "--threads", type=int, default=1, show_default=True, help="Threads a replica."
+            ),
+        ]
+    ):
+        command = decorator(command)
+    return command
+
+
+@main.command(
+    epilog="""\b
+Example:
+  transferry verify bundles/ende --checkpoint runs/ende --text test.en.gz
+  transferry verify bundles/ende --json        # on a host without torch
+"""
+)
+@configurable
+@click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
+@click.option("--checkpoint", type=FILE, help="The run it came from: compares with torch.")
+@click.option("--text", type=FILE, help="Sentences to translate with both, a line each.")
+@session_options
+@click.option("--json", "as_json", is_flag=True, help="The whole report as JSON.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+def verify(
+    bundle_folder: Path,
+    checkpoint: Path | None,
+    text: Path | None,
+    provider: Any,
+    device_id: int,
+    variant: str | None,
+    threads: int,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Prove that BUNDLE answers as torch does, or exit with 4.
+
+    With --checkpoint, torch and ONNX Runtime run the same inputs: encoder, first step and later
+    steps over a sweep of sizes, and on --text greedy and beam search. Without it, the bundle is
+    held against the answers that were recorded at export, and torch is not needed.
+    """
+    if text is not None and checkpoint is None:
+        raise UsageError("--text needs --checkpoint: without torch only the record is compared")
+    from transferry.runtime.bundle import Bundle
+    from transferry.runtime.session import SessionOptions
+
+    bundle = Bundle.load(bundle_folder)
+    session = SessionOptions(provider, threads, device_id)
+    report: ParityReport
+    if checkpoint is None:
+        from transferry.runtime.reference import verify_recorded
+
+        report = verify_recorded(bundle, bundle.variant(variant), session)
+    else:
+        from transferry.build_model.checkpoint import load_checkpoint
+        from transferry.export.parity import verify_against
+        from transferry.runtime.files import read_lines
+
+        with _progress("verifying", quiet) as done:
+            report = verify_against(
+                load_checkpoint(checkpoint),
+                bundle,
+                bundle.variant(variant),
+                session,
+                list(read_lines(text)) if text is not None else [],
+                done,
+            )
+    click.echo(json.dumps(report.to_dict(), indent=1) if as_json else report.to_text())
+    report.require()
+
+
+@contextlib.contextmanager
+def _progress(label: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr that is told how many of how many are done; silent where nobody looks."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.length = total
+            bar.update(done - bar.pos)
+
+        yield show
+
+
+@main.command(
+    epilog="""\b
+Example:
+  transferry run bundles/ende test.en.gz -o test.de.jsonl --beam 4
+  cat test.en | transferry run bundles/ende - -o - > test.de
+"""
+)
+@configurable
+@click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
+@click.argument("text", metavar="INPUT", type=FILE)
+@click.option("-o", "--out", type=FILE, default=Path("-"), help="Answers; - is stdout.")
+@click.option(
+    "--format",
+    type=click.Choice(["jsonl", "text"]),
+    help="By default jsonl for names ending so, else text, a line an answer.",
+)
+@click.option("--force", is_flag=True, help="Replace the output if it exists.")
+@session_options
+@click.option("--replicas", type=int, help="Batches in progress; one a core by default.")
+@click.option(
+    "--batch-rows",
+    type=int,
+    default=64,
+    show_default=True,
+    help="Rows stepped together; a beam of 4 is 4 rows.",
+)
+@click.option("--prefix", default="", help="Text that every answer begins with.")
+@click.option("--quiet", is_flag=True, help="No progress and no summary.")
+@fields_as_options(GenerationOptions, leave_out=["prefix"])
+def run(bundle_folder: Path, text: Path, out: Path, **options: Any) -> None:
+    """Answer every line of INPUT with BUNDLE, in order; - is stdin.
+
+    A line that cannot be answered (empty, longer than the model's positions) becomes an error on
+    its own row, and the exit code is 3 once all others are answered. What was used is written
+    beside the output, as OUT.settings.toml.
+    """
+    from transferry.runtime.batching import BatchOptions
+    from transferry.runtime.engine import Engine
+    from transferry.runtime.jobs import Job, guess_format
+
+    chosen = given(options, GenerationOptions)
+    del chosen["prefix"]  # text here, token ids there
+    GenerationOptions(**chosen)  # refuse a conflict before the bundle is opened
+    engine = Engine.load(
+        bundle_folder,
+        provider=options["provider"],
+        variant=options["variant"],
+        threads=options["threads"],
+        replicas=options["replicas"],
+        device_id=options["device_id"],
+        batches=BatchOptions(rows=options["batch_rows"]),
+    )
+    prefix = tuple(engine.bundle.tokenizer.encode(options["prefix"]))
+    generation = dataclasses.replace(engine.default_options(), **chosen, prefix=prefix)
+    kind = options["format"] or guess_format(out)
+    job = Job(engine, text, out, generation, kind, options["force"])
+
+    total = 0
+    if str(text) != "-" and not options["quiet"] and sys.stderr.isatty():
+        from transferry.runtime.files import read_raw_lines
+
+        total = sum(1 for _ in read_raw_lines(text))
+    with _progress("running", options["quiet"] or not total) as show:
+        summary = job.run(lambda so_far: show(so_far.rows, total))
+    if str(out) != "-":
+        from transferry.runtime.settings import write_settings
+
+        asked = {"bundle_folder": str(bundle_folder), "text": str(text), "out": str(out)}
+        asked |= {name: value for name, value in options.items() if name not in ("quiet", "force")}
+        made = engine.describe() | summary.to_dict()
+        write_settings(out.with_name(out.name + ".settings.toml"), asked, made)
+    if not options["quiet"]:
+        say(
+            f"{summary.rows} rows in {summary.seconds:.1f} s, {summary.errors} errors, "
+            f"{summary.target_tokens / max(summary.seconds, 1e-9):,.0f} tokens/s"
+        )
+    if summary.errors:
+        raise InputError(
+            f"{summary.errors} of {summary.rows} rows could not be answered and hold an error "
+            f"instead, the first of them: {summary.first_error}"
+        )
+
+
+@main.command(
+    epilog="""\b
+Example:
+  transferry inspect bundles/ende
+"""
+)
+@click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
+@click.option("--json", "as_json", is_flag=True, help="The manifest as it is.")
+def inspect(bundle_folder: Path, as_json: bool) -> None:
+    """Show what is in BUNDLE, after checking every file's hash."""
+    from transferry.runtime.bundle import Bundle
+
+    manifest = Bundle.load(bundle_folder).manifest
+    click.echo(manifest.to_json().rstrip() if as_json else manifest.to_text())
+
+
+@main.command(
+    epilog="""\b
+Example:
+  transferry doctor
+"""
+)
+@click.option("--json", "as_json", is_flag=True, help="The checks as JSON.")
+def doctor(as_json: bool) -> None:
+    """Run a real product on every provider, and say in one line how to mend each fault."""
+    from transferry.runtime.doctor import diagnose
+    from transferry.runtime.tables import table
+
+    checks = diagnose()
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(check) for check in checks], indent=1))
+    else:
+        rows = [(check.name, check.status, check.found) for check in checks]
+        click.echo(table(("check", "status", "found"), rows))
+        for check in checks:
+            if check.remedy:
+                click.echo(f"to mend {check.name}: {check.remedy}")
+    if faults := [check.name for check in checks if check.status == "fault"]:
+        raise ProviderError(f"not working: {', '.join(faults)}")
+
+
+def _version() -> str:
+    import importlib.metadata
+
+    return importlib.metadata.version("transferry")
+
+
+if __name__ == "__main__":
+    main()
