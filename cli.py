@@ -142,9 +142,11 @@ def _docstring(config: type[Any]) -> str:
     return "\n".join(" " * 8 + line[indent:] for line in lines)
 
 
-def given(values: dict[str, Any], config: type[Any]) -> dict[str, Any]:
-    """The values that are fields of the dataclass and were set."""
-    names = {field.name for field in dataclasses.fields(config)}
+def given(
+    values: dict[str, Any], config: type[Any], *, leave_out: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The values that were set of those that `fields_as_options` asks for."""
+    names = {field.name for field in dataclasses.fields(config)} - set(leave_out)
     return {name: value for name, value in values.items() if name in names and value is not None}
 
 
@@ -261,7 +263,7 @@ def _recipe(options: dict[str, Any]) -> Recipe:
         None if options["builtin"] else files(""),
         None if options["builtin"] else files("valid_"),
         PRESETS[options["preset"]],
-        given(options, ModelConfig),
+        given(options, ModelConfig, leave_out=["vocabulary_size"]),
         given(options, TrainConfig),
         vocabulary_size=options["vocabulary_size"],
         encoding=options["encoding"],
@@ -504,8 +506,7 @@ def run(bundle_folder: Path, text: Path, out: Path, **options: Any) -> None:
     from transferry.runtime.engine import Engine
     from transferry.runtime.jobs import Job, guess_format
 
-    chosen = given(options, GenerationOptions)
-    del chosen["prefix"]  # text here, token ids there
+    chosen = given(options, GenerationOptions, leave_out=["prefix"])
     GenerationOptions(**chosen)  # refuse a conflict before the bundle is opened
     engine = Engine.load(
         bundle_folder,

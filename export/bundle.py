@@ -54,7 +54,7 @@ def export_bundle(
     Args:
         checkpoint: What was trained.
         out: The bundle's folder.
-        texts: Sentences for the recorded reference; random tokens where there are none.
+        texts: Sentences for the recorded reference; random tokens where none fits the model.
         force: Replace a bundle that is there.
         say: Takes a line at each stage.
 
@@ -125,12 +125,11 @@ def _write(
     tokenizer.save(folder)
 
     say("recording what torch answers")
-    if texts:
-        sources = [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
-        fitting = [source for source in sources if 1 < len(source) <= model.config.max_positions]
-        sources = fitting[:RECORDED_SOURCES]
-    else:
-        case = random_case(model.config, RECORDED_SOURCES, 12, 0, seed=0)
+    most = model.config.max_positions
+    sources = [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
+    sources = [source for source in sources if 1 < len(source) <= most][:RECORDED_SOURCES]
+    if not sources:
+        case = random_case(model.config, RECORDED_SOURCES, min(12, most), 0, seed=0)
         sources = [row[mask].tolist() for row, mask in zip(case.source, case.mask, strict=True)]
     judge = Judge(model, Tolerance())
     judge.record(sources, RECORDED_LENGTH).save(folder / REFERENCE)
@@ -187,7 +186,7 @@ def _replace(folder: Path, out: Path) -> None:
     out.rename(old)
     try:
         folder.rename(out)
-    except OSError:
+    except BaseException:
         old.rename(out)
         raise
     shutil.rmtree(old)

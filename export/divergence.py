@@ -80,6 +80,13 @@ def explain(
         penalty = options.length_penalty
     if not left or not right:
         return Divergence(0, left, right, np.inf, 0.0)
+    step = next(
+        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
+        min(len(left), len(right)),
+    )
+    if options.beam == 1:
+        # Greedy search chose here, blind to what follows and to the score of the whole.
+        left, right, penalty = left[: step + 1], right[: step + 1], 0.0
     margin, allowed = 0.0, 0.0
     for sign, tokens in ((1, left), (-1, right)):
         exact, largest = _log_probabilities(oracle, source, tokens)
@@ -89,10 +96,6 @@ def explain(
         errors = [tolerance.budget(error / largest) * largest for error in np.abs(rounded - exact)]
         margin += sign * scale * float(exact.sum())
         allowed += scale * float(np.sum(errors))
-    step = next(
-        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
-        min(len(left), len(right)),
-    )
     return Divergence(step, left, right, abs(margin), allowed)
 
 

@@ -206,10 +206,12 @@ def verify_against(
                 f"{bundle.folder} and the run encode line {number} differently; give the run that "
                 "the bundle was exported from"
             )
-        if not text.strip() or len(source) > config.max_positions:
+        if not text.strip():
+            raise InputError(f"line {number} is empty, expected a sentence; leave the line out")
+        if len(source) > config.max_positions:
             raise InputError(
-                f"line {number} has {len(source)} tokens; parity needs 1 to "
-                f"{config.max_positions} of them, so leave the line out"
+                f"line {number} has {len(source)} tokens, the end token included; the model takes "
+                f"at most {config.max_positions}, so leave the line out"
             )
         sources.append(source)
 

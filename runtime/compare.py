@@ -43,7 +43,7 @@ class Tolerance:
             on a small tensor torch may happen to round nothing at all. 2 ** -23 is float32's eps.
     """
 
-    factor: float = 4.0
+    factor: float = 8.0
     floor: float = 2.0**-23
 
     def budget(self, reference_error: float) -> float:
@@ -76,7 +76,7 @@ class Truth:
 
     Attributes:
         oracle: Tensors of the float64 oracle.
-        errors: By the same names, the relative error of torch in float32.
+        errors: By the same names, what torch's relative error in float32 counts as.
     """
 
     oracle: Tensors
@@ -91,7 +91,7 @@ class Comparison:
         case: The case's name.
         tensor: "logits", or the name of a tensor of the cache.
         error: Largest distance from the oracle, over the oracle's largest entry.
-        reference_error: The same of torch in float32.
+        reference_error: What torch's error in float32 counts as here; see `truth`.
         budget: The largest error that passes.
         fault: Empty where it passed, else what is wrong.
     """
@@ -107,7 +107,7 @@ class Comparison:
     def stage(self) -> str:
         """What gave the tensor: "encoder" is `start`, then "first step" and "later step"."""
         encoder, first, later = STAGES
-        if self.tensor.startswith("cross"):
+        if _from_encoder(self.tensor):
             return encoder
         return first if self.case.endswith("past 0") else later
 
@@ -283,20 +283,30 @@ def relative_error(found: NDArray[Any], oracle: NDArray[Any], mask: NDArray[np.b
 
 
 def truth(case: Case, oracle: Tensors, reference: Tensors) -> Truth:
-    """Returns what a case must give, from what the oracle and torch in float32 gave."""
-    return Truth(
-        oracle,
-        {
-            name: relative_error(reference[name], tensor, meaningful(case, name, tensor))
-            for name, tensor in oracle.items()
-        },
-    )
+    """Returns what a case must give, from what the oracle and torch in float32 gave.
+
+    torch's error counts as the largest of all tensors that one call gives: a single small tensor,
+    of one row and one position, is too few numbers to tell how far rounding reaches.
+    """
+    errors = {
+        name: relative_error(reference[name], tensor, meaningful(case, name, tensor))
+        for name, tensor in oracle.items()
+    }
+    pooled = {
+        encoder: max(e for name, e in errors.items() if _from_encoder(name) is encoder)
+        for encoder in (True, False)
+    }
+    return Truth(oracle, {name: pooled[_from_encoder(name)] for name in errors})
+
+
+def _from_encoder(name: str) -> bool:
+    return name.startswith("cross")
 
 
 def meaningful(case: Case, name: str, tensor: NDArray[Any]) -> NDArray[np.bool_]:
     """Where a tensor means something: what the encoder makes of padding does not."""
     mask = np.ones((), np.bool_)
-    if name.startswith("cross"):
+    if _from_encoder(name):
         mask = case.mask[:, None, :, None]
     return np.broadcast_to(mask, tensor.shape)
 

@@ -137,7 +137,8 @@ class OnnxDecoder:
         graph = self._decoder.graph
         names = [*graph.names("cross"), *graph.names("past")]
         values = [*state.cross, *state.past]
-        return {name: value.numpy() for name, value in zip(names, values, strict=True)}
+        # On the CPU `numpy()` is a view of what the next step reads.
+        return {name: value.numpy().copy() for name, value in zip(names, values, strict=True)}
 
 
 class _Runner:

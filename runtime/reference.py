@@ -103,16 +103,18 @@ class Reference:
                         file[f"{number}/target"],
                         entry["past"],
                     )
-                    prefix = f"{number}/oracle/"
-                    oracle = {
-                        name.removeprefix(prefix): file[name]
-                        for name in file.files
-                        if name.startswith(prefix)
-                    }
+                    oracle = {name: file[f"{number}/oracle/{name}"] for name in entry["errors"]}
                     cases.append((case, Truth(oracle, entry["errors"])))
                 searches = [RecordedSearch(**item) for item in record["searches"]]
                 return cls(cases, record["sources"], searches)
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            EOFError,
+            RuntimeError,
+            zipfile.BadZipFile,
+        ) as error:
             raise InputError(
                 f"{path} is not a bundle's reference ({error}); export the bundle again"
             ) from error

@@ -1,0 +1,355 @@
+"""A bundle comes whole and verified or not at all, and twice the same bytes."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.build_model.transformer import Transformer
+from transferry.export import bundle as export
+from transferry.export.bundle import check_bundle, check_graphs, export_bundle
+from transferry.export.graphs import Graph
+from transferry.runtime.bundle import MANIFEST, REFERENCE, Bundle
+from transferry.runtime.compare import Tolerance
+from transferry.runtime.errors import InputError, ParityError, UsageError
+from transferry.runtime.files import sha256
+from transferry.runtime.reference import Reference
+
+Graphs = dict[str, Graph]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, hidden ones too."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def traced(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Graphs]:
+    """Has the export take the graphs that were traced before, and record short searches.
+
+    Tracing takes seconds, and one test does it.
+    """
+
+    def graphs() -> Graphs:
+        specs = bundle.variant().graphs
+        return {name: Graph(ir.load(bundle.graph(spec)), spec) for name, spec in specs.items()}
+
+    def export_graphs(model: Transformer, variant: str) -> Graphs:
+        return graphs()
+
+    monkeypatch.setattr(export, "export_graphs", export_graphs)
+    monkeypatch.setattr(export, "RECORDED_LENGTH", 4)
+    return graphs
+
+
+@pytest.fixture
+def one_weight_off(traced: Callable[[], Graphs], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the export lose 1 % of a single weight."""
+
+    def export_graphs(model: Transformer, variant: str) -> Graphs:
+        graphs = traced()
+        name = "model.encoder.0.feed_forward.inner.weight"
+        value = graphs["encoder"].model.graph.initializers[name]
+        assert value.const_value is not None
+        weights = value.const_value.numpy().copy()
+        weights.flat[np.abs(weights).argmax()] *= 0.99
+        value.const_value = ir.tensor(weights, name=name)
+        return graphs
+
+    monkeypatch.setattr(export, "export_graphs", export_graphs)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def raises(*arguments: object, **options: object) -> None:
+        raise error
+
+    return raises
+
+
+def test_same_checkpoint_gives_the_same_bytes(
+    bundle_folder: Path, run_folder: Path, tmp_path: Path
+) -> None:
+    """In another process, folder and order of hashing: nothing of them may show."""
+    script = """
+import sys
+from pathlib import Path
+from transferry.build_model.checkpoint import load_checkpoint, load_samples
+from transferry.export.bundle import export_bundle
+
+run, out = map(Path, sys.argv[1:])
+export_bundle(load_checkpoint(run), out, texts=load_samples(run))
+"""
+    out = tmp_path / "elsewhere"
+    subprocess.run(
+        [sys.executable, "-c", script, str(run_folder), str(out)],
+        env={**os.environ, "PYTHONHASHSEED": "4711"},
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
+    assert contents(out) == contents(bundle_folder)
+
+
+def test_manifest_names_every_file_with_its_hash(bundle: Bundle) -> None:
+    files = contents(bundle.folder).keys() - {MANIFEST}
+    assert bundle.manifest.files.keys() == files
+    for name, record in bundle.manifest.files.items():
+        assert record.sha256 == sha256(bundle.folder / name)
+        assert record.size == (bundle.folder / name).stat().st_size
+
+
+def test_manifest_describes_the_checkpoint(bundle: Bundle, checkpoint: Checkpoint) -> None:
+    config = checkpoint.model.config
+    assert bundle.manifest.model == config.to_dict()
+    assert bundle.manifest.generation == {"max_length": config.max_positions}
+    assert bundle.manifest.versions.keys() >= {"transferry", "torch", "onnx", "onnxscript"}
+    assert bundle.tokenizer.vocabulary_size == checkpoint.tokenizer.vocabulary_size
+
+
+def test_record_holds_the_texts(bundle: Bundle, sources: list[list[int]]) -> None:
+    reference = Reference.load(bundle.folder / REFERENCE)
+    assert reference.sources == sources
+    assert len(reference.cases) == 3
+    assert [item.name for item in reference.searches] == ["greedy", "beam 4"]
+
+
+def test_checks_pass(bundle: Bundle) -> None:
+    check_graphs(bundle)
+    report = check_bundle(bundle)
+    assert report.passed
+    # Three cases of nine tensors, by onnxruntime and by onnx's evaluator.
+    assert len(report.comparisons) == 2 * 3 * 9
+    assert [item.rows for item in report.decisions] == [8, 8]
+
+
+def test_checks_are_as_strict_as_asked(bundle: Bundle) -> None:
+    report = check_bundle(bundle, Tolerance(factor=0.0))
+    with pytest.raises(ParityError, match="exceeds the budget"):
+        report.require()
+
+
+def unknown_operator(graph: onnx.GraphProto) -> None:
+    graph.node[0].op_type = "NoSuchOperator"
+
+
+def dangling_input(graph: onnx.GraphProto) -> None:
+    graph.node[0].input[0] = "nowhere"
+
+
+def wrong_type(graph: onnx.GraphProto) -> None:
+    """Only type inference, which full_check asks for, can see this."""
+    graph.output[0].type.tensor_type.elem_type = onnx.TensorProto.INT64
+
+
+@pytest.mark.parametrize("damage", [unknown_operator, dangling_input, wrong_type])
+@pytest.mark.parametrize("name", ["encoder", "decoder", "select"])
+def test_invalid_graph_is_found(
+    bundle_folder: Path, tmp_path: Path, name: str, damage: Callable[[onnx.GraphProto], None]
+) -> None:
+    bundle = Bundle.load(Path(shutil.copytree(bundle_folder, tmp_path / "bundle")))
+    path = bundle.graph(bundle.variant().graphs[name])
+    model = onnx.load(path, load_external_data=False)
+    damage(model.graph)
+    onnx.save(model, path)
+    with pytest.raises(ParityError, match=rf"{name}\.onnx is not a valid ONNX graph"):
+        check_graphs(bundle)
+
+
+@pytest.mark.usefixtures("traced")
+class TestPlace:
+    """Where the bundle may go, and what happens to what is there."""
+
+    def test_folders_on_the_way_are_made(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        out = tmp_path / "some" / "where"
+        bundle = export_bundle(checkpoint, out)
+        assert bundle.folder == out
+        assert [path.name for path in out.parent.iterdir()] == ["where"]
+
+    def test_existing_bundle_is_refused(
+        self, checkpoint: Checkpoint, bundle_folder: Path, tmp_path: Path
+    ) -> None:
+        out = Path(shutil.copytree(bundle_folder, tmp_path / "bundle"))
+        with pytest.raises(UsageError, match="--force"):
+            export_bundle(checkpoint, out)
+        assert contents(tmp_path / "bundle") == contents(bundle_folder)
+
+    def test_existing_bundle_is_replaced_with_force(
+        self, checkpoint: Checkpoint, bundle_folder: Path, texts: list[str], tmp_path: Path
+    ) -> None:
+        out = Path(shutil.copytree(bundle_folder, tmp_path / "bundle"))
+        (out / "of the old bundle").touch()
+        bundle = export_bundle(checkpoint, out, texts=texts[:2], force=True)
+        assert len(Reference.load(out / REFERENCE).sources) == 2
+        assert contents(out).keys() == {*bundle.manifest.files, MANIFEST}
+        assert list(tmp_path.iterdir()) == [out]
+
+    @pytest.mark.parametrize("force", [False, True])
+    def test_what_is_no_bundle_is_never_replaced(
+        self, checkpoint: Checkpoint, tmp_path: Path, force: bool
+    ) -> None:
+        folder, file = tmp_path / "folder", tmp_path / "file"
+        folder.mkdir()
+        (folder / "thesis.txt").write_text("years of work")
+        file.write_text("months of work")
+        before = contents(tmp_path)
+        for out in (folder, file):
+            with pytest.raises(UsageError, match=f"{out} exists"):
+                export_bundle(checkpoint, out, force=force)
+        assert contents(tmp_path) == before
+
+    def test_place_that_cannot_be_written(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(InputError, match="cannot be written"):
+            export_bundle(checkpoint, tmp_path / "file" / "bundle")
+        assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+    @pytest.mark.skipif(
+        not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere"
+    )
+    def test_folder_that_is_read_only(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        tmp_path.chmod(0o500)
+        with pytest.raises(InputError, match="Permission denied"):
+            export_bundle(checkpoint, tmp_path / "bundle")
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("traced")
+class TestRecord:
+    """What is recorded where there are no texts that fit."""
+
+    def test_random_sources_without_texts(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        bundle = export_bundle(checkpoint, tmp_path / "bundle")
+        assert len(Reference.load(bundle.folder / REFERENCE).sources) == 8
+
+    def test_texts_that_do_not_fit_are_left_out(
+        self, checkpoint: Checkpoint, texts: list[str], tmp_path: Path
+    ) -> None:
+        too_long = " ".join(texts)
+        bundle = export_bundle(checkpoint, tmp_path / "bundle", texts=["", too_long, texts[0]])
+        tokenizer = checkpoint.tokenizer
+        expected = [[*tokenizer.encode(texts[0]), tokenizer.eos_id]]
+        assert Reference.load(bundle.folder / REFERENCE).sources == expected
+
+    def test_random_sources_where_no_text_fits(
+        self, checkpoint: Checkpoint, tmp_path: Path
+    ) -> None:
+        bundle = export_bundle(checkpoint, tmp_path / "bundle", texts=["", "six " * 100])
+        assert len(Reference.load(bundle.folder / REFERENCE).sources) == 8
+
+
+STAGES = ("write_graphs", "check_bundle", "_replace")
+FULL = OSError(errno.ENOSPC, "No space left on device")
+errors = pytest.mark.parametrize(
+    ("error", "becomes"),
+    [(KeyboardInterrupt(), KeyboardInterrupt), (FULL, InputError)],
+    ids=["interrupted", "disk full"],
+)
+
+
+@pytest.fixture
+def old(bundle_folder: Path, tmp_path: Path) -> Path:
+    """A bundle that is in the way."""
+    return Path(shutil.copytree(bundle_folder, tmp_path / "old" / "bundle"))
+
+
+def require_untouched(tmp_path: Path, old: Path, bundle_folder: Path) -> None:
+    assert list(old.parent.iterdir()) == [old]
+    assert contents(old) == contents(bundle_folder)
+    Bundle.load(old)
+    new = tmp_path / "new"
+    assert not new.exists() or not list(new.iterdir())
+
+
+@pytest.mark.usefixtures("one_weight_off")
+def test_failed_check_leaves_nothing(
+    checkpoint: Checkpoint, bundle_folder: Path, tmp_path: Path, old: Path, texts: list[str]
+) -> None:
+    with pytest.raises(ParityError, match="does not answer as torch does"):
+        export_bundle(checkpoint, tmp_path / "new" / "bundle", texts=texts)
+    with pytest.raises(ParityError, match="does not answer as torch does"):
+        export_bundle(checkpoint, old, texts=texts, force=True)
+    require_untouched(tmp_path, old, bundle_folder)
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("stage", STAGES)
+@errors
+def test_interruption_leaves_nothing(
+    checkpoint: Checkpoint,
+    bundle_folder: Path,
+    tmp_path: Path,
+    old: Path,
+    stage: str,
+    error: BaseException,
+    becomes: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(export, stage, raising(error))
+    with pytest.raises(becomes):
+        export_bundle(checkpoint, tmp_path / "new" / "bundle")
+    with pytest.raises(becomes):
+        export_bundle(checkpoint, old, force=True)
+    require_untouched(tmp_path, old, bundle_folder)
+
+
+@pytest.mark.usefixtures("traced")
+@errors
+def test_interrupted_replacement_puts_the_old_bundle_back(
+    checkpoint: Checkpoint,
+    bundle_folder: Path,
+    tmp_path: Path,
+    old: Path,
+    error: BaseException,
+    becomes: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rename = Path.rename
+
+    def fails_for_the_new(path: Path, target: Path) -> Path:
+        if path.suffix == ".part":
+            raise error
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails_for_the_new)
+    with pytest.raises(becomes):
+        export_bundle(checkpoint, old, force=True)
+    require_untouched(tmp_path, old, bundle_folder)
+
+
+@pytest.mark.usefixtures("traced")
+def test_manifest_is_written_last(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed while verifying leaves a folder that cannot be loaded."""
+    seen: list[Path] = []
+
+    def look(bundle: Bundle) -> None:
+        seen.append(bundle.folder)
+        with pytest.raises(InputError, match=MANIFEST):
+            Bundle.load(bundle.folder)
+
+    monkeypatch.setattr(export, "check_graphs", look)
+    export_bundle(checkpoint, tmp_path / "bundle")
+    assert [path.parent for path in seen] == [tmp_path]
+    assert seen[0].name.startswith(".")
+
+
+@pytest.mark.usefixtures("traced")
+def test_stages_are_told(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    said: list[str] = []
+    export_bundle(checkpoint, tmp_path / "bundle", say=said.append)
+    assert said == ["exporting the graphs", "recording what torch answers", "verifying"]

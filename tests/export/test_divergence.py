@@ -1,0 +1,288 @@
+"""A different token is excused only where the oracle itself cannot tell the candidates apart."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.build_model.transformer import Transformer
+from transferry.export.divergence import Divergence, explain
+from transferry.export.parity import Judge, generate
+from transferry.export.torch_decoder import TorchDecoder, TorchState
+from transferry.runtime.compare import Tolerance
+from transferry.runtime.onnx_decoder import OnnxDecoder
+from transferry.runtime.options import GenerationOptions
+from transferry.runtime.tokenizer import Tokenizer
+
+Array = NDArray[Any]
+GREEDY = GenerationOptions(max_length=12)
+BEAM = GenerationOptions(max_length=12, beam=4, n_best=4)
+# Of a logit: float32 rounds by less than the first; no token is as much as the second away.
+ROUNDING, REAL = 1e-6, 20.0
+
+searches = pytest.mark.parametrize("options", [GREEDY, BEAM], ids=["greedy", "beam 4"])
+
+
+@dataclass(frozen=True)
+class NudgedState:
+    inner: TorchState
+    sentences: int
+
+
+class Nudged:
+    """A decoder that adds something to the logit of one token.
+
+    Args:
+        inner: The decoder.
+        token: Which token.
+        amount: What is added.
+        crowd: Nothing is added where fewer sentences than this are searched at once.
+    """
+
+    def __init__(self, inner: TorchDecoder, token: int, amount: float, crowd: int = 1) -> None:
+        self.inner, self.token, self.amount, self.crowd = inner, token, amount, crowd
+        self.vocabulary_size = inner.vocabulary_size
+
+    def start(self, source: Array, mask: Array) -> NudgedState:
+        return NudgedState(self.inner.start(source, mask), len(source))
+
+    def step(self, tokens: Array, state: NudgedState) -> tuple[Array, NudgedState]:
+        logits, inner = self.inner.step(tokens, state.inner)
+        logits = logits.astype(np.float64)
+        if state.sentences >= self.crowd:
+            logits[..., self.token] += self.amount
+        return logits, NudgedState(inner, state.sentences)
+
+    def select(self, state: NudgedState, rows: Array) -> NudgedState:
+        return NudgedState(self.inner.select(state.inner, rows), state.sentences)
+
+
+def first_token(model: Transformer, source: list[int]) -> int:
+    """What greedy search begins with, the end token if the answer is empty."""
+    (hypotheses,) = generate(TorchDecoder(model), [source], GREEDY)
+    return (*hypotheses[0].tokens, Tokenizer.eos_id)[0]
+
+
+def with_twin(model: Transformer, token: int, distance: float = 0.0) -> Judge:
+    """Judges by a model whose last token is `token` once more, so that their logits tie."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        model.embedding.weight[-1] = model.embedding.weight[token] * (1.0 - distance)
+    return Judge(model, Tolerance())
+
+
+@pytest.fixture(scope="module")
+def source(checkpoint: Checkpoint, sources: list[list[int]]) -> list[int]:
+    """One whose answer is not empty."""
+    return next(
+        source for source in sources if first_token(checkpoint.model, source) != Tokenizer.eos_id
+    )
+
+
+@pytest.fixture(scope="module")
+def last(checkpoint: Checkpoint) -> int:
+    """The token that becomes a twin; no source and no answer of the model itself has it."""
+    return checkpoint.model.config.vocabulary_size - 1
+
+
+def explained(
+    judge: Judge,
+    source: list[int],
+    options: GenerationOptions,
+    token: int,
+    amount: float,
+    tolerance: Tolerance | None = None,
+) -> Divergence:
+    """Nudges a token so that the search comes to another answer, and has that explained."""
+    decoder = Nudged(judge.reference, token, amount)
+    (wanted,) = generate(judge.reference, [source], options)
+    (found,) = generate(decoder, [source], options)
+    assert [item.tokens for item in wanted] != [item.tokens for item in found]
+    return explain(
+        source, options, judge.reference, decoder, judge.oracle, tolerance or judge.tolerance
+    )
+
+
+def test_rounding_alone_makes_a_tie() -> None:
+    assert Divergence(3, (5,), (6,), margin=1e-7, allowed=1e-6).tie
+    assert Divergence(3, (5,), (6,), margin=1e-6, allowed=1e-6).tie
+    assert not Divergence(3, (5,), (6,), margin=2e-6, allowed=1e-6).tie
+    assert not Divergence(3, (5,), (6,), margin=np.inf, allowed=1e-6).tie
+    assert not Divergence(3, (5,), (6,), margin=np.nan, allowed=1e-6).tie
+
+
+@searches
+def test_equal_tokens_are_a_tie(
+    checkpoint: Checkpoint, source: list[int], last: int, options: GenerationOptions
+) -> None:
+    token = first_token(checkpoint.model, source)
+    judge = with_twin(checkpoint.model, token)
+    divergence = explained(judge, source, options, last, ROUNDING)
+    assert divergence.tie
+    assert divergence.margin < 1e-9
+    assert ROUNDING < divergence.allowed < 1e-3
+    assert divergence.step == 0
+    assert (divergence.wanted, divergence.found) == ((token,), (last,))
+    assert str(divergence).startswith(f"step 0: torch prefers [{token}], the graph [{last}]; ")
+    assert str(divergence).endswith("of rounding: a tie")
+
+
+@searches
+@pytest.mark.parametrize("flipped", ["the twin", "another token"])
+def test_real_difference_is_a_defect(
+    checkpoint: Checkpoint,
+    source: list[int],
+    last: int,
+    options: GenerationOptions,
+    flipped: str,
+) -> None:
+    """Though there is a tie as well, which must not excuse it."""
+    judge = with_twin(checkpoint.model, first_token(checkpoint.model, source))
+    token = last - 1
+    if flipped == "the twin":
+        judge = with_twin(checkpoint.model, first_token(checkpoint.model, source), distance=0.1)
+        token = last
+    divergence = explained(judge, source, options, token, REAL)
+    assert not divergence.tie
+    assert divergence.margin > 100 * divergence.allowed
+    assert str(divergence).endswith("of rounding: a defect")
+
+
+def test_margin_is_the_one_of_the_oracle(
+    checkpoint: Checkpoint, source: list[int], last: int, judge: Judge
+) -> None:
+    """Not of the decoder that is judged, whose logits are what may be wrong."""
+    logits, _ = judge.oracle.step(
+        np.array([[Tokenizer.bos_id]]),
+        judge.oracle.start(np.array([source]), np.ones((1, len(source)), np.bool_)),
+    )
+    best, second = np.argsort(-logits[0, 0])[:2].tolist()
+    distance = logits[0, 0, best] - logits[0, 0, second]
+    divergence = explained(judge, source, GREEDY, second, 1.5 * distance)
+    assert (divergence.step, divergence.wanted, divergence.found) == (0, (best,), (second,))
+    # Of one distribution, log-probabilities are as far apart as logits.
+    assert divergence.margin == pytest.approx(distance, rel=1e-9)
+    assert not divergence.tie
+
+
+def test_allowance_follows_the_tolerance(
+    checkpoint: Checkpoint, source: list[int], last: int
+) -> None:
+    token = first_token(checkpoint.model, source)
+    judge = with_twin(checkpoint.model, token, distance=1e-3)
+    strict = explained(judge, source, GREEDY, last, 0.1)
+    assert not strict.tie
+    loose = explained(judge, source, GREEDY, last, 0.1, Tolerance(factor=4e5))
+    assert loose.tie
+    assert loose.margin == strict.margin
+    # Not 1e5 times, since torch does not round the same way twice.
+    assert loose.allowed > 1e4 * strict.allowed
+
+
+def test_later_step_is_found(checkpoint: Checkpoint, source: list[int], last: int) -> None:
+    """The first tokens agree; the tie lies behind them."""
+    (hypotheses,) = generate(TorchDecoder(checkpoint.model), [source], GREEDY)
+    tokens = hypotheses[0].tokens
+    step = next(i for i, token in enumerate(tokens) if token != tokens[0])
+    divergence = explained(
+        with_twin(checkpoint.model, tokens[step]), source, GREEDY, last, ROUNDING
+    )
+    assert divergence.tie
+    assert divergence.step == step
+    assert divergence.wanted == tokens[: step + 1]
+    assert divergence.found == (*tokens[:step], last)
+
+
+@pytest.fixture(scope="module")
+def short(checkpoint: Checkpoint, sources: list[list[int]]) -> list[int]:
+    """A source whose answer ends."""
+    answers = generate(TorchDecoder(checkpoint.model), sources, GREEDY)
+    return next(
+        source
+        for source, (answer,) in zip(sources, answers, strict=True)
+        if answer.finish_reason == "end"
+    )
+
+
+def test_ending_or_going_on_may_be_a_tie(
+    checkpoint: Checkpoint, short: list[int], last: int
+) -> None:
+    """What is compared is the step at which one ends, not all that the other says after it."""
+    (hypotheses,) = generate(TorchDecoder(checkpoint.model), [short], GREEDY)
+    tokens = hypotheses[0].tokens
+    judge = with_twin(checkpoint.model, Tokenizer.eos_id)
+    divergence = explained(judge, short, GREEDY, last, ROUNDING)
+    assert divergence.tie
+    assert divergence.wanted == (*tokens, Tokenizer.eos_id)
+    assert divergence.found == (*tokens, last)
+
+
+def test_going_on_where_torch_ends_is_a_defect(judge: Judge, short: list[int], last: int) -> None:
+    assert not explained(judge, short, GREEDY, last, REAL).tie
+
+
+def test_ending_where_torch_goes_on_is_a_defect(judge: Judge, source: list[int]) -> None:
+    assert not explained(judge, source, GREEDY, Tokenizer.eos_id, REAL).tie
+
+
+@searches
+def test_ties_are_accounted_for(
+    checkpoint: Checkpoint,
+    sources: list[list[int]],
+    source: list[int],
+    last: int,
+    options: GenerationOptions,
+) -> None:
+    judge = with_twin(checkpoint.model, first_token(checkpoint.model, source))
+    rows: list[int] = []
+    decisions = judge.decisions(
+        Nudged(judge.reference, last, ROUNDING), "search", sources, options, rows.append
+    )
+    assert decisions.passed
+    assert not decisions.defects
+    assert decisions.ties
+    assert decisions.identical == len(sources) - len(decisions.ties)
+    assert any(line.startswith(f"row {sources.index(source)}: step ") for line in decisions.ties)
+    assert all(line.endswith("a tie") for line in decisions.ties)
+    assert sum(rows) == len(sources)
+
+
+@searches
+def test_defects_fail(
+    judge: Judge, sources: list[list[int]], last: int, options: GenerationOptions
+) -> None:
+    decoder = Nudged(judge.reference, last, REAL)
+    decisions = judge.decisions(decoder, "search", sources[:3], options)
+    assert not decisions.passed
+    assert len(decisions.defects) == 3
+    assert all(line.endswith("a defect") for line in decisions.defects)
+
+
+@searches
+def test_what_happens_in_a_batch_only_is_a_defect(
+    judge: Judge, sources: list[list[int]], last: int, options: GenerationOptions
+) -> None:
+    decoder = Nudged(judge.reference, last, REAL, crowd=2)
+    alone = judge.decisions(decoder, "search", sources[:1], options)
+    assert (alone.identical, alone.passed) == (1, True)
+    decisions = judge.decisions(decoder, "search", sources[:3], options)
+    assert not decisions.passed
+    assert len(decisions.defects) == 3
+    assert all("margin inf" in line for line in decisions.defects)
+
+
+def test_onnxruntime_needs_no_excuse(
+    judge: Judge, decoder: OnnxDecoder, sources: list[list[int]]
+) -> None:
+    decisions = judge.decisions(decoder, "beam 4", sources, BEAM)
+    assert decisions.passed
+    assert decisions.score_error < 1e-4
+
+
+def test_no_row_proves_nothing(judge: Judge) -> None:
+    assert not judge.decisions(judge.reference, "greedy", [], GREEDY).passed

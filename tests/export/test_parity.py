@@ -1,0 +1,350 @@
+"""The true bundle passes the judge, and each fault that a bundle may have is caught by it."""
+
+import copy
+import dataclasses
+import json
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.build_model.config import ModelConfig
+from transferry.build_model.transformer import Transformer
+from transferry.build_model.vocabulary import train_bpe
+from transferry.export.parity import Judge, random_case, sweep, verify_against
+from transferry.export.torch_decoder import TorchDecoder
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.compare import Case, Comparison, ParityReport, Tolerance
+from transferry.runtime.errors import InputError, ParityError
+from transferry.runtime.onnx_decoder import OnnxDecoder, OnnxState
+from transferry.runtime.session import SessionOptions
+from transferry.runtime.tokenizer import Tokenizer
+
+Array = NDArray[Any]
+
+
+@pytest.fixture(scope="module")
+def case(checkpoint: Checkpoint) -> Case:
+    """Seven rows of which some are padded, and a later step of several tokens."""
+    return random_case(checkpoint.model.config, 7, 13, 9, seed=0)
+
+
+def faults(comparisons: list[Comparison]) -> dict[str, str]:
+    """What is wrong, by tensor; the report says it too."""
+    found = {item.tensor: item.fault for item in comparisons if item.fault}
+    report = ParityReport("bundle", {}, Tolerance(), comparisons)
+    if found:
+        with pytest.raises(ParityError):
+            report.require()
+    else:
+        report.require()
+    return found
+
+
+def test_true_bundle_passes(judge: Judge, decoder: OnnxDecoder) -> None:
+    done: list[None] = []
+    comparisons = judge.numbers(decoder, sweep(judge.config), lambda: done.append(None))
+    assert faults(comparisons) == {}
+    assert len(done) == 36
+    # Logits, and keys and values of cross and past in each of two layers.
+    assert len(comparisons) == 36 * 9
+
+
+def sizes(case: Case) -> tuple[int, int, int]:
+    return len(case.source), case.source.shape[1], case.past
+
+
+def test_sweep_has_every_combination(checkpoint: Checkpoint) -> None:
+    config = checkpoint.model.config
+    most = config.max_positions
+    cases = list(sweep(config))
+    expected = product((1, 2, 7), (1, 2, 13, most), (0, 1, most - 1))
+    assert [sizes(case) for case in cases] == list(expected)
+    assert len({case.name for case in cases}) == len(cases)
+    for case in cases:
+        assert case.mask[0].all()
+        assert (case.mask == (case.source != Tokenizer.pad_id)).all()
+        assert (np.diff(case.mask.astype(int)) <= 0).all()
+        assert (case.target[:, 0] == Tokenizer.bos_id).all()
+        new = case.target.shape[1] - case.past
+        assert new == min(3, most - case.past)
+        assert case.source.max() < config.vocabulary_size > case.target.max()
+    # Rows end at different lengths, or padding would not be tried.
+    assert sum(not case.mask.all() for case in cases) > 10
+
+
+@pytest.mark.parametrize(
+    ("most", "sources", "pasts"), [(8, (1, 2, 8), (0, 1, 7)), (2, (1, 2), (0, 1)), (1, (1,), (0,))]
+)
+def test_sweep_of_a_short_model(
+    checkpoint: Checkpoint, most: int, sources: tuple[int, ...], pasts: tuple[int, ...]
+) -> None:
+    config = dataclasses.replace(checkpoint.model.config, max_positions=most)
+    assert [sizes(case) for case in sweep(config)] == list(product((1, 2, 7), sources, pasts))
+
+
+def test_cases_follow_from_the_seed(checkpoint: Checkpoint) -> None:
+    config = checkpoint.model.config
+
+    def tokens(seed: int) -> list[list[int]]:
+        return random_case(config, 2, 13, 9, seed=seed).target.tolist()  # type: ignore[no-any-return]
+
+    assert tokens(0) == tokens(0) != tokens(1)
+
+
+def parameter_names() -> list[str]:
+    config = ModelConfig(
+        vocabulary_size=4, d_model=2, heads=1, encoder_layers=1, decoder_layers=2, d_ff=2
+    )
+    return [name for name, _ in Transformer(config).named_parameters()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    # softmax(q (k + b)) = softmax(q k + q b): the same is added to every score, so that nothing
+    # depends on the bias of an encoder's keys; a decoder's keys are compared themselves.
+    [name for name in parameter_names() if name != "encoder.0.self_attention.key.bias"],
+)
+def test_one_weight_one_percent_off_is_caught(judge: Judge, case: Case, name: str) -> None:
+    model = copy.deepcopy(judge.reference.model)
+    with torch.no_grad():
+        weight = model.get_parameter(name).view(-1)
+        weight[weight.abs().argmax()] *= 1.01
+    assert faults(judge.numbers(TorchDecoder(model), [case]))
+
+
+def test_unchanged_copy_passes(judge: Judge, case: Case) -> None:
+    model = copy.deepcopy(judge.reference.model)
+    assert faults(judge.numbers(TorchDecoder(model), [case])) == {}
+
+
+def test_shifted_positions_are_caught(judge: Judge, case: Case) -> None:
+    model = copy.deepcopy(judge.reference.model)
+    model.positions = torch.roll(model.positions, 1, dims=0)
+    assert faults(judge.numbers(TorchDecoder(model), [case])).keys() >= {"logits", "cross.0.keys"}
+
+
+def test_positions_that_begin_anew_are_caught_in_later_steps(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(judge.reference.model)
+    embed = model.embed
+    monkeypatch.setattr(model, "embed", lambda tokens, past=0: embed(tokens))
+    comparisons = judge.numbers(TorchDecoder(model), sweep(judge.config))
+    faulty = {item.stage for item in comparisons if item.fault}
+    assert faulty == {"later step"}
+
+
+class MaskTooLong(OnnxDecoder):
+    """Lets attention see one position of padding."""
+
+    def start(self, source: Array, mask: Array) -> OnnxState:
+        return super().start(source, np.pad(mask, ((0, 0), (1, 0)), constant_values=True)[:, :-1])
+
+
+class MaskTooShort(OnnxDecoder):
+    """Hides the last token."""
+
+    def start(self, source: Array, mask: Array) -> OnnxState:
+        shorter = np.pad(mask, ((0, 0), (0, 1)))[:, 1:]
+        return super().start(source, shorter | (mask.sum(axis=1, keepdims=True) == 1) & mask)
+
+
+class LayersSwapped(OnnxDecoder):
+    """Gives each of the two layers the other's cross keys and values."""
+
+    def start(self, source: Array, mask: Array) -> OnnxState:
+        state = super().start(source, mask)
+        return dataclasses.replace(state, cross=[*state.cross[2:], *state.cross[:2]])
+
+
+class KeysAndValuesSwapped(OnnxDecoder):
+    """Takes the keys of the source for its values."""
+
+    def start(self, source: Array, mask: Array) -> OnnxState:
+        state = super().start(source, mask)
+        return dataclasses.replace(state, cross=[state.cross[i] for i in (1, 0, 3, 2)])
+
+
+class RowsSwapped(OnnxDecoder):
+    """Gives the first row the second's scores."""
+
+    def step(self, tokens: Array, state: OnnxState) -> tuple[Array, OnnxState]:
+        logits, state = super().step(tokens, state)
+        return logits[[1, 0, *range(2, len(logits))]], state
+
+
+class NotANumber(OnnxDecoder):
+    """Overflows in one place."""
+
+    def step(self, tokens: Array, state: OnnxState) -> tuple[Array, OnnxState]:
+        logits, state = super().step(tokens, state)
+        logits = logits.copy()
+        logits[-1, -1, -1] = np.nan
+        return logits, state
+
+
+class TensorMissing(OnnxDecoder):
+    """Shows one tensor of the cache less."""
+
+    def tensors(self, state: OnnxState) -> dict[str, Array]:
+        tensors = super().tensors(state)
+        del tensors["past.1.values"]
+        return tensors
+
+
+class TensorTooMany(OnnxDecoder):
+    """Shows a third layer."""
+
+    def tensors(self, state: OnnxState) -> dict[str, Array]:
+        tensors = super().tensors(state)
+        return {**tensors, "past.2.keys": tensors["past.1.keys"]}
+
+
+class LastPositionForgotten(OnnxDecoder):
+    """Shows a cache without the newest position."""
+
+    def tensors(self, state: OnnxState) -> dict[str, Array]:
+        tensors = super().tensors(state)
+        return {**tensors, "past.0.keys": tensors["past.0.keys"][:, :, :-1]}
+
+
+CROSS = {f"cross.{layer}.{part}" for layer in (0, 1) for part in ("keys", "values")}
+DEEPER = {"past.1.keys", "past.1.values", "logits"}
+
+
+@pytest.mark.parametrize(
+    ("broken", "tensors", "fault"),
+    [
+        (MaskTooLong, CROSS | DEEPER, "exceeds the budget"),
+        (MaskTooShort, CROSS | DEEPER, "exceeds the budget"),
+        (LayersSwapped, CROSS | DEEPER, "exceeds the budget"),
+        (KeysAndValuesSwapped, CROSS | DEEPER, "exceeds the budget"),
+        (RowsSwapped, {"logits"}, "exceeds the budget"),
+        (NotANumber, {"logits"}, "holds NaN or infinity"),
+        (TensorMissing, {"past.1.values"}, "does not give it"),
+        (TensorTooMany, {"past.2.keys"}, "gives no such tensor"),
+        (LastPositionForgotten, {"past.0.keys"}, "expected shape"),
+    ],
+)
+def test_fault_is_caught(
+    judge: Judge,
+    bundle: Bundle,
+    case: Case,
+    broken: type[OnnxDecoder],
+    tensors: set[str],
+    fault: str,
+) -> None:
+    """And is told of the tensors that it touches, not of others."""
+    decoder = broken(bundle, bundle.variant(), SessionOptions())
+    found = faults(judge.numbers(decoder, [case]))
+    assert found.keys() == tensors
+    assert all(fault in text for text in found.values())
+
+
+def test_record_is_what_torch_answers(judge: Judge, sources: list[list[int]]) -> None:
+    reference = judge.record(sources[:2], 5)
+    assert [sizes(case) for case, _ in reference.cases] == [(1, 1, 0), (2, 13, 1), (7, 6, 5)]
+    assert reference.sources == sources[:2]
+    greedy, beam = reference.searches
+    assert (greedy.name, beam.name) == ("greedy", "beam 4")
+    assert greedy.options == {"max_length": 5}
+    assert beam.options == {"beam": 4, "n_best": 4, "max_length": 5}
+    assert [len(answers) for answers in greedy.answers] == [1, 1]
+    assert [len(answers) for answers in beam.answers] == [4, 4]
+    assert [len(scores) for scores in beam.scores] == [4, 4]
+
+
+def verify(checkpoint: Checkpoint, bundle: Bundle, texts: list[str]) -> ParityReport:
+    return verify_against(checkpoint, bundle, bundle.variant(), SessionOptions(), texts)
+
+
+class TestVerifyAgainst:
+    """A bundle against the run that it came from."""
+
+    def test_true_bundle_passes(
+        self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
+    ) -> None:
+        progress: list[tuple[int, int]] = []
+        report = verify_against(
+            checkpoint,
+            bundle,
+            bundle.variant(),
+            SessionOptions(),
+            texts[:5],
+            lambda done, total: progress.append((done, total)),
+        )
+        report.require()
+        assert [(item.search, item.identical) for item in report.decisions] == [
+            ("greedy", 5),
+            ("beam 4", 5),
+        ]
+        assert max(item.score_error for item in report.decisions) < 1e-4
+        # 36 cases, and five texts in each of two searches.
+        assert progress[0] == (1, 46)
+        assert progress[-1] == (46, 46)
+        assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+
+        record = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+        assert record["passed"] is True
+        assert len(record["comparisons"]) == 36 * 9
+        assert record["settings"]["provider"] == "cpu"
+        assert record["settings"]["against"] == "the run"
+        assert record["settings"]["torch"] == torch.__version__
+
+    def test_without_texts_numbers_are_compared(
+        self, checkpoint: Checkpoint, bundle: Bundle
+    ) -> None:
+        report = verify(checkpoint, bundle, [])
+        assert report.passed
+        assert len(report.comparisons) == 36 * 9
+        assert not report.decisions
+
+    def test_run_with_other_weights_fails(
+        self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
+    ) -> None:
+        model = copy.deepcopy(checkpoint.model)
+        with torch.no_grad():
+            model.embedding.weight.neg_()
+        other = dataclasses.replace(checkpoint, model=model)
+        report = verify(other, bundle, texts[:1])
+        assert {item.defects[0][:3] for item in report.decisions} == {"row"}
+        with pytest.raises(ParityError, match="do not deploy it"):
+            report.require()
+
+    def test_run_of_another_shape_is_refused(
+        self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
+    ) -> None:
+        config = dataclasses.replace(checkpoint.model.config, d_ff=64)
+        other = dataclasses.replace(checkpoint, model=Transformer(config))
+        with pytest.raises(InputError, match=r"'d_ff': 48.*'d_ff': 64.*give the run"):
+            verify(other, bundle, texts)
+
+    def test_run_with_another_tokenizer_is_refused(
+        self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
+    ) -> None:
+        tokenizer = train_bpe([text[::-1] for text in texts], 300)
+        other = dataclasses.replace(checkpoint, tokenizer=tokenizer)
+        with pytest.raises(InputError, match="encode line 1 differently; give the run"):
+            verify(other, bundle, texts)
+
+    @pytest.mark.parametrize("empty", ["", "  \t"])
+    def test_empty_line_is_named(
+        self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str], empty: str
+    ) -> None:
+        with pytest.raises(InputError, match="line 3 is empty"):
+            verify(checkpoint, bundle, [*texts[:2], empty])
+
+    def test_over_long_line_is_named(
+        self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
+    ) -> None:
+        """The longest that fits has one token less than positions: the end token needs one."""
+        most = checkpoint.model.config.max_positions
+        word = next(word for word in "abcdef" if len(checkpoint.tokenizer.encode(word * 9)) == 9)
+        assert verify(checkpoint, bundle, [word * (most - 1)]).decisions[0].rows == 1
+        with pytest.raises(InputError, match=f"line 2 has {most + 1} tokens.*{most}"):
+            verify(checkpoint, bundle, [texts[0], word * most])

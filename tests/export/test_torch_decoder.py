@@ -1,0 +1,133 @@
+"""The model as a `Decoder` is still the model; driven by the search it is the plain greedy loop."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.build_model.layers import sinusoidal_positions
+from transferry.build_model.transformer import greedy
+from transferry.export.parity import Judge, generate, random_case
+from transferry.export.torch_decoder import TorchDecoder
+from transferry.runtime.compare import Case
+from transferry.runtime.onnx_decoder import OnnxDecoder
+from transferry.runtime.options import GenerationOptions
+from transferry.runtime.search import pad_sources
+from transferry.runtime.tokenizer import Tokenizer
+
+LENGTH = 30
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Checkpoint) -> TorchDecoder:
+    return TorchDecoder.oracle(checkpoint.model)
+
+
+@pytest.fixture(scope="module")
+def case(checkpoint: Checkpoint) -> Case:
+    """Three rows of unequal length and nine target tokens."""
+    case = random_case(checkpoint.model.config, 3, 8, 6, seed=3)
+    assert len(set(case.mask.sum(axis=1).tolist())) > 1
+    return case
+
+
+def logits_of_model(decoder: TorchDecoder, case: Case) -> NDArray[np.float64]:
+    """What the model gives in one call, without a cache."""
+    tensors = [torch.from_numpy(array) for array in (case.source, case.mask, case.target)]
+    with torch.inference_mode():
+        logits: NDArray[np.float64] = decoder.model(*tensors).numpy()
+    return logits
+
+
+@pytest.mark.parametrize("pieces", [[9], [1] * 9, [4, 1, 4]])
+def test_steps_give_what_the_model_gives(
+    oracle: TorchDecoder, case: Case, pieces: Sequence[int]
+) -> None:
+    state = oracle.start(case.source, case.mask)
+    found = []
+    for tokens in np.split(case.target, np.cumsum(pieces)[:-1], axis=1):
+        logits, state = oracle.step(tokens, state)
+        found.append(logits)
+    np.testing.assert_allclose(
+        np.concatenate(found, axis=1), logits_of_model(oracle, case), rtol=0, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("rows", [[2, 0, 0], [1], [0, 1, 2]])
+def test_selected_rows_go_on_as_they_would_have(
+    oracle: TorchDecoder, case: Case, rows: list[int]
+) -> None:
+    before = oracle.start(case.source, case.mask)
+    _, before = oracle.step(case.target[:, :6], before)
+    state = oracle.select(before, np.array(rows))
+    logits, state = oracle.step(case.target[rows, 6:], state)
+    wanted = logits_of_model(oracle, case)[rows, 6:]
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-12)
+    again, _ = oracle.step(case.target[:, 6:], before)
+    np.testing.assert_allclose(again[rows], wanted, rtol=0, atol=1e-12)
+
+
+def test_oracle_is_a_float64_copy(checkpoint: Checkpoint, case: Case) -> None:
+    oracle = TorchDecoder.oracle(checkpoint.model)
+    assert {tensor.dtype for tensor in oracle.model.state_dict().values()} == {torch.float64}
+    assert {tensor.dtype for tensor in checkpoint.model.state_dict().values()} == {torch.float32}
+    assert checkpoint.model.positions.dtype == torch.float32
+    assert logits_of_model(TorchDecoder(checkpoint.model), case).dtype == np.float32
+
+    config = checkpoint.model.config
+    exact = sinusoidal_positions(config.max_positions, config.d_model)
+    assert exact.dtype == torch.float64
+    assert torch.equal(oracle.model.positions, exact)
+    for name, weight in checkpoint.model.state_dict().items():
+        assert torch.equal(oracle.model.state_dict()[name], weight.double())
+
+
+def test_dropout_is_off(checkpoint: Checkpoint, case: Case) -> None:
+    model = TorchDecoder.oracle(checkpoint.model).model.train()
+    decoder = TorchDecoder(model)
+    np.testing.assert_array_equal(logits_of_model(decoder, case), logits_of_model(decoder, case))
+
+
+def test_cache_is_named_as_in_the_graphs(judge: Judge, decoder: OnnxDecoder, case: Case) -> None:
+    state = judge.reference.start(case.source, case.mask)
+    tensors = judge.reference.tensors(state)
+    of_graph = decoder.tensors(decoder.start(case.source, case.mask))
+    assert {name: array.shape for name, array in tensors.items()} == {
+        name: array.shape for name, array in of_graph.items()
+    }
+    assert all(array.shape[2] == 0 for name, array in tensors.items() if name.startswith("past"))
+    for layer, cross in enumerate(state.cross):
+        np.testing.assert_array_equal(tensors[f"cross.{layer}.keys"], cross.keys.numpy())
+        np.testing.assert_array_equal(tensors[f"cross.{layer}.values"], cross.values.numpy())
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Checkpoint, sources: list[list[int]]) -> list[list[int]]:
+    """Greedy tokens of a loop that shares nothing with the search and keeps no cache."""
+    source, mask = pad_sources(sources, Tokenizer.pad_id)
+    return greedy(
+        checkpoint.model,
+        torch.from_numpy(source),
+        torch.from_numpy(mask),
+        bos_id=Tokenizer.bos_id,
+        eos_id=Tokenizer.eos_id,
+        max_length=LENGTH,
+        use_cache=False,
+    )
+
+
+def test_search_is_the_plain_greedy_loop(
+    judge: Judge, sources: list[list[int]], plain: list[list[int]]
+) -> None:
+    found = generate(judge.reference, sources, GenerationOptions(max_length=LENGTH))
+    assert [list(row[0].tokens) for row in found] == plain
+
+
+def test_onnxruntime_is_the_plain_greedy_loop(
+    decoder: OnnxDecoder, sources: list[list[int]], plain: list[list[int]]
+) -> None:
+    found = generate(decoder, sources, GenerationOptions(max_length=LENGTH))
+    assert [list(row[0].tokens) for row in found] == plain

@@ -1,0 +1,56 @@
+"""Batches hold every row once and no more than fits; windows read no further than they must."""
+
+import random
+from itertools import count
+
+import pytest
+
+from transferry.runtime.batching import BatchOptions, length_batches, windows
+from transferry.runtime.errors import UsageError
+
+
+def test_windows_cut_a_stream_in_order() -> None:
+    assert list(windows(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert list(windows(range(6), 3)) == [[0, 1, 2], [3, 4, 5]]
+    assert list(windows([], 3)) == []
+
+
+def test_windows_are_lazy() -> None:
+    endless = count()
+    stream = windows(endless, 4)
+    assert next(endless) == 0, "nothing is read before the first window is asked for"
+    assert next(stream) == [1, 2, 3, 4]
+    assert next(endless) == 5, "nothing is read beyond the window"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_batches_hold_every_index_once_within_the_limits(seed: int) -> None:
+    generator = random.Random(seed)
+    lengths = [generator.randint(1, 50) for _ in range(generator.randint(1, 200))]
+    rows, tokens = generator.randint(1, 16), generator.randint(50, 200)
+    batches = length_batches(lengths, rows, tokens)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert 1 <= len(batch) <= rows
+        assert len(batch) * max(lengths[index] for index in batch) <= tokens
+    in_order = [lengths[index] for batch in batches for index in batch]
+    assert in_order == sorted(lengths, reverse=True)
+
+
+def test_batches_are_full() -> None:
+    assert length_batches([1] * 7, rows=3, tokens=100) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert length_batches([5] * 5, rows=100, tokens=10) == [[0, 1], [2, 3], [4]]
+
+
+def test_a_long_row_is_a_batch_by_itself() -> None:
+    assert length_batches([2, 90, 2], rows=8, tokens=10) == [[1], [0, 2]]
+
+
+def test_no_rows_are_no_batches() -> None:
+    assert length_batches([], rows=8, tokens=10) == []
+
+
+@pytest.mark.parametrize("name", ["rows", "tokens", "window"])
+def test_options_refuse_nothing_at_once(name: str) -> None:
+    with pytest.raises(UsageError, match=f"batch {name} must be at least 1, not 0"):
+        BatchOptions(**{name: 0})

@@ -1,0 +1,235 @@
+"""A bundle is opened whole and unchanged, or refused by the name of the file at fault."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transferry.runtime.bundle import FORMAT, MANIFEST, Bundle, FileRecord, Manifest
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.files import sha256
+
+Record = dict[str, Any]
+
+
+@pytest.fixture
+def folder(bundle_folder: Path, tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    return Path(shutil.copytree(bundle_folder, tmp_path / "bundle"))
+
+
+def read_record(folder: Path) -> Record:
+    record: Record = json.loads((folder / MANIFEST).read_bytes())
+    return record
+
+
+def write_record(folder: Path, record: Record) -> None:
+    (folder / MANIFEST).write_text(json.dumps(record))
+
+
+def record_file(folder: Path, name: str) -> None:
+    """Lets the manifest vouch for a file, as one would who wants it to be read."""
+    record = read_record(folder)
+    path = folder / name
+    record["files"][name] = {"sha256": sha256(path), "size": path.stat().st_size}
+    write_record(folder, record)
+
+
+def test_opens_what_was_exported(bundle_folder: Path) -> None:
+    bundle = Bundle.load(bundle_folder)
+    assert bundle.tokenizer.vocabulary_size == bundle.manifest.model["vocabulary_size"]
+    variant = bundle.variant()
+    assert variant == bundle.variant("portable")
+    assert variant.graphs.keys() == {"encoder", "decoder", "select"}
+    assert all(bundle.graph(graph).is_file() for graph in variant.graphs.values())
+
+
+def test_every_file_is_vouched_for(bundle_folder: Path) -> None:
+    files = {
+        path.relative_to(bundle_folder).as_posix()
+        for path in bundle_folder.rglob("*")
+        if path.is_file()
+    }
+    assert Bundle.load(bundle_folder).manifest.files.keys() == files - {MANIFEST}
+
+
+def test_manifest_round_trip(bundle_folder: Path) -> None:
+    text = (bundle_folder / MANIFEST).read_text(encoding="utf-8")
+    manifest = Manifest.from_json(text, MANIFEST)
+    assert manifest.to_json() == text
+    assert Manifest.from_json(manifest.to_json(), MANIFEST) == manifest
+    assert json.loads(text)["format"] == FORMAT
+
+
+def test_manifest_as_a_person_reads_it(bundle_folder: Path) -> None:
+    manifest = Bundle.load(bundle_folder).manifest
+    text = manifest.to_text()
+    for name, record in manifest.files.items():
+        assert re.search(rf"{re.escape(name)} +{record.size} +{record.sha256[:16]}", text)
+    for graph in manifest.variants["portable"].graphs.values():
+        for spec in (*graph.inputs, *graph.outputs):
+            assert re.search(rf"{re.escape(spec.name)} +{spec.role} +{spec.type} +\[", text)
+
+
+def test_tensors_are_found_by_role(bundle_folder: Path) -> None:
+    decoder = Bundle.load(bundle_folder).variant().graphs["decoder"]
+    layers = range(2)
+    parts = ("keys", "values")
+    assert decoder.names("past") == [f"past.{layer}.{part}" for layer in layers for part in parts]
+    assert decoder.tensor("logits").shape[:2] == ("batch", "target")
+    assert decoder.names("rows") == []
+    with pytest.raises(InputError, match=r"decoder\.onnx has no tensor of role 'rows'"):
+        decoder.tensor("rows")
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def change_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (truncate, r"must have \d+ bytes, but has \d+"),
+        (change_a_byte, "has changed: its sha256 must be [0-9a-f]{64}, but is [0-9a-f]{64}"),
+        (Path.unlink, "is missing"),
+    ],
+)
+def test_every_damaged_file_is_refused(
+    folder: Path, damage: Callable[[Path], None], found: str
+) -> None:
+    names = list(Bundle.load(folder).manifest.files)
+    assert {"tokenizer.json", "ranks.tiktoken", "reference.npz"} < set(names)
+    for name in names:
+        path = folder / name
+        content = path.read_bytes()
+        damage(path)
+        with pytest.raises(InputError, match=f"{re.escape(str(path))} {found}.*; copy the bundle"):
+            Bundle.load(folder)
+        path.write_bytes(content)
+    Bundle.load(folder)
+
+
+def test_tokenizer_that_nobody_vouches_for_is_missed_all_the_same(folder: Path) -> None:
+    record = read_record(folder)
+    del record["files"]["tokenizer.json"]
+    write_record(folder, record)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match=r"tokenizer\.json: expected a tokenizer's file"):
+        Bundle.load(folder)
+
+
+def test_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"manifest\.json cannot be read.*`transferry export`"):
+        Bundle.load(tmp_path)
+
+
+def test_another_format_is_refused_with_both_versions(folder: Path) -> None:
+    write_record(folder, read_record(folder) | {"format": FORMAT + 1})
+    expected = rf"manifest\.json has bundle format {FORMAT + 1}, .* reads format {FORMAT}; export"
+    with pytest.raises(InputError, match=expected):
+        Bundle.load(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'"text"'])
+def test_what_is_no_manifest_is_refused(folder: Path, content: bytes) -> None:
+    (folder / MANIFEST).write_bytes(content)
+    expected = r"manifest\.json is not the manifest of a bundle .*; export the bundle again"
+    with pytest.raises(InputError, match=expected):
+        Bundle.load(folder)
+
+
+@pytest.mark.parametrize(
+    "key", ["format", "architecture", "model", "generation", "variants", "files", "versions"]
+)
+def test_manifest_that_lacks_a_key_is_refused(folder: Path, key: str) -> None:
+    record = read_record(folder)
+    del record[key]
+    write_record(folder, record)
+    with pytest.raises(InputError, match=rf"manifest\.json is not the manifest.*KeyError: '{key}'"):
+        Bundle.load(folder)
+
+
+def portable(record: Record) -> Record:
+    variant: Record = record["variants"]["portable"]
+    return variant
+
+
+def unknown_role(record: Record) -> None:
+    portable(record)["graphs"]["encoder"]["inputs"][0]["role"] = "wish"
+
+
+def no_variant(record: Record) -> None:
+    record["variants"] = {}
+
+
+def no_select(record: Record) -> None:
+    del portable(record)["graphs"]["select"]
+
+
+def graph_without_a_hash(record: Record) -> None:
+    portable(record)["graphs"]["encoder"]["file"] = "../encoder.onnx"
+
+
+def tensor_without_a_shape(record: Record) -> None:
+    del portable(record)["graphs"]["encoder"]["inputs"][0]["shape"]
+
+
+def hash_without_a_size(record: Record) -> None:
+    del record["files"]["reference.npz"]["size"]
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (unknown_role, "tensor 'source' has the unknown role 'wish'"),
+        (no_variant, "it has no variant"),
+        (no_select, "variant 'portable' has no graph 'select'"),
+        (graph_without_a_hash, r"graph '\.\./encoder\.onnx' is not among its files"),
+        (tensor_without_a_shape, "'shape'"),
+        (hash_without_a_size, "'size'"),
+    ],
+)
+def test_inconsistent_manifest_is_refused(
+    folder: Path, change: Callable[[Record], None], found: str
+) -> None:
+    record = read_record(folder)
+    change(record)
+    write_record(folder, record)
+    with pytest.raises(InputError, match=rf"manifest\.json is not the manifest .*{found}"):
+        Bundle.load(folder)
+
+
+def test_files_outside_of_the_folder_are_refused(folder: Path) -> None:
+    outside = folder.parent / "outside"
+    outside.write_bytes(b"anything")
+    (folder / "link").symlink_to(outside)
+    good = (folder / MANIFEST).read_bytes()
+    for name in ("../outside", str(outside), "portable/../../outside", "link"):
+        record_file(folder, name)
+        expected = rf"manifest\.json names '{re.escape(name)}', which lies outside the bundle"
+        with pytest.raises(InputError, match=expected):
+            Bundle.load(folder)
+        (folder / MANIFEST).write_bytes(good)
+    Bundle.load(folder)
+
+
+def test_files_may_be_added_with_a_record(folder: Path) -> None:
+    (folder / "notes.txt").write_text("fine")
+    record_file(folder, "notes.txt")
+    expected = FileRecord(sha256(folder / "notes.txt"), 4)
+    assert Bundle.load(folder).manifest.files["notes.txt"] == expected
+
+
+def test_unknown_variant_names_those_that_exist(bundle_folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"has no variant 'int8'; it has portable"):
+        Bundle.load(bundle_folder).variant("int8")

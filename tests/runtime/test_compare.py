@@ -1,0 +1,318 @@
+"""A difference is measured against the oracle, and nothing that is wrong can pass."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from transferry.runtime.compare import (
+    Case,
+    Comparison,
+    Decisions,
+    ParityReport,
+    Tolerance,
+    Truth,
+    compare,
+    meaningful,
+    observe,
+    relative_error,
+    truth,
+)
+from transferry.runtime.errors import ParityError
+
+Array = NDArray[Any]
+Arrays = dict[str, Array]
+
+MASK = np.array([[True, True, True], [True, False, False]])
+CASE = Case(
+    "batch 2, source 3, past 1",
+    source=np.array([[5, 6, 2], [2, 0, 0]]),
+    mask=MASK,
+    target=np.array([[1, 7, 8], [1, 9, 4]]),
+    past=1,
+)
+TOLERANCE = Tolerance(factor=4.0, floor=1e-6)
+
+
+def tensors(seed: int) -> Arrays:
+    """As a decoder gives them: two heads of size 4, three source positions, vocabulary 10."""
+    generator = np.random.default_rng(seed)
+    return {
+        "logits": generator.normal(size=(2, 2, 10)),
+        "cross.0.keys": generator.normal(size=(2, 2, 3, 4)),
+        "past.0.keys": generator.normal(size=(2, 2, 3, 4)),
+    }
+
+
+ORACLE = tensors(0)
+TRUTH = Truth(ORACLE, dict.fromkeys(ORACLE, 1e-6))
+
+
+def answer() -> Arrays:
+    return {name: tensor.copy() for name, tensor in ORACLE.items()}
+
+
+def test_budget_is_a_multiple_of_the_error_that_torch_makes() -> None:
+    assert Tolerance(factor=3.0, floor=1e-7).budget(1e-5) == pytest.approx(3e-5)
+    assert Tolerance(factor=3.0, floor=1e-7).budget(0.0) == pytest.approx(3e-7)
+
+
+def test_relative_error_is_measured_in_units_of_the_largest_entry() -> None:
+    oracle = np.array([[100.0, -200.0], [1.0, 0.0]])
+    found = np.array([[100.0, -200.0], [1.0, 0.5]])
+    everywhere = np.ones((2, 2), np.bool_)
+    assert relative_error(found, oracle, everywhere) == pytest.approx(0.5 / 200)
+    assert relative_error(oracle, oracle, everywhere) == 0.0
+
+
+def test_relative_error_looks_where_the_mask_is_true() -> None:
+    oracle = np.array([1.0, 2.0, 1000.0])
+    found = np.array([1.0, 2.5, np.nan])
+    assert relative_error(found, oracle, np.array([True, True, False])) == pytest.approx(0.25)
+    assert math.isnan(relative_error(found, oracle, np.array([True, True, True])))
+    assert relative_error(found, oracle, np.zeros(3, np.bool_)) == 0.0
+
+
+def test_relative_error_of_zeros_is_the_distance() -> None:
+    assert relative_error(np.array([0.25]), np.zeros(1), np.ones(1, np.bool_)) == 0.25
+
+
+def test_only_the_encoder_gives_what_padding_makes_meaningless() -> None:
+    cross = meaningful(CASE, "cross.0.keys", ORACLE["cross.0.keys"])
+    assert cross.shape == (2, 2, 3, 4)
+    np.testing.assert_array_equal(cross[:, 1, :, 2], MASK)
+    assert meaningful(CASE, "past.0.keys", ORACLE["past.0.keys"]).all()
+    assert meaningful(CASE, "logits", ORACLE["logits"]).all()
+
+
+def test_truth_holds_the_error_that_torch_makes() -> None:
+    reference = answer()
+    reference["logits"][0, 0, 0] += 0.01
+    reference["cross.0.keys"][1, 0, 2] += 5.0  # padding
+    found = truth(CASE, ORACLE, reference)
+    largest = np.abs(ORACLE["logits"]).max()
+    assert found.errors["logits"] == pytest.approx(0.01 / largest)
+    assert found.errors["cross.0.keys"] == found.errors["past.0.keys"] == 0.0
+    assert found.oracle is ORACLE
+
+
+def test_equal_tensors_pass() -> None:
+    comparisons = compare(CASE, TRUTH, ORACLE, TOLERANCE)
+    assert [item.tensor for item in comparisons] == list(ORACLE)
+    for item in comparisons:
+        expected = Comparison(CASE.name, item.tensor, 0.0, 1e-6, TOLERANCE.budget(1e-6))
+        assert item == expected
+
+
+def missing(found: Arrays) -> None:
+    del found["past.0.keys"]
+
+
+def extra(found: Arrays) -> None:
+    found["past.1.keys"] = found["past.0.keys"]
+
+
+def misshapen(found: Arrays) -> None:
+    found["logits"] = found["logits"][:, :, :9]
+
+
+def broadcastable(found: Arrays) -> None:
+    found["logits"] = found["logits"][:1]
+
+
+def nan(found: Arrays) -> None:
+    found["logits"][1, 1, 3] = np.nan
+
+
+def infinity(found: Arrays) -> None:
+    found["past.0.keys"][0, 0, 0, 0] = -np.inf
+
+
+def inside_the_source(found: Arrays) -> None:
+    found["cross.0.keys"][1, 1, 0, 0] += 1e-2
+
+
+def over_budget(found: Arrays) -> None:
+    found["logits"][1, 0, 3] += 5e-6 * np.abs(found["logits"]).max()
+
+
+@pytest.mark.parametrize(
+    ("change", "tensor", "fault"),
+    [
+        (missing, "past.0.keys", "expected, but the graph does not give it"),
+        (extra, "past.1.keys", "torch gives no such tensor"),
+        (misshapen, "logits", "expected shape [2, 2, 10], found [2, 2, 9]"),
+        (broadcastable, "logits", "expected shape [2, 2, 10], found [1, 2, 10]"),
+        (nan, "logits", "holds NaN or infinity"),
+        (infinity, "past.0.keys", "holds NaN or infinity"),
+        (inside_the_source, "cross.0.keys", "exceeds the budget 4.00e-06"),
+        (over_budget, "logits", "error 5.00e-06 of the largest entry exceeds the budget 4.00e-06"),
+    ],
+)
+def test_every_fault_is_found(change: Callable[[Arrays], None], tensor: str, fault: str) -> None:
+    found = answer()
+    change(found)
+    (faulty,) = [item for item in compare(CASE, TRUTH, found, TOLERANCE) if item.fault]
+    assert faulty.tensor == tensor
+    assert fault in faulty.fault
+
+
+def test_error_within_the_budget_passes_and_is_reported() -> None:
+    found = answer()
+    found["logits"][1, 0, 3] += 3e-6 * np.abs(found["logits"]).max()
+    logits, *_ = compare(CASE, TRUTH, found, TOLERANCE)
+    assert logits.fault == ""
+    assert logits.error == pytest.approx(3e-6)
+
+
+@pytest.mark.parametrize("value", [1.0, np.nan, np.inf])
+def test_padding_is_ignored(value: float) -> None:
+    found = answer()
+    found["cross.0.keys"][1, :, 1:] = value
+    assert not any(item.fault for item in compare(CASE, TRUTH, found, TOLERANCE))
+
+
+@pytest.mark.parametrize("error", [np.nan, np.inf])
+def test_a_reference_that_overflowed_excuses_nothing(error: float) -> None:
+    expected = Truth(ORACLE, {**TRUTH.errors, "logits": error})
+    logits, *others = compare(CASE, expected, ORACLE, TOLERANCE)
+    assert logits.fault == "torch's own answer holds NaN or infinity, so it proves nothing"
+    assert not any(item.fault for item in others)
+
+
+class Recorder:
+    """A decoder that writes down how it is called."""
+
+    vocabulary_size = 10
+
+    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> list[list[int]]:
+        assert source is CASE.source
+        assert mask is CASE.mask
+        return []
+
+    def step(
+        self, tokens: NDArray[np.int64], state: list[list[int]]
+    ) -> tuple[NDArray[np.floating[Any]], list[list[int]]]:
+        return np.full((2, tokens.shape[1], 10), len(state), np.float32), [*state, tokens.tolist()]
+
+    def select(self, state: list[list[int]], rows: NDArray[np.int64]) -> list[list[int]]:
+        raise NotImplementedError
+
+    def tensors(self, state: list[list[int]]) -> dict[str, NDArray[np.floating[Any]]]:
+        return {str(state): np.zeros(0)}
+
+
+@pytest.mark.parametrize(
+    ("past", "fed"), [(0, [[[1, 7, 8], [1, 9, 4]]]), (2, [[[1, 7], [1, 9]], [[8], [4]]])]
+)
+def test_observe_cuts_the_target_at_the_past(past: int, fed: list[list[list[int]]]) -> None:
+    found = observe(Recorder(), dataclasses.replace(CASE, past=past))
+    assert found.keys() == {"logits", str(fed)}
+    assert found["logits"].shape == (2, 3 - past, 10)
+    assert (found["logits"] == len(fed) - 1).all(), "the logits are those of the last step"
+
+
+def comparison(tensor: str = "logits", past: int = 0, **values: Any) -> Comparison:
+    item = Comparison(f"batch 1, source 2, past {past}", tensor, 1e-6, 5e-7, 2e-6)
+    return dataclasses.replace(item, **values)
+
+
+def report(*comparisons: Comparison, decisions: tuple[Decisions, ...] = ()) -> ParityReport:
+    settings = {"variant": "portable", "provider": "cpu"}
+    return ParityReport("bundles/x", settings, TOLERANCE, comparisons, decisions)
+
+
+AGREED = Decisions("greedy", 3, 3, 1e-7)
+
+
+def test_report_passes_where_everything_agrees() -> None:
+    agreed = report(comparison(), decisions=(AGREED,))
+    assert agreed.passed
+    assert agreed.faults == []
+    agreed.require()
+    assert agreed.to_text().endswith("PASSED")
+    assert "greedy: 3 of 3 rows token for token, 0 ties, 0 defects" in agreed.to_text()
+    assert "variant portable, provider cpu" in agreed.to_text()
+
+
+def test_proven_ties_pass_and_are_listed() -> None:
+    tied = report(comparison(), decisions=(Decisions("beam 4", 3, 2, 0.0, ["row 1: a tie"]),))
+    assert tied.passed
+    assert "  row 1: a tie" in tied.to_text()
+
+
+@pytest.mark.parametrize(
+    ("failed", "fault"),
+    [
+        (report(decisions=(AGREED,)), "no tensor was compared"),
+        (report(comparison(fault="bad")), "batch 1, source 2, past 0: logits: bad"),
+        (report(comparison(), decisions=(Decisions("greedy", 0, 0, 0.0),)), "0 of 0 rows agree"),
+        (report(comparison(), decisions=(Decisions("greedy", 3, 2, 0.0),)), "2 of 3 rows agree"),
+        (
+            report(comparison(), decisions=(Decisions("beam 4", 3, 2, 0.0, (), ["row 1: no"]),)),
+            "beam 4: row 1: no",
+        ),
+    ],
+)
+def test_report_fails(failed: ParityReport, fault: str) -> None:
+    assert not failed.passed
+    (line,) = failed.faults
+    assert fault in line
+    assert failed.to_text().endswith("FAILED")
+    assert failed.to_dict()["passed"] is False
+    with pytest.raises(ParityError, match="bundles/x does not answer as torch does") as error:
+        failed.require()
+    assert line in str(error.value)
+
+
+def test_require_names_the_first_faults_and_counts_the_rest() -> None:
+    faults = [comparison(fault=f"fault {number}") for number in range(7)]
+    with pytest.raises(ParityError) as error:
+        report(*faults).require()
+    message = str(error.value)
+    assert "do not deploy it" in message
+    assert [f"fault {number}" in message for number in range(7)] == [True] * 5 + [False] * 2
+    assert message.endswith("and 2 more")
+
+
+def test_stages_are_summed_up_by_what_gave_the_tensor() -> None:
+    encoder, first, later = report(
+        comparison("cross.0.keys", error=1e-6),
+        comparison("cross.0.keys", past=5, error=2e-6, fault="bad"),
+        comparison("logits", error=3e-7),
+        comparison("past.0.keys", error=1e-7),
+        comparison("logits", past=15, reference_error=2e-6, budget=8e-6),
+    ).stages()
+    assert (encoder.name, encoder.tensors, encoder.faults) == ("encoder", 2, 1)
+    assert encoder.error == 2e-6
+    assert encoder.ratio == pytest.approx(4.0), "at the budget it is the tolerance's factor"
+    assert (first.name, first.tensors, first.faults, first.error) == ("first step", 2, 0, 3e-7)
+    assert (later.name, later.tensors, later.reference_error) == ("later step", 1, 2e-6)
+    assert later.ratio == pytest.approx(0.5)
+
+
+def test_text_shows_the_faulty_stage() -> None:
+    text = report(comparison(), comparison(past=3, fault="bad")).to_text().splitlines()
+    assert next(line for line in text if line.startswith("first step")).endswith("ok")
+    assert next(line for line in text if line.startswith("later step")).endswith("1 FAULTS")
+
+
+def test_report_is_json_whatever_it_holds() -> None:
+    odd = report(
+        comparison(error=np.nan, fault="holds NaN or infinity"),
+        comparison(error=np.inf, reference_error=np.inf, budget=np.inf, fault="bad"),
+        decisions=(Decisions("greedy", 1, 1, math.inf),),
+    )
+    record = json.loads(json.dumps(odd.to_dict(), allow_nan=False))
+    assert [item["error"] for item in record["comparisons"]] == [None, None]
+    assert [item["budget"] for item in record["comparisons"]] == [2e-6, None]
+    assert record["decisions"][0]["score_error"] is None
+    assert record["faults"] == odd.faults
+    assert record["tolerance"] == {"factor": 4.0, "floor": 1e-6}
+    assert record["settings"] == {"variant": "portable", "provider": "cpu"}
+    assert odd.to_text().endswith("FAILED")

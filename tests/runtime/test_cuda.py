@@ -1,0 +1,54 @@
+"""What only a GPU can show; each test skips, saying why, where onnxruntime has no CUDA."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.engine import Engine
+from transferry.runtime.onnx_decoder import OnnxDecoder
+from transferry.runtime.options import GenerationOptions
+from transferry.runtime.reference import verify_recorded
+from transferry.runtime.session import SessionOptions
+
+pytestmark = pytest.mark.cuda
+
+TEXTS = ["three hundred and forty-two", "Wednesday, 5 March 2031", "seven", "The farmer sold keys."]
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_cuda_gives_the_tokens_of_the_cpu(bundle_folder: Path, beam: int) -> None:
+    options = GenerationOptions(beam=beam, n_best=beam, max_length=20)
+    cpu, cuda = (
+        [
+            [output.tokens for output in result.outputs]
+            for result in Engine.load(bundle_folder, provider=provider).generate(TEXTS, options)
+        ]
+        for provider in ("cpu", "cuda")
+    )
+    assert cuda == cpu
+
+
+def test_cuda_passes_the_recorded_reference(bundle_folder: Path) -> None:
+    bundle = Bundle.load(bundle_folder)
+    report = verify_recorded(bundle, bundle.variant(), SessionOptions("cuda"))
+    assert report.faults == []
+
+
+def test_the_cache_stays_on_the_device(bundle_folder: Path) -> None:
+    bundle = Bundle.load(bundle_folder)
+    decoder = OnnxDecoder(bundle, bundle.variant(), SessionOptions("cuda"))
+    state = decoder.start(np.array([[5, 6, 2]]), np.ones((1, 3), np.bool_))
+    _, state = decoder.step(np.array([[1]]), state)
+    state = decoder.select(state, np.array([0, 0]))
+    places = {value.device_name() for value in (*state.cross, *state.past, state.mask)}
+    assert places == {"cuda"}
+
+
+def test_the_nodes_run_on_cuda(bundle_folder: Path) -> None:
+    bundle = Bundle.load(bundle_folder)
+    decoder = OnnxDecoder(bundle, bundle.variant(), SessionOptions("cuda"))
+    nodes = dict(entry.rsplit(" ", 1) for entry in decoder.describe()["nodes"])
+    # Shapes are computed on the CPU by onnxruntime's choice; the bulk must not be.
+    assert int(nodes["CUDAExecutionProvider"]) > int(nodes.get("CPUExecutionProvider", 0))

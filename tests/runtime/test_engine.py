@@ -1,0 +1,379 @@
+"""Rows come out in order, each as it is answered alone; a bad row is an error of its own."""
+
+import functools
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from transferry.build_model.corpus import builtin_pairs
+from transferry.runtime.batching import BatchOptions
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.engine import Engine, Result
+from transferry.runtime.errors import UsageError
+from transferry.runtime.files import read_lines
+from transferry.runtime.onnx_decoder import OnnxDecoder, OnnxState
+from transferry.runtime.options import GenerationOptions
+from transferry.runtime.processor import usable_cores
+from transferry.runtime.search import search
+from transferry.runtime.session import SessionOptions
+from transferry.runtime.tokenizer import Tokenizer
+
+Tokens = tuple[int, ...]
+
+# A random model would say one token again and again.
+GREEDY = GenerationOptions(max_length=12, no_repeat_ngram=1)
+BEAM = GenerationOptions(max_length=12, no_repeat_ngram=1, beam=4, n_best=4, length_penalty=0.6)
+SAMPLING = GenerationOptions(max_length=12, sample=True, n_best=2, top_k=50, top_p=0.9, seed=3)
+
+# Every kind of cut: rows alone, uneven batches, batches cut by tokens, many windows, two replicas.
+CUTS = [
+    (BatchOptions(rows=1), 1),
+    (BatchOptions(rows=2, window=5), 2),
+    (BatchOptions(rows=7, window=13), 1),
+    (BatchOptions(rows=64, tokens=40), 2),
+    (BatchOptions(rows=64), 1),
+    (BatchOptions(rows=64, window=3), 2),
+]
+
+
+class Ending(OnnxDecoder):
+    """Makes the end token likelier with every step.
+
+    Rows thus end, and leave their batch, at different times, as those of a trained model do.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        super().__init__(bundle, bundle.variant(), SessionOptions())
+
+    def step(
+        self, tokens: NDArray[np.int64], state: OnnxState
+    ) -> tuple[NDArray[np.floating[Any]], OnnxState]:
+        logits, after = super().step(tokens, state)
+        logits[:, :, Tokenizer.eos_id] += 0.25 * state.past[0].shape()[2]
+        return logits, after
+
+
+@pytest.fixture(scope="module")
+def bundle(bundle_folder: Path) -> Bundle:
+    return Bundle.load(bundle_folder)
+
+
+@pytest.fixture(scope="module")
+def decoder(bundle: Bundle) -> OnnxDecoder:
+    return Ending(bundle)
+
+
+@pytest.fixture(scope="module")
+def engine(bundle: Bundle, decoder: OnnxDecoder) -> Engine:
+    return Engine(bundle, decoder, batches=BatchOptions(rows=8))
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """Sentences of 1 to some 30 tokens, none twice."""
+    pairs = builtin_pairs(60, seed=7)
+    return list(dict.fromkeys(["a", "two", *(pair.source for pair in pairs)]))
+
+
+def answers(results: Sequence[Result]) -> list[list[Tokens]]:
+    return [[output.tokens for output in result.outputs] for result in results]
+
+
+Alone = Callable[[Sequence[str], GenerationOptions], list[list[Tokens]]]
+
+
+@pytest.fixture(scope="module")
+def alone(bundle: Bundle, decoder: OnnxDecoder) -> Alone:
+    """What the search finds for each text in a batch of one, without an engine."""
+    tokenizer = bundle.tokenizer
+
+    @functools.cache
+    def answer(row: int, text: str, options: GenerationOptions) -> list[Tokens]:
+        (hypotheses,) = search(
+            decoder,
+            [[*tokenizer.encode(text), tokenizer.eos_id]],
+            options,
+            pad_id=tokenizer.pad_id,
+            bos_id=tokenizer.bos_id,
+            eos_id=tokenizer.eos_id,
+            row_ids=[row],
+        )
+        return [hypothesis.tokens for hypothesis in hypotheses]
+
+    return lambda texts, options: [answer(*item, options) for item in enumerate(texts)]
+
+
+def test_results_tell_everything_about_their_row(
+    bundle: Bundle, engine: Engine, texts: list[str]
+) -> None:
+    results = list(engine.generate(texts, BEAM))
+    assert [result.source for result in results] == texts
+    reasons = set()
+    for text, result in zip(texts, results, strict=True):
+        assert result.error is None
+        assert result.source_tokens == len(bundle.tokenizer.encode(text)) + 1
+        assert 1 <= len(result.outputs) <= 4
+        assert result.text == result.outputs[0].text
+        scores = [output.score for output in result.outputs]
+        assert scores == sorted(scores, reverse=True)
+        for output in result.outputs:
+            assert output.text == bundle.tokenizer.decode(output.tokens)
+            assert not {bundle.tokenizer.bos_id, bundle.tokenizer.eos_id} & set(output.tokens)
+            length = len(output.tokens) + (output.finish_reason == "end")
+            assert output.score == pytest.approx(output.log_probability / length**0.6)
+            reasons.add(output.finish_reason)
+    assert reasons == {"end", "length"}
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAM, SAMPLING], ids=["greedy", "beam", "sampling"])
+def test_a_row_is_answered_as_it_is_alone(
+    bundle: Bundle,
+    decoder: OnnxDecoder,
+    alone: Alone,
+    texts: list[str],
+    options: GenerationOptions,
+) -> None:
+    expected = alone(texts, options)
+    assert len({row[0] for row in expected}) > len(texts) / 2, "the answers must tell rows apart"
+    for batches, replicas in CUTS:
+        engine = Engine(bundle, decoder, replicas=replicas, batches=batches)
+        assert answers(list(engine.generate(texts, options))) == expected, (batches, replicas)
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAM], ids=["greedy", "beam"])
+def test_a_row_is_answered_the_same_wherever_it_stands(
+    engine: Engine, texts: list[str], options: GenerationOptions
+) -> None:
+    expected = dict(zip(texts, answers(list(engine.generate(texts, options))), strict=True))
+    for seed in range(3):
+        shuffled = random.Random(seed).sample(texts, len(texts))
+        results = list(engine.generate(shuffled, options))
+        assert [result.source for result in results] == shuffled
+        assert answers(results) == [expected[text] for text in shuffled]
+
+
+def test_samples_of_a_row_depend_on_its_place(engine: Engine, texts: list[str]) -> None:
+    """So that a text that occurs twice is not answered twice alike."""
+    results = list(engine.generate([texts[9]] * 8, SAMPLING))
+    assert len({output.tokens for result in results for output in result.outputs}) > 8
+
+
+@pytest.fixture(scope="module")
+def real_texts(corpus_dir: Path) -> list[str]:
+    """A thousand sentences, cut where the small test model has no positions left."""
+    lines = list(read_lines(corpus_dir / "multi30k" / "test_2016_flickr.en.gz"))
+    assert len(lines) == 1000
+    return [line[:40] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        (GenerationOptions(max_length=8, min_length=5, no_repeat_ngram=1), (1, 7, 64)),
+        (GenerationOptions(max_length=8, min_length=5, no_repeat_ngram=1, beam=2), (8, 64)),
+        (GenerationOptions(max_length=8, sample=True), (2, 64)),
+    ],
+    ids=["greedy", "beam", "sampling"],
+)
+def test_a_thousand_real_rows(
+    bundle: Bundle,
+    decoder: OnnxDecoder,
+    real_texts: list[str],
+    options: GenerationOptions,
+    rows: tuple[int, ...],
+) -> None:
+    expected: dict[int, list[Tokens]] = {}
+    for seed, count in enumerate(rows):
+        order = list(range(len(real_texts)))
+        if not options.sample:
+            random.Random(seed).shuffle(order)
+        engine = Engine(bundle, decoder, replicas=2, batches=BatchOptions(rows=count, window=300))
+        results = list(engine.generate((real_texts[index] for index in order), options))
+        assert [result.source for result in results] == [real_texts[index] for index in order]
+        assert not any(result.error for result in results)
+        found = dict(zip(order, answers(results), strict=True))
+        expected = expected or found
+        different = [index for index in order if found[index] != expected[index]]
+        assert not different, f"{len(different)} rows change with {count} rows a batch"
+    assert len({row[0] for row in expected.values()}) > 100, "the answers must tell rows apart"
+
+
+def test_bad_rows_are_errors_of_their_own(engine: Engine, alone: Alone, texts: list[str]) -> None:
+    good = texts[:4]
+    mixed = ["", good[0], " \t\u3000", good[1], good[2], "word " * 5000, good[3]]
+    results = list(engine.generate(mixed, GREEDY))
+    assert [result.source for result in results] == mixed
+    kinds = [result.error.kind if result.error else None for result in results]
+    assert kinds == ["empty", None, "empty", None, None, "too-long", None]
+    assert answers([results[index] for index in (1, 3, 4, 6)]) == alone(good, GREEDY)
+    for result in results:
+        if result.error is not None:
+            assert result.outputs == ()
+            assert result.text == ""
+    long = results[5]
+    assert long.error is not None
+    expected = f"{long.source_tokens} tokens, but the model has 64 positions; split the text"
+    assert long.error.message == expected
+
+
+def test_a_row_may_fill_every_position(bundle: Bundle, engine: Engine) -> None:
+    text = "a"
+    while len(bundle.tokenizer.encode(text)) < 63:
+        text += " q"
+    fits, longer = engine.generate([text, text + " q"], GREEDY)
+    assert (fits.source_tokens, fits.error) == (64, None)
+    assert longer.source_tokens > 64
+    assert longer.error is not None
+    assert longer.error.kind == "too-long"
+
+
+def test_no_rows_in_no_rows_out(engine: Engine) -> None:
+    assert list(engine.generate([], GREEDY)) == []
+    assert len(list(engine.generate(["", ""], GREEDY))) == 2
+
+
+class Overflowing(Ending):
+    """Gives NaN or infinity for sources of one length, from the second target token on."""
+
+    def __init__(self, bundle: Bundle, length: int, value: float) -> None:
+        super().__init__(bundle)
+        self.length = length
+        self.value = value
+
+    def step(
+        self, tokens: NDArray[np.int64], state: OnnxState
+    ) -> tuple[NDArray[np.floating[Any]], OnnxState]:
+        logits, after = super().step(tokens, state)
+        if state.past[0].shape()[2]:
+            logits[state.host_mask.sum(axis=1) == self.length] = self.value
+        return logits, after
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("options", [GREEDY, BEAM, SAMPLING], ids=["greedy", "beam", "sampling"])
+def test_nan_is_never_an_answer(
+    bundle: Bundle, alone: Alone, texts: list[str], options: GenerationOptions, value: float
+) -> None:
+    expected = alone(texts, options)
+    lengths = [len(bundle.tokenizer.encode(text)) + 1 for text in texts]
+    # An answer that is complete after one token never sees the overflow.
+    length = next(
+        length
+        for length, row in zip(lengths, expected, strict=True)
+        if length > 5 and min(map(len, row)) > 1
+    )
+    engine = Engine(bundle, Overflowing(bundle, length, value), batches=BatchOptions(rows=16))
+    results = list(engine.generate(texts, options))
+    failed = [index for index, result in enumerate(results) if result.error]
+    assert failed
+    assert {lengths[index] for index in failed} == {length}
+    for index, result in enumerate(results):
+        if result.error is not None:
+            assert result.error.kind == "not-finite"
+            assert result.outputs == ()
+        elif lengths[index] != length:
+            assert answers([result]) == [expected[index]]
+
+
+def replica_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
+
+
+def test_an_endless_stream_is_read_two_windows_ahead(
+    bundle: Bundle, decoder: OnnxDecoder, texts: list[str]
+) -> None:
+    window = 5
+    read = 0
+
+    def endless() -> Iterator[str]:
+        nonlocal read
+        for text in itertools.cycle(texts):
+            read += 1
+            yield text
+
+    engine = Engine(bundle, decoder, replicas=2, batches=BatchOptions(rows=4, window=window))
+    stream = engine.generate(endless(), GREEDY)
+    assert read == 0
+    for given, text in enumerate(itertools.islice(itertools.cycle(texts), 32)):
+        assert next(stream).source == text
+        begun = given // window
+        assert read <= (begun + 2) * window
+    assert replica_threads()
+    stream.close()  # type: ignore[attr-defined]
+    assert not replica_threads()
+
+
+def test_an_error_of_the_source_ends_the_threads(
+    bundle: Bundle, decoder: OnnxDecoder, texts: list[str]
+) -> None:
+    def broken() -> Iterator[str]:
+        yield from texts[:7]
+        raise OSError("the cable was pulled")
+
+    engine = Engine(bundle, decoder, replicas=2, batches=BatchOptions(rows=4, window=3))
+    results = []
+    with pytest.raises(OSError, match="cable"):
+        for result in engine.generate(broken(), GREEDY):
+            results.append(result.source)
+    assert results == texts[: len(results)]
+    assert not replica_threads()
+
+
+def test_an_error_of_the_decoder_reaches_the_caller(
+    bundle: Bundle, decoder: OnnxDecoder, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(tokens: object, state: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(decoder, "step", fail)
+    engine = Engine(bundle, decoder, replicas=2, batches=BatchOptions(rows=4, window=8))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        list(engine.generate(texts, GREEDY))
+    assert not replica_threads()
+
+
+def test_more_positions_than_the_model_has_are_refused_at_once(engine: Engine) -> None:
+    with pytest.raises(UsageError, match="max_length is 65, but the model has 64 positions"):
+        engine.generate(["a"], GenerationOptions(max_length=65))
+    assert len(list(engine.generate(["a"], GenerationOptions(max_length=64)))) == 1
+
+
+def test_load_opens_what_is_asked_for(bundle_folder: Path) -> None:
+    engine = Engine.load(str(bundle_folder), threads=1)
+    assert engine.replicas == usable_cores()
+    assert engine.batches == BatchOptions()
+    assert engine.default_options() == GenerationOptions(max_length=64)
+    assert next(engine.generate(["two"])).text
+    found = engine.describe()
+    assert found.keys() >= {"transferry", "manifest_sha256", "replicas", "onnxruntime", "nodes"}
+    assert (found["variant"], found["provider"]) == ("portable", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (lambda folder: Engine.load(folder, replicas=0), "replicas must be at least 1, not 0"),
+        (lambda folder: Engine.load(folder, variant="int8"), "no variant 'int8'; it has portable"),
+        (lambda folder: Engine.load(folder, threads=0), "threads must be 1 or more"),
+    ],
+)
+def test_load_refuses(bundle_folder: Path, load: Callable[[Path], Engine], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load(bundle_folder)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [GREEDY, BEAM, SAMPLING], ids=["greedy", "beam", "sampling"])
+def test_cuda_answers_as_the_cpu_does(
+    bundle_folder: Path, engine: Engine, texts: list[str], options: GenerationOptions
+) -> None:
+    cuda = Engine.load(bundle_folder, provider="cuda", batches=BatchOptions(rows=8))
+    expected = answers(list(engine.generate(texts, options)))
+    assert answers(list(cuda.generate(texts, options))) == expected

@@ -1,0 +1,187 @@
+"""The graphs as a decoder: the cache is a value, and it always belongs to the right rows."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.onnx_decoder import OnnxDecoder, OnnxState
+from transferry.runtime.options import GenerationOptions
+from transferry.runtime.search import Hypothesis, search
+from transferry.runtime.session import SessionOptions
+
+Logits = NDArray[np.floating[Any]]
+
+SOURCE = np.array([[9, 40, 77, 12, 2], [30, 8, 2, 0, 0], [5, 2, 0, 0, 0], [61, 62, 63, 2, 0]])
+MASK = SOURCE != 0
+TARGET = np.array([[1, 20, 33, 7], [1, 5, 5, 90], [1, 64, 3, 18], [1, 71, 16, 44]])
+
+
+@pytest.fixture(scope="module")
+def decoder(bundle_folder: Path) -> OnnxDecoder:
+    bundle = Bundle.load(bundle_folder)
+    return OnnxDecoder(bundle, bundle.variant(), SessionOptions())
+
+
+def fed(
+    decoder: OnnxDecoder, target: NDArray[np.int64], state: OnnxState
+) -> tuple[list[Logits], OnnxState]:
+    """Feeds the target a token a step; the logits of each position, copied from the buffer."""
+    logits = []
+    for position in range(target.shape[1]):
+        latest, state = decoder.step(target[:, position : position + 1], state)
+        logits.append(latest[:, 0].copy())
+    return logits, state
+
+
+def assert_close(found: Logits, expected: Logits) -> None:
+    """Equal up to the rounding of float32, in units of the largest entry."""
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+
+
+def test_shapes(decoder: OnnxDecoder) -> None:
+    state = decoder.start(SOURCE, MASK)
+    assert len(state.cross) == len(state.past) == 4, "keys and values of two layers"
+    assert {tuple(value.shape()) for value in state.cross} == {(4, 2, 5, 16)}
+    assert {tuple(value.shape()) for value in state.past} == {(4, 2, 0, 16)}
+    logits, state = decoder.step(TARGET[:, :3], state)
+    assert logits.shape == (4, 3, decoder.vocabulary_size)
+    assert logits.dtype == np.float32
+    assert {tuple(value.shape()) for value in state.past} == {(4, 2, 3, 16)}
+
+
+def test_first_step_works_on_an_empty_past(decoder: OnnxDecoder) -> None:
+    logits, _ = decoder.step(TARGET[:, :1], decoder.start(SOURCE, MASK))
+    assert np.isfinite(logits).all()
+    spread = logits[:, 0].std(axis=0).max()
+    assert spread > 1e-3, "with one and the same target, only the source tells the rows apart"
+
+
+def test_step_by_step_is_prefill(decoder: OnnxDecoder) -> None:
+    at_once, prefilled = decoder.step(TARGET, decoder.start(SOURCE, MASK))
+    logits, stepped = fed(decoder, TARGET, decoder.start(SOURCE, MASK))
+    assert_close(np.stack(logits, axis=1), at_once)
+    for left, right in zip(stepped.past, prefilled.past, strict=True):
+        assert_close(left.numpy(), right.numpy())
+
+
+def test_later_tokens_do_not_change_earlier_logits(decoder: OnnxDecoder) -> None:
+    state = decoder.start(SOURCE, MASK)
+    logits, _ = decoder.step(TARGET, state)
+    other = TARGET.copy()
+    other[:, -1] += 1
+    changed, _ = decoder.step(other, state)
+    np.testing.assert_array_equal(changed[:, :-1], logits[:, :-1])
+    assert (changed[:, -1] != logits[:, -1]).any(axis=1).all()
+
+
+def test_rows_are_what_they_are_alone(decoder: OnnxDecoder) -> None:
+    """Neither padding nor neighbours show."""
+    together, _ = decoder.step(TARGET, decoder.start(SOURCE, MASK))
+    for row, mask in enumerate(MASK):
+        source = SOURCE[row : row + 1, : mask.sum()]
+        alone = decoder.start(source, np.ones_like(source, np.bool_))
+        logits, _ = decoder.step(TARGET[row : row + 1], alone)
+        assert_close(together[row], logits[0])
+
+
+def test_a_step_leaves_its_state_as_it_was(decoder: OnnxDecoder) -> None:
+    _, state = fed(decoder, TARGET[:, :2], decoder.start(SOURCE, MASK))
+    before = decoder.tensors(state)
+    first, _ = decoder.step(TARGET[:, 2:3], state)
+    first = first.copy()
+    other, _ = decoder.step(TARGET[:, 3:4], state)
+    assert (other != first).any()
+    again, _ = decoder.step(TARGET[:, 2:3], state)
+    np.testing.assert_array_equal(again, first)
+    for name, tensor in decoder.tensors(state).items():
+        np.testing.assert_array_equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("past", [0, 2])
+@pytest.mark.parametrize(
+    "rows",
+    [[0, 1, 2, 3], [2], [3, 1], [2, 0, 3, 1], [0, 0, 1, 1, 2, 2, 3, 3], [1, 3, 1, 1]],
+    ids=["all", "one", "fewer", "reordered", "repeated", "mixed"],
+)
+def test_select_takes_rows(decoder: OnnxDecoder, rows: list[int], past: int) -> None:
+    """Selecting and going on gives what computing those rows from the beginning gives."""
+    _, state = fed(decoder, TARGET[:, :past], decoder.start(SOURCE, MASK))
+    chosen = np.array(rows)
+    found, selected = decoder.step(TARGET[chosen, past : past + 1], decoder.select(state, chosen))
+    expected, recomputed = fed(
+        decoder, TARGET[chosen, : past + 1], decoder.start(SOURCE[chosen], MASK[chosen])
+    )
+    assert_close(found[:, 0], expected[-1])
+    for name, tensor in decoder.tensors(recomputed).items():
+        assert_close(decoder.tensors(selected)[name], tensor)
+    np.testing.assert_array_equal(selected.host_mask, MASK[chosen])
+
+
+def test_select_follows_select(decoder: OnnxDecoder) -> None:
+    _, state = fed(decoder, TARGET[:, :2], decoder.start(SOURCE, MASK))
+    for rows in ([3, 2, 1, 0], [0, 0, 2], [2, 1]):
+        state = decoder.select(state, np.array(rows))
+    chosen = np.array([1, 3])
+    found, _ = decoder.step(TARGET[chosen, 2:3], state)
+    expected, _ = fed(decoder, TARGET[chosen, :3], decoder.start(SOURCE[chosen], MASK[chosen]))
+    assert_close(found[:, 0], expected[-1])
+
+
+def test_beams_change_places_without_a_copy_of_the_cross(decoder: OnnxDecoder) -> None:
+    beams = decoder.select(decoder.start(SOURCE[:2], MASK[:2]), np.array([0, 0, 1, 1]))
+    _, beams = decoder.step(TARGET[:, :1], beams)
+    swapped = decoder.select(beams, np.array([1, 1, 3, 2]))
+    assert swapped.cross is beams.cross
+    assert swapped.mask is beams.mask
+    for after, before in zip(swapped.past, beams.past, strict=True):
+        np.testing.assert_array_equal(after.numpy(), before.numpy()[[1, 1, 3, 2]])
+    crossed = decoder.select(beams, np.array([0, 2, 1, 3]))
+    for after, before in zip(crossed.cross, beams.cross, strict=True):
+        np.testing.assert_array_equal(after.numpy(), before.numpy()[[0, 2, 1, 3]])
+
+
+def test_tensors_are_copies_by_name(decoder: OnnxDecoder) -> None:
+    _, state = decoder.step(TARGET[:, :2], decoder.start(SOURCE, MASK))
+    tensors = decoder.tensors(state)
+    parts = [f"{layer}.{part}" for layer in range(2) for part in ("keys", "values")]
+    assert list(tensors) == [f"{role}.{part}" for role in ("cross", "past") for part in parts]
+    assert all(tensor.shape[2] == 5 for name, tensor in tensors.items() if "cross" in name)
+    assert all(tensor.shape[2] == 2 for name, tensor in tensors.items() if "past" in name)
+    kept = tensors["past.0.keys"].copy()
+    tensors["past.0.keys"].fill(0)
+    np.testing.assert_array_equal(decoder.tensors(state)["past.0.keys"], kept)
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_threads_share_it(decoder: OnnxDecoder, beam: int) -> None:
+    """Two threads at work at once answer as one does."""
+    generator = np.random.default_rng(0)
+    batches = [
+        [[*generator.integers(3, 200, size=size).tolist(), 2] for size in (12, 9, 1 + number)]
+        for number in range(16)
+    ]
+
+    def generate(sources: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
+        options = GenerationOptions(max_length=12, beam=beam, n_best=beam)
+        return search(decoder, sources, options, pad_id=0, bos_id=1, eos_id=2)
+
+    expected = [generate(batch) for batch in batches]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(generate, batches))
+    assert found == expected
+
+
+def test_describes_what_decides_the_numbers(decoder: OnnxDecoder) -> None:
+    found = decoder.describe()
+    assert found["variant"] == "portable"
+    assert (found["provider"], found["threads"], found["optimisation"]) == ("cpu", 1, "all")
+    (nodes,) = found["nodes"]
+    name, count = nodes.split()
+    assert name == "CPUExecutionProvider"
+    assert int(count) > 20

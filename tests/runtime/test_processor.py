@@ -1,0 +1,22 @@
+from pathlib import Path
+
+import pytest
+
+from transferry.runtime import processor
+
+
+def test_reads_the_instruction_sets_of_x86_and_arm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    monkeypatch.setattr(processor, "Path", lambda _: cpuinfo)
+    cpuinfo.write_text("processor : 0\nflags\t\t: fpu avx2 fma avx512_vnni\n\nflags : avx2\n")
+    assert processor.instruction_sets() == ("avx2", "fma", "avx512_vnni")
+    cpuinfo.write_text("Features\t: fp asimd asimddp i8mm\n")
+    assert processor.instruction_sets() == ("asimddp", "i8mm")
+    cpuinfo.unlink()
+    assert processor.instruction_sets() == ()
+
+
+def test_counts_at_least_one_core() -> None:
+    assert processor.usable_cores() >= 1

@@ -1,0 +1,98 @@
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from transferry.runtime.options import GenerationOptions
+from transferry.runtime.processors import (
+    ForcedPrefix,
+    LogitsProcessor,
+    MinLength,
+    NoRepeatNGram,
+    build_processors,
+    restrict,
+)
+
+EOS = 2
+VOCABULARY = 8
+
+
+def allowed_tokens(
+    processor: LogitsProcessor, history: list[list[int]], sentences: list[int] | None = None
+) -> list[list[int]]:
+    past = np.array(history, np.int64).reshape(len(history), -1)
+    logits: NDArray[np.floating[Any]] = np.zeros((len(past), VOCABULARY), np.float32)
+    owners = np.arange(len(past)) if sentences is None else np.array(sentences)
+    processor(logits, owners, past)
+    return [np.flatnonzero(row > -np.inf).tolist() for row in logits]
+
+
+def test_min_length_forbids_the_end_until_it_is_reached() -> None:
+    processor = MinLength(2, EOS)
+    assert [processor.active(length) for length in range(4)] == [True, True, False, False]
+    assert allowed_tokens(processor, [[5]]) == [[0, 1, 3, 4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("size", "history", "forbidden"),
+    [
+        (1, [3, 5, 3], {3, 5}),
+        (2, [3, 5, 3], {5}),
+        (2, [4, 4], {4}),
+        (2, [3, 5, 3, 6, 3], {5, 6}),
+        (2, [3, 5, 4], set()),
+        (3, [3, 4, 5, 3, 4], {5}),
+        (3, [3, 4, 5, 4, 3], set()),
+    ],
+)
+def test_no_repeat_ngram_forbids_what_would_repeat(
+    size: int, history: list[int], forbidden: set[int]
+) -> None:
+    processor = NoRepeatNGram(size)
+    assert processor.active(len(history))
+    assert allowed_tokens(processor, [history]) == [sorted(set(range(VOCABULARY)) - forbidden)]
+
+
+def test_no_repeat_ngram_keeps_rows_apart() -> None:
+    allowed = allowed_tokens(NoRepeatNGram(2), [[3, 5, 3], [3, 6, 3], [3, 6, 4]])
+    assert [set(range(VOCABULARY)) - set(row) for row in allowed] == [{5}, {6}, set()]
+
+
+def test_no_repeat_ngram_is_inactive_before_there_is_one() -> None:
+    assert [NoRepeatNGram(3).active(length) for length in range(5)] == [False] * 3 + [True] * 2
+
+
+def test_forced_prefix_allows_one_token_for_each_sentence_until_its_prefix_is_over() -> None:
+    processor = ForcedPrefix([(5, 6), (), (7,)])
+    everything = list(range(VOCABULARY))
+    rows = [2, 0, 1, 0]
+    assert allowed_tokens(processor, [[]] * 4, rows) == [[7], [5], everything, [5]]
+    assert allowed_tokens(processor, [[7], [5], [3], [5]], rows) == [
+        everything,
+        [6],
+        everything,
+        [6],
+    ]
+    assert [processor.active(length) for length in range(3)] == [True, True, False]
+
+
+def test_the_prefix_overrules_the_other_processors() -> None:
+    options = GenerationOptions(no_repeat_ngram=1, min_length=3)
+    processors = build_processors(options, [(5, 5)], EOS)
+    assert len(processors) == 3
+    logits = np.zeros((1, VOCABULARY), np.float32)
+    allowed = restrict(logits, processors, np.array([0]), np.array([[5]]))
+    assert np.flatnonzero(allowed[0] > -np.inf).tolist() == [5]
+
+
+def test_restrict_leaves_the_logits_and_keeps_their_type() -> None:
+    logits = np.zeros((1, VOCABULARY))
+    allowed = restrict(logits, [MinLength(1, EOS)], np.array([0]), np.empty((1, 0), np.int64))
+    assert not logits.any()
+    assert np.isneginf(allowed[0, EOS])
+    assert allowed.dtype == logits.dtype
+
+
+def test_only_what_is_asked_for_is_built() -> None:
+    assert build_processors(GenerationOptions(), [(), ()], EOS) == []

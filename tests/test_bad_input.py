@@ -1,0 +1,307 @@
+"""Runs every row of docs/errors.md: the command shown, on the bad input that its first cell names.
+
+Each command runs in a folder that holds a bundle, the run that it came from, lines to answer and
+pairs to train on; the function registered for the row spoils what the row is about.
+"""
+
+import gzip
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from transferry.cli import main
+from transferry.runtime.doctor import check_cuda
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
+
+Spoiler = Callable[[Path], None]
+SPOILERS: dict[str, Spoiler] = {}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table; `leaves` are the files that are there afterwards and were not before."""
+
+    bad_input: str
+    command: str
+    exit_code: int
+    message: str
+    leaves: frozenset[str]
+
+
+def rows() -> list[Row]:
+    table = [
+        [cell.strip() for cell in line.strip("| ").split("|")]
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| ")
+    ]
+    header, *body = table
+    assert header == ["bad input", "command", "exit code", "message", "leaves"]
+    return [
+        Row(
+            bad_input,
+            command.strip("`"),
+            int(exit_code),
+            message,
+            frozenset(leaves.split(", ")) - {"nothing"},
+        )
+        for bad_input, command, exit_code, message, leaves in body
+    ]
+
+
+def spoils(*bad_inputs: str) -> Callable[[Spoiler], Spoiler]:
+    def register(spoiler: Spoiler) -> Spoiler:
+        SPOILERS.update(dict.fromkeys(bad_inputs, spoiler))
+        return spoiler
+
+    return register
+
+
+@pytest.fixture
+def place(
+    run_folder: Path, bundle_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    from transferry.build_model.corpus import builtin_pairs
+
+    shutil.copytree(run_folder, tmp_path / "run")
+    shutil.copytree(bundle_folder, tmp_path / "bundle")
+    pairs = builtin_pairs(20, seed=1)
+    for name, lines in (
+        ("lines.txt", ["five", "six hundred", "ninety"]),
+        ("train.en", [pair.source for pair in pairs]),
+        ("train.de", [pair.target for pair in pairs]),
+        ("train.tsv", ["\t".join(pair) for pair in pairs]),
+        ("valid.tsv", ["\t".join(pair) for pair in pairs[:5]]),
+    ):
+        write_lines(tmp_path / name, lines)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_row_can_be_provoked() -> None:
+    named = [row.bad_input for row in rows()]
+    assert len(named) == len(set(named))
+    assert set(named) == SPOILERS.keys()
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.bad_input)
+def test_bad_input(row: Row, place: Path) -> None:
+    SPOILERS[row.bad_input](place)
+    before = snapshot(place)
+    exit_code, stderr = execute(row.command)
+    assert exit_code == row.exit_code, stderr
+    pieces = map(re.escape, row.message.split("…"))
+    assert re.search(".*".join(pieces), stderr), stderr
+    assert "Traceback" not in stderr
+    after = snapshot(place)
+    assert {name for name in after if after[name] != before.get(name)} == row.leaves
+    assert before.keys() <= after.keys()
+
+
+def execute(command: str) -> tuple[int, str]:
+    """Exit code and stderr: in this process if it is a command by itself, else in a shell."""
+    words = shlex.split(command)
+    if words[0] == "transferry" and ">" not in words:
+        result = CliRunner().invoke(main, words[1:])
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.exit_code, result.stderr
+    scripts = str(Path(sys.executable).parent)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env=os.environ | {"PATH": os.pathsep.join((scripts, os.environ["PATH"]))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Everything below a folder: the bytes of files, none for the rest."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
+        for path in folder.rglob("*")
+    }
+
+
+def write_lines(path: Path, lines: list[str]) -> None:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def replace_line(path: Path, number: int, line: str) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    lines[number - 1] = line
+    write_lines(path, lines)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def change_weight(place: Path, change: Callable[[float], float]) -> None:
+    """Gives the middle of the embedding another value."""
+    from transferry.build_model.checkpoint import WEIGHTS, load_tensors, save_tensors
+
+    weights, _ = load_tensors(place / "run" / WEIGHTS)
+    values = weights["embedding.weight"].view(-1)
+    values[len(values) // 2] = change(values[len(values) // 2].item())
+    save_tensors(place / "run" / WEIGHTS, weights)
+
+
+@spoils(
+    "folder that is no bundle",
+    "unknown option",
+    "conflicting options",
+    "missing input file",
+    "output that is the input",
+    "full disk",
+    "full disk for a run",
+    "nothing to resume",
+)
+def leave_as_it_is(place: Path) -> None:
+    """The command itself is what is bad."""
+
+
+@spoils("full disk under standard output")
+def need_full_device(place: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("only Linux has /dev/full")
+
+
+@spoils("truncated bundle file")
+def truncate_weights(place: Path) -> None:
+    truncate(place / "bundle" / "portable" / "weights.bin")
+
+
+@spoils("changed byte in a bundle")
+def change_byte(place: Path) -> None:
+    path = place / "bundle" / "portable" / "decoder.onnx"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@spoils("missing tokenizer")
+def remove_tokenizer(place: Path) -> None:
+    (place / "bundle" / "tokenizer.json").unlink()
+
+
+@spoils("wrong format version")
+def raise_format(place: Path) -> None:
+    path = place / "bundle" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"format": 99}))
+
+
+@spoils("empty input file")
+def empty_input(place: Path) -> None:
+    (place / "lines.txt").write_bytes(b"")
+
+
+@spoils("empty line")
+def empty_line(place: Path) -> None:
+    replace_line(place / "lines.txt", 2, "")
+
+
+@spoils("1 MB line")
+def long_line(place: Path) -> None:
+    replace_line(place / "lines.txt", 2, "word " * 200_000)
+
+
+@spoils("binary file")
+def binary_file(place: Path) -> None:
+    (place / "binary.dat").write_bytes(bytes(range(256)))
+
+
+@spoils("truncated gzip file")
+def truncate_gzip(place: Path) -> None:
+    (place / "lines.txt.gz").write_bytes(gzip.compress(b"five\n" * 100)[:-9])
+
+
+@spoils("invalid UTF-8")
+def invalid_utf8(place: Path) -> None:
+    (place / "lines.txt").write_bytes(b"five\nsix\xff\nninety\n")
+
+
+@spoils("unknown setting")
+def unknown_setting(place: Path) -> None:
+    (place / "settings.toml").write_text("bean = 4\n")
+
+
+@spoils("output that exists")
+def make_output(place: Path) -> None:
+    (place / "answers.jsonl").write_text("dear to somebody\n")
+
+
+@spoils("read-only output folder", "read-only folder for a bundle", "read-only folder for a run")
+def read_only(place: Path) -> None:
+    folder = place / "read-only"
+    if os.geteuid():
+        folder.mkdir(mode=0o555)
+    else:
+        folder.symlink_to("/proc")  # permissions do not bind root, but nobody makes files there
+
+
+@spoils("unequal line counts in training")
+def drop_line(place: Path) -> None:
+    path = place / "train.de"
+    write_lines(path, path.read_text(encoding="utf-8").splitlines()[:-1])
+
+
+@spoils("empty line in training")
+def empty_training_line(place: Path) -> None:
+    replace_line(place / "train.en", 3, "")
+
+
+@spoils("1 MB line in training")
+def long_training_line(place: Path) -> None:
+    replace_line(place / "train.en", 3, "x" * 1_000_000)
+
+
+@spoils("malformed pair in training")
+def malformed_pair(place: Path) -> None:
+    replace_line(place / "train.tsv", 3, "five")
+
+
+@spoils("missing checkpoint")
+def remove_weights(place: Path) -> None:
+    (place / "run" / "model.safetensors").unlink()
+
+
+@spoils("truncated checkpoint")
+def truncate_checkpoint(place: Path) -> None:
+    truncate(place / "run" / "model.safetensors")
+
+
+@spoils("NaN weights in a checkpoint")
+def nan_weight(place: Path) -> None:
+    change_weight(place, lambda weight: float("nan"))
+
+
+@spoils("checkpoint that is not the bundle's")
+def other_weight(place: Path) -> None:
+    change_weight(place, lambda weight: weight + 1.0)
+
+
+@spoils("CUDA asked for but absent")
+def need_no_cuda(place: Path) -> None:
+    if check_cuda().status == "ok":
+        pytest.skip("CUDA can run here")
+
+
+@spoils("CUDA for training asked for but absent")
+def need_no_torch_cuda(place: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("torch can use CUDA here")

@@ -1,0 +1,147 @@
+"""What the documents say of the command line, the Makefile and each other is so."""
+
+import contextlib
+import itertools
+import re
+import runpy
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from transferry.cli import main
+from transferry.runtime import settings
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
+
+
+def blocks(text: str) -> list[str]:
+    """What stands in fenced blocks, lines that a backslash continues joined."""
+    fenced = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.S | re.M)
+    return [re.sub(r"\\\n\s*", "", block) for block in fenced]
+
+
+def commands(line: str) -> Iterator[list[str]]:
+    """The simple commands of a shell line as words, without redirections and what precedes."""
+    lexer = shlex.shlex(line.strip().removeprefix("$ "), posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for token in [*lexer, ";"]:
+        if not set(token) <= set("|&;()"):
+            words.append(token)
+            continue
+        end = next((place for place, word in enumerate(words) if word in ("<", ">", ">>")), None)
+        words = [*itertools.dropwhile(lambda word: "=" in word, words[:end])]
+        if words:
+            yield words
+        words = []
+
+
+def shell_commands(text: str, program: str) -> list[list[str]]:
+    """The arguments of each command of a program in the fenced blocks."""
+    found = []
+    for line in "\n".join(blocks(text)).splitlines():
+        # What shlex cannot read, an apostrophe in prose say, is no shell.
+        with contextlib.suppress(ValueError):
+            found += [words[1:] for words in commands(line) if Path(words[0]).name == program]
+    return found
+
+
+def parse(arguments: list[str]) -> None:
+    """Lets the real commands parse arguments, and runs nothing."""
+    with main.make_context("transferry", list(arguments)) as context:
+        name, command, rest = main.resolve_command(context, list(arguments))
+        assert command is not None
+        command.make_context(name, rest, parent=context)
+
+
+def transferry_lines() -> Iterator[Any]:
+    for path in DOCUMENTS:
+        for arguments in shell_commands(path.read_text(encoding="utf-8"), "transferry"):
+            yield pytest.param(arguments, id=f"{path.name}: {shlex.join(arguments)}")
+
+
+def test_the_commands_are_found_in_what_a_shell_would_read() -> None:
+    text = """\
+A word on transferry run, and `transferry inspect x` in passing.
+```sh
+transferry train --source a \\
+    --out b   # a comment
+cat a | .venv/bin/transferry run b - -o - > c && make demo PYTHON=python3.12
+$ OMP_NUM_THREADS=1 transferry doctor
+```
+```text
+Usage: transferry run [OPTIONS] BUNDLE INPUT
+it's no shell: transferry
+```
+"""
+    assert shell_commands(text, "transferry") == [
+        ["train", "--source", "a", "--out", "b"],
+        ["run", "b", "-", "-o", "-"],
+        ["doctor"],
+    ]
+    assert shell_commands(text, "make") == [["demo", "PYTHON=python3.12"]]
+
+
+@pytest.mark.parametrize("arguments", [*transferry_lines()])
+def test_every_command_shown_is_one(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "read_settings", lambda path: {})
+    try:
+        parse(arguments)
+    except click.exceptions.Exit as end:  # --help and --version end here
+        assert end.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [["fly"], ["run", "bundle"], ["run", "b", "t", "--bean", "4"]]
+)
+def test_a_command_that_is_none_is_told(arguments: list[str]) -> None:
+    with pytest.raises(click.UsageError):
+        parse(arguments)
+
+
+def test_the_readme_shows_how_to_use_it() -> None:
+    text = DOCUMENTS[0].read_text(encoding="utf-8")
+    shown = {arguments[0] for arguments in shell_commands(text, "transferry")}
+    assert shown >= {"train", "export", "verify", "run"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_make_target_shown_exists(path: Path) -> None:
+    makefile = (CHECKOUT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
+    assert {"setup", "test", "demo", "docs"} <= targets
+    for arguments in shell_commands(path.read_text(encoding="utf-8"), "make"):
+        named = {word for word in arguments if "=" not in word and not word.startswith("-")}
+        assert named <= targets
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_relative_link_leads_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    # Pictures too: ![...](...). Titles and anchors are left out.
+    targets = re.findall(r"\]\(<?([^)#>\s]+)[^)]*\)", text)
+    missing = [
+        target
+        for target in targets
+        if not re.match(r"[a-z]+:", target) and not (path.parent / target).exists()
+    ]
+    assert missing == []
+
+
+def test_the_page_of_the_command_line_is_what_help_prints() -> None:
+    made = runpy.run_path(str(CHECKOUT / "docs" / "make_cli_page.py"))["page"]()
+    page = (CHECKOUT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert page == made, "run `make docs`"
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_every_command_shows_an_example_of_itself(name: str) -> None:
+    epilog = main.commands[name].epilog or ""
+    examples = shell_commands(f"```\n{epilog.partition('Example:')[2]}```", "transferry")
+    assert examples
+    assert {arguments[0] for arguments in examples} == {name}
