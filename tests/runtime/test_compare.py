@@ -90,14 +90,20 @@ def test_only_the_encoder_gives_what_padding_makes_meaningless() -> None:
     assert meaningful(CASE, "logits", ORACLE["logits"]).all()
 
 
-def test_truth_holds_the_error_that_torch_makes() -> None:
+def test_truth_holds_the_largest_error_that_torch_makes_in_a_call() -> None:
     reference = answer()
     reference["logits"][0, 0, 0] += 0.01
+    reference["past.0.keys"][0, 0, 0, 0] += 0.001
+    reference["cross.0.keys"][0, 0, 0, 0] += 1e-6
     reference["cross.0.keys"][1, 0, 2] += 5.0  # padding
     found = truth(CASE, ORACLE, reference)
-    largest = np.abs(ORACLE["logits"]).max()
-    assert found.errors["logits"] == pytest.approx(0.01 / largest)
-    assert found.errors["cross.0.keys"] == found.errors["past.0.keys"] == 0.0
+    step = 0.01 / np.abs(ORACLE["logits"]).max()
+    encoder = 1e-6 / np.abs(ORACLE["cross.0.keys"]).max(where=MASK[:, None, :, None], initial=0)
+    assert found.errors == {
+        "logits": pytest.approx(step),
+        "past.0.keys": pytest.approx(step),
+        "cross.0.keys": pytest.approx(encoder),
+    }
     assert found.oracle is ORACLE
 
 

@@ -367,13 +367,3 @@ def test_load_opens_what_is_asked_for(bundle_folder: Path) -> None:
 def test_load_refuses(bundle_folder: Path, load: Callable[[Path], Engine], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load(bundle_folder)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("options", [GREEDY, BEAM, SAMPLING], ids=["greedy", "beam", "sampling"])
-def test_cuda_answers_as_the_cpu_does(
-    bundle_folder: Path, engine: Engine, texts: list[str], options: GenerationOptions
-) -> None:
-    cuda = Engine.load(bundle_folder, provider="cuda", batches=BatchOptions(rows=8))
-    expected = answers(list(engine.generate(texts, options)))
-    assert answers(list(cuda.generate(texts, options))) == expected

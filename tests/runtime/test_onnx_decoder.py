@@ -113,7 +113,9 @@ def test_select_takes_rows(decoder: OnnxDecoder, rows: list[int], past: int) -> 
     """Selecting and going on gives what computing those rows from the beginning gives."""
     _, state = fed(decoder, TARGET[:, :past], decoder.start(SOURCE, MASK))
     chosen = np.array(rows)
-    found, selected = decoder.step(TARGET[chosen, past : past + 1], decoder.select(state, chosen))
+    selected = decoder.select(state, chosen)
+    assert {value.shape()[0] for value in (*selected.past, *selected.cross)} == {len(rows)}
+    found, selected = decoder.step(TARGET[chosen, past : past + 1], selected)
     expected, recomputed = fed(
         decoder, TARGET[chosen, : past + 1], decoder.start(SOURCE[chosen], MASK[chosen])
     )
