@@ -55,7 +55,7 @@ class Progress:
         group: Steps done of the current epoch.
         tokens: Target tokens seen.
         seconds: Time spent, summed over resumed parts.
-        loss: Training loss summed since it was last reported, or since a validation.
+        loss: Training loss summed since it was last reported.
         loss_tokens: Target tokens that this loss is of.
         scores: BLEU at each validation so far, by step.
     """
@@ -193,7 +193,6 @@ class Trainer:
                 if at_epoch_end or (
                     config.validate_every and progress.step % config.validate_every == 0
                 ):
-                    progress.loss, progress.loss_tokens = 0.0, 0
                     self._validate(metrics, quiet=quiet)
                     window_tokens, window_started = 0, time.monotonic()
                 interrupted = self.process.any(self.interrupted)

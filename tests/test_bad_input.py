@@ -119,7 +119,11 @@ def execute(command: str) -> tuple[int, str]:
     scripts = str(Path(sys.executable).parent)
     done = subprocess.run(
         ["bash", "-c", command],
-        env=os.environ | {"PATH": os.pathsep.join((scripts, os.environ["PATH"]))},
+        env=os.environ
+        | {
+            "PATH": os.pathsep.join((scripts, os.environ["PATH"])),
+            "PYTHONUNBUFFERED": "",  # or a full disk under standard output fails once only
+        },
         capture_output=True,
         text=True,
         check=False,

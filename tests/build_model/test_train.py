@@ -189,6 +189,7 @@ def test_the_seed_decides_everything(whole: Path, tmp_path: Path) -> None:
     ("owner", "name", "call"),
     [
         pytest.param(Trainer, "_step", 8, id="between two saves"),
+        pytest.param(Trainer, "_step", 6, id="after a validation"),
         pytest.param(checkpoint, "save_tensors", 3, id="metrics ahead of the state"),
         pytest.param(Metrics, "add", 3, id="state ahead of the metrics"),
         pytest.param(checkpoint, "save_tensors", 6, id="before a checkpoint"),
