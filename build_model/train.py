@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import json
 import signal
 import sys
@@ -313,8 +315,19 @@ class Trainer:
         for name, parameter in self.model.named_parameters():
             for kind, tensor in self.optimizer.state[parameter].items():
                 tensors[f"optimizer/{name}/{kind}"] = tensor
-        record = {"progress": json.dumps(dataclasses.asdict(self.progress))}
+        record = {
+            "progress": json.dumps(dataclasses.asdict(self.progress)),
+            "data": self._fingerprint,
+        }
         checkpoint.save_tensors(self.folder / checkpoint.STATE, tensors, record)
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
+        """sha256 of all token ids: another text would make batches that no state fits."""
+        digest = hashlib.sha256()
+        for example in (*self.examples, *self.validation.examples):
+            digest.update(json.dumps(example).encode())
+        return digest.hexdigest()
 
     def _clear(self) -> None:
         """Makes the folder; an earlier training's weights must not be taken for this one's."""
@@ -340,6 +353,11 @@ class Trainer:
                 "and with --force"
             )
         tensors, record = checkpoint.load_tensors(path)
+        if record.get("data") != self._fingerprint:
+            raise InputError(
+                f"{path} was saved while training on other text than is given now; give the files "
+                "that the run began with, or start anew without --resume and with --force"
+            )
         try:
             values = json.loads(record["progress"])
             values["scores"] = {int(step): score for step, score in values["scores"].items()}

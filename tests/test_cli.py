@@ -383,14 +383,15 @@ class TestTrain:
         photo.write_text("dear to somebody\n")
         if settings is not None:
             (tmp_path / "settings.toml").write_text(settings)
-        result = call("train", *pairs, "--out", tmp_path, "--force")
+        options = [*pairs, *SMALLEST, "--max-steps=1"]
+        result = call("train", *options, "--out", tmp_path, "--force")
         assert result.exit_code in (2, 3)
         assert photo.exists()
 
     def test_a_file_is_no_folder_for_a_run(self, pairs: list[str], tmp_path: Path) -> None:
         out = tmp_path / "photo"
         out.write_text("dear to somebody\n")
-        result = call("train", *pairs, "--out", out, "--force")
+        result = call("train", *pairs, *SMALLEST, "--max-steps=1", "--out", out, "--force")
         assert result.exit_code == 3
         assert f"{out}: cannot be made" in result.stderr
         assert out.read_text() == "dear to somebody\n"
@@ -419,7 +420,8 @@ class TestTrain:
 
         if torch.cuda.is_available():
             pytest.skip("torch can use CUDA here")
-        result = call("train", *pairs, "--out", tmp_path / "run", "--device", "cuda")
+        options = [*pairs, *SMALLEST, "--max-steps=1"]
+        result = call("train", *options, "--out", tmp_path / "run", "--device", "cuda")
         assert result.exit_code == 5
         assert list(tmp_path.iterdir()) == []
 

@@ -263,6 +263,14 @@ def test_a_resumed_training_may_go_further(tmp_path: Path) -> None:
     assert [r["step"] for r in records(folder) if "final_loss" in r] == [6]
 
 
+def test_other_text_is_not_resumed_on(tmp_path: Path) -> None:
+    run(tmp_path, max_steps=5)
+    other = trainer(tmp_path)
+    other.examples = EXAMPLES[:-1]
+    with pytest.raises(InputError, match="other text than is given now"):
+        other.run(resume=True, quiet=True)
+
+
 def test_nothing_to_resume(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"state\.safetensors is missing.*nothing to resume"):
         run(tmp_path, resume=True)

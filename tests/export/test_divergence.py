@@ -263,6 +263,22 @@ def test_defects_fail(
     assert all(line.endswith("a defect") for line in decisions.defects)
 
 
+def test_scores_of_identical_rows_are_compared(
+    judge: Judge, sources: list[list[int]], last: int
+) -> None:
+    """A token that nobody chooses has its part in the probability of the others."""
+    decoder = Nudged(judge.reference, last, -REAL)
+    wanted = generate(judge.reference, sources, GREEDY)
+    found = generate(decoder, sources, GREEDY)
+    worst = max(
+        abs(left.score - right.score) for (left,), (right,) in zip(wanted, found, strict=True)
+    )
+    decisions = judge.decisions(decoder, "greedy", sources, GREEDY)
+    assert decisions.identical == len(sources)
+    assert decisions.score_error == pytest.approx(worst, rel=1e-3)
+    assert worst > 1e-4
+
+
 @searches
 def test_what_happens_in_a_batch_only_is_a_defect(
     judge: Judge, sources: list[list[int]], last: int, options: GenerationOptions

@@ -65,6 +65,7 @@ def test_sweep_has_every_combination(checkpoint: Checkpoint) -> None:
     expected = product((1, 2, 7), (1, 2, 13, most), (0, 1, most - 1))
     assert [sizes(case) for case in cases] == list(expected)
     assert len({case.name for case in cases}) == len(cases)
+    assert len({case.source.tobytes() for case in cases}) == len(cases)
     for case in cases:
         assert case.mask[0].all()
         assert (case.mask == (case.source != Tokenizer.pad_id)).all()
