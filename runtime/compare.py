@@ -21,6 +21,8 @@ from transferry.runtime.tables import table
 
 State = TypeVar("State")
 Tensors = Mapping[str, NDArray[np.floating[Any]]]
+# Largest difference of the scores of equal hypotheses, in nats a token.
+SCORE_LIMIT = 1e-4
 STAGES = ("encoder", "first step", "later step")
 
 
@@ -155,9 +157,13 @@ class Decisions:
 
     @property
     def passed(self) -> bool:
-        """Whether rows were compared and no difference is a defect."""
+        """Whether rows were compared, no difference is a defect, and the scores agree.
+
+        A row that failed with NaN has no tokens, as an empty answer has none; its score tells.
+        """
         accounted = self.identical + len(self.ties) == self.rows
-        return self.rows > 0 and accounted and not self.defects
+        agree = self.score_error <= SCORE_LIMIT
+        return self.rows > 0 and accounted and agree and not self.defects
 
 
 @dataclass(frozen=True)
@@ -189,7 +195,10 @@ class ParityReport:
         for item in self.decisions:
             lines += [f"{item.search}: {line}" for line in item.defects]
             if not item.passed and not item.defects:
-                lines.append(f"{item.search}: {item.identical} of {item.rows} rows agree")
+                lines.append(
+                    f"{item.search}: {item.identical} of {item.rows} rows agree, "
+                    f"their scores to {item.score_error:.1e} (at most {SCORE_LIMIT:.0e})"
+                )
         return lines
 
     @property

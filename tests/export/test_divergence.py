@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -170,6 +171,38 @@ def test_margin_is_the_one_of_the_oracle(
     assert not divergence.tie
 
 
+def score(judge: Judge, source: list[int], tokens: tuple[int, ...], penalty: float) -> float:
+    """The oracle's score of a candidate, by one call of the model and torch's own softmax."""
+    target = torch.tensor([[Tokenizer.bos_id, *tokens[:-1]]])
+    row = torch.tensor([source])
+    with torch.inference_mode():
+        logits = judge.oracle.model(row, torch.ones_like(row, dtype=torch.bool), target)
+    chosen = torch.log_softmax(logits[0], dim=-1)[torch.arange(len(tokens)), list(tokens)]
+    return float(chosen.sum()) / float(len(tokens) ** penalty)
+
+
+def test_margin_of_beams_is_that_of_whole_candidates(
+    judge: Judge, sources: list[list[int]]
+) -> None:
+    """Those that have ended are ranked by their scores, others by their probability alone."""
+    seen = set()
+    token = first_token(judge.reference.model, sources[3])
+    for source, nudged in product(sources[:4], (Tokenizer.eos_id, token)):
+        decoder = Nudged(judge.reference, nudged, 0.2)
+        (wanted,) = generate(judge.reference, [source], BEAM)
+        (found,) = generate(decoder, [source], BEAM)
+        if [item.tokens for item in wanted] == [item.tokens for item in found]:
+            continue
+        divergence = explain(source, BEAM, judge.reference, decoder, judge.oracle, judge.tolerance)
+        candidates = divergence.wanted, divergence.found
+        ended = any(tokens[-1] == Tokenizer.eos_id for tokens in candidates)
+        penalty = BEAM.length_penalty if ended else 0.0
+        left, right = (score(judge, source, tokens, penalty) for tokens in candidates)
+        assert divergence.margin == pytest.approx(abs(left - right), rel=1e-9)
+        seen.add((ended, divergence.step + 1 < len(divergence.wanted)))
+    assert {(True, True), (False, True)} <= seen
+
+
 def test_allowance_follows_the_tolerance(
     checkpoint: Checkpoint, source: list[int], last: int
 ) -> None:
@@ -240,14 +273,19 @@ def test_ties_are_accounted_for(
 ) -> None:
     judge = with_twin(checkpoint.model, first_token(checkpoint.model, source))
     rows: list[int] = []
-    decisions = judge.decisions(
-        Nudged(judge.reference, last, ROUNDING), "search", sources, options, rows.append
-    )
+    nudged = Nudged(judge.reference, last, ROUNDING)
+    decisions = judge.decisions(nudged, "search", sources, options, rows.append)
     assert decisions.passed
     assert not decisions.defects
     assert decisions.ties
     assert decisions.identical == len(sources) - len(decisions.ties)
-    assert any(line.startswith(f"row {sources.index(source)}: step ") for line in decisions.ties)
+    different = [
+        f"row {row}"
+        for row, source in enumerate(sources)
+        if [item.tokens for item in generate(nudged, [source], options)[0]]
+        != [item.tokens for item in generate(judge.reference, [source], options)[0]]
+    ]
+    assert sorted(line.partition(":")[0] for line in decisions.ties) == different
     assert all(line.endswith("a tie") for line in decisions.ties)
     assert sum(rows) == len(sources)
 
