@@ -31,14 +31,7 @@ EPILOG = """\b
 Exit codes: 0 done, 2 wrong usage, 3 bad input, checkpoint or bundle, 4 parity failed,
 5 the provider asked for cannot run, 130 interrupted.
 """
-SETTINGS = "settings.toml"
 FILE = click.Path(path_type=Path)
-# What a run does not remember, and what may be said anew when it continues: where it ends, and
-# where its files lie by now.
-OF_THIS_CALL = {"out", "resume", "force", "device", "quiet"}
-MAY_CHANGE = {"max_steps", "max_minutes", "source", "target", "pairs"} | {
-    f"valid_{name}" for name in ("source", "target", "pairs")
-}
 
 
 class Failure(click.ClickException):
@@ -84,12 +77,15 @@ def configurable(command: Command) -> Command:
             values = read_settings(path)
         except InputError as error:
             raise click.BadParameter(str(error)) from error
-        known = {option.name for option in context.command.params}
-        if unknown := sorted(values.keys() - known):
+        # As the user writes them: --json is the parameter as_json.
+        known = {
+            str(option.name).removeprefix("as_"): option.name for option in context.command.params
+        }
+        if unknown := sorted(values.keys() - known.keys()):
             raise click.BadParameter(
                 f"{path} sets {', '.join(unknown)}, which {context.info_name} does not have"
             )
-        context.default_map = values
+        context.default_map = {known[name]: value for name, value in values.items()}
 
     return click.option(
         "--config",
@@ -196,27 +192,23 @@ def train(context: click.Context, /, **options: Any) -> None:
     Shape and settings start from --preset; each can be changed by an option below. The run's
     folder holds the weights, the tokenizer, metrics.jsonl, curves.png and settings.toml.
     """
+    from transferry.build_model import run_folder
     from transferry.build_model.checkpoint import STATE
     from transferry.build_model.distributed import leader
-    from transferry.runtime.settings import read_settings, write_settings
 
     out, resume, quiet = options["out"], options["resume"], options["quiet"]
     if resume:
-        if options["force"]:
-            raise UsageError(
-                "--resume and --force exclude each other: continue a run or replace it"
-            )
-        options = _resumed(context, options, read_settings(out / SETTINGS))
+        said = {
+            name: value
+            for name, value in options.items()
+            if context.get_parameter_source(name) in (Origin.COMMANDLINE, Origin.DEFAULT_MAP)
+        }
+        options = run_folder.recall(out, options, said)
     recipe = _recipe(options)
     if leader():
         if not resume:
-            _make_folder(out, force=options["force"])
-        chosen = {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in options.items()
-            if name not in OF_THIS_CALL
-        }
-        write_settings(out / SETTINGS, chosen, {"version": _version()})
+            run_folder.make_folder(out, force=options["force"])
+        run_folder.remember(out, options, _version())
     try:
         marks = recipe.follow(
             out,
@@ -269,47 +261,6 @@ def _recipe(options: dict[str, Any]) -> Recipe:
         encoding=options["encoding"],
         skip_bad=options["skip_bad"],
     )
-
-
-def _resumed(
-    context: click.Context, options: dict[str, Any], stored: dict[str, Any]
-) -> dict[str, Any]:
-    """What the run was started with, but for what may change."""
-    said = {
-        name: value
-        for name, value in options.items()
-        if context.get_parameter_source(name) in (Origin.COMMANDLINE, Origin.DEFAULT_MAP)
-    }
-    for name, value in said.items():
-        if name not in OF_THIS_CALL | MAY_CHANGE and value != stored.get(name):
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(
-                f"--resume continues the run as it was started, with {flag} "
-                f"{stored.get(name, 'left out')}, and {flag} {value} would change it; leave it "
-                "out, or start anew with --force"
-            )
-    return options | stored | said
-
-
-def _make_folder(out: Path, *, force: bool) -> None:
-    """Makes an empty folder, or refuses to."""
-    from transferry.runtime.settings import read_settings
-
-    try:
-        if out.is_dir() and any(out.iterdir()):
-            if not force:
-                raise UsageError(
-                    f"{out} holds something already; --resume continues it, --force replaces it"
-                )
-            # Other programs have a settings.toml too.
-            if not (out / SETTINGS).exists() or "preset" not in read_settings(out / SETTINGS):
-                raise UsageError(
-                    f"{out} is no run of transferry, so it is not replaced; name another"
-                )
-            shutil.rmtree(out)
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{out}: cannot be made: {error.strerror}; name another") from error
 
 
 @main.command(

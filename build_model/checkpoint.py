@@ -1,12 +1,15 @@
 """A training run on disk: safetensors and JSON, each file written whole or not at all.
 
 RUN/
-config.json                  format version, ModelConfig, TrainConfig
-tokenizer.json ranks.tiktoken
-model.safetensors            the weights to export
-metrics.jsonl curves.png
-checkpoints/STEP.safetensors weights at the last validations, for averaging
-state.safetensors            weights, optimiser and random state that `--resume` continues
+  config.json                  format version, ModelConfig, TrainConfig
+  settings.toml                the command's options, which `--resume` takes up
+  corpus/                      the built-in corpus, where it was trained on
+  tokenizer.json ranks.tiktoken
+  samples.json                 sentences for the answers that export records
+  model.safetensors            the weights to export
+  metrics.jsonl curves.png
+  checkpoints/STEP.safetensors weights at the last validations, for averaging
+  state.safetensors            weights, optimiser and progress that `--resume` continues
 """
 
 from __future__ import annotations

@@ -189,4 +189,9 @@ def _replace(folder: Path, out: Path) -> None:
     except BaseException:
         old.rename(out)
         raise
-    shutil.rmtree(old)
+    try:
+        shutil.rmtree(old)
+    except OSError as error:
+        raise InputError(
+            f"{out} is replaced, but the former bundle cannot be removed ({error}); delete {old}"
+        ) from error

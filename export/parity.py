@@ -130,7 +130,10 @@ class Judge:
                 if _tokens(left) == _tokens(right):
                     identical += 1
                     for one, other in zip(left, right, strict=True):
-                        score_error = max(score_error, abs(one.score - other.score))
+                        # Unlike max(), this keeps NaN: what fails on both sides proves nothing.
+                        score_error = float(
+                            np.maximum(score_error, np.abs(one.score - other.score))
+                        )
                     continue
                 divergence = explain(
                     source, options, self.reference, decoder, self.oracle, self.tolerance
@@ -198,14 +201,14 @@ def verify_against(
             f"{bundle.folder} holds a model of shape {dict(bundle.manifest.model)}, but the run "
             f"has {config.to_dict()}; give the run that the bundle was exported from"
         )
+    if bundle.tokenizer != tokenizer:
+        raise InputError(
+            f"{bundle.folder} and the run do not have the same tokenizer; give the run that the "
+            "bundle was exported from"
+        )
     sources = []
     for number, text in enumerate(texts, start=1):
-        source = [*bundle.tokenizer.encode(text), tokenizer.eos_id]
-        if source[:-1] != tokenizer.encode(text):
-            raise InputError(
-                f"{bundle.folder} and the run encode line {number} differently; give the run that "
-                "the bundle was exported from"
-            )
+        source = [*tokenizer.encode(text), tokenizer.eos_id]
         if not text.strip():
             raise InputError(f"line {number} is empty, expected a sentence; leave the line out")
         if len(source) > config.max_positions:

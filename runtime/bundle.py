@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import sha256
+from transferry.runtime.options import GenerationOptions
 from transferry.runtime.tables import table
 from transferry.runtime.tokenizer import Tokenizer
 
@@ -189,8 +190,10 @@ class Manifest:
                 record["versions"],
             )
             _check_graphs(manifest)
+            int(manifest.model["max_positions"])
+            GenerationOptions(**manifest.generation)
             return manifest
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
             raise InputError(
                 f"{origin} is not the manifest of a bundle ({type(error).__name__}: {error}); "
                 "export the bundle again"

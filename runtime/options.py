@@ -15,8 +15,8 @@ class GenerationOptions:
     Attributes:
         beam: hypotheses kept alive a sentence; 1 is greedy search.
         n_best: hypotheses returned a sentence: of the beam, or independent samples.
-        max_length: most tokens of an output, the end token counted. An output that has not ended
-            by then has the finish reason "length".
+        max_length: most tokens of an output, the end token counted; a bundle may set its own
+            default. An output that has not ended by then has the finish reason "length".
         min_length: fewest tokens of an output, the end token not counted.
         length_penalty: a hypothesis scores `log_probability / length ** length_penalty`, the end
             token counted in the length; 0 ranks by probability alone.

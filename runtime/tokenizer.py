@@ -79,6 +79,16 @@ class Tokenizer:
         )
         self._byte_ids = [self._ids[ranks[byte]] for byte in SINGLE_BYTES]
 
+    def __eq__(self, other: object) -> bool:
+        """Whether every text has the same ids in both."""
+        if not isinstance(other, Tokenizer):
+            return NotImplemented
+        mine = (self.pattern, self.kept_ranks, self._tokens)
+        return mine == (other.pattern, other.kept_ranks, other._tokens)
+
+    def __hash__(self) -> int:
+        return hash((self.pattern, self.kept_ranks, len(self._tokens)))
+
     @property
     def vocabulary_size(self) -> int:
         """How many ids there are, the three special ones included."""

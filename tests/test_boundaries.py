@@ -15,8 +15,8 @@ MAX_LINES = 520
 CLI_MAX_LINES = 600  # the top level is fixed, so cli.py cannot become two
 
 # Leaf modules of the runtime that training shares with it: the files that both read, the errors
-# that both raise, the tokenizer that one writes and the other reads.
-SHARED = ("runtime.errors", "runtime.files", "runtime.tokenizer")
+# that both raise, the settings that both write, the tokenizer that one writes and the other reads.
+SHARED = ("runtime.errors", "runtime.files", "runtime.settings", "runtime.tokenizer")
 # What each part of the project may import of the project besides itself.
 PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
     "cli": PACKAGES,

@@ -251,6 +251,12 @@ class TestVerifyInspectDoctor:
         assert report["comparisons"]
         assert [search["search"] for search in report["decisions"]] == ["greedy", "beam 4"]
 
+    def test_json_may_be_asked_for_in_a_file(self, bundle_folder: Path, tmp_path: Path) -> None:
+        settings = tmp_path / "settings.toml"
+        settings.write_text("json = true\n")
+        result = call("verify", bundle_folder, "--config", settings)
+        assert json.loads(result.stdout)["passed"]
+
     @pytest.mark.parametrize("options", [(), ("--json",)])
     def test_a_weight_that_is_off_by_a_hundredth_fails(
         self, bundle_folder: Path, run_folder: Path, tmp_path: Path, options: tuple[str, ...]

@@ -331,6 +331,24 @@ def test_interrupted_replacement_puts_the_old_bundle_back(
 
 
 @pytest.mark.usefixtures("traced")
+def test_former_bundle_that_cannot_be_removed_is_named(
+    checkpoint: Checkpoint, old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one is in place by then, so "nothing was written" would be a lie."""
+    remove = shutil.rmtree
+
+    def refuses_the_old(path: Path, **options: Any) -> None:
+        if path.suffix == ".old":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", refuses_the_old)
+    with pytest.raises(InputError, match=r"is replaced, but .* delete .*\.old$"):
+        export_bundle(checkpoint, old, force=True)
+    Bundle.load(old)
+
+
+@pytest.mark.usefixtures("traced")
 def test_manifest_is_written_last(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

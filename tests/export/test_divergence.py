@@ -317,6 +317,20 @@ def test_scores_of_identical_rows_are_compared(
     assert worst > 1e-4
 
 
+def test_rows_that_fail_on_both_sides_prove_nothing(
+    checkpoint: Checkpoint, sources: list[list[int]]
+) -> None:
+    """Both give no tokens, which are the same tokens."""
+    broken = copy.deepcopy(checkpoint.model)
+    with torch.no_grad():
+        broken.get_parameter("decoder.0.feed_forward.inner.bias").fill_(torch.nan)
+    judge = Judge(broken, Tolerance())
+    decisions = judge.decisions(TorchDecoder(broken), "greedy", sources, GREEDY)
+    assert decisions.identical == len(sources)
+    assert np.isnan(decisions.score_error)
+    assert not decisions.passed
+
+
 @searches
 def test_what_happens_in_a_batch_only_is_a_defect(
     judge: Judge, sources: list[list[int]], last: int, options: GenerationOptions

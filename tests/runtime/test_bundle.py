@@ -188,9 +188,24 @@ def hash_without_a_size(record: Record) -> None:
     del record["files"]["reference.npz"]["size"]
 
 
+def model_without_positions(record: Record) -> None:
+    del record["model"]["max_positions"]
+
+
+def unknown_option(record: Record) -> None:
+    record["generation"] = {"bean": 4}
+
+
+def option_out_of_range(record: Record) -> None:
+    record["generation"] = {"max_length": 0}
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [
+        (model_without_positions, "KeyError: 'max_positions'"),
+        (unknown_option, "'bean'"),
+        (option_out_of_range, "max_length must be at least 1, found 0"),
         (unknown_role, "tensor 'source' has the unknown role 'wish'"),
         (no_variant, "it has no variant"),
         (no_select, "variant 'portable' has no graph 'select'"),
