@@ -22,8 +22,9 @@ from transferry.runtime.errors import InputError, ProviderError, TransferryError
 from transferry.runtime.options import GenerationOptions
 
 if TYPE_CHECKING:
-    from transferry.build_model.recipe import Recipe
     from transferry.runtime.compare import ParityReport
+    from transferry.runtime.engine import Engine
+    from transferry.runtime.jobs import Summary
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -163,6 +164,7 @@ Example:
   transferry train --source train.en.gz --target train.de.gz \\
       --valid-source val.en.gz --valid-target val.de.gz --preset small --out runs/ende
   transferry train --out runs/ende --resume
+  transferry train --text book.txt --preset prose --out runs/book
 Several GPUs: torchrun --nproc-per-node 4 -m transferry.cli train ...
 """
 )
@@ -170,10 +172,14 @@ Several GPUs: torchrun --nproc-per-node 4 -m transferry.cli train ...
 @click.option("--source", type=FILE, help="Training sentences, a line each, plain or gzip.")
 @click.option("--target", type=FILE, help="Their translations, line by line.")
 @click.option("--pairs", type=FILE, help="Both in one .tsv or .jsonl file instead.")
+@click.option("--text", type=FILE, help="Plain text, for a decoder-only or encoder-only model.")
 @click.option("--builtin", is_flag=True, help="Train on the built-in corpus instead.")
 @click.option("--valid-source", type=FILE, help="Validation sentences.")
 @click.option("--valid-target", type=FILE, help="Their translations.")
 @click.option("--valid-pairs", type=FILE, help="Both in one .tsv or .jsonl file instead.")
+@click.option(
+    "--valid-text", type=FILE, help="Validation text; the last tenth of --text if left out."
+)
 @click.option("--skip-bad", is_flag=True, help="Drop and count bad pairs instead of stopping.")
 @click.option("--preset", type=click.Choice(list(PRESETS)), default="small", show_default=True)
 @click.option("--vocabulary-size", type=int, help="Ids to train; the preset's by default.")
@@ -187,7 +193,7 @@ Several GPUs: torchrun --nproc-per-node 4 -m transferry.cli train ...
 @fields_as_options(ModelConfig, leave_out=["vocabulary_size"])
 @click.pass_context
 def train(context: click.Context, /, **options: Any) -> None:
-    """Train a Transformer on pairs of text.
+    """Train a Transformer on pairs of text, or on text.
 
     Shape and settings start from --preset; each can be changed by an option below. The run's
     folder holds the weights, the tokenizer, metrics.jsonl, curves.png and settings.toml.
@@ -195,6 +201,7 @@ def train(context: click.Context, /, **options: Any) -> None:
     from transferry.build_model import run_folder
     from transferry.build_model.checkpoint import STATE
     from transferry.build_model.distributed import leader
+    from transferry.build_model.recipe import Recipe
 
     out, resume, quiet = options["out"], options["resume"], options["quiet"]
     if resume:
@@ -204,7 +211,7 @@ def train(context: click.Context, /, **options: Any) -> None:
             if context.get_parameter_source(name) in (Origin.COMMANDLINE, Origin.DEFAULT_MAP)
         }
         options = run_folder.recall(out, options, said)
-    recipe = _recipe(options)
+    recipe = Recipe.from_options(options)
     if leader():
         if not resume:
             run_folder.make_folder(out, force=options["force"])
@@ -227,40 +234,7 @@ def train(context: click.Context, /, **options: Any) -> None:
             shutil.rmtree(out)
         raise
     if marks is not None:
-        say(f"validation loss {marks.loss:.4f}, BLEU {marks.bleu:.2f} (greedy); {out}")
-
-
-def _recipe(options: dict[str, Any]) -> Recipe:
-    from transferry.build_model.recipe import PairFiles, Recipe
-
-    def files(prefix: str) -> PairFiles:
-        source, target = options[f"{prefix}source"], options[f"{prefix}target"]
-        pairs = options[f"{prefix}pairs"]
-        flags = [f"--{prefix}{name}".replace("_", "-") for name in ("source", "target", "pairs")]
-        if pairs is not None and source is None and target is None:
-            return PairFiles(Path(pairs))
-        if pairs is None and source is not None and target is not None:
-            return PairFiles(Path(source), Path(target))
-        raise UsageError(f"give {flags[0]} and {flags[1]}, or {flags[2]}, or --builtin")
-
-    named = [name for name in ("source", "target", "pairs") if options[name] is not None]
-    if options["builtin"] and named:
-        raise UsageError(f"--builtin and --{named[0]} exclude each other: train on either")
-    if options["encoding"] is not None and options["vocabulary_size"] is not None:
-        raise UsageError(
-            f"--encoding {options['encoding']} and --vocabulary-size "
-            f"{options['vocabulary_size']} exclude each other: cut a vocabulary or train one"
-        )
-    return Recipe(
-        None if options["builtin"] else files(""),
-        None if options["builtin"] else files("valid_"),
-        PRESETS[options["preset"]],
-        given(options, ModelConfig, leave_out=["vocabulary_size"]),
-        given(options, TrainConfig),
-        vocabulary_size=options["vocabulary_size"],
-        encoding=options["encoding"],
-        skip_bad=options["skip_bad"],
-    )
+        say(f"{marks}; {out}")
 
 
 @main.command(
@@ -339,6 +313,21 @@ def session_options(command: Command) -> Command:
     ):
         command = decorator(command)
     return command
+
+
+def engine_options(command: Command) -> Command:
+    """Adds what says how much is computed at once."""
+    replicas = click.option(
+        "--replicas", type=int, help="Batches in progress; one a core by default."
+    )
+    rows = click.option(
+        "--batch-rows",
+        type=int,
+        default=64,
+        show_default=True,
+        help="Rows stepped together; a beam of 4 is 4 rows.",
+    )
+    return replicas(rows(command))
 
 
 @main.command(
@@ -430,19 +419,31 @@ Example:
 @click.option("-o", "--out", type=FILE, default=Path("-"), help="Answers; - is stdout.")
 @click.option(
     "--format",
-    type=click.Choice(["jsonl", "text"]),
-    help="By default jsonl for names ending so, else text, a line an answer.",
+    type=click.Choice(["jsonl", "text", "npy", "parquet"]),
+    help="By default as the output's name ends, else text, a line an answer.",
 )
+@click.option(
+    "--task",
+    type=click.Choice(["generate", "embed", "fill-mask"]),
+    default="generate",
+    show_default=True,
+    help="embed and fill-mask are an encoder-only bundle's.",
+)
+@click.option(
+    "--pooling",
+    type=click.Choice(["mean", "first"]),
+    default="mean",
+    show_default=True,
+    help="Of embed: over all tokens, or the first one.",
+)
+@click.option("--normalise", is_flag=True, help="Of embed: vectors of length 1.")
+@click.option(
+    "--mask", default="[MASK]", show_default=True, help="Of fill-mask: what is filled in."
+)
+@click.option("--top", type=int, default=5, show_default=True, help="Of fill-mask: candidates.")
 @click.option("--force", is_flag=True, help="Replace the output if it exists.")
 @session_options
-@click.option("--replicas", type=int, help="Batches in progress; one a core by default.")
-@click.option(
-    "--batch-rows",
-    type=int,
-    default=64,
-    show_default=True,
-    help="Rows stepped together; a beam of 4 is 4 rows.",
-)
+@engine_options
 @click.option("--prefix", default="", help="Text that every answer begins with.")
 @click.option("--quiet", is_flag=True, help="No progress and no summary.")
 @fields_as_options(GenerationOptions, leave_out=["prefix"])
@@ -453,25 +454,12 @@ def run(bundle_folder: Path, text: Path, out: Path, **options: Any) -> None:
     its own row, and the exit code is 3 once all others are answered. What was used is written
     beside the output, as OUT.settings.toml.
     """
-    from transferry.runtime.batching import BatchOptions
-    from transferry.runtime.engine import Engine
-    from transferry.runtime.jobs import Job, guess_format
+    from transferry.runtime.jobs import job_of
 
     chosen = given(options, GenerationOptions, leave_out=["prefix"])
     GenerationOptions(**chosen)  # refuse a conflict before the bundle is opened
-    engine = Engine.load(
-        bundle_folder,
-        provider=options["provider"],
-        variant=options["variant"],
-        threads=options["threads"],
-        replicas=options["replicas"],
-        device_id=options["device_id"],
-        batches=BatchOptions(rows=options["batch_rows"]),
-    )
-    prefix = tuple(engine.bundle.tokenizer.encode(options["prefix"]))
-    generation = dataclasses.replace(engine.default_options(), **chosen, prefix=prefix)
-    kind = options["format"] or guess_format(out)
-    job = Job(engine, text, out, generation, kind, options["force"])
+    engine = _engine(bundle_folder, options)
+    job = job_of(engine, text, out, options, chosen)
 
     total = 0
     if str(text) != "-" and not options["quiet"] and sys.stderr.isatty():
@@ -480,14 +468,73 @@ def run(bundle_folder: Path, text: Path, out: Path, **options: Any) -> None:
         total = sum(1 for _ in read_raw_lines(text))
     with _progress("running", options["quiet"] or not total) as show:
         summary = job.run(lambda so_far: show(so_far.rows, total))
+    asked = {"bundle_folder": bundle_folder, "text": text, "out": out, **options}
+    _finish(out, asked, engine.describe() | summary.to_dict(), summary, quiet=options["quiet"])
+
+
+@main.command(
+    epilog="""\b
+Example:
+  transferry score bundles/ende test.en.gz --target test.de.gz -o scores.jsonl
+  transferry score bundles/book text.txt
+"""
+)
+@configurable
+@click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
+@click.argument("text", metavar="INPUT", type=FILE)
+@click.option("--target", type=FILE, help="The other side of the pairs, of an encoder-decoder.")
+@click.option("-o", "--out", type=FILE, default=Path("-"), help="Scores as JSONL; - is stdout.")
+@click.option("--force", is_flag=True, help="Replace the output if it exists.")
+@session_options
+@engine_options
+@click.option("--quiet", is_flag=True, help="No progress and no summary.")
+def score(bundle_folder: Path, text: Path, out: Path, **options: Any) -> None:
+    """Tell how likely BUNDLE finds each line of INPUT, or each pair, without generating.
+
+    A row has the log-probability of each token after those before it, and their total, in nats.
+    The perplexity of the whole file comes last on stderr, and into OUT.settings.toml.
+    """
+    from transferry.runtime.jobs import scoring
+
+    engine = _engine(bundle_folder, options)
+    job = scoring(engine, text, options["target"], out, force=options["force"])
+    summary = job.run()
+    if not options["quiet"]:
+        say(", ".join(f"{name} {value}" for name, value in job.marks().items()))
+    asked = {"bundle_folder": bundle_folder, "text": text, "out": out, **options}
+    made = engine.describe() | summary.to_dict() | job.marks()
+    _finish(out, asked, made, summary, quiet=options["quiet"])
+
+
+def _engine(bundle_folder: Path, options: dict[str, Any]) -> Engine:
+    from transferry.runtime.batching import BatchOptions
+    from transferry.runtime.engine import Engine
+
+    return Engine.load(
+        bundle_folder,
+        provider=options["provider"],
+        variant=options["variant"],
+        threads=options["threads"],
+        replicas=options["replicas"],
+        device_id=options["device_id"],
+        batches=BatchOptions(rows=options["batch_rows"]),
+    )
+
+
+def _finish(
+    out: Path, asked: dict[str, Any], made: dict[str, Any], summary: Summary, *, quiet: bool
+) -> None:
+    """Records how a file was made, and tells a person how it went."""
     if str(out) != "-":
         from transferry.runtime.settings import write_settings
 
-        asked = {"bundle_folder": str(bundle_folder), "text": str(text), "out": str(out)}
-        asked |= {name: value for name, value in options.items() if name not in ("quiet", "force")}
-        made = engine.describe() | summary.to_dict()
-        write_settings(out.with_name(out.name + ".settings.toml"), asked, made)
-    if not options["quiet"]:
+        chosen = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asked.items()
+            if name not in ("quiet", "force")
+        }
+        write_settings(out.with_name(out.name + ".settings.toml"), chosen, made)
+    if not quiet:
         say(
             f"{summary.rows} rows in {summary.seconds:.1f} s, {summary.errors} errors, "
             f"{summary.target_tokens / max(summary.seconds, 1e-9):,.0f} tokens/s"

@@ -34,16 +34,16 @@ def torch_loop(
 ) -> list[list[int]]:
     """Returns the tokens of each text, in order."""
     tokenizer = checkpoint.tokenizer
-    sources = [[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]
+    sources = [tokenizer.special.wrap(ids) for ids in tokenizer.encode_batch(texts)]
     answers: list[list[int]] = [[]] * len(sources)
     for batch in length_batches([len(source) for source in sources], batch_rows, 4096):
-        ids, mask = pad_sources([sources[index] for index in batch], tokenizer.pad_id)
+        ids, mask = pad_sources([sources[index] for index in batch], tokenizer.special.pad_id)
         rows = greedy(
             checkpoint.model,
             torch.from_numpy(ids),
             torch.from_numpy(mask),
-            bos_id=tokenizer.bos_id,
-            eos_id=tokenizer.eos_id,
+            bos_id=tokenizer.special.bos_id,
+            eos_id=tokenizer.special.eos_id,
             max_length=max_length,
         )
         for index, row in zip(batch, rows, strict=True):

@@ -34,7 +34,7 @@ def main() -> None:
     for run, folder in zip(arguments.folders[::2], arguments.folders[1::2], strict=True):
         checkpoint = load_checkpoint(run)
         bundle = Bundle.load(folder)
-        judge = Judge(checkpoint.model, tolerance)
+        judge = Judge(checkpoint.model, checkpoint.tokenizer.special, tolerance)
         decoder = OnnxDecoder(bundle, bundle.variant(), SessionOptions())
         ratios = [
             comparison.error / comparison.budget * tolerance.factor

@@ -6,15 +6,18 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from transferry.build_model.config import ModelConfig
 
 
 class KeyValues(NamedTuple):
     """What attention reads: one key and one value a position and head.
 
     Attributes:
-        keys: [batch, heads, length, d_head]
-        values: [batch, heads, length, d_head]
+        keys: [batch, kv_heads, length, d_head]
+        values: [batch, kv_heads, length, d_head]
     """
 
     keys: Tensor
@@ -59,22 +62,61 @@ def causal_bias(past: int, length: int, like: Tensor) -> Tensor:
     )
 
 
+class Rotation(NamedTuple):
+    """The angles by which rotary positions turn queries and keys.
+
+    Attributes:
+        cosines: [positions, d_head] or [batch, 1, positions, d_head]
+        sines: Likewise.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+
+    def at(self, positions: Tensor) -> Rotation:
+        """Returns the rows of a table for positions [length] or [batch, length]."""
+        rows = Rotation(F.embedding(positions, self.cosines), F.embedding(positions, self.sines))
+        if positions.dim() == 1:
+            return rows
+        return Rotation(rows.cosines[:, None], rows.sines[:, None])
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Turns the pairs (x_i, x_(i + d_head / 2)) of x [batch, heads, length, d_head].
+
+        Su et al. (2021), eq. 34, in the order of features that GPT-NeoX and Llama use.
+        """
+        first, second = x.chunk(2, dim=-1)
+        return x * self.cosines + torch.cat([-second, first], dim=-1) * self.sines
+
+
 def attend(query: Tensor, memory: KeyValues, bias: Tensor | None) -> Tensor:
     """Scaled dot-product attention: softmax(Q K^T / sqrt(d_k) + M) V (eq. 1 of the paper).
 
     Args:
         query: [batch, heads, queries, d_head]
-        memory: Keys and values, [batch, heads, length, d_head] each.
+        memory: Keys and values, [batch, kv_heads, length, d_head] each; where there are fewer of
+            their heads, each serves as many neighbouring heads of the query.
         bias: M, broadcastable to [batch, heads, queries, length]; None where all is seen.
 
     Returns:
         [batch, heads, queries, d_head]
     """
     # Scaling the query instead of the scores is the same product over fewer elements.
-    scores = (query / math.sqrt(query.shape[-1])) @ memory.keys.transpose(-2, -1)
+    query = query / math.sqrt(query.shape[-1])
+    keys, values = memory
+    heads, kv_heads = query.shape[1], keys.shape[1]
+    grouped = heads != kv_heads
+    if grouped:
+        # A dimension for the group, over which keys and values are broadcast and not copied.
+        batch, _, queries, d_head = query.shape
+        query = query.reshape(batch, kv_heads, heads // kv_heads, queries, d_head)
+        keys, values = keys[:, :, None], values[:, :, None]
+        bias = bias if bias is None or bias.dim() == 2 else bias[:, None]
+    scores = query @ keys.transpose(-2, -1)
     if bias is not None:
         scores = scores + bias
-    return torch.softmax(scores, dim=-1) @ memory.values
+    heads_out = torch.softmax(scores, dim=-1) @ values
+    return heads_out.flatten(1, 2) if grouped else heads_out
 
 
 class MultiHeadAttention(nn.Module):
@@ -84,33 +126,46 @@ class MultiHeadAttention(nn.Module):
     over a cache and cross-attention are one `forward`.
     """
 
-    def __init__(self, d_model: int, heads: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads = heads
-        self.query = nn.Linear(d_model, d_model)
-        self.key = nn.Linear(d_model, d_model)
-        self.value = nn.Linear(d_model, d_model)
-        self.output = nn.Linear(d_model, d_model)
+        self.d_head = config.d_head
+        narrow = config.kv_heads * config.d_head
+        self.query = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+        self.key = nn.Linear(config.d_model, narrow, bias=config.bias)
+        self.value = nn.Linear(config.d_model, narrow, bias=config.bias)
+        self.output = nn.Linear(config.d_model, config.d_model, bias=config.bias)
 
     def _split(self, x: Tensor) -> Tensor:
-        """[batch, length, d_model] -> [batch, heads, length, d_head]."""
-        return x.reshape(x.shape[0], x.shape[1], self.heads, -1).transpose(1, 2)
+        """[batch, length, heads * d_head] -> [batch, heads, length, d_head]."""
+        return x.reshape(x.shape[0], x.shape[1], -1, self.d_head).transpose(1, 2)
 
-    def project(self, x: Tensor) -> KeyValues:
+    def project(self, x: Tensor, rotation: Rotation | None = None) -> KeyValues:
         """Returns the keys and values of x [batch, length, d_model]."""
-        return KeyValues(self._split(self.key(x)), self._split(self.value(x)))
+        keys = self._split(self.key(x))
+        return KeyValues(
+            rotation.turn(keys) if rotation else keys,
+            self._split(self.value(x)),
+        )
 
-    def forward(self, x: Tensor, memory: KeyValues, bias: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        memory: KeyValues,
+        bias: Tensor | None,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
         """Lets every position of x look at `memory`.
 
         Args:
             x: [batch, queries, d_model]
-            memory: Keys and values, [batch, heads, length, d_head] each.
+            memory: Keys and values, [batch, kv_heads, length, d_head] each.
             bias: M, broadcastable to [batch, heads, queries, length], or None.
+            rotation: The angles of the queries' positions, where positions are rotary.
 
         Returns:
             [batch, queries, d_model]
         """
-        heads = attend(self._split(self.query(x)), memory, bias)
+        query = self._split(self.query(x))
+        heads = attend(rotation.turn(query) if rotation else query, memory, bias)
         joined: Tensor = self.output(heads.transpose(1, 2).flatten(2))
         return joined

@@ -5,9 +5,24 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from transferry.runtime.errors import UsageError
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise UsageError(f"{name} must be a whole number of at least {least}, not {value!r}")
+
+
+def _check_choices(config: _JsonConfig) -> None:
+    """Refuses what is none of a field's literals."""
+    for name, hint in get_type_hints(type(config)).items():
+        choices = get_args(hint)
+        if get_origin(hint) is Literal and getattr(config, name) not in choices:
+            raise UsageError(
+                f"{name} must be one of {', '.join(choices)}, not {getattr(config, name)!r}"
+            )
 
 
 class _JsonConfig:
@@ -35,20 +50,51 @@ class _JsonConfig:
         return cls(**values)
 
 
+Architecture = Literal["encoder-decoder", "decoder-only", "encoder-only"]
+# Which stacks of layers an architecture has.
+STACKS: dict[Architecture, tuple[str, ...]] = {
+    "encoder-decoder": ("encoder_layers", "decoder_layers"),
+    "decoder-only": ("decoder_layers",),
+    "encoder-only": ("encoder_layers",),
+}
+
+
 @dataclass(frozen=True)
 class ModelConfig(_JsonConfig):
-    """The shape of an encoder-decoder Transformer; the names are those of Vaswani et al. (2017).
+    """The shape of a Transformer; the names are those of Vaswani et al. (2017).
+
+    The defaults are that paper's model. The other choices are those of its descendants: GPT-2,
+    BERT, Llama and what lies between them.
 
     Attributes:
         vocabulary_size: Rows of the one embedding shared by source, target and output.
         d_model: Width of every hidden state.
         heads: Attention heads; each has d_k = d_v = d_model / heads.
-        encoder_layers: Layers of the encoder, N in the paper.
-        decoder_layers: Layers of the decoder.
+        encoder_layers: Layers of the encoder, N in the paper; 0 for decoder-only.
+        decoder_layers: Layers of the decoder; 0 for encoder-only.
         d_ff: Inner width of the feed-forward sublayer.
         dropout: Probability of dropping an element of a sublayer's output or of an embedding sum.
         max_positions: Longest source or target that the model can be given, in tokens.
-        norm_epsilon: The eps of LayerNorm.
+        norm_epsilon: The eps of the norm.
+        architecture: Which stacks there are: "encoder-decoder" answers a source with a target,
+            "decoder-only" goes on with a text, "encoder-only" reads one.
+        norm: "layer" is LayerNorm (Ba et al. 2016), "rms" RMSNorm (Zhang and Sennrich 2019).
+        norm_order: "post" is the paper's Norm(x + Sublayer(x)), "pre" is x + Sublayer(Norm(x))
+            with one more norm at the end of each stack (Xiong et al. 2020).
+        positions: "sinusoidal" (section 3.5 of the paper) and "learned" are added to the
+            embedding; "rotary" turns queries and keys (Su et al. 2021).
+        rotary_base: What the slowest angle of rotary positions comes from, theta in Llama.
+        activation: Of the feed-forward sublayer; "gelu" is exact, "gelu-tanh" GPT-2's form of
+            it, and "swiglu" has a third matrix (Shazeer 2020).
+        key_value_heads: Heads of the keys and values, each read by an equal group of query heads
+            (Ainslie et al. 2023); 1 is multi-query attention, 0 as many as heads.
+        tied: The output projection is the embedding.
+        bias: Linear layers and LayerNorm have a bias.
+        scale_embedding: The embedding is multiplied by sqrt(d_model).
+        embedding_norm: The sum of embedding and position is normalised, as in BERT.
+        output_transform: A linear layer, the activation and a norm lie before the output
+            projection, as in BERT.
+        output_bias: The output projection has a bias, as in BERT and MarianMT.
     """
 
     vocabulary_size: int
@@ -60,38 +106,67 @@ class ModelConfig(_JsonConfig):
     dropout: float = 0.1
     max_positions: int = 512
     norm_epsilon: float = 1e-5
+    architecture: Architecture = "encoder-decoder"
+    norm: Literal["layer", "rms"] = "layer"
+    norm_order: Literal["post", "pre"] = "post"
+    positions: Literal["sinusoidal", "learned", "rotary"] = "sinusoidal"
+    rotary_base: float = 10000.0
+    activation: Literal["relu", "gelu", "gelu-tanh", "swish", "swiglu"] = "relu"
+    key_value_heads: int = 0
+    tied: bool = True
+    bias: bool = True
+    scale_embedding: bool = True
+    embedding_norm: bool = False
+    output_transform: bool = False
+    output_bias: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocabulary_size",
-            "d_model",
-            "heads",
-            "encoder_layers",
-            "decoder_layers",
-            "d_ff",
-            "max_positions",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise UsageError(f"{name} must be a whole number of at least 1, not {value!r}")
+        _check_choices(self)
+        stacks = STACKS[self.architecture]
+        for name in ("vocabulary_size", "d_model", "heads", *stacks, "d_ff", "max_positions"):
+            _check_whole(name, getattr(self, name), 1)
+        _check_whole("key_value_heads", self.key_value_heads, 0)
+        for name in ("encoder_layers", "decoder_layers"):
+            if name not in stacks and getattr(self, name) != 0:
+                raise UsageError(
+                    f"{name} must be 0 where architecture is {self.architecture}, "
+                    f"not {getattr(self, name)!r}"
+                )
         if self.d_model % self.heads:
             raise UsageError(
                 f"d_model must be a multiple of heads, but {self.d_model} is not one of "
                 f"{self.heads}; change either"
             )
-        if self.d_model % 2:
+        if self.heads % self.kv_heads:
+            raise UsageError(
+                f"heads must be a multiple of key_value_heads, but {self.heads} is not one of "
+                f"{self.kv_heads}; change either"
+            )
+        if self.positions == "sinusoidal" and self.d_model % 2:
             raise UsageError(
                 f"d_model must be even, one sine and one cosine a frequency, not {self.d_model}"
             )
+        if self.positions == "rotary" and self.d_head % 2:
+            raise UsageError(
+                "rotary positions turn pairs of features, so the width of a head must be even, "
+                f"but d_model {self.d_model} over heads {self.heads} is {self.d_head}; change "
+                "either"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise UsageError(f"dropout must lie in [0, 1), not {self.dropout!r}")
-        if not self.norm_epsilon > 0.0:
-            raise UsageError(f"norm_epsilon must be positive, not {self.norm_epsilon!r}")
+        for name in ("norm_epsilon", "rotary_base"):
+            if not getattr(self, name) > 0.0:
+                raise UsageError(f"{name} must be positive, not {getattr(self, name)!r}")
 
     @property
     def d_head(self) -> int:
         """Width of one attention head, d_k in the paper."""
         return self.d_model // self.heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of the keys and values."""
+        return self.key_value_heads or self.heads
 
 
 @dataclass(frozen=True)
@@ -102,15 +177,27 @@ class Preset:
         vocabulary_size: How large a vocabulary to train from the corpus.
         model: Fields of ModelConfig.
         train: Fields of TrainConfig that differ from its defaults.
+        encoding: A tiktoken encoding to cut to the corpus instead of training a vocabulary.
     """
 
     vocabulary_size: int
     model: dict[str, Any]
     train: dict[str, Any]
+    encoding: str | None = None
 
     def model_config(self, vocabulary_size: int, **changes: Any) -> ModelConfig:
-        """Returns the shape for a vocabulary, single fields changed on demand."""
-        return ModelConfig.from_dict({"vocabulary_size": vocabulary_size, **self.model, **changes})
+        """Returns the shape for a vocabulary, single fields changed on demand.
+
+        Another architecture than the preset's keeps of its stacks those that it has.
+        """
+        fields = {"vocabulary_size": vocabulary_size, **self.model}
+        stacks = STACKS.get(changes.get("architecture", ""), ())
+        fields |= {
+            name: 0
+            for name in ("encoder_layers", "decoder_layers")
+            if name not in stacks and stacks
+        }
+        return ModelConfig.from_dict(fields | changes)
 
     def train_config(self, **changes: Any) -> TrainConfig:
         """Returns the settings of the training, single fields changed on demand."""
@@ -132,6 +219,94 @@ PRESETS = {
         8000,
         dict(d_model=256, heads=4, encoder_layers=3, decoder_layers=3, d_ff=1024, dropout=0.3),
         dict(warmup_steps=1000, peak_learning_rate=1.5e-3, schedule="linear", max_steps=6000),
+    ),
+    # The encoder runs once and the decoder for every token: a deep encoder and a shallow decoder
+    # are nearly as good as equal depths (Kasai et al. 2021), and faster.
+    "fast": Preset(
+        8000,
+        dict(d_model=256, heads=4, encoder_layers=6, decoder_layers=2, d_ff=1024, dropout=0.3),
+        dict(warmup_steps=1000, peak_learning_rate=1.5e-3, schedule="linear", max_steps=6000),
+    ),
+    # A text and its next token, the smallest model that shows how it is done.
+    "textbook": Preset(
+        8000,
+        dict(
+            architecture="decoder-only",
+            d_model=64,
+            heads=4,
+            encoder_layers=0,
+            decoder_layers=8,
+            d_ff=256,
+            dropout=0.1,
+            max_positions=16,
+            norm_order="pre",
+        ),
+        dict(
+            batch_tokens=512,
+            warmup_steps=100,
+            peak_learning_rate=3e-3,
+            schedule="linear",
+            label_smoothing=0.0,
+            max_steps=2000,
+        ),
+        encoding="cl100k_base",
+    ),
+    # What Llama is made of (Touvron et al. 2023), in a useful size.
+    "prose": Preset(
+        4000,
+        dict(
+            architecture="decoder-only",
+            d_model=256,
+            heads=4,
+            encoder_layers=0,
+            decoder_layers=4,
+            d_ff=688,
+            dropout=0.2,
+            max_positions=256,
+            norm="rms",
+            norm_order="pre",
+            positions="rotary",
+            activation="swiglu",
+            bias=False,
+            scale_embedding=False,
+        ),
+        dict(
+            batch_tokens=4096,
+            warmup_steps=100,
+            peak_learning_rate=2e-3,
+            schedule="linear",
+            label_smoothing=0.0,
+            weight_decay=0.1,
+            max_steps=1000,
+        ),
+    ),
+    # What BERT is made of (Devlin et al. 2019), in a useful size.
+    "reader": Preset(
+        4000,
+        dict(
+            architecture="encoder-only",
+            d_model=256,
+            heads=4,
+            encoder_layers=4,
+            decoder_layers=0,
+            d_ff=1024,
+            dropout=0.1,
+            max_positions=128,
+            positions="learned",
+            activation="gelu",
+            scale_embedding=False,
+            embedding_norm=True,
+            output_transform=True,
+            output_bias=True,
+        ),
+        dict(
+            batch_tokens=4096,
+            warmup_steps=200,
+            peak_learning_rate=1e-3,
+            schedule="linear",
+            label_smoothing=0.0,
+            max_steps=2000,
+        ),
     ),
     # Table 3 of the paper, rows "base" and "big", with the training of section 5.
     "base": Preset(
@@ -206,11 +381,7 @@ class TrainConfig(_JsonConfig):
             "patience": 0,
         }
         for name, least in whole_numbers.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise UsageError(
-                    f"{name} must be a whole number of at least {least}, not {value!r}"
-                )
+            _check_whole(name, getattr(self, name), least)
         for name in ("max_minutes", "weight_decay"):
             if not getattr(self, name) >= 0.0:
                 raise UsageError(f"{name} must be at least 0, not {getattr(self, name)!r}")
@@ -219,14 +390,7 @@ class TrainConfig(_JsonConfig):
                 raise UsageError(f"{name} must be positive, not {getattr(self, name)!r}")
         if not 0.0 <= self.label_smoothing < 1.0:
             raise UsageError(f"label_smoothing must lie in [0, 1), not {self.label_smoothing!r}")
-        for name, choices in (
-            ("schedule", ("inverse-sqrt", "linear")),
-            ("precision", ("auto", "float32", "bfloat16")),
-        ):
-            if getattr(self, name) not in choices:
-                raise UsageError(
-                    f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}"
-                )
+        _check_choices(self)
         if self.schedule == "linear" and not self.max_steps:
             raise UsageError("schedule linear falls to zero at max_steps, which is not given")
         if not self.max_steps and not self.max_minutes:

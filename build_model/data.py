@@ -1,4 +1,4 @@
-"""Parallel text: from files to pairs, from pairs to token ids, from token ids to batches."""
+"""Parallel text from files to pairs to token ids, and batches of any token ids."""
 
 import json
 from collections import Counter
@@ -28,10 +28,21 @@ class Pair(NamedTuple):
 
 
 class Example(NamedTuple):
-    """Token ids of a pair, each side ending in `eos_id`."""
+    """Token ids that a model learns from; a side that its architecture lacks is empty.
+
+    Attributes:
+        source: what the encoder reads.
+        target: what the model shall say at each position, the padding id where nothing.
+        target_input: what the decoder reads at each position.
+    """
 
     source: list[int]
     target: list[int]
+    target_input: list[int]
+
+    def spoken(self, pad_id: int) -> int:
+        """At how many positions something shall be said."""
+        return len(self.target) - self.target.count(pad_id)
 
 
 class Batch(NamedTuple):
@@ -39,8 +50,8 @@ class Batch(NamedTuple):
 
     source: Tensor  # [batch, source] int64
     source_mask: Tensor  # [batch, source] bool, True where there is a token
-    target_input: Tensor  # [batch, target] int64, begins with bos_id: what the decoder reads
-    target_output: Tensor  # [batch, target] int64, ends in eos_id: what it shall say
+    target_input: Tensor  # [batch, target] int64, what the decoder reads
+    target_output: Tensor  # [batch, target] int64, what the model shall say
 
 
 @dataclass(frozen=True)
@@ -139,17 +150,19 @@ def encode_pairs(
         InputError: no pair remains.
         BadPair: a side is over-long, and `skip_bad` is off.
     """
+    special = tokenizer.special
 
     def example(number: int, pair: Pair) -> Example:
-        sides = [[*tokenizer.encode(text), tokenizer.eos_id] for text in pair]
-        for text, ids in zip(pair, sides, strict=True):
+        source = special.wrap(tokenizer.encode(pair.source))
+        target = [*tokenizer.encode(pair.target), special.eos_id]
+        for text, ids in zip(pair, (source, target), strict=True):
             if len(ids) > max_tokens:
                 raise BadPair(
                     "too many tokens",
                     f"pair {number}: expected at most {max_tokens} tokens, found {len(ids)} in "
                     f"{text[:60]!r}. Shorten it, or skip bad pairs.",
                 )
-        return Example(*sides)
+        return Example(source, target, [special.bos_id, *target[:-1]])
 
     return _sift(pairs, example, skip_bad, "the pairs")
 
@@ -171,7 +184,7 @@ def token_batches(
     Raises:
         UsageError: one example alone exceeds `max_tokens`.
     """
-    lengths = np.array([max(len(source), len(target)) for source, target in examples])
+    lengths = np.array([max(len(example.source), len(example.target)) for example in examples])
     if lengths.max() > max_tokens:
         raise UsageError(
             f"expected batches of at least {lengths.max()} tokens, the length of the longest "
@@ -188,22 +201,19 @@ def token_batches(
     return [batches[number] for number in generator.permutation(len(batches))]
 
 
-def collate(examples: Sequence[Example], device: torch.device | str) -> Batch:
+def collate(examples: Sequence[Example], pad_id: int, device: torch.device | str) -> Batch:
     """Put examples side by side as tensors; see `Batch` for their shapes."""
-    bos = Tokenizer.bos_id
-    source = _pad([source for source, _ in examples]).to(device)
+
+    def pad(rows: Iterable[list[int]]) -> Tensor:
+        tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
+        return pad_sequence(tensors, batch_first=True, padding_value=pad_id).to(device)
+
+    source = pad(example.source for example in examples)
     return Batch(
         source=source,
-        source_mask=source != Tokenizer.pad_id,
-        target_input=_pad([[bos, *target[:-1]] for _, target in examples]).to(device),
-        target_output=_pad([target for _, target in examples]).to(device),
-    )
-
-
-def _pad(rows: Iterable[list[int]]) -> Tensor:
-    """Rows of any length -> `[rows, longest]`."""
-    return pad_sequence(
-        [torch.tensor(row) for row in rows], batch_first=True, padding_value=Tokenizer.pad_id
+        source_mask=source != pad_id,
+        target_input=pad(example.target_input for example in examples),
+        target_output=pad(example.target for example in examples),
     )
 
 

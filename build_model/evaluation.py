@@ -1,7 +1,8 @@
-"""How good a model is on held-out text: loss a token and sacreBLEU of greedy translations."""
+"""How good a model is on held-out text: loss a token, and sacreBLEU where it translates."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,15 +18,33 @@ from transferry.runtime.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model's marks on a set of sentence pairs.
+    """A model's marks on held-out text.
 
     Attributes:
-        loss: Mean negative log-likelihood of a target token, in nats, without smoothing.
-        bleu: sacreBLEU of greedy translations (Post 2018: cased, 13a), 0 to 100.
+        loss: Mean negative log-likelihood of a token to be said, in nats, without smoothing.
+        bleu: sacreBLEU of greedy translations (Post 2018: cased, 13a), 0 to 100; None for a model
+            that does not translate.
     """
 
     loss: float
-    bleu: float
+    bleu: float | None
+
+    @property
+    def score(self) -> float:
+        """What models are ranked by, the larger the better."""
+        return -self.loss if self.bleu is None else self.bleu
+
+    def record(self, prefix: str) -> dict[str, float]:
+        """Returns the marks as metrics.jsonl names them."""
+        marks = {f"{prefix}_loss": round(self.loss, 6)}
+        if self.bleu is not None:
+            marks[f"{prefix}_bleu"] = round(self.bleu, 3)
+        return marks
+
+    def __str__(self) -> str:
+        if self.bleu is None:
+            return f"validation loss {self.loss:.4f}, perplexity {math.exp(self.loss):.2f}"
+        return f"validation loss {self.loss:.4f}, BLEU {self.bleu:.2f}"
 
 
 def cross_entropy(logits: Tensor, target: Tensor, pad_id: int, smoothing: float = 0.0) -> Tensor:
@@ -55,37 +74,44 @@ def evaluate(
     batch_tokens: int,
     sentences: int,
 ) -> Evaluation:
-    """Scores all examples, and translates the first `sentences` of them.
+    """Scores all examples, and where there are references translates the first `sentences`.
 
     The model is left in the mode, training or not, that it came in.
     """
     training = model.training
     model.eval()
-    device = model.positions.device
+    device, special = model.embedding.weight.device, tokenizer.special
     total, tokens = 0.0, 0
     with torch.inference_mode():
         for indices in token_batches(examples, batch_tokens, seed=0, epoch=0):
-            batch = collate([examples[index] for index in indices], device)
+            chosen = [examples[index] for index in indices]
+            batch = collate(chosen, special.pad_id, device)
             logits = model(batch.source, batch.source_mask, batch.target_input)
-            total += cross_entropy(logits, batch.target_output, tokenizer.pad_id).item()
-            tokens += sum(len(examples[index].target) for index in indices)
+            total += cross_entropy(logits, batch.target_output, special.pad_id).item()
+            tokens += sum(example.spoken(special.pad_id) for example in chosen)
+    bleu = None
+    if references:
+        translations = _translate(model, examples[:sentences], tokenizer)
+        bleu = sacrebleu.corpus_bleu(translations, [list(references[: len(translations)])]).score
+    model.train(training)
+    return Evaluation(total / tokens, bleu)
 
-    chosen = list(range(min(sentences, len(examples))))
-    chosen.sort(key=lambda index: len(examples[index].source))
-    translations = [""] * len(chosen)
-    for start in range(0, len(chosen), 64):
-        indices = chosen[start : start + 64]
-        batch = collate([examples[index] for index in indices], device)
+
+def _translate(model: Transformer, examples: Sequence[Example], tokenizer: Tokenizer) -> list[str]:
+    device, special = model.embedding.weight.device, tokenizer.special
+    order = sorted(range(len(examples)), key=lambda index: len(examples[index].source))
+    translations = [""] * len(examples)
+    for start in range(0, len(order), 64):
+        indices = order[start : start + 64]
+        batch = collate([examples[index] for index in indices], special.pad_id, device)
         rows = greedy(
             model,
             batch.source,
             batch.source_mask,
-            bos_id=tokenizer.bos_id,
-            eos_id=tokenizer.eos_id,
+            bos_id=special.bos_id,
+            eos_id=special.eos_id,
             max_length=min(2 * batch.source.shape[1] + 10, model.config.max_positions),
         )
         for index, row in zip(indices, rows, strict=True):
             translations[index] = tokenizer.decode(row)
-    model.train(training)
-    bleu = sacrebleu.corpus_bleu(translations, [list(references[: len(chosen)])]).score
-    return Evaluation(total / tokens, bleu)
+    return translations

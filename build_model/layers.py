@@ -1,13 +1,15 @@
-"""What a Transformer is stacked from: positions, feed-forward, residual, and one layer class."""
+"""What a Transformer is stacked from: positions, norms, feed-forward, and one layer class."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transferry.build_model.attention import KeyValues, MultiHeadAttention
+from transferry.build_model.attention import KeyValues, MultiHeadAttention, Rotation
 from transferry.build_model.config import ModelConfig
 
 
@@ -25,30 +27,91 @@ def sinusoidal_positions(length: int, d_model: int) -> Tensor:
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
 
 
-class FeedForward(nn.Module):
-    """max(0, x W1 + b1) W2 + b2, at each position alone (eq. 2 of the paper)."""
+def rotary_angles(length: int, d_head: int, base: float) -> Rotation:
+    """Returns the table of rotary positions: position times base^(-2i / d_head), for each half.
 
-    def __init__(self, d_model: int, d_ff: int) -> None:
+    Su et al. (2021), section 3.4.2.
+
+    Returns:
+        Cosines and sines [length, d_head] float64.
+    """
+    positions = torch.arange(length, dtype=torch.float64)[:, None]
+    even = torch.arange(0, d_head, 2, dtype=torch.float64)
+    angles = (positions / base ** (even / d_head)).repeat(1, 2)
+    return Rotation(angles.cos(), angles.sin())
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * w (Zhang and Sennrich 2019, eq. 4)."""
+
+    def __init__(self, d_model: int, eps: float) -> None:
         super().__init__()
-        self.inner = nn.Linear(d_model, d_ff)
-        self.outer = nn.Linear(d_ff, d_model)
+        self.weight = nn.Parameter(torch.ones(d_model))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last dimension of x [..., d_model]."""
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    """Returns the norm that the config names."""
+    if config.norm == "rms":
+        return RMSNorm(config.d_model, config.norm_epsilon)
+    return nn.LayerNorm(config.d_model, config.norm_epsilon, bias=config.bias)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu-tanh": functools.partial(F.gelu, approximate="tanh"),
+    "swish": F.silu,
+    "swiglu": F.silu,
+}
+
+
+class FeedForward(nn.Module):
+    """max(0, x W1 + b1) W2 + b2, at each position alone (eq. 2 of the paper).
+
+    Other activations stand in the place of max(0, ...). SwiGLU is (swish(x W) * x V) W2 (Shazeer
+    2020, eq. 6), W being `gate` and V `inner`.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
+        self.inner = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
+        self.gate = (
+            nn.Linear(config.d_model, config.d_ff, bias=config.bias)
+            if config.activation == "swiglu"
+            else None
+        )
+        self.outer = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, length, d_model] -> [batch, length, d_model]."""
-        y: Tensor = self.outer(torch.relu(self.inner(x)))
+        inner = self.inner(x)
+        if self.gate is None:
+            inner = self.activation(inner)
+        else:
+            inner = self.activation(self.gate(x)) * inner
+        y: Tensor = self.outer(inner)
         return y
 
 
 class Residual(nn.Module):
-    """LayerNorm(x + Dropout(Sublayer(x))), the post-norm arrangement of the paper."""
+    """Norm(x + Dropout(Sublayer(x))), the paper's, or x + Dropout(Sublayer(Norm(x)))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
+        self.pre = config.norm_order == "pre"
+        self.norm = make_norm(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """Applies `sublayer` to x [batch, length, d_model] and keeps the shape."""
+        if self.pre:
+            return x + self.dropout(sublayer(self.norm(x)))  # type: ignore[no-any-return]
         y: Tensor = self.norm(x + self.dropout(sublayer(x)))
         return y
 
@@ -61,11 +124,11 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, *, cross: bool) -> None:
         super().__init__()
-        self.self_attention = MultiHeadAttention(config.d_model, config.heads)
+        self.self_attention = MultiHeadAttention(config)
         self.self_residual = Residual(config)
-        self.cross_attention = MultiHeadAttention(config.d_model, config.heads) if cross else None
+        self.cross_attention = MultiHeadAttention(config) if cross else None
         self.cross_residual = Residual(config) if cross else None
-        self.feed_forward = FeedForward(config.d_model, config.d_ff)
+        self.feed_forward = FeedForward(config)
         self.feed_forward_residual = Residual(config)
 
     def forward(
@@ -75,15 +138,17 @@ class Layer(nn.Module):
         past: KeyValues | None = None,
         cross: KeyValues | None = None,
         cross_bias: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> tuple[Tensor, KeyValues]:
         """Runs the layer over new positions.
 
         Args:
             x: [batch, length, d_model]
             bias: M of self-attention, broadcastable to [batch, heads, length, past + length].
-            past: Keys and values of earlier positions, [batch, heads, past, d_head] each.
-            cross: Keys and values of the source, [batch, heads, source, d_head] each.
+            past: Keys and values of earlier positions, [batch, kv_heads, past, d_head] each.
+            cross: Keys and values of the source, [batch, kv_heads, source, d_head] each.
             cross_bias: M of cross-attention, broadcastable to [batch, heads, length, source].
+            rotation: The angles of the new positions, where positions are rotary.
 
         Returns:
             The new x, and the keys and values of earlier and new positions together.
@@ -92,13 +157,28 @@ class Layer(nn.Module):
 
         def attend_self(y: Tensor) -> Tensor:
             nonlocal present
-            present = self.self_attention.project(y)
+            present = self.self_attention.project(y, rotation)
             if past is not None:
                 present = past.append(present)
-            return self.self_attention(y, present, bias)  # type: ignore[no-any-return]
+            return self.self_attention(y, present, bias, rotation)  # type: ignore[no-any-return]
 
         x = self.self_residual(x, attend_self)
         if self.cross_attention is not None and self.cross_residual is not None:
             attention = self.cross_attention
             x = self.cross_residual(x, lambda y: attention(y, cross, cross_bias))
         return self.feed_forward_residual(x, self.feed_forward), present
+
+
+class OutputTransform(nn.Module):
+    """Norm(Activation(x W + b)), BERT's `cls.predictions.transform`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.linear = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+        self.activation = ACTIVATIONS[config.activation]
+        self.norm = make_norm(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, length, d_model] -> [batch, length, d_model]."""
+        y: Tensor = self.norm(self.activation(self.linear(x)))
+        return y

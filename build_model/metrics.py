@@ -30,7 +30,7 @@ class Metrics:
                     record = json.loads(line)
                 except json.JSONDecodeError:
                     break
-                if record["step"] > step or "final_bleu" in record:
+                if record["step"] > step or "final_loss" in record:
                     break
                 self.records.append(record)
         with atomic_file(self.path) as file:
@@ -53,7 +53,7 @@ class Metrics:
             ) from error
 
     def draw(self) -> None:
-        """Draws training loss, validation loss and BLEU against steps into RUN/curves.png."""
+        """Draws losses, and BLEU where there is any, against steps into RUN/curves.png."""
         from matplotlib.figure import Figure
 
         def series(name: str) -> tuple[list[float], list[float]]:
@@ -66,10 +66,12 @@ class Metrics:
         losses.plot(*series("valid_loss"), color="tab:blue", marker="o", label="validation")
         losses.set_xlabel("step")
         losses.set_ylabel("loss a token (nats)")
-        scores = losses.twinx()
-        scores.plot(*series("valid_bleu"), color="tab:orange", marker="s", label="validation BLEU")
-        scores.set_ylabel("sacreBLEU, greedy")
-        scores.set_ylim(bottom=0)
+        steps, bleu = series("valid_bleu")
+        if steps:
+            scores = losses.twinx()
+            scores.plot(steps, bleu, color="tab:orange", marker="s", label="validation BLEU")
+            scores.set_ylabel("sacreBLEU, greedy")
+            scores.set_ylim(bottom=0)
         figure.legend(loc="outside upper center", ncols=3)
         with atomic_file(self.path.with_name(CURVES)) as file:
             figure.savefig(file, format="png", dpi=120)

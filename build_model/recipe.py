@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from transferry.build_model import checkpoint
-from transferry.build_model.config import Preset, TrainConfig
+from transferry.build_model.config import PRESETS, ModelConfig, Preset, TrainConfig
 from transferry.build_model.corpus import write_corpus
 from transferry.build_model.data import (
+    Example,
     Pair,
     ReadReport,
     encode_pairs,
@@ -19,12 +21,17 @@ from transferry.build_model.data import (
 )
 from transferry.build_model.distributed import Process
 from transferry.build_model.evaluation import Evaluation
+from transferry.build_model.text import MaskedWindows, Windows, read_text
 from transferry.build_model.train import Trainer, Validation
 from transferry.build_model.vocabulary import cut_encoding, train_bpe
-from transferry.runtime.tokenizer import Tokenizer
+from transferry.runtime.errors import UsageError
+from transferry.runtime.tokenizer import PASSAGES, PROMPTS, SOURCES, SpecialTokens, Tokenizer
 
-# Validation sentences kept with the run, for the answers that export records in the bundle.
-SAMPLES = 8
+# How many validation texts are kept with the run, and how much of each.
+SAMPLES, SAMPLE_CHARACTERS = 8, 200
+# Of a text without one for validation, one part of this many is held out.
+HELD_OUT = 10
+BUILTIN = ("train", "valid")
 
 
 @dataclass(frozen=True)
@@ -42,28 +49,103 @@ class PairFiles:
 
 
 @dataclass(frozen=True)
+class Learned:
+    """What the text of a recipe comes to.
+
+    Attributes:
+        tokenizer: Made from the text, or the run's own when resuming.
+        examples: To learn from.
+        validation: To be marked by.
+        samples: Texts kept with the run, for the answers that export records in the bundle.
+    """
+
+    tokenizer: Tokenizer
+    examples: Sequence[Example]
+    validation: Validation
+    samples: Sequence[str]
+
+
+@dataclass(frozen=True)
 class Recipe:
     """All that decides a trained model.
 
     Attributes:
-        train: The pairs to learn from; None takes the built-in corpus, written into the run.
-        valid: The pairs that it is marked by; None likewise.
+        train: What to learn from: pairs for an encoder-decoder, else a file of text; None takes
+            the built-in corpus, written into the run.
+        valid: What to be marked by; None takes the built-in corpus too, or the end of the text.
         preset: Shape and settings to start from.
         model_changes: Fields of ModelConfig that differ from the preset.
         train_changes: Fields of TrainConfig that differ from the preset.
-        vocabulary_size: Size of a vocabulary trained from the pairs; None takes the preset's.
-        encoding: A tiktoken encoding to cut down to what the pairs use, instead of training one.
+        vocabulary_size: Size of a vocabulary trained from the text; None takes the preset's.
+        encoding: A tiktoken encoding to cut down to what the text uses, instead of training one.
         skip_bad: Drop and count pairs that cannot be used, instead of refusing the file.
     """
 
-    train: PairFiles | None
-    valid: PairFiles | None
+    train: PairFiles | Path | None
+    valid: PairFiles | Path | None
     preset: Preset
     model_changes: dict[str, Any]
     train_changes: dict[str, Any]
     vocabulary_size: int | None = None
     encoding: str | None = None
     skip_bad: bool = False
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """Makes the recipe that the options of `transferry train` describe.
+
+        Raises:
+            UsageError: Options exclude each other, or what to learn from is not given.
+        """
+        preset = PRESETS[options["preset"]]
+        default = preset.model.get("architecture", "encoder-decoder")
+        architecture = options["architecture"] or default
+        sides = ("source", "target", "pairs")
+        wanted = sides if architecture == "encoder-decoder" else ("text",)
+        named = [name for name in (*sides, "text") if options[name] is not None]
+        if options["builtin"] and named:
+            raise UsageError(f"--builtin and --{named[0]} exclude each other: train on either")
+        if unfit := [name for name in named if name not in wanted]:
+            raise UsageError(
+                f"--{unfit[0]} and architecture {architecture} exclude each other: "
+                f"it learns from --{', --'.join(wanted)}"
+            )
+        if options["encoding"] is not None and options["vocabulary_size"] is not None:
+            raise UsageError(
+                f"--encoding {options['encoding']} and --vocabulary-size "
+                f"{options['vocabulary_size']} exclude each other: cut a vocabulary or train one"
+            )
+
+        def given(prefix: str) -> PairFiles | Path | None:
+            if options["builtin"]:
+                return None
+            source, target, pairs, text = (options[prefix + name] for name in (*sides, "text"))
+            if wanted == ("text",):
+                if options["text"] is None:
+                    raise UsageError("give --text, or --builtin")
+                return None if text is None else Path(text)
+            if pairs is not None and source is None and target is None:
+                return PairFiles(Path(pairs))
+            if pairs is None and source is not None and target is not None:
+                return PairFiles(Path(source), Path(target))
+            flags = [f"--{prefix}{name}".replace("_", "-") for name in sides]
+            raise UsageError(f"give {flags[0]} and {flags[1]}, or {flags[2]}, or --builtin")
+
+        def changes(config: type[Any]) -> dict[str, Any]:
+            # The size of the vocabulary is the tokenizer's.
+            names = {field.name for field in dataclasses.fields(config)} - {"vocabulary_size"}
+            return {name: options[name] for name in names if options[name] is not None}
+
+        return cls(
+            given(""),
+            given("valid_"),
+            preset,
+            changes(ModelConfig),
+            changes(TrainConfig),
+            vocabulary_size=options["vocabulary_size"],
+            encoding=options["encoding"],
+            skip_bad=options["skip_bad"],
+        )
 
     def follow(
         self,
@@ -105,55 +187,122 @@ class Recipe:
         say: Callable[[str], None],
     ) -> Evaluation | None:
         corpus = folder / "corpus"
-        if process.rank == 0 and not resume and None in (self.train, self.valid):
+        if process.rank == 0 and not resume and self.train is None:
             write_corpus(corpus)
         process.wait()
-        train = self.train or PairFiles(corpus / "train.en", corpus / "train.de")
-        valid = self.valid or PairFiles(corpus / "valid.en", corpus / "valid.de")
-        pairs, report = train.read(skip_bad=self.skip_bad)
-        say(f"training pairs: {_describe(report)}")
-        valid_pairs, report = valid.read(skip_bad=self.skip_bad)
-        say(f"validation pairs: {_describe(report)}")
         if resume:
-            tokenizer = Tokenizer.load(folder)
             model_config, stored = checkpoint.load_config(folder)
             ends = {"max_steps", "max_minutes"} & self.train_changes.keys()
             train_config = TrainConfig.from_dict(
                 stored.to_dict() | {name: self.train_changes[name] for name in ends}
             )
         else:
-            tokenizer = self._tokenizer(pairs)
-            model_config = self.preset.model_config(tokenizer.vocabulary_size, **self.model_changes)
+            # The size of the vocabulary is known when the text has been read.
+            model_config = self.preset.model_config(1, **self.model_changes)
             train_config = self.preset.train_config(**self.train_changes)
-        say(f"vocabulary: {tokenizer.vocabulary_size} ids")
-
+        tokenizer = Tokenizer.load(folder) if resume else None
         longest = min(model_config.max_positions, train_config.batch_tokens)
-        examples, report = encode_pairs(pairs, tokenizer, longest, skip_bad=self.skip_bad)
-        if report.dropped:
-            say(f"training pairs: {_describe(report)}")
-        # References must stay beside their examples, so over-long validation pairs are refused.
-        valid_examples, _ = encode_pairs(valid_pairs, tokenizer, longest)
+        if model_config.architecture == "encoder-decoder":
+            learned = self._pairs(corpus, tokenizer, longest, say)
+        else:
+            learned = self._text(corpus, tokenizer, longest, model_config, say)
+        tokenizer = learned.tokenizer
+        say(f"vocabulary: {tokenizer.vocabulary_size} ids")
+        model_config = dataclasses.replace(model_config, vocabulary_size=tokenizer.vocabulary_size)
         trainer = Trainer(
             folder,
             model_config,
             train_config,
             tokenizer,
-            examples,
-            Validation(valid_examples, [pair.target for pair in valid_pairs]),
+            learned.examples,
+            learned.validation,
             process,
         )
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         if process.rank == 0 and not resume:
             folder.mkdir(parents=True, exist_ok=True)
-            checkpoint.save_samples(folder, [pair.source for pair in valid_pairs[:SAMPLES]])
+            checkpoint.save_samples(folder, learned.samples)
         say(f"model: {parameters:,} parameters, on {process.device}")
         return trainer.run(resume=resume, quiet=quiet)
 
-    def _tokenizer(self, pairs: Sequence[Pair]) -> Tokenizer:
-        lines = [text for pair in pairs for text in pair]
-        if self.encoding is not None:
-            return cut_encoding(self.encoding, lines)
-        return train_bpe(lines, self.vocabulary_size or self.preset.vocabulary_size)
+    def _pairs(
+        self,
+        corpus: Path,
+        tokenizer: Tokenizer | None,
+        longest: int,
+        say: Callable[[str], None],
+    ) -> Learned:
+        """Pairs, for a model that answers a source with a target."""
+        builtin = [PairFiles(corpus / f"{name}.en", corpus / f"{name}.de") for name in BUILTIN]
+        train, valid = self.train or builtin[0], self.valid or builtin[1]
+        assert isinstance(train, PairFiles)
+        assert isinstance(valid, PairFiles)
+        pairs, report = train.read(skip_bad=self.skip_bad)
+        say(f"training pairs: {_describe(report)}")
+        valid_pairs, report = valid.read(skip_bad=self.skip_bad)
+        say(f"validation pairs: {_describe(report)}")
+        if tokenizer is None:
+            tokenizer = self._tokenizer([text for pair in pairs for text in pair], SOURCES)
+        examples, report = encode_pairs(pairs, tokenizer, longest, skip_bad=self.skip_bad)
+        if report.dropped:
+            say(f"training pairs: {_describe(report)}")
+        # References must stay beside their examples, so over-long validation pairs are refused.
+        valid_examples, _ = encode_pairs(valid_pairs, tokenizer, longest)
+        return Learned(
+            tokenizer,
+            examples,
+            Validation(valid_examples, [pair.target for pair in valid_pairs]),
+            [pair.source for pair in valid_pairs[:SAMPLES]],
+        )
+
+    def _text(
+        self,
+        corpus: Path,
+        tokenizer: Tokenizer | None,
+        longest: int,
+        model_config: ModelConfig,
+        say: Callable[[str], None],
+    ) -> Learned:
+        """Plain text, for a model that goes on with it or reads it."""
+        masked = model_config.architecture == "encoder-only"
+        train, valid = self.train or corpus / "train.en", self.valid
+        if self.train is None:
+            valid = corpus / "valid.en"
+        assert isinstance(train, Path)
+        assert not isinstance(valid, PairFiles)
+        text = read_text(train)
+        if tokenizer is None:
+            tokenizer = self._tokenizer([text], PASSAGES if masked else PROMPTS)
+        tokens = tokenizer.encode(text)
+        say(f"training text: {tokenizer.describe(tokens)}")
+        if valid is None:
+            # The end of the text, which no window of the rest has seen.
+            cut = len(tokens) - len(tokens) // HELD_OUT
+            tokens, valid_tokens = tokens[:cut], tokens[cut:]
+            valid_text = tokenizer.decode(valid_tokens)
+        else:
+            valid_text = read_text(valid)
+            valid_tokens = tokenizer.encode(valid_text)
+        say(f"validation text: {len(valid_tokens):,} tokens")
+
+        def windows(tokens: Sequence[int]) -> Windows:
+            if masked:
+                ordinary = range(tokenizer.first_ordinary_id, tokenizer.vocabulary_size)
+                return MaskedWindows(tokens, longest, tokenizer.special, ordinary)
+            return Windows(tokens, longest)
+
+        lines = [line[:SAMPLE_CHARACTERS] for line in valid_text.splitlines() if line.strip()]
+        return Learned(
+            tokenizer, windows(tokens), Validation(windows(valid_tokens)), lines[:SAMPLES]
+        )
+
+    def _tokenizer(self, lines: Sequence[str], special: SpecialTokens) -> Tokenizer:
+        encoding = self.encoding
+        if encoding is None and self.vocabulary_size is None:
+            encoding = self.preset.encoding
+        if encoding is not None:
+            return cut_encoding(encoding, lines, special)
+        return train_bpe(lines, self.vocabulary_size or self.preset.vocabulary_size, special)
 
 
 def _describe(report: ReadReport) -> str:

@@ -15,7 +15,7 @@ SETTINGS = "settings.toml"
 # where its files lie by now.
 OF_ONE_CALL = {"out", "resume", "force", "device", "quiet"}
 MAY_CHANGE = {"max_steps", "max_minutes"} | {
-    f"{prefix}{name}" for prefix in ("", "valid_") for name in ("source", "target", "pairs")
+    f"{prefix}{name}" for prefix in ("", "valid_") for name in ("source", "target", "pairs", "text")
 }
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -32,6 +31,7 @@ from transferry.build_model.data import Batch, Example, collate, token_batches
 from transferry.build_model.distributed import Process
 from transferry.build_model.evaluation import Evaluation, cross_entropy, evaluate
 from transferry.build_model.metrics import Metrics
+from transferry.build_model.text import Windows
 from transferry.build_model.transformer import Transformer
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer import Tokenizer
@@ -41,10 +41,10 @@ REPORT_EVERY = 50  # steps between two lines of training loss in metrics.jsonl
 
 @dataclass(frozen=True)
 class Validation:
-    """Held-out pairs: encoded for the loss, and the target sentences as BLEU's references."""
+    """Held-out examples, and the target sentences as BLEU's references where they are pairs."""
 
     examples: Sequence[Example]
-    references: Sequence[str]
+    references: Sequence[str] = ()
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Progress:
         seconds: Time spent, summed over resumed parts.
         loss: Training loss summed since it was last reported.
         loss_tokens: Target tokens that this loss is of.
-        scores: BLEU at each validation so far, by step.
+        scores: `Evaluation.score` at each validation so far, by step.
     """
 
     step: int = 0
@@ -79,6 +79,14 @@ class Progress:
     def validations_since_best(self) -> int:
         """How many validations in a row brought nothing better."""
         return sum(step > self.best for step in self.scores)
+
+
+def fingerprint(examples: Iterable[Example]) -> str:
+    """Returns the sha256 of all token ids: other text would make batches that no state fits."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(json.dumps(example).encode())
+    return digest.hexdigest()
 
 
 class Trainer:
@@ -101,6 +109,7 @@ class Trainer:
         self.validation = validation
         self.process = process
         self.progress = Progress()
+        self.fingerprint = fingerprint([*examples, *validation.examples])
         self.interrupted = False
         torch.manual_seed(config.seed)
         self.model = Transformer(model_config).to(process.device)
@@ -206,6 +215,8 @@ class Trainer:
 
     def _groups(self, epoch: int) -> list[list[list[int]]]:
         """The epoch's steps: each a list of `accumulation * world` batches of example indices."""
+        if isinstance(self.examples, Windows):
+            self.examples = self.examples.epoch(self.config.seed, epoch)
         batches = token_batches(
             self.examples, self.config.batch_tokens, seed=self.config.seed, epoch=epoch
         )
@@ -235,11 +246,12 @@ class Trainer:
         for settings in self.optimizer.param_groups:
             settings["lr"] = config.learning_rate(progress.step)
 
-        tokens = sum(len(self.examples[index].target) for batch in group for index in batch)
+        pad_id = self.tokenizer.special.pad_id
+        tokens = sum(self.examples[index].spoken(pad_id) for batch in group for index in batch)
         mine = group[process.rank :: process.world]
         total = 0.0
         for number, indices in enumerate(mine):
-            batch = collate([self.examples[index] for index in indices], process.device)
+            batch = collate([self.examples[index] for index in indices], pad_id, process.device)
             waits = isinstance(forward, DistributedDataParallel) and number < len(mine) - 1
             with forward.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
                 loss = self._loss(forward, batch)
@@ -260,7 +272,10 @@ class Trainer:
         with torch.autocast(device, torch.bfloat16, enabled=half):
             logits = forward(batch.source, batch.source_mask, batch.target_input)
         return cross_entropy(
-            logits, batch.target_output, self.tokenizer.pad_id, self.config.label_smoothing
+            logits,
+            batch.target_output,
+            self.tokenizer.special.pad_id,
+            self.config.label_smoothing,
         )
 
     def _evaluate(self) -> Evaluation:
@@ -282,20 +297,13 @@ class Trainer:
         score = torch.zeros(1, device=self.process.device)
         if metrics:
             marks = self._evaluate()
-            score[0] = marks.bleu
-            metrics.add(
-                step=progress.step,
-                epoch=progress.epoch,
-                valid_loss=round(marks.loss, 6),
-                valid_bleu=round(marks.bleu, 3),
-                seconds=round(progress.seconds, 1),
-            )
-            metrics.draw()
+            score[0] = marks.score
+            self._report(metrics, marks, "valid")
             checkpoint.save_tensors(self._weights(progress.step), self.model.state_dict())
             if not quiet:
                 tqdm.write(
-                    f"step {progress.step}, epoch {progress.epoch}: validation loss "
-                    f"{marks.loss:.4f}, BLEU {marks.bleu:.2f}, {progress.seconds / 60:.1f} min",
+                    f"step {progress.step}, epoch {progress.epoch}: {marks}, "
+                    f"{progress.seconds / 60:.1f} min",
                     file=sys.stderr,
                 )
         if self.process.world > 1:
@@ -317,17 +325,9 @@ class Trainer:
                 tensors[f"optimizer/{name}/{kind}"] = tensor
         record = {
             "progress": json.dumps(dataclasses.asdict(self.progress)),
-            "data": self._fingerprint,
+            "data": self.fingerprint,
         }
         checkpoint.save_tensors(self.folder / checkpoint.STATE, tensors, record)
-
-    @functools.cached_property
-    def _fingerprint(self) -> str:
-        """sha256 of all token ids: another text would make batches that no state fits."""
-        digest = hashlib.sha256()
-        for example in (*self.examples, *self.validation.examples):
-            digest.update(json.dumps(example).encode())
-        return digest.hexdigest()
 
     def _clear(self) -> None:
         """Makes the folder; an earlier training's weights must not be taken for this one's."""
@@ -353,7 +353,7 @@ class Trainer:
                 "and with --force"
             )
         tensors, record = checkpoint.load_tensors(path)
-        if record.get("data") != self._fingerprint:
+        if record.get("data") != self.fingerprint:
             raise InputError(
                 f"{path} was saved while training on other text than is given now; give the files "
                 "that the run began with, or start anew without --resume and with --force"
@@ -388,18 +388,21 @@ class Trainer:
             weights = checkpoint.average(paths)
             self.model.load_state_dict(weights)
             results[name] = (self._evaluate(), weights)
-        chosen = max(results, key=lambda name: results[name][0].bleu)
+        chosen = max(results, key=lambda name: results[name][0].score)
         marks, weights = results[chosen]
         checkpoint.save_tensors(self.folder / checkpoint.WEIGHTS, weights, {"weights": chosen})
+        self._report(metrics, marks, "final")
+        return marks
+
+    def _report(self, metrics: Metrics, marks: Evaluation, prefix: str) -> None:
+        progress = self.progress
         metrics.add(
             step=progress.step,
             epoch=progress.epoch,
-            final_loss=round(marks.loss, 6),
-            final_bleu=round(marks.bleu, 3),
+            **marks.record(prefix),
             seconds=round(progress.seconds, 1),
         )
         metrics.draw()
-        return marks
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

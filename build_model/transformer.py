@@ -1,4 +1,4 @@
-"""The encoder-decoder Transformer of "Attention Is All You Need" (Vaswani et al. 2017)."""
+"""The Transformer of "Attention Is All You Need" (Vaswani et al. 2017) and its descendants."""
 
 from __future__ import annotations
 
@@ -9,33 +9,65 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transferry.build_model.attention import KeyValues, causal_bias, padding_bias
+from transferry.build_model.attention import KeyValues, Rotation, causal_bias, padding_bias
 from transferry.build_model.config import ModelConfig
-from transferry.build_model.layers import Layer, sinusoidal_positions
+from transferry.build_model.layers import (
+    Layer,
+    OutputTransform,
+    make_norm,
+    rotary_angles,
+    sinusoidal_positions,
+)
 
 
 class Transformer(nn.Module):
-    """Source and target share one embedding, which is also the output projection.
+    """Encoder and decoder, or one of them; the shape is the config's.
 
-    The cache of the decoder is a value: `decode` takes the past and returns the present.
+    Source and target share one embedding. The cache of the decoder is a value: `decode` takes the
+    past and returns the present.
     """
 
     positions: Tensor
+    cosines: Tensor
+    sines: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary_size, config.d_model)
+        self.embedding_norm = make_norm(config) if config.embedding_norm else None
         self.dropout = nn.Dropout(config.dropout)
         self.encoder = nn.ModuleList(
             Layer(config, cross=False) for _ in range(config.encoder_layers)
         )
         self.decoder = nn.ModuleList(
-            Layer(config, cross=True) for _ in range(config.decoder_layers)
+            Layer(config, cross=bool(config.encoder_layers)) for _ in range(config.decoder_layers)
         )
-        table = sinusoidal_positions(config.max_positions, config.d_model)
-        self.register_buffer("positions", table.to(torch.get_default_dtype()), persistent=False)
+        pre = config.norm_order == "pre"
+        self.encoder_norm = make_norm(config) if pre and config.encoder_layers else None
+        self.decoder_norm = make_norm(config) if pre and config.decoder_layers else None
+        self.output_transform = OutputTransform(config) if config.output_transform else None
+        self.output = (
+            None if config.tied else nn.Linear(config.d_model, config.vocabulary_size, bias=False)
+        )
+        self.output_bias = (
+            nn.Parameter(torch.zeros(config.vocabulary_size)) if config.output_bias else None
+        )
+        if config.positions == "learned":
+            self.positions = nn.Parameter(torch.empty(config.max_positions, config.d_model))
+        for name, table in self._tables().items():
+            self.register_buffer(name, table.to(torch.get_default_dtype()), persistent=False)
         self._initialise()
+
+    def _tables(self) -> dict[str, Tensor]:
+        """The positions that are a formula and no weights, in float64."""
+        config = self.config
+        if config.positions == "sinusoidal":
+            return {"positions": sinusoidal_positions(config.max_positions, config.d_model)}
+        if config.positions == "rotary":
+            angles = rotary_angles(config.max_positions, config.d_head, config.rotary_base)
+            return angles._asdict()
+        return {}
 
     def _initialise(self) -> None:
         """Xavier (Glorot and Bengio 2010, eq. 16); W_Q, W_K and W_V as parts of one matrix.
@@ -48,30 +80,47 @@ class Transformer(nn.Module):
             if isinstance(module, nn.Linear):
                 part = name.rpartition(".")[2] in ("query", "key", "value")
                 nn.init.xavier_uniform_(module.weight, gain=0.5**0.5 if part else 1.0)
-                nn.init.zeros_(module.bias)
-        # Times sqrt(d_model) in `embed` this makes entries of variance 1, as large as positions.
-        nn.init.normal_(self.embedding.weight, std=self.config.d_model**-0.5)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        # Times sqrt(d_model) in `embed` this makes entries of variance 1, as large as positions;
+        # without that factor GPT-2's 0.02.
+        scaled = self.config.scale_embedding
+        nn.init.normal_(self.embedding.weight, std=self.config.d_model**-0.5 if scaled else 0.02)
+        if self.config.positions == "learned":
+            nn.init.normal_(self.positions, std=1.0 if scaled else 0.02)
 
     def double(self) -> Transformer:
-        """Turns the model into its float64 oracle: positions are made anew, not widened."""
+        """Turns the model into its float64 oracle: tables are made anew, not widened."""
         super().double()
-        table = sinusoidal_positions(self.config.max_positions, self.config.d_model)
-        self.positions = table.to(self.positions.device)
+        for name, table in self._tables().items():
+            setattr(self, name, table.to(self.embedding.weight.device))
         return self
 
-    def embed(self, tokens: Tensor, past: int = 0) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Embedding(token) * sqrt(d_model) + PE(position), sections 3.4 and 3.5 of the paper.
 
         Args:
             tokens: [batch, length] int64
-            past: Position of the first of them.
+            positions: [length] or [batch, length] int64
 
         Returns:
             [batch, length, d_model]
         """
-        embedded = self.embedding(tokens) * math.sqrt(self.config.d_model)
-        x: Tensor = self.dropout(embedded + self.positions[past : past + tokens.shape[1]])
-        return x
+        x: Tensor = self.embedding(tokens)
+        if self.config.scale_embedding:
+            x = x * math.sqrt(self.config.d_model)
+        if self.config.positions != "rotary":
+            # Not self.positions[positions], of which the exporter makes a copy and a GatherND.
+            x = x + F.embedding(positions, self.positions)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        embedded: Tensor = self.dropout(x)
+        return embedded
+
+    def _rotation(self, positions: Tensor) -> Rotation | None:
+        if self.config.positions != "rotary":
+            return None
+        return Rotation(self.cosines, self.sines).at(positions)
 
     def encode(self, source: Tensor, source_mask: Tensor) -> Tensor:
         """Encodes the source.
@@ -83,11 +132,12 @@ class Transformer(nn.Module):
         Returns:
             [batch, source, d_model]; rows at padding mean nothing.
         """
-        x = self.embed(source)
+        positions = torch.arange(source.shape[1], device=source.device)
+        x = self.embed(source, positions)
         bias = padding_bias(source_mask, x.dtype)
         for layer in self.encoder:
-            x, _ = layer(x, bias)
-        return x
+            x, _ = layer(x, bias, rotation=self._rotation(positions))
+        return x if self.encoder_norm is None else self.encoder_norm(x)
 
     def cross(self, encoded: Tensor) -> list[KeyValues]:
         """Returns each decoder layer's keys and values of the encoded source, made once."""
@@ -96,51 +146,71 @@ class Transformer(nn.Module):
     def empty_past(self, batch: int) -> list[KeyValues]:
         """Returns the cache before the first target position: length 0 in every layer."""
         weight = self.embedding.weight
-        nothing = weight.new_zeros(batch, self.config.heads, 0, self.config.d_head)
+        nothing = weight.new_zeros(batch, self.config.kv_heads, 0, self.config.d_head)
         return [KeyValues(nothing, nothing) for _ in self.decoder]
 
     def decode(
         self,
         target: Tensor,
-        source_mask: Tensor,
+        mask: Tensor,
         cross: Sequence[KeyValues],
         past: Sequence[KeyValues],
     ) -> tuple[Tensor, list[KeyValues]]:
         """Runs the decoder over new target positions.
 
         Args:
-            target: [batch, target] int64, the tokens at positions past .. past + target - 1.
-            source_mask: [batch, source] bool, True at a token.
-            cross: A decoder layer's keys and values of the source, from `cross`.
+            target: [batch, target] int64, the tokens that follow the past.
+            mask: Of the source, [batch, source] bool, True at a token; where there is no encoder
+                of the past, [batch, past]. Padding takes up room in the past but no position, so
+                that texts of unequal length may be padded where they end and then go on.
+            cross: A decoder layer's keys and values of the source, from `cross`; empty where
+                there is no encoder.
             past: A decoder layer's keys and values of earlier positions; `empty_past` at first.
 
         Returns:
             Logits [batch, target, vocabulary], and the present, which is the next call's past.
         """
-        length = past[0].keys.shape[2]
-        x = self.embed(target, length)
-        bias = causal_bias(length, target.shape[1], x)
-        cross_bias = padding_bias(source_mask, x.dtype)
+        length, new = past[0].keys.shape[2], target.shape[1]
+        positions = torch.arange(new, device=target.device)
+        positions = positions + (length if cross else mask.sum(dim=1, keepdim=True))
+        x = self.embed(target, positions)
+        bias, cross_bias = causal_bias(length, new, x), padding_bias(mask, x.dtype)
+        if not cross:
+            bias = bias + F.pad(cross_bias, (0, new))
+        rotation = self._rotation(positions)
         presents = []
-        for layer, layer_cross, layer_past in zip(self.decoder, cross, past, strict=True):
-            x, present = layer(x, bias, layer_past, layer_cross, cross_bias)
+        for number, (layer, layer_past) in enumerate(zip(self.decoder, past, strict=True)):
+            layer_cross = cross[number] if cross else None
+            x, present = layer(x, bias, layer_past, layer_cross, cross_bias, rotation)
             presents.append(present)
-        return F.linear(x, self.embedding.weight), presents
+        if self.decoder_norm is not None:
+            x = self.decoder_norm(x)
+        return self.logits(x), presents
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Projects x [batch, length, d_model] to scores [batch, length, vocabulary]."""
+        if self.output_transform is not None:
+            x = self.output_transform(x)
+        weight = self.embedding.weight if self.output is None else self.output.weight
+        return F.linear(x, weight, self.output_bias)
 
     def forward(self, source: Tensor, source_mask: Tensor, target: Tensor) -> Tensor:
-        """Scores every next target token at once, as training does.
+        """Scores every position at once, as training does.
 
         Args:
-            source: [batch, source] int64
+            source: [batch, source] int64; of no length where there is no encoder.
             source_mask: [batch, source] bool, True at a token.
-            target: [batch, target] int64, beginning with the start token. Padding at the end
-                needs no mask: no earlier position sees it.
+            target: [batch, target] int64, what the decoder reads; not used where there is none.
+                Padding at the end needs no mask: no earlier position sees it.
 
         Returns:
-            Logits [batch, target, vocabulary]; those at position t are of the token at t + 1.
+            Logits [batch, target, vocabulary], those at position t of the token at t + 1; of an
+            encoder alone [batch, source, vocabulary], those at position t of the token there.
         """
-        cross = self.cross(self.encode(source, source_mask))
-        return self.decode(target, source_mask, cross, self.empty_past(source.shape[0]))[0]
+        if not self.decoder:
+            return self.logits(self.encode(source, source_mask))
+        cross = self.cross(self.encode(source, source_mask)) if self.encoder else []
+        return self.decode(target, source_mask, cross, self.empty_past(target.shape[0]))[0]
 
 
 @torch.inference_mode()
@@ -182,3 +252,30 @@ def greedy(
         target = torch.cat([target, chosen[:, None]], dim=1)
     rows = target[:, 1:].tolist()
     return [row[: row.index(eos_id)] if eos_id in row else row for row in rows]
+
+
+@torch.inference_mode()
+def continue_greedily(
+    model: Transformer, prompt: Sequence[int], *, eos_id: int, max_length: int
+) -> list[int]:
+    """`greedy` of a decoder-only model: one text, no cache, no padding.
+
+    Args:
+        model: The model, in eval mode.
+        prompt: At least one token.
+        eos_id: The token that ends a text.
+        max_length: Largest number of generated tokens.
+
+    Returns:
+        The generated tokens, the ending `eos_id` left out.
+    """
+    nothing = torch.zeros(1, 0, dtype=torch.bool, device=model.embedding.weight.device)
+    tokens = list(prompt)
+    for _ in range(max_length):
+        target = torch.tensor([tokens], device=nothing.device)
+        logits, _ = model.decode(target, nothing, [], model.empty_past(1))
+        chosen = int(logits[0, -1].argmax())
+        if chosen == eos_id:
+            break
+        tokens.append(chosen)
+    return tokens[len(prompt) :]

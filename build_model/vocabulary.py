@@ -7,7 +7,7 @@ from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.tokenizer import SINGLE_BYTES, Tokenizer
+from transferry.runtime.tokenizer import SINGLE_BYTES, SOURCES, SpecialTokens, Tokenizer
 
 ENCODINGS = ("cl100k_base", "o200k_base")
 
@@ -20,22 +20,26 @@ WORD_PATTERN = (
 )
 
 
-def train_bpe(lines: Iterable[str], vocabulary_size: int) -> Tokenizer:
+def train_bpe(
+    lines: Iterable[str], vocabulary_size: int, special: SpecialTokens = SOURCES
+) -> Tokenizer:
     """Train byte-level BPE (Sennrich et al. 2016, over bytes as in GPT-2).
 
     Args:
         lines: the corpus; for translation, both languages.
         vocabulary_size: how many ids, the special ones included. The tokenizer has fewer when no
             two neighbouring tokens occur twice any more.
+        special: the special ids, the first ones.
 
     Raises:
         UsageError: the size leaves no room for the special ids and the 256 single bytes.
     """
-    smallest = Tokenizer.first_ordinary_id + len(SINGLE_BYTES)
+    reserved = max(special.ids()) + 1
+    smallest = reserved + len(SINGLE_BYTES)
     if vocabulary_size < smallest:
         raise UsageError(
-            f"expected a vocabulary of at least {smallest} (3 special tokens, 256 single bytes), "
-            f"found {vocabulary_size}."
+            f"expected a vocabulary of at least {smallest} ({reserved} special tokens, 256 single "
+            f"bytes), found {vocabulary_size}."
         )
     trained = HuggingFaceTokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Sequence(
@@ -45,7 +49,7 @@ def train_bpe(lines: Iterable[str], vocabulary_size: int) -> Tokenizer:
         ]
     )
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary_size - Tokenizer.first_ordinary_id,
+        vocab_size=vocabulary_size - reserved,
         min_frequency=2,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -58,7 +62,7 @@ def train_bpe(lines: Iterable[str], vocabulary_size: int) -> Tokenizer:
     tokens = [bytes(byte_of[character] for character in word) for word in in_order]
     merged = [token for token in tokens if len(token) > 1]
     ranks = {token: rank for rank, token in enumerate([*SINGLE_BYTES, *merged])}
-    return Tokenizer("trained", WORD_PATTERN, ranks)
+    return Tokenizer("trained", WORD_PATTERN, ranks, special=special)
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -74,7 +78,7 @@ def _byte_of_character() -> dict[str, int]:
     }
 
 
-def cut_encoding(name: str, lines: Iterable[str]) -> Tokenizer:
+def cut_encoding(name: str, lines: Iterable[str], special: SpecialTokens = SOURCES) -> Tokenizer:
     """Take a named tiktoken encoding and keep the tokens that the corpus uses.
 
     Raises:
@@ -94,5 +98,5 @@ def cut_encoding(name: str, lines: Iterable[str]) -> Tokenizer:
     whole = Tokenizer(name, pattern, ranks)
     used = {ranks[byte] for byte in SINGLE_BYTES}
     for line in lines:
-        used.update(token - Tokenizer.first_ordinary_id for token in whole.encode(line))
-    return Tokenizer(name, pattern, ranks, sorted(used))
+        used.update(token - whole.first_ordinary_id for token in whole.encode(line))
+    return Tokenizer(name, pattern, ranks, sorted(used), special)

@@ -12,9 +12,9 @@ from pathlib import Path
 import onnx
 
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.export.evaluator import EvaluatorDecoder
+from transferry.export.evaluator import EvaluatorDecoder, EvaluatorEncoder
 from transferry.export.graphs import OPSET, export_graphs
-from transferry.export.parity import Judge, random_case
+from transferry.export.parity import Judge, random_case, source_of
 from transferry.export.weights import write_graphs
 from transferry.runtime.bundle import (
     MANIFEST,
@@ -27,7 +27,7 @@ from transferry.runtime.bundle import (
 from transferry.runtime.compare import ParityReport, Tolerance
 from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.files import atomic_file, sha256
-from transferry.runtime.onnx_decoder import OnnxDecoder
+from transferry.runtime.model import open_model
 from transferry.runtime.reference import Reference, check_reference
 from transferry.runtime.session import SessionOptions
 
@@ -101,12 +101,13 @@ def check_bundle(bundle: Bundle, tolerance: Tolerance | None = None) -> ParityRe
     """Holds onnxruntime on the CPU and onnx's ReferenceEvaluator against the recorded answers."""
     tolerance = tolerance or Tolerance()
     reference = Reference.load(bundle.folder / REFERENCE)
-    variant = bundle.variant()
+    variant, special = bundle.variant(), bundle.tokenizer.special
     comparisons, decisions = check_reference(
-        reference, OnnxDecoder(bundle, variant, SessionOptions()), tolerance
+        reference, open_model(bundle, variant, SessionOptions()), special, tolerance
     )
     numbers_only = Reference(reference.cases, (), ())
-    opinions, _ = check_reference(numbers_only, EvaluatorDecoder(bundle, variant), tolerance)
+    second = EvaluatorDecoder if "decoder" in variant.graphs else EvaluatorEncoder
+    opinions, _ = check_reference(numbers_only, second(bundle, variant), special, tolerance)
     settings = {"variant": variant.name, "provider": "cpu, and onnx.reference"}
     return ParityReport(
         str(bundle.folder), settings, tolerance, [*comparisons, *opinions], decisions
@@ -125,13 +126,16 @@ def _write(
     tokenizer.save(folder)
 
     say("recording what torch answers")
-    most = model.config.max_positions
-    sources = [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
-    sources = [source for source in sources if 1 < len(source) <= most][:RECORDED_SOURCES]
+    most, special = model.config.max_positions, tokenizer.special
+    sources = [
+        source_of(text, tokenizer, model.config, number)
+        for number, text in enumerate(texts, start=1)
+        if text.strip() and len(special.wrap(tokenizer.encode(text))) <= most
+    ][:RECORDED_SOURCES]
     if not sources:
-        case = random_case(model.config, RECORDED_SOURCES, min(12, most), 0, seed=0)
+        case = random_case(model.config, RECORDED_SOURCES, min(12, most // 2), 0, seed=0)
         sources = [row[mask].tolist() for row, mask in zip(case.source, case.mask, strict=True)]
-    judge = Judge(model, Tolerance())
+    judge = Judge(model, special, Tolerance())
     judge.record(sources, RECORDED_LENGTH).save(folder / REFERENCE)
 
     variant = Variant(
@@ -139,7 +143,7 @@ def _write(
     )
     names = sorted(path for path in folder.rglob("*") if path.is_file())
     manifest = Manifest(
-        architecture="encoder-decoder",
+        architecture=model.config.architecture,
         model=model.config.to_dict(),
         generation={"max_length": min(256, model.config.max_positions)},
         variants={VARIANT: variant},

@@ -19,9 +19,10 @@ from transferry.export.torch_decoder import TorchDecoder
 from transferry.runtime.compare import Tolerance
 from transferry.runtime.decoder import Decoder, State
 from transferry.runtime.hypothesis import Hypothesis
+from transferry.runtime.logits import log_sum_exp
 from transferry.runtime.options import GenerationOptions
-from transferry.runtime.search import search
-from transferry.runtime.tokenizer import Tokenizer
+from transferry.runtime.search import begin, search
+from transferry.runtime.tokenizer import SpecialTokens
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def explain(
     reference: TorchDecoder,
     decoder: Decoder[Any],
     oracle: TorchDecoder,
+    special: SpecialTokens,
     tolerance: Tolerance,
 ) -> Divergence:
     """Finds where two searches over one source part, and measures the margin there.
@@ -70,13 +72,15 @@ def explain(
     run alone, the difference came from the batch, which is a defect by itself: its margin is
     infinite.
     """
-    wanted, wanted_steps = _watch(reference, source, options)
-    found, found_steps = _watch(decoder, source, options)
+    wanted, wanted_steps = _watch(reference, source, options, special)
+    found, found_steps = _watch(decoder, source, options, special)
     left, right = _first_difference(wanted_steps, found_steps)
     penalty = 0.0
     if not left:
         # The same candidates lived; they ended or were ranked differently.
-        left, right = _first_difference([_finished(wanted)], [_finished(found)])
+        left, right = _first_difference(
+            [_finished(wanted, special.eos_id)], [_finished(found, special.eos_id)]
+        )
         penalty = options.length_penalty
     if not left or not right:
         return Divergence(0, left, right, np.inf, 0.0)
@@ -89,8 +93,8 @@ def explain(
         left, right, penalty = left[: step + 1], right[: step + 1], 0.0
     margin, allowed = 0.0, 0.0
     for sign, tokens in ((1, left), (-1, right)):
-        exact, largest = _log_probabilities(oracle, source, tokens)
-        rounded, _ = _log_probabilities(reference, source, tokens)
+        exact, largest = _log_probabilities(oracle, source, tokens, special)
+        rounded, _ = _log_probabilities(reference, source, tokens, special)
         scale = len(tokens) ** -penalty
         # Relative to the largest logit, as everywhere else.
         errors = [tolerance.budget(error / largest) * largest for error in np.abs(rounded - exact)]
@@ -114,6 +118,7 @@ class _Watcher(Generic[State]):
     def __init__(self, decoder: Decoder[State]) -> None:
         self.decoder = decoder
         self.vocabulary_size = decoder.vocabulary_size
+        self.has_encoder = decoder.has_encoder
         self.steps: list[Prefixes] = []
 
     def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> _WatchedState[State]:
@@ -135,17 +140,13 @@ class _Watcher(Generic[State]):
 
 
 def _watch(
-    decoder: Decoder[Any], source: Sequence[int], options: GenerationOptions
+    decoder: Decoder[Any],
+    source: Sequence[int],
+    options: GenerationOptions,
+    special: SpecialTokens,
 ) -> tuple[list[Hypothesis], list[Prefixes]]:
     watcher = _Watcher(decoder)
-    (hypotheses,) = search(
-        watcher,
-        [source],
-        options,
-        pad_id=Tokenizer.pad_id,
-        bos_id=Tokenizer.bos_id,
-        eos_id=Tokenizer.eos_id,
-    )
+    (hypotheses,) = search(watcher, [source], options, special)
     return hypotheses, watcher.steps
 
 
@@ -164,20 +165,19 @@ def _first_difference(
     return (), ()
 
 
-def _finished(hypotheses: Sequence[Hypothesis]) -> Prefixes:
+def _finished(hypotheses: Sequence[Hypothesis], eos_id: int) -> Prefixes:
     return [
-        (*item.tokens, Tokenizer.eos_id) if item.finish_reason == "end" else item.tokens
+        (*item.tokens, eos_id) if item.finish_reason == "end" else item.tokens
         for item in hypotheses
     ]
 
 
 def _log_probabilities(
-    decoder: TorchDecoder, source: Sequence[int], tokens: Sequence[int]
+    decoder: TorchDecoder, source: Sequence[int], tokens: Sequence[int], special: SpecialTokens
 ) -> tuple[NDArray[np.floating[Any]], float]:
     """The log-probability of each token [tokens] after those before it, and the largest logit."""
-    state = decoder.start(np.array([source]), np.ones((1, len(source)), np.bool_))
-    logits, _ = decoder.step(np.array([[Tokenizer.bos_id, *tokens[:-1]]]), state)
+    state, first = begin(decoder, [source], special)
+    logits, _ = decoder.step(np.array([[*first, *tokens[:-1]]]), state)
     scores = logits[0].astype(np.float64)
-    shifted = scores - scores.max(axis=-1, keepdims=True)
-    normalised = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    normalised = scores - log_sum_exp(scores)[:, None]
     return normalised[np.arange(len(tokens)), list(tokens)], float(np.abs(scores).max())

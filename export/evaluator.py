@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 
 from transferry.runtime.bundle import Bundle, GraphSpec, Variant
+from transferry.runtime.decoder import mask_after
 
 Arrays = Sequence[NDArray[Any]]
 
@@ -37,15 +38,23 @@ class EvaluatorDecoder:
             name: ReferenceEvaluator(str(bundle.graph(graph)))
             for name, graph in variant.graphs.items()
         }
+        self.has_encoder = "encoder" in self._graphs
         self.vocabulary_size = int(self._graphs["decoder"].tensor("logits").shape[-1])
 
     def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> EvaluatorState:
         """Encodes the source; see `Decoder.start`."""
-        cross = self._run("encoder", {"source": [source], "source_mask": [mask]}, "cross")
-        past = self._graphs["decoder"].tensor("past")
-        _, heads, _, d_head = past.shape
-        empty = np.zeros((len(source), int(heads), 0, int(d_head)), past.type)
-        return EvaluatorState(mask, cross, [empty] * len(cross))
+        names = self._graphs["decoder"].names("past")
+        spec = self._graphs["decoder"].tensor("past")
+        _, heads, _, d_head = spec.shape
+        past: Arrays = [np.zeros((len(source), int(heads), 0, int(d_head)), spec.type)] * len(names)
+        if self.has_encoder:
+            cross = self._run("encoder", {"source": [source], "source_mask": [mask]}, "cross")
+            return EvaluatorState(mask, cross, past)
+        if source.shape[1]:
+            nothing = mask[:, :0]
+            inputs: dict[Any, Arrays] = {"target": [source], "past_mask": [nothing], "past": past}
+            past = self._run("decoder", inputs, "present")
+        return EvaluatorState(mask, [], past)
 
     def step(
         self, tokens: NDArray[np.int64], state: EvaluatorState
@@ -53,16 +62,19 @@ class EvaluatorDecoder:
         """Reads target tokens; see `Decoder.step`."""
         inputs: dict[Any, Arrays] = {
             "target": [tokens],
-            "source_mask": [state.mask],
+            "source_mask" if self.has_encoder else "past_mask": [state.mask],
             "cross": state.cross,
             "past": state.past,
         }
         logits, *present = self._run("decoder", inputs, "logits", "present")
-        return logits, EvaluatorState(state.mask, state.cross, present)
+        mask = mask_after(state.mask, tokens, self.has_encoder)
+        return logits, EvaluatorState(mask, state.cross, present)
 
     def select(self, state: EvaluatorState, rows: NDArray[np.int64]) -> EvaluatorState:
         """Takes rows of the state; see `Decoder.select`."""
-        cross = self._run("select", {"rows": [rows], "state": state.cross}, "selected")
+        cross = state.cross
+        if self.has_encoder:
+            cross = self._run("select", {"rows": [rows], "state": cross}, "selected")
         past = self._run("select", {"rows": [rows], "state": state.past}, "selected")
         return EvaluatorState(state.mask[rows], cross, past)
 
@@ -81,3 +93,19 @@ class EvaluatorDecoder:
         }
         wanted = [tensor for role in outputs for tensor in graph.names(role)]
         return list(self._evaluators[name].run(wanted, feeds))
+
+
+class EvaluatorEncoder:
+    """Runs the graph of an encoder alone."""
+
+    def __init__(self, bundle: Bundle, variant: Variant) -> None:
+        self._graph = variant.graphs["encoder"]
+        self._evaluator = ReferenceEvaluator(str(bundle.graph(self._graph)))
+
+    def encode(
+        self, source: NDArray[np.int64], mask: NDArray[np.bool_]
+    ) -> dict[str, NDArray[np.floating[Any]]]:
+        """Returns "hidden" and "logits"; see `OnnxEncoder.encode`."""
+        names = [spec.name for spec in self._graph.outputs]
+        feeds = dict(zip([spec.name for spec in self._graph.inputs], (source, mask), strict=True))
+        return dict(zip(names, self._evaluator.run(names, feeds), strict=True))

@@ -1,8 +1,10 @@
 """The graphs of a variant: torch modules with flat tensors in and out, turned into ONNX.
 
-`encoder` gives every decoder layer's cross keys and values, `decoder` serves the first step and
-all later ones (the past has length 0 at first), `select` takes rows of the cache, so that the
-search can drop and reorder rows where the cache lies. Every dimension that varies is dynamic.
+Of an encoder-decoder, `encoder` gives every decoder layer's cross keys and values, `decoder` serves
+the first step and all later ones (the past has length 0 at first), `select` takes rows of the
+cache, so that the search can drop and reorder rows where the cache lies. Without an encoder the
+same `decoder` also reads the prompt. An `encoder` alone gives hidden states and scores of tokens.
+Every dimension that varies is dynamic.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from transferry.build_model.attention import KeyValues
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
-from transferry.runtime.bundle import GraphSpec, Role, TensorSpec
+from transferry.runtime.bundle import GRAPHS, GraphSpec, Role, TensorSpec
 
 # The exporter's own opset, so that nothing is converted afterwards: 23 and later have an Attention
 # operator, whose kernel is slower than the products it stands for and which fewer runtimes know.
@@ -46,17 +48,31 @@ class EncoderGraph(nn.Module):
         return flatten(self.model.cross(self.model.encode(source, source_mask)))
 
 
-class DecoderGraph(nn.Module):
-    """target, source_mask, cross and past -> logits and present."""
+class ReaderGraph(nn.Module):
+    """source, source_mask -> hidden and logits: an encoder alone."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, target: Tensor, source_mask: Tensor, *cache: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, source: Tensor, source_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Transformer.encode` and `Transformer.logits` for the shapes."""
+        hidden = self.model.encode(source, source_mask)
+        return hidden, self.model.logits(hidden)
+
+
+class DecoderGraph(nn.Module):
+    """target, mask, cross and past -> logits and present."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, target: Tensor, mask: Tensor, *cache: Tensor) -> tuple[Tensor, ...]:
         """See `Transformer.decode` for the shapes; `cache` is all of cross, then all of past."""
-        cross, past = cache[: len(cache) // 2], cache[len(cache) // 2 :]
-        logits, present = self.model.decode(target, source_mask, pair(cross), pair(past))
+        crosses = len(cache) // 2 if self.model.encoder else 0
+        cross, past = cache[:crosses], cache[crosses:]
+        logits, present = self.model.decode(target, mask, pair(cross), pair(past))
         return logits, *flatten(present)
 
 
@@ -86,29 +102,40 @@ def export_graphs(model: Transformer, variant: str) -> dict[str, Graph]:
         variant: The folder, inside the bundle, that the graphs will lie in.
 
     Returns:
-        "encoder", "decoder" and "select" by name.
+        By name those that `runtime.bundle.GRAPHS` lists for the architecture.
     """
     config = model.config
     layers = range(config.decoder_layers)
     source = TensorSpec("source", "source", "int64", ("batch", "source"))
     mask = TensorSpec("source_mask", "source_mask", "bool", ("batch", "source"))
+    past_mask = TensorSpec("past_mask", "past_mask", "bool", ("batch", "past"))
     target = TensorSpec("target", "target", "int64", ("batch", "target"))
     rows = TensorSpec("rows", "rows", "int64", ("selected",))
     logits = TensorSpec("logits", "logits", "float32", ("batch", "target", config.vocabulary_size))
 
     def cache(role: Role, length: str, batch: str = "batch") -> tuple[TensorSpec, ...]:
-        shape = (batch, config.heads, length, config.d_head)
+        shape = (batch, config.kv_heads, length, config.d_head)
         return tuple(
             TensorSpec(f"{role}.{layer}.{part}", role, "float32", shape)
             for layer in layers
             for part in ("keys", "values")
         )
 
+    has_encoder = bool(config.encoder_layers)
+    encoder: tuple[nn.Module, tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
+    encoder = (EncoderGraph(model), (source, mask), cache("cross", "source"))
+    if not config.decoder_layers:
+        shape = ("batch", "source", config.d_model)
+        hidden = TensorSpec("hidden", "hidden", "float32", shape)
+        shape = ("batch", "source", config.vocabulary_size)
+        scores = TensorSpec("logits", "logits", "float32", shape)
+        encoder = (ReaderGraph(model), (source, mask), (hidden, scores))
+    read = (mask, *cache("cross", "source")) if has_encoder else (past_mask,)
     specs: dict[str, tuple[nn.Module, tuple[TensorSpec, ...], tuple[TensorSpec, ...]]] = {
-        "encoder": (EncoderGraph(model), (source, mask), cache("cross", "source")),
+        "encoder": encoder,
         "decoder": (
             DecoderGraph(model),
-            (target, mask, *cache("cross", "source"), *cache("past", "past")),
+            (target, *read, *cache("past", "past")),
             (logits, *cache("present", "past + target")),
         ),
         "select": (
@@ -122,7 +149,8 @@ def export_graphs(model: Transformer, variant: str) -> dict[str, Graph]:
             _export(module, inputs, outputs, config),
             GraphSpec(f"{variant}/{name}.onnx", inputs, outputs),
         )
-        for name, (module, inputs, outputs) in specs.items()
+        for name in GRAPHS[config.architecture]
+        for module, inputs, outputs in [specs[name]]
     }
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transferry.build_model.attention import KeyValues
 from transferry.build_model.transformer import Transformer
 from transferry.export.graphs import flatten
+from transferry.runtime.decoder import mask_after
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class TorchDecoder:
     def __init__(self, model: Transformer) -> None:
         self.model = model.eval()
         self.vocabulary_size = model.config.vocabulary_size
+        self.has_encoder = bool(model.config.encoder_layers)
 
     @classmethod
     def oracle(cls, model: Transformer) -> TorchDecoder:
@@ -40,12 +42,15 @@ class TorchDecoder:
     @torch.inference_mode()
     def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> TorchState:
         """Encodes the source; see `Decoder.start`."""
-        device = self.model.positions.device
-        mask_tensor = torch.from_numpy(mask).to(device)
-        encoded = self.model.encode(torch.from_numpy(source).to(device), mask_tensor)
-        return TorchState(
-            mask_tensor, self.model.cross(encoded), self.model.empty_past(len(source))
-        )
+        device = self.model.embedding.weight.device
+        tokens, mask_tensor = torch.from_numpy(source).to(device), torch.from_numpy(mask).to(device)
+        past = self.model.empty_past(len(source))
+        if self.has_encoder:
+            cross = self.model.cross(self.model.encode(tokens, mask_tensor))
+            return TorchState(mask_tensor, cross, past)
+        if source.shape[1]:
+            _, past = self.model.decode(tokens, mask_tensor[:, :0], [], past)
+        return TorchState(mask_tensor, [], past)
 
     @torch.inference_mode()
     def step(
@@ -54,7 +59,9 @@ class TorchDecoder:
         """Reads target tokens; see `Decoder.step`."""
         target = torch.from_numpy(np.ascontiguousarray(tokens)).to(state.mask.device)
         logits, past = self.model.decode(target, state.mask, state.cross, state.past)
-        return logits.cpu().numpy(), TorchState(state.mask, state.cross, past)
+        mask = mask_after(state.mask.cpu().numpy(), tokens, self.has_encoder)
+        mask_tensor = torch.from_numpy(mask).to(target.device)
+        return logits.cpu().numpy(), TorchState(mask_tensor, state.cross, past)
 
     @torch.inference_mode()
     def select(self, state: TorchState, rows: NDArray[np.int64]) -> TorchState:

@@ -17,11 +17,9 @@ from transferry.runtime.processors import LogitsProcessor, restrict
 def beam_search(
     decoder: Decoder[State],
     state: State,
-    sentences: int,
+    first: NDArray[np.int64],
     options: GenerationOptions,
     processors: Sequence[LogitsProcessor],
-    *,
-    bos_id: int,
     eos_id: int,
 ) -> list[list[Hypothesis]]:
     """Keeps the `beam` likeliest beginnings of each sentence, step by step.
@@ -37,23 +35,22 @@ def beam_search(
     Args:
         decoder: scores the tokens.
         state: after `Decoder.start`, one row a sentence.
-        sentences: number of sentences.
+        first: the token that the outputs of each sentence follow `[sentences]`.
         options: beam, n_best, lengths, length penalty and early stopping are used.
         processors: what filters.
-        bos_id: the token that every output begins after.
         eos_id: the token that ends an output.
 
     Returns:
         At most `n_best` hypotheses a sentence, best first.
     """
-    beam = options.beam
+    beam, sentences = options.beam, len(first)
     paths = Paths(options.max_length, sentences, beam)
     ended = Ended(sentences, options)
     failed = np.zeros(sentences, np.bool_)
     # What is still in the batch: sentences `[live]`, their beams `[live, width]`.
     live = np.arange(sentences)
     totals = np.zeros((sentences, 1))
-    tokens = np.full((sentences, 1), bos_id)
+    tokens = first[:, None]
 
     for step in range(options.max_length):
         logits, state = decoder.step(tokens.reshape(-1, 1), state)

@@ -29,16 +29,23 @@ from transferry.runtime.tokenizer import Tokenizer
 FORMAT = 1
 MANIFEST = "manifest.json"
 REFERENCE = "reference.npz"
-GRAPHS = ("encoder", "decoder", "select")
+# Which graphs a variant has, by architecture.
+GRAPHS = {
+    "encoder-decoder": ("encoder", "decoder", "select"),
+    "decoder-only": ("decoder", "select"),
+    "encoder-only": ("encoder",),
+}
 
 Role = Literal[
     "source",  # int64 [batch, source]: token ids
     "source_mask",  # bool [batch, source]: True at a token
     "cross",  # [batch, heads, source, d_head]: keys or values of the source
     "target",  # int64 [batch, target]: token ids
+    "past_mask",  # bool [batch, past]: True at a token; where there is no encoder
     "past",  # [batch, heads, past, d_head]: keys or values of earlier positions
     "present",  # [batch, heads, past + target, d_head]: the next step's past
-    "logits",  # [batch, target, vocabulary]
+    "logits",  # [batch, target, vocabulary], or of an encoder alone [batch, source, vocabulary]
+    "hidden",  # [batch, source, d_model]: what an encoder alone makes of the source
     "rows",  # int64 [selected]: which rows to take
     "state",  # [batch, heads, length, d_head]: past or cross, before a selection
     "selected",  # [selected, heads, length, d_head]: and after it
@@ -94,7 +101,7 @@ class Variant:
         name: Such as "portable".
         precision: Type of weights and arithmetic.
         opset: Version of the standard ONNX operators that the graphs use.
-        graphs: Those of `GRAPHS` by name.
+        graphs: Those that `GRAPHS` lists, by name.
     """
 
     name: str
@@ -116,7 +123,7 @@ class Manifest:
     """manifest.json as a value.
 
     Attributes:
-        architecture: "encoder-decoder".
+        architecture: One of `GRAPHS`.
         model: The shape of the model, as build_model's ModelConfig writes it.
         generation: Defaults of GenerationOptions that differ from its own.
         variants: By name.
@@ -202,10 +209,12 @@ class Manifest:
 
 def _check_graphs(manifest: Manifest) -> None:
     """Refuses what could not be run, and graphs that no hash vouches for."""
+    if manifest.architecture not in GRAPHS:
+        raise ValueError(f"its architecture {manifest.architecture!r} is none of {list(GRAPHS)}")
     if not manifest.variants:
         raise ValueError("it has no variant")
     for variant in manifest.variants.values():
-        for name in GRAPHS:
+        for name in GRAPHS[manifest.architecture]:
             if name not in variant.graphs:
                 raise ValueError(f"variant {variant.name!r} has no graph {name!r}")
         for graph in variant.graphs.values():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,15 @@ class ObservableDecoder(Decoder[State], Protocol[State]):
 
     def tensors(self, state: State) -> Tensors:
         """Returns the cross and past of a state by name, such as "cross.0.keys"."""
+        ...
+
+
+@runtime_checkable
+class ObservableEncoder(Protocol):
+    """An encoder alone."""
+
+    def encode(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> Tensors:
+        """Returns "hidden" and "logits" of the source."""
         ...
 
 
@@ -57,9 +66,12 @@ class Tolerance:
 class Case:
     """Input of one comparison; the target is fed in two calls, cut at `past`.
 
+    An encoder alone has no target.
+
     Attributes:
         name: Tells the sizes.
-        source: [batch, source] int64
+        source: [batch, source] int64, what `Decoder.start` reads; where there is no encoder it lies
+            in the cache before the past.
         mask: [batch, source] bool, True at a token.
         target: [batch, past + new] int64, beginning with the start token.
         past: Length of the cache when the compared step runs; 0 makes it the first step.
@@ -109,7 +121,7 @@ class Comparison:
     def stage(self) -> str:
         """What gave the tensor: "encoder" is `start`, then "first step" and "later step"."""
         encoder, first, later = STAGES
-        if _from_encoder(self.tensor):
+        if _from_encoder(self.tensor) or "past" not in self.case:
             return encoder
         return first if self.case.endswith("past 0") else later
 
@@ -275,8 +287,11 @@ class ParityReport:
             )
 
 
-def observe(decoder: ObservableDecoder[State], case: Case) -> Tensors:
+def observe(model: ObservableDecoder[State] | ObservableEncoder, case: Case) -> Tensors:
     """Runs a case: encoder, as many target tokens as make the past, and the compared step."""
+    if isinstance(model, ObservableEncoder):
+        return model.encode(case.source, case.mask)
+    decoder = model
     state = decoder.start(case.source, case.mask)
     if case.past:
         _, state = decoder.step(case.target[:, : case.past], state)
@@ -303,7 +318,7 @@ def truth(case: Case, oracle: Tensors, reference: Tensors) -> Truth:
     }
     pooled = {
         encoder: max(e for name, e in errors.items() if _from_encoder(name) is encoder)
-        for encoder in (True, False)
+        for encoder in {_from_encoder(name) for name in errors}
     }
     return Truth(oracle, {name: pooled[_from_encoder(name)] for name in errors})
 
@@ -314,10 +329,16 @@ def _from_encoder(name: str) -> bool:
 
 def meaningful(case: Case, name: str, tensor: NDArray[Any]) -> NDArray[np.bool_]:
     """Where a tensor means something: what the encoder makes of padding does not."""
-    mask = np.ones((), np.bool_)
-    if _from_encoder(name):
-        mask = case.mask[:, None, :, None]
-    return np.broadcast_to(mask, tensor.shape)
+    if not case.target.size:
+        return np.broadcast_to(case.mask[:, :, None], tensor.shape)
+    if name == "logits":
+        return np.ones(tensor.shape, np.bool_)
+    places = case.mask
+    if not _from_encoder(name):
+        # Without an encoder the cache begins with the source.
+        source = case.mask[:, : tensor.shape[-2] - case.target.shape[1]]
+        places = np.concatenate([source, np.ones_like(case.target, np.bool_)], axis=1)
+    return np.broadcast_to(places[:, None, :, None], tensor.shape)
 
 
 def compare(case: Case, expected: Truth, found: Tensors, tolerance: Tolerance) -> list[Comparison]:

@@ -9,7 +9,7 @@ State = TypeVar("State")
 
 
 class Decoder(Protocol[State]):
-    """An encoder-decoder model seen from the search: tokens in, logits out, the cache as a value.
+    """A model seen from the search: tokens in, logits out, the cache as a value.
 
     The state is opaque to the search. A call never changes the state that it is given, as far as
     the search can tell: the search goes on with the returned one and drops the old.
@@ -20,8 +20,13 @@ class Decoder(Protocol[State]):
         """Number of target tokens, the last dimension of the logits."""
         ...
 
+    @property
+    def has_encoder(self) -> bool:
+        """False where outputs go on with the source itself: the model is decoder-only."""
+        ...
+
     def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> State:
-        """Encodes the source.
+        """Encodes the source, or where there is no encoder fills the cache with it.
 
         Args:
             source: padded token ids `[rows, source]`.
@@ -56,3 +61,13 @@ class Decoder(Protocol[State]):
             rows: which rows to take `[new_rows]`.
         """
         ...
+
+
+def mask_after(
+    mask: NDArray[np.bool_], tokens: NDArray[np.int64], has_encoder: bool
+) -> NDArray[np.bool_]:
+    """The mask of a state after a step over `tokens`, all of them real.
+
+    Of the source it stays as it is; without an encoder it is of what lies in the cache, and grows.
+    """
+    return mask if has_encoder else np.concatenate([mask, np.ones(tokens.shape, np.bool_)], axis=1)

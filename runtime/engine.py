@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from transferry.runtime.batching import BatchOptions, length_batches, windows
+from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import MANIFEST, Bundle
 from transferry.runtime.errors import UsageError
 from transferry.runtime.files import sha256
 from transferry.runtime.hypothesis import FinishReason, Hypothesis
+from transferry.runtime.model import Model, open_model
 from transferry.runtime.onnx_decoder import OnnxDecoder
+from transferry.runtime.onnx_encoder import OnnxEncoder
 from transferry.runtime.options import GenerationOptions
+from transferry.runtime.pipeline import Done, Item, Task, Todo, in_batches
 from transferry.runtime.processor import usable_cores
 from transferry.runtime.search import search
 from transferry.runtime.session import Optimisation, Provider, SessionOptions
 
-RowErrorKind = Literal["empty", "too-long", "not-finite"]
+RowErrorKind = Literal["empty", "too-long", "too-short", "no-mask", "not-finite"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,15 @@ class RowError:
 
     kind: RowErrorKind
     message: str
+
+    def record(self) -> dict[str, str]:
+        """Returns the error as JSON values."""
+        return {"kind": self.kind, "message": self.message}
+
+
+NOT_FINITE = RowError(
+    "not-finite", "the model gave NaN or infinity; verify the bundle on this provider"
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,11 @@ class Result:
         """The best answer, or nothing on an error."""
         return self.outputs[0].text if self.outputs else ""
 
+    @property
+    def target_tokens(self) -> int:
+        """Length of the best answer, without the end token."""
+        return len(self.outputs[0].tokens) if self.outputs else 0
+
 
 class Engine:
     """Runs a bundle over any amount of text, in bounded memory."""
@@ -84,7 +99,7 @@ class Engine:
     def __init__(
         self,
         bundle: Bundle,
-        decoder: OnnxDecoder,
+        model: Model,
         *,
         replicas: int = 1,
         batches: BatchOptions | None = None,
@@ -93,14 +108,14 @@ class Engine:
 
         Args:
             bundle: Gives the tokenizer and the model's limits.
-            decoder: Computes; it is called by `replicas` threads at once.
+            model: Computes; it is called by `replicas` threads at once.
             replicas: Batches in progress at a time.
             batches: How much each computes at once.
         """
         if replicas < 1:
             raise UsageError(f"replicas must be at least 1, not {replicas}")
         self.bundle = bundle
-        self.decoder = decoder
+        self.model = model
         self.replicas = replicas
         self.batches = batches or BatchOptions()
         self.max_positions = int(bundle.manifest.model["max_positions"])
@@ -143,8 +158,37 @@ class Engine:
         options = SessionOptions(provider, threads, device_id, optimisation, provider_options or {})
         if replicas is None:
             replicas = max(1, usable_cores() // threads) if provider == "cpu" else 1
-        decoder = OnnxDecoder(bundle, bundle.variant(variant), options)
-        return cls(bundle, decoder, replicas=replicas, batches=batches)
+        model = open_model(bundle, bundle.variant(variant), options)
+        return cls(bundle, model, replicas=replicas, batches=batches)
+
+    @property
+    def decoder(self) -> OnnxDecoder:
+        """What generates.
+
+        Raises:
+            UsageError: The model is an encoder alone.
+        """
+        if isinstance(self.model, OnnxEncoder):
+            raise UsageError(
+                f"{self.bundle.folder} holds an encoder-only model, which generates nothing; its "
+                "tasks are embed and fill-mask"
+            )
+        return self.model
+
+    @property
+    def encoder(self) -> OnnxEncoder:
+        """What embeds and fills in.
+
+        Raises:
+            UsageError: The model is not an encoder alone.
+        """
+        if isinstance(self.model, OnnxDecoder):
+            raise UsageError(
+                f"{self.bundle.folder} holds a model of architecture "
+                f"{self.bundle.manifest.architecture}, which neither embeds nor fills in; its task "
+                "is generate"
+            )
+        return self.model
 
     def default_options(self) -> GenerationOptions:
         """Returns the options that the bundle's maker set."""
@@ -156,7 +200,7 @@ class Engine:
             "transferry": importlib.metadata.version("transferry"),
             "manifest_sha256": sha256(self.bundle.folder / MANIFEST),
             "replicas": self.replicas,
-            **self.decoder.describe(),
+            **self.model.describe(),
         }
 
     def generate(
@@ -180,78 +224,91 @@ class Engine:
                 f"max_length is {options.max_length}, but the model has {self.max_positions} "
                 "positions; lower max_length"
             )
-        return self._stream(texts, options)
+        decoder, tokenizer = self.decoder, self.bundle.tokenizer
 
-    def _stream(self, texts: Iterable[str], options: GenerationOptions) -> Iterator[Result]:
-        pool = ThreadPoolExecutor(self.replicas, thread_name_prefix="replica")
-        try:
-            first = 0
-            pending: deque[_Window] = deque()
-            for window in windows(texts, self.batches.window):
-                pending.append(self._submit(pool, window, first, options))
-                first += len(window)
-                # One window is computed while the next is read, so that no replica waits.
-                if len(pending) > 1:
-                    yield from self._collect(pending.popleft())
-            while pending:
-                yield from self._collect(pending.popleft())
-        finally:
-            pool.shutdown(cancel_futures=True)
+        def prepare(first: int, texts: list[str]) -> list[Todo[_Row] | Result]:
+            rows: list[Todo[_Row] | Result] = []
+            for number, (text, ids) in enumerate(
+                zip(texts, tokenizer.encode_batch(texts), strict=True), start=first
+            ):
+                source = tokenizer.special.wrap(ids)
+                room = self._room(len(source), options)
+                error = self.refusal(text, len(source))
+                if error is None and len(options.prefix) > room:
+                    error = RowError(
+                        "too-long",
+                        f"{len(source)} tokens leave room for {room} in the model's "
+                        f"{self.max_positions} positions, but the prefix has "
+                        f"{len(options.prefix)}; shorten either",
+                    )
+                if error is None:
+                    rows.append(Todo(_Row(number, text, source), len(source), room))
+                else:
+                    rows.append(Result(text, len(source), (), error))
+            return rows
 
-    def _submit(
-        self, pool: ThreadPoolExecutor, texts: list[str], first: int, options: GenerationOptions
-    ) -> _Window:
-        tokenizer = self.bundle.tokenizer
-        sources = [[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]
-        results = [
-            Result(text, len(source), (), self._refusal(text, source))
-            for text, source in zip(texts, sources, strict=True)
-        ]
-        good = [index for index, result in enumerate(results) if result.error is None]
-        batches = length_batches(
-            [len(sources[index]) for index in good],
-            max(1, self.batches.rows // max(options.beam, options.n_best)),
-            self.batches.tokens,
-        )
-        jobs = []
-        for batch in batches:
-            rows = [good[index] for index in batch]
-            future = pool.submit(
-                search,
-                self.decoder,
-                [sources[row] for row in rows],
-                options,
-                pad_id=tokenizer.pad_id,
-                bos_id=tokenizer.bos_id,
-                eos_id=tokenizer.eos_id,
-                row_ids=[first + row for row in rows],
+        def compute(rows: list[_Row]) -> list[Result]:
+            # All rows of a batch have the same room; see Todo.group.
+            room = self._room(len(rows[0].source), options)
+            fitting = replace(options, max_length=room, min_length=min(options.min_length, room))
+            found = search(
+                decoder,
+                [row.source for row in rows],
+                fitting,
+                tokenizer.special,
+                row_ids=[row.number for row in rows],
             )
-            jobs.append((rows, future))
-        return _Window(results, jobs)
+            return [
+                self._result(row, hypotheses) for row, hypotheses in zip(rows, found, strict=True)
+            ]
 
-    def _refusal(self, text: str, source: Sequence[int]) -> RowError | None:
+        return self.map(texts, prepare, compute, rows_each=max(options.beam, options.n_best))
+
+    def map(
+        self,
+        items: Iterable[Item],
+        prepare: Callable[[int, list[Item]], list[Todo[Task] | Done]],
+        compute: Callable[[list[Task]], list[Done]],
+        *,
+        rows_each: int = 1,
+    ) -> Iterator[Done]:
+        """Runs `pipeline.in_batches` as this engine is set up.
+
+        Args:
+            items: See there, as for the other arguments.
+            prepare: Makes rows of items.
+            compute: Computes a batch.
+            rows_each: Rows of a batch that each item takes.
+        """
+        return in_batches(
+            items,
+            prepare,
+            compute,
+            options=self.batches,
+            rows=max(1, self.batches.rows // rows_each),
+            replicas=self.replicas,
+        )
+
+    def _room(self, tokens: int, options: GenerationOptions) -> int:
+        """How long an answer may get; a prompt takes up positions, but for the last answer's."""
+        if self.decoder.has_encoder:
+            return options.max_length
+        return max(1, min(options.max_length, self.max_positions - tokens + 1))
+
+    def refusal(self, text: str, tokens: int) -> RowError | None:
+        """Why the model cannot take a text of so many tokens, if it cannot."""
         if not text.strip():
             return RowError("empty", "there is no text to work on")
-        if len(source) > self.max_positions:
+        if tokens > self.max_positions:
             return RowError(
                 "too-long",
-                f"{len(source)} tokens, but the model has {self.max_positions} positions; "
+                f"{tokens} tokens, but the model has {self.max_positions} positions; shorten or "
                 "split the text",
             )
         return None
 
-    def _collect(self, window: _Window) -> Iterator[Result]:
-        results = window.results
-        for rows, future in window.jobs:
-            for row, hypotheses in zip(rows, future.result(), strict=True):
-                results[row] = self._result(results[row], hypotheses)
-        yield from results
-
-    def _result(self, result: Result, hypotheses: Sequence[Hypothesis]) -> Result:
+    def _result(self, row: _Row, hypotheses: Sequence[Hypothesis]) -> Result:
         usable = [item for item in hypotheses if item.finish_reason != "error"]
-        if not usable:
-            message = "the model gave NaN or infinity; verify the bundle on this provider"
-            return replace(result, error=RowError("not-finite", message))
         outputs = tuple(
             Output(
                 self.bundle.tokenizer.decode(item.tokens),
@@ -262,12 +319,14 @@ class Engine:
             )
             for item in usable
         )
-        return replace(result, outputs=outputs)
+        error = None if usable else NOT_FINITE
+        return Result(row.text, len(row.source), outputs, error)
 
 
 @dataclass(frozen=True)
-class _Window:
-    """Rows being worked on: their results so far, and the batches that will complete them."""
+class _Row:
+    """A text to be answered: its number, itself, and what the model reads of it."""
 
-    results: list[Result]
-    jobs: list[tuple[list[int], Future[list[list[Hypothesis]]]]]
+    number: int
+    text: str
+    source: list[int]

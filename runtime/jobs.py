@@ -6,20 +6,33 @@ import contextlib
 import errno
 import gzip
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import repeat
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Generic, Literal, Protocol, TypeVar, cast
 
-from transferry.runtime.engine import Engine, Result
+from transferry.runtime.embedding import embed
+from transferry.runtime.engine import Engine, Result, RowError
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import atomic_file, read_lines
+from transferry.runtime.fill_mask import fill_masks
 from transferry.runtime.options import GenerationOptions
+from transferry.runtime.scoring import Score, score
+from transferry.runtime.writers import NpyVectors, ParquetVectors, Writer, lines_of
 
-Format = Literal["jsonl", "text"]
+Format = Literal["jsonl", "text", "npy", "parquet"]
+# What each task can write.
+FORMATS: dict[str, tuple[Format, ...]] = {
+    "generate": ("jsonl", "text"),
+    "fill-mask": ("jsonl", "text"),
+    "embed": ("npy", "parquet", "jsonl"),
+}
 STANDARD_STREAM = Path("-")
 
 
@@ -57,25 +70,45 @@ class Summary:
         }
 
 
+class Row(Protocol):
+    """What became of a line, whatever the task."""
+
+    @property
+    def error(self) -> RowError | None:
+        """None where there is an answer."""
+        ...
+
+    @property
+    def source_tokens(self) -> int:
+        """Tokens read."""
+        ...
+
+    @property
+    def target_tokens(self) -> int:
+        """Tokens given or scored."""
+        ...
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
+
+
 @dataclass(frozen=True)
-class Job:
-    """One run of an engine over a file.
+class Job(Generic[AnyRow]):
+    """One run over a file.
 
     Attributes:
-        engine: What answers.
+        answer: Turns lines into as many rows, in order.
         source: Plain or gzip lines; "-" is stdin.
         sink: Where the answers go, gzip if its name ends in .gz; "-" is stdout. A file appears
             only when the last answer is in it.
-        options: How to search.
-        format: "jsonl", one object a line, or "text", the best answer a line.
+        writer: Writes rows to the opened sink.
         force: Replace a sink that exists.
     """
 
-    engine: Engine
+    answer: Callable[[Iterator[str]], Iterator[AnyRow]]
     source: Path
     sink: Path
-    options: GenerationOptions
-    format: Format = "jsonl"
+    writer: Callable[[BinaryIO], Writer[AnyRow]]
     force: bool = False
 
     def __post_init__(self) -> None:
@@ -107,27 +140,147 @@ class Job:
         """
         summary = Summary()
         started = time.monotonic()
-        write = to_json if self.format == "jsonl" else to_text
         with _opened(self.sink) as file:
-            results = self.engine.generate(read_lines(self.source), self.options)
-            for number, result in enumerate(results):
-                file.write(write(number, result, self.options.n_best).encode())
+            writer = self.writer(file)
+            for number, row in enumerate(self.answer(read_lines(self.source))):
+                writer.write(number, row)
                 summary.rows += 1
-                if result.error is not None:
+                if row.error is not None:
                     summary.errors += 1
-                    where = f"line {number + 1}: {result.error.message}"
+                    where = f"line {number + 1}: {row.error.message}"
                     summary.first_error = summary.first_error or where
-                summary.source_tokens += result.source_tokens
-                if result.outputs:
-                    summary.target_tokens += len(result.outputs[0].tokens)
+                summary.source_tokens += row.source_tokens
+                summary.target_tokens += row.target_tokens
                 summary.seconds = time.monotonic() - started
                 watch(summary)
+            writer.close()
         return summary
 
 
+def generation(
+    engine: Engine,
+    source: Path,
+    sink: Path,
+    options: GenerationOptions,
+    format: Format = "jsonl",
+    force: bool = False,
+) -> Job[Result]:
+    """Returns the job that answers each line by generation, an object or a text a line."""
+    to_line = partial(to_json, n_best=options.n_best) if format == "jsonl" else to_text
+    return Job(
+        lambda lines: engine.generate(lines, options), source, sink, lines_of(to_line), force
+    )
+
+
+def job_of(
+    engine: Engine,
+    source: Path,
+    sink: Path,
+    options: Mapping[str, Any],
+    generation_options: Mapping[str, Any],
+) -> Job[Any]:
+    """Returns the job that the options of `transferry run` describe.
+
+    Args:
+        engine: What answers.
+        source: The lines.
+        sink: Where the answers go.
+        options: format, task, prefix, pooling, normalise, mask, top and force.
+        generation_options: Fields of GenerationOptions that were given.
+
+    Raises:
+        UsageError: The task is not the bundle's, the format is not the task's, or the sink would
+            be lost.
+    """
+    task, force = options["task"], options["force"]
+    format = options["format"] or guess_format(sink)
+    if format not in FORMATS[task]:
+        raise UsageError(
+            f"task {task} writes {' or '.join(FORMATS[task])}, not {format}; name another --out or "
+            "--format"
+        )
+    if task == "generate":
+        prefix = tuple(engine.bundle.tokenizer.encode(options["prefix"]))
+        chosen = replace(engine.default_options(), **generation_options, prefix=prefix)
+        return generation(engine, source, sink, chosen, format, force)
+    if generation_options:
+        name = next(iter(generation_options))
+        raise UsageError(f"task {task} generates nothing, so {name} has no effect; leave it out")
+    _ = engine.encoder  # refuses another architecture before anything is opened
+    if task == "fill-mask":
+        filling = partial(fill_masks, engine, mask=options["mask"], top=options["top"])
+        line = to_record if format == "jsonl" else to_text
+        return Job(filling, source, sink, lines_of(line), force)
+    embedding = partial(embed, engine, pooling=options["pooling"], normalise=options["normalise"])
+    if format == "jsonl":
+        return Job(embedding, source, sink, lines_of(to_record), force)
+    if sink == STANDARD_STREAM:
+        raise UsageError(f"{format} cannot go to standard output; name a file with --out")
+    width = int(engine.bundle.manifest.model["d_model"])
+    vectors = NpyVectors if format == "npy" else ParquetVectors
+    return Job(embedding, source, sink, lambda file: vectors(file, width), force)
+
+
+@dataclass(frozen=True)
+class Scoring(Job[Score]):
+    """The job that scores each line."""
+
+    counts: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def marks(self) -> dict[str, float]:
+        """Tokens scored, their log-probability in nats, and the perplexity of all together."""
+        total, tokens = self.counts
+        perplexity = math.exp(-total / tokens) if tokens else math.nan
+        return {
+            "scored_tokens": int(tokens),
+            "log_probability": round(total, 6),
+            "perplexity": round(perplexity, 6),
+        }
+
+
+def scoring(
+    engine: Engine, source: Path, target: Path | None, sink: Path, *, force: bool
+) -> Scoring:
+    """Returns the job that scores texts, or pairs where the bundle has an encoder.
+
+    Raises:
+        UsageError: A target is missing or too much, or the sink would be lost.
+    """
+    if engine.decoder.has_encoder is (target is None):
+        need = "needs --target" if target is None else "takes no --target"
+        architecture = engine.bundle.manifest.architecture
+        raise UsageError(f"{engine.bundle.folder} is {architecture} and {need}")
+    counts = [0.0, 0.0]
+
+    def answer(lines: Iterator[str]) -> Iterator[Score]:
+        targets: Iterator[str | None] = repeat(None) if target is None else read_lines(target)
+        for row in score(engine, _pairs(lines, targets, source, target)):
+            counts[0] += row.total
+            counts[1] += row.target_tokens
+            yield row
+
+    return Scoring(answer, source, sink, lines_of(to_record), force, counts)
+
+
+def _pairs(
+    lines: Iterator[str], targets: Iterator[str | None], source: Path, target: Path | None
+) -> Iterator[tuple[str, str | None]]:
+    missing = object()
+    for number, line in enumerate(lines, start=1):
+        other = next(targets, missing)
+        if other is missing:
+            raise InputError(
+                f"{target} ends before line {number} of {source}; give files of equal length"
+            )
+        yield line, cast("str | None", other)
+    if target is not None and next(targets, missing) is not missing:
+        raise InputError(f"{source} ends before {target}; give files of equal length")
+
+
 def guess_format(sink: Path) -> Format:
-    """Returns "jsonl" for names ending in .jsonl or .jsonl.gz, and "text" for all others."""
-    return "jsonl" if sink.name.removesuffix(".gz").endswith(".jsonl") else "text"
+    """Returns the format that a file's name tells, and "text" where it tells none."""
+    suffix = Path(sink.name.removesuffix(".gz")).suffix.removeprefix(".")
+    return cast(Format, suffix) if suffix in ("jsonl", "npy", "parquet") else "text"
 
 
 def to_json(number: int, result: Result, n_best: int) -> str:
@@ -141,7 +294,7 @@ def to_json(number: int, result: Result, n_best: int) -> str:
     else:
         record["finish_reason"] = "error"
     if result.error is not None:
-        record["error"] = {"kind": result.error.kind, "message": result.error.message}
+        record["error"] = result.error.record()
     record["source_tokens"] = result.source_tokens
     if n_best > 1:
         record["n_best"] = [
@@ -152,12 +305,34 @@ def to_json(number: int, result: Result, n_best: int) -> str:
             }
             for output in result.outputs
         ]
-    return json.dumps(record, ensure_ascii=False) + "\n"
+    return json.dumps(record, ensure_ascii=False)
 
 
-def to_text(number: int, result: Result, n_best: int) -> str:
+def to_text(number: int, row: HasText) -> str:
     """Returns the best answer as one line: a line break inside it becomes a space."""
-    return " ".join(result.text.splitlines()) + "\n"
+    return " ".join(row.text.splitlines())
+
+
+def to_record(number: int, row: HasRecord) -> str:
+    """Returns a row as one line of JSON."""
+    return json.dumps({"id": number, **row.record()}, ensure_ascii=False)
+
+
+class HasText(Row, Protocol):
+    """A row whose answer is a text."""
+
+    @property
+    def text(self) -> str:
+        """The answer, or nothing on an error."""
+        ...
+
+
+class HasRecord(Row, Protocol):
+    """A row that can be written as JSON."""
+
+    def record(self) -> dict[str, Any]:
+        """Returns the row as JSON values."""
+        ...
 
 
 @contextlib.contextmanager

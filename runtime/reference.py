@@ -18,6 +18,7 @@ from transferry.runtime.compare import (
     Comparison,
     Decisions,
     ObservableDecoder,
+    ObservableEncoder,
     ParityReport,
     State,
     Tolerance,
@@ -27,11 +28,11 @@ from transferry.runtime.compare import (
 )
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import atomic_file
-from transferry.runtime.onnx_decoder import OnnxDecoder
+from transferry.runtime.model import open_model
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.search import search
 from transferry.runtime.session import SessionOptions
-from transferry.runtime.tokenizer import Tokenizer
+from transferry.runtime.tokenizer import SpecialTokens
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Reference:
     Attributes:
         cases: Inputs with what must come out.
         sources: Token ids that the searches ran over.
-        searches: What they found.
+        searches: What they found; none for an encoder alone.
     """
 
     cases: Sequence[tuple[Case, Truth]]
@@ -121,32 +122,31 @@ class Reference:
 
 
 def check_reference(
-    reference: Reference, decoder: ObservableDecoder[State], tolerance: Tolerance
+    reference: Reference,
+    model: ObservableDecoder[State] | ObservableEncoder,
+    special: SpecialTokens,
+    tolerance: Tolerance,
 ) -> tuple[list[Comparison], list[Decisions]]:
-    """Lets a decoder answer what is recorded; tokens must agree exactly."""
+    """Lets a model answer what is recorded; tokens must agree exactly."""
     comparisons = [
         comparison
         for case, truth in reference.cases
-        for comparison in compare(case, truth, observe(decoder, case), tolerance)
+        for comparison in compare(case, truth, observe(model, case), tolerance)
     ]
-    decisions = []
+    decisions: list[Decisions] = []
+    if isinstance(model, ObservableEncoder):
+        return comparisons, decisions
     for item in reference.searches:
         options = GenerationOptions(**item.options)
-        found = search(
-            decoder,
-            reference.sources,
-            options,
-            pad_id=Tokenizer.pad_id,
-            bos_id=Tokenizer.bos_id,
-            eos_id=Tokenizer.eos_id,
-        )
+        found = search(model, reference.sources, options, special)
         defects = []
         score_error = 0.0
         for row, (wanted, hypotheses) in enumerate(zip(item.answers, found, strict=True)):
             tokens = [list(hypothesis.tokens) for hypothesis in hypotheses]
             if tokens == [list(answer) for answer in wanted]:
                 for score, hypothesis in zip(item.scores[row], hypotheses, strict=True):
-                    score_error = max(score_error, abs(score - hypothesis.score))
+                    error = np.abs(score - hypothesis.score)
+                    score_error = float(np.maximum(score_error, error))  # NaN stays
             else:
                 defects.append(
                     f"recorded source {row}: torch chose {wanted}, the graph chose {tokens}; "
@@ -165,8 +165,8 @@ def verify_recorded(
 ) -> ParityReport:
     """Holds a bundle, opened as it will be served, against its own record; needs no torch."""
     tolerance = tolerance or Tolerance()
-    decoder = OnnxDecoder(bundle, variant, session)
+    model = open_model(bundle, variant, session)
     reference = Reference.load(bundle.folder / REFERENCE)
-    comparisons, decisions = check_reference(reference, decoder, tolerance)
-    settings = {**decoder.describe(), "against": "the recorded answers"}
+    comparisons, decisions = check_reference(reference, model, bundle.tokenizer.special, tolerance)
+    settings = {**model.describe(), "against": "the recorded answers"}
     return ParityReport(str(bundle.folder), settings, tolerance, comparisons, decisions)

@@ -23,6 +23,7 @@ from transferry.runtime.logits import log_sum_exp
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.processors import LogitsProcessor, build_processors, restrict
 from transferry.runtime.sampling import Picker, Sampler, draw_uniforms, pick_likeliest
+from transferry.runtime.tokenizer import SpecialTokens
 
 __all__ = ["Hypothesis", "search"]
 
@@ -36,10 +37,8 @@ def search(
     decoder: Decoder[State],
     sources: Sequence[Sequence[int]],
     options: GenerationOptions,
+    special: SpecialTokens,
     *,
-    pad_id: int,
-    bos_id: int,
-    eos_id: int,
     row_ids: Sequence[int] | None = None,
     prefixes: Sequence[Sequence[int]] | None = None,
 ) -> list[list[Hypothesis]]:
@@ -47,11 +46,10 @@ def search(
 
     Args:
         decoder: the model.
-        sources: token ids of each source, at least one token each.
+        sources: token ids of each source, at least one token each; where the decoder has no
+            encoder the outputs go on with them.
         options: how to generate.
-        pad_id: fills the sources up to equal length, behind the mask.
-        bos_id: the token that every output begins after.
-        eos_id: the token that ends an output.
+        special: the ids that pad, begin and end.
         row_ids: a number for each source that seeds its samples, such as its line in the input;
             by default its place in `sources`.
         prefixes: the forced prefix of each source; by default `options.prefix` for all.
@@ -70,13 +68,12 @@ def search(
         prefixes = [options.prefix] * len(sources)
     if row_ids is None:
         row_ids = range(len(sources))
+    eos_id = special.eos_id
     _check_prefixes(prefixes, options.max_length, decoder.vocabulary_size, eos_id)
     processors = build_processors(options, prefixes, eos_id)
-    state = decoder.start(*pad_sources(sources, pad_id))
+    state, first = begin(decoder, sources, special)
     if options.beam > 1:
-        return beam_search(
-            decoder, state, len(sources), options, processors, bos_id=bos_id, eos_id=eos_id
-        )
+        return beam_search(decoder, state, first, options, processors, eos_id)
 
     owners = np.repeat(np.arange(len(sources)), options.n_best)
     pick: Picker = pick_likeliest
@@ -86,9 +83,7 @@ def search(
         )
     if len(owners) > len(sources):
         state = decoder.select(state, owners)
-    outputs = pick_search(
-        decoder, state, owners, options, processors, pick, bos_id=bos_id, eos_id=eos_id
-    )
+    outputs = pick_search(decoder, state, first, owners, options, processors, pick, eos_id)
     return [
         ranked(outputs[first : first + options.n_best])
         for first in range(0, len(outputs), options.n_best)
@@ -98,12 +93,11 @@ def search(
 def pick_search(
     decoder: Decoder[State],
     state: State,
+    first: NDArray[np.int64],
     owners: NDArray[np.int64],
     options: GenerationOptions,
     processors: Sequence[LogitsProcessor],
     pick: Picker,
-    *,
-    bos_id: int,
     eos_id: int,
 ) -> list[Hypothesis]:
     """Generates one output a row, one picked token a step: greedy search and sampling.
@@ -111,11 +105,11 @@ def pick_search(
     Args:
         decoder: scores the tokens.
         state: after `Decoder.start`, one row an output.
+        first: the token that the outputs of each sentence follow `[sentences]`.
         owners: the sentence that each output belongs to `[outputs]`.
         options: max_length and length_penalty are used.
         processors: what filters.
         pick: what picks.
-        bos_id: the token that every output begins after.
         eos_id: the token that ends an output.
 
     Returns:
@@ -128,7 +122,7 @@ def pick_search(
     failed = np.zeros(len(owners), np.bool_)
     # What is still in the batch: the outputs `[rows]` and the last token of each.
     live = np.arange(len(owners))
-    tokens = np.full(len(owners), bos_id)
+    tokens = first[owners]
 
     for step in range(options.max_length):
         leaving = (ended | failed)[live]
@@ -171,20 +165,37 @@ def _output(
     return Hypothesis(tuple(tokens.tolist()), log_probability, score, "length")
 
 
-def pad_sources(
-    sources: Sequence[Sequence[int]], pad_id: int
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Token ids padded on the right and their mask, True at tokens, both `[rows, source]`.
+def begin(
+    decoder: Decoder[State], sources: Sequence[Sequence[int]], special: SpecialTokens
+) -> tuple[State, NDArray[np.int64]]:
+    """Lets the decoder read the sources.
+
+    Returns:
+        The state, and the token that each output follows `[sources]`: the begin token, or where
+        there is no encoder the last one of the source, which no step has read yet.
 
     Raises:
         InputError: a source has no tokens.
     """
-    lengths = np.array([len(source) for source in sources])
-    if not lengths.all():
-        raise InputError(
-            f"source {int(np.argmin(lengths))} of the batch has no tokens, expected at least 1: "
-            "leave empty text out of the search, or end every source with the end token"
+    for row, source in enumerate(sources):
+        if not source:
+            raise InputError(
+                f"source {row} of the batch has no tokens, expected at least 1: leave empty text "
+                "out of the search, or end every source with the end token"
+            )
+    if decoder.has_encoder:
+        return decoder.start(*pad_sources(sources, special.pad_id)), np.full(
+            len(sources), special.bos_id
         )
+    prompts = pad_sources([source[:-1] for source in sources], special.pad_id)
+    return decoder.start(*prompts), np.array([source[-1] for source in sources])
+
+
+def pad_sources(
+    sources: Sequence[Sequence[int]], pad_id: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Token ids padded on the right and their mask, True at tokens, both `[rows, source]`."""
+    lengths = np.array([len(source) for source in sources])
     mask = np.arange(lengths.max()) < lengths[:, None]
     ids = np.full(mask.shape, pad_id, np.int64)
     ids[mask] = [token for source in sources for token in source]

@@ -4,9 +4,10 @@ import base64
 import binascii
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import tiktoken
 
@@ -23,22 +24,58 @@ SINGLE_BYTES = tuple(bytes([value]) for value in range(256))
 _MAX_CHARACTERS_AT_ONCE = 500_000
 
 
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The ids that stand for no text, and where they belong around a text that a model reads.
+
+    Attributes:
+        pad_id: fills rows up to equal length.
+        bos_id: what every output of an encoder-decoder begins after.
+        eos_id: ends an output.
+        mask_id: hides a token in masked language modelling; None where nothing is hidden.
+        before: what every text that goes into the model begins with.
+        after: what it ends with.
+    """
+
+    pad_id: int = 0
+    bos_id: int = 1
+    eos_id: int = 2
+    mask_id: int | None = None
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = (2,)
+
+    def __post_init__(self) -> None:
+        for token_id in self.ids():
+            if type(token_id) is not int or token_id < 0:
+                raise InputError(f"expected special ids of at least 0, found {token_id!r}")
+
+    def wrap(self, ids: Sequence[int]) -> list[int]:
+        """What the model reads for a text of these ids."""
+        return [*self.before, *ids, *self.after]
+
+    def ids(self) -> set[int]:
+        """All of them."""
+        named = {self.pad_id, self.bos_id, self.eos_id, *self.before, *self.after}
+        return named if self.mask_id is None else named | {self.mask_id}
+
+
+# What a trained tokenizer has: an encoder-decoder's sources end with the end token, the text that
+# a decoder goes on with does not, and what an encoder alone reads is marked at both ends.
+SOURCES = SpecialTokens()
+PROMPTS = SpecialTokens(after=())
+PASSAGES = SpecialTokens(mask_id=3, before=(1,))
+
+
 class Tokenizer:
     """Text to token ids and back, the same text for every Unicode string.
 
-    Ids 0, 1 and 2 are padding, begin and end of a sentence. They never come out of `encode`: text
-    that looks like a special token ("<|endoftext|>") is text. Ordinary tokens follow from id 3, in
-    the order of their ranks.
+    Special ids never come out of `encode`: text that looks like a special token ("<|endoftext|>")
+    is text. Ordinary tokens have the ids from `first_ordinary_id` on, in the order of their ranks.
 
     An encoding made for the whole web may be cut down to the ranks that a corpus uses. Text is
     then still split as by the whole encoding, and a token that was not kept is spelled by the
     tokens of its single bytes, which are always kept.
     """
-
-    pad_id: ClassVar[int] = 0
-    bos_id: ClassVar[int] = 1
-    eos_id: ClassVar[int] = 2
-    first_ordinary_id: ClassVar[int] = 3
 
     def __init__(
         self,
@@ -46,6 +83,8 @@ class Tokenizer:
         pattern: str,
         ranks: Mapping[bytes, int],
         kept_ranks: Sequence[int] | None = None,
+        special: SpecialTokens = SOURCES,
+        first_ordinary_id: int | None = None,
     ) -> None:
         """Check the ranks and prepare the tables.
 
@@ -54,6 +93,9 @@ class Tokenizer:
             pattern: the regular expression that splits text into words before BPE.
             ranks: every token's bytes and rank; ranks are 0 to n - 1, single bytes included.
             kept_ranks: the ranks that have an id, ascending; None keeps all.
+            special: the special ids, all of them outside of the ordinary ones.
+            first_ordinary_id: the id of the first kept rank; by default they follow the special
+                ids.
 
         Raises:
             InputError: the ranks, the kept ranks or the pattern cannot make a tokenizer.
@@ -70,29 +112,39 @@ class Tokenizer:
             ) from error
         self.name = name
         self.pattern = pattern
+        self.special = special
+        if first_ordinary_id is None:
+            first_ordinary_id = max(special.ids()) + 1
+        self.first_ordinary_id = first_ordinary_id
         self.kept_ranks = None if kept_ranks is None else tuple(kept_ranks)
 
         self._tokens = sorted(ranks, key=ranks.__getitem__)
         self._pieces = [self._tokens[rank] for rank in kept]
-        self._ids = dict(
-            zip(kept, range(self.first_ordinary_id, self.vocabulary_size), strict=True)
-        )
+        if type(first_ordinary_id) is not int or first_ordinary_id < 0:
+            raise InputError(f"expected a first id of at least 0, found {first_ordinary_id!r}")
+        ids = range(first_ordinary_id, first_ordinary_id + len(self._pieces))
+        if taken := sorted(special.ids().intersection(ids)):
+            raise InputError(
+                f"expected special ids outside of the ordinary ones, {ids.start} to "
+                f"{ids.stop - 1}, found {taken[0]}"
+            )
+        self._ids = dict(zip(kept, ids, strict=True))
         self._byte_ids = [self._ids[ranks[byte]] for byte in SINGLE_BYTES]
 
     def __eq__(self, other: object) -> bool:
         """Whether every text has the same ids in both."""
         if not isinstance(other, Tokenizer):
             return NotImplemented
-        mine = (self.pattern, self.kept_ranks, self._tokens)
-        return mine == (other.pattern, other.kept_ranks, other._tokens)
+        mine = (self.pattern, self.special, self._ids, self._tokens)
+        return mine == (other.pattern, other.special, other._ids, other._tokens)
 
     def __hash__(self) -> int:
         return hash((self.pattern, self.kept_ranks, len(self._tokens)))
 
     @property
     def vocabulary_size(self) -> int:
-        """How many ids there are, the three special ones included."""
-        return self.first_ordinary_id + len(self._pieces)
+        """How many ids there are, the special ones included."""
+        return max(self.first_ordinary_id + len(self._pieces), *(i + 1 for i in self.special.ids()))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without begin and end of sentence."""
@@ -111,10 +163,19 @@ class Tokenizer:
         """Token ids of each text."""
         return [self.encode(text) for text in texts]
 
+    def describe(self, ids: Sequence[int]) -> str:
+        """What a text of these ids takes of the vocabulary, in words."""
+        ranks = range(len(self._tokens)) if self.kept_ranks is None else self.kept_ranks
+        used = {ranks[token_id - self.first_ordinary_id] for token_id in ids}
+        return (
+            f"{len(ids):,} tokens of {self.name}, {len(used):,} distinct, the largest rank "
+            f"{max(used, default=0)}; {len(ranks):,} of {len(self._tokens):,} ranks are kept"
+        )
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids; special ids are left out, bytes that are no UTF-8 become U+FFFD."""
-        first = self.first_ordinary_id
-        pieces = (self._pieces[token_id - first] for token_id in ids if token_id >= first)
+        places = (token_id - self.first_ordinary_id for token_id in ids)
+        pieces = (self._pieces[place] for place in places if 0 <= place < len(self._pieces))
         return b"".join(pieces).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
@@ -127,7 +188,8 @@ class Tokenizer:
             "format_version": FORMAT_VERSION,
             "name": self.name,
             "pattern": self.pattern,
-            "special_ids": self._special_ids(),
+            "special": asdict(self.special),
+            "first_ordinary_id": self.first_ordinary_id,
             "kept_ranks": self.kept_ranks,
         }
         with atomic_file(folder / _RANKS_FILE) as file:
@@ -146,23 +208,27 @@ class Tokenizer:
         settings = _read_settings(folder / _SETTINGS_FILE)
         ranks = _read_ranks(folder / _RANKS_FILE)
         try:
-            if settings["special_ids"] != cls._special_ids():
-                raise InputError(
-                    f"expected the special ids {cls._special_ids()}, "
-                    f"found {settings['special_ids']}"
-                )
-            return cls(settings["name"], settings["pattern"], ranks, settings["kept_ranks"])
-        except (InputError, TypeError) as error:
+            special: dict[str, Any] = {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in settings["special"].items()
+            }
+            if lacking := {field.name for field in fields(SpecialTokens)} - special.keys():
+                raise InputError(f"expected the special tokens' {min(lacking)}, found none")
+            return cls(
+                settings["name"],
+                settings["pattern"],
+                ranks,
+                settings["kept_ranks"],
+                SpecialTokens(**special),
+                settings["first_ordinary_id"],
+            )
+        except (InputError, TypeError, AttributeError) as error:
             raise InputError(
                 f"{folder}: the tokenizer is inconsistent: {error}. Take both files, "
                 f"{_SETTINGS_FILE} and {_RANKS_FILE}, from the same export."
             ) from error
         except KeyError as error:
             raise InputError(f"{folder / _SETTINGS_FILE}: expected the key {error}.") from error
-
-    @classmethod
-    def _special_ids(cls) -> dict[str, int]:
-        return {"pad": cls.pad_id, "bos": cls.bos_id, "eos": cls.eos_id}
 
 
 def _check_ranks(ranks: Mapping[bytes, int], kept: Sequence[int]) -> None:

@@ -71,7 +71,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             # Where the layers do not outweigh the tied embedding, one token repeats for ever.
             inner = parameter.dim() == 2 and not name.startswith("embedding")
             parameter.add_(noise * (0.2 if inner else 0.1))
-        model.embedding.weight[tokenizer.eos_id] *= 3.0
+        model.embedding.weight[tokenizer.special.eos_id] *= 3.0
     checkpoint.save_config(folder, config, TrainConfig(max_steps=1))
     tokenizer.save(folder)
     checkpoint.save_samples(folder, [pair.source for pair in pairs[:8]])

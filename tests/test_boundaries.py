@@ -26,6 +26,8 @@ PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
 }
 STANDARD_LIBRARY = frozenset(sys.stdlib_module_names)
 RUNTIME_LIBRARIES = STANDARD_LIBRARY | {"numpy", "onnxruntime", "tiktoken"}
+# What a part of the runtime may use where it is installed.
+OPTIONAL_LIBRARIES = {"runtime.writers": frozenset({"pyarrow"})}
 GRAPH_LIBRARIES = frozenset({"onnx", "onnx_ir", "onnxscript", "onnxruntime"})
 
 
@@ -96,7 +98,7 @@ def may_import_library(module: str, library: str) -> bool:
         return library in RUNTIME_LIBRARIES - {"onnxruntime"}
     part = module.split(".")[0]
     if part == "runtime":
-        return library in RUNTIME_LIBRARIES
+        return library in RUNTIME_LIBRARIES | OPTIONAL_LIBRARIES.get(module, frozenset())
     if part == "cli":
         return library in STANDARD_LIBRARY | {"click"}
     forbidden = {"click"} | (GRAPH_LIBRARIES if part == "build_model" else set())
@@ -199,7 +201,7 @@ def test_the_runtime_imports_on_a_host_without_torch_and_onnx() -> None:
     script = """
 import importlib, pathlib, sys
 for absent in ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "tokenizers", "click",
-               "transferry.build_model", "transferry.export"):
+               "pyarrow", "transferry.build_model", "transferry.export"):
     sys.modules[absent] = None  # what the import system takes for "not to be found"
 import transferry.runtime
 folder = pathlib.Path(transferry.runtime.__file__).parent

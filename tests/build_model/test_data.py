@@ -126,9 +126,10 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
         read_pair_file(tmp_path / "pairs.csv")
 
 
-def test_encoding_ends_each_side() -> None:
+def test_encoding_ends_each_side_and_shifts_the_target() -> None:
     examples, report = encode_pairs([Pair("ab", "c")], BYTES, max_tokens=3)
-    assert examples == [Example([3 + ord("a"), 3 + ord("b"), 2], [3 + ord("c"), 2])]
+    a, b, c = (3 + ord(letter) for letter in "abc")
+    assert examples == [Example([a, b, 2], [c, 2], [1, c])]
     assert report == ReadReport(1, 1, {})
 
 
@@ -146,7 +147,9 @@ def test_too_many_tokens(pair: Pair) -> None:
 def examples() -> list[Example]:
     """Lengths 1 to 40 in every combination."""
     return [
-        Example([9] * source, [9] * target) for source in range(1, 41) for target in range(1, 41)
+        Example([9] * source, [9] * target, [9] * target)
+        for source in range(1, 41)
+        for target in range(1, 41)
     ]
 
 
@@ -163,7 +166,7 @@ def test_batches_hold_everything_once_within_the_budget(examples: list[Example])
 
 
 def test_an_example_that_fills_the_budget_is_a_batch(examples: list[Example]) -> None:
-    assert token_batches([Example([9] * 7, [9])] * 2, 7, seed=0, epoch=0) in (
+    assert token_batches([Example([9] * 7, [9], [1])] * 2, 7, seed=0, epoch=0) in (
         [[0], [1]],
         [[1], [0]],
     )
@@ -189,8 +192,12 @@ def test_an_epoch_is_shuffled(examples: list[Example]) -> None:
     }, "neighbours change"
 
 
-def test_collate_pads_and_shifts() -> None:
-    batch = collate([Example([5, 6, 2], [7, 2]), Example([8, 2], [9, 10, 11, 2])], "cpu")
+def test_collate_pads() -> None:
+    examples = [
+        Example([5, 6, 2], [7, 2], [1, 7]),
+        Example([8, 2], [9, 10, 11, 2], [1, 9, 10, 11]),
+    ]
+    batch = collate(examples, 0, "cpu")
     assert batch.source.tolist() == [[5, 6, 2], [8, 2, 0]]
     assert batch.source_mask.tolist() == [[True, True, True], [True, True, False]]
     assert batch.target_input.tolist() == [[1, 7, 0, 0], [1, 9, 10, 11]]

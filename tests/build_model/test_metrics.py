@@ -43,7 +43,7 @@ def test_half_a_line_is_dropped(tmp_path: Path) -> None:
 def test_an_end_that_was_not_the_last_is_dropped(tmp_path: Path) -> None:
     before = Metrics(tmp_path, 0)
     before.add(step=50, valid_bleu=1.0)
-    before.add(step=50, final_bleu=1.0)
+    before.add(step=50, final_loss=1.0)
     Metrics(tmp_path, 50)
     assert records(tmp_path) == [{"step": 50, "valid_bleu": 1.0}]
 

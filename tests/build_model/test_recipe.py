@@ -21,7 +21,7 @@ from transferry.build_model.metrics import Metrics
 from transferry.build_model.recipe import PairFiles, Recipe
 from transferry.build_model.train import Trainer
 from transferry.runtime.errors import InputError
-from transferry.runtime.tokenizer import SINGLE_BYTES, Tokenizer
+from transferry.runtime.tokenizer import SINGLE_BYTES, SOURCES, SpecialTokens, Tokenizer
 
 SMALLEST = Preset(
     270,
@@ -143,16 +143,17 @@ def test_what_differs_from_the_preset(tmp_path: Path) -> None:
 def test_a_named_encoding_is_cut_to_both_sides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[tuple[str, list[str]]] = []
+    given: list[tuple[str, list[str], SpecialTokens]] = []
 
-    def cut(name: str, lines: list[str]) -> Tokenizer:
-        given.append((name, lines))
+    def cut(name: str, lines: list[str], special: SpecialTokens) -> Tokenizer:
+        given.append((name, lines, special))
         return Tokenizer("bytes", r".", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 
     monkeypatch.setattr(recipe_module, "cut_encoding", cut)
     what = recipe(write_pairs(tmp_path), encoding="o200k_base", train_changes=dict(max_steps=1))
     follow(what, tmp_path / "run")
-    [(name, lines)] = given
+    [(name, lines, special)] = given
+    assert special == SOURCES
     assert (name, lines[:2], len(lines)) == ("o200k_base", ["a red red cat", "red red"], 72)
     assert load_checkpoint(tmp_path / "run").tokenizer.vocabulary_size == 259
 

@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import torch
 
 from transferry.build_model import checkpoint, train
 from transferry.build_model.config import ModelConfig, TrainConfig
-from transferry.build_model.data import Pair, encode_pairs
+from transferry.build_model.data import Example, Pair, encode_pairs
 from transferry.build_model.distributed import Process
 from transferry.build_model.evaluation import Evaluation
 from transferry.build_model.metrics import Metrics
@@ -63,13 +63,19 @@ def quick() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def trainer(folder: Path, *, shape: dict[str, Any] = SHAPE, **changes: Any) -> Trainer:
+def trainer(
+    folder: Path,
+    *,
+    shape: dict[str, Any] = SHAPE,
+    examples: Sequence[Example] = EXAMPLES,
+    **changes: Any,
+) -> Trainer:
     return Trainer(
         folder,
         ModelConfig(**shape),
         TrainConfig(**{**SETTINGS, **changes}),
         BYTES,
-        EXAMPLES,
+        examples,
         HELD_OUT,
         Process(0, 1, torch.device("cpu")),
     )
@@ -265,8 +271,7 @@ def test_a_resumed_training_may_go_further(tmp_path: Path) -> None:
 
 def test_other_text_is_not_resumed_on(tmp_path: Path) -> None:
     run(tmp_path, max_steps=5)
-    other = trainer(tmp_path)
-    other.examples = EXAMPLES[:-1]
+    other = trainer(tmp_path, examples=EXAMPLES[:-1])
     with pytest.raises(InputError, match="other text than is given now"):
         other.run(resume=True, quiet=True)
 
@@ -308,7 +313,9 @@ def one_step(
     folder: Path, group: list[list[int]], *, precision: str = "auto"
 ) -> dict[str, torch.Tensor]:
     """The change that one step of plain gradient descent makes."""
-    settings = dict(accumulation=len(group), clip_norm=1e9, warmup_steps=1, peak_learning_rate=1.0)
+    settings: dict[str, Any] = dict(
+        accumulation=len(group), clip_norm=1e9, warmup_steps=1, peak_learning_rate=1.0
+    )
     made = trainer(folder, shape={**SHAPE, "dropout": 0.0}, precision=precision, **settings)
     # Adam divides a gradient by its own size, and so makes much of rounding errors.
     made.optimizer = torch.optim.SGD(made.model.parameters())  # type: ignore[assignment]

@@ -26,7 +26,7 @@ def texts(run_folder: Path) -> list[str]:
 @pytest.fixture(scope="session")
 def sources(checkpoint: Checkpoint, texts: list[str]) -> list[list[int]]:
     tokenizer = checkpoint.tokenizer
-    return [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
+    return [[*tokenizer.encode(text), tokenizer.special.eos_id] for text in texts]
 
 
 @pytest.fixture(scope="session")
@@ -41,4 +41,4 @@ def decoder(bundle: Bundle) -> OnnxDecoder:
 
 @pytest.fixture(scope="session")
 def judge(checkpoint: Checkpoint) -> Judge:
-    return Judge(checkpoint.model, Tolerance())
+    return Judge(checkpoint.model, checkpoint.tokenizer.special, Tolerance())

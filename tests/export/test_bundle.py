@@ -241,7 +241,7 @@ class TestRecord:
         too_long = " ".join(texts)
         bundle = export_bundle(checkpoint, tmp_path / "bundle", texts=["", too_long, texts[0]])
         tokenizer = checkpoint.tokenizer
-        expected = [[*tokenizer.encode(texts[0]), tokenizer.eos_id]]
+        expected = [[*tokenizer.encode(texts[0]), tokenizer.special.eos_id]]
         assert Reference.load(bundle.folder / REFERENCE).sources == expected
 
     def test_random_sources_where_no_text_fits(

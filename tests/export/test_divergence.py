@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.transformer import Transformer
 from transferry.export.divergence import Divergence, explain
-from transferry.export.parity import Judge, generate
+from transferry.export.parity import Judge
 from transferry.export.torch_decoder import TorchDecoder, TorchState
 from transferry.runtime.compare import Tolerance
 from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.options import GenerationOptions
-from transferry.runtime.tokenizer import Tokenizer
+from transferry.runtime.search import search
+from transferry.runtime.tokenizer import SOURCES
 
 Array = NDArray[Any]
 GREEDY = GenerationOptions(max_length=12)
@@ -45,6 +46,8 @@ class Nudged:
         crowd: Nothing is added where fewer sentences than this are searched at once.
     """
 
+    has_encoder = True
+
     def __init__(self, inner: TorchDecoder, token: int, amount: float, crowd: int = 1) -> None:
         self.inner, self.token, self.amount, self.crowd = inner, token, amount, crowd
         self.vocabulary_size = inner.vocabulary_size
@@ -65,8 +68,8 @@ class Nudged:
 
 def first_token(model: Transformer, source: list[int]) -> int:
     """What greedy search begins with, the end token if the answer is empty."""
-    (hypotheses,) = generate(TorchDecoder(model), [source], GREEDY)
-    return (*hypotheses[0].tokens, Tokenizer.eos_id)[0]
+    (hypotheses,) = search(TorchDecoder(model), [source], GREEDY, SOURCES)
+    return (*hypotheses[0].tokens, SOURCES.eos_id)[0]
 
 
 def with_twin(model: Transformer, token: int, distance: float = 0.0) -> Judge:
@@ -74,15 +77,14 @@ def with_twin(model: Transformer, token: int, distance: float = 0.0) -> Judge:
     model = copy.deepcopy(model)
     with torch.no_grad():
         model.embedding.weight[-1] = model.embedding.weight[token] * (1.0 - distance)
-    return Judge(model, Tolerance())
+    return Judge(model, SOURCES, Tolerance())
 
 
 @pytest.fixture(scope="module")
 def source(checkpoint: Checkpoint, sources: list[list[int]]) -> list[int]:
     """One whose answer is not empty."""
-    return next(
-        source for source in sources if first_token(checkpoint.model, source) != Tokenizer.eos_id
-    )
+    eos_id = SOURCES.eos_id
+    return next(source for source in sources if first_token(checkpoint.model, source) != eos_id)
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +103,17 @@ def explained(
 ) -> Divergence:
     """Nudges a token so that the search comes to another answer, and has that explained."""
     decoder = Nudged(judge.reference, token, amount)
-    (wanted,) = generate(judge.reference, [source], options)
-    (found,) = generate(decoder, [source], options)
+    (wanted,) = search(judge.reference, [source], options, SOURCES)
+    (found,) = search(decoder, [source], options, SOURCES)
     assert [item.tokens for item in wanted] != [item.tokens for item in found]
     return explain(
-        source, options, judge.reference, decoder, judge.oracle, tolerance or judge.tolerance
+        source,
+        options,
+        judge.reference,
+        decoder,
+        judge.oracle,
+        judge.special,
+        tolerance or judge.tolerance,
     )
 
 
@@ -159,7 +167,7 @@ def test_margin_is_the_one_of_the_oracle(
 ) -> None:
     """Not of the decoder that is judged, whose logits are what may be wrong."""
     logits, _ = judge.oracle.step(
-        np.array([[Tokenizer.bos_id]]),
+        np.array([[SOURCES.bos_id]]),
         judge.oracle.start(np.array([source]), np.ones((1, len(source)), np.bool_)),
     )
     best, second = np.argsort(-logits[0, 0])[:2].tolist()
@@ -173,7 +181,7 @@ def test_margin_is_the_one_of_the_oracle(
 
 def score(judge: Judge, source: list[int], tokens: tuple[int, ...], penalty: float) -> float:
     """The oracle's score of a candidate, by one call of the model and torch's own softmax."""
-    target = torch.tensor([[Tokenizer.bos_id, *tokens[:-1]]])
+    target = torch.tensor([[SOURCES.bos_id, *tokens[:-1]]])
     row = torch.tensor([source])
     with torch.inference_mode():
         logits = judge.oracle.model(row, torch.ones_like(row, dtype=torch.bool), target)
@@ -187,15 +195,17 @@ def test_margin_of_beams_is_that_of_whole_candidates(
     """Those that have ended are ranked by their scores, others by their probability alone."""
     seen = set()
     token = first_token(judge.reference.model, sources[3])
-    for source, nudged in product(sources[:4], (Tokenizer.eos_id, token)):
+    for source, nudged in product(sources[:4], (SOURCES.eos_id, token)):
         decoder = Nudged(judge.reference, nudged, 0.2)
-        (wanted,) = generate(judge.reference, [source], BEAM)
-        (found,) = generate(decoder, [source], BEAM)
+        (wanted,) = search(judge.reference, [source], BEAM, SOURCES)
+        (found,) = search(decoder, [source], BEAM, SOURCES)
         if [item.tokens for item in wanted] == [item.tokens for item in found]:
             continue
-        divergence = explain(source, BEAM, judge.reference, decoder, judge.oracle, judge.tolerance)
+        divergence = explain(
+            source, BEAM, judge.reference, decoder, judge.oracle, SOURCES, judge.tolerance
+        )
         candidates = divergence.wanted, divergence.found
-        ended = any(tokens[-1] == Tokenizer.eos_id for tokens in candidates)
+        ended = any(tokens[-1] == SOURCES.eos_id for tokens in candidates)
         penalty = BEAM.length_penalty if ended else 0.0
         left, right = (score(judge, source, tokens, penalty) for tokens in candidates)
         assert divergence.margin == pytest.approx(abs(left - right), rel=1e-9)
@@ -219,7 +229,7 @@ def test_allowance_follows_the_tolerance(
 
 def test_later_step_is_found(checkpoint: Checkpoint, source: list[int], last: int) -> None:
     """The first tokens agree; the tie lies behind them."""
-    (hypotheses,) = generate(TorchDecoder(checkpoint.model), [source], GREEDY)
+    (hypotheses,) = search(TorchDecoder(checkpoint.model), [source], GREEDY, SOURCES)
     tokens = hypotheses[0].tokens
     step = next(i for i, token in enumerate(tokens) if token != tokens[0])
     divergence = explained(
@@ -234,7 +244,7 @@ def test_later_step_is_found(checkpoint: Checkpoint, source: list[int], last: in
 @pytest.fixture(scope="module")
 def short(checkpoint: Checkpoint, sources: list[list[int]]) -> list[int]:
     """A source whose answer ends."""
-    answers = generate(TorchDecoder(checkpoint.model), sources, GREEDY)
+    answers = search(TorchDecoder(checkpoint.model), sources, GREEDY, SOURCES)
     return next(
         source
         for source, (answer,) in zip(sources, answers, strict=True)
@@ -246,12 +256,12 @@ def test_ending_or_going_on_may_be_a_tie(
     checkpoint: Checkpoint, short: list[int], last: int
 ) -> None:
     """What is compared is the step at which one ends, not all that the other says after it."""
-    (hypotheses,) = generate(TorchDecoder(checkpoint.model), [short], GREEDY)
+    (hypotheses,) = search(TorchDecoder(checkpoint.model), [short], GREEDY, SOURCES)
     tokens = hypotheses[0].tokens
-    judge = with_twin(checkpoint.model, Tokenizer.eos_id)
+    judge = with_twin(checkpoint.model, SOURCES.eos_id)
     divergence = explained(judge, short, GREEDY, last, ROUNDING)
     assert divergence.tie
-    assert divergence.wanted == (*tokens, Tokenizer.eos_id)
+    assert divergence.wanted == (*tokens, SOURCES.eos_id)
     assert divergence.found == (*tokens, last)
 
 
@@ -260,7 +270,7 @@ def test_going_on_where_torch_ends_is_a_defect(judge: Judge, short: list[int], l
 
 
 def test_ending_where_torch_goes_on_is_a_defect(judge: Judge, source: list[int]) -> None:
-    assert not explained(judge, source, GREEDY, Tokenizer.eos_id, REAL).tie
+    assert not explained(judge, source, GREEDY, SOURCES.eos_id, REAL).tie
 
 
 @searches
@@ -282,8 +292,8 @@ def test_ties_are_accounted_for(
     different = [
         f"row {row}"
         for row, source in enumerate(sources)
-        if [item.tokens for item in generate(nudged, [source], options)[0]]
-        != [item.tokens for item in generate(judge.reference, [source], options)[0]]
+        if [item.tokens for item in search(nudged, [source], options, SOURCES)[0]]
+        != [item.tokens for item in search(judge.reference, [source], options, SOURCES)[0]]
     ]
     assert sorted(line.partition(":")[0] for line in decisions.ties) == different
     assert all(line.endswith("a tie") for line in decisions.ties)
@@ -306,8 +316,8 @@ def test_scores_of_identical_rows_are_compared(
 ) -> None:
     """A token that nobody chooses has its part in the probability of the others."""
     decoder = Nudged(judge.reference, last, -REAL)
-    wanted = generate(judge.reference, sources, GREEDY)
-    found = generate(decoder, sources, GREEDY)
+    wanted = search(judge.reference, sources, GREEDY, SOURCES)
+    found = search(decoder, sources, GREEDY, SOURCES)
     worst = max(
         abs(left.score - right.score) for (left,), (right,) in zip(wanted, found, strict=True)
     )
@@ -324,7 +334,7 @@ def test_rows_that_fail_on_both_sides_prove_nothing(
     broken = copy.deepcopy(checkpoint.model)
     with torch.no_grad():
         broken.get_parameter("decoder.0.feed_forward.inner.bias").fill_(torch.nan)
-    judge = Judge(broken, Tolerance())
+    judge = Judge(broken, SOURCES, Tolerance())
     decisions = judge.decisions(TorchDecoder(broken), "greedy", sources, GREEDY)
     assert decisions.identical == len(sources)
     assert np.isnan(decisions.score_error)

@@ -15,6 +15,7 @@ from transferry.runtime.compare import Tolerance
 from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.reference import Reference, check_reference
+from transferry.runtime.tokenizer import SOURCES
 
 OPTIONS = GenerationOptions(max_length=6, beam=2, n_best=2)
 
@@ -31,7 +32,7 @@ def cases(bundle: Bundle) -> Reference:
 
 
 def test_agrees_on_what_is_recorded(evaluator: EvaluatorDecoder, cases: Reference) -> None:
-    comparisons, _ = check_reference(cases, evaluator, Tolerance())
+    comparisons, _ = check_reference(cases, evaluator, SOURCES, Tolerance())
     assert not [item for item in comparisons if item.fault]
     # Logits, and keys and values of cross and past in each of two layers.
     assert len(comparisons) == len(cases.cases) * 9
@@ -44,7 +45,7 @@ def test_sees_a_weight_that_is_wrong(bundle: Bundle, cases: Reference, tmp_path:
     weights[: weights.size // 2] *= np.float32(1.01)
     weights.tofile(path)
     evaluator = EvaluatorDecoder(dataclasses.replace(bundle, folder=folder), bundle.variant())
-    comparisons, _ = check_reference(cases, evaluator, Tolerance())
+    comparisons, _ = check_reference(cases, evaluator, SOURCES, Tolerance())
     assert [item for item in comparisons if item.fault]
 
 

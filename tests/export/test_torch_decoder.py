@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.layers import sinusoidal_positions
 from transferry.build_model.transformer import greedy
-from transferry.export.parity import Judge, generate, random_case
+from transferry.export.parity import Judge, random_case
 from transferry.export.torch_decoder import TorchDecoder
 from transferry.runtime.compare import Case
 from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.options import GenerationOptions
-from transferry.runtime.search import pad_sources
-from transferry.runtime.tokenizer import Tokenizer
+from transferry.runtime.search import pad_sources, search
+from transferry.runtime.tokenizer import SOURCES
 
 LENGTH = 30
 
@@ -107,13 +107,13 @@ def test_cache_is_named_as_in_the_graphs(judge: Judge, decoder: OnnxDecoder, cas
 @pytest.fixture(scope="module")
 def plain(checkpoint: Checkpoint, sources: list[list[int]]) -> list[list[int]]:
     """Greedy tokens of a loop that shares nothing with the search and keeps no cache."""
-    source, mask = pad_sources(sources, Tokenizer.pad_id)
+    source, mask = pad_sources(sources, SOURCES.pad_id)
     return greedy(
         checkpoint.model,
         torch.from_numpy(source),
         torch.from_numpy(mask),
-        bos_id=Tokenizer.bos_id,
-        eos_id=Tokenizer.eos_id,
+        bos_id=SOURCES.bos_id,
+        eos_id=SOURCES.eos_id,
         max_length=LENGTH,
         use_cache=False,
     )
@@ -122,12 +122,12 @@ def plain(checkpoint: Checkpoint, sources: list[list[int]]) -> list[list[int]]:
 def test_search_is_the_plain_greedy_loop(
     judge: Judge, sources: list[list[int]], plain: list[list[int]]
 ) -> None:
-    found = generate(judge.reference, sources, GenerationOptions(max_length=LENGTH))
+    found = search(judge.reference, sources, GenerationOptions(max_length=LENGTH), SOURCES)
     assert [list(row[0].tokens) for row in found] == plain
 
 
 def test_onnxruntime_is_the_plain_greedy_loop(
     decoder: OnnxDecoder, sources: list[list[int]], plain: list[list[int]]
 ) -> None:
-    found = generate(decoder, sources, GenerationOptions(max_length=LENGTH))
+    found = search(decoder, sources, GenerationOptions(max_length=LENGTH), SOURCES)
     assert [list(row[0].tokens) for row in found] == plain

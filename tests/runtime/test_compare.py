@@ -195,6 +195,7 @@ class Recorder:
     """A decoder that writes down how it is called."""
 
     vocabulary_size = 10
+    has_encoder = True
 
     def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> list[list[int]]:
         assert source is CASE.source

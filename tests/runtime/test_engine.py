@@ -23,7 +23,7 @@ from transferry.runtime.options import GenerationOptions
 from transferry.runtime.processor import usable_cores
 from transferry.runtime.search import search
 from transferry.runtime.session import SessionOptions
-from transferry.runtime.tokenizer import Tokenizer
+from transferry.runtime.tokenizer import SpecialTokens
 
 Tokens = tuple[int, ...]
 
@@ -56,7 +56,7 @@ class Ending(OnnxDecoder):
         self, tokens: NDArray[np.int64], state: OnnxState
     ) -> tuple[NDArray[np.floating[Any]], OnnxState]:
         logits, after = super().step(tokens, state)
-        logits[:, :, Tokenizer.eos_id] += 0.25 * state.past[0].shape()[2]
+        logits[:, :, SpecialTokens.eos_id] += 0.25 * state.past[0].shape()[2]
         return logits, after
 
 
@@ -98,11 +98,9 @@ def alone(bundle: Bundle, decoder: OnnxDecoder) -> Alone:
     def answer(row: int, text: str, options: GenerationOptions) -> list[Tokens]:
         (hypotheses,) = search(
             decoder,
-            [[*tokenizer.encode(text), tokenizer.eos_id]],
+            [[*tokenizer.encode(text), tokenizer.special.eos_id]],
             options,
-            pad_id=tokenizer.pad_id,
-            bos_id=tokenizer.bos_id,
-            eos_id=tokenizer.eos_id,
+            tokenizer.special,
             row_ids=[row],
         )
         return [hypothesis.tokens for hypothesis in hypotheses]
@@ -115,6 +113,7 @@ def test_results_tell_everything_about_their_row(
 ) -> None:
     results = list(engine.generate(texts, BEAM))
     assert [result.source for result in results] == texts
+    special = bundle.tokenizer.special
     reasons = set()
     for text, result in zip(texts, results, strict=True):
         assert result.error is None
@@ -125,7 +124,7 @@ def test_results_tell_everything_about_their_row(
         assert scores == sorted(scores, reverse=True)
         for output in result.outputs:
             assert output.text == bundle.tokenizer.decode(output.tokens)
-            assert not {bundle.tokenizer.bos_id, bundle.tokenizer.eos_id} & set(output.tokens)
+            assert not {special.bos_id, special.eos_id} & set(output.tokens)
             length = len(output.tokens) + (output.finish_reason == "end")
             assert output.score == pytest.approx(output.log_probability / length**0.6)
             reasons.add(output.finish_reason)
@@ -219,7 +218,9 @@ def test_bad_rows_are_errors_of_their_own(engine: Engine, alone: Alone, texts: l
             assert result.text == ""
     long = results[5]
     assert long.error is not None
-    expected = f"{long.source_tokens} tokens, but the model has 64 positions; split the text"
+    expected = (
+        f"{long.source_tokens} tokens, but the model has 64 positions; shorten or split the text"
+    )
     assert long.error.message == expected
 
 

@@ -12,7 +12,14 @@ import pytest
 
 from transferry.runtime.engine import Engine, Output, Result, RowError
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.jobs import STANDARD_STREAM, Format, Job, Summary, guess_format
+from transferry.runtime.jobs import (
+    STANDARD_STREAM,
+    Format,
+    Job,
+    Summary,
+    generation,
+    guess_format,
+)
 from transferry.runtime.options import GenerationOptions
 
 LINES = ["eins zwei", "", "drei", "Straße \u2028 東京"]
@@ -44,9 +51,9 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def job(source: Path, sink: Path, kind: Format = "jsonl", **fields: Any) -> Job:
+def job(source: Path, sink: Path, kind: Format = "jsonl", **fields: Any) -> Job[Result]:
     defaults: dict[str, Any] = {"engine": Echo(), "options": GenerationOptions()}
-    return Job(source=source, sink=sink, format=kind, **(defaults | fields))
+    return generation(source=source, sink=sink, format=kind, **(defaults | fields))
 
 
 def records(path: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from transferry.runtime.onnx_decoder import OnnxDecoder, OnnxState
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.search import Hypothesis, search
 from transferry.runtime.session import SessionOptions
+from transferry.runtime.tokenizer import SOURCES
 
 Logits = NDArray[np.floating[Any]]
 
@@ -171,7 +172,7 @@ def test_threads_share_it(decoder: OnnxDecoder, beam: int) -> None:
 
     def generate(sources: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
         options = GenerationOptions(max_length=12, beam=beam, n_best=beam)
-        return search(decoder, sources, options, pad_id=0, bos_id=1, eos_id=2)
+        return search(decoder, sources, options, SOURCES)
 
     expected = [generate(batch) for batch in batches]
     with ThreadPoolExecutor(2) as pool:

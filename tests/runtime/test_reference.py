@@ -20,6 +20,7 @@ from transferry.runtime.reference import (
     verify_recorded,
 )
 from transferry.runtime.session import SessionOptions
+from transferry.runtime.tokenizer import SOURCES
 
 Tensors = dict[str, NDArray[np.floating[Any]]]
 
@@ -57,7 +58,8 @@ def recorded(bundle_folder: Path) -> Reference:
 
 def report(reference: Reference, decoder: OnnxDecoder) -> ParityReport:
     tolerance = Tolerance()
-    return ParityReport("bundle", {}, tolerance, *check_reference(reference, decoder, tolerance))
+    checked = check_reference(reference, decoder, SOURCES, tolerance)
+    return ParityReport("bundle", {}, tolerance, *checked)
 
 
 def assert_equal(found: Reference, expected: Reference) -> None:

@@ -19,8 +19,10 @@ from transferry.runtime.logits import log_sum_exp, top_k
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.sampling import Sampler, draw_uniforms
 from transferry.runtime.search import Hypothesis, search
+from transferry.runtime.tokenizer import SpecialTokens
 
 PAD, BOS, EOS = 0, 1, 2
+SPECIAL = SpecialTokens(PAD, BOS, EOS)
 Tokens = tuple[int, ...]
 Logits = NDArray[np.floating[Any]]
 Model = Callable[[Tokens, Tokens], Logits]
@@ -63,6 +65,8 @@ class FakeDecoder:
 
     Its logits cannot be written, and the next step spoils them.
     """
+
+    has_encoder = True
 
     def __init__(self, model: Model, vocabulary: int, dtype: type = np.float32) -> None:
         self.model = model
@@ -108,16 +112,7 @@ def run(
     row_ids: Sequence[int] | None = None,
     prefixes: Sequence[Sequence[int]] | None = None,
 ) -> list[list[Hypothesis]]:
-    return search(
-        decoder,
-        sources,
-        options,
-        pad_id=PAD,
-        bos_id=BOS,
-        eos_id=EOS,
-        row_ids=row_ids,
-        prefixes=prefixes,
-    )
+    return search(decoder, sources, options, SPECIAL, row_ids=row_ids, prefixes=prefixes)
 
 
 def log_softmax(logits: Logits) -> NDArray[np.float64]:
@@ -277,7 +272,7 @@ def test_a_beam_of_one_is_greedy() -> None:
         np.array([[*source, *[PAD] * (8 - len(source))] for source in sources]),
         np.array([[place < len(source) for place in range(8)] for source in sources]),
     )
-    beams = beam_search(decoder, state, 20, options, [], bos_id=BOS, eos_id=EOS)
+    beams = beam_search(decoder, state, np.full(20, BOS), options, [], EOS)
     for first, second in zip(beams, run(decoder, sources, options), strict=True):
         assert close(first, second)
 

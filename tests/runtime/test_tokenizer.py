@@ -70,7 +70,8 @@ def test_batch_is_one_by_one(tokenizer: Tokenizer) -> None:
 
 
 def test_special_ids_decode_to_nothing(tokenizer: Tokenizer) -> None:
-    ids = [tokenizer.bos_id, *tokenizer.encode("anna"), tokenizer.eos_id, tokenizer.pad_id]
+    special = tokenizer.special
+    ids = [special.bos_id, *tokenizer.encode("anna"), special.eos_id, special.pad_id]
     assert tokenizer.decode(ids) == "anna"
 
 
@@ -106,11 +107,24 @@ def change(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda settings: {**settings, **values}
 
 
+def special(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda settings: {**settings, "special": settings["special"] | values}
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
         (change(format_version=2), r"tokenizer\.json: expected format version 1, found 2"),
-        (change(special_ids={"pad": 0, "bos": 2, "eos": 1}), "expected the special ids"),
+        (special(eos_id=3), "outside of the ordinary ones, 3 to 260, found 3"),
+        (special(eos_id=-1), "special ids of at least 0, found -1"),
+        (special(pad_id="0"), "special ids of at least 0, found '0'"),
+        (special(bos_id=None), "special ids of at least 0, found None"),
+        (special(other=3), "inconsistent"),
+        (change(special={"pad_id": 0}), "the special tokens' after, found none"),
+        (change(first_ordinary_id=2), "outside of the ordinary ones, 2 to 259, found 2"),
+        (change(first_ordinary_id="3"), "a first id of at least 0, found '3'"),
+        (change(first_ordinary_id=-300), "a first id of at least 0, found -300"),
+        (change(special=[0, 1, 2]), "inconsistent"),
         (change(pattern="(unclosed"), r"expected a regular expression, found '\(unclosed'"),
         (change(pattern=7), "inconsistent"),
         (change(kept_ranks=[*KEPT, 999]), "from 0 to 263, found 0 to 999"),
@@ -120,7 +134,7 @@ def change(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (change(kept_ranks=[]), "single bytes to be kept, found rank 0"),
         (change(kept_ranks=["a", "b"]), "inconsistent"),
         (change(kept_ranks=3), "inconsistent"),
-        (lambda _: {"format_version": 1}, "expected the key 'special_ids'"),
+        (lambda _: {"format_version": 1}, "expected the key 'special'"),
         (lambda _: [1, 2], "expected a JSON object, found list"),
     ],
 )

@@ -1,0 +1,135 @@
+"""Plain text: from a file to token ids, and from those to windows that a model learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.build_model.data import Example
+from transferry.runtime.errors import InputError
+from transferry.runtime.files import read_lines
+from transferry.runtime.tokenizer import SpecialTokens
+
+# Devlin et al. (2019), section 3.1: of the tokens this share is to be found again; of those, this
+# share is hidden, this share is another token, and the rest is left as it is.
+CHOSEN, HIDDEN, REPLACED = 0.15, 0.8, 0.1
+
+
+def read_text(path: Path) -> str:
+    """Reads a UTF-8 file, plain or gzip, as one text.
+
+    Raises:
+        InputError: It cannot be read, is binary, is not UTF-8 or holds no text.
+    """
+    text = "\n".join(read_lines(path))
+    if not text.strip():
+        raise InputError(f"{path}: expected text, found nothing; name another file")
+    return text
+
+
+class Windows(Sequence[Example]):
+    """A text cut into windows of `context` tokens, each token to be told from those before it.
+
+    The windows follow each other without a gap; each epoch cuts elsewhere.
+    """
+
+    def __init__(self, tokens: Sequence[int] | NDArray[np.int64], context: int) -> None:
+        """Cuts from the first token on.
+
+        Args:
+            tokens: Ids of the whole text [tokens].
+            context: How many tokens the model reads at once.
+
+        Raises:
+            InputError: The text has fewer than two tokens.
+        """
+        self.text = self.tokens = np.asarray(tokens, np.int64)
+        self.context = context
+        self.key = (0, 0)
+        if len(self.tokens) < 2:
+            raise InputError(
+                f"expected a text of at least 2 tokens, found {len(self.tokens)}; give more text"
+            )
+
+    def epoch(self, seed: int, number: int) -> Self:
+        """Returns the windows of a pass over the text, cut elsewhere than in other passes."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.key = (seed, number)
+        offset = np.random.default_rng((seed, number)).integers(min(self.context, len(self.text)))
+        other.tokens = np.roll(self.text, -int(offset))
+        return other
+
+    def __len__(self) -> int:
+        return -(-(len(self.tokens) - 1) // self.context)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        return self._example(range(len(self))[index])
+
+    def _example(self, index: int) -> Example:
+        first = index * self.context
+        window = self.tokens[first : first + self.context + 1].tolist()
+        return Example([], window[1:], window[:-1])
+
+
+class MaskedWindows(Windows):
+    """A text cut into windows, some of their tokens hidden and to be found again."""
+
+    def __init__(
+        self,
+        tokens: Sequence[int] | NDArray[np.int64],
+        context: int,
+        special: SpecialTokens,
+        ordinary: range,
+    ) -> None:
+        """Cuts from the first token on.
+
+        Args:
+            tokens: Ids of the whole text [tokens].
+            context: How many tokens the model reads at once, those that wrap a text included.
+            special: Has the mask.
+            ordinary: The ids that may stand in the place of another.
+
+        Raises:
+            InputError: The text has fewer than two tokens, or there is no mask.
+        """
+        super().__init__(tokens, context - len(special.wrap([])))
+        if special.mask_id is None:
+            raise InputError(
+                "expected a tokenizer with a mask, found none; train one for this architecture"
+            )
+        self.special = special
+        self.mask_id = special.mask_id
+        self.ordinary = ordinary
+
+    def __len__(self) -> int:
+        return -(-len(self.tokens) // self.context)
+
+    def _example(self, index: int) -> Example:
+        first = index * self.context
+        window = self.tokens[first : first + self.context]
+        generator = np.random.default_rng((*self.key, index))
+        chosen = generator.random(len(window)) < CHOSEN
+        chosen[generator.integers(len(window))] = True  # a window without any teaches nothing
+        fate = generator.random(len(window))
+        others = generator.integers(self.ordinary.start, self.ordinary.stop, size=len(window))
+        read = np.where(chosen & (fate < HIDDEN), self.mask_id, window)
+        read = np.where(chosen & (fate >= HIDDEN) & (fate < HIDDEN + REPLACED), others, read)
+        wanted = np.where(chosen, window, self.special.pad_id)
+        before, after = len(self.special.before), len(self.special.after)
+        pad = self.special.pad_id
+        return Example(
+            self.special.wrap(read.tolist()),
+            [*[pad] * before, *wanted.tolist(), *[pad] * after],
+            [],
+        )

@@ -1,0 +1,144 @@
+"""Text with hidden tokens in, the likeliest tokens for each of them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from transferry.runtime.engine import NOT_FINITE, Engine, RowError
+from transferry.runtime.errors import UsageError
+from transferry.runtime.logits import log_sum_exp, top_k
+from transferry.runtime.pipeline import Todo
+from transferry.runtime.search import pad_sources
+
+MASK = "[MASK]"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A token that may stand in the place of a mask.
+
+    Attributes:
+        text: The token as text.
+        token: Its id.
+        log_probability: In nats, among all tokens.
+    """
+
+    text: str
+    token: int
+    log_probability: float
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What became of one row.
+
+    Attributes:
+        source: The text that came in.
+        source_tokens: Its length, the tokens that wrap it included.
+        text: The text with the likeliest token in the place of each mask.
+        candidates: For each mask the likeliest tokens, best first.
+        error: None where the masks are filled.
+    """
+
+    source: str
+    source_tokens: int
+    text: str = ""
+    candidates: tuple[tuple[Candidate, ...], ...] = ()
+    error: RowError | None = None
+
+    @property
+    def target_tokens(self) -> int:
+        """How many masks were filled."""
+        return len(self.candidates)
+
+    def record(self) -> dict[str, Any]:
+        """Returns the row as JSON values."""
+        if self.error is not None:
+            return {"source": self.source, "text": "", "error": self.error.record()}
+        masks = [
+            [
+                {"text": item.text, "log_probability": round(item.log_probability, 6)}
+                for item in candidates
+            ]
+            for candidates in self.candidates
+        ]
+        return {"source": self.source, "text": self.text, "masks": masks}
+
+
+def fill_masks(
+    engine: Engine, texts: Iterable[str], *, mask: str = MASK, top: int = 5
+) -> Iterator[Filled]:
+    """Fills the masks of each text, in order; each mask is filled as if the others stayed.
+
+    Args:
+        engine: Of an encoder-only bundle.
+        texts: Any iterable, however long.
+        mask: What stands for a hidden token in the texts. One blank before it belongs to it: words
+            have their blank in front.
+        top: How many candidates are given for each mask.
+
+    Raises:
+        UsageError: The bundle holds no encoder-only model, or its tokenizer has no mask.
+    """
+    encoder, tokenizer = engine.encoder, engine.bundle.tokenizer
+    special = tokenizer.special
+    if special.mask_id is None:
+        raise UsageError(
+            f"the tokenizer of {engine.bundle.folder} has no mask, so nothing is hidden"
+        )
+    if top < 1:
+        raise UsageError(f"top must be at least 1, not {top}")
+
+    def encode(text: str) -> list[int]:
+        parts = text.split(mask)
+        ids: list[int] = []
+        for number, part in enumerate(parts):
+            if number:
+                ids.append(int(special.mask_id or 0))
+            ids += tokenizer.encode(part if number == len(parts) - 1 else part.removesuffix(" "))
+        return special.wrap(ids)
+
+    def prepare(first: int, texts: list[str]) -> list[Todo[tuple[str, list[int]]] | Filled]:
+        rows: list[Todo[tuple[str, list[int]]] | Filled] = []
+        for text in texts:
+            source = encode(text)
+            error = engine.refusal(text, len(source))
+            if error is None and mask not in text:
+                error = RowError("no-mask", f"there is no {mask} to fill in")
+            if error is None:
+                rows.append(Todo((text, source), len(source)))
+            else:
+                rows.append(Filled(text, len(source), error=error))
+        return rows
+
+    def compute(rows: list[tuple[str, list[int]]]) -> list[Filled]:
+        sources = [source for _, source in rows]
+        found = encoder.encode(*pad_sources(sources, special.pad_id), ("logits",))
+        return [
+            _fill(text, source, logits)
+            for (text, source), logits in zip(rows, found["logits"], strict=True)
+        ]
+
+    def _fill(text: str, source: list[int], logits: np.ndarray[Any, Any]) -> Filled:
+        places = np.flatnonzero(np.array(source) == special.mask_id)
+        scores = logits[places]
+        if not np.isfinite(scores).all():
+            return Filled(text, len(source), error=NOT_FINITE)
+        values, tokens = top_k(scores, min(top, scores.shape[1]))
+        values = values - log_sum_exp(scores)[:, None]
+        candidates = tuple(
+            tuple(
+                Candidate(tokenizer.decode([token]), token, value)
+                for token, value in zip(row, numbers, strict=True)
+            )
+            for row, numbers in zip(tokens.tolist(), values.tolist(), strict=True)
+        )
+        whole = np.array(source)
+        whole[places] = tokens[:, 0]
+        return Filled(text, len(source), tokenizer.decode(whole.tolist()), candidates)
+
+    return engine.map(texts, prepare, compute)

@@ -1,0 +1,54 @@
+"""The graph of an encoder-only bundle: token ids in, hidden states and scores of tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.runtime.bundle import Bundle, Variant
+from transferry.runtime.graph_runner import GraphRunner, describe
+from transferry.runtime.session import SessionOptions
+
+EncoderOutput = Literal["hidden", "logits"]
+
+
+class OnnxEncoder:
+    """Runs a variant of a bundle; may be used by several threads at once."""
+
+    def __init__(self, bundle: Bundle, variant: Variant, options: SessionOptions) -> None:
+        """Opens the graph.
+
+        Raises:
+            ProviderError: The provider asked for cannot run here.
+            InputError: The graph cannot be opened.
+        """
+        self._variant, self._options = variant, options
+        self._runner = GraphRunner(bundle, variant.graphs["encoder"], options)
+
+    def describe(self) -> dict[str, Any]:
+        """What decides the numbers: the settings, and where the nodes of the graph really ran."""
+        return describe(self._variant, self._options, [self._runner])
+
+    def encode(
+        self,
+        source: NDArray[np.int64],
+        mask: NDArray[np.bool_],
+        outputs: Sequence[EncoderOutput] = ("hidden", "logits"),
+    ) -> dict[str, NDArray[np.floating[Any]]]:
+        """Reads token ids; what is not asked for is not computed.
+
+        Args:
+            source: Padded token ids [rows, source].
+            mask: True at tokens, False at padding [rows, source].
+            outputs: "hidden" [rows, source, d_model], "logits" [rows, source, vocabulary]; those
+                at padding mean nothing.
+        """
+        runner = self._runner
+        inputs = {"source": [runner.value(source)], "source_mask": [runner.value(mask)]}
+        return {
+            name: value.numpy()
+            for name, value in zip(outputs, runner.run(inputs, *outputs), strict=True)
+        }

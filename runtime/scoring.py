@@ -1,0 +1,140 @@
+"""How likely a model finds given text: token by token, in one pass and without generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from transferry.runtime.engine import NOT_FINITE, Engine, RowError
+from transferry.runtime.logits import log_sum_exp
+from transferry.runtime.pipeline import Todo
+from transferry.runtime.search import pad_sources
+
+# Most logits of a batch: 256 MB of float32.
+MOST_LOGITS = 1 << 26
+
+
+@dataclass(frozen=True)
+class Score:
+    """What became of one row.
+
+    Attributes:
+        source: The text that came in; of a pair the source.
+        target: The target of a pair, else None.
+        source_tokens: Tokens that were read.
+        tokens: Ids of the tokens that were scored: of a pair the target's and the end token, of a
+            text all that follow its first token.
+        log_probabilities: Of each of them after those before it, in nats.
+        error: None where there is a score.
+    """
+
+    source: str
+    target: str | None
+    source_tokens: int
+    tokens: tuple[int, ...] = ()
+    log_probabilities: tuple[float, ...] = ()
+    error: RowError | None = None
+
+    @property
+    def target_tokens(self) -> int:
+        """How many tokens were scored."""
+        return len(self.tokens)
+
+    @property
+    def total(self) -> float:
+        """Log-probability of all of them, in nats."""
+        return float(np.sum(self.log_probabilities, dtype=np.float64))
+
+    def record(self) -> dict[str, Any]:
+        """Returns the row as JSON values."""
+        texts = {"source": self.source}
+        if self.target is not None:
+            texts["target"] = self.target
+        if self.error is not None:
+            return {**texts, "error": self.error.record()}
+        return {
+            **texts,
+            "total": round(self.total, 6),
+            "tokens": list(self.tokens),
+            "log_probabilities": [round(value, 6) for value in self.log_probabilities],
+        }
+
+
+@dataclass(frozen=True)
+class _Row:
+    source: str
+    target: str | None
+    read: list[int]
+    given: list[int]
+    wanted: list[int]
+
+
+def score(engine: Engine, rows: Iterable[tuple[str, str | None]]) -> Iterator[Score]:
+    """Scores each row, in order, in bounded memory; a row never depends on its neighbours.
+
+    Args:
+        engine: Of an encoder-decoder bundle for pairs, of a decoder-only one for texts.
+        rows: Source and target, or a text and None; any iterable, however long.
+
+    Raises:
+        UsageError: The bundle holds an encoder alone.
+    """
+    decoder, tokenizer = engine.decoder, engine.bundle.tokenizer
+    special = tokenizer.special
+
+    def prepare(first: int, rows: list[tuple[str, str | None]]) -> list[Todo[_Row] | Score]:
+        return [_prepare(source, target) for source, target in rows]
+
+    def _prepare(source: str, target: str | None) -> Todo[_Row] | Score:
+        read = special.wrap(tokenizer.encode(source))
+        error = engine.refusal(source, len(read))
+        if decoder.has_encoder:
+            wanted = [*tokenizer.encode(target or ""), special.eos_id]
+            given = [special.bos_id, *wanted[:-1]]
+            error = error or engine.refusal(target or "", len(wanted))
+        else:
+            read, given, wanted = [], read[:-1], read[1:]
+            if error is None and not wanted:
+                error = RowError(
+                    "too-short", "a text of one token has nothing to be scored after it"
+                )
+        tokens = max(len(read), len(wanted))
+        if error is not None:
+            return Score(source, target, len(read) or len(given) + 1, error=error)
+        return Todo(_Row(source, target, read, given, wanted), tokens)
+
+    def compute(rows: list[_Row]) -> list[Score]:
+        scores: list[Score] = []
+        longest = max(len(row.given) for row in rows)
+        most = max(1, MOST_LOGITS // (longest * decoder.vocabulary_size))
+        for first in range(0, len(rows), most):
+            scores += _compute(rows[first : first + most])
+        return scores
+
+    def _compute(rows: Sequence[_Row]) -> list[Score]:
+        state = decoder.start(*pad_sources([row.read for row in rows], special.pad_id))
+        # What is padded lies behind what is scored, and the state is not used again.
+        given, _ = pad_sources([row.given for row in rows], special.pad_id)
+        logits, _ = decoder.step(given, state)
+        scores = []
+        for row, found in zip(rows, logits, strict=True):
+            chosen = found[: len(row.wanted)]
+            places = np.arange(len(row.wanted)), row.wanted
+            values = chosen[places] - log_sum_exp(chosen)
+            finite = bool(np.isfinite(values).all())
+            scores.append(
+                Score(
+                    row.source,
+                    row.target,
+                    len(row.read) or len(row.given) + 1,
+                    tuple(row.wanted) if finite else (),
+                    tuple(values.tolist()) if finite else (),
+                    None if finite else NOT_FINITE,
+                )
+            )
+        return scores
+
+    return engine.map(rows, prepare, compute)
