@@ -2,10 +2,12 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from transferry.runtime.doctor import check_cuda
+from transferry.runtime.tokenizer import PASSAGES, PROMPTS, SOURCES, SpecialTokens
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -34,8 +36,7 @@ def corpus_dir() -> Path:
     pytest.skip(f"the corpus is absent: no {folder / 'multi30k'}; TRANSFERRY_DATA may name another")
 
 
-@pytest.fixture(scope="session")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_run(folder: Path, special: SpecialTokens, **changes: Any) -> Path:
     """A run as training leaves it: a model of a few thousand weights, random but always the same.
 
     The weights are drawn wider than training begins with, so that attention and the choice of
@@ -49,11 +50,10 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transferry.build_model.transformer import Transformer
     from transferry.build_model.vocabulary import train_bpe
 
-    folder = tmp_path_factory.mktemp("runs") / "run"
     (folder / "checkpoints").mkdir(parents=True)
     pairs = builtin_pairs(300, seed=0)
-    tokenizer = train_bpe([text for pair in pairs for text in pair], 400)
-    config = ModelConfig(
+    tokenizer = train_bpe([text for pair in pairs for text in pair], 400, special)
+    shape: dict[str, Any] = dict(
         vocabulary_size=tokenizer.vocabulary_size,
         d_model=32,
         heads=2,
@@ -62,6 +62,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         d_ff=48,
         max_positions=64,
     )
+    config = ModelConfig(**(shape | changes))
     torch.manual_seed(0)
     model = Transformer(config)
     generator = torch.Generator().manual_seed(9)
@@ -79,12 +80,70 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def bundle_folder(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundle of `run_folder`. Copy it before changing anything in it."""
+def make_bundle(run: Path, folder: Path) -> Path:
     from transferry.build_model.checkpoint import load_checkpoint, load_samples
     from transferry.export.bundle import export_bundle
 
-    folder = tmp_path_factory.mktemp("bundles") / "bundle"
-    export_bundle(load_checkpoint(run_folder), folder, texts=load_samples(run_folder))
+    export_bundle(load_checkpoint(run), folder, texts=load_samples(run))
     return folder
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of an encoder-decoder."""
+    return make_run(tmp_path_factory.mktemp("runs") / "run", SOURCES)
+
+
+@pytest.fixture(scope="session")
+def bundle_folder(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of `run_folder`. Copy it before changing anything in it."""
+    return make_bundle(run_folder, tmp_path_factory.mktemp("bundles") / "bundle")
+
+
+@pytest.fixture(scope="session")
+def writer_run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a decoder alone, made as Llama is."""
+    return make_run(
+        tmp_path_factory.mktemp("runs") / "writer",
+        PROMPTS,
+        architecture="decoder-only",
+        encoder_layers=0,
+        heads=4,
+        key_value_heads=2,
+        norm="rms",
+        norm_order="pre",
+        positions="rotary",
+        activation="swiglu",
+        bias=False,
+        tied=False,
+    )
+
+
+@pytest.fixture(scope="session")
+def writer_bundle_folder(writer_run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of `writer_run_folder`."""
+    return make_bundle(writer_run_folder, tmp_path_factory.mktemp("bundles") / "writer")
+
+
+@pytest.fixture(scope="session")
+def reader_run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of an encoder alone, made as BERT is."""
+    return make_run(
+        tmp_path_factory.mktemp("runs") / "reader",
+        PASSAGES,
+        architecture="encoder-only",
+        encoder_layers=2,
+        decoder_layers=0,
+        positions="learned",
+        activation="gelu",
+        scale_embedding=False,
+        embedding_norm=True,
+        output_transform=True,
+        output_bias=True,
+    )
+
+
+@pytest.fixture(scope="session")
+def reader_bundle_folder(reader_run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of `reader_run_folder`."""
+    return make_bundle(reader_run_folder, tmp_path_factory.mktemp("bundles") / "reader")

@@ -45,6 +45,21 @@ def test_sizes_are_whole_numbers(name: str, value: object) -> None:
         (dict(dropout=-0.1), r"dropout must lie in \[0, 1\), not -0.1"),
         (dict(dropout=math.nan), r"dropout must lie in \[0, 1\), not nan"),
         (dict(norm_epsilon=0.0), "norm_epsilon must be positive, not 0.0"),
+        (dict(rotary_base=-1.0), "rotary_base must be positive, not -1.0"),
+        (dict(key_value_heads=-1), "key_value_heads must be .* at least 0, not -1"),
+        (dict(heads=4, key_value_heads=3), "multiple of key_value_heads, but 4 is not one of 3"),
+        (dict(key_value_heads=4), "multiple of key_value_heads, but 2 is not one of 4"),
+        (
+            dict(d_model=18, heads=6, positions="rotary"),
+            "must be even, but d_model 18 over heads 6 is 3; change either",
+        ),
+        (dict(architecture="decoder-only"), "encoder_layers must be 0 where .*-only, not 1"),
+        (dict(architecture="encoder-only"), "decoder_layers must be 0 where .*-only, not 2"),
+        (dict(architecture="gpt"), "architecture must be one of encoder-decoder, .*not 'gpt'"),
+        (dict(norm="batch"), "norm must be one of layer, rms, not 'batch'"),
+        (dict(norm_order="mid"), "norm_order must be one of post, pre, not 'mid'"),
+        (dict(positions="alibi"), "positions must be one of .*, not 'alibi'"),
+        (dict(activation="tanh"), "activation must be one of .*, not 'tanh'"),
     ],
 )
 def test_refused_models(changes: dict[str, Any], message: str) -> None:
@@ -166,3 +181,16 @@ def test_linear_falls_to_zero_even_within_the_warm_up() -> None:
 
 def test_the_width_of_a_head() -> None:
     assert model_config(d_model=24, heads=3).d_head == 8
+
+
+def test_another_architecture_keeps_the_stacks_that_it_has() -> None:
+    model = PRESETS["mini"].model_config(300, architecture="decoder-only")
+    assert (model.encoder_layers, model.decoder_layers) == (0, 4)
+    model = PRESETS["mini"].model_config(300, architecture="encoder-only", encoder_layers=2)
+    assert (model.encoder_layers, model.decoder_layers) == (2, 0)
+
+
+def test_heads_of_keys_and_values() -> None:
+    assert model_config(heads=4).kv_heads == 4
+    assert model_config(heads=4, key_value_heads=1).kv_heads == 1
+    assert model_config(d_model=15, heads=3, positions="learned").d_model == 15

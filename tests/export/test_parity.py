@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,19 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from transferry.build_model.checkpoint import Checkpoint
+from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.build_model.vocabulary import train_bpe
 from transferry.export.parity import Judge, random_case, sweep, verify_against
 from transferry.export.torch_decoder import TorchDecoder
+from transferry.export.torch_encoder import TorchEncoder
 from transferry.runtime.bundle import Bundle
-from transferry.runtime.compare import Case, Comparison, ParityReport, Tolerance
+from transferry.runtime.compare import Case, Comparison, Decisions, ParityReport, Tolerance
 from transferry.runtime.errors import InputError, ParityError
 from transferry.runtime.onnx_decoder import OnnxDecoder, OnnxState
 from transferry.runtime.session import SessionOptions
+from transferry.runtime.tokenizer import PROMPTS
 
 Array = NDArray[Any]
 
@@ -351,3 +354,78 @@ class TestVerifyAgainst:
         assert verify(checkpoint, bundle, [word * (most - 1)]).decisions[0].rows == 1
         with pytest.raises(InputError, match=f"line 2 has {most + 1} tokens.*{most}"):
             verify(checkpoint, bundle, [texts[0], word * most])
+
+
+class TestFillings:
+    """An encoder alone: what it fills in, judged as the choices of a search are."""
+
+    @pytest.fixture(scope="class")
+    def checkpoint(self, reader_run_folder: Path) -> Checkpoint:
+        return load_checkpoint(reader_run_folder)
+
+    @pytest.fixture(scope="class")
+    def judge(self, checkpoint: Checkpoint) -> Judge:
+        return Judge(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
+
+    @pytest.fixture(scope="class")
+    def sources(self, checkpoint: Checkpoint, reader_run_folder: Path) -> list[list[int]]:
+        tokenizer = checkpoint.tokenizer
+        samples = load_samples(reader_run_folder)
+        return [tokenizer.special.wrap(tokenizer.encode(text)) for text in samples]
+
+    def fillings(
+        self, judge: Judge, sources: list[list[int]], nudge: float, token: int = 7
+    ) -> Decisions:
+        """Of torch's own encoder, a token of it made likelier."""
+
+        class Nudged(TorchEncoder):
+            def encode(self, source: Array, mask: Array) -> dict[str, Array]:
+                found = super().encode(source, mask)
+                found["logits"][..., token] += nudge
+                return found
+
+        return judge.fillings(Nudged(judge.reference.model), sources)
+
+    def test_the_same_encoder_passes(self, judge: Judge, sources: list[list[int]]) -> None:
+        decisions = self.fillings(judge, sources, 0.0)
+        assert decisions.passed
+        assert (decisions.identical, decisions.score_error) == (8, 0.0)
+
+    def test_another_token_is_a_defect(self, judge: Judge, sources: list[list[int]]) -> None:
+        decisions = self.fillings(judge, sources, 50.0)
+        assert not decisions.passed
+        assert len(decisions.defects) == 8
+        assert all("prefers" in line and "a defect" in line for line in decisions.defects)
+
+    def test_another_probability_of_the_same_token_fails(
+        self, judge: Judge, sources: list[list[int]]
+    ) -> None:
+        decisions = self.fillings(judge, sources, -50.0, token=3)
+        assert decisions.identical == 8
+        assert not decisions.passed
+
+    def test_nan_is_a_defect(self, judge: Judge, sources: list[list[int]]) -> None:
+        decisions = self.fillings(judge, sources, np.nan)
+        assert decisions.defects == [
+            f"row {row}: the graph gave NaN or infinity" for row in range(8)
+        ]
+
+    def test_a_twin_of_the_likeliest_token_is_a_tie(
+        self, checkpoint: Checkpoint, sources: list[list[int]]
+    ) -> None:
+        model = copy.deepcopy(checkpoint.model)
+        with torch.no_grad():
+            model.embedding.weight[9] = model.embedding.weight[7]
+            assert model.output_bias is not None
+            model.output_bias[[7, 9]] = 60.0
+        judge = Judge(model, checkpoint.tokenizer.special, Tolerance())
+        decisions = self.fillings(judge, sources, 1e-5, token=9)
+        assert decisions.passed
+        assert len(decisions.ties) == 8
+
+    def test_without_a_mask_nothing_is_filled_in(
+        self, checkpoint: Checkpoint, sources: list[list[int]]
+    ) -> None:
+        judge = Judge(checkpoint.model, PROMPTS, Tolerance())
+        with pytest.raises(InputError, match="expected a tokenizer with a mask"):
+            self.fillings(judge, sources, 0.0)

@@ -1,0 +1,121 @@
+"""Every option in every architecture: trained a little, exported, and the same in onnxruntime."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from transferry.build_model.config import ModelConfig
+from transferry.build_model.evaluation import cross_entropy
+from transferry.build_model.transformer import Transformer
+from transferry.export.graphs import export_graphs
+from transferry.export.parity import Judge, random_case
+from transferry.export.weights import write_graphs
+from transferry.runtime.bundle import Bundle, Manifest, Variant
+from transferry.runtime.compare import Tolerance
+from transferry.runtime.model import Model, open_model
+from transferry.runtime.session import SessionOptions
+from transferry.runtime.tokenizer import SINGLE_BYTES, SOURCES, Tokenizer
+
+BYTES = Tokenizer("bytes", r"\S+|\s+", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
+SHAPE: dict[str, Any] = dict(
+    vocabulary_size=40, d_model=16, heads=4, d_ff=24, max_positions=24, dropout=0.0
+)
+STACKS: dict[str, dict[str, Any]] = {
+    "encoder-decoder": dict(encoder_layers=1, decoder_layers=1),
+    "decoder-only": dict(encoder_layers=0, decoder_layers=1),
+    "encoder-only": dict(encoder_layers=1, decoder_layers=0),
+}
+# Beside post-norm, LayerNorm, sinusoidal positions, ReLU, multi-head attention, tied embeddings
+# and biases, which are the paper's and the defaults.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "the paper's": {},
+    "pre-norm": dict(norm_order="pre"),
+    "RMSNorm": dict(norm="rms"),
+    "learned positions": dict(positions="learned"),
+    "rotary positions": dict(positions="rotary", rotary_base=100.0),
+    "GELU": dict(activation="gelu"),
+    "GELU by tanh": dict(activation="gelu-tanh"),
+    "swish": dict(activation="swish"),
+    "SwiGLU": dict(activation="swiglu"),
+    "grouped-query": dict(key_value_heads=2),
+    "multi-query": dict(key_value_heads=1),
+    "separate output": dict(tied=False),
+    "no biases": dict(bias=False),
+    "unscaled embedding": dict(scale_embedding=False),
+    "BERT's ends": dict(embedding_norm=True, output_transform=True, output_bias=True),
+    "Llama's": dict(
+        norm="rms",
+        norm_order="pre",
+        positions="rotary",
+        activation="swiglu",
+        key_value_heads=2,
+        tied=False,
+        bias=False,
+        scale_embedding=False,
+    ),
+}
+
+
+def cells() -> Iterator[Any]:
+    for architecture, stacks in STACKS.items():
+        for name, options in OPTIONS.items():
+            config = ModelConfig.from_dict(
+                {**SHAPE, **stacks, **options, "architecture": architecture}
+            )
+            yield pytest.param(config, id=f"{architecture}, {name}")
+    deep = {**SHAPE, "encoder_layers": 3, "decoder_layers": 1}
+    yield pytest.param(ModelConfig.from_dict(deep), id="deep encoder, shallow decoder")
+
+
+def trained_a_little(config: ModelConfig) -> Transformer:
+    """Wide random weights after three steps, each of which must reach every parameter."""
+    torch.manual_seed(0)
+    model = Transformer(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(3, config.vocabulary_size, (4, 12))
+    source = tokens if config.encoder_layers else tokens[:, :0]
+    mask = torch.ones(source.shape, dtype=torch.bool)
+    losses = []
+    for _ in range(3):
+        logits = model(source, mask, tokens)
+        loss = cross_entropy(logits[:, :-1], tokens[:, 1:], 0)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad
+            assert gradient is not None, name
+            # The same is added to every score of a query, which softmax does not see.
+            if not name.endswith("key.bias"):
+                assert gradient.any(), name
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    return model.eval()
+
+
+def opened(model: Transformer, folder: Path) -> Model:
+    """The graphs in onnxruntime, without what a bundle has besides."""
+    graphs = export_graphs(model, "portable")
+    (folder / "portable").mkdir()
+    write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs.values()])
+    specs = {name: graph.spec for name, graph in graphs.items()}
+    variant = Variant("portable", "float32", 20, specs)
+    config = model.config
+    manifest = Manifest(config.architecture, config.to_dict(), {}, {"portable": variant}, {}, {})
+    return open_model(Bundle(folder, manifest, BYTES), variant, SessionOptions())
+
+
+@pytest.mark.parametrize("config", cells())
+def test_what_is_exported_is_what_was_trained(config: ModelConfig, tmp_path: Path) -> None:
+    model = trained_a_little(config)
+    sizes = [(1, 1, 0), (3, 7, 0), (2, 5, 4)]
+    cases = [random_case(config, *size, seed=number) for number, size in enumerate(sizes)]
+    comparisons = Judge(model, SOURCES, Tolerance()).numbers(opened(model, tmp_path), cases)
+    assert len(comparisons) >= 2 * len(cases)
+    assert [f"{item.case}: {item.tensor}: {item.fault}" for item in comparisons if item.fault] == []

@@ -1,0 +1,113 @@
+"""Scores are torch's log-probabilities, whatever the batch, and no generation is needed."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from transferry.build_model.checkpoint import load_checkpoint
+from transferry.build_model.corpus import builtin_pairs
+from transferry.runtime import scoring
+from transferry.runtime.batching import BatchOptions
+from transferry.runtime.engine import Engine
+from transferry.runtime.errors import UsageError
+from transferry.runtime.options import GenerationOptions
+from transferry.runtime.scoring import Score, score
+
+PAIRS = builtin_pairs(30, seed=4)
+
+
+@pytest.fixture(scope="module")
+def translator(bundle_folder: Path) -> Engine:
+    return Engine.load(bundle_folder, replicas=2)
+
+
+@pytest.fixture(scope="module")
+def writer(writer_bundle_folder: Path) -> Engine:
+    return Engine.load(writer_bundle_folder, replicas=2)
+
+
+def test_pairs_have_the_log_probabilities_of_torch(translator: Engine, run_folder: Path) -> None:
+    checkpoint = load_checkpoint(run_folder)
+    model, tokenizer = checkpoint.model.double(), checkpoint.tokenizer
+    rows: list[tuple[str, str | None]] = [(pair.source, pair.target) for pair in PAIRS]
+    for pair, found in zip(PAIRS, score(translator, rows), strict=True):
+        source = torch.tensor([tokenizer.special.wrap(tokenizer.encode(pair.source))])
+        target = [*tokenizer.encode(pair.target), tokenizer.special.eos_id]
+        given = torch.tensor([[tokenizer.special.bos_id, *target[:-1]]])
+        with torch.inference_mode():
+            logits = model(source, torch.ones_like(source, dtype=torch.bool), given)
+        wanted = torch.log_softmax(logits[0], dim=-1)[range(len(target)), target]
+        assert found.tokens == tuple(target)
+        np.testing.assert_allclose(found.log_probabilities, wanted.numpy(), atol=1e-4)
+        assert found.total == pytest.approx(wanted.sum().item(), abs=1e-4)
+        assert (found.source, found.target, found.error) == (pair.source, pair.target, None)
+        assert found.source_tokens == source.shape[1]
+
+
+def test_a_text_has_the_log_probabilities_of_torch(writer: Engine, writer_run_folder: Path) -> None:
+    checkpoint = load_checkpoint(writer_run_folder)
+    model, tokenizer = checkpoint.model.double(), checkpoint.tokenizer
+    for pair, found in zip(PAIRS, score(writer, [(p.source, None) for p in PAIRS]), strict=True):
+        ids = tokenizer.encode(pair.source)
+        text = torch.tensor([ids])
+        with torch.inference_mode():
+            logits = model(text[:, :0], text[:, :0].bool(), text)
+        wanted = torch.log_softmax(logits[0], dim=-1)[range(len(ids) - 1), ids[1:]]
+        assert found.tokens == tuple(ids[1:])
+        np.testing.assert_allclose(found.log_probabilities, wanted.numpy(), atol=1e-4)
+        assert "target" not in found.record()
+
+
+def test_an_answer_scores_what_the_search_said(translator: Engine) -> None:
+    options = GenerationOptions(max_length=30, length_penalty=0.0)
+    for result in translator.generate([pair.source for pair in PAIRS], options):
+        if result.outputs[0].finish_reason != "end":
+            continue
+        (found,) = score(translator, [(result.source, result.text)])
+        if found.tokens[:-1] == result.outputs[0].tokens:
+            assert found.total == pytest.approx(result.outputs[0].log_probability, abs=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 64])
+@pytest.mark.parametrize("most", [1, 20_000, scoring.MOST_LOGITS])
+def test_a_score_does_not_depend_on_the_batch(
+    translator: Engine, rows: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs: list[tuple[str, str | None]] = [(pair.source, pair.target) for pair in PAIRS]
+    expected = [next(iter(score(translator, [pair]))) for pair in pairs]
+    monkeypatch.setattr(scoring, "MOST_LOGITS", most)
+    cut = Engine(translator.bundle, translator.model, batches=BatchOptions(rows=rows))
+    for left, right in zip(expected, score(cut, pairs), strict=True):
+        assert left.tokens == right.tokens
+        np.testing.assert_allclose(left.log_probabilities, right.log_probabilities, atol=1e-5)
+
+
+def test_bad_rows_are_errors_of_their_own(translator: Engine, writer: Engine) -> None:
+    long = "a " * 99
+    kinds = [
+        row.error and row.error.kind
+        for row in score(translator, [("a", "b"), ("", "b"), ("a", " "), (long, "b"), ("a", long)])
+    ]
+    assert kinds == [None, "empty", "empty", "too-long", "too-long"]
+    kinds = [row.error and row.error.kind for row in score(writer, [("a", None), ("a b", None)])]
+    assert kinds == ["too-short", None]
+
+
+def test_an_encoder_alone_scores_nothing(reader_bundle_folder: Path) -> None:
+    with pytest.raises(UsageError, match="encoder-only model, which generates nothing"):
+        score(Engine.load(reader_bundle_folder), [("a", None)])
+
+
+def test_record() -> None:
+    record = Score("a", "b", 2, (5, 2), (-0.25, -1.5000000004)).record()
+    assert record == {
+        "source": "a",
+        "target": "b",
+        "total": -1.75,
+        "tokens": [5, 2],
+        "log_probabilities": [-0.25, -1.5],
+    }
+    assert math.isclose(Score("a", None, 1).total, 0.0)

@@ -1,0 +1,239 @@
+"""The commands for models that go on with a text, or read one, and for scores."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from transferry.build_model.corpus import builtin_pairs
+from transferry.cli import main
+
+SIZES = ["--d-model=16", "--heads=2", "--d-ff=16", "--max-positions=24", "--batch-tokens=96"]
+STEPS = ["--max-steps=2", "--warmup-steps=1", "--vocabulary-size=300", "--device=cpu"]
+
+
+def call(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def done(*arguments: str | Path) -> Result:
+    result = call(*arguments)
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "book.txt"
+    sentences = [pair.source for pair in builtin_pairs(200, seed=2)]
+    path.write_text("\n".join(sentences) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("lines") / "lines.txt"
+    sentences = [pair.source for pair in builtin_pairs(9, seed=3)]
+    path.write_text("\n".join(sentences) + "\n", encoding="utf-8")
+    return path
+
+
+def test_a_decoder_alone_from_nothing_to_answers(book: Path, tmp_path: Path) -> None:
+    run, bundle, out = tmp_path / "run", tmp_path / "bundle", tmp_path / "answers.jsonl"
+    text = ["--text", book, "--preset", "prose", *SIZES, "--decoder-layers=1"]
+    trained = done("train", *text, *STEPS, "--out", run)
+    assert "training text: " in trained.stderr
+    assert "perplexity" in trained.stderr
+    config = json.loads((run / "config.json").read_bytes())["model"]
+    assert config["architecture"] == "decoder-only"
+    done("export", run, "--out", bundle)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the\n\nthe first of\n")
+    verified = done("verify", bundle, "--checkpoint", run, "--text", book.with_name("book.txt"))
+    assert "beam 4: 200 of 200 rows token for token" in verified.stdout
+    done("verify", bundle)
+    answered = call("run", bundle, prompts, "-o", out, "--max-length", "5")
+    assert answered.exit_code == 3  # for the empty prompt, which is an error on its own row
+    assert [row["finish_reason"] for row in rows(out)] == ["length", "error", "length"]
+    assert "decoder-only" in done("inspect", bundle).stdout
+    resumed = done("train", "--out", run, "--resume", "--max-steps", "3")
+    assert "validation loss" in resumed.stderr
+    other = tmp_path / "other.txt"
+    other.write_text("something else altogether, but text it is\n" * 9)
+    refused = call("train", "--out", run, "--resume", "--max-steps", "4", "--text", other)
+    assert refused.exit_code == 3
+    assert "was saved while training on other text" in refused.stderr
+
+
+def test_an_encoder_alone_from_nothing_to_vectors(book: Path, tmp_path: Path) -> None:
+    run, bundle = tmp_path / "run", tmp_path / "bundle"
+    options = [*SIZES, *STEPS, "--encoder-layers=1", "--valid-text", book]
+    done("train", "--text", book, "--preset", "reader", *options, "--out", run)
+    done("export", run, "--out", bundle)
+    short = tmp_path / "short.txt"
+    short.write_text("the first\nanother one\n")
+    verified = done("verify", bundle, "--checkpoint", run, "--text", short)
+    assert "fill-mask: 2 of 2 rows token for token" in verified.stdout
+    done("verify", bundle)
+    vectors = tmp_path / "vectors.npy"
+    done("run", bundle, short, "--task", "embed", "-o", vectors)
+    assert np.load(vectors).shape == (2, 16)
+    settings = (tmp_path / "vectors.npy.settings.toml").read_text()
+    assert 'task = "embed"' in settings
+
+
+def test_the_builtin_corpus_is_text_too(tmp_path: Path) -> None:
+    options = ["--architecture", "decoder-only", *SIZES, *STEPS, "--decoder-layers=1"]
+    done("train", "--builtin", "--preset", "tiny", *options, "--out", tmp_path / "run")
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--preset", "prose", "--source", "a", "--target", "b"], "--source and architecture dec"),
+        (["--preset", "tiny", "--text", "a"], "--text and architecture encoder-decoder exclude"),
+        (["--preset", "prose"], "give --text, or --builtin"),
+        (["--preset", "prose", "--builtin", "--text", "a"], "--builtin and --text exclude"),
+        (
+            ["--preset", "prose", "--text", "a", "--heads", "3"],
+            "d_model must be a multiple of heads, but 256 is not one of 3",
+        ),
+        (
+            ["--preset", "prose", "--text", "a", "--key-value-heads", "3"],
+            "heads must be a multiple of key_value_heads, but 4 is not one of 3",
+        ),
+        (
+            ["--preset", "prose", "--text", "a", "--d-model", "12"],
+            "d_model 12 over heads 4 is 3; change either",
+        ),
+        (
+            ["--preset", "prose", "--text", "a", "--encoder-layers", "2"],
+            "encoder_layers must be 0 where architecture is decoder-only, not 2",
+        ),
+    ],
+)
+def test_trainings_that_cannot_be(options: list[str], message: str, tmp_path: Path) -> None:
+    result = call("train", *options, "--out", tmp_path / "run")
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_pairs_are_scored(bundle_folder: Path, lines: Path, tmp_path: Path) -> None:
+    out = tmp_path / "scores.jsonl"
+    scored = done("score", bundle_folder, lines, "--target", lines, "-o", out)
+    found = rows(out)
+    assert [row["id"] for row in found] == list(range(9))
+    total = sum(row["total"] for row in found)
+    tokens = sum(len(row["tokens"]) for row in found)
+    perplexity = math.exp(-total / tokens)
+    assert f"scored_tokens {tokens}, " in scored.stderr
+    said = float(scored.stderr.partition("perplexity ")[2].split()[0])
+    assert said == pytest.approx(perplexity, rel=1e-4)
+    settings = (tmp_path / "scores.jsonl.settings.toml").read_text()
+    assert f"perplexity = {said}" in settings
+    assert call("score", bundle_folder, lines, "--target", lines, "-o", out).exit_code == 2
+    again = tmp_path / "again.jsonl"
+    done("score", bundle_folder, lines, "--target", lines, "-o", again, "--batch-rows", "2")
+    assert [row["tokens"] for row in rows(again)] == [row["tokens"] for row in found]
+
+
+def test_texts_are_scored_on_stdout(writer_bundle_folder: Path, lines: Path) -> None:
+    result = done("score", writer_bundle_folder, lines, "--quiet")
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(found) == 9
+    assert result.stderr == ""
+    assert all(len(row["tokens"]) == len(row["log_probabilities"]) for row in found)
+
+
+@pytest.mark.parametrize(("sources", "targets"), [(3, 2), (2, 3)])
+def test_pairs_of_unequal_number(
+    bundle_folder: Path, tmp_path: Path, sources: int, targets: int
+) -> None:
+    (tmp_path / "source").write_text("a\n" * sources)
+    (tmp_path / "target").write_text("a\n" * targets)
+    out = tmp_path / "scores.jsonl"
+    files = [tmp_path / "source", "--target", tmp_path / "target"]
+    result = call("score", bundle_folder, *files, "-o", out)
+    assert result.exit_code == 3
+    assert "give files of equal length" in result.stderr
+    assert not out.exists()
+
+
+def test_scores_of_the_wrong_kind(
+    bundle_folder: Path, writer_bundle_folder: Path, reader_bundle_folder: Path, lines: Path
+) -> None:
+    result = call("score", bundle_folder, lines)
+    assert (result.exit_code, "encoder-decoder and needs --target" in result.stderr) == (2, True)
+    result = call("score", writer_bundle_folder, lines, "--target", lines)
+    assert (result.exit_code, "decoder-only and takes no --target" in result.stderr) == (2, True)
+    result = call("score", reader_bundle_folder, lines)
+    assert (result.exit_code, "which generates nothing" in result.stderr) == (2, True)
+
+
+def test_masks_are_filled(reader_bundle_folder: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "text", tmp_path / "filled.jsonl"
+    text.write_text("the [MASK] of\nno mask\n")
+    result = call("run", reader_bundle_folder, text, "--task", "fill-mask", "-o", out, "--top", "3")
+    assert result.exit_code == 3
+    filled, bare = rows(out)
+    assert len(filled["masks"][0]) == 3
+    assert bare["error"]["kind"] == "no-mask"
+    text.write_text("the [MASK] of\n")
+    plain = done("run", reader_bundle_folder, text, "--task", "fill-mask", "-o", "-", "--quiet")
+    assert plain.stdout == filled["text"] + "\n"
+
+
+@pytest.mark.parametrize("name", ["vectors.npy", "vectors.parquet", "vectors.jsonl"])
+def test_vectors_are_written(
+    reader_bundle_folder: Path, lines: Path, tmp_path: Path, name: str
+) -> None:
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
+    out = tmp_path / name
+    command = ["run", reader_bundle_folder, lines, "--task", "embed", "--normalise"]
+    done(*command, "-o", out, "--pooling", "first")
+    first = out.read_bytes()
+    done(*command, "-o", out, "--pooling", "first", "--force")
+    assert out.read_bytes() == first
+    if name.endswith("npy"):
+        np.testing.assert_allclose(np.linalg.norm(np.load(out), axis=1), np.ones(9), rtol=1e-5)
+    done(*command, "-o", out, "--force")
+    assert out.read_bytes() != first
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task", "embed"], "task embed writes npy or parquet or jsonl, not text"),
+        (["--task", "embed", "--format", "npy"], "npy cannot go to standard output"),
+        (["--task", "fill-mask", "--format", "npy"], "fill-mask writes jsonl or text, not npy"),
+        (["--task", "fill-mask", "--beam", "4"], "generates nothing, so beam has no effect"),
+        (["--task", "fill-mask", "--top", "0"], "top must be at least 1, not 0"),
+        ([], "its tasks are embed and fill-mask"),
+    ],
+)
+def test_tasks_that_cannot_be(
+    reader_bundle_folder: Path, lines: Path, options: list[str], message: str
+) -> None:
+    result = call("run", reader_bundle_folder, lines, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_translator_neither_embeds_nor_fills_in(bundle_folder: Path, lines: Path) -> None:
+    result = call("run", bundle_folder, lines, "--task", "fill-mask")
+    assert result.exit_code == 2
+    assert "neither embeds nor fills in; its task is generate" in result.stderr
