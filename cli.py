@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import re
 import shlex
 import shutil
 import signal
@@ -20,6 +19,7 @@ from click.core import ParameterSource as Origin
 from transferry.build_model.config import PRESETS, ModelConfig, TrainConfig
 from transferry.runtime.errors import InputError, ProviderError, TransferryError, UsageError
 from transferry.runtime.options import GenerationOptions
+from transferry.runtime.settings import field_helps
 
 if TYPE_CHECKING:
     from transferry.runtime.compare import ParityReport
@@ -33,6 +33,8 @@ Exit codes: 0 done, 2 wrong usage, 3 bad input, checkpoint or bundle, 4 parity f
 5 the provider asked for cannot run, 130 interrupted.
 """
 FILE = click.Path(path_type=Path)
+# Of GenerationOptions what holds ids: the first is said as text, the other by the bundle.
+TOKENS = ("prefix", "suppress")
 
 
 class Failure(click.ClickException):
@@ -102,11 +104,7 @@ def fields_as_options(
     config: type[Any], *, leave_out: Sequence[str] = ()
 ) -> Callable[[Command], Command]:
     """Adds an option for each field of a dataclass, its help taken from the docstring."""
-    hints = get_type_hints(config)
-    attributes = re.findall(
-        r"^ {8}(\w+): (.+?)(?=^ {8}\w+: |\Z)", f"{_docstring(config)}\n", re.S | re.M
-    )
-    helps = {name: " ".join((text[0].upper() + text[1:]).split()) for name, text in attributes}
+    hints, helps = get_type_hints(config), field_helps(config)
     by_preset = {name for preset in PRESETS.values() for name in preset.model | preset.train}
 
     def add(command: Command) -> Command:
@@ -122,21 +120,14 @@ def fields_as_options(
             elif field.default is not False:
                 text = f"{text} Default {field.default}."
             if hint is bool:
-                name = f"{flag}/--no-{flag[2:]}" if field.default else flag
+                either = field.default or field.name in by_preset
+                name = f"{flag}/--no-{flag[2:]}" if either else flag
                 command = click.option(name, is_flag=True, default=None, help=text)(command)
             else:
                 command = click.option(flag, type=kind, default=None, help=text)(command)
         return command
 
     return add
-
-
-def _docstring(config: type[Any]) -> str:
-    """The attributes section, its names indented by eight columns in every Python."""
-    section = (config.__doc__ or "").partition("Attributes:")[2]
-    lines = section.strip("\n").splitlines()
-    indent = len(lines[0]) - len(lines[0].lstrip())
-    return "\n".join(" " * 8 + line[indent:] for line in lines)
 
 
 def given(
@@ -215,7 +206,7 @@ def train(context: click.Context, /, **options: Any) -> None:
     if leader():
         if not resume:
             run_folder.make_folder(out, force=options["force"])
-        run_folder.remember(out, options, _version())
+        run_folder.remember(out, options)
     try:
         marks = recipe.follow(
             out,
@@ -231,10 +222,33 @@ def train(context: click.Context, /, **options: Any) -> None:
                 raise KeyboardInterrupt(f"continue with: {command}") from error
         elif leader() and not resume:
             # Nothing to continue, so nothing that a second attempt would have to replace.
-            shutil.rmtree(out)
+            shutil.rmtree(out, ignore_errors=True)
         raise
     if marks is not None:
         say(f"{marks}; {out}")
+
+
+@main.command(
+    "import",
+    epilog="""\b
+Example:
+  transferry import opus-mt-en-de --out runs/opus
+""",
+)
+@configurable
+@click.argument("huggingface", metavar="FOLDER", type=FILE)
+@click.option("--out", type=FILE, required=True, help="Folder of the run.")
+@click.option("--force", is_flag=True, help="Replace the run in --out.")
+@click.option("--quiet", is_flag=True, help="Do not tell what was imported and what left out.")
+def import_(huggingface: Path, out: Path, force: bool, quiet: bool) -> None:
+    """Import a checkpoint of Hugging Face's transformers from FOLDER as a run.
+
+    FOLDER holds config.json, model.safetensors and the tokenizer; its model_type is marian, gpt2,
+    llama or bert. What cannot be carried over is refused by name: see docs/import.md.
+    """
+    from transferry.build_model.huggingface.importer import import_checkpoint
+
+    import_checkpoint(huggingface, out, force=force, say=(lambda line: None) if quiet else say)
 
 
 @main.command(
@@ -268,29 +282,11 @@ def export(run_folder: Path, out: Path, force: bool, text: Path | None, quiet: b
 
     checkpoint = load_checkpoint(run_folder)
     texts = list(read_lines(text)) if text is not None else load_samples(run_folder)
-    with _silenced_exporter():
-        bundle = export_bundle(
-            checkpoint, out, texts=texts, force=force, say=(lambda line: None) if quiet else say
-        )
+    bundle = export_bundle(
+        checkpoint, out, texts=texts, force=force, say=(lambda line: None) if quiet else say
+    )
     size = sum(record.size for record in bundle.manifest.files.values())
     say(f"{out}: {len(bundle.manifest.files) + 1} files, {size / 1e6:.1f} MB, verified")
-
-
-@contextlib.contextmanager
-def _silenced_exporter() -> Iterator[None]:
-    """Torch's exporter warns of its own affairs; what matters is checked afterwards."""
-    import logging
-    import warnings
-
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def session_options(command: Command) -> Command:
@@ -446,7 +442,7 @@ Example:
 @engine_options
 @click.option("--prefix", default="", help="Text that every answer begins with.")
 @click.option("--quiet", is_flag=True, help="No progress and no summary.")
-@fields_as_options(GenerationOptions, leave_out=["prefix"])
+@fields_as_options(GenerationOptions, leave_out=TOKENS)
 def run(bundle_folder: Path, text: Path, out: Path, **options: Any) -> None:
     """Answer every line of INPUT with BUNDLE, in order; - is stdin.
 
@@ -456,7 +452,7 @@ def run(bundle_folder: Path, text: Path, out: Path, **options: Any) -> None:
     """
     from transferry.runtime.jobs import job_of
 
-    chosen = given(options, GenerationOptions, leave_out=["prefix"])
+    chosen = given(options, GenerationOptions, leave_out=TOKENS)
     GenerationOptions(**chosen)  # refuse a conflict before the bundle is opened
     engine = _engine(bundle_folder, options)
     job = job_of(engine, text, out, options, chosen)
@@ -585,12 +581,6 @@ def doctor(as_json: bool) -> None:
                 click.echo(f"to mend {check.name}: {check.remedy}")
     if faults := [check.name for check in checks if check.status == "fault"]:
         raise ProviderError(f"not working: {', '.join(faults)}")
-
-
-def _version() -> str:
-    import importlib.metadata
-
-    return importlib.metadata.version("transferry")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """A training run on disk: safetensors and JSON, each file written whole or not at all.
 
 RUN/
-  config.json                  format version, ModelConfig, TrainConfig
+  config.json                  format version, ModelConfig, TrainConfig (null where the run was
+                               imported), defaults of generation that export hands on
   settings.toml                the command's options, which `--resume` takes up
   corpus/                      the built-in corpus, where it was trained on
-  tokenizer.json ranks.tiktoken
+  tokenizer.json ...           its settings, and the files of its kind
   samples.json                 sentences for the answers that export records
   model.safetensors            the weights to export
   metrics.jsonl curves.png
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from transferry.build_model.config import ModelConfig, TrainConfig
 from transferry.build_model.transformer import Transformer
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import atomic_file
-from transferry.runtime.tokenizer import Tokenizer
+from transferry.runtime.tokenizer import AnyTokenizer, load_tokenizer
 
 FORMAT = 1
 CONFIG = "config.json"
@@ -44,13 +45,15 @@ class Checkpoint:
 
     Attributes:
         model: The model in eval mode, float32, on the CPU.
-        config: What it was trained with.
+        config: What it was trained with; None where it was imported.
         tokenizer: Turns text into its ids and back.
+        generation: Fields of GenerationOptions that the bundle makes its defaults.
     """
 
     model: Transformer
-    config: TrainConfig
-    tokenizer: Tokenizer
+    config: TrainConfig | None
+    tokenizer: AnyTokenizer
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
 
 def save_tensors(
@@ -81,19 +84,38 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         ) from error
 
 
-def save_config(folder: Path, model: ModelConfig, train: TrainConfig) -> None:
-    """Writes config.json."""
-    record = {"format": FORMAT, "model": model.to_dict(), "train": train.to_dict()}
+def save_config(
+    folder: Path,
+    model: ModelConfig,
+    train: TrainConfig | None,
+    generation: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes config.json; see `Checkpoint` for what may be None."""
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "model": model.to_dict(),
+        "train": None if train is None else train.to_dict(),
+    }
+    if generation:
+        record["generation"] = dict(generation)
     with atomic_file(folder / CONFIG) as file:
         file.write(json.dumps(record, indent=2).encode() + b"\n")
 
 
 def load_config(folder: Path) -> tuple[ModelConfig, TrainConfig]:
-    """Reads config.json.
+    """Reads config.json of a training.
 
     Raises:
-        InputError: It is missing, no JSON, of another format version, or names unknown settings.
+        InputError: It is missing, no JSON, of another format version, or names unknown settings;
+            or the run was imported.
     """
+    model, train, _ = _read_config(folder)
+    if train is None:
+        raise InputError(f"{folder} was imported, so there is no training to continue")
+    return model, train
+
+
+def _read_config(folder: Path) -> tuple[ModelConfig, TrainConfig | None, dict[str, Any]]:
     path = folder / CONFIG
     try:
         record: dict[str, Any] = json.loads(path.read_bytes())
@@ -102,7 +124,12 @@ def load_config(folder: Path) -> tuple[ModelConfig, TrainConfig]:
                 f"{path} has format {record['format']!r}, but this version of transferry reads "
                 f"format {FORMAT}; use the version that wrote it"
             )
-        return ModelConfig.from_dict(record["model"]), TrainConfig.from_dict(record["train"])
+        train = record["train"]
+        return (
+            ModelConfig.from_dict(record["model"]),
+            None if train is None else TrainConfig.from_dict(train),
+            dict(record.get("generation", {})),
+        )
     except OSError as error:
         raise InputError(
             f"{path} cannot be read ({error.strerror}); expected the folder of a training"
@@ -148,8 +175,8 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         InputError: A file is missing or damaged, or the weights do not fit the config.
     """
-    model_config, train_config = load_config(folder)
-    tokenizer = Tokenizer.load(folder)
+    model_config, train_config, generation = _read_config(folder)
+    tokenizer = load_tokenizer(folder)
     if tokenizer.vocabulary_size != model_config.vocabulary_size:
         raise InputError(
             f"{folder}: the tokenizer has {tokenizer.vocabulary_size} ids, but config.json says "
@@ -164,4 +191,4 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     for name, tensor in weights.items():
         if not torch.isfinite(tensor).all():
             raise InputError(f"{folder / WEIGHTS}: {name} holds NaN or infinity; train again")
-    return Checkpoint(model.eval(), train_config, tokenizer)
+    return Checkpoint(model.eval(), train_config, tokenizer, generation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +12,42 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.settings import read_settings, write_settings
 
 SETTINGS = "settings.toml"
+# One of these settings is in every run, trained or imported.
+MARKS = frozenset({"preset", "huggingface"})
 # What a run does not remember, and what may be said anew when it continues: where it ends, and
 # where its files lie by now.
 OF_ONE_CALL = {"out", "resume", "force", "device", "quiet"}
 MAY_CHANGE = {"max_steps", "max_minutes"} | {
     f"{prefix}{name}" for prefix in ("", "valid_") for name in ("source", "target", "pairs", "text")
 }
+
+
+def check_folder(out: Path, *, force: bool, resumable: bool = False) -> bool:
+    """Tells whether a folder holds a run that is to be replaced.
+
+    Args:
+        out: The folder, which need not exist.
+        force: Replace a run.
+        resumable: The command could continue it.
+
+    Raises:
+        UsageError: The folder holds something and `force` is off, or what it holds is no run.
+        InputError: It is a file.
+    """
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out}: cannot be made: it is no folder; name another")
+    if not out.is_dir() or not any(out.iterdir()):
+        return False
+    if not force:
+        remedy = (
+            "--resume continues it, --force replaces it" if resumable else "--force replaces it"
+        )
+        raise UsageError(f"{out} holds something already; {remedy}")
+    # Other programs have a settings.toml too.
+    path = out / SETTINGS
+    if not path.exists() or MARKS.isdisjoint(read_settings(path)):
+        raise UsageError(f"{out} is no run of transferry, so it is not replaced; name another")
+    return True
 
 
 def make_folder(out: Path, *, force: bool) -> None:
@@ -27,30 +58,22 @@ def make_folder(out: Path, *, force: bool) -> None:
         InputError: It cannot be made.
     """
     try:
-        if out.is_dir() and any(out.iterdir()):
-            if not force:
-                raise UsageError(
-                    f"{out} holds something already; --resume continues it, --force replaces it"
-                )
-            # Other programs have a settings.toml too.
-            if not (out / SETTINGS).exists() or "preset" not in read_settings(out / SETTINGS):
-                raise UsageError(
-                    f"{out} is no run of transferry, so it is not replaced; name another"
-                )
+        if check_folder(out, force=force, resumable=True):
             shutil.rmtree(out)
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{out}: cannot be made: {error.strerror}; name another") from error
 
 
-def remember(out: Path, options: Mapping[str, Any], version: str) -> None:
+def remember(out: Path, options: Mapping[str, Any]) -> None:
     """Writes RUN/settings.toml: the command's options, for `recall` and for a person."""
     chosen = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in options.items()
         if name not in OF_ONE_CALL
     }
-    write_settings(out / SETTINGS, chosen, {"version": version})
+    made = {"version": importlib.metadata.version("transferry")}
+    write_settings(out / SETTINGS, chosen, made)
 
 
 def recall(out: Path, options: dict[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,6 +91,8 @@ def recall(out: Path, options: dict[str, Any], said: Mapping[str, Any]) -> dict[
     if said.get("force"):
         raise UsageError("--resume and --force exclude each other: continue a run or replace it")
     stored = read_settings(out / SETTINGS)
+    if "huggingface" in stored:
+        raise UsageError(f"{out} was imported, so there is no training to continue; train anew")
     for name, value in said.items():
         if name not in OF_ONE_CALL | MAY_CHANGE and value != stored.get(name):
             flag = f"--{name.replace('_', '-')}"

@@ -56,7 +56,7 @@ def train_bpe(
     )
     trained.train_from_iterator(lines, trainer)
 
-    byte_of = _byte_of_character()
+    byte_of = byte_of_character()
     vocabulary = trained.get_vocab()
     in_order = sorted(vocabulary, key=vocabulary.__getitem__)
     tokens = [bytes(byte_of[character] for character in word) for word in in_order]
@@ -65,7 +65,7 @@ def train_bpe(
     return Tokenizer("trained", WORD_PATTERN, ranks, special=special)
 
 
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """The printable character that stands for each byte in GPT-2's vocabularies, turned round.
 
     Printable Latin-1 stands for itself; the other bytes, in ascending order, take the characters

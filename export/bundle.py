@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import onnx
@@ -25,9 +23,10 @@ from transferry.runtime.bundle import (
     Variant,
 )
 from transferry.runtime.compare import ParityReport, Tolerance
-from transferry.runtime.errors import InputError, ParityError, UsageError
-from transferry.runtime.files import atomic_file, sha256
+from transferry.runtime.errors import ParityError, UsageError
+from transferry.runtime.files import atomic_file, replace_folder, sha256, staged_folder
 from transferry.runtime.model import open_model
+from transferry.runtime.options import options_of_json
 from transferry.runtime.reference import Reference, check_reference
 from transferry.runtime.session import SessionOptions
 
@@ -70,7 +69,7 @@ def export_bundle(
         raise UsageError(f"{out} exists already; add --force to replace it, or name another folder")
     if out.exists() and not (out / MANIFEST).exists():
         raise UsageError(f"{out} exists and is no bundle, so it is not replaced; name another")
-    with _staging(out) as folder:
+    with staged_folder(out) as folder:
         bundle = _write(checkpoint, folder, texts, say)
         say("verifying")
         check_graphs(bundle)
@@ -79,7 +78,7 @@ def export_bundle(
         # Last, so that what was not verified can never be loaded.
         with atomic_file(folder / MANIFEST) as file:
             file.write(bundle.manifest.to_json().encode())
-        _replace(folder, out)
+        replace_folder(folder, out)
     return Bundle.load(out)
 
 
@@ -136,7 +135,8 @@ def _write(
         case = random_case(model.config, RECORDED_SOURCES, min(12, most // 2), 0, seed=0)
         sources = [row[mask].tolist() for row, mask in zip(case.source, case.mask, strict=True)]
     judge = Judge(model, special, Tolerance())
-    judge.record(sources, RECORDED_LENGTH).save(folder / REFERENCE)
+    generation = options_of_json(checkpoint.generation)
+    judge.record(sources, RECORDED_LENGTH, generation).save(folder / REFERENCE)
 
     variant = Variant(
         VARIANT, "float32", OPSET, {name: graph.spec for name, graph in graphs.items()}
@@ -145,7 +145,7 @@ def _write(
     manifest = Manifest(
         architecture=model.config.architecture,
         model=model.config.to_dict(),
-        generation={"max_length": min(256, model.config.max_positions)},
+        generation={"max_length": min(256, model.config.max_positions), **generation},
         variants={VARIANT: variant},
         files={
             path.relative_to(folder).as_posix(): FileRecord(sha256(path), path.stat().st_size)
@@ -162,40 +162,3 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions
-
-
-@contextlib.contextmanager
-def _staging(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that is gone afterwards, whatever happens."""
-    folder = out.absolute().with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
-        yield folder
-    except OSError as error:
-        raise InputError(
-            f"{out}: cannot be written: {error.strerror or error}; nothing was written. "
-            "Free some space or choose another place."
-        ) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _replace(folder: Path, out: Path) -> None:
-    """Renames the folder to `out`; a bundle that lies there leaves only when the new one is in."""
-    if not out.exists():
-        folder.rename(out)
-        return
-    old = folder.with_suffix(".old")
-    out.rename(old)
-    try:
-        folder.rename(out)
-    except BaseException:
-        old.rename(out)
-        raise
-    try:
-        shutil.rmtree(old)
-    except OSError as error:
-        raise InputError(
-            f"{out} is replaced, but the former bundle cannot be removed ({error}); delete {old}"
-        ) from error

@@ -9,7 +9,10 @@ Every dimension that varies is dynamic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,14 +147,29 @@ def export_graphs(model: Transformer, variant: str) -> dict[str, Graph]:
             cache("selected", "length", "selected"),
         ),
     }
-    return {
-        name: Graph(
-            _export(module, inputs, outputs, config),
-            GraphSpec(f"{variant}/{name}.onnx", inputs, outputs),
-        )
-        for name in GRAPHS[config.architecture]
-        for module, inputs, outputs in [specs[name]]
-    }
+    with _silenced():
+        return {
+            name: Graph(
+                _export(module, inputs, outputs, config),
+                GraphSpec(f"{variant}/{name}.onnx", inputs, outputs),
+            )
+            for name in GRAPHS[config.architecture]
+            for module, inputs, outputs in [specs[name]]
+        }
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Torch's exporter warns of its own affairs; what matters is checked afterwards."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _export(

@@ -40,7 +40,7 @@ from transferry.runtime.options import GenerationOptions
 from transferry.runtime.reference import RecordedSearch, Reference
 from transferry.runtime.search import search
 from transferry.runtime.session import SessionOptions
-from transferry.runtime.tokenizer import SpecialTokens, Tokenizer
+from transferry.runtime.tokenizer import AnyTokenizer, SpecialTokens
 
 # What is run on text: the n-best of the beam must agree too, not only the winner.
 SEARCHES: Mapping[str, Mapping[str, Any]] = {
@@ -230,12 +230,18 @@ class Judge:
             done(1)
         return Decisions("fill-mask", len(sources), identical, score_error, ties, defects)
 
-    def record(self, sources: Sequence[Sequence[int]], max_length: int) -> Reference:
+    def record(
+        self,
+        sources: Sequence[Sequence[int]],
+        max_length: int,
+        generation: Mapping[str, Any] | None = None,
+    ) -> Reference:
         """Records what torch answers, for `runtime.reference`.
 
         Args:
             sources: Token ids to search over, the end token included.
             max_length: Of the searches.
+            generation: The bundle's defaults of generation.
         """
         sizes = [(1, 1, 0), (2, 13, 1), (7, 6, 5)]
         cases = [
@@ -244,7 +250,8 @@ class Judge:
         ]
         searches = []
         for name, fields in SEARCHES.items() if self.config.decoder_layers else ():
-            settings = {**fields, "max_length": room(self.config, sources, max_length)}
+            settings = {**(generation or {}), **fields}
+            settings["max_length"] = room(self.config, sources, max_length)
             answers = search(self.reference, sources, GenerationOptions(**settings), self.special)
             searches.append(
                 RecordedSearch(
@@ -314,13 +321,15 @@ def verify_against(
         if isinstance(model, OnnxEncoder):
             decisions.append(judge.fillings(model, sources, advance))
         else:
-            options = GenerationOptions(**fields, max_length=room(config, sources, 256))
+            settings = {**bundle.manifest.generation, **fields}
+            settings["max_length"] = room(config, sources, 256)
+            options = GenerationOptions(**settings)
             decisions.append(judge.decisions(model, name, sources, options, advance))
-    settings = {**model.describe(), "torch": torch.__version__, "against": "the run"}
-    return ParityReport(str(bundle.folder), settings, tolerance, comparisons, decisions)
+    how = {**model.describe(), "torch": torch.__version__, "against": "the run"}
+    return ParityReport(str(bundle.folder), how, tolerance, comparisons, decisions)
 
 
-def source_of(text: str, tokenizer: Tokenizer, config: ModelConfig, number: int) -> list[int]:
+def source_of(text: str, tokenizer: AnyTokenizer, config: ModelConfig, number: int) -> list[int]:
     """Returns what a model reads of a line of text.
 
     Where there is no encoder it is the beginning of it, as a prompt: the first half, and no more

@@ -4,7 +4,7 @@
       manifest.json            everything below, with sha256 and size of every other file
       VARIANT/*.onnx           the graphs of a variant
       VARIANT/weights.bin      their weights, stored once and shared by the graphs
-      tokenizer.json ranks.tiktoken
+      tokenizer.json ...       the tokenizer: its settings, and the files of its kind
       reference.npz            inputs, and what torch answered to them
 
 The runtime hard-codes no tensor name: each tensor of a graph has a role, and tensors of one role
@@ -22,9 +22,9 @@ from typing import Any, Literal, get_args
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import sha256
-from transferry.runtime.options import GenerationOptions
+from transferry.runtime.options import GenerationOptions, options_of_json
 from transferry.runtime.tables import table
-from transferry.runtime.tokenizer import Tokenizer
+from transferry.runtime.tokenizer import AnyTokenizer, load_tokenizer
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -191,7 +191,7 @@ class Manifest:
             manifest = cls(
                 record["architecture"],
                 record["model"],
-                record["generation"],
+                options_of_json(record["generation"]),
                 {name: _variant(variant) for name, variant in record["variants"].items()},
                 {name: FileRecord(**entry) for name, entry in record["files"].items()},
                 record["versions"],
@@ -250,7 +250,7 @@ class Bundle:
 
     folder: Path
     manifest: Manifest
-    tokenizer: Tokenizer
+    tokenizer: AnyTokenizer
 
     @classmethod
     def load(cls, folder: Path) -> Bundle:
@@ -271,7 +271,7 @@ class Bundle:
         manifest = Manifest.from_json(text, str(path))
         for name, record in manifest.files.items():
             _check_file(folder, name, record)
-        return cls(folder, manifest, Tokenizer.load(folder))
+        return cls(folder, manifest, load_tokenizer(folder))
 
     def variant(self, name: str | None = None) -> Variant:
         """Returns a variant by name; without a name the first.

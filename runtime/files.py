@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import io
 import os
+import shutil
 import sys
 import zlib
 from collections.abc import Iterator
@@ -116,6 +117,51 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         raise InputError(
             f"{path}: cannot be written: {error.strerror or error}; nothing was written. "
             "Free some space or choose another place."
+        ) from error
+
+
+@contextmanager
+def staged_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to be filled and renamed; it is gone afterwards, whatever happens.
+
+    Raises:
+        InputError: the disk is full, or the place cannot be written to.
+    """
+    folder = out.absolute().with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+        yield folder
+    except OSError as error:
+        raise InputError(
+            f"{out}: cannot be written: {error.strerror or error}; nothing was written. "
+            "Free some space or choose another place."
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def replace_folder(folder: Path, out: Path) -> None:
+    """Rename a folder to `out`; what lies there leaves only when the new one is in.
+
+    Raises:
+        InputError: the former folder cannot be removed.
+    """
+    if not out.exists():
+        folder.rename(out)
+        return
+    old = folder.with_suffix(".old")
+    out.rename(old)
+    try:
+        folder.rename(out)
+    except BaseException:
+        old.rename(out)
+        raise
+    try:
+        shutil.rmtree(old)
+    except OSError as error:
+        raise InputError(
+            f"{out} is replaced, but the former folder cannot be removed ({error}); delete {old}"
         ) from error
 
 

@@ -200,7 +200,7 @@ def job_of(
             "--format"
         )
     if task == "generate":
-        prefix = tuple(engine.bundle.tokenizer.encode(options["prefix"]))
+        prefix = tuple(engine.bundle.tokenizer.encode_target(options["prefix"]))
         chosen = replace(engine.default_options(), **generation_options, prefix=prefix)
         return generation(engine, source, sink, chosen, format, force)
     if generation_options:

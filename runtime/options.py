@@ -1,7 +1,9 @@
 """How to generate: one frozen description, checked once."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from transferry.runtime.errors import UsageError
 
@@ -29,6 +31,7 @@ class GenerationOptions:
             (nucleus sampling, Holtzman et al. 2020).
         seed: of the draws; a row's draws depend on the seed and the row's own number only.
         no_repeat_ngram: no n-gram of this size occurs twice in an output; 0 is no limit.
+        suppress: tokens that no output holds, unless its prefix does.
         prefix: tokens that every output begins with.
     """
 
@@ -44,6 +47,7 @@ class GenerationOptions:
     top_p: float = 1.0
     seed: int = 0
     no_repeat_ngram: int = 0
+    suppress: tuple[int, ...] = ()
     prefix: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -69,6 +73,8 @@ class GenerationOptions:
         )
         _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
         _require(0 <= self.seed < 2**64, "seed", "from 0 to 2**64 - 1", self.seed)
+        for token in self.suppress:
+            _require(type(token) is int and token >= 0, "suppress", "ids of at least 0", token)
 
     def _check_conflicts(self) -> None:
         if self.sample and self.beam > 1:
@@ -100,6 +106,13 @@ class GenerationOptions:
             )
 
 
-def _require(holds: bool, name: str, expected: str, found: float) -> None:
+def options_of_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of GenerationOptions out of JSON, which has lists for tuples."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
+
+
+def _require(holds: bool, name: str, expected: str, found: object) -> None:
     if not holds:
         raise UsageError(f"{name} must be {expected}, found {found}")

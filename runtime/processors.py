@@ -80,6 +80,26 @@ class NoRepeatNGram:
         logits[rows, ngrams[rows, positions, -1]] = -np.inf
 
 
+class Suppress:
+    """No output holds these tokens."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = np.array(tokens, np.int64)
+
+    def active(self, length: int) -> bool:
+        """Always true."""
+        return True
+
+    def __call__(
+        self,
+        logits: NDArray[np.floating[Any]],
+        sentences: NDArray[np.int64],
+        history: NDArray[np.int64],
+    ) -> None:
+        """Forbids the tokens."""
+        logits[:, self.tokens] = -np.inf
+
+
 class ForcedPrefix:
     """Every output begins with its sentence's prefix; it overrules whatever ran before it."""
 
@@ -115,6 +135,8 @@ def build_processors(
         processors.append(MinLength(options.min_length, eos_id))
     if options.no_repeat_ngram:
         processors.append(NoRepeatNGram(options.no_repeat_ngram))
+    if options.suppress:
+        processors.append(Suppress(options.suppress))
     if any(prefixes):
         processors.append(ForcedPrefix(prefixes))
     return processors

@@ -29,7 +29,7 @@ from transferry.runtime.compare import (
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import atomic_file
 from transferry.runtime.model import open_model
-from transferry.runtime.options import GenerationOptions
+from transferry.runtime.options import GenerationOptions, options_of_json
 from transferry.runtime.search import search
 from transferry.runtime.session import SessionOptions
 from transferry.runtime.tokenizer import SpecialTokens
@@ -137,7 +137,7 @@ def check_reference(
     if isinstance(model, ObservableEncoder):
         return comparisons, decisions
     for item in reference.searches:
-        options = GenerationOptions(**item.options)
+        options = GenerationOptions(**options_of_json(item.options))
         found = search(model, reference.sources, options, special)
         defects = []
         score_error = 0.0

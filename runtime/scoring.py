@@ -92,7 +92,7 @@ def score(engine: Engine, rows: Iterable[tuple[str, str | None]]) -> Iterator[Sc
         read = special.wrap(tokenizer.encode(source))
         error = engine.refusal(source, len(read))
         if decoder.has_encoder:
-            wanted = [*tokenizer.encode(target or ""), special.eos_id]
+            wanted = [*tokenizer.encode_target(target or ""), special.eos_id]
             given = [special.bos_id, *wanted[:-1]]
             error = error or engine.refusal(target or "", len(wanted))
         else:

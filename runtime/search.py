@@ -60,7 +60,8 @@ def search(
 
     Raises:
         InputError: a source has no tokens.
-        UsageError: a prefix is longer than `max_length` or holds a token that it cannot hold.
+        UsageError: a prefix is longer than `max_length` or holds a token that it cannot hold, or
+            a token to suppress is none of the vocabulary.
     """
     if not sources:
         return []
@@ -70,6 +71,11 @@ def search(
         row_ids = range(len(sources))
     eos_id = special.eos_id
     _check_prefixes(prefixes, options.max_length, decoder.vocabulary_size, eos_id)
+    if max(options.suppress, default=0) >= decoder.vocabulary_size:
+        raise UsageError(
+            f"suppress holds token {max(options.suppress)}, expected tokens from 0 to "
+            f"{decoder.vocabulary_size - 1}: give ids of the bundle's tokenizer"
+        )
     processors = build_processors(options, prefixes, eos_id)
     state, first = begin(decoder, sources, special)
     if options.beam > 1:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import textwrap
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +45,15 @@ def write_settings(path: Path, settings: Mapping[str, Any], made: Mapping[str, A
     with atomic_file(path) as file:
         # The name of a file may hold bytes that are no UTF-8, which TOML cannot express.
         file.write("".join(lines).encode(errors="replace"))
+
+
+def field_helps(config: type[Any]) -> dict[str, str]:
+    """What the docstring of a dataclass says of each attribute, as one line."""
+    section = (config.__doc__ or "").partition("Attributes:")[2]
+    # Python 3.13 takes the indentation out of docstrings, the versions before do not.
+    section = textwrap.dedent(section.strip("\n")) + "\n"
+    found = re.findall(r"^(\w+): (.+?)(?=^\w+: |\Z)", section, re.S | re.M)
+    return {name: " ".join((text[0].upper() + text[1:]).split()) for name, text in found}
 
 
 def _toml(value: Any) -> str:

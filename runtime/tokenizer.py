@@ -1,21 +1,46 @@
-"""Byte-level BPE, held as tiktoken ranks in two files that need no network."""
+"""Text to token ids and back: what a tokenizer offers, and byte-level BPE held as tiktoken ranks.
+
+Tokenizers that tiktoken cannot hold lie in modules of their own, whose libraries are extras;
+`load_tokenizer` opens whatever a folder holds. None of them needs a network.
+"""
 
 import base64
 import binascii
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import tiktoken
 
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import atomic_file
+from transferry.runtime.original_tokenizers import KINDS
+from transferry.runtime.special_tokens import (
+    FORMAT_VERSION,
+    PASSAGES,
+    PROMPTS,
+    SETTINGS_FILE,
+    SOURCES,
+    SpecialTokens,
+    read_bytes,
+    read_settings,
+    special_of,
+)
 
-FORMAT_VERSION = 1
-_SETTINGS_FILE = "tokenizer.json"
+__all__ = [
+    "PASSAGES",
+    "PROMPTS",
+    "SINGLE_BYTES",
+    "SOURCES",
+    "AnyTokenizer",
+    "SpecialTokens",
+    "Tokenizer",
+    "load_tokenizer",
+]
+
 _RANKS_FILE = "ranks.tiktoken"
 
 SINGLE_BYTES = tuple(bytes([value]) for value in range(256))
@@ -24,46 +49,59 @@ SINGLE_BYTES = tuple(bytes([value]) for value in range(256))
 _MAX_CHARACTERS_AT_ONCE = 500_000
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
-    """The ids that stand for no text, and where they belong around a text that a model reads.
+class AnyTokenizer(Protocol):
+    """What a tokenizer must offer; two are equal if every text has the same ids in both."""
 
-    Attributes:
-        pad_id: fills rows up to equal length.
-        bos_id: what every output of an encoder-decoder begins after.
-        eos_id: ends an output.
-        mask_id: hides a token in masked language modelling; None where nothing is hidden.
-        before: what every text that goes into the model begins with.
-        after: what it ends with.
+    @property
+    def special(self) -> SpecialTokens:
+        """The ids that stand for no text."""
+        ...
+
+    @property
+    def vocabulary_size(self) -> int:
+        """How many ids there are, the special ones included."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text that the model reads, without those around it."""
+        ...
+
+    def encode_target(self, text: str) -> list[int]:
+        """Token ids of a text that the model could have written.
+
+        They are those of `encode`, but where source and target are split by different rules.
+        """
+        ...
+
+    def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
+        """Token ids of each text that the model reads."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of token ids; ids that stand for no text are left out."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write all that `load_tokenizer` needs; the same tokenizer gives the same bytes."""
+        ...
+
+
+def load_tokenizer(folder: Path) -> AnyTokenizer:
+    """Read what `save` of any kind of tokenizer wrote.
+
+    Raises:
+        InputError: a file is missing, malformed, or of a kind that this version does not know.
+        UsageError: the library that the kind needs is not installed.
     """
-
-    pad_id: int = 0
-    bos_id: int = 1
-    eos_id: int = 2
-    mask_id: int | None = None
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = (2,)
-
-    def __post_init__(self) -> None:
-        for token_id in self.ids():
-            if type(token_id) is not int or token_id < 0:
-                raise InputError(f"expected special ids of at least 0, found {token_id!r}")
-
-    def wrap(self, ids: Sequence[int]) -> list[int]:
-        """What the model reads for a text of these ids."""
-        return [*self.before, *ids, *self.after]
-
-    def ids(self) -> set[int]:
-        """All of them."""
-        named = {self.pad_id, self.bos_id, self.eos_id, *self.before, *self.after}
-        return named if self.mask_id is None else named | {self.mask_id}
-
-
-# What a trained tokenizer has: an encoder-decoder's sources end with the end token, the text that
-# a decoder goes on with does not, and what an encoder alone reads is marked at both ends.
-SOURCES = SpecialTokens()
-PROMPTS = SpecialTokens(after=())
-PASSAGES = SpecialTokens(mask_id=3, before=(1,))
+    kind = read_settings(folder).get("kind", "tiktoken")
+    if kind == "tiktoken":
+        return Tokenizer.load(folder)
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise InputError(
+            f"{folder / SETTINGS_FILE}: expected the kind tiktoken, {', '.join(KINDS)}, found "
+            f"{kind!r}. Install the version of transferry that wrote it."
+        )
+    return KINDS[kind].load(folder)
 
 
 class Tokenizer:
@@ -159,6 +197,10 @@ class Tokenizer:
                     ids.append(token_id)
         return ids
 
+    def encode_target(self, text: str) -> list[int]:
+        """Token ids of a text on the other side of a pair: those of `encode`."""
+        return self.encode(text)
+
     def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
         """Token ids of each text."""
         return [self.encode(text) for text in texts]
@@ -195,7 +237,7 @@ class Tokenizer:
         with atomic_file(folder / _RANKS_FILE) as file:
             for rank, token in enumerate(self._tokens):
                 file.write(base64.b64encode(token) + b" %d\n" % rank)
-        with atomic_file(folder / _SETTINGS_FILE) as file:
+        with atomic_file(folder / SETTINGS_FILE) as file:
             file.write(json.dumps(settings, ensure_ascii=False).encode() + b"\n")
 
     @classmethod
@@ -205,30 +247,25 @@ class Tokenizer:
         Raises:
             InputError: a file is missing, malformed, or does not fit the other.
         """
-        settings = _read_settings(folder / _SETTINGS_FILE)
+        settings = read_settings(folder)
         ranks = _read_ranks(folder / _RANKS_FILE)
         try:
-            special: dict[str, Any] = {
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in settings["special"].items()
-            }
-            if lacking := {field.name for field in fields(SpecialTokens)} - special.keys():
-                raise InputError(f"expected the special tokens' {min(lacking)}, found none")
+            special = special_of(settings)
             return cls(
                 settings["name"],
                 settings["pattern"],
                 ranks,
                 settings["kept_ranks"],
-                SpecialTokens(**special),
+                special,
                 settings["first_ordinary_id"],
             )
         except (InputError, TypeError, AttributeError) as error:
             raise InputError(
                 f"{folder}: the tokenizer is inconsistent: {error}. Take both files, "
-                f"{_SETTINGS_FILE} and {_RANKS_FILE}, from the same export."
+                f"{SETTINGS_FILE} and {_RANKS_FILE}, from the same export."
             ) from error
         except KeyError as error:
-            raise InputError(f"{folder / _SETTINGS_FILE}: expected the key {error}.") from error
+            raise InputError(f"{folder / SETTINGS_FILE}: expected the key {error}.") from error
 
 
 def _check_ranks(ranks: Mapping[bytes, int], kept: Sequence[int]) -> None:
@@ -250,22 +287,6 @@ def _check_ranks(ranks: Mapping[bytes, int], kept: Sequence[int]) -> None:
         raise InputError(f"expected all single bytes to be kept, found rank {min(lost)} left out")
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(_read(path))
-    except ValueError as error:
-        raise InputError(f"{path}: expected JSON, found something else: {error}.") from error
-    if not isinstance(settings, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(settings).__name__}.")
-    found = settings.get("format_version")
-    if found != FORMAT_VERSION:
-        raise InputError(
-            f"{path}: expected format version {FORMAT_VERSION}, found {found}. "
-            "Export again with this version of transferry."
-        )
-    return settings
-
-
 def _read_ranks(path: Path) -> dict[bytes, int]:
     """Parse lines of base64, blank, rank.
 
@@ -273,7 +294,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     ranks would come back.
     """
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(_read(path).splitlines(), start=1):
+    for number, line in enumerate(read_bytes(path).splitlines(), start=1):
         try:
             encoded, rank = line.split()
             token = base64.b64decode(encoded, validate=True)
@@ -286,12 +307,3 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
                 f"found {line[:80]!r} ({error})."
             ) from error
     return ranks
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(
-            f"{path}: expected a tokenizer's file, which cannot be read: {error.strerror or error}."
-        ) from error

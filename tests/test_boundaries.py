@@ -15,8 +15,11 @@ MAX_LINES = 520
 CLI_MAX_LINES = 600  # the top level is fixed, so cli.py cannot become two
 
 # Leaf modules of the runtime that training shares with it: the files that both read, the errors
-# that both raise, the settings that both write, the tokenizer that one writes and the other reads.
-SHARED = ("runtime.errors", "runtime.files", "runtime.settings", "runtime.tokenizer")
+# that both raise, the settings that both write, the tokenizers that one writes and the other reads.
+SHARED = (
+    *("runtime.errors", "runtime.files", "runtime.settings"),
+    *("runtime.tokenizer", "runtime.special_tokens", "runtime.original_tokenizers"),
+)
 # What each part of the project may import of the project besides itself.
 PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
     "cli": PACKAGES,
@@ -27,7 +30,10 @@ PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
 STANDARD_LIBRARY = frozenset(sys.stdlib_module_names)
 RUNTIME_LIBRARIES = STANDARD_LIBRARY | {"numpy", "onnxruntime", "tiktoken"}
 # What a part of the runtime may use where it is installed.
-OPTIONAL_LIBRARIES = {"runtime.writers": frozenset({"pyarrow"})}
+OPTIONAL_LIBRARIES = {
+    "runtime.writers": frozenset({"pyarrow"}),
+    "runtime.original_tokenizers": frozenset({"tokenizers", "sentencepiece"}),
+}
 GRAPH_LIBRARIES = frozenset({"onnx", "onnx_ir", "onnxscript", "onnxruntime"})
 
 
@@ -94,11 +100,12 @@ def may_import_module(module: str, target: str) -> bool:
 
 
 def may_import_library(module: str, library: str) -> bool:
+    optional = OPTIONAL_LIBRARIES.get(module, frozenset())
     if module in SHARED:
-        return library in RUNTIME_LIBRARIES - {"onnxruntime"}
+        return library in (RUNTIME_LIBRARIES - {"onnxruntime"}) | optional
     part = module.split(".")[0]
     if part == "runtime":
-        return library in RUNTIME_LIBRARIES | OPTIONAL_LIBRARIES.get(module, frozenset())
+        return library in RUNTIME_LIBRARIES | optional
     if part == "cli":
         return library in STANDARD_LIBRARY | {"click"}
     forbidden = {"click"} | (GRAPH_LIBRARIES if part == "build_model" else set())
@@ -122,6 +129,9 @@ def test_the_sources_keep_the_rules() -> None:
         ("runtime/engine.py", "from .errors import InputError", "relative import"),
         ("runtime/engine.py", "from runtime.errors import InputError", "bare name"),
         ("runtime/tokenizer.py", "import onnxruntime", "imports onnxruntime"),
+        ("runtime/tokenizer.py", "import tokenizers", "imports tokenizers"),
+        ("runtime/original_tokenizers.py", "import onnxruntime", "imports onnxruntime"),
+        ("build_model/huggingface/a.py", "from transferry.runtime.bundle import B", "bundle"),
         ("runtime/tokenizer.py", "from transferry.runtime.engine import Engine", "runtime.engine"),
         ("build_model/train.py", "from transferry.runtime.engine import E", "runtime.engine"),
         ("build_model/train.py", "from transferry.runtime import engine", "runtime.engine"),
@@ -149,6 +159,8 @@ def test_a_planted_breach_is_caught(tmp_path: Path, place: str, line: str, breac
         ("export/graphs.py", "from transferry.build_model.train import train"),
         ("build_model/train.py", "import torch\nfrom transferry.runtime import errors, files"),
         ("build_model/train.py", "from transferry.runtime.tokenizer import Tokenizer"),
+        ("build_model/huggingface/a.py", "from transferry.runtime.original_tokenizers import K"),
+        ("runtime/original_tokenizers.py", "import tokenizers, sentencepiece"),
         (
             "runtime/engine.py",
             "import onnxruntime\nfrom transferry.runtime import errors",
@@ -165,10 +177,12 @@ def test_what_is_allowed_passes(tmp_path: Path, place: str, line: str) -> None:
 
 
 def plant(root: Path, place: str, line: str) -> None:
-    modules = [f"runtime/{name}.py" for name in ("engine", "errors", "files", "tokenizer")]
-    for module in ("cli.py", "export/graphs.py", "build_model/train.py", *modules):
+    names = ("bundle", "engine", "errors", "files", "original_tokenizers", "tokenizer")
+    modules = [f"runtime/{name}.py" for name in names]
+    models = ("build_model/train.py", "build_model/huggingface/a.py")
+    for module in ("cli.py", "export/graphs.py", *models, *modules):
         path = root / module
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(line if module == place else "", encoding="utf-8")
 
 
@@ -201,7 +215,7 @@ def test_the_runtime_imports_on_a_host_without_torch_and_onnx() -> None:
     script = """
 import importlib, pathlib, sys
 for absent in ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "tokenizers", "click",
-               "pyarrow", "transferry.build_model", "transferry.export"):
+               "pyarrow", "sentencepiece", "transferry.build_model", "transferry.export"):
     sys.modules[absent] = None  # what the import system takes for "not to be found"
 import transferry.runtime
 folder = pathlib.Path(transferry.runtime.__file__).parent

@@ -134,6 +134,7 @@ def test_what_differs_from_the_preset(tmp_path: Path) -> None:
     )
     follow(changed, tmp_path / "run")
     loaded = load_checkpoint(tmp_path / "run")
+    assert loaded.config is not None
     assert (loaded.model.config.d_ff, loaded.model.config.vocabulary_size) == (48, 262)
     assert (loaded.config.max_steps, loaded.config.seed) == (2, 7)
     assert loaded.config.batch_tokens == 120
@@ -219,6 +220,7 @@ def test_resuming_keeps_all_settings_but_the_end(tmp_path: Path) -> None:
     what = recipe(pairs, model_changes=dict(d_ff=48), train_changes=changes, vocabulary_size=262)
     follow(what, folder, resume=True)
     loaded = load_checkpoint(folder)
+    assert loaded.config is not None
     assert (loaded.config.max_steps, loaded.config.seed) == (4, 7)
     assert (loaded.config.batch_tokens, loaded.model.config.d_ff) == (120, 32)
     assert records(folder)[-1]["step"] == 4

@@ -60,6 +60,7 @@ def test_masked_windows_hold_every_token_once(count: int) -> None:
         assert (window.target[0], window.target[-1]) == (PAD, PAD)
         assert len(window.source) == len(window.target) <= 11
         assert window.target_input == []
+        assert any(wanted != PAD for wanted in window.target)
         whole += [
             wanted if wanted != PAD else read
             for read, wanted in zip(window.source[1:-1], window.target[1:-1], strict=True)

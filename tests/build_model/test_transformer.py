@@ -1,5 +1,6 @@
 """The model is the paper's: by its size, by published positions, and by torch.nn.Transformer."""
 
+import dataclasses
 import math
 from itertools import accumulate, pairwise
 from typing import Any
@@ -28,11 +29,14 @@ LENGTHS = (9, 4, 1, 7)
 TARGET_LENGTH = 8
 
 
-@pytest.fixture(scope="module")
-def model() -> Transformer:
+@pytest.fixture(scope="module", params=["post-norm, ReLU", "pre-norm, GELU"])
+def model(request: pytest.FixtureRequest) -> Transformer:
     """Every parameter is random, biases and norms too: none can be copied wrongly unnoticed."""
     torch.manual_seed(0)
-    model = Transformer(SHAPE).double().eval()
+    shape = SHAPE
+    if request.param == "pre-norm, GELU":
+        shape = dataclasses.replace(SHAPE, norm_order="pre", activation="gelu")
+    model = Transformer(shape).double().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             centre = 1.0 if name.endswith("norm.weight") else 0.0
@@ -110,7 +114,7 @@ def copy_layer(
 
 @pytest.fixture(scope="module")
 def reference(model: Transformer) -> nn.Transformer:
-    """torch's own Transformer with the model's weights, and without the norms after the stacks."""
+    """torch's own Transformer with the model's weights; post-norm has no norms after the stacks."""
     theirs = nn.Transformer(
         SHAPE.d_model,
         SHAPE.heads,
@@ -118,14 +122,14 @@ def reference(model: Transformer) -> nn.Transformer:
         SHAPE.decoder_layers,
         SHAPE.d_ff,
         dropout=0.0,
-        activation="relu",
+        activation=model.config.activation,
         layer_norm_eps=SHAPE.norm_epsilon,
         batch_first=True,
-        norm_first=False,
+        norm_first=model.config.norm_order == "pre",
         dtype=torch.float64,
     )
-    theirs.encoder.norm = None
-    theirs.decoder.norm = None
+    theirs.encoder.norm = model.encoder_norm
+    theirs.decoder.norm = model.decoder_norm
     with torch.no_grad():
         for mine, layer in zip(model.encoder, theirs.encoder.layers, strict=True):
             copy_layer(mine, layer)  # type: ignore[arg-type]

@@ -251,7 +251,7 @@ class TestRecord:
         assert len(Reference.load(bundle.folder / REFERENCE).sources) == 8
 
 
-STAGES = ("write_graphs", "check_bundle", "_replace")
+STAGES = ("write_graphs", "check_bundle", "replace_folder")
 FULL = OSError(errno.ENOSPC, "No space left on device")
 errors = pytest.mark.parametrize(
     ("error", "becomes"),

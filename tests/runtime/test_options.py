@@ -1,9 +1,10 @@
+import json
 import math
 
 import pytest
 
 from transferry.runtime.errors import UsageError
-from transferry.runtime.options import GenerationOptions
+from transferry.runtime.options import GenerationOptions, options_of_json
 
 
 def test_defaults_are_greedy() -> None:
@@ -57,6 +58,19 @@ def test_a_value_out_of_range_is_named_with_what_was_found(name: str, value: flo
     sampling = name in ("temperature", "top_k", "top_p")
     with pytest.raises(UsageError, match=rf"{name} must be .*, found {value}"):
         GenerationOptions(sample=sampling, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("token", [-1, 1.5, "7"])
+def test_what_is_suppressed_must_be_ids(token: object) -> None:
+    with pytest.raises(UsageError, match=rf"suppress must be ids of at least 0, found {token}"):
+        GenerationOptions(suppress=(3, token))  # type: ignore[arg-type]
+
+
+def test_lists_of_json_become_tuples() -> None:
+    stored = json.loads(json.dumps({"beam": 4, "suppress": (7, 8)}))
+    assert GenerationOptions(**options_of_json(stored)) == GenerationOptions(
+        beam=4, suppress=(7, 8)
+    )
 
 
 @pytest.mark.parametrize(

@@ -94,5 +94,18 @@ def test_restrict_leaves_the_logits_and_keeps_their_type() -> None:
     assert allowed.dtype == logits.dtype
 
 
+def test_suppressed_tokens_are_forbidden_at_every_step() -> None:
+    (processor,) = build_processors(GenerationOptions(suppress=(7, 0)), [()], EOS)
+    assert [processor.active(length) for length in (0, 1, 100)] == [True] * 3
+    assert allowed_tokens(processor, [[5], [0]]) == [[1, 2, 3, 4, 5, 6]] * 2
+
+
+def test_the_prefix_overrules_what_is_suppressed() -> None:
+    processors = build_processors(GenerationOptions(suppress=(5,)), [(5,)], EOS)
+    logits = np.zeros((1, VOCABULARY), np.float32)
+    allowed = restrict(logits, processors, np.array([0]), np.empty((1, 0), np.int64))
+    assert np.flatnonzero(allowed[0] > -np.inf).tolist() == [5]
+
+
 def test_only_what_is_asked_for_is_built() -> None:
     assert build_processors(GenerationOptions(), [(), ()], EOS) == []

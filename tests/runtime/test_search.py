@@ -712,3 +712,24 @@ def test_a_prefix_that_cannot_be_is_refused(prefix: Tokens, message: str) -> Non
     decoder = FakeDecoder(random_model(5), 5)
     with pytest.raises(UsageError, match=message):
         run(decoder, [(3,), (4,)], GenerationOptions(max_length=2), prefixes=[(), prefix])
+
+
+def test_what_is_suppressed_must_be_of_the_vocabulary() -> None:
+    decoder = FakeDecoder(random_model(5), 5)
+    with pytest.raises(UsageError, match="suppress holds token 5, expected tokens from 0 to 4"):
+        run(decoder, [(3,)], GenerationOptions(suppress=(1, 5)))
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_no_output_holds_what_is_suppressed(beam: int) -> None:
+    decoder = FakeDecoder(random_model(5), 5)
+
+    def tokens(*suppress: int) -> set[int]:
+        lengths = dict(min_length=3, max_length=6)
+        options = GenerationOptions(beam=beam, n_best=beam, suppress=suppress, **lengths)
+        rows = run(decoder, [(3,), (4,)], options)
+        return {token for row in rows for item in row for token in item.tokens}
+
+    chosen = min(tokens())
+    assert chosen not in tokens(chosen)
+    assert tokens(chosen)
