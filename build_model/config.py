@@ -221,10 +221,19 @@ PRESETS = {
         dict(warmup_steps=1000, peak_learning_rate=1.5e-3, schedule="linear", max_steps=6000),
     ),
     # The encoder runs once and the decoder for every token: a deep encoder and a shallow decoder
-    # are nearly as good as equal depths (Kasai et al. 2021), and faster.
+    # are nearly as good as equal depths (Kasai et al. 2021), and faster. Pre-norm, since six
+    # post-norm layers did not learn to attend at this rate (docs/training.md).
     "fast": Preset(
         8000,
-        dict(d_model=256, heads=4, encoder_layers=6, decoder_layers=2, d_ff=1024, dropout=0.3),
+        dict(
+            d_model=256,
+            heads=4,
+            encoder_layers=6,
+            decoder_layers=2,
+            d_ff=1024,
+            dropout=0.3,
+            norm_order="pre",
+        ),
         dict(warmup_steps=1000, peak_learning_rate=1.5e-3, schedule="linear", max_steps=6000),
     ),
     # A text and its next token, the smallest model that shows how it is done.

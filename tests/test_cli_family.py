@@ -16,6 +16,9 @@ SIZES = ["--d-model=16", "--heads=2", "--d-ff=16", "--max-positions=24", "--batc
 STEPS = ["--max-steps=2", "--warmup-steps=1", "--vocabulary-size=300", "--device=cpu"]
 
 
+Arguments = list[str | Path]
+
+
 def call(*arguments: str | Path) -> Result:
     result = CliRunner().invoke(main, [str(argument) for argument in arguments])
     if result.exception and not isinstance(result.exception, SystemExit):
@@ -51,7 +54,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_decoder_alone_from_nothing_to_answers(book: Path, tmp_path: Path) -> None:
     run, bundle, out = tmp_path / "run", tmp_path / "bundle", tmp_path / "answers.jsonl"
-    text = ["--text", book, "--preset", "prose", *SIZES, "--decoder-layers=1"]
+    text: Arguments = ["--text", book, "--preset", "prose", *SIZES, "--decoder-layers=1"]
     trained = done("train", *text, *STEPS, "--out", run)
     assert "training text: " in trained.stderr
     assert "perplexity" in trained.stderr
@@ -78,7 +81,7 @@ def test_a_decoder_alone_from_nothing_to_answers(book: Path, tmp_path: Path) -> 
 
 def test_an_encoder_alone_from_nothing_to_vectors(book: Path, tmp_path: Path) -> None:
     run, bundle = tmp_path / "run", tmp_path / "bundle"
-    options = [*SIZES, *STEPS, "--encoder-layers=1", "--valid-text", book]
+    options: Arguments = [*SIZES, *STEPS, "--encoder-layers=1", "--valid-text", book]
     done("train", "--text", book, "--preset", "reader", *options, "--out", run)
     done("export", run, "--out", bundle)
     short = tmp_path / "short.txt"
@@ -165,7 +168,7 @@ def test_pairs_of_unequal_number(
     (tmp_path / "source").write_text("a\n" * sources)
     (tmp_path / "target").write_text("a\n" * targets)
     out = tmp_path / "scores.jsonl"
-    files = [tmp_path / "source", "--target", tmp_path / "target"]
+    files: Arguments = [tmp_path / "source", "--target", tmp_path / "target"]
     result = call("score", bundle_folder, *files, "-o", out)
     assert result.exit_code == 3
     assert "give files of equal length" in result.stderr
@@ -203,7 +206,7 @@ def test_vectors_are_written(
     if name.endswith("parquet"):
         pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
     out = tmp_path / name
-    command = ["run", reader_bundle_folder, lines, "--task", "embed", "--normalise"]
+    command: Arguments = ["run", reader_bundle_folder, lines, "--task", "embed", "--normalise"]
     done(*command, "-o", out, "--pooling", "first")
     first = out.read_bytes()
     done(*command, "-o", out, "--pooling", "first", "--force")
