@@ -50,7 +50,8 @@ def carry_over(
     Args:
         family: Says what goes where.
         config: The shape of our model.
-        tensors: Names and tensors, of any floating type; narrower ones are widened, which is exact.
+        tensors: Names and tensors, of any floating type: narrower ones are widened, which is exact,
+            float64 is rounded.
         origin: Names the file in errors.
 
     Raises:
@@ -105,11 +106,17 @@ def carry_over(
         if ours not in carried.state:
             carried.state[ours] = tensor
             carried.made += tensor.numel()
-    if missing := [ours for ours in expected if ours not in carried.state]:
+    missing = [_theirs(family, ours) for ours in expected if ours not in carried.state]
+    missing += [
+        name
+        for name, place in family.table.items()
+        if isinstance(place, Move) and place.adds and place.adds not in carried.left_out
+    ]
+    if missing:
         more = f", and {len(missing) - 1} more" if missing[1:] else ""
         raise InputError(
-            f"{origin}: the tensor {_theirs(family, missing[0])}{more} is missing; the file is not "
-            "whole, or not what config.json describes"
+            f"{origin}: the tensor {missing[0]}{more} is missing; the file is not whole, or not "
+            "what config.json describes"
         )
     for ours, part in additions:
         carried.state[ours] = carried.state[ours] + part

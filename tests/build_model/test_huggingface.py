@@ -855,6 +855,24 @@ def test_a_tensor_that_does_not_fit_is_named(
         read_checkpoint(theirs)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tensor_that_is_missing_is_named(kind: str, copied: Copies) -> None:
+    theirs = copied(kind)
+    whole = load_file(theirs / "model.safetensors")
+    # A BERT may lack these, of which the first tells that there is a head.
+    dispensable = ("cls.predictions.bias", "pooler", "seq_relationship")
+    for name in whole:
+        if any(part in name for part in dispensable):
+            continue
+        save_file(
+            {other: tensor for other, tensor in whole.items() if other != name},
+            theirs / "model.safetensors",
+        )
+        known = re.escape(name.removeprefix(FAMILIES[kind].prefix))
+        with pytest.raises(InputError, match=rf"the tensor {known}\b.* is missing"):
+            read_checkpoint(theirs)
+
+
 def test_an_output_that_is_not_the_embedding_is_refused(copied: Copies) -> None:
     theirs = copied("gpt2")
     with edited(theirs) as tensors:

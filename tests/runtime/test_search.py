@@ -725,8 +725,9 @@ def test_no_output_holds_what_is_suppressed(beam: int) -> None:
     decoder = FakeDecoder(random_model(5), 5)
 
     def tokens(*suppress: int) -> set[int]:
-        lengths = dict(min_length=3, max_length=6)
-        options = GenerationOptions(beam=beam, n_best=beam, suppress=suppress, **lengths)
+        options = GenerationOptions(
+            beam=beam, n_best=beam, min_length=3, max_length=6, suppress=suppress
+        )
         rows = run(decoder, [(3,), (4,)], options)
         return {token for row in rows for item in row for token in item.tokens}
 
