@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -28,24 +28,21 @@ STACKS: dict[str, dict[str, Any]] = {
     "decoder-only": dict(encoder_layers=0, decoder_layers=1),
     "encoder-only": dict(encoder_layers=1, decoder_layers=0),
 }
-# Beside post-norm, LayerNorm, sinusoidal positions, ReLU, multi-head attention, tied embeddings
-# and biases, which are the paper's and the defaults.
+# Each choice of each option, several at a time: exporting takes seconds, and a fault is named by
+# the tensor that it shows in. `test_every_choice_is_in_a_cell` counts them.
 OPTIONS: dict[str, dict[str, Any]] = {
     "the paper's": {},
-    "pre-norm": dict(norm_order="pre"),
-    "RMSNorm": dict(norm="rms"),
-    "learned positions": dict(positions="learned"),
-    "rotary positions": dict(positions="rotary", rotary_base=100.0),
-    "GELU": dict(activation="gelu"),
-    "GELU by tanh": dict(activation="gelu-tanh"),
-    "swish": dict(activation="swish"),
-    "SwiGLU": dict(activation="swiglu"),
-    "grouped-query": dict(key_value_heads=2),
-    "multi-query": dict(key_value_heads=1),
-    "separate output": dict(tied=False),
-    "no biases": dict(bias=False),
-    "unscaled embedding": dict(scale_embedding=False),
-    "BERT's ends": dict(embedding_norm=True, output_transform=True, output_bias=True),
+    "GPT-2's": dict(
+        norm_order="pre", positions="learned", activation="gelu-tanh", scale_embedding=False
+    ),
+    "BERT's": dict(
+        positions="learned",
+        activation="gelu",
+        scale_embedding=False,
+        embedding_norm=True,
+        output_transform=True,
+        output_bias=True,
+    ),
     "Llama's": dict(
         norm="rms",
         norm_order="pre",
@@ -56,7 +53,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
         bias=False,
         scale_embedding=False,
     ),
+    "MarianMT's": dict(activation="swish", positions="learned", output_bias=True),
+    "multi-query after RMSNorm": dict(
+        norm="rms", positions="rotary", rotary_base=100.0, key_value_heads=1
+    ),
+    "LayerNorm without bias": dict(norm_order="pre", bias=False, tied=False),
 }
+
+
+def test_every_choice_is_in_a_cell() -> None:
+    configs = [
+        ModelConfig.from_dict({**SHAPE, **STACKS["encoder-decoder"], **options})
+        for options in OPTIONS.values()
+    ]
+    for name, hint in get_type_hints(ModelConfig).items():
+        found = {getattr(config, name) for config in configs}
+        if get_origin(hint) is Literal and name != "architecture":
+            assert found == set(get_args(hint)), name
+        if hint is bool:
+            assert found == {True, False}, name
+    assert {config.kv_heads for config in configs} == {1, 2, 4}
 
 
 def cells() -> Iterator[Any]:
