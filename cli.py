@@ -533,6 +533,7 @@ def _finish(
     if not quiet:
         say(
             f"{summary.rows} rows in {summary.seconds:.1f} s, {summary.errors} errors, "
+            f"{summary.rows / max(summary.seconds, 1e-9):,.0f} rows/s, "
             f"{summary.target_tokens / max(summary.seconds, 1e-9):,.0f} tokens/s"
         )
     if summary.errors:
