@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 
 from transferry.runtime.bundle import Bundle, GraphSpec, Variant
-from transferry.runtime.decoder import mask_after
+from transferry.runtime.decoder import longer
 
 Arrays = Sequence[NDArray[Any]]
 
@@ -67,7 +67,7 @@ class EvaluatorDecoder:
             "past": state.past,
         }
         logits, *present = self._run("decoder", inputs, "logits", "present")
-        mask = mask_after(state.mask, tokens, self.has_encoder)
+        mask = state.mask if self.has_encoder else longer(state.mask, tokens)
         return logits, EvaluatorState(mask, state.cross, present)
 
     def select(self, state: EvaluatorState, rows: NDArray[np.int64]) -> EvaluatorState:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transferry.build_model.attention import KeyValues
 from transferry.build_model.transformer import Transformer
 from transferry.export.graphs import flatten
-from transferry.runtime.decoder import mask_after
+from transferry.runtime.decoder import longer
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,10 @@ class TorchDecoder:
         """Reads target tokens; see `Decoder.step`."""
         target = torch.from_numpy(np.ascontiguousarray(tokens)).to(state.mask.device)
         logits, past = self.model.decode(target, state.mask, state.cross, state.past)
-        mask = mask_after(state.mask.cpu().numpy(), tokens, self.has_encoder)
-        mask_tensor = torch.from_numpy(mask).to(target.device)
-        return logits.cpu().numpy(), TorchState(mask_tensor, state.cross, past)
+        mask = state.mask
+        if not self.has_encoder:
+            mask = torch.from_numpy(longer(mask.cpu().numpy(), tokens)).to(target.device)
+        return logits.cpu().numpy(), TorchState(mask, state.cross, past)
 
     @torch.inference_mode()
     def select(self, state: TorchState, rows: NDArray[np.int64]) -> TorchState:

@@ -63,11 +63,9 @@ class Decoder(Protocol[State]):
         ...
 
 
-def mask_after(
-    mask: NDArray[np.bool_], tokens: NDArray[np.int64], has_encoder: bool
-) -> NDArray[np.bool_]:
-    """The mask of a state after a step over `tokens`, all of them real.
+def longer(mask: NDArray[np.bool_], tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """The mask of a cache after a step over `tokens`, all of them real.
 
-    Of the source it stays as it is; without an encoder it is of what lies in the cache, and grows.
+    For a decoder without an encoder; the mask of a source stays as it is.
     """
-    return mask if has_encoder else np.concatenate([mask, np.ones(tokens.shape, np.bool_)], axis=1)
+    return np.concatenate([mask, np.ones(tokens.shape, np.bool_)], axis=1)

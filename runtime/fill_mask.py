@@ -86,7 +86,8 @@ def fill_masks(
     """
     encoder, tokenizer = engine.encoder, engine.bundle.tokenizer
     special = tokenizer.special
-    if special.mask_id is None:
+    mask_id = special.mask_id
+    if mask_id is None:
         raise UsageError(
             f"the tokenizer of {engine.bundle.folder} has no mask, so nothing is hidden"
         )
@@ -98,7 +99,7 @@ def fill_masks(
         ids: list[int] = []
         for number, part in enumerate(parts):
             if number:
-                ids.append(int(special.mask_id or 0))
+                ids.append(mask_id)
             ids += tokenizer.encode(part if number == len(parts) - 1 else part.removesuffix(" "))
         return special.wrap(ids)
 
@@ -124,7 +125,7 @@ def fill_masks(
         ]
 
     def _fill(text: str, source: list[int], logits: np.ndarray[Any, Any]) -> Filled:
-        places = np.flatnonzero(np.array(source) == special.mask_id)
+        places = np.flatnonzero(np.array(source) == mask_id)
         scores = logits[places]
         if not np.isfinite(scores).all():
             return Filled(text, len(source), error=NOT_FINITE)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnxruntime import OrtValue
 
 from transferry.runtime.bundle import Bundle, Variant
-from transferry.runtime.decoder import mask_after
+from transferry.runtime.decoder import longer
 from transferry.runtime.graph_runner import GraphRunner, describe
 from transferry.runtime.session import SessionOptions
 
@@ -110,7 +110,7 @@ class OnnxDecoder:
         )
         mask, device_mask = state.host_mask, state.mask
         if not self.has_encoder:
-            mask = mask_after(mask, tokens, self.has_encoder)
+            mask = longer(mask, tokens)
             device_mask = self._decoder.value(mask)
         return logits, OnnxState(device_mask, state.cross, present, mask, state.sentences, logits)
 
