@@ -22,9 +22,9 @@ from transferry.runtime.options import GenerationOptions
 from transferry.runtime.settings import field_helps
 
 if TYPE_CHECKING:
-    from transferry.runtime.compare import ParityReport
     from transferry.runtime.engine import Engine
     from transferry.runtime.jobs import Summary
+    from transferry.runtime.report import ParityReport
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.export.parity import Judge, sweep
+from transferry.export.cases import sweep
+from transferry.export.judge import Judge
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.compare import Tolerance
 from transferry.runtime.onnx_decoder import OnnxDecoder

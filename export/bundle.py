@@ -10,9 +10,10 @@ from pathlib import Path
 import onnx
 
 from transferry.build_model.checkpoint import Checkpoint
+from transferry.export.cases import random_case, source_of
 from transferry.export.evaluator import EvaluatorDecoder, EvaluatorEncoder
 from transferry.export.graphs import OPSET, export_graphs
-from transferry.export.parity import Judge, random_case, source_of
+from transferry.export.judge import Judge
 from transferry.export.weights import write_graphs
 from transferry.runtime.bundle import (
     MANIFEST,
@@ -22,12 +23,13 @@ from transferry.runtime.bundle import (
     Manifest,
     Variant,
 )
-from transferry.runtime.compare import ParityReport, Tolerance
+from transferry.runtime.compare import Tolerance
 from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.files import atomic_file, replace_folder, sha256, staged_folder
 from transferry.runtime.model import open_model
 from transferry.runtime.options import options_of_json
 from transferry.runtime.reference import Reference, check_reference
+from transferry.runtime.report import ParityReport
 from transferry.runtime.session import SessionOptions
 
 VARIANT = "portable"

@@ -16,10 +16,8 @@ from transferry.runtime.bundle import REFERENCE, Bundle, Variant
 from transferry.runtime.compare import (
     Case,
     Comparison,
-    Decisions,
     ObservableDecoder,
     ObservableEncoder,
-    ParityReport,
     State,
     Tolerance,
     Truth,
@@ -30,6 +28,7 @@ from transferry.runtime.errors import InputError
 from transferry.runtime.files import atomic_file
 from transferry.runtime.model import open_model
 from transferry.runtime.options import GenerationOptions, options_of_json
+from transferry.runtime.report import Decisions, Difference, ParityReport, judge_scores
 from transferry.runtime.search import search
 from transferry.runtime.session import SessionOptions
 from transferry.runtime.tokenizer import SpecialTokens
@@ -43,13 +42,15 @@ class RecordedSearch:
         name: Such as "beam 4".
         options: Fields of GenerationOptions.
         answers: Token ids of each source's hypotheses, best first.
-        scores: Their scores.
+        scores: What the float64 oracle scores them.
+        score_error: What torch's own error of a score counts as, in nats.
     """
 
     name: str
     options: Mapping[str, Any]
     answers: Sequence[Sequence[Sequence[int]]]
     scores: Sequence[Sequence[float]]
+    score_error: float
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class Reference:
                 arrays[f"{number}/{part}"] = getattr(case, part)
             for name, tensor in truth.oracle.items():
                 arrays[f"{number}/oracle/{name}"] = tensor
+            if case.rows is not None:
+                arrays[f"{number}/rows"] = case.rows
             index.append({"name": case.name, "past": case.past, "errors": dict(truth.errors)})
         record = {
             "cases": index,
@@ -103,6 +106,7 @@ class Reference:
                         file[f"{number}/mask"],
                         file[f"{number}/target"],
                         entry["past"],
+                        file.get(f"{number}/rows"),
                     )
                     oracle = {name: file[f"{number}/oracle/{name}"] for name in entry["errors"]}
                     cases.append((case, Truth(oracle, entry["errors"])))
@@ -140,20 +144,36 @@ def check_reference(
         options = GenerationOptions(**options_of_json(item.options))
         found = search(model, reference.sources, options, special)
         defects = []
-        score_error = 0.0
+        identical, score_error = 0, 0.0
         for row, (wanted, hypotheses) in enumerate(zip(item.answers, found, strict=True)):
             tokens = [list(hypothesis.tokens) for hypothesis in hypotheses]
-            if tokens == [list(answer) for answer in wanted]:
-                for score, hypothesis in zip(item.scores[row], hypotheses, strict=True):
-                    error = np.abs(score - hypothesis.score)
-                    score_error = float(np.maximum(score_error, error))  # NaN stays
-            else:
-                defects.append(
-                    f"recorded source {row}: torch chose {wanted}, the graph chose {tokens}; "
-                    "only `verify --checkpoint` can tell whether this is a tie"
+            if tokens != [list(answer) for answer in wanted]:
+                message = (
+                    f"torch chose {wanted}, the graph chose {tokens}; only `verify --checkpoint` "
+                    "can tell whether this is a tie"
                 )
-        rows = len(item.answers)
-        decisions.append(Decisions(item.name, rows, rows - len(defects), score_error, (), defects))
+                defects.append(Difference(row, message))
+                continue
+            identical += 1
+            errors = [
+                abs(hypothesis.score - score)
+                for score, hypothesis in zip(item.scores[row], hypotheses, strict=True)
+            ]
+            score_error, defect = judge_scores(
+                row, errors, tolerance.factor * item.score_error, score_error
+            )
+            defects += defect
+        decisions.append(
+            Decisions(
+                item.name,
+                len(item.answers),
+                identical,
+                score_error,
+                score_error / item.score_error,
+                (),
+                defects,
+            )
+        )
     return comparisons, decisions
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
-from transferry.export.parity import Judge
+from transferry.export.judge import Judge
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.compare import Tolerance
 from transferry.runtime.onnx_decoder import OnnxDecoder

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from transferry.export.evaluator import EvaluatorDecoder
-from transferry.export.parity import Judge
+from transferry.export.judge import Judge
 from transferry.export.weights import WEIGHTS
 from transferry.runtime.bundle import REFERENCE, Bundle
 from transferry.runtime.compare import Tolerance

@@ -10,8 +10,9 @@ import torch
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.evaluation import cross_entropy
 from transferry.build_model.transformer import Transformer
+from transferry.export.cases import random_case
 from transferry.export.graphs import export_graphs
-from transferry.export.parity import Judge, random_case
+from transferry.export.judge import Judge
 from transferry.export.weights import write_graphs
 from transferry.runtime.bundle import Bundle, Manifest, Variant
 from transferry.runtime.compare import Tolerance

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.layers import sinusoidal_positions
 from transferry.build_model.transformer import greedy
-from transferry.export.parity import Judge, random_case
+from transferry.export.cases import random_case
+from transferry.export.judge import Judge
 from transferry.export.torch_decoder import TorchDecoder
 from transferry.runtime.compare import Case
 from transferry.runtime.onnx_decoder import OnnxDecoder

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from transferry.runtime.bundle import REFERENCE, Bundle
-from transferry.runtime.compare import Case, ParityReport, Tolerance, Truth
+from transferry.runtime.compare import Case, Tolerance, Truth
 from transferry.runtime.errors import InputError
 from transferry.runtime.onnx_decoder import OnnxDecoder, OnnxState
 from transferry.runtime.reference import (
@@ -19,6 +19,7 @@ from transferry.runtime.reference import (
     check_reference,
     verify_recorded,
 )
+from transferry.runtime.report import ParityReport
 from transferry.runtime.session import SessionOptions
 from transferry.runtime.tokenizer import SOURCES
 
@@ -42,7 +43,9 @@ SMALL = Reference(
         for number in range(12)
     ],
     sources=[[5, 6, 2], [7, 2]],
-    searches=[RecordedSearch("beam 2", {"beam": 2}, [[[8], [9, 8]], [[]]], [[-0.1, -0.3], [-1.5]])],
+    searches=[
+        RecordedSearch("beam 2", {"beam": 2}, [[[8], [9, 8]], [[]]], [[-0.1, -0.3], [-1.5]], 1e-7)
+    ],
 )
 
 
@@ -177,13 +180,15 @@ def test_another_token_is_a_defect(bundle: Bundle, recorded: Reference) -> None:
     assert not found.passed
     greedy_found, beam_found = found.decisions
     assert (greedy_found.rows, greedy_found.identical) == (8, 7)
-    assert f"recorded source {row}: torch chose {answers[row]}" in greedy_found.defects[0]
+    (defect,) = greedy_found.defects
+    assert defect.row == row
+    assert defect.message.startswith(f"torch chose {answers[row]}")
     assert beam_found.passed
 
 
 def test_an_empty_record_proves_nothing(bundle: Bundle) -> None:
     decoder = OnnxDecoder(bundle, bundle.variant(), SessionOptions())
-    found = report(Reference((), (), (RecordedSearch("greedy", {}, (), ()),)), decoder)
+    found = report(Reference((), (), (RecordedSearch("greedy", {}, (), (), 1e-7),)), decoder)
     first, second = found.faults
     assert first == "no tensor was compared"
     assert second.startswith("greedy: 0 of 0 rows agree")

@@ -2,7 +2,8 @@
 
 Where the two best candidates are closer in the float64 oracle than rounding errors within the
 tolerance can move them, either choice is right, and the difference is a tie. Where they are
-further apart, one of the two computations is wrong.
+further apart, one of the two computations is wrong. Any two decoders can be compared, and whatever
+is the most exact of those at hand serves as the oracle.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any, Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from transferry.export.torch_decoder import TorchDecoder
 from transferry.runtime.compare import Tolerance
 from transferry.runtime.decoder import Decoder, State
 from transferry.runtime.hypothesis import Hypothesis
 from transferry.runtime.logits import log_sum_exp
 from transferry.runtime.options import GenerationOptions
-from transferry.runtime.search import begin, search
+from transferry.runtime.processors import build_processors, restrict
+from transferry.runtime.sampling import Sampler, draw_uniforms
+from transferry.runtime.search import begin, pad_sources, search
 from transferry.runtime.tokenizer import SpecialTokens
 
 
@@ -60,20 +62,31 @@ class Divergence:
 def explain(
     source: Sequence[int],
     options: GenerationOptions,
-    reference: TorchDecoder,
+    reference: Decoder[Any],
     decoder: Decoder[Any],
-    oracle: TorchDecoder,
+    oracle: Decoder[Any],
     special: SpecialTokens,
     tolerance: Tolerance,
+    row_id: int = 0,
 ) -> Divergence:
     """Finds where two searches over one source part, and measures the margin there.
 
     The searches are run again for this source alone, watched step by step. Where they agree when
     run alone, the difference came from the batch, which is a defect by itself: its margin is
     infinite.
+
+    Args:
+        source: Token ids, as the search takes them.
+        options: How both searched.
+        reference: What gave the wanted answer.
+        decoder: What gave the other.
+        oracle: What both are measured by.
+        special: The ids that pad, begin and end.
+        tolerance: How far rounding may reach.
+        row_id: What seeded the row's samples.
     """
-    wanted, wanted_steps = _watch(reference, source, options, special)
-    found, found_steps = _watch(decoder, source, options, special)
+    wanted, wanted_steps = _watch(reference, source, options, special, row_id)
+    found, found_steps = _watch(decoder, source, options, special, row_id)
     left, right = _first_difference(wanted_steps, found_steps)
     penalty = 0.0
     if not left:
@@ -89,18 +102,83 @@ def explain(
         min(len(left), len(right)),
     )
     if options.beam == 1:
-        # Greedy search chose here, blind to what follows and to the score of the whole.
+        # The search chose here, blind to what follows and to the score of the whole.
         left, right, penalty = left[: step + 1], right[: step + 1], 0.0
+    answers = [left, right]
+    exact = forced(oracle, [source] * 2, answers, special)
+    rounded = forced(reference, [source] * 2, answers, special)
+    # Relative to the largest logit, as everywhere else.
+    errors = [
+        np.array([tolerance.budget(value / one.largest) * one.largest for value in error])
+        for one, other in zip(exact, rounded, strict=True)
+        for error in [np.abs(other.log_probabilities - one.log_probabilities)]
+    ]
+    if options.sample:
+        uniform = draw_uniforms(options.seed, [row_id], options.n_best, options.max_length)
+        logits = exact[0].logits[step : step + 1].copy()
+        history = np.array([left[:step]], np.int64)
+        processors = build_processors(options, [options.prefix], special.eos_id)
+        if active := [processor for processor in processors if processor.active(step)]:
+            logits = restrict(logits, active, np.zeros(1, np.int64), history)
+        margin = _distance_of_draws(logits[0], (left[step], right[step]), uniform[0, step], options)
+        # The cumulative distribution F moves by at most F (1 - F) times the spread of the logits'
+        # errors over the temperature.
+        allowed = float(0.5 * max(one[step] for one in errors) / options.temperature)
+        return Divergence(step, left, right, margin, allowed)
     margin, allowed = 0.0, 0.0
-    for sign, tokens in ((1, left), (-1, right)):
-        exact, largest = _log_probabilities(oracle, source, tokens, special)
-        rounded, _ = _log_probabilities(reference, source, tokens, special)
-        scale = len(tokens) ** -penalty
-        # Relative to the largest logit, as everywhere else.
-        errors = [tolerance.budget(error / largest) * largest for error in np.abs(rounded - exact)]
-        margin += sign * scale * float(exact.sum())
-        allowed += scale * float(np.sum(errors))
+    for sign, one, error in zip((1, -1), exact, errors, strict=True):
+        scale = len(error) ** -penalty
+        margin += sign * scale * float(one.log_probabilities.sum())
+        allowed += scale * float(error.sum())
     return Divergence(step, left, right, abs(margin), allowed)
+
+
+def _distance_of_draws(
+    logits: NDArray[np.floating[Any]],
+    tokens: tuple[int, int],
+    uniform: float,
+    options: GenerationOptions,
+) -> float:
+    """How far the cumulative distribution must move for the draw to fall on either token."""
+    low, high = min(tokens), max(tokens)
+    weights = Sampler(options, np.zeros((0, 0))).weights(logits[None])[0]
+    cumulative = weights.cumsum() / weights.sum()
+    return float(max(cumulative[high - 1] - uniform, uniform - cumulative[low], 0.0))
+
+
+@dataclass(frozen=True)
+class Forced:
+    """What a decoder makes of an answer that it is given.
+
+    Attributes:
+        log_probabilities: Of each token after those before it, in nats [tokens].
+        logits: [tokens, vocabulary]
+        largest: The largest of all their magnitudes.
+    """
+
+    log_probabilities: NDArray[np.float64]
+    logits: NDArray[np.floating[Any]]
+    largest: float
+
+
+def forced(
+    decoder: Decoder[Any],
+    sources: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    special: SpecialTokens,
+) -> list[Forced]:
+    """Scores given answers in one pass, as one batch; none may be empty."""
+    state, first = begin(decoder, sources, special)
+    given = [[token, *answer[:-1]] for token, answer in zip(first.tolist(), answers, strict=True)]
+    # What is padded lies behind what is scored, and the state is not used again.
+    logits, _ = decoder.step(pad_sources(given, special.pad_id)[0], state)
+    scores = []
+    for answer, row in zip(answers, logits, strict=True):
+        kept = row[: len(answer)]
+        log_probabilities = kept[np.arange(len(answer)), list(answer)] - log_sum_exp(kept)
+        largest = float(np.abs(kept).max())
+        scores.append(Forced(log_probabilities.astype(np.float64), kept, largest))
+    return scores
 
 
 Prefixes = list[tuple[int, ...]]
@@ -144,9 +222,10 @@ def _watch(
     source: Sequence[int],
     options: GenerationOptions,
     special: SpecialTokens,
+    row_id: int,
 ) -> tuple[list[Hypothesis], list[Prefixes]]:
     watcher = _Watcher(decoder)
-    (hypotheses,) = search(watcher, [source], options, special)
+    (hypotheses,) = search(watcher, [source], options, special, row_ids=[row_id])
     return hypotheses, watcher.steps
 
 
@@ -166,18 +245,10 @@ def _first_difference(
 
 
 def _finished(hypotheses: Sequence[Hypothesis], eos_id: int) -> Prefixes:
-    return [
-        (*item.tokens, eos_id) if item.finish_reason == "end" else item.tokens
-        for item in hypotheses
-    ]
+    return [scored_tokens(item, eos_id) for item in hypotheses]
 
 
-def _log_probabilities(
-    decoder: TorchDecoder, source: Sequence[int], tokens: Sequence[int], special: SpecialTokens
-) -> tuple[NDArray[np.floating[Any]], float]:
-    """The log-probability of each token [tokens] after those before it, and the largest logit."""
-    state, first = begin(decoder, [source], special)
-    logits, _ = decoder.step(np.array([[*first, *tokens[:-1]]]), state)
-    scores = logits[0].astype(np.float64)
-    normalised = scores - log_sum_exp(scores)[:, None]
-    return normalised[np.arange(len(tokens)), list(tokens)], float(np.abs(scores).max())
+def scored_tokens(hypothesis: Hypothesis, eos_id: int) -> tuple[int, ...]:
+    """Returns the tokens that count in a hypothesis' score: the end token too, if it ended."""
+    ended = hypothesis.finish_reason == "end"
+    return (*hypothesis.tokens, eos_id) if ended else hypothesis.tokens

@@ -1,0 +1,122 @@
+"""What both sides are given: sizes that find a frozen dimension, and text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from transferry.build_model.config import ModelConfig
+from transferry.runtime.compare import Case
+from transferry.runtime.errors import InputError
+from transferry.runtime.search import pad_sources
+from transferry.runtime.tokenizer import AnyTokenizer, SpecialTokens
+
+NEW_TOKENS = 3  # fed at once in the compared step, so that its causal mask matters
+
+
+def sweep(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
+    """Yields the cases that find a size frozen while tracing.
+
+    Batch {1, 2, 7} x source {1, 2, 13, all positions} x past {0, 1, all positions but one}; the
+    first row fills the source, the others end earlier. Without an encoder, source and target
+    share the positions, and there may be no source: a prompt of one token.
+    """
+    most = config.max_positions
+    alone = not config.encoder_layers
+    sources = {0, 1, 2, 13, most - 1} if alone else {1, 2, 13, most}
+    number = 0
+    for batch in (1, 2, 7):
+        for source in sorted({min(size, most - alone) for size in sources}):
+            room = most - source if alone else most
+            pasts = {0, min(1, room - 1), room - 1} if config.decoder_layers else {0}
+            for past in sorted(pasts):
+                yield random_case(config, batch, source, past, seed=seed + number)
+                number += 1
+
+
+def random_case(config: ModelConfig, batch: int, source: int, past: int, *, seed: int) -> Case:
+    """Makes a case of random tokens; all but the first row are of random length.
+
+    Source and past are cut to the positions that the model has.
+    """
+    most = config.max_positions
+    source = min(source, most if config.encoder_layers else most - 1)
+    room = most if config.encoder_layers else most - source
+    past = min(past, room - 1)
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(min(1, source), source, size=batch, endpoint=True)
+    lengths[0] = source
+    mask = np.arange(source) < lengths[:, None]
+    tokens = generator.integers(config.vocabulary_size, size=(batch, source))
+    new = min(NEW_TOKENS, room - past)
+    length = past + new if config.decoder_layers else 0
+    target = generator.integers(config.vocabulary_size, size=(batch, length))
+    # As a search does it: beams change places, and where there are enough one ends and one splits.
+    rows = generator.permutation(batch)
+    rows[-1] = rows[0] if batch > 2 else rows[-1]
+    if batch == 2:
+        rows = np.array([1, 0])
+    name = f"batch {batch}, source {source}"
+    if config.decoder_layers:
+        name += f", past {past}"
+        return Case(name, tokens, mask, target, past, rows if batch > 1 else None)
+    return Case(name, tokens, mask, target, past)
+
+
+def text_case(
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    special: SpecialTokens,
+    rows: str,
+) -> Case:
+    """Makes a case of text: each target is fed whole after its source.
+
+    Args:
+        sources: Token ids of each source, as the search takes them; all empty for texts without.
+        targets: What is fed of each target.
+        special: The ids that pad, begin and end.
+        rows: Names the rows in the case's name.
+    """
+    source, mask = pad_sources(sources, special.pad_id)
+    # What is padded lies behind the target, and is the same for both sides.
+    target, _ = pad_sources(targets, special.pad_id)
+    return Case(f"text, {rows}", source, mask, target, 0)
+
+
+def source_of(text: str, tokenizer: AnyTokenizer, config: ModelConfig, number: int) -> list[int]:
+    """Returns what a model reads of a line of text.
+
+    Where there is no encoder it is the beginning of it, as a prompt: the first half, and no more
+    than half of the positions, so that there is room for an answer.
+
+    Args:
+        text: The line.
+        tokenizer: Turns it into ids.
+        config: Has the positions.
+        number: Of the line, for the error.
+
+    Raises:
+        InputError: The line is empty or longer than the model's positions.
+    """
+    if not text.strip():
+        raise InputError(f"line {number} is empty, expected a sentence; leave the line out")
+    ids = tokenizer.encode(text)
+    if config.architecture == "decoder-only":
+        ids = ids[: max(1, min(len(ids), config.max_positions) // 2)]
+    source = tokenizer.special.wrap(ids)
+    if len(source) > config.max_positions:
+        raise InputError(
+            f"line {number} has {len(source)} tokens, the end token included; the model takes "
+            f"at most {config.max_positions}, so leave the line out"
+        )
+    return source
+
+
+def room(config: ModelConfig, sources: Sequence[Sequence[int]], most: int) -> int:
+    """Returns how many tokens all answers may have, at most `most`.
+
+    The last one is never read, so that it needs no position.
+    """
+    longest = 0 if config.encoder_layers else max(map(len, sources), default=1) - 1
+    return min(most, config.max_positions - longest)
