@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transferry.runtime.engine import Engine
     from transferry.runtime.jobs import Summary
     from transferry.runtime.report import ParityReport
+    from transferry.runtime.session import SessionOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -35,6 +36,7 @@ Exit codes: 0 done, 2 wrong usage, 3 bad input, checkpoint or bundle, 4 parity f
 FILE = click.Path(path_type=Path)
 # Of GenerationOptions what holds ids: the first is said as text, the other by the bundle.
 TOKENS = ("prefix", "suppress")
+CERTIFICATE = ("date", "against", "cell", "rows", "worth")
 
 
 class Failure(click.ClickException):
@@ -305,14 +307,28 @@ def session_options(command: Command) -> Command:
             click.option(
                 "--threads", type=int, default=1, show_default=True, help="Threads a replica."
             ),
+            click.option(
+                "--optimisation",
+                type=click.Choice(["disable", "basic", "extended", "all"]),
+                default="all",
+                show_default=True,
+                help="How far onnxruntime may rewrite the graphs; part of what is verified.",
+            ),
         ]
     ):
         command = decorator(command)
     return command
 
 
+def _session(options: dict[str, Any]) -> SessionOptions:
+    from transferry.runtime.session import SessionOptions
+
+    names = ("provider", "threads", "device_id", "optimisation")
+    return SessionOptions(**{name: options[name] for name in names})
+
+
 def engine_options(command: Command) -> Command:
-    """Adds what says how much is computed at once."""
+    """Adds what an engine is opened with."""
     replicas = click.option(
         "--replicas", type=int, help="Batches in progress; one a core by default."
     )
@@ -323,67 +339,83 @@ def engine_options(command: Command) -> Command:
         show_default=True,
         help="Rows stepped together; a beam of 4 is 4 rows.",
     )
-    return replicas(rows(command))
+    certificate = click.option(
+        "--require-certificate",
+        is_flag=True,
+        help="Refuse, with exit code 4, what was not verified for this way of computing.",
+    )
+    return replicas(rows(certificate(command)))
 
 
 @main.command(
     epilog="""\b
 Example:
-  transferry verify bundles/ende --checkpoint runs/ende --text test.en.gz
+  transferry verify bundles/ende --checkpoint runs/ende --text test.en.gz --certify 2026-11-21
+  transferry verify bundles/ende --checkpoint runs/ende --self-test --report parity.html
   transferry verify bundles/ende --json        # on a host without torch
 """
 )
 @configurable
 @click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
 @click.option("--checkpoint", type=FILE, help="The run it came from: compares with torch.")
-@click.option("--text", type=FILE, help="Sentences to translate with both, a line each.")
+@click.option("--text", type=FILE, help="Sentences to answer with both, a line each.")
+@click.option("--target", type=FILE, help="Their right answers, for BLEU and perplexity.")
 @session_options
-@click.option("--json", "as_json", is_flag=True, help="The whole report as JSON.")
+@click.option("--self-test", is_flag=True, help="Plant faults in copies: is each one caught?")
+@click.option("--opinions", is_flag=True, help="Ask other runtimes too: graph or runtime wrong?")
+@click.option("--replay", type=FILE, help="Where to save an input that shows a fault (.npz).")
+@click.option("--certify", metavar="DATE", help="Write a certificate of this date, YYYY-MM-DD.")
+@click.option("--report", "page", type=FILE, help="The report as one HTML file.")
+@click.option("--junit", type=FILE, help="The report as JUnit XML.")
+@click.option("--json", "as_json", is_flag=True, help="The whole report as JSON on stdout.")
 @click.option("--quiet", is_flag=True, help="No progress.")
-def verify(
-    bundle_folder: Path,
-    checkpoint: Path | None,
-    text: Path | None,
-    provider: Any,
-    device_id: int,
-    variant: str | None,
-    threads: int,
-    as_json: bool,
-    quiet: bool,
-) -> None:
+def verify(bundle_folder: Path, **options: Any) -> None:
     """Prove that BUNDLE answers as torch does, or exit with 4.
 
     With --checkpoint, torch and ONNX Runtime run the same inputs: encoder, first step and later
-    steps over a sweep of sizes, and on --text greedy and beam search. Without it, the bundle is
-    held against the answers that were recorded at export, and torch is not needed.
+    steps over a sweep of sizes, and on --text greedy search, beam search, sampling and given
+    answers. Without it, the bundle is held against the answers that were recorded at export, and
+    torch is not needed. Where a tensor is wrong, the torch module is named in which it begins.
     """
-    if text is not None and checkpoint is None:
-        raise UsageError("--text needs --checkpoint: without torch only the record is compared")
+    checkpoint, text = options["checkpoint"], options["text"]
+    for name in ("text", "target", "self_test", "opinions", "replay"):
+        if options[name] and checkpoint is None:
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} needs --checkpoint: without torch only the record counts")
+    if options["target"] and text is None:
+        raise UsageError("--target needs --text: the sentences that it answers")
     from transferry.runtime.bundle import Bundle
-    from transferry.runtime.session import SessionOptions
+    from transferry.runtime.certificate import certify, check_date
+    from transferry.runtime.files import read_lines
+    from transferry.runtime.model import open_model
 
-    bundle = Bundle.load(bundle_folder)
-    session = SessionOptions(provider, threads, device_id)
+    if options["certify"]:
+        check_date(options["certify"])
+    bundle, session = Bundle.load(bundle_folder), _session(options)
+    variant = bundle.variant(options["variant"])
     report: ParityReport
     if checkpoint is None:
         from transferry.runtime.reference import verify_recorded
 
-        report = verify_recorded(bundle, bundle.variant(variant), session)
+        report = verify_recorded(bundle, open_model(bundle, variant, session))
     else:
         from transferry.build_model.checkpoint import load_checkpoint
         from transferry.export.parity import verify_against
-        from transferry.runtime.files import read_lines
 
-        with _progress("verifying", quiet) as done:
+        with _progress("verifying", options["quiet"]) as done:
             report = verify_against(
                 load_checkpoint(checkpoint),
                 bundle,
-                bundle.variant(variant),
+                variant,
                 session,
-                list(read_lines(text)) if text is not None else [],
+                list(read_lines(text)) if text else [],
                 done,
+                targets=list(read_lines(options["target"])) if options["target"] else None,
             )
-    click.echo(json.dumps(report.to_dict(), indent=1) if as_json else report.to_text())
+    click.echo(json.dumps(report.to_dict(), indent=1) if options["as_json"] else report.to_text())
+    if options["certify"]:
+        made = certify(bundle, variant, session, report, options["certify"])
+        say(f"certificate of {made.date} for {made.cell}, in {bundle_folder}")
     report.require()
 
 
@@ -437,6 +469,9 @@ Example:
     "--mask", default="[MASK]", show_default=True, help="Of fill-mask: what is filled in."
 )
 @click.option("--top", type=int, default=5, show_default=True, help="Of fill-mask: candidates.")
+@click.option(
+    "--canary", metavar="1/N", help="Answer one row in N again on the reference, and compare."
+)
 @click.option("--force", is_flag=True, help="Replace the output if it exists.")
 @session_options
 @engine_options
@@ -465,7 +500,11 @@ def run(bundle_folder: Path, text: Path, out: Path, **options: Any) -> None:
     with _progress("running", options["quiet"] or not total) as show:
         summary = job.run(lambda so_far: show(so_far.rows, total))
     asked = {"bundle_folder": bundle_folder, "text": text, "out": out, **options}
-    _finish(out, asked, engine.describe() | summary.to_dict(), summary, quiet=options["quiet"])
+    tally = job.canary.tally() if job.canary else {}
+    made = engine.describe() | summary.to_dict() | tally
+    if tally and not options["quiet"]:
+        say(", ".join(f"{count} {name}" for name, count in tally.items()))
+    _finish(out, asked, made, summary, quiet=options["quiet"])
 
 
 @main.command(
@@ -513,7 +552,9 @@ def _engine(bundle_folder: Path, options: dict[str, Any]) -> Engine:
         threads=options["threads"],
         replicas=options["replicas"],
         device_id=options["device_id"],
+        optimisation=options["optimisation"],
         batches=BatchOptions(rows=options["batch_rows"]),
+        require_certificate=options["require_certificate"],
     )
 
 
@@ -550,13 +591,23 @@ Example:
 """
 )
 @click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
-@click.option("--json", "as_json", is_flag=True, help="The manifest as it is.")
+@click.option("--json", "as_json", is_flag=True, help="The manifest, and the certificates.")
 def inspect(bundle_folder: Path, as_json: bool) -> None:
     """Show what is in BUNDLE, after checking every file's hash."""
     from transferry.runtime.bundle import Bundle
+    from transferry.runtime.certificate import describe
+    from transferry.runtime.tables import table
 
-    manifest = Bundle.load(bundle_folder).manifest
-    click.echo(manifest.to_json().rstrip() if as_json else manifest.to_text())
+    bundle = Bundle.load(bundle_folder)
+    rows = describe(bundle)
+    if as_json:
+        record = json.loads(bundle.manifest.to_json())
+        record["certificates"] = [dict(zip(CERTIFICATE, row, strict=True)) for row in rows]
+        click.echo(json.dumps(record, indent=1, ensure_ascii=False))
+        return
+    click.echo(bundle.manifest.to_text())
+    certificates = table(CERTIFICATE, rows) if rows else "no certificate; see verify --certify"
+    click.echo(f"\n{certificates}")
 
 
 @main.command(

@@ -29,7 +29,7 @@ from torch import Tensor
 from transferry.build_model.config import ModelConfig, TrainConfig
 from transferry.build_model.transformer import Transformer
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import atomic_file
+from transferry.runtime.files import atomic_file, sha256
 from transferry.runtime.tokenizer import AnyTokenizer, load_tokenizer
 
 FORMAT = 1
@@ -48,12 +48,14 @@ class Checkpoint:
         config: What it was trained with; None where it was imported.
         tokenizer: Turns text into its ids and back.
         generation: Fields of GenerationOptions that the bundle makes its defaults.
+        sha256: Of the file of weights that it was read from; empty where it was not.
     """
 
     model: Transformer
     config: TrainConfig | None
     tokenizer: AnyTokenizer
     generation: Mapping[str, Any] = field(default_factory=dict)
+    sha256: str = ""
 
 
 def save_tensors(
@@ -191,4 +193,5 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     for name, tensor in weights.items():
         if not torch.isfinite(tensor).all():
             raise InputError(f"{folder / WEIGHTS}: {name} holds NaN or infinity; train again")
-    return Checkpoint(model.eval(), train_config, tokenizer, generation)
+    digest = sha256(folder / WEIGHTS)
+    return Checkpoint(model.eval(), train_config, tokenizer, generation, digest)

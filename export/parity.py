@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 
+import onnx
 import torch
 
 from transferry.build_model.checkpoint import Checkpoint
@@ -103,7 +105,15 @@ def verify_against(
                 tasks.append(translation(tokenizer, name, answers[name], targets, budget.bleu))
         if forcing.tokens and (targets is not None or not config.encoder_layers):
             tasks.append(forcing.perplexity(budget.perplexity))
-    how = {**model.describe(), "torch": torch.__version__, "against": "the run"}
+    how = {
+        **model.describe(),
+        "torch": torch.__version__,
+        "onnx": onnx.__version__,
+        "against": "the run",
+        "run_sha256": checkpoint.sha256,
+        "rows": len(texts),
+        "text_sha256": hashlib.sha256("\n".join(texts).encode()).hexdigest(),
+    }
     return ParityReport(
         str(bundle.folder),
         how,

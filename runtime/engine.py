@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import MANIFEST, Bundle
+from transferry.runtime.certificate import require_standing, standing
 from transferry.runtime.errors import UsageError
 from transferry.runtime.files import sha256
 from transferry.runtime.hypothesis import FinishReason, Hypothesis
@@ -19,6 +20,7 @@ from transferry.runtime.onnx_encoder import OnnxEncoder
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.pipeline import Done, Item, Task, Todo, in_batches
 from transferry.runtime.processor import usable_cores
+from transferry.runtime.reference import verify_recorded
 from transferry.runtime.search import search
 from transferry.runtime.session import Optimisation, Provider, SessionOptions
 
@@ -103,6 +105,7 @@ class Engine:
         *,
         replicas: int = 1,
         batches: BatchOptions | None = None,
+        certificate: str = "not looked for",
     ) -> None:
         """Puts an engine together; `load` is the usual way.
 
@@ -111,6 +114,7 @@ class Engine:
             model: Computes; it is called by `replicas` threads at once.
             replicas: Batches in progress at a time.
             batches: How much each computes at once.
+            certificate: What is known of the bundle here, for whoever reads a result.
         """
         if replicas < 1:
             raise UsageError(f"replicas must be at least 1, not {replicas}")
@@ -118,6 +122,7 @@ class Engine:
         self.model = model
         self.replicas = replicas
         self.batches = batches or BatchOptions()
+        self.certificate = certificate
         self.max_positions = int(bundle.manifest.model["max_positions"])
 
     @classmethod
@@ -133,8 +138,12 @@ class Engine:
         optimisation: Optimisation = "all",
         provider_options: Mapping[str, str] | None = None,
         batches: BatchOptions | None = None,
+        require_certificate: bool = False,
     ) -> Self:
         """Opens a bundle on a provider.
+
+        Where the bundle was verified on another processor, or with another version of onnxruntime,
+        its recorded answers are computed again before anything else.
 
         Args:
             folder: The bundle.
@@ -148,9 +157,12 @@ class Engine:
             optimisation: How far onnxruntime may rewrite the graphs.
             provider_options: Passed to the provider as they are.
             batches: How much is computed at once.
+            require_certificate: Refuse what was not verified, or has changed since.
 
         Raises:
             InputError: The bundle is damaged or not one.
+            ParityError: A certificate is required, and none holds for this way of computing; or
+                it was made elsewhere, and the recorded answers do not come out here.
             ProviderError: The provider cannot run here.
             UsageError: An option is out of range, or there is no such variant.
         """
@@ -158,8 +170,16 @@ class Engine:
         options = SessionOptions(provider, threads, device_id, optimisation, provider_options or {})
         if replicas is None:
             replicas = max(1, usable_cores() // threads) if provider == "cpu" else 1
-        model = open_model(bundle, bundle.variant(variant), options)
-        return cls(bundle, model, replicas=replicas, batches=batches)
+        chosen = bundle.variant(variant)
+        found = standing(bundle, chosen, options)
+        if require_certificate:
+            require_standing(found, bundle)
+        model = open_model(bundle, chosen, options)
+        certificate = found.cite()
+        if found.status == "elsewhere":
+            verify_recorded(bundle, model).require()
+            certificate += "; the recorded answers came out here too"
+        return cls(bundle, model, replicas=replicas, batches=batches, certificate=certificate)
 
     @property
     def decoder(self) -> OnnxDecoder:
@@ -199,12 +219,27 @@ class Engine:
         return {
             "transferry": importlib.metadata.version("transferry"),
             "manifest_sha256": sha256(self.bundle.folder / MANIFEST),
+            "certificate": self.certificate,
             "replicas": self.replicas,
             **self.model.describe(),
         }
 
+    def source_of(self, text: str) -> list[int]:
+        """Returns what the model reads of a text."""
+        tokenizer = self.bundle.tokenizer
+        return tokenizer.special.wrap(tokenizer.encode(text))
+
+    def fitted(self, options: GenerationOptions, tokens: int) -> GenerationOptions:
+        """Returns the options for a source of so many tokens: an answer needs positions too."""
+        room = self._room(tokens, options)
+        return replace(options, max_length=room, min_length=min(options.min_length, room))
+
     def generate(
-        self, texts: Iterable[str], options: GenerationOptions | None = None
+        self,
+        texts: Iterable[str],
+        options: GenerationOptions | None = None,
+        *,
+        first_row: int = 0,
     ) -> Iterator[Result]:
         """Answers each text, in order; reads ahead by at most two windows.
 
@@ -214,6 +249,7 @@ class Engine:
         Args:
             texts: Any iterable, however long.
             options: How to search; the bundle's defaults if not given.
+            first_row: The place of the first text, which seeds its samples.
 
         Raises:
             UsageError: The options ask for more positions than the model has.
@@ -229,7 +265,7 @@ class Engine:
         def prepare(first: int, texts: list[str]) -> list[Todo[_Row] | Result]:
             rows: list[Todo[_Row] | Result] = []
             for number, (text, ids) in enumerate(
-                zip(texts, tokenizer.encode_batch(texts), strict=True), start=first
+                zip(texts, tokenizer.encode_batch(texts), strict=True), start=first_row + first
             ):
                 source = tokenizer.special.wrap(ids)
                 room = self._room(len(source), options)
@@ -249,12 +285,10 @@ class Engine:
 
         def compute(rows: list[_Row]) -> list[Result]:
             # All rows of a batch have the same room; see Todo.group.
-            room = self._room(len(rows[0].source), options)
-            fitting = replace(options, max_length=room, min_length=min(options.min_length, room))
             found = search(
                 decoder,
                 [row.source for row in rows],
-                fitting,
+                self.fitted(options, len(rows[0].source)),
                 tokenizer.special,
                 row_ids=[row.number for row in rows],
             )

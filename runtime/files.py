@@ -95,10 +95,14 @@ def _shown(path: Path | str) -> str:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, kept: tuple[type[Exception], Path] | None = None) -> Iterator[BinaryIO]:
     """Write a file that appears whole or not at all, whenever the process is interrupted.
 
     The bytes go to a file beside it, which takes the name once all of them are on the disk.
+
+    Args:
+        path: the file.
+        kept: an exception that does not throw away what is written, and the name that it gets.
 
     Raises:
         InputError: the disk is full, the folder is read-only or does not exist.
@@ -111,6 +115,10 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)
+        except Exception as error:
+            if kept is not None and isinstance(error, kept[0]):
+                part.replace(kept[1])
+            raise
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:

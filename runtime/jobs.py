@@ -17,9 +17,10 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, Literal, Protocol, TypeVar, cast
 
+from transferry.runtime.canary import Canary, share
 from transferry.runtime.embedding import embed
 from transferry.runtime.engine import Engine, Result, RowError
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.files import atomic_file, read_lines
 from transferry.runtime.fill_mask import fill_masks
 from transferry.runtime.options import GenerationOptions
@@ -103,6 +104,7 @@ class Job(Generic[AnyRow]):
             only when the last answer is in it.
         writer: Writes rows to the opened sink.
         force: Replace a sink that exists.
+        canary: Answers some of the rows again.
     """
 
     answer: Callable[[Iterator[str]], Iterator[AnyRow]]
@@ -110,6 +112,7 @@ class Job(Generic[AnyRow]):
     sink: Path
     writer: Callable[[BinaryIO], Writer[AnyRow]]
     force: bool = False
+    canary: Canary | None = None
 
     def __post_init__(self) -> None:
         """Refuses to lose a file.
@@ -137,12 +140,15 @@ class Job(Generic[AnyRow]):
 
         Raises:
             InputError: The source cannot be read or the sink cannot be written; no sink appears.
+            ParityError: The canary found a defect. What was answered before is kept, in a file
+                whose name ends in .partial.
         """
         summary = Summary()
         started = time.monotonic()
         with _opened(self.sink) as file:
             writer = self.writer(file)
             for number, row in enumerate(self.answer(read_lines(self.source))):
+                self._check(number, row, writer)
                 writer.write(number, row)
                 summary.rows += 1
                 if row.error is not None:
@@ -155,6 +161,19 @@ class Job(Generic[AnyRow]):
                 watch(summary)
             writer.close()
         return summary
+
+    def _check(self, number: int, row: Any, writer: Writer[AnyRow]) -> None:
+        if self.canary is None:
+            return
+        try:
+            self.canary.check(number, row)
+        except ParityError as error:
+            writer.close()
+            if self.sink == STANDARD_STREAM:
+                raise
+            raise ParityError(
+                f"{error}; the {number} rows before it are kept in {_partial(self.sink)}"
+            ) from error
 
 
 def generation(
@@ -185,40 +204,62 @@ def job_of(
         engine: What answers.
         source: The lines.
         sink: Where the answers go.
-        options: format, task, prefix, pooling, normalise, mask, top and force.
+        options: format, task, prefix, pooling, normalise, mask, top, canary and force.
         generation_options: Fields of GenerationOptions that were given.
 
     Raises:
         UsageError: The task is not the bundle's, the format is not the task's, or the sink would
             be lost.
     """
-    task, force = options["task"], options["force"]
+    task = options["task"]
     format = options["format"] or guess_format(sink)
     if format not in FORMATS[task]:
         raise UsageError(
             f"task {task} writes {' or '.join(FORMATS[task])}, not {format}; name another --out or "
             "--format"
         )
-    if task == "generate":
-        prefix = tuple(engine.bundle.tokenizer.encode_target(options["prefix"]))
-        chosen = replace(engine.default_options(), **generation_options, prefix=prefix)
-        return generation(engine, source, sink, chosen, format, force)
-    if generation_options:
+    if task != "generate" and generation_options:
         name = next(iter(generation_options))
         raise UsageError(f"task {task} generates nothing, so {name} has no effect; leave it out")
-    _ = engine.encoder  # refuses another architecture before anything is opened
-    if task == "fill-mask":
-        filling = partial(fill_masks, engine, mask=options["mask"], top=options["top"])
-        line = to_record if format == "jsonl" else to_text
-        return Job(filling, source, sink, lines_of(line), force)
-    embedding = partial(embed, engine, pooling=options["pooling"], normalise=options["normalise"])
+    chosen, force = engine.default_options(), options["force"]
+    ask: Callable[[Engine, Iterator[str], int], Iterator[Any]]
+    job: Job[Any]
+    if task == "generate":
+        prefix = tuple(engine.bundle.tokenizer.encode_target(options["prefix"]))
+        chosen = replace(chosen, **generation_options, prefix=prefix)
+        job = generation(engine, source, sink, chosen, format, force)
+
+        def ask(engine: Engine, lines: Iterator[str], first: int) -> Iterator[Any]:
+            return engine.generate(lines, chosen, first_row=first)
+
+    else:
+        _ = engine.encoder  # refuses another architecture before anything is opened
+        if task == "fill-mask":
+            answer: Callable[..., Iterator[Any]] = partial(
+                fill_masks, mask=options["mask"], top=options["top"]
+            )
+            writer = lines_of(to_record if format == "jsonl" else to_text)
+        else:
+            answer = partial(embed, pooling=options["pooling"], normalise=options["normalise"])
+            writer = _vectors(engine, sink, format)
+        job = Job(partial(answer, engine), source, sink, writer, force)
+
+        def ask(engine: Engine, lines: Iterator[str], first: int) -> Iterator[Any]:
+            return answer(engine, lines)
+
+    if options["canary"]:
+        job = replace(job, canary=Canary(engine, share(options["canary"]), ask, chosen))
+    return job
+
+
+def _vectors(engine: Engine, sink: Path, format: Format) -> Callable[[BinaryIO], Writer[Any]]:
     if format == "jsonl":
-        return Job(embedding, source, sink, lines_of(to_record), force)
+        return lines_of(to_record)
     if sink == STANDARD_STREAM:
         raise UsageError(f"{format} cannot go to standard output; name a file with --out")
     width = int(engine.bundle.manifest.model["d_model"])
     vectors = NpyVectors if format == "npy" else ParquetVectors
-    return Job(embedding, source, sink, lambda file: vectors(file, width), force)
+    return lambda file: vectors(file, width)
 
 
 @dataclass(frozen=True)
@@ -259,7 +300,7 @@ def scoring(
             counts[1] += row.target_tokens
             yield row
 
-    return Scoring(answer, source, sink, lines_of(to_record), force, counts)
+    return Scoring(answer, source, sink, lines_of(to_record), force, counts=counts)
 
 
 def _pairs(
@@ -335,13 +376,17 @@ class HasRecord(Row, Protocol):
         ...
 
 
+def _partial(sink: Path) -> Path:
+    return sink.with_name(sink.name + ".partial")
+
+
 @contextlib.contextmanager
 def _opened(sink: Path) -> Iterator[BinaryIO]:
     if sink == STANDARD_STREAM:
         with _standard_output() as file:
             yield file
         return
-    with atomic_file(sink) as file:
+    with atomic_file(sink, kept=(ParityError, _partial(sink))) as file:
         if sink.suffix != ".gz":
             yield file
             return

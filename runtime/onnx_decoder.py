@@ -49,7 +49,7 @@ class OnnxDecoder:
             ProviderError: The provider asked for cannot run here.
             InputError: A graph cannot be opened.
         """
-        self._variant, self._options = variant, options
+        self.variant, self.options = variant, options
         graphs = variant.graphs
         self._runners = {
             name: GraphRunner(bundle, graph, options) for name, graph in graphs.items()
@@ -67,7 +67,7 @@ class OnnxDecoder:
 
     def describe(self) -> dict[str, Any]:
         """What decides the numbers: the settings, and where the nodes of the graphs really ran."""
-        return describe(self._variant, self._options, self._runners.values())
+        return describe(self.variant, self.options, self._runners.values())
 
     def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> OnnxState:
         """Encodes the source; see `Decoder.start`."""

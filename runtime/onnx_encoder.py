@@ -25,12 +25,12 @@ class OnnxEncoder:
             ProviderError: The provider asked for cannot run here.
             InputError: The graph cannot be opened.
         """
-        self._variant, self._options = variant, options
+        self.variant, self.options = variant, options
         self._runner = GraphRunner(bundle, variant.graphs["encoder"], options)
 
     def describe(self) -> dict[str, Any]:
         """What decides the numbers: the settings, and where the nodes of the graph really ran."""
-        return describe(self._variant, self._options, [self._runner])
+        return describe(self.variant, self.options, [self._runner])
 
     def encode(
         self,

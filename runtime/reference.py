@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transferry.runtime.bundle import REFERENCE, Bundle, Variant
+from transferry.runtime.bundle import REFERENCE, Bundle
 from transferry.runtime.compare import (
     Case,
     Comparison,
@@ -26,11 +26,10 @@ from transferry.runtime.compare import (
 )
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import atomic_file
-from transferry.runtime.model import open_model
+from transferry.runtime.model import Model
 from transferry.runtime.options import GenerationOptions, options_of_json
 from transferry.runtime.report import Decisions, Difference, ParityReport, judge_scores
 from transferry.runtime.search import search
-from transferry.runtime.session import SessionOptions
 from transferry.runtime.tokenizer import SpecialTokens
 
 
@@ -178,14 +177,10 @@ def check_reference(
 
 
 def verify_recorded(
-    bundle: Bundle,
-    variant: Variant,
-    session: SessionOptions,
-    tolerance: Tolerance | None = None,
+    bundle: Bundle, model: Model, tolerance: Tolerance | None = None
 ) -> ParityReport:
     """Holds a bundle, opened as it will be served, against its own record; needs no torch."""
-    tolerance = tolerance or Tolerance()
-    model = open_model(bundle, variant, session)
+    tolerance = tolerance or Tolerance.of(model.variant.precision)
     reference = Reference.load(bundle.folder / REFERENCE)
     comparisons, decisions = check_reference(reference, model, bundle.tokenizer.special, tolerance)
     settings = {**model.describe(), "against": "the recorded answers"}

@@ -130,6 +130,16 @@ def open_session(model: Path, options: SessionOptions) -> onnxruntime.InferenceS
     return session
 
 
+def provider_settings(options: SessionOptions) -> dict[str, str]:
+    """Returns what the provider is told: our defaults, and the options' own above them."""
+    defaults: dict[str, str] = {}
+    if options.provider == "cuda":
+        # TF32 rounds the factors of a product to 10 bits of mantissa: off, so that CPU, CUDA and
+        # torch agree.
+        defaults = {"device_id": str(options.device_id), "use_tf32": "0"}
+    return {**defaults, **options.provider_options}
+
+
 def assigned_nodes(session: onnxruntime.InferenceSession) -> dict[str, int]:
     """Counts the graph's nodes by the provider that runs them.
 
@@ -227,12 +237,7 @@ def _create(model: Path, options: SessionOptions) -> onnxruntime.InferenceSessio
     settings.add_session_config_entry("session.force_spinning_stop", "1")
     settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
 
-    defaults: dict[str, str] = {}
-    if options.provider == "cuda":
-        # TF32 rounds the factors of a product to 10 bits of mantissa: off, so that CPU, CUDA and
-        # torch agree.
-        defaults = {"device_id": str(options.device_id), "use_tf32": "0"}
-    provider = (_PROVIDER_NAMES[options.provider], {**defaults, **options.provider_options})
+    provider = (_PROVIDER_NAMES[options.provider], provider_settings(options))
     return onnxruntime.InferenceSession(
         str(model), settings, providers=[provider], enable_fallback=0
     )
@@ -293,6 +298,23 @@ def _query_driver() -> _Driver | None:
     if status == 0:
         library.cuDeviceGetCount(ctypes.byref(devices))
     return _Driver(status, devices.value, version.value // 1000)
+
+
+def cuda_compute_capability(device_id: int) -> str:
+    """Returns a GPU's compute capability, such as "90" for 9.0; "unknown" without a driver."""
+    try:
+        library = ctypes.CDLL(_DRIVER_LIBRARY)
+    except OSError:
+        return "unknown"
+    library.cuInit(0)
+    numbers = []
+    # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h.
+    for attribute in (75, 76):
+        number = ctypes.c_int(0)
+        if library.cuDeviceGetAttribute(ctypes.byref(number), attribute, device_id) != 0:
+            return "unknown"
+        numbers.append(str(number.value))
+    return "".join(numbers)
 
 
 _PRELOAD_LOCK = threading.Lock()

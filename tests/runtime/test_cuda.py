@@ -7,6 +7,7 @@ import pytest
 
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.engine import Engine
+from transferry.runtime.model import open_model
 from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.reference import verify_recorded
@@ -32,7 +33,7 @@ def test_cuda_gives_the_tokens_of_the_cpu(bundle_folder: Path, beam: int) -> Non
 
 def test_cuda_passes_the_recorded_reference(bundle_folder: Path) -> None:
     bundle = Bundle.load(bundle_folder)
-    report = verify_recorded(bundle, bundle.variant(), SessionOptions("cuda"))
+    report = verify_recorded(bundle, open_model(bundle, bundle.variant(), SessionOptions("cuda")))
     assert report.faults == []
 
 

@@ -32,7 +32,11 @@ class Echo(Engine):
         self.change = change
 
     def generate(
-        self, texts: Iterable[str], options: GenerationOptions | None = None
+        self,
+        texts: Iterable[str],
+        options: GenerationOptions | None = None,
+        *,
+        first_row: int = 0,
     ) -> Iterator[Result]:
         for text in texts:
             length = len(text.split()) + 1
@@ -196,7 +200,11 @@ def test_the_source_is_never_the_sink(source: Path, tmp_path: Path, force: bool)
 
 class Failing(Echo):
     def generate(
-        self, texts: Iterable[str], options: GenerationOptions | None = None
+        self,
+        texts: Iterable[str],
+        options: GenerationOptions | None = None,
+        *,
+        first_row: int = 0,
     ) -> Iterator[Result]:
         results = super().generate(texts, options)
         yield next(results)

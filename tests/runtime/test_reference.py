@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from transferry.runtime.bundle import REFERENCE, Bundle
 from transferry.runtime.compare import Case, Tolerance, Truth
 from transferry.runtime.errors import InputError
+from transferry.runtime.model import open_model
 from transferry.runtime.onnx_decoder import OnnxDecoder, OnnxState
 from transferry.runtime.reference import (
     RecordedSearch,
@@ -106,7 +107,7 @@ def test_record_covers_every_stage_and_search(bundle: Bundle, recorded: Referenc
 
 
 def test_the_bundle_agrees_with_its_record(bundle: Bundle) -> None:
-    found = verify_recorded(bundle, bundle.variant(), SessionOptions())
+    found = verify_recorded(bundle, open_model(bundle, bundle.variant(), SessionOptions()))
     found.require()
     assert [(item.search, item.rows, item.identical) for item in found.decisions] == [
         ("greedy", 8, 8),
@@ -233,4 +234,4 @@ def test_bundle_whose_record_is_damaged_is_refused(bundle_folder: Path, tmp_path
     bundle = Bundle.load(folder)
     (folder / REFERENCE).write_bytes(b"no zip")
     with pytest.raises(InputError, match=r"reference\.npz is not a bundle's reference"):
-        verify_recorded(bundle, bundle.variant(), SessionOptions())
+        verify_recorded(bundle, open_model(bundle, bundle.variant(), SessionOptions()))

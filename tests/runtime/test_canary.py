@@ -1,0 +1,160 @@
+"""A row that is answered wrongly stops the job, and what was answered before is kept."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from transferry.runtime.canary import share
+from transferry.runtime.engine import Engine
+from transferry.runtime.errors import ParityError, UsageError
+from transferry.runtime.jobs import Job, job_of
+from transferry.runtime.onnx_decoder import OnnxDecoder
+from transferry.runtime.onnx_encoder import OnnxEncoder
+
+OPTIONS: dict[str, Any] = {
+    "task": "generate",
+    "format": None,
+    "prefix": "",
+    "pooling": "mean",
+    "normalise": False,
+    "mask": "[MASK]",
+    "top": 3,
+    "force": False,
+    "canary": "1/3",
+}
+
+
+@pytest.fixture
+def lines(run_folder: Path, tmp_path: Path) -> Path:
+    samples = json.loads((run_folder / "samples.json").read_bytes())
+    path = tmp_path / "lines.txt"
+    path.write_text("".join(f"{text}\n" for text in [*samples[:5], "", *samples[5:]]), "utf-8")
+    return path
+
+
+def job(folder: Path, lines: Path, name: str = "out.jsonl", **changes: Any) -> Job[Any]:
+    generation = {"max_length": 12, **changes.pop("generation", {})}
+    if changes.get("task", "generate") != "generate":
+        generation = {}
+    options = OPTIONS | changes
+    return job_of(Engine.load(folder), lines, lines.with_name(name), options, generation)
+
+
+def tally(done: Job[Any]) -> dict[str, int]:
+    assert done.canary is not None
+    return done.canary.tally()
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [{}, {"beam": 4, "n_best": 2}, {"sample": True, "seed": 3}],
+    ids=["greedy", "beam", "sampling"],
+)
+def test_a_sound_job_is_not_stopped(
+    bundle_folder: Path, lines: Path, generation: dict[str, Any]
+) -> None:
+    """Nine rows, one of them empty; a sample is drawn again as the row that it was."""
+    done = job(bundle_folder, lines, canary="1/1", generation=generation)
+    assert done.run().rows == 9
+    assert tally(done) == {"canaries": 9, "canaries_identical": 9, "canaries_tied": 0}
+
+
+def test_one_row_in_so_many_is_answered_again(bundle_folder: Path, lines: Path) -> None:
+    done = job(bundle_folder, lines, canary="1/4")
+    done.run()
+    assert tally(done)["canaries"] == 3
+
+
+def test_a_prompt_is_answered_again(writer_bundle_folder: Path, lines: Path) -> None:
+    done = job(writer_bundle_folder, lines, canary="1/1")
+    done.run()
+    assert tally(done)["canaries_identical"] == 9
+
+
+@pytest.mark.parametrize("task", ["embed", "fill-mask"])
+def test_tasks_of_an_encoder(reader_bundle_folder: Path, lines: Path, task: str) -> None:
+    if task == "fill-mask":
+        text = lines.read_text("utf-8").splitlines()
+        lines.write_text("".join(f"{line} [MASK]\n" if line else "\n" for line in text), "utf-8")
+    done = job(reader_bundle_folder, lines, task=task, canary="1/1")
+    done.run()
+    assert tally(done)["canaries_identical"] == 9
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """Multiplies the logits of a decoder that is served."""
+    step = OnnxDecoder.step
+
+    def wrong(self: OnnxDecoder, tokens: Any, state: Any) -> Any:
+        logits, later = step(self, tokens, state)
+        served = self.options.optimisation != "disable"
+        return logits * np.float32(factor if served else 1.0), later
+
+    monkeypatch.setattr(OnnxDecoder, "step", wrong)
+
+
+@pytest.mark.parametrize(
+    ("factor", "what"), [(-1.0, "a defect"), (1.001, "score "), (np.nan, "NaN or infinity")]
+)
+def test_a_defect_stops_the_job(
+    bundle_folder: Path, lines: Path, monkeypatch: pytest.MonkeyPatch, factor: float, what: str
+) -> None:
+    """Other tokens, a score that is off where the tokens are right, and no answer here only."""
+    spoil(monkeypatch, factor)
+    with pytest.raises(ParityError, match=f"line 1 is answered differently.*{what}"):
+        job(bundle_folder, lines).run()
+    assert not lines.with_name("out.jsonl").exists()
+
+
+def test_what_was_answered_before_is_kept(
+    bundle_folder: Path, lines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = job(bundle_folder, lines, "whole.jsonl")
+    whole.run()
+    stopped = job(bundle_folder, lines)
+    assert stopped.canary is not None
+    check = stopped.canary.check
+
+    def wrong_at_six(number: int, row: Any) -> None:
+        if number == 6:
+            raise ParityError("line 7 is answered differently")
+        check(number, row)
+
+    monkeypatch.setattr(stopped.canary, "check", wrong_at_six)
+    with pytest.raises(ParityError, match=r"the 6 rows before it are kept in .*out.jsonl.partial"):
+        stopped.run()
+    names = {path.name for path in lines.parent.iterdir()}
+    assert names == {"lines.txt", "whole.jsonl", "out.jsonl.partial"}
+    kept = lines.with_name("out.jsonl.partial").read_bytes().splitlines()
+    assert kept == lines.with_name("whole.jsonl").read_bytes().splitlines()[:6]
+
+
+def test_a_wrong_vector_stops_the_job(
+    reader_bundle_folder: Path, lines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = OnnxEncoder.encode
+
+    def wrong(self: OnnxEncoder, *arguments: Any) -> Any:
+        found = encode(self, *arguments)
+        if self.options.optimisation == "disable":
+            return found
+        return {name: tensor * np.float32(1.001) for name, tensor in found.items()}
+
+    monkeypatch.setattr(OnnxEncoder, "encode", wrong)
+    with pytest.raises(ParityError, match=r"line 1 .*a vector 1\.0e-03 of its largest entry away"):
+        job(reader_bundle_folder, lines, "out.npy", task="embed").run()
+    kept = np.load(lines.with_name("out.npy.partial"))
+    assert kept.shape == (0, 32)
+
+
+@pytest.mark.parametrize("text", ["", "1000", "2/3", "1/0", "1/-4", "1/x"])
+def test_a_share_is_one_in_so_many(text: str) -> None:
+    with pytest.raises(UsageError, match="canary must be 1/N"):
+        share(text)
+
+
+def test_share() -> None:
+    assert share("1/1000") == 1000

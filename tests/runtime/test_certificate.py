@@ -1,0 +1,266 @@
+"""A certificate holds for the bytes and the way of computing that were verified, and no other."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transferry.runtime import certificate as certificate_module
+from transferry.runtime.bundle import MANIFEST, Bundle
+from transferry.runtime.certificate import (
+    FOLDER,
+    Certificate,
+    certificates,
+    certify,
+    describe,
+    require_standing,
+    standing,
+)
+from transferry.runtime.compare import Comparison
+from transferry.runtime.engine import Engine
+from transferry.runtime.errors import InputError, ParityError, UsageError
+from transferry.runtime.files import sha256
+from transferry.runtime.model import open_model
+from transferry.runtime.reference import verify_recorded
+from transferry.runtime.report import ParityReport
+from transferry.runtime.session import SessionOptions
+
+DATE = "2026-11-21"
+
+
+def verified(folder: Path, **options: Any) -> Certificate:
+    """Verifies against the record, and writes the certificate."""
+    bundle, session = Bundle.load(folder), SessionOptions(**options)
+    report = verify_recorded(bundle, open_model(bundle, bundle.variant(), session))
+    return certify(bundle, bundle.variant(), session, report, DATE)
+
+
+@pytest.fixture
+def folder(bundle_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle, verified."""
+    shutil.copytree(bundle_folder, tmp_path / "bundle")
+    verified(tmp_path / "bundle")
+    return tmp_path / "bundle"
+
+
+def status(folder: Path, **options: Any) -> tuple[str, str]:
+    bundle = Bundle.load(folder)
+    found = standing(bundle, bundle.variant(), SessionOptions(**options))
+    return found.status, found.reason
+
+
+def test_what_was_verified_holds_here(folder: Path) -> None:
+    assert status(folder) == ("verified", "")
+    engine = Engine.load(folder, require_certificate=True)
+    assert engine.certificate.startswith(
+        f"of {DATE} against the recorded answers, variant portable"
+    )
+    assert engine.describe()["certificate"] == engine.certificate
+    bundle = Bundle.load(folder)
+    (found,) = certificates(bundle)
+    assert found.manifest == sha256(folder / MANIFEST)
+    assert found.files["portable/weights.bin"] == sha256(folder / "portable/weights.bin")
+    assert found.graphs["decoder"] == sha256(folder / "portable/decoder.onnx")
+    assert found.versions.keys() >= {"transferry", "onnxruntime", "numpy"}
+    assert [item["search"] for item in found.result["decisions"]] == ["greedy", "beam 4"]
+    assert describe(bundle)[0][-1] == "holds"
+
+
+def test_the_same_verification_gives_the_same_bytes(folder: Path) -> None:
+    (path,) = (folder / FOLDER).iterdir()
+    before = path.read_bytes()
+    verified(folder)
+    assert path.read_bytes() == before
+
+
+def test_without_a_certificate_nothing_is_served_that_needs_one(bundle_folder: Path) -> None:
+    assert Engine.load(bundle_folder).certificate.startswith("none: nothing was verified for")
+    with pytest.raises(ParityError, match=r"no certificate that holds.*verify .* --certify DATE"):
+        Engine.load(bundle_folder, require_certificate=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [({"optimisation": "basic"}, "optimisation basic"), ({"provider_options": {"x": "1"}}, "x 1")],
+)
+def test_another_way_of_computing_was_not_verified(
+    folder: Path, options: dict[str, Any], what: str
+) -> None:
+    found, reason = status(folder, **options)
+    assert found == "none"
+    assert what in reason
+
+
+def remake_manifest(folder: Path) -> None:
+    """What somebody who changes a file on purpose would do: the hashes agree again."""
+    record = json.loads((folder / MANIFEST).read_bytes())
+    for name, entry in record["files"].items():
+        entry.update(sha256=sha256(folder / name), size=(folder / name).stat().st_size)
+    (folder / MANIFEST).write_text(json.dumps(record), encoding="utf-8")
+
+
+def change_byte(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("portable/decoder.onnx", 10),
+        ("portable/weights.bin", -1),
+        ("ranks.tiktoken", 0),
+        ("reference.npz", 40),
+    ],
+)
+def test_a_changed_byte_is_refused(folder: Path, name: str, place: int) -> None:
+    """By the manifest; and where that was made anew, by the certificate."""
+    change_byte(folder / name, place)
+    with pytest.raises(InputError, match=f"{name} has changed"):
+        Engine.load(folder, require_certificate=True)
+    remake_manifest(folder)
+    bundle = dataclasses.replace(
+        Bundle.load(folder) if name != "ranks.tiktoken" else bundle_without_tokenizer(folder)
+    )
+    found = standing(bundle, bundle.variant(), SessionOptions())
+    assert found.status == "none"
+    assert f"{name} is not the file that was verified" in found.reason
+    with pytest.raises(ParityError, match=name):
+        require_standing(found, bundle)
+
+
+def bundle_without_tokenizer(folder: Path) -> Bundle:
+    from transferry.runtime.bundle import Manifest
+
+    manifest = Manifest.from_json((folder / MANIFEST).read_bytes(), "manifest")
+    return Bundle(folder, manifest, None)  # type: ignore[arg-type]
+
+
+def test_a_changed_manifest_is_refused(folder: Path) -> None:
+    record = json.loads((folder / MANIFEST).read_bytes())
+    record["generation"]["max_length"] = 7
+    (folder / MANIFEST).write_text(json.dumps(record), encoding="utf-8")
+    found, reason = status(folder)
+    assert found == "none"
+    assert "manifest.json is not the one that was verified" in reason
+
+
+def with_second_variant(folder: Path) -> None:
+    """Adds a variant "other" of different graphs, as `export` would."""
+    shutil.copytree(folder / "portable", folder / "other")
+    change_byte(folder / "other/select.onnx", -1)
+    record = json.loads((folder / MANIFEST).read_bytes())
+    other = json.loads(json.dumps(record["variants"]["portable"]).replace("portable", "other"))
+    record["variants"]["other"] = other
+    for name in list(record["files"]):
+        if name.startswith("portable/"):
+            record["files"][name.replace("portable", "other")] = dict(record["files"][name])
+    (folder / MANIFEST).write_text(json.dumps(record), encoding="utf-8")
+    remake_manifest(folder)
+
+
+def test_a_certificate_moved_under_another_variant_is_refused(
+    bundle_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle_folder, folder)
+    with_second_variant(folder)
+    verified(folder)
+    (path,) = (folder / FOLDER).iterdir()
+    bundle = Bundle.load(folder)
+    other = bundle.variant("other")
+    renamed = path.with_name(path.name.replace("portable", "other"))
+    path.rename(renamed)
+    assert standing(bundle, other, SessionOptions()).status == "none"
+    assert standing(bundle, bundle.variant("portable"), SessionOptions()).status == "verified"
+    renamed.write_text(
+        renamed.read_text(encoding="utf-8").replace('"variant": "portable"', '"variant": "other"'),
+        encoding="utf-8",
+    )
+    found = standing(bundle, other, SessionOptions())
+    assert found.status == "none"
+    assert "its graphs are not those of variant other" in found.reason
+
+
+def on_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificate_module, "instruction_sets", lambda: ("avx2",))
+
+
+def test_on_another_processor_the_recorded_answers_are_computed_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_another_processor(monkeypatch)
+    found, reason = status(folder)
+    assert found == "elsewhere"
+    assert reason.startswith("processor avx2, not ")
+    engine = Engine.load(folder, require_certificate=True)
+    assert "processor avx2" in engine.certificate
+    assert engine.certificate.endswith("; the recorded answers came out here too")
+
+
+def test_another_processor_that_answers_otherwise_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transferry.runtime.onnx_decoder import OnnxDecoder
+
+    on_another_processor(monkeypatch)
+    step = OnnxDecoder.step
+
+    def wrong(self: OnnxDecoder, tokens: Any, state: Any) -> Any:
+        logits, after = step(self, tokens, state)
+        return logits * 1.001, after
+
+    monkeypatch.setattr(OnnxDecoder, "step", wrong)
+    for require in (True, False):
+        with pytest.raises(ParityError, match="does not answer as torch does"):
+            Engine.load(folder, require_certificate=require)
+
+
+@pytest.mark.parametrize("options", [{"threads": 2}])
+def test_other_threads_are_named(folder: Path, options: dict[str, Any]) -> None:
+    assert status(folder, **options) == ("elsewhere", "threads 2, not 1")
+
+
+def test_another_onnxruntime_is_named(folder: Path) -> None:
+    (path,) = (folder / FOLDER).iterdir()
+    record = json.loads(path.read_bytes())
+    record["versions"]["onnxruntime"] = "1.0"
+    path.write_text(json.dumps(record), encoding="utf-8")
+    found, reason = status(folder)
+    assert found == "elsewhere"
+    assert reason.endswith("not 1.0")
+
+
+def failed() -> ParityReport:
+    from transferry.runtime.compare import Tolerance
+
+    fault = Comparison("case", "logits", 1.0, 1e-7, 1e-6, "bad")
+    return ParityReport("bundle", {"against": "the run"}, Tolerance(), [fault])
+
+
+def test_a_failed_report_withdraws_the_certificate(folder: Path) -> None:
+    bundle = Bundle.load(folder)
+    with pytest.raises(ParityError):
+        certify(bundle, bundle.variant(), SessionOptions(), failed(), DATE)
+    assert certificates(bundle) == []
+
+
+@pytest.mark.parametrize("date", ["yesterday", "2026-13-01", "21.11.2026", ""])
+def test_a_date_is_a_date(folder: Path, date: str) -> None:
+    bundle = Bundle.load(folder)
+    with pytest.raises(UsageError, match="expected a date as YYYY-MM-DD"):
+        certify(bundle, bundle.variant(), SessionOptions(), failed(), date)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"format": 2}', '{"format": 1, "cell": {}}', "\0\1"]
+)
+def test_what_is_no_certificate_is_named(folder: Path, text: str) -> None:
+    (path,) = (folder / FOLDER).iterdir()
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=r"json is not a certificate.*verify the bundle again"):
+        Engine.load(folder)
