@@ -19,7 +19,7 @@ from transferry.export.cases import sweep
 from transferry.export.judge import Judge
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.compare import Tolerance
-from transferry.runtime.onnx_decoder import OnnxDecoder
+from transferry.runtime.model import open_model
 from transferry.runtime.session import SessionOptions
 
 
@@ -36,12 +36,12 @@ def main() -> None:
         checkpoint = load_checkpoint(run)
         bundle = Bundle.load(folder)
         judge = Judge(checkpoint.model, checkpoint.tokenizer.special, tolerance)
-        decoder = OnnxDecoder(bundle, bundle.variant(), SessionOptions())
+        model = open_model(bundle, bundle.variant(), SessionOptions())
         ratios = [
             comparison.error / comparison.budget * tolerance.factor
             for seed in range(arguments.seeds)
             for comparison in judge.numbers(
-                decoder,
+                model,
                 (
                     case
                     for case in sweep(checkpoint.model.config, seed=1000 * seed)

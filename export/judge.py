@@ -178,6 +178,8 @@ class Judge:
                 divergence = explain(
                     source,
                     options,
+                    left,
+                    right,
                     self.reference,
                     decoder,
                     self.oracle,

@@ -21,6 +21,7 @@ from transferry.runtime.embedding import Embedding
 from transferry.runtime.engine import Engine, Result
 from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.fill_mask import Filled
+from transferry.runtime.hypothesis import Hypothesis
 from transferry.runtime.model import open_model
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.reference import Reference
@@ -140,6 +141,8 @@ class Canary:
         divergence = explain(
             source,
             self.served.fitted(self.options, len(source)),
+            _hypotheses(again),
+            _hypotheses(row),
             self.reference.decoder,
             self.served.decoder,
             self.reference.decoder,
@@ -173,8 +176,8 @@ class Canary:
         return ""
 
 
-def checked(rows: Iterator[Any], canary: Canary) -> Iterator[Any]:
-    """Yields rows, each after its canary."""
-    for number, row in enumerate(rows):
-        canary.check(number, row)
-        yield row
+def _hypotheses(row: Result) -> list[Hypothesis]:
+    return [
+        Hypothesis(item.tokens, item.log_probability, item.score, item.finish_reason)
+        for item in row.outputs
+    ]

@@ -62,6 +62,8 @@ class Divergence:
 def explain(
     source: Sequence[int],
     options: GenerationOptions,
+    wanted: Sequence[Hypothesis],
+    found: Sequence[Hypothesis],
     reference: Decoder[Any],
     decoder: Decoder[Any],
     oracle: Decoder[Any],
@@ -71,13 +73,15 @@ def explain(
 ) -> Divergence:
     """Finds where two searches over one source part, and measures the margin there.
 
-    The searches are run again for this source alone, watched step by step. Where they agree when
-    run alone, the difference came from the batch, which is a defect by itself: its margin is
-    infinite.
+    Greedy answers and single samples tell it themselves. Of a beam the searches are run again for
+    this source alone, watched step by step; where they agree when run alone, the difference came
+    from the batch, and the answers given there are compared as a whole.
 
     Args:
         source: Token ids, as the search takes them.
         options: How both searched.
+        wanted: What the reference answered, best first.
+        found: What the decoder answered.
         reference: What gave the wanted answer.
         decoder: What gave the other.
         oracle: What both are measured by.
@@ -85,15 +89,17 @@ def explain(
         tolerance: How far rounding may reach.
         row_id: What seeded the row's samples.
     """
-    wanted, wanted_steps = _watch(reference, source, options, special, row_id)
-    found, found_steps = _watch(decoder, source, options, special, row_id)
-    left, right = _first_difference(wanted_steps, found_steps)
+    answers = [_finished(wanted, special.eos_id)], [_finished(found, special.eos_id)]
     penalty = 0.0
+    if options.beam == options.n_best == 1:
+        left, right = _first_difference(*answers)
+    else:
+        left, right = _first_difference(
+            *(_watch(side, source, options, special, row_id) for side in (reference, decoder))
+        )
     if not left:
         # The same candidates lived; they ended or were ranked differently.
-        left, right = _first_difference(
-            [_finished(wanted, special.eos_id)], [_finished(found, special.eos_id)]
-        )
+        left, right = _first_difference(*answers)
         penalty = options.length_penalty
     if not left or not right:
         return Divergence(0, left, right, np.inf, 0.0)
@@ -104,9 +110,8 @@ def explain(
     if options.beam == 1:
         # The search chose here, blind to what follows and to the score of the whole.
         left, right, penalty = left[: step + 1], right[: step + 1], 0.0
-    answers = [left, right]
-    exact = forced(oracle, [source] * 2, answers, special)
-    rounded = forced(reference, [source] * 2, answers, special)
+    exact = forced(oracle, [source] * 2, [left, right], special)
+    rounded = forced(reference, [source] * 2, [left, right], special)
     # Relative to the largest logit, as everywhere else.
     errors = [
         np.array([tolerance.budget(value / one.largest) * one.largest for value in error])
@@ -114,13 +119,17 @@ def explain(
         for error in [np.abs(other.log_probabilities - one.log_probabilities)]
     ]
     if options.sample:
-        uniform = draw_uniforms(options.seed, [row_id], options.n_best, options.max_length)
+        # Which of several samples it is, their ranking does not tell: one must explain it.
+        uniforms = draw_uniforms(options.seed, [row_id], options.n_best, options.max_length)
         logits = exact[0].logits[step : step + 1].copy()
         history = np.array([left[:step]], np.int64)
         processors = build_processors(options, [options.prefix], special.eos_id)
         if active := [processor for processor in processors if processor.active(step)]:
             logits = restrict(logits, active, np.zeros(1, np.int64), history)
-        margin = _distance_of_draws(logits[0], (left[step], right[step]), uniform[0, step], options)
+        margin = min(
+            _distance_of_draws(logits[0], (left[step], right[step]), uniform, options)
+            for uniform in uniforms[:, step].tolist()
+        )
         # The cumulative distribution F moves by at most F (1 - F) times the spread of the logits'
         # errors over the temperature.
         allowed = float(0.5 * max(one[step] for one in errors) / options.temperature)
@@ -223,10 +232,10 @@ def _watch(
     options: GenerationOptions,
     special: SpecialTokens,
     row_id: int,
-) -> tuple[list[Hypothesis], list[Prefixes]]:
+) -> list[Prefixes]:
     watcher = _Watcher(decoder)
-    (hypotheses,) = search(watcher, [source], options, special, row_ids=[row_id])
-    return hypotheses, watcher.steps
+    search(watcher, [source], options, special, row_ids=[row_id])
+    return watcher.steps
 
 
 def _first_difference(

@@ -15,7 +15,7 @@ from transferry.build_model.transformer import Transformer
 from transferry.export.judge import Judge
 from transferry.export.torch_decoder import TorchDecoder, TorchState
 from transferry.runtime.compare import Tolerance
-from transferry.runtime.divergence import Divergence, explain
+from transferry.runtime.divergence import Divergence, explain, forced
 from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.search import search
@@ -109,6 +109,8 @@ def explained(
     return explain(
         source,
         options,
+        wanted,
+        found,
         judge.reference,
         decoder,
         judge.oracle,
@@ -202,7 +204,15 @@ def test_margin_of_beams_is_that_of_whole_candidates(
         if [item.tokens for item in wanted] == [item.tokens for item in found]:
             continue
         divergence = explain(
-            source, BEAM, judge.reference, decoder, judge.oracle, SOURCES, judge.tolerance
+            source,
+            BEAM,
+            wanted,
+            found,
+            judge.reference,
+            decoder,
+            judge.oracle,
+            SOURCES,
+            judge.tolerance,
         )
         candidates = divergence.wanted, divergence.found
         ended = any(tokens[-1] == SOURCES.eos_id for tokens in candidates)
@@ -351,7 +361,65 @@ def test_what_happens_in_a_batch_only_is_a_defect(
     decisions = judge.decisions(decoder, "search", sources[:3], options)
     assert not decisions.passed
     assert len(decisions.defects) == 3
-    assert all(item.margin == np.inf for item in decisions.defects)
+    assert all(item.message.endswith("a defect") for item in decisions.defects)
+
+
+@searches
+def test_a_tie_that_shows_in_a_batch_only_is_a_tie(
+    checkpoint: Checkpoint, sources: list[list[int]], last: int, options: GenerationOptions
+) -> None:
+    """torch's sums depend on the batch; what is as close as that may fall either way there."""
+    token = first_token(checkpoint.model, sources[3])
+    judge = with_twin(checkpoint.model, token)
+    decoder = Nudged(judge.reference, last, ROUNDING, crowd=2)
+    assert judge.decisions(decoder, "search", sources[3:4], options).identical == 1
+    decisions = judge.decisions(decoder, "search", sources, options)
+    assert decisions.passed
+    assert decisions.ties
+
+
+SAMPLE = GenerationOptions(max_length=12, sample=True, seed=4)
+
+
+class TestSamples:
+    """Two draws differ: was the random number at the border of their tokens?"""
+
+    def at_border(
+        self, judge: Judge, source: list[int], token: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Makes the random numbers the oracle's cumulative distribution up to a token."""
+        (given,) = forced(judge.oracle, [source], [[token]], SOURCES)
+        weights = np.exp(given.logits[0] - given.logits[0].max())
+        border = weights[: token + 1].sum() / weights.sum()
+
+        def draw(seed: int, rows: list[int], samples: int, steps: int) -> Array:
+            return np.full((len(rows) * samples, steps), border)
+
+        monkeypatch.setattr("transferry.runtime.search.draw_uniforms", draw)
+        monkeypatch.setattr("transferry.runtime.divergence.draw_uniforms", draw)
+
+    def test_at_the_border_it_is_a_tie(
+        self, judge: Judge, source: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        token = first_token(judge.reference.model, source)
+        self.at_border(judge, source, token, monkeypatch)
+        nudged = [Nudged(judge.reference, token, sign * 2e-6) for sign in (1, -1)]
+        firsts = [search(decoder, [source], SAMPLE, SOURCES)[0][0].tokens for decoder in nudged]
+        assert firsts[0] != firsts[1], "the border is where it should be"
+        decisions = [judge.decisions(one, "sampling", [source], SAMPLE) for one in nudged]
+        assert all(item.passed for item in decisions)
+        (tie,) = [tie for item in decisions for tie in item.ties]
+        assert tie.margin is not None
+        assert tie.allowed is not None
+        assert tie.margin <= tie.allowed < 1e-3
+
+    def test_away_from_it_it_is_a_defect(self, judge: Judge, source: list[int], last: int) -> None:
+        decoder = Nudged(judge.reference, last, REAL)
+        decisions = judge.decisions(decoder, "sampling", [source], SAMPLE)
+        (defect,) = decisions.defects
+        assert defect.margin is not None
+        assert defect.allowed is not None
+        assert defect.margin > 1e-2 > defect.allowed
 
 
 def test_onnxruntime_needs_no_excuse(

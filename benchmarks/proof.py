@@ -1,0 +1,92 @@
+"""How long does the proof take, beside answering the same text once on both sides?
+
+    python benchmarks/proof.py RUN BUNDLE TEXT [--rows 1000] [--rounds 1]
+
+Both sides answer with greedy search and with a beam of 4, in the batches of `verify`; then `verify`
+itself. One thread each, rounds interleaved. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from transferry.build_model.checkpoint import load_checkpoint
+from transferry.export.cases import room, source_of
+from transferry.export.judge import ROWS, SEARCHES
+from transferry.export.parity import LONGEST_ANSWER, verify_against
+from transferry.export.torch_decoder import TorchDecoder
+from transferry.runtime.batching import length_batches
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.decoder import Decoder
+from transferry.runtime.files import read_lines
+from transferry.runtime.onnx_decoder import OnnxDecoder
+from transferry.runtime.options import GenerationOptions
+from transferry.runtime.search import search
+from transferry.runtime.session import SessionOptions
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--rows", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+
+    checkpoint, bundle = load_checkpoint(arguments.run), Bundle.load(arguments.bundle)
+    tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
+    texts = list(itertools.islice(read_lines(arguments.text), arguments.rows))
+    sources = [
+        source_of(text, tokenizer, config, number) for number, text in enumerate(texts, start=1)
+    ]
+    variant = bundle.variant()
+    sides: tuple[Decoder[Any], ...] = (
+        TorchDecoder(checkpoint.model),
+        OnnxDecoder(bundle, variant, SessionOptions()),
+    )
+
+    def answer() -> None:
+        for name in ("greedy", "beam 4"):
+            settings = {**bundle.manifest.generation, **SEARCHES[name]}
+            settings["max_length"] = room(config, sources, LONGEST_ANSWER)
+            options = GenerationOptions(**settings)
+            lengths = [len(source) for source in sources]
+            for batch in length_batches(lengths, ROWS // options.beam, 4096):
+                for side in sides:
+                    search(side, [sources[row] for row in batch], options, tokenizer.special)
+
+    def verify() -> None:
+        verify_against(checkpoint, bundle, variant, SessionOptions(), texts).require()
+
+    times: dict[str, list[float]] = {"answer": [], "verify": []}
+    for number in range(arguments.rounds):
+        for name, work in (("answer", answer), ("verify", verify)):
+            started = time.perf_counter()
+            work()
+            times[name].append(time.perf_counter() - started)
+        print(f"round {number + 1}: " + ", ".join(f"{n} {t[-1]:.1f} s" for n, t in times.items()))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    print(
+        json.dumps(
+            {
+                "ratio": round(medians["verify"] / medians["answer"], 2),
+                "seconds": {name: round(value, 1) for name, value in medians.items()},
+                "rows": len(texts),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
