@@ -10,10 +10,11 @@ from pathlib import Path
 import onnx
 
 from transferry.build_model.checkpoint import Checkpoint
+from transferry.export.backends import ReferenceBackend
 from transferry.export.cases import random_case, source_of
-from transferry.export.evaluator import EvaluatorDecoder, EvaluatorEncoder
 from transferry.export.graphs import OPSET, export_graphs
 from transferry.export.judge import Judge
+from transferry.export.plain_decoder import plain_model
 from transferry.export.weights import write_graphs
 from transferry.runtime.bundle import (
     MANIFEST,
@@ -107,8 +108,8 @@ def check_bundle(bundle: Bundle, tolerance: Tolerance | None = None) -> ParityRe
         reference, open_model(bundle, variant, SessionOptions()), special, tolerance
     )
     numbers_only = Reference(reference.cases, (), ())
-    second = EvaluatorDecoder if "decoder" in variant.graphs else EvaluatorEncoder
-    opinions, _ = check_reference(numbers_only, second(bundle, variant), special, tolerance)
+    second = plain_model(variant, ReferenceBackend(bundle, variant))
+    opinions, _ = check_reference(numbers_only, second, special, tolerance)
     settings = {"variant": variant.name, "provider": "cpu, and onnx.reference"}
     return ParityReport(
         str(bundle.folder), settings, tolerance, [*comparisons, *opinions], decisions

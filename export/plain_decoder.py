@@ -1,27 +1,25 @@
-"""A bundle's graphs run by onnx's own ReferenceEvaluator: a second opinion on the graph itself.
+"""A variant's graphs driven in the plainest way, with any runtime that can run one graph.
 
-It is numpy, written for clarity by those who define the operators, and far too slow for work: where
-onnxruntime is wrong and this is right, the runtime is at fault; where both are wrong, the graph is.
+Tensors lie in numpy between the calls and nothing is reused, so that what is driven here shares
+neither IOBinding nor memory with the decoder that serves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx.reference import ReferenceEvaluator
 
-from transferry.runtime.bundle import Bundle, GraphSpec, Variant
+from transferry.export.backends import Arrays, Backend
+from transferry.runtime.bundle import Variant
 from transferry.runtime.decoder import longer
-
-Arrays = Sequence[NDArray[Any]]
 
 
 @dataclass(frozen=True)
-class EvaluatorState:
+class PlainState:
     """What a step reads besides the tokens; shapes as in the manifest."""
 
     mask: NDArray[np.bool_]
@@ -29,19 +27,15 @@ class EvaluatorState:
     past: Arrays
 
 
-class EvaluatorDecoder:
+class PlainDecoder:
     """Runs a variant's graphs as a `Decoder`."""
 
-    def __init__(self, bundle: Bundle, variant: Variant) -> None:
-        self._graphs = dict(variant.graphs)
-        self._evaluators = {
-            name: ReferenceEvaluator(str(bundle.graph(graph)))
-            for name, graph in variant.graphs.items()
-        }
+    def __init__(self, variant: Variant, backend: Backend) -> None:
+        self._graphs, self._backend = variant.graphs, backend
         self.has_encoder = "encoder" in self._graphs
         self.vocabulary_size = int(self._graphs["decoder"].tensor("logits").shape[-1])
 
-    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> EvaluatorState:
+    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> PlainState:
         """Encodes the source; see `Decoder.start`."""
         names = self._graphs["decoder"].names("past")
         spec = self._graphs["decoder"].tensor("past")
@@ -49,16 +43,16 @@ class EvaluatorDecoder:
         past: Arrays = [np.zeros((len(source), int(heads), 0, int(d_head)), spec.type)] * len(names)
         if self.has_encoder:
             cross = self._run("encoder", {"source": [source], "source_mask": [mask]}, "cross")
-            return EvaluatorState(mask, cross, past)
+            return PlainState(mask, cross, past)
         if source.shape[1]:
             nothing = mask[:, :0]
             inputs: dict[Any, Arrays] = {"target": [source], "past_mask": [nothing], "past": past}
             past = self._run("decoder", inputs, "present")
-        return EvaluatorState(mask, [], past)
+        return PlainState(mask, [], past)
 
     def step(
-        self, tokens: NDArray[np.int64], state: EvaluatorState
-    ) -> tuple[NDArray[np.floating[Any]], EvaluatorState]:
+        self, tokens: NDArray[np.int64], state: PlainState
+    ) -> tuple[NDArray[np.floating[Any]], PlainState]:
         """Reads target tokens; see `Decoder.step`."""
         inputs: dict[Any, Arrays] = {
             "target": [tokens],
@@ -68,39 +62,38 @@ class EvaluatorDecoder:
         }
         logits, *present = self._run("decoder", inputs, "logits", "present")
         mask = state.mask if self.has_encoder else longer(state.mask, tokens)
-        return logits, EvaluatorState(mask, state.cross, present)
+        return logits, PlainState(mask, state.cross, present)
 
-    def select(self, state: EvaluatorState, rows: NDArray[np.int64]) -> EvaluatorState:
+    def select(self, state: PlainState, rows: NDArray[np.int64]) -> PlainState:
         """Takes rows of the state; see `Decoder.select`."""
         cross = state.cross
         if self.has_encoder:
             cross = self._run("select", {"rows": [rows], "state": cross}, "selected")
         past = self._run("select", {"rows": [rows], "state": state.past}, "selected")
-        return EvaluatorState(state.mask[rows], cross, past)
+        return PlainState(state.mask[rows], cross, past)
 
-    def tensors(self, state: EvaluatorState) -> dict[str, NDArray[Any]]:
+    def tensors(self, state: PlainState) -> dict[str, NDArray[Any]]:
         """Returns the cross and past of a state, by their names in the graph."""
         graph = self._graphs["decoder"]
         names = [*graph.names("cross"), *graph.names("past")]
         return dict(zip(names, [*state.cross, *state.past], strict=True))
 
-    def _run(self, name: str, inputs: dict[Any, Arrays], *outputs: Any) -> list[NDArray[Any]]:
-        graph: GraphSpec = self._graphs[name]
+    def _run(self, name: str, inputs: Mapping[Any, Arrays], *outputs: Any) -> Arrays:
+        graph = self._graphs[name]
         feeds = {
             tensor: array
             for role, arrays in inputs.items()
             for tensor, array in zip(graph.names(role), arrays, strict=True)
         }
         wanted = [tensor for role in outputs for tensor in graph.names(role)]
-        return list(self._evaluators[name].run(wanted, feeds))
+        return self._backend.run(name, feeds, wanted)
 
 
-class EvaluatorEncoder:
+class PlainEncoder:
     """Runs the graph of an encoder alone."""
 
-    def __init__(self, bundle: Bundle, variant: Variant) -> None:
-        self._graph = variant.graphs["encoder"]
-        self._evaluator = ReferenceEvaluator(str(bundle.graph(self._graph)))
+    def __init__(self, variant: Variant, backend: Backend) -> None:
+        self._graph, self._backend = variant.graphs["encoder"], backend
 
     def encode(
         self, source: NDArray[np.int64], mask: NDArray[np.bool_]
@@ -108,4 +101,9 @@ class EvaluatorEncoder:
         """Returns "hidden" and "logits"; see `OnnxEncoder.encode`."""
         names = [spec.name for spec in self._graph.outputs]
         feeds = dict(zip([spec.name for spec in self._graph.inputs], (source, mask), strict=True))
-        return dict(zip(names, self._evaluator.run(names, feeds), strict=True))
+        return dict(zip(names, self._backend.run("encoder", feeds, names), strict=True))
+
+
+def plain_model(variant: Variant, backend: Backend) -> PlainDecoder | PlainEncoder:
+    """Returns what a variant's graphs are in a runtime: a decoder, or an encoder alone."""
+    return (PlainDecoder if "decoder" in variant.graphs else PlainEncoder)(variant, backend)

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from transferry.export.evaluator import EvaluatorDecoder
+from transferry.export.backends import ReferenceBackend
 from transferry.export.judge import Judge
+from transferry.export.plain_decoder import PlainDecoder
 from transferry.export.weights import WEIGHTS
 from transferry.runtime.bundle import REFERENCE, Bundle
 from transferry.runtime.compare import Tolerance
@@ -21,8 +22,8 @@ OPTIONS = GenerationOptions(max_length=6, beam=2, n_best=2)
 
 
 @pytest.fixture(scope="module")
-def evaluator(bundle: Bundle) -> EvaluatorDecoder:
-    return EvaluatorDecoder(bundle, bundle.variant())
+def evaluator(bundle: Bundle) -> PlainDecoder:
+    return PlainDecoder(bundle.variant(), ReferenceBackend(bundle, bundle.variant()))
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def cases(bundle: Bundle) -> Reference:
     return Reference(recorded.cases, (), ())
 
 
-def test_agrees_on_what_is_recorded(evaluator: EvaluatorDecoder, cases: Reference) -> None:
+def test_agrees_on_what_is_recorded(evaluator: PlainDecoder, cases: Reference) -> None:
     comparisons, _ = check_reference(cases, evaluator, SOURCES, Tolerance())
     assert not [item for item in comparisons if item.fault]
     # Logits, and keys and values of cross and past in each of two layers.
@@ -44,20 +45,23 @@ def test_sees_a_weight_that_is_wrong(bundle: Bundle, cases: Reference, tmp_path:
     weights = np.fromfile(path, np.float32)
     weights[: weights.size // 2] *= np.float32(1.01)
     weights.tofile(path)
-    evaluator = EvaluatorDecoder(dataclasses.replace(bundle, folder=folder), bundle.variant())
+    evaluator = PlainDecoder(
+        bundle.variant(),
+        ReferenceBackend(dataclasses.replace(bundle, folder=folder), bundle.variant()),
+    )
     comparisons, _ = check_reference(cases, evaluator, SOURCES, Tolerance())
     assert [item for item in comparisons if item.fault]
 
 
 def test_beams_are_those_of_torch(
-    evaluator: EvaluatorDecoder, judge: Judge, sources: list[list[int]]
+    evaluator: PlainDecoder, judge: Judge, sources: list[list[int]]
 ) -> None:
     """Beams change places at every step, which `select` must follow."""
     assert judge.decisions(evaluator, "beam 2", sources[:2], OPTIONS).identical == 2
 
 
 def test_selects_the_rows_that_onnxruntime_selects(
-    evaluator: EvaluatorDecoder, decoder: OnnxDecoder, cases: Reference
+    evaluator: PlainDecoder, decoder: OnnxDecoder, cases: Reference
 ) -> None:
     case, _ = cases.cases[-1]
     rows = np.array([3, 0, 0, 5])
