@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -158,11 +159,21 @@ def test_a_node_that_dies_later_is_an_error_each_time(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fake_node(tmp_path, monkeypatch, """read line; echo '{"version": "0"}'; read line; exit 4""")
-    feeds = zeros(bundle.variant(), "encoder", batch=9, source=2000)  # more than a pipe holds
     with closing(NodeBackend(bundle, bundle.variant())) as backend:
-        for _ in range(2):
+        for source in (2, 20000, 2):  # less and more than a buffer and a pipe hold
+            feeds = zeros(bundle.variant(), "encoder", batch=1, source=source)
             with pytest.raises(ProviderError, match="code 4"):
                 backend.run("encoder", feeds, [])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for Node is a shell script")
+def test_closing_ends_a_node_that_does_not_listen(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_node(tmp_path, monkeypatch, """read line; echo '{"version": "0"}'; exec /bin/sleep 60""")
+    begun = time.monotonic()
+    NodeBackend(bundle, bundle.variant()).close()
+    assert time.monotonic() - begun < 30
 
 
 def test_closing_ends_node(bundle: Bundle) -> None:

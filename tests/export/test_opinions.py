@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from transferry.build_model.checkpoint import load_checkpoint
+from transferry.export import opinions
 from transferry.export.backends import Arrays, Backend, NodeBackend, ReferenceBackend
 from transferry.export.cases import opinion_cases
 from transferry.export.judge import Judge
@@ -109,6 +110,23 @@ def test_all_agree_on_a_right_graph(
             assert item.faults == 0
             assert 0 < item.ratio < judge.tolerance.factor
             assert 0 < item.error < 1e-5
+
+
+def test_one_opinion_is_that_of_the_graph_as_it_was_written(
+    judge: Judge, decoder: OnnxDecoder, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+
+    def refuse(bundle: Bundle, variant: Variant, options: SessionOptions) -> None:
+        opened.append(options)
+        raise RuntimeError("a fault of the runtime")
+
+    monkeypatch.setattr(opinions, "open_model", refuse)
+    found = ask(judge, decoder, bundle)
+    assert [options.optimisation for options in opened] == ["disable"]
+    assert [item.stage for item in found[SERVED]] == STEPS
+    reason = "RuntimeError: a fault of the runtime"
+    assert found[UNOPTIMISED] == [Opinion(UNOPTIMISED, "", absent=reason)]
 
 
 def test_a_runtime_that_is_wrong_stands_alone(
