@@ -1,0 +1,242 @@
+"""Figures of a parity report: SVG that takes colours and letters from the page around it."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
+
+# matplotlib knows no CSS, so it draws in colours that nothing else has, and they are replaced.
+_PLACEHOLDERS = {
+    "#010203": "var(--ink)",
+    "#010204": "var(--muted)",
+    "#010205": "var(--rule)",
+    "#010206": "var(--bundle)",
+    "#010207": "var(--torch)",
+    "#010208": "var(--fault)",
+    "#010209": "var(--second)",
+}
+_INK, _MUTED, _RULE, _BUNDLE, _TORCH, _FAULT, _SECOND = _PLACEHOLDERS
+# From the defaults on, so that a user's own style of plots changes no report.
+_style = style.context(
+    [
+        "default",
+        {
+            "axes.axisbelow": True,
+            "axes.edgecolor": _MUTED,
+            "axes.grid": True,
+            "axes.grid.axis": "y",
+            "axes.labelcolor": _INK,
+            "axes.linewidth": 0.8,
+            "axes.spines.right": False,
+            "axes.spines.top": False,
+            "font.size": 9.5,
+            "grid.color": _RULE,
+            "grid.linewidth": 0.7,
+            "legend.fontsize": 9.5,
+            "legend.frameon": False,
+            "legend.labelcolor": _INK,
+            "lines.linewidth": 1.6,
+            "lines.markersize": 4.5,
+            "svg.fonttype": "none",  # text stays text: searchable, and in the letters of the page
+            "text.color": _INK,
+            "xtick.color": _MUTED,
+            "xtick.labelcolor": _INK,
+            "ytick.color": _MUTED,
+            "ytick.labelcolor": _INK,
+        },
+    ]
+)
+_SIZE = (5.3, 3.0)  # inches: narrow, so that a phone need not shrink the letters
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+@_style
+def ratios(shares: Sequence[float], factor: float) -> str:
+    """Draws how far the errors are from their budgets.
+
+    Args:
+        shares: Error over budget of each comparison, finite.
+        factor: How many times torch's own error the budget is.
+    """
+    values = np.asarray(shares, np.float64)
+    exponents = np.log10(values[values > 0]) if (values > 0).any() else np.zeros(1)
+    # The limit itself is a border, so that no bar holds both what passes and what does not.
+    per_decade = 8 if exponents.max() - exponents.min() < 4 else 3
+    first = min(-per_decade, int(np.ceil(exponents.min() * per_decade)) - 1)
+    last = max(1, int(np.ceil(exponents.max() * per_decade)))
+    edges = 10.0 ** (np.arange(first, last + 1) / per_decade)
+    # A bin holds its upper border: an error that equals its budget passes.
+    bins = np.clip(np.searchsorted(edges, values, side="left") - 1, 0, len(edges) - 2)
+    counts = np.bincount(bins, minlength=len(edges) - 1)
+    figure, axes = _canvas()
+    beyond = edges[:-1] >= 1.0
+    for chosen, colour in ((~beyond, _BUNDLE), (beyond, _FAULT)):
+        bars = axes.bar(
+            edges[:-1][chosen] * factor,
+            counts[chosen],
+            np.diff(edges)[chosen] * factor * 0.94,
+            align="edge",
+            color=colour,
+        )
+    # A single fault among hundreds of tensors is a bar too low to see, but a number is seen.
+    labels = [str(count) if count else "" for count in counts[beyond]]
+    axes.bar_label(bars, labels, padding=1, color=_FAULT)
+    axes.axvline(factor, color=_FAULT, lw=1.4, label=f"limit {factor:g}")
+    _log_axis(axes, "x")
+    axes.set_xlabel("error, in units of torch’s own float32 error")
+    axes.set_ylabel("tensors")
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    _legend(figure)
+    return _svg(figure, "ratios")
+
+
+@_style
+def layers(errors: Mapping[str, Sequence[tuple[int, float, float]]]) -> str:
+    """Draws the worst error of each layer.
+
+    Args:
+        errors: By the name of a cache each layer's number, worst error and torch's.
+    """
+    figure, axes = _canvas()
+    styles = ((_BUNDLE, "o"), (_SECOND, "s"))
+    for (name, points), (colour, marker) in zip(errors.items(), styles, strict=False):
+        numbers, found, own = zip(*points, strict=True)
+        axes.plot(numbers, _drawable(found), marker, ls="-", color=colour, label=name)
+        label = f"{name}, torch"
+        axes.plot(numbers, _drawable(own), marker, ls="--", color=colour, mfc="none", label=label)
+    axes.set_xlabel("layer")
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    return _errors(figure, axes, "layers")
+
+
+@_style
+def growth(places: Sequence[Mapping[str, Any]], axis: str) -> str:
+    """Draws the error of the logits at each place.
+
+    Args:
+        places: Records of `report.Growth`, of finite error.
+        axis: What their steps count.
+    """
+    figure, axes = _canvas()
+    steps = [place["step"] for place in places]
+    marker = "o" if len(places) < 30 else None
+    for name, label, colour, dash in (
+        ("error", "this bundle", _BUNDLE, "-"),
+        ("reference_error", "torch", _TORCH, "--"),
+    ):
+        values = _drawable([place[name] for place in places])
+        axes.plot(steps, values, marker=marker, ls=dash, color=colour, label=label)
+    axes.set_xlabel(axis)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    return _errors(figure, axes, "growth")
+
+
+@_style
+def margins(record: Mapping[str, Any], ties: Sequence[float]) -> str:
+    """Draws how clear the choices of tokens were.
+
+    Args:
+        record: Of `report.Margins`.
+        ties: The oracle's margin of each tie, in nats.
+    """
+    edges, counts = np.asarray(record["edges"]), np.asarray(record["counts"])
+    zone = 2 * (record["error"] or 0.0)
+    (full,) = np.nonzero(counts)
+    drawn = [edges[full.min()], edges[full.max() + 1]] if len(full) else [edges[0], edges[-1]]
+    marked = [value for value in (zone, *ties) if value > 0]
+    figure, axes = _canvas()
+    low, high = min([*drawn, *marked]) / 3, max([*drawn, *marked])
+    if zone > low:
+        axes.axvspan(low, zone, color=_FAULT, alpha=0.13, lw=0, label="rounding could decide")
+        axes.axvline(zone, color=_FAULT, lw=1)
+    axes.bar(edges[:-1], counts, np.diff(edges) * 0.94, align="edge", color=_BUNDLE)
+    if positive := [value for value in ties if value > 0]:
+        heights = np.full(len(positive), counts.max(initial=1) * 0.04)
+        axes.plot(positive, heights, "v", color=_TORCH, label="ties", clip_on=False)
+    _log_axis(axes, "x")
+    axes.set_xlim(low, high * 1.2)
+    axes.set_xlabel("distance of the two best tokens, nats")
+    axes.set_ylabel("choices")
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    if axes.get_legend_handles_labels()[0]:
+        _legend(figure)
+    return _svg(figure, "margins")
+
+
+def _canvas() -> tuple[Figure, Axes]:
+    figure = Figure(_SIZE, layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _drawable(values: Sequence[float | None]) -> list[float]:
+    """Zero and what is not finite have no place on a logarithmic axis and leave a gap."""
+    return [value if value else np.nan for value in values]
+
+
+def _errors(figure: Figure, axes: Axes, name: str) -> str:
+    # Whole decades: an axis that fits tightly makes much of what is nothing.
+    drawn = np.concatenate([np.asarray(line.get_ydata(), np.float64) for line in axes.lines])
+    low, high = np.log10([np.nanmin(drawn), np.nanmax(drawn)])
+    axes.set_ylim(10.0 ** np.floor(low), 10.0 ** np.ceil(high + 1e-9))
+    _log_axis(axes, "y")
+    axes.set_ylabel("error / largest entry")
+    _legend(figure)
+    return _svg(figure, name)
+
+
+def _legend(figure: Figure) -> None:
+    figure.legend(loc="outside upper left", ncols=2, handlelength=2.4, borderaxespad=0.2)
+
+
+def _log_axis(axes: Axes, name: str) -> None:
+    """Makes an axis logarithmic; where it has few decades, with labels between them."""
+    axes.set(**{f"{name}scale": "log"})
+    axis = axes.xaxis if name == "x" else axes.yaxis
+    low, high = axes.get_xlim() if name == "x" else axes.get_ylim()
+    for between in ((1,), (1, 2, 5)):
+        ticks = LogLocator(subs=between).tick_values(low, high)
+        shown = [tick for tick in ticks if low <= tick <= high]
+        if len(shown) > 2:
+            break
+    shown = shown[:: -(-len(shown) // 7)]
+    axis.set_major_locator(FixedLocator(shown))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda value, _: _power(value))
+
+
+def _power(value: float) -> str:
+    digit, exponent = f"{value:.0e}".split("e")
+    if -2 <= int(exponent) <= 3:
+        return f"{value:g}"
+    power = "10" + str(int(exponent)).translate(_SUPERSCRIPTS)
+    return power if digit == "1" else f"{digit}·{power}"
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """Returns a figure as an element of a page; the name keeps its ids apart from other figures'.
+
+    No date, no version and no random id: the same figure has the same bytes.
+    """
+    drawn = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(drawn, format="svg", transparent=True, metadata=nothing)
+    svg = drawn.getvalue()
+    svg = svg[svg.index("<svg") :]
+    for placeholder, colour in _PLACEHOLDERS.items():
+        svg = svg.replace(placeholder, colour)
+    svg = re.sub(r"font-family: [^;\"]*", "font-family: inherit", svg)
+    svg = re.sub(r" <defs>\s*<style.*?</style>\s*</defs>\n", "", svg)
+    # Groups are numbered in each figure from 1, and nothing refers to them.
+    svg = re.sub(r' id="[\w.]*_\d+"', "", svg)
+    head = f'<svg role="img" aria-labelledby="{name}-title" aria-describedby="{name}-text"'
+    return re.sub(r'^<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'{head} viewBox="\1">', svg).strip()
