@@ -228,8 +228,8 @@ def _growth(record: Mapping[str, Any]) -> Figure | str:
     fed = "" if filled else ", each fed the tokens that torch chose or was given"
     text = (
         f"Over {_count(len(known), 'place')}{fed}: the largest error of a logit is "
-        f"{worst['error']:.2e} after {_count(worst['step'], 'token')}, torch’s own there {own[0]}; at the last place "
-        f"{last['error']:.2e}, torch’s own {own[1]}."
+        f"{worst['error']:.2e} after {_count(worst['step'], 'token')}, torch’s own there {own[0]}; "
+        f"at the last place {last['error']:.2e}, torch’s own {own[1]}."
     )
     if gaps := len(record["growth"]) - len(known):
         text += f" {_count(gaps, 'place')} without a finite error, not drawn."

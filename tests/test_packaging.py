@@ -51,6 +51,7 @@ def test_the_wheel_holds_the_sources_and_nothing_else(checkout: Path, built: Pat
     paths = {path for pattern in patterns for path in checkout.glob(pattern) if path.is_file()}
     assert set(names) == {f"transferry/{path.relative_to(checkout).as_posix()}" for path in paths}
     assert {"transferry/cli.py", "transferry/py.typed"} <= set(names)
+    assert "transferry/export/report.html.jinja" in names
     assert {PurePosixPath(name).parts[0] for name in recorded} == {dist_info(wheel)}
     assert f"{dist_info(wheel)}/licenses/LICENSE" in recorded
 
