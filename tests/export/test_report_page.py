@@ -225,7 +225,7 @@ def test_a_folder_whose_name_is_no_text_can_be_shown() -> None:
 
 def test_the_same_record_gives_the_same_page() -> None:
     record = failed().to_dict()
-    with matplotlib.rc_context({"lines.linewidth": 9, "axes.facecolor": "red", "font.size": 30}):
+    with matplotlib.rc_context({"xtick.direction": "in", "axes.labelsize": 30}):
         assert render_page(json.loads(json.dumps(record))) == failed_html(), (
             "a user's style is left out"
         )
