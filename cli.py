@@ -386,7 +386,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
         raise UsageError("--target needs --text: the sentences that it answers")
     from transferry.runtime.bundle import Bundle
     from transferry.runtime.certificate import certify, check_date
-    from transferry.runtime.files import read_lines
+    from transferry.runtime.files import atomic_file, read_lines
     from transferry.runtime.model import open_model
 
     if options["certify"]:
@@ -412,11 +412,26 @@ def verify(bundle_folder: Path, **options: Any) -> None:
                 done,
                 targets=list(read_lines(options["target"])) if options["target"] else None,
             )
-    click.echo(json.dumps(report.to_dict(), indent=1) if options["as_json"] else report.to_text())
+    certificate = None
     if options["certify"]:
-        made = certify(bundle, variant, session, report, options["certify"])
-        say(f"certificate of {made.date} for {made.cell}, in {bundle_folder}")
+        certificate = certify(bundle, variant, session, report, options["certify"])
+    # All of it before the verdict: a verification that failed is the one to be looked at.
+    click.echo(json.dumps(report.to_dict(), indent=1) if options["as_json"] else report.to_text())
+    if options["junit"]:
+        from transferry.runtime.junit import to_junit
+
+        with atomic_file(options["junit"]) as file:
+            file.write(to_junit(report).encode())
+    if options["page"]:
+        from transferry.export.report_page import render_page
+
+        record = {**report.to_dict(), "date": options["certify"]}
+        record["certificate"] = certificate and certificate.summary()
+        with atomic_file(options["page"]) as file:
+            file.write(render_page(record).encode())
     report.require()
+    if certificate is not None:
+        say(f"certificate of {certificate.date} for {certificate.cell}, in {bundle_folder}")
 
 
 @contextlib.contextmanager

@@ -121,6 +121,20 @@ class Certificate:
                 "verify the bundle again"
             ) from error
 
+    def sha256(self) -> str:
+        """Returns what a result cites the certificate by."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def summary(self) -> dict[str, str]:
+        """Returns what identifies the certificate, for a page."""
+        return {
+            "date": self.date,
+            "cell": str(self.cell),
+            "sha256": self.sha256(),
+            "manifest": self.manifest,
+            "run": self.run,
+        }
+
     def changed(self, bundle: Bundle) -> str:
         """Tells what differs between the bundle that was verified and this one, if anything."""
         files = {name: record.sha256 for name, record in bundle.manifest.files.items()}
@@ -156,7 +170,7 @@ def certify(
     options: SessionOptions,
     report: ParityReport,
     date: str,
-) -> Certificate:
+) -> Certificate | None:
     """Writes the certificate of a report into the bundle, or withdraws the one that is there.
 
     Args:
@@ -166,9 +180,11 @@ def certify(
         report: What came out.
         date: Of the verification, YYYY-MM-DD.
 
+    Returns:
+        The certificate; None where the report did not pass, and none for its cell is left.
+
     Raises:
         UsageError: The date is none.
-        ParityError: The report did not pass; no certificate for its cell is left.
         InputError: The bundle cannot be written.
     """
     check_date(date)
@@ -176,7 +192,7 @@ def certify(
     path = bundle.folder / FOLDER / _file_name(cell)
     if not report.passed:
         path.unlink(missing_ok=True)
-        report.require()
+        return None
     record, settings = report.to_dict(), report.settings
     summary = {
         "tolerance": record["tolerance"],
@@ -247,9 +263,8 @@ class Standing:
         if self.certificate is None:
             return f"none: {self.reason}"
         one = self.certificate
-        digest = _digest(one)
         where = f"; here {self.reason}" if self.reason else ""
-        return f"of {one.date} against {one.against}, {one.cell}, sha256 {digest}{where}"
+        return f"of {one.date} against {one.against}, {one.cell}, sha256 {one.sha256()}{where}"
 
 
 def standing(bundle: Bundle, variant: Variant, options: SessionOptions) -> Standing:
@@ -316,10 +331,6 @@ def describe(bundle: Bundle) -> Sequence[tuple[str, str, str, str, str]]:
         )
         for one in certificates(bundle)
     ]
-
-
-def _digest(certificate: Certificate) -> str:
-    return hashlib.sha256(certificate.to_json().encode()).hexdigest()
 
 
 def _file_name(cell: Cell) -> str:
