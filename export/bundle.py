@@ -10,6 +10,7 @@ from pathlib import Path
 import onnx
 
 from transferry.build_model.checkpoint import Checkpoint
+from transferry.build_model.config import ModelConfig
 from transferry.export.backends import ReferenceBackend
 from transferry.export.cases import random_case, source_of
 from transferry.export.graphs import OPSET, export_graphs
@@ -25,7 +26,7 @@ from transferry.runtime.bundle import (
     Variant,
 )
 from transferry.runtime.compare import Tolerance
-from transferry.runtime.errors import ParityError, UsageError
+from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.files import atomic_file, replace_folder, sha256, staged_folder
 from transferry.runtime.model import open_model
 from transferry.runtime.options import options_of_json
@@ -83,6 +84,25 @@ def export_bundle(
             file.write(bundle.manifest.to_json().encode())
         replace_folder(folder, out)
     return Bundle.load(out)
+
+
+def require_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
+    """Does nothing if a bundle has the shape and the tokenizer of a run.
+
+    Raises:
+        InputError: It has others.
+    """
+    config = checkpoint.model.config
+    if ModelConfig.from_dict(dict(bundle.manifest.model)) != config:
+        raise InputError(
+            f"{bundle.folder} holds a model of shape {dict(bundle.manifest.model)}, but the run "
+            f"has {config.to_dict()}; give the run that the bundle was exported from"
+        )
+    if bundle.tokenizer != checkpoint.tokenizer:
+        raise InputError(
+            f"{bundle.folder} and the run do not have the same tokenizer; give the run that the "
+            "bundle was exported from"
+        )
 
 
 def check_graphs(bundle: Bundle) -> None:

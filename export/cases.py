@@ -13,10 +13,13 @@ from transferry.runtime.search import pad_sources
 from transferry.runtime.tokenizer import AnyTokenizer, SpecialTokens
 
 NEW_TOKENS = 3  # fed at once in the compared step, so that its causal mask matters
+# Most logits of a case or a batch that is fed whole: 128 MB in float64.
+MOST_LOGITS = 1 << 24
+LONGEST_ROW = 64  # of the cases that run through the vocabulary
 
 
 def sweep(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
-    """Yields the cases that find a size frozen while tracing.
+    """Yields the cases that find a size frozen while tracing, and those of `vocabulary`.
 
     Batch {1, 2, 7} x source {1, 2, 13, all positions} x past {0, 1, all positions but one}; the
     first row fills the source, the others end earlier. Without an encoder, source and target
@@ -33,6 +36,35 @@ def sweep(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
             for past in sorted(pasts):
                 yield random_case(config, batch, source, past, seed=seed + number)
                 number += 1
+    yield from vocabulary(config, seed=seed)
+
+
+def vocabulary(config: ModelConfig, *, seed: int) -> Iterator[Case]:
+    """Yields cases whose sources and targets each run through the whole vocabulary.
+
+    Of a large vocabulary the sizes of `sweep` draw a small part, and would pass a row of the
+    embedding that is wrong in one graph.
+    """
+    size = config.vocabulary_size
+    length = min(config.max_positions, LONGEST_ROW)
+    most = max(length, MOST_LOGITS // size)
+    generator = np.random.default_rng(seed)
+    sources, targets = generator.permutation(size), generator.permutation(size)
+    for first in range(0, size, most):
+        count = min(most, size - first)
+        # The last row is filled up, so that no token shares its row with padding.
+        shape = (-(-count // length), length)
+        source, target = (
+            np.resize(tokens[first : first + count], shape) for tokens in (sources, targets)
+        )
+        name = f"vocabulary {first} to {first + count - 1}"
+        if not config.decoder_layers:
+            target = target[:, :0]
+        else:
+            name += ", past 0"
+            if not config.encoder_layers:
+                source = source[:, :0]
+        yield Case(name, source, np.ones(source.shape, np.bool_), target, 0)
 
 
 def opinion_cases(config: ModelConfig) -> list[Case]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from transferry.build_model.transformer import Transformer
-from transferry.export.cases import random_case, room, text_case
+from transferry.export.cases import MOST_LOGITS, random_case, room, text_case
 from transferry.export.teacher_forcing import TeacherForcing
 from transferry.export.torch_decoder import TorchDecoder
 from transferry.export.torch_encoder import TorchEncoder
@@ -47,8 +47,6 @@ SEARCHES: Mapping[str, Mapping[str, Any]] = {
 RECORDED = ("greedy", "beam 4")
 HIDE_EVERY = 7  # tokens of a text that an encoder alone fills in
 ROWS = 64  # searched together, a beam of 4 being 4
-# Most logits of a batch that is fed whole answers: 128 MB in float64.
-MOST_LOGITS = 1 << 24
 
 Done = Callable[[int], None]
 Keep = Callable[[int, list[Hypothesis], list[Hypothesis]], None]

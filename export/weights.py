@@ -34,17 +34,23 @@ def write_graphs(graphs: Iterable[tuple[ir.Model, Path]]) -> None:
             for value in model.graph.initializers.values():
                 tensor = value.const_value
                 if tensor is not None and tensor.nbytes >= SMALLEST:
-                    value.const_value = _store(tensor, file, places)
+                    value.const_value = store(tensor, file, places)
     for model, path in graphs:
         ir.save(model, path)
 
 
-def _store(
+def store(
     tensor: ir.TensorProtocol,
     file: BinaryIO,
     places: dict[tuple[ir.DataType, bytes], tuple[int, int]],
 ) -> ir.ExternalTensor:
-    """Appends a tensor unless its bytes lie there already, and returns the reference to it."""
+    """Appends a tensor unless its bytes lie there already, and returns the reference to it.
+
+    Args:
+        tensor: The tensor.
+        file: Where it goes; the graphs that refer to it must lie in the same folder.
+        places: What lies in the file: offset and length by type and hash.
+    """
     data = tensor.tobytes()
     key = (tensor.dtype, hashlib.sha256(data).digest())
     if key not in places:
@@ -53,7 +59,7 @@ def _store(
         file.write(data)
     offset, length = places[key]
     return ir.ExternalTensor(
-        WEIGHTS,
+        Path(file.name).name,
         offset,
         length,
         tensor.dtype,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from onnxruntime import OrtValue
 
 from transferry.runtime.bundle import Bundle, GraphSpec, Variant
+from transferry.runtime.errors import InputError
 from transferry.runtime.processor import instruction_sets
 from transferry.runtime.session import SessionOptions, assigned_nodes, open_session
 
@@ -44,6 +45,9 @@ class GraphRunner:
             inputs: All inputs, by role, in the manifest's order.
             outputs: The roles of the outputs that stay on the device and are returned.
             host: Where to write other outputs, by role. What is in neither is not computed.
+
+        Raises:
+            InputError: onnxruntime cannot run the graph on these inputs, or has no memory for it.
         """
         binding = self.session.io_binding()
         for role, values in inputs.items():
@@ -54,7 +58,13 @@ class GraphRunner:
             binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         for name in (name for role in outputs for name in self.graph.names(role)):
             binding.bind_output(name, self._device, self._device_id)
-        self.session.run_with_iobinding(binding, self._only_what_is_bound)
+        try:
+            self.session.run_with_iobinding(binding, self._only_what_is_bound)
+        except RuntimeError as error:
+            raise InputError(
+                f"expected {self.graph.file} to run, found: {' '.join(str(error).split())}. Where "
+                "memory ran out, make batches smaller; else export the bundle again"
+            ) from error
         bound = len(host or {})
         results: list[OrtValue] = list(binding.get_outputs())
         return results[bound:]

@@ -126,7 +126,7 @@ def open_session(model: Path, options: SessionOptions) -> onnxruntime.InferenceS
             f"provider {options.provider} was asked for, but onnxruntime cannot start it: "
             f"{_reason(error)}. `transferry doctor` tells what works here."
         ) from error
-    _require_provider(session, options.provider)
+    require_provider(session, options.provider)
     return session
 
 
@@ -243,7 +243,12 @@ def _create(model: Path, options: SessionOptions) -> onnxruntime.InferenceSessio
     )
 
 
-def _require_provider(session: onnxruntime.InferenceSession, provider: Provider) -> None:
+def require_provider(session: onnxruntime.InferenceSession, provider: Provider) -> None:
+    """Does nothing if a session runs on the provider asked for.
+
+    Raises:
+        ProviderError: It runs on another.
+    """
     name = _PROVIDER_NAMES[provider]
     first = session.get_providers()[0]
     nodes = assigned_nodes(session)
