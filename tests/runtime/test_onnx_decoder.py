@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from transferry.runtime.bundle import Bundle
+from transferry.runtime.errors import InputError
 from transferry.runtime.onnx_decoder import OnnxDecoder, OnnxState
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.search import Hypothesis, search
@@ -188,3 +189,11 @@ def test_describes_what_decides_the_numbers(decoder: OnnxDecoder) -> None:
     name, count = nodes.split()
     assert name == "CPUExecutionProvider"
     assert int(count) > 20
+
+
+def test_graph_that_cannot_run_is_named(bundle_folder: Path) -> None:
+    bundle = Bundle.load(bundle_folder)
+    decoder = OnnxDecoder(bundle, bundle.variant(), SessionOptions())
+    source = np.full((1, 2), decoder.vocabulary_size)
+    with pytest.raises(InputError, match=r"expected portable/encoder.onnx to run, found: .*export"):
+        decoder.start(source, np.ones((1, 2), np.bool_))
