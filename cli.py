@@ -411,6 +411,8 @@ def verify(bundle_folder: Path, **options: Any) -> None:
                 list(read_lines(text)) if text else [],
                 done,
                 targets=list(read_lines(options["target"])) if options["target"] else None,
+                opinions=options["opinions"],
+                plant_faults=options["self_test"],
             )
     certificate = None
     if options["certify"]:
@@ -518,7 +520,7 @@ def run(bundle_folder: Path, text: Path, out: Path, **options: Any) -> None:
     tally = job.canary.tally() if job.canary else {}
     made = engine.describe() | summary.to_dict() | tally
     if tally and not options["quiet"]:
-        say(", ".join(f"{count} {name}" for name, count in tally.items()))
+        say(", ".join(f"{name} {count}" for name, count in tally.items()))
     _finish(out, asked, made, summary, quiet=options["quiet"])
 
 

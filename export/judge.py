@@ -61,6 +61,8 @@ class Judge:
         self.tolerance = tolerance
         self.reference = TorchDecoder(model)
         self.oracle = TorchDecoder.oracle(model)
+        # What the oracle made of answers, by source and tokens: searches share many.
+        self._scored: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, float]] = {}
 
     def observe(self, case: Case) -> tuple[Tensors, Tensors]:
         """Runs a case on the oracle and on the reference."""
@@ -201,34 +203,34 @@ class Judge:
 
         NaN where the search failed: nothing equals it.
         """
-        eos_id = self.special.eos_id
-        pairs = [
-            (row, hypothesis)
-            for row, hypotheses in enumerate(answers)
+        answered = [
+            (tuple(source), scored_tokens(hypothesis, self.special.eos_id), hypothesis)
+            for source, hypotheses in zip(sources, answers, strict=True)
             for hypothesis in hypotheses
             if hypothesis.finish_reason != "error"
         ]
-        targets = [scored_tokens(hypothesis, eos_id) for _, hypothesis in pairs]
-        exact = np.full(len(pairs), np.nan)
-        largest = 0.0
-        for batch in self._batches([len(target) for target in targets]):
-            chosen = [sources[pairs[index][0]] for index in batch]
-            given = [targets[index] for index in batch]
-            for index, found in zip(
-                batch, forced(self.oracle, chosen, given, self.special), strict=True
-            ):
-                total = float(found.log_probabilities.sum())
-                exact[index] = length_normalised(total, len(targets[index]), options.length_penalty)
-                largest = max(largest, found.largest)
-        own = np.abs([hypothesis.score for _, hypothesis in pairs] - exact).max(initial=0.0)
-        scores = iter(exact.tolist())
+        new = list(dict.fromkeys((source, tokens) for source, tokens, _ in answered))
+        new = [key for key in new if key not in self._scored]
+        for batch in self._batches([len(tokens) for _, tokens in new]):
+            keys = [new[index] for index in batch]
+            chosen = [source for source, _ in keys], [tokens for _, tokens in keys]
+            for key, found in zip(keys, forced(self.oracle, *chosen, self.special), strict=True):
+                self._scored[key] = float(found.log_probabilities.sum()), found.largest
+        own, largest = 0.0, 1.0
+        exact = []
+        for source, tokens, hypothesis in answered:
+            total, most = self._scored[source, tokens]
+            exact.append(length_normalised(total, len(tokens), options.length_penalty))
+            own = max(own, abs(hypothesis.score - exact[-1]))
+            largest = max(largest, most)
+        scores = iter(exact)
         return [
             [
                 np.nan if hypothesis.finish_reason == "error" else next(scores)
                 for hypothesis in hypotheses
             ]
             for hypotheses in answers
-        ], max(float(own), self.tolerance.floor * max(largest, 1.0))
+        ], max(own, self.tolerance.floor * largest)
 
     def fillings(
         self,

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import onnx
 import torch
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.config import ModelConfig
-from transferry.export.cases import room, source_of, sweep
+from transferry.export.bundle import require_exported_from
+from transferry.export.cases import opinion_cases, random_case, room, source_of, sweep
 from transferry.export.judge import SEARCHES, Judge
+from transferry.export.opinions import RUNTIMES, ask_opinions
+from transferry.export.self_test import self_test
 from transferry.export.tasks import Answers, TaskBudget, token_agreement, translation
 from transferry.export.teacher_forcing import TeacherForcing
 from transferry.runtime.bundle import Bundle, Variant
@@ -27,6 +31,8 @@ from transferry.runtime.report import Decisions, ParityReport, Task
 from transferry.runtime.session import SessionOptions
 
 LONGEST_ANSWER = 256
+SAMPLED = 4  # one row in so many is sampled too: the search differs little from greedy's
+PLANTED_ROWS = 4  # that the searches of the self-test run on
 
 
 def verify_against(
@@ -38,6 +44,9 @@ def verify_against(
     done: Callable[[int, int], None] = lambda done, total: None,
     tolerance: Tolerance | None = None,
     targets: Sequence[str] | None = None,
+    *,
+    opinions: bool = False,
+    plant_faults: bool = False,
 ) -> ParityReport:
     """Compares a bundle, opened as it will be served, with the run that it came from.
 
@@ -50,6 +59,8 @@ def verify_against(
         done: Called with how many of how many pieces of work are done.
         tolerance: What passes; by default what the variant's precision allows.
         targets: The right answers to the texts, for BLEU and perplexity.
+        opinions: Ask other runtimes too.
+        plant_faults: Plant faults in copies of the bundle, if it passes.
 
     Raises:
         InputError: A text is empty or longer than the model's positions, run and bundle do not
@@ -57,7 +68,7 @@ def verify_against(
     """
     tolerance = tolerance or Tolerance.of(variant.precision)
     tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
-    _require_same(checkpoint, bundle)
+    require_exported_from(checkpoint, bundle)
     if targets is not None and (len(targets) != len(texts) or not config.encoder_layers):
         raise InputError(
             f"expected a target for each of {len(texts)} texts of an encoder-decoder, found "
@@ -69,9 +80,10 @@ def verify_against(
     model = open_model(bundle, variant, session)
     judge = Judge(checkpoint.model, tokenizer.special, tolerance)
     cases = list(sweep(config))
+    sampled = sources[::SAMPLED]
     # Of a decoder the searches, and then all answers fed whole; of an encoder the filling in.
-    passes = len(SEARCHES) + 1 if config.decoder_layers else 1
-    total = len(cases) + passes * len(sources)
+    rows = 3 * len(sources) + len(sampled) if config.decoder_layers else len(sources)
+    total = len(cases) + rows + (RUNTIMES if opinions else 0)
     finished = 0
 
     def advance(count: int = 1) -> None:
@@ -91,11 +103,12 @@ def verify_against(
     elif sources and isinstance(model, OnnxDecoder):
         answers = {name: Answers(len(sources)) for name in SEARCHES}
         for name, fields in SEARCHES.items():
+            searched = sampled if "sample" in fields else sources
             settings = {**bundle.manifest.generation, **fields}
             settings["max_length"] = room(config, sources, LONGEST_ANSWER)
             options = GenerationOptions(**settings)
             decisions.append(
-                judge.decisions(model, name, sources, options, advance, answers[name].keep)
+                judge.decisions(model, name, searched, options, advance, answers[name].keep)
             )
         pairs = _fed_whole(checkpoint, texts, sources, targets, answers["greedy"].wanted)
         comparisons += judge.text(model, pairs, forcing, advance)
@@ -114,7 +127,8 @@ def verify_against(
         "rows": len(texts),
         "text_sha256": hashlib.sha256("\n".join(texts).encode()).hexdigest(),
     }
-    return ParityReport(
+    asked = opinion_cases(config) if opinions else []
+    report = ParityReport(
         str(bundle.folder),
         how,
         tolerance,
@@ -123,21 +137,19 @@ def verify_against(
         tasks,
         forcing.growth(),
         forcing.margins(),
+        ask_opinions(judge, model, bundle, variant, asked, advance) if opinions else (),
     )
+    if plant_faults and report.passed:
+        few = sources[:PLANTED_ROWS] or _random_sources(config)
+        planted = self_test(checkpoint, bundle, variant, session, few, tolerance, done)
+        report = replace(report, self_test=planted)
+    return report
 
 
-def _require_same(checkpoint: Checkpoint, bundle: Bundle) -> None:
-    config = checkpoint.model.config
-    if ModelConfig.from_dict(dict(bundle.manifest.model)) != config:
-        raise InputError(
-            f"{bundle.folder} holds a model of shape {dict(bundle.manifest.model)}, but the run "
-            f"has {config.to_dict()}; give the run that the bundle was exported from"
-        )
-    if bundle.tokenizer != checkpoint.tokenizer:
-        raise InputError(
-            f"{bundle.folder} and the run do not have the same tokenizer; give the run that the "
-            "bundle was exported from"
-        )
+def _random_sources(config: ModelConfig) -> list[list[int]]:
+    """What the searches of the self-test run on where there is no text."""
+    case = random_case(config, PLANTED_ROWS, min(12, config.max_positions // 2), 0, seed=0)
+    return [row[mask].tolist() for row, mask in zip(case.source, case.mask, strict=True)]
 
 
 def _fed_whole(

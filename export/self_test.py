@@ -249,7 +249,16 @@ class Gate:
                     continue
                 source = sources[row]
                 parting = explain(
-                    source, options, honest, model, judge.oracle, judge.special, usual, row
+                    source,
+                    options,
+                    left,
+                    right,
+                    honest,
+                    model,
+                    judge.oracle,
+                    judge.special,
+                    usual,
+                    row,
                 )
                 if not parting.tie:
                     return True

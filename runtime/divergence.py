@@ -177,7 +177,11 @@ def forced(
     special: SpecialTokens,
 ) -> list[Forced]:
     """Scores given answers in one pass, as one batch; none may be empty."""
-    state, first = begin(decoder, sources, special)
+    different = list(dict.fromkeys(map(tuple, sources)))
+    owners = np.array([different.index(tuple(source)) for source in sources])
+    state, first = begin(decoder, different, special)
+    if len(different) < len(sources):  # the hypotheses of a beam share their source
+        state, first = decoder.select(state, owners), first[owners]
     given = [[token, *answer[:-1]] for token, answer in zip(first.tolist(), answers, strict=True)]
     # What is padded lies behind what is scored, and the state is not used again.
     logits, _ = decoder.step(pad_sources(given, special.pad_id)[0], state)

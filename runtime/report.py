@@ -403,9 +403,10 @@ def sum_up(comparisons: Sequence[Comparison], tolerance: Tolerance) -> list[Stag
             Stage(
                 name,
                 len(items),
-                max(item.error for item in items),
-                max(item.reference_error for item in items),
-                max(item.error / item.budget for item in items) * tolerance.factor,
+                # Unlike max(), this keeps NaN.
+                float(np.max([item.error for item in items])),
+                float(np.max([item.reference_error for item in items])),
+                float(np.max([item.error / item.budget for item in items])) * tolerance.factor,
                 sum(bool(item.fault) for item in items),
             )
         )
@@ -414,9 +415,7 @@ def sum_up(comparisons: Sequence[Comparison], tolerance: Tolerance) -> list[Stag
 
 def _opinions(opinions: Sequence[Opinion]) -> str:
     rows = [
-        (item.runtime, f"absent: {item.absent}", "", "", "")
-        if item.absent
-        else (
+        (
             item.runtime,
             item.stage,
             f"{item.error:.2e}",
@@ -424,8 +423,11 @@ def _opinions(opinions: Sequence[Opinion]) -> str:
             f"{item.faults} of {item.tensors} FAULTS" if item.faults else "ok",
         )
         for item in opinions
+        if not item.absent
     ]
-    return table(("runtime", "stage", "worst error", "worst/torch's", "result"), rows)
+    lines = [table(("runtime", "stage", "worst error", "worst/torch's", "result"), rows)]
+    lines += [f"{item.runtime}: {item.absent}" for item in opinions if item.absent]
+    return "\n".join(lines)
 
 
 def _self_test(faults: Sequence[PlantedFault]) -> str:

@@ -294,21 +294,43 @@ class TestVerifyAgainst:
         assert [(item.search, item.identical) for item in report.decisions] == [
             ("greedy", 5),
             ("beam 4", 5),
-            ("sampling", 5),
+            ("sampling", 2),
         ]
         assert all(0 < item.score_ratio < 8 for item in report.decisions)
-        # 36 cases, and five texts in each of three searches and fed whole.
-        assert progress[0] == (1, 56)
-        assert progress[-1] == (56, 56)
+        # 37 cases, five texts searched greedily, with a beam and fed whole, and two sampled.
+        assert progress[0] == (1, 54)
+        assert progress[-1] == (54, 54)
         assert [done for done, _ in progress] == sorted(done for done, _ in progress)
 
         record = json.loads(json.dumps(report.to_dict(), allow_nan=False))
         assert record["passed"] is True
         stages = {stage["name"]: stage["tensors"] for stage in record["stages"]}
-        assert stages == {"encoder": 36 * 4, "first step": 12 * 5, "later step": 24 * 5, "text": 9}
+        assert stages == {"encoder": 37 * 4, "first step": 13 * 5, "later step": 24 * 5, "text": 9}
         assert record["settings"]["provider"] == "cpu"
         assert record["settings"]["against"] == "the run"
         assert record["settings"]["torch"] == torch.__version__
+
+    def test_on_demand_it_asks_other_runtimes_and_plants_faults(
+        self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
+    ) -> None:
+        report = verify_against(
+            checkpoint,
+            bundle,
+            bundle.variant(),
+            SessionOptions(),
+            texts[:4],
+            opinions=True,
+            plant_faults=True,
+        )
+        report.require()
+        assert {item.runtime.partition(" ")[0] for item in report.opinions} >= {
+            "onnxruntime",
+            "onnx.reference",
+        }
+        assert len(report.self_test) > 14
+        text = report.to_text()
+        assert "faults that change an answer were caught" in text
+        assert "onnxruntime as served" in text
 
     def test_without_texts_numbers_are_compared(
         self, checkpoint: Checkpoint, bundle: Bundle

@@ -1,0 +1,156 @@
+"""Signing for a bundle on the command line: certificates, the files of a report, canaries."""
+
+import json
+import shutil
+import tomllib
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from transferry.cli import main
+from transferry.runtime.onnx_decoder import OnnxDecoder
+
+DATE = "2026-11-21"
+
+
+def call(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.fixture
+def bundle(bundle_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(bundle_folder, tmp_path / "bundle"))
+
+
+@pytest.fixture(scope="module")
+def lines(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("lines") / "lines.txt"
+    samples = json.loads((run_folder / "samples.json").read_bytes())
+    path.write_text("".join(f"{text}\n" for text in samples[:4]), encoding="utf-8")
+    return path
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """Multiplies the logits of a bundle that is opened as it is served."""
+    step = OnnxDecoder.step
+
+    def wrong(self: OnnxDecoder, tokens: Any, state: Any) -> Any:
+        logits, later = step(self, tokens, state)
+        return logits * (1.0 if self.options.optimisation == "disable" else factor), later
+
+    monkeypatch.setattr(OnnxDecoder, "step", wrong)
+
+
+def test_from_a_proof_to_a_result_that_cites_it(
+    bundle: Path, run_folder: Path, lines: Path, tmp_path: Path
+) -> None:
+    refused = call("run", bundle, lines, "-o", tmp_path / "out", "--require-certificate")
+    assert refused.exit_code == 4
+    assert "no certificate that holds here" in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+    options: list[str | Path] = ["--checkpoint", run_folder, "--text", lines, "--target", lines]
+    verified = call("verify", bundle, *options, "--certify", DATE)
+    assert verified.exit_code == 0
+    assert "token agreement 1, torch 1" in verified.stdout
+    assert f"certificate of {DATE} for variant portable, provider cpu" in verified.stderr
+    assert "the run" in call("inspect", bundle).stdout
+    (shown,) = json.loads(call("inspect", bundle, "--json").stdout)["certificates"]
+    assert (shown["date"], shown["rows"], shown["worth"]) == (DATE, "4", "holds")
+
+    done = call("run", bundle, lines, "-o", tmp_path / "out", "--require-certificate")
+    assert done.exit_code == 0
+    made = tomllib.loads((tmp_path / "out.settings.toml").read_text(encoding="utf-8"))["made"]
+    assert made["certificate"].startswith(f"of {DATE} against the run, variant portable")
+    other = ["--require-certificate", "--optimisation", "basic", "--force"]
+    assert call("run", bundle, lines, "-o", tmp_path / "out", *other).exit_code == 4
+
+
+def test_a_result_without_a_proof_says_so(bundle: Path, lines: Path, tmp_path: Path) -> None:
+    assert call("run", bundle, lines, "-o", tmp_path / "out").exit_code == 0
+    made = tomllib.loads((tmp_path / "out.settings.toml").read_text(encoding="utf-8"))["made"]
+    assert made["certificate"].startswith("none: nothing was verified for variant portable")
+
+
+def test_the_report_as_files(bundle: Path, run_folder: Path, lines: Path, tmp_path: Path) -> None:
+    page, junit = tmp_path / "report.html", tmp_path / "report.xml"
+    result = call(
+        *("verify", bundle, "--checkpoint", run_folder, "--text", lines, "--self-test"),
+        *("--certify", DATE, "--report", page, "--junit", junit, "--json"),
+    )
+    assert result.exit_code == 0
+    record = json.loads(result.stdout)
+    assert record["schema"] == 1
+    assert all(item["passed"] for item in record["self_test"])
+    assert sum(item["changes_answer"] for item in record["self_test"]) >= 14
+    text = page.read_text(encoding="utf-8")
+    assert "PASSED" in text
+    assert DATE in text
+    assert "Certificate" in text
+    cases = list(ET.parse(junit).iter("testcase"))
+    assert len(cases) > len(record["self_test"])
+    assert not list(ET.parse(junit).iter("failure"))
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_failure_has_its_report_too(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: bool
+) -> None:
+    """And takes the certificate back that an earlier success gave."""
+    assert call("verify", bundle, "--certify", DATE).exit_code == 0
+    if wrong:
+        spoil(monkeypatch, 1.01)
+    page, junit = tmp_path / "report.html", tmp_path / "report.xml"
+    options: list[str | Path] = ["--report", page, "--junit", junit, "--certify", DATE]
+    result = call("verify", bundle, *options)
+    assert result.exit_code == (4 if wrong else 0)
+    assert ("FAILED" in page.read_text(encoding="utf-8")) is wrong
+    assert bool(list(ET.parse(junit).iter("failure"))) is wrong
+    assert len(list((bundle / "certificates").iterdir())) == (0 if wrong else 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--self-test"], "--self-test needs --checkpoint"),
+        (["--opinions"], "--opinions needs --checkpoint"),
+        (["--replay", "x.npz"], "--replay needs --checkpoint"),
+        (["--certify", "tomorrow"], "expected a date as YYYY-MM-DD, found 'tomorrow'"),
+        (["--checkpoint", "run", "--target", "x"], "--target needs --text"),
+    ],
+)
+def test_what_does_not_go_together(bundle: Path, options: list[str], message: str) -> None:
+    result = call("verify", bundle, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_canaries(bundle: Path, lines: Path, tmp_path: Path) -> None:
+    result = call("run", bundle, lines, "-o", tmp_path / "out", "--canary", "1/2")
+    assert result.exit_code == 0
+    assert "canaries 2, canaries_identical 2, canaries_tied 0" in result.stderr
+    made = tomllib.loads((tmp_path / "out.settings.toml").read_text(encoding="utf-8"))["made"]
+    assert (made["canaries"], made["canaries_identical"]) == (2, 2)
+
+
+def test_a_canary_stops_the_job(
+    bundle: Path, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, -1.0)
+    result = call("run", bundle, lines, "-o", tmp_path / "out", "--canary", "1/2")
+    assert result.exit_code == 4
+    assert "line 1 is answered differently" in result.stderr
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "out.partial").read_bytes() == b""
+
+
+def test_a_canary_is_one_in_so_many(bundle: Path, lines: Path, tmp_path: Path) -> None:
+    result = call("run", bundle, lines, "-o", tmp_path / "out", "--canary", "0.1")
+    assert result.exit_code == 2
+    assert "canary must be 1/N, such as 1/1000, found '0.1'" in result.stderr
