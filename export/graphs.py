@@ -20,9 +20,9 @@ import onnx_ir as ir
 import onnxscript.optimizer
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from transferry.build_model.attention import KeyValues
-from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.runtime.bundle import GRAPHS, GraphSpec, Role, TensorSpec
 
@@ -33,10 +33,18 @@ OPSET = 20
 
 @dataclass(frozen=True)
 class Graph:
-    """An exported graph and what the manifest says of it."""
+    """An exported graph, and where it comes from.
+
+    Attributes:
+        model: The graph.
+        spec: What the manifest says of it.
+        program: What torch traced, from which the graph was made: most values have the same names.
+            None where the graph was read from a file.
+    """
 
     model: ir.Model
     spec: GraphSpec
+    program: ExportedProgram | None = None
 
 
 class EncoderGraph(nn.Module):
@@ -149,10 +157,7 @@ def export_graphs(model: Transformer, variant: str) -> dict[str, Graph]:
     }
     with _silenced():
         return {
-            name: Graph(
-                _export(module, inputs, outputs, config),
-                GraphSpec(f"{variant}/{name}.onnx", inputs, outputs),
-            )
+            name: _export(module, GraphSpec(f"{variant}/{name}.onnx", inputs, outputs))
             for name in GRAPHS[config.architecture]
             for module, inputs, outputs in [specs[name]]
         }
@@ -172,13 +177,9 @@ def _silenced() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _export(
-    module: nn.Module,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    config: ModelConfig,
-) -> ir.Model:
+def _export(module: nn.Module, spec: GraphSpec) -> Graph:
     """Traces the module with sizes that no two dimensions share, each dynamic."""
+    inputs, outputs = spec.inputs, spec.outputs
     sizes = {"batch": 2, "source": 7, "target": 3, "past": 5, "length": 5, "selected": 3}
     examples = [_example(spec, sizes) for spec in inputs]
     dynamic = [
@@ -206,7 +207,7 @@ def _export(
         program.model, should_fold=lambda node: False if node.op_type == "Transpose" else None
     )
     _strip(program.model)
-    return program.model
+    return Graph(program.model, spec, program.exported_program)
 
 
 def _example(spec: TensorSpec, sizes: dict[str, int]) -> Tensor:

@@ -88,12 +88,15 @@ class SessionOptions:
             raise UsageError(f"the device id must be 0 or more, but is {self.device_id}")
 
 
-def open_session(model: Path, options: SessionOptions) -> onnxruntime.InferenceSession:
+def open_session(
+    model: Path, options: SessionOptions, graph: bytes | None = None
+) -> onnxruntime.InferenceSession:
     """Opens a graph on the provider asked for, and on no other.
 
     Args:
         model: The graph's file; external weights lie beside it.
         options: How to run it.
+        graph: What to open instead of the file's content, with the same external weights.
 
     Returns:
         A session of which `get_providers()[0]` is the provider asked for.
@@ -111,7 +114,7 @@ def open_session(model: Path, options: SessionOptions) -> onnxruntime.InferenceS
             f"provider cuda was asked for, but {obstacle.missing}. To mend it: {obstacle.remedy}"
         )
     try:
-        session = _create(model, options)
+        session = _create(model, options, graph)
     except native.NotImplemented as error:
         raise ProviderError(
             f"provider {options.provider} cannot run {model}: {_reason(error)}. "
@@ -120,7 +123,7 @@ def open_session(model: Path, options: SessionOptions) -> onnxruntime.InferenceS
     except _OPENING_ERRORS as error:
         if options.provider == "cpu":
             raise _unreadable(model, error) from error
-        if (fault := _fault_of_file(model)) is not None:
+        if (fault := _fault_of_file(model, graph)) is not None:
             raise _unreadable(model, fault) from fault
         raise ProviderError(
             f"provider {options.provider} was asked for, but onnxruntime cannot start it: "
@@ -225,7 +228,9 @@ def cuda_obstacle(device_id: int = 0) -> CudaObstacle | None:
     return None
 
 
-def _create(model: Path, options: SessionOptions) -> onnxruntime.InferenceSession:
+def _create(
+    model: Path, options: SessionOptions, graph: bytes | None
+) -> onnxruntime.InferenceSession:
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = options.threads
     settings.inter_op_num_threads = 1
@@ -236,10 +241,17 @@ def _create(model: Path, options: SessionOptions) -> onnxruntime.InferenceSessio
     # operator, but not between runs: there the search needs the core.
     settings.add_session_config_entry("session.force_spinning_stop", "1")
     settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    if graph is not None:
+        settings.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(model.parent)
+        )
 
     provider = (_PROVIDER_NAMES[options.provider], provider_settings(options))
     return onnxruntime.InferenceSession(
-        str(model), settings, providers=[provider], enable_fallback=0
+        str(model) if graph is None else graph,
+        settings,
+        providers=[provider],
+        enable_fallback=0,
     )
 
 
@@ -261,10 +273,10 @@ def require_provider(session: onnxruntime.InferenceSession, provider: Provider) 
         )
 
 
-def _fault_of_file(model: Path) -> Exception | None:
-    """What the CPU provider, which runs everywhere, has against the file itself."""
+def _fault_of_file(model: Path, graph: bytes | None) -> Exception | None:
+    """What the CPU provider, which runs everywhere, has against the graph itself."""
     try:
-        _create(model, SessionOptions(optimisation="disable"))
+        _create(model, SessionOptions(optimisation="disable"), graph)
     except native.NotImplemented:
         return None  # a sound graph of a type for which the CPU has no kernel
     except _OPENING_ERRORS as error:
