@@ -105,15 +105,19 @@ def pair(tensors: Sequence[Tensor]) -> list[KeyValues]:
     return [KeyValues(*both) for both in zip(tensors[::2], tensors[1::2], strict=True)]
 
 
-def export_graphs(model: Transformer, variant: str) -> dict[str, Graph]:
+def export_graphs(
+    model: Transformer, variant: str, names: Sequence[str] | None = None
+) -> dict[str, Graph]:
     """Exports the graphs of the portable variant: standard ONNX operators only, float32.
 
     Args:
         model: The model, in eval mode.
         variant: The folder, inside the bundle, that the graphs will lie in.
+        names: Which graphs; by default those that `runtime.bundle.GRAPHS` lists for the
+            architecture.
 
     Returns:
-        By name those that `runtime.bundle.GRAPHS` lists for the architecture.
+        The graphs by name.
     """
     config = model.config
     layers = range(config.decoder_layers)
@@ -158,7 +162,7 @@ def export_graphs(model: Transformer, variant: str) -> dict[str, Graph]:
     with _silenced():
         return {
             name: _export(module, GraphSpec(f"{variant}/{name}.onnx", inputs, outputs))
-            for name in GRAPHS[config.architecture]
+            for name in names or GRAPHS[config.architecture]
             for module, inputs, outputs in [specs[name]]
         }
 

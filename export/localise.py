@@ -70,7 +70,7 @@ def localise(
             for call in _calls(name, spec, case, TorchDecoder(model), TorchDecoder(oracle)):
                 found = served.run(call.feeds, served.outputs)
                 if faults := _faults(call, found, allowed, exact=name == "select"):
-                    fresh = trace(model, variant.name)[name]
+                    fresh = trace(model, variant.name, name)
                     search = _Search(name, call, served, fresh, model, oracle, allowed)
                     return search.origin(faults, replay)
     return None
@@ -167,10 +167,11 @@ def _flat(caches: Sequence[KeyValues]) -> list[NDArray[Any]]:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """How far a value is off, and by how much it may be."""
+    """How far a value is off, by how much it may be, and what is wrong in words."""
 
     error: float
     budget: float
+    fault: str
 
     @property
     def right(self) -> bool:
@@ -311,8 +312,8 @@ class _Search:
                     errors.get(self.torch_names[other], 0.0)
                     for other in (name, *self._nearest(name))
                 )
-            exactly = exact.dtype.kind != "f"
-            verdicts[name] = _Verdict(error, 0.0 if exactly else self.tolerance.budget(own))
+            budget = self.tolerance.budget(own) if exact.dtype.kind == "f" else 0.0
+            verdicts[name] = _Verdict(error, budget, _fault(found[name], exact, error, budget))
         return verdicts
 
     def _kept(
@@ -334,13 +335,7 @@ class _Search:
         return array
 
     def _message(self, wrong: str, right: Sequence[str], verdict: _Verdict) -> str:
-        if np.isinf(verdict.error):
-            text = "not what torch gives: another shape, an infinity or NaN, or an exact value"
-        else:
-            text = (
-                f"error {verdict.error:.2e} of the largest entry exceeds the budget "
-                f"{verdict.budget:.2e}"
-            )
+        text = verdict.fault
         served, options = self.served, self.served.options
         if options.optimisation == "disable":
             return text
@@ -354,6 +349,17 @@ class _Search:
             shown = ", ".join(sorted(self.mending, key=served.position))
             text += f"; it is right where {shown} is an output too, across which nothing is fused"
         return text
+
+
+def _fault(found: NDArray[Any], oracle: NDArray[Any], error: float, budget: float) -> str:
+    if found.shape != oracle.shape:
+        return f"expected shape {list(oracle.shape)}, found {list(found.shape)}"
+    if oracle.dtype.kind != "f":
+        return f"{(found != oracle).sum()} of {oracle.size} entries are not torch's"
+    if np.isinf(error):
+        places = (np.isfinite(found) != np.isfinite(oracle)).sum()
+        return f"{places} of {oracle.size} entries are infinite or NaN on one side only"
+    return f"error {error:.2e} of the largest entry exceeds the budget {budget:.2e}"
 
 
 def _spread(names: Sequence[str], most: int) -> list[str]:

@@ -91,7 +91,7 @@ class Program:
         """Returns where a value is computed."""
         node = self._nodes[value]
         stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
-        path = next((path for path, _ in reversed(stack.values()) if path != _NO_MODULE), "")
+        path = next((path for path, _ in reversed(list(stack.values())) if path != _NO_MODULE), "")
         module = re.sub(r"@\d+", "", path).removeprefix("model").lstrip(".")
         frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
         source = ""
@@ -174,10 +174,10 @@ def value_error(
     )
 
 
-def trace(model: Transformer, variant: str) -> dict[str, Graph]:
-    """Exports the graphs once more, each with a program whose every value knows its code."""
+def trace(model: Transformer, variant: str, name: str) -> Graph:
+    """Exports a graph once more, with a program whose every value knows its code."""
     with _functions_recorded():
-        return export_graphs(model, variant)
+        return export_graphs(model, variant, [name])[name]
 
 
 def _tensor(

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
-from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from onnx import external_data_helper, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
@@ -172,26 +171,19 @@ def replay(path: Path) -> Replayed:
         ProviderError: The provider that the graph was served on cannot run here.
     """
     item = Replay.load(path)
-    model = _parsed(path, item.model)
     feeds = dict(item.inputs)
     (served,) = open_session(path, item.session, item.model).run(None, feeds)
+    model = onnx.load_from_string(item.model)
     evaluator = None
     if all(node.domain in _STANDARD for node in model.graph.node):
         (found,) = ReferenceEvaluator(model).run(None, feeds)
-        evaluator = value_error(found, item.oracle, item.mask)
+        evaluator = value_error(np.asarray(found), item.oracle, item.mask)
     return Replayed(
         item,
         value_error(np.asarray(served), item.oracle, item.mask),
         evaluator,
         value_error(item.reference, item.oracle, item.mask),
     )
-
-
-def _parsed(path: Path, content: bytes) -> onnx.ModelProto:
-    try:
-        return onnx.load_from_string(content)
-    except DecodeError as error:
-        raise InputError(f"{path} holds no ONNX model ({error}); write it again") from error
 
 
 def extract(
@@ -234,4 +226,5 @@ def extract(
     )
     part = helper.make_model(graph, opset_imports=model.opset_import)
     part.ir_version = model.ir_version
-    return part.SerializeToString()
+    content: bytes = part.SerializeToString()
+    return content
