@@ -307,11 +307,10 @@ class _Search:
             if name in self.call.truth.errors:
                 own = self.call.truth.errors[name]
             else:
-                # Of one small value torch may round next to nothing; see `compare.truth`.
-                own = max(
-                    errors.get(self.torch_names[other], 0.0)
-                    for other in (name, *self._nearest(name))
-                )
+                # Of one small value torch may round next to nothing, see `compare.truth`: it counts
+                # as the largest error on the way there.
+                way = self._comparable(self.served.upstream([name]))
+                own = max(errors[self.torch_names[other]] for other in way)
             budget = self.tolerance.budget(own) if exact.dtype.kind == "f" else 0.0
             verdicts[name] = _Verdict(error, budget, _fault(found[name], exact, error, budget))
         return verdicts

@@ -378,6 +378,40 @@ def test_a_program_that_was_traced_wrongly_is_told_as_one(
     assert not origin.replay
 
 
+def test_what_lies_before_a_right_value_is_looked_at_too(
+    checkpoint: Checkpoint, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask that is wrong where only the second layer shows it."""
+    search = localise._Search
+    mask_line = line_of(attention.causal_bias, "torch.zeros")
+    scores_line = line_of(attention.attend, "scores + bias")
+
+    def verdicts(self: Any, names: list[str], served: Any = None) -> dict[str, Any]:
+        at = {name: self.program.place(value) for name, value in self.torch_names.items()}
+        (scores,) = (
+            name
+            for name, place in at.items()
+            if (place.module, place.source) == ("decoder.1.self_attention", scores_line)
+        )
+        place = self.served.position(scores)
+        wrong = {
+            name
+            for name in names
+            if at[name].source == mask_line or place in self.served.upstream([name])
+        }
+        return {name: localise._Verdict(float(name in wrong), 0.5, "wrong") for name in names}
+
+    def faults(call: Any, found: Any, tolerance: Tolerance, exact: bool) -> set[str]:
+        return {"logits"} & set(found)
+
+    monkeypatch.setattr(localise, "_faults", faults)
+    monkeypatch.setattr(search, "_traced_fault", lambda self, faults: None)
+    monkeypatch.setattr(search, "_verdicts", verdicts)
+    origin = find(checkpoint.model, bundle)
+    assert origin is not None
+    assert origin.source == mask_line
+
+
 def test_rows_that_are_chosen_wrongly_are_found(
     checkpoint: Checkpoint, bundle: Bundle, tmp_path: Path
 ) -> None:
