@@ -23,9 +23,10 @@ from transferry.build_model.attention import KeyValues, MultiHeadAttention, Rota
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.transformer import Transformer
 from transferry.export import graphs, localise, program, served
-from transferry.export.cases import sweep
+from transferry.export.cases import random_case, sweep
 from transferry.export.replay import Replay, replay
-from transferry.export.weights import write_graphs
+from transferry.export.torch_decoder import TorchDecoder
+from transferry.export.weights import WEIGHTS, write_graphs
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.compare import Tolerance
 from transferry.runtime.errors import InputError
@@ -404,12 +405,57 @@ def test_what_lies_before_a_right_value_is_looked_at_too(
     def faults(call: Any, found: Any, tolerance: Tolerance, exact: bool) -> set[str]:
         return {"logits"} & set(found)
 
+    # Each session judges the middle of what is left, so that the mask is not met by chance.
+    monkeypatch.setattr(localise, "MOST_SHOWN", 2)
     monkeypatch.setattr(localise, "_faults", faults)
     monkeypatch.setattr(search, "_traced_fault", lambda self, faults: None)
     monkeypatch.setattr(search, "_verdicts", verdicts)
     origin = find(checkpoint.model, bundle)
     assert origin is not None
     assert origin.source == mask_line
+
+
+def test_values_that_another_operator_renamed_keep_their_modules(
+    checkpoint: Checkpoint, bundle: Bundle, tmp_path: Path
+) -> None:
+    """One division less, and torch would have numbered those after it anew."""
+    spec = bundle.variant().graphs["decoder"]
+    graph = onnx.load(str(bundle.graph(spec)), load_external_data=False)
+    gone = next(node for node in graph.graph.node if node.output[0] == "div_1")
+    renamed = {"div_1": gone.input[0], "div_2": "div_1", "div_3": "div_2"}
+    graph.graph.node.remove(gone)
+    for node in graph.graph.node:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+        node.output[:] = [renamed.get(name, name) for name in node.output]
+    path = tmp_path / "decoder.onnx"
+    shutil.copy(bundle.graph(spec).parent / WEIGHTS, tmp_path)
+    path.write_bytes(graph.SerializeToString())
+    model, fresh = checkpoint.model, localise.trace(checkpoint.model, "portable", "decoder")
+    assert fresh.program is not None
+    traced = program.Program(fresh.program, model, model)
+    names = served.align(served.ServedGraph(path, spec, SessionOptions()), fresh, traced)
+    assert (names["div"], names["div_1"], names["div_2"]) == ("div", "div_2", "div_3")
+    honest = served.ServedGraph(bundle.graph(spec), spec, SessionOptions())
+    same = served.align(honest, fresh, traced)
+    assert [name for name in same if same[name] != name] == [item.name for item in spec.outputs]
+    assert len(same) > 90
+
+
+def test_the_program_in_float64_is_the_oracle(pair: tuple[Transformer, Bundle]) -> None:
+    model, bundle = pair
+    oracle = copy.deepcopy(model).double()
+    case = random_case(model.config, 2, 5, 3, seed=0)
+    for name, spec in bundle.variant().graphs.items():
+        fresh = localise.trace(model, "portable", name)
+        assert fresh.program is not None
+        traced = program.Program(fresh.program, model, oracle)
+        for call in localise._calls(name, spec, case, TorchDecoder(model), TorchDecoder(oracle)):
+            kept, errors = traced.run(list(call.feeds.values()), traced.outputs)
+            for value, output in zip(traced.outputs, spec.outputs, strict=True):
+                exact, single = kept[value]
+                assert (exact.dtype, single.dtype) == (np.float64, np.float32)
+                assert program.value_error(exact, call.truth.oracle[output.name]) < 1e-13
+                assert errors[value] <= max(call.truth.errors[output.name], 2**-21)
 
 
 def test_rows_that_are_chosen_wrongly_are_found(
