@@ -17,7 +17,13 @@ import click
 from click.core import ParameterSource as Origin
 
 from transferry.build_model.config import PRESETS, ModelConfig, TrainConfig
-from transferry.runtime.errors import InputError, ProviderError, TransferryError, UsageError
+from transferry.runtime.errors import (
+    InputError,
+    ParityError,
+    ProviderError,
+    TransferryError,
+    UsageError,
+)
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.settings import field_helps
 
@@ -363,7 +369,9 @@ Example:
 @session_options
 @click.option("--self-test", is_flag=True, help="Plant faults in copies: is each one caught?")
 @click.option("--opinions", is_flag=True, help="Ask other runtimes too: graph or runtime wrong?")
-@click.option("--replay", type=FILE, help="Where to save an input that shows a fault (.npz).")
+@click.option(
+    "--replay", type=FILE, help="Where to save what shows a fault; BUNDLE.fault.npz by default."
+)
 @click.option("--certify", metavar="DATE", help="Write a certificate of this date, YYYY-MM-DD.")
 @click.option("--report", "page", type=FILE, help="The report as one HTML file.")
 @click.option("--junit", type=FILE, help="The report as JUnit XML.")
@@ -413,6 +421,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
                 targets=list(read_lines(options["target"])) if options["target"] else None,
                 opinions=options["opinions"],
                 plant_faults=options["self_test"],
+                replay=options["replay"] or Path(f"{bundle_folder.absolute()}.fault.npz"),
             )
     certificate = None
     if options["certify"]:
@@ -434,6 +443,27 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     report.require()
     if certificate is not None:
         say(f"certificate of {certificate.date} for {certificate.cell}, in {bundle_folder}")
+
+
+@main.command(
+    epilog="""\b
+Example:
+  transferry replay bundles/ende.fault.npz
+"""
+)
+@click.argument("fault", metavar="FILE", type=FILE)
+def replay(fault: Path) -> None:
+    """Run once more the operators at which `verify` found a fault to begin, on the same input.
+
+    They run as they were served, and on onnx's own evaluator: which of the two is wrong? The exit
+    code is 4 as long as what is served is.
+    """
+    from transferry.export.replay import replay as run_again
+
+    result = run_again(fault)
+    click.echo(result.to_text())
+    if not result.passed:
+        raise ParityError(f"{fault} still shows the fault")
 
 
 @contextlib.contextmanager

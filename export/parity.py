@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import onnx
 import torch
@@ -14,6 +15,7 @@ from transferry.build_model.config import ModelConfig
 from transferry.export.bundle import require_exported_from
 from transferry.export.cases import opinion_cases, random_case, room, source_of, sweep
 from transferry.export.judge import SEARCHES, Judge
+from transferry.export.localise import localise
 from transferry.export.opinions import RUNTIMES, ask_opinions
 from transferry.export.self_test import self_test
 from transferry.export.tasks import Answers, TaskBudget, token_agreement, translation
@@ -47,6 +49,7 @@ def verify_against(
     *,
     opinions: bool = False,
     plant_faults: bool = False,
+    replay: Path | None = None,
 ) -> ParityReport:
     """Compares a bundle, opened as it will be served, with the run that it came from.
 
@@ -61,6 +64,7 @@ def verify_against(
         targets: The right answers to the texts, for BLEU and perplexity.
         opinions: Ask other runtimes too.
         plant_faults: Plant faults in copies of the bundle, if it passes.
+        replay: Where to write the input that shows a fault, if a tensor is wrong.
 
     Raises:
         InputError: A text is empty or longer than the model's positions, run and bundle do not
@@ -143,6 +147,12 @@ def verify_against(
         few = sources[:PLANTED_ROWS] or _random_sources(config)
         planted = self_test(checkpoint, bundle, variant, session, few, tolerance, done)
         report = replace(report, self_test=planted)
+    if not report.passed:
+        failed = {item.case for item in comparisons if item.fault}
+        # Where text alone shows it, a shorter case may yet.
+        shown = [case for case in cases if case.name in failed] or cases
+        origin = localise(checkpoint.model, bundle, variant, session, tolerance, shown, replay)
+        report = replace(report, origin=origin)
     return report
 
 

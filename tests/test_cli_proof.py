@@ -115,6 +115,32 @@ def test_a_failure_has_its_report_too(
     assert len(list((bundle / "certificates").iterdir())) == (0 if wrong else 1)
 
 
+def test_a_fault_is_traced_to_its_module_and_shown_again(
+    bundle: Path, run_folder: Path, tmp_path: Path
+) -> None:
+    """The run is changed instead of the bundle: one weight by a hundredth."""
+    from transferry.build_model.checkpoint import WEIGHTS, load_tensors, save_tensors
+
+    other = tmp_path / "run"
+    shutil.copytree(run_folder, other)
+    weights, _ = load_tensors(other / WEIGHTS)
+    weight = weights["decoder.1.feed_forward.inner.weight"]
+    weight.view(-1)[weight.abs().argmax()] *= 1.01
+    save_tensors(other / WEIGHTS, weights)
+    result = call("verify", bundle, "--checkpoint", other, "--report", tmp_path / "report.html")
+    assert result.exit_code == 4
+    place = "the fault begins in decoder.1.feed_forward.inner (build_model/layers.py:"
+    assert place in result.stdout
+    fault = tmp_path / "bundle.fault.npz"
+    assert f"transferry replay {fault}" in result.stdout
+    assert "decoder.1.feed_forward.inner" in (tmp_path / "report.html").read_text("utf-8")
+    again = call("replay", fault)
+    assert again.exit_code == 4
+    assert "still shows the fault" in again.stderr
+    assert "as served" in again.stdout
+    assert call("replay", tmp_path / "report.html").exit_code == 3
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
