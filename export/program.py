@@ -23,6 +23,7 @@ from transferry.export.graphs import Graph, export_graphs
 from transferry.runtime.compare import relative_error
 
 PACKAGE = Path(transformer.__file__).parents[1]
+PARTS = ("build_model", "export")  # whose code is traced
 # What the tracer calls operators that it added by itself, in place of a module's path.
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 _CODE = (attention, layers, transformer)
@@ -96,7 +97,8 @@ class Program:
         frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
         source = ""
         for file, line in frames:
-            if Path(file).is_relative_to(PACKAGE):
+            # An environment, too, may lie in the folder of the package.
+            if any(Path(file).is_relative_to(PACKAGE / part) for part in PARTS):
                 source = f"{Path(file).relative_to(PACKAGE).as_posix()}:{line}"
         return Place(module or type(self._model).__name__, source)
 

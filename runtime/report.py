@@ -352,7 +352,8 @@ class ParityReport:
             lines += ["", _self_test(self.self_test)]
         if self.origin is not None:
             lines += ["", str(self.origin)]
-        lines.append(", ".join(f"{name} {value}" for name, value in self.settings.items()))
+        shown = {k: v for k, v in self.settings.items() if not k.endswith("_sha256")}
+        lines.append(", ".join(f"{name} {value}" for name, value in shown.items()))
         lines.append("PASSED" if self.passed else "FAILED")
         return "\n".join(lines)
 
