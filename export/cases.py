@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transferry.build_model.config import ModelConfig
 from transferry.runtime.compare import Case
@@ -15,7 +16,8 @@ from transferry.runtime.tokenizer import AnyTokenizer, SpecialTokens
 NEW_TOKENS = 3  # fed at once in the compared step, so that its causal mask matters
 # Most logits of a case or a batch that is fed whole: 128 MB in float64.
 MOST_LOGITS = 1 << 24
-LONGEST_ROW = 64  # of the cases that run through the vocabulary
+MOST_TOKENS = 4096  # of a source that runs through the vocabulary
+LONGEST_ROW = 64
 
 
 def sweep(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
@@ -40,31 +42,37 @@ def sweep(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
 
 
 def vocabulary(config: ModelConfig, *, seed: int) -> Iterator[Case]:
-    """Yields cases whose sources and targets each run through the whole vocabulary.
+    """Yields cases that run through the whole vocabulary.
 
     Of a large vocabulary the sizes of `sweep` draw a small part, and would pass a row of the
-    embedding that is wrong in one graph.
+    embedding that is wrong. Every token is read once as a source or in a prompt; of a target each
+    token costs a row of logits, so that an encoder-decoder is fed as many as a case can hold.
     """
-    size = config.vocabulary_size
-    length = min(config.max_positions, LONGEST_ROW)
-    most = max(length, MOST_LOGITS // size)
+    size, most = config.vocabulary_size, config.max_positions
+    alone = not config.encoder_layers
     generator = np.random.default_rng(seed)
     sources, targets = generator.permutation(size), generator.permutation(size)
-    for first in range(0, size, most):
-        count = min(most, size - first)
+    length = max(1, min(most - alone, LONGEST_ROW))
+    piece = MOST_TOKENS if config.decoder_layers else max(length, MOST_LOGITS // size)
+    for first in range(0, size, piece):
+        tokens = sources[first : first + piece]
         # The last row is filled up, so that no token shares its row with padding.
-        shape = (-(-count // length), length)
-        source, target = (
-            np.resize(tokens[first : first + count], shape) for tokens in (sources, targets)
-        )
-        name = f"vocabulary {first} to {first + count - 1}"
-        if not config.decoder_layers:
-            target = target[:, :0]
-        else:
-            name += ", past 0"
-            if not config.encoder_layers:
-                source = source[:, :0]
-        yield Case(name, source, np.ones(source.shape, np.bool_), target, 0)
+        source = np.resize(tokens, (-(-len(tokens) // length), length))
+        target = np.resize(targets, (len(source), 1 if config.decoder_layers else 0))
+        if alone and most == 1:
+            source, target = source[:, :0], source
+        name = f"vocabulary {first} to {first + len(tokens) - 1}"
+        yield _unpadded(name, source, target)
+    if config.decoder_layers and not alone:
+        length = min(most, LONGEST_ROW)
+        rows = -(-min(size, MOST_LOGITS // size) // length)
+        target = np.resize(targets, (max(1, rows), length))
+        yield _unpadded("vocabulary of the target", np.resize(sources, (len(target), 1)), target)
+
+
+def _unpadded(name: str, source: NDArray[np.int64], target: NDArray[np.int64]) -> Case:
+    name += ", past 0" if target.size else ""
+    return Case(name, source, np.ones(source.shape, np.bool_), target, 0)
 
 
 def opinion_cases(config: ModelConfig) -> list[Case]:

@@ -141,9 +141,10 @@ class Task:
         return self.change <= self.budget
 
     def __str__(self) -> str:
+        judged = f"at most {self.budget:.2g}" if math.isfinite(self.budget) else "not judged"
         return (
             f"{self.measure} {self.found:.6g}, torch {self.reference:.6g}: change "
-            f"{self.change:.2g}, at most {self.budget:.2g}"
+            f"{self.change:.2g}, {judged}"
         )
 
 

@@ -47,7 +47,7 @@ _OPENING_ERRORS = (
     RuntimeError,
     ValueError,
 )
-_LOG_ERRORS_ONLY = 3
+_LOG_FATAL_ONLY = 4  # errors are raised, with the same words
 _DRIVER_LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
@@ -236,7 +236,7 @@ def _create(
     settings.inter_op_num_threads = 1
     settings.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
     settings.graph_optimization_level = _OPTIMISATION_LEVELS[options.optimisation]
-    settings.log_severity_level = _LOG_ERRORS_ONLY
+    settings.log_severity_level = _LOG_FATAL_ONLY
     # Idle threads spin between the operators of a run, where waking them would cost more than the
     # operator, but not between runs: there the search needs the core.
     settings.add_session_config_entry("session.force_spinning_stop", "1")

@@ -55,10 +55,10 @@ def test_true_bundle_passes(judge: Judge, decoder: OnnxDecoder) -> None:
     done: list[int] = []
     comparisons = judge.numbers(decoder, sweep(judge.config), done.append)
     assert faults(comparisons) == {}
-    # 36 sizes, and one that runs through the vocabulary.
-    assert done == [1] * 37
+    # 36 sizes, and two that run through the vocabulary.
+    assert done == [1] * 38
     # Logits, and keys and values of cross and past in each of two layers.
-    assert len(comparisons) == 37 * 9
+    assert len(comparisons) == 38 * 9
 
 
 def sizes(case: Case) -> tuple[int, int, int]:
@@ -297,15 +297,15 @@ class TestVerifyAgainst:
             ("sampling", 2),
         ]
         assert all(0 < item.score_ratio < 8 for item in report.decisions)
-        # 37 cases, five texts searched greedily, with a beam and fed whole, and two sampled.
-        assert progress[0] == (1, 54)
-        assert progress[-1] == (54, 54)
+        # 38 cases, five texts searched greedily, with a beam and fed whole, and two sampled.
+        assert progress[0] == (1, 55)
+        assert progress[-1] == (55, 55)
         assert [done for done, _ in progress] == sorted(done for done, _ in progress)
 
         record = json.loads(json.dumps(report.to_dict(), allow_nan=False))
         assert record["passed"] is True
         stages = {stage["name"]: stage["tensors"] for stage in record["stages"]}
-        assert stages == {"encoder": 37 * 4, "first step": 13 * 5, "later step": 24 * 5, "text": 9}
+        assert stages == {"encoder": 38 * 4, "first step": 14 * 5, "later step": 24 * 5, "text": 9}
         assert record["settings"]["provider"] == "cpu"
         assert record["settings"]["against"] == "the run"
         assert record["settings"]["torch"] == torch.__version__
@@ -337,7 +337,7 @@ class TestVerifyAgainst:
     ) -> None:
         report = verify(checkpoint, bundle, [])
         assert report.passed
-        assert len(report.comparisons) == 37 * 9
+        assert len(report.comparisons) == 38 * 9
         assert not report.decisions
 
     def test_run_with_other_weights_fails(
