@@ -28,6 +28,7 @@ from transferry.export.torch_decoder import TorchDecoder, TorchState
 from transferry.export.torch_encoder import TorchEncoder
 from transferry.runtime.bundle import Bundle, GraphSpec, Variant
 from transferry.runtime.compare import Case, Tensors, Tolerance, Truth, compare, meaningful, truth
+from transferry.runtime.errors import InputError
 from transferry.runtime.report import Origin
 from transferry.runtime.session import SessionOptions
 
@@ -52,13 +53,14 @@ def localise(
         session: How it is served.
         tolerance: What passes.
         cases: Inputs; the smallest that shows the fault is used.
-        replay: Where to write the operators at fault with their inputs, for `replay.replay`.
+        replay: Where to write the operators at fault with their inputs, for `replay.replay`; where
+            that cannot be written, the origin's message says so.
 
     Returns:
         None where every graph gives what torch gives, in every case.
 
     Raises:
-        InputError: A graph cannot be opened, or the replay cannot be written.
+        InputError: A graph cannot be opened.
         ProviderError: The provider cannot run here.
     """
     oracle = copy.deepcopy(model).double()
@@ -223,7 +225,7 @@ class _Search:
         if replay is not None:
             inputs = {name: self._as_served(name) for name in read}
             (kept,), _ = self._kept([wrong])
-            Replay(
+            kept_small = Replay(
                 origin,
                 self.served.options,
                 extract(self.served.model, nodes, inputs, wrong, self.served.path.parent),
@@ -231,7 +233,12 @@ class _Search:
                 *kept,
                 self._mask(wrong, kept[0]),
                 verdict.budget,
-            ).save(replay)
+            )
+            try:
+                kept_small.save(replay)
+            except InputError as error:
+                # The verdict is worth more than the file.
+                return replace(origin, replay="", message=f"{origin.message}; {error}")
         return origin
 
     def _traced_fault(self, faults: set[str]) -> Origin | None:

@@ -107,12 +107,14 @@ def verify_against(
     elif sources and isinstance(model, OnnxDecoder):
         answers = {name: Answers(len(sources)) for name in SEARCHES}
         for name, fields in SEARCHES.items():
-            searched = sampled if "sample" in fields else sources
+            searched, called = sources, name
+            if "sample" in fields:
+                searched, called = sampled, f"{name} of every {SAMPLED}th row"
             settings = {**bundle.manifest.generation, **fields}
             settings["max_length"] = room(config, sources, LONGEST_ANSWER)
             options = GenerationOptions(**settings)
             decisions.append(
-                judge.decisions(model, name, searched, options, advance, answers[name].keep)
+                judge.decisions(model, called, searched, options, advance, answers[name].keep)
             )
         pairs = _fed_whole(checkpoint, texts, sources, targets, answers["greedy"].wanted)
         comparisons += judge.text(model, pairs, forcing, advance)

@@ -292,7 +292,43 @@ def nan_weight(place: Path) -> None:
     change_weight(place, lambda weight: float("nan"))
 
 
-@spoils("checkpoint that is not the bundle's")
+@spoils("bundle that nobody verified", "date that is none", "canary that is no share")
+@spoils("file that is no fault")
+def change_nothing(place: Path) -> None:
+    """The command asks for what there is not."""
+
+
+def certify(place: Path) -> Path:
+    from transferry.runtime.certificate import FOLDER
+
+    result = CliRunner().invoke(main, ["verify", "bundle", "--certify", "2026-11-21"])
+    assert result.exit_code == 0
+    (path,) = (place / "bundle" / FOLDER).iterdir()
+    return path
+
+
+@spoils("certificate of other bytes")
+def remake(place: Path) -> None:
+    from transferry.runtime.files import sha256
+
+    path = certify(place)
+    weights = place / "bundle" / "portable" / "weights.bin"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    manifest = place / "bundle" / "manifest.json"
+    record = json.loads(manifest.read_bytes())
+    record["files"]["portable/weights.bin"]["sha256"] = sha256(weights)
+    manifest.write_text(json.dumps(record), encoding="utf-8")
+    assert path.exists()
+
+
+@spoils("damaged certificate")
+def damage_certificate(place: Path) -> None:
+    certify(place).write_text("{}", encoding="utf-8")
+
+
+@spoils("checkpoint that is not the bundle's", "fault that cannot be saved")
 def other_weight(place: Path) -> None:
     change_weight(place, lambda weight: weight + 1.0)
 

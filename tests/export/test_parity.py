@@ -294,7 +294,7 @@ class TestVerifyAgainst:
         assert [(item.search, item.identical) for item in report.decisions] == [
             ("greedy", 5),
             ("beam 4", 5),
-            ("sampling", 2),
+            ("sampling of every 4th row", 2),
         ]
         assert all(0 < item.score_ratio < 8 for item in report.decisions)
         # 38 cases, five texts searched greedily, with a beam and fed whole, and two sampled.
