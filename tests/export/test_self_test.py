@@ -9,6 +9,7 @@ import pytest
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.export import self_test as module
+from transferry.export.bundle import export_bundle
 from transferry.export.bundle_copy import BundleCopy
 from transferry.export.cases import source_of
 from transferry.export.fault import Fault
@@ -162,3 +163,18 @@ def test_bundle_that_fails_by_itself_is_refused(side: Side) -> None:
     other = dataclasses.replace(checkpoint, model=type(checkpoint.model)(checkpoint.model.config))
     with pytest.raises(ParityError, match="does not pass as it is"):
         run((other, bundle, sources))
+
+
+def test_weights_of_half_precision_are_rounded_further(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As published checkpoints have them: float16 holds them exactly, so fewer bits are kept."""
+    checkpoint = load_checkpoint(run_folder)
+    half = checkpoint.model.half().float()
+    other = dataclasses.replace(checkpoint, model=half)
+    bundle = export_bundle(other, tmp_path / "bundle", texts=load_samples(run_folder))
+    kind = "all weights rounded"
+    some(monkeypatch, kind)
+    planted = run((other, bundle, []))[kind]
+    assert planted.planted.endswith("tensors, to 7 bits of mantissa")
+    assert planted.caught_by == "encoder"
