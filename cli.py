@@ -592,7 +592,7 @@ def _engine(bundle_folder: Path, options: dict[str, Any]) -> Engine:
     from transferry.runtime.batching import BatchOptions
     from transferry.runtime.engine import Engine
 
-    return Engine.load(
+    engine = Engine.load(
         bundle_folder,
         provider=options["provider"],
         variant=options["variant"],
@@ -603,6 +603,9 @@ def _engine(bundle_folder: Path, options: dict[str, Any]) -> Engine:
         batches=BatchOptions(rows=options["batch_rows"]),
         require_certificate=options["require_certificate"],
     )
+    if not engine.certificate.startswith("none") and not options["quiet"]:
+        say(f"certificate {engine.certificate}")
+    return engine
 
 
 def _finish(

@@ -27,6 +27,7 @@ from transferry.runtime.session import (
     SessionOptions,
     cuda_compute_capability,
     provider_settings,
+    tf32,
 )
 
 FOLDER = "certificates"
@@ -76,6 +77,7 @@ class Certificate:
     Attributes:
         cell: The way of computing.
         threads: Of a session.
+        tf32: Whether products may be rounded to TF32: "on", "off", or "none" on the CPU.
         date: As whoever verified gave it.
         manifest: sha256 of the bundle's manifest.
         files: sha256 of every other file, by its path inside the bundle.
@@ -89,6 +91,7 @@ class Certificate:
 
     cell: Cell
     threads: int
+    tf32: str
     date: str
     manifest: str
     files: Mapping[str, str]
@@ -211,6 +214,7 @@ def certify(
     certificate = Certificate(
         cell,
         options.threads,
+        tf32(options),
         date,
         sha256(bundle.folder / MANIFEST),
         {name: entry.sha256 for name, entry in bundle.manifest.files.items()},

@@ -13,8 +13,8 @@ from onnxruntime import OrtValue
 
 from transferry.runtime.bundle import Bundle, GraphSpec, Variant
 from transferry.runtime.errors import InputError
-from transferry.runtime.processor import instruction_sets
-from transferry.runtime.session import SessionOptions, assigned_nodes, open_session
+from transferry.runtime.processor import instruction_sets, processor_name
+from transferry.runtime.session import SessionOptions, assigned_nodes, open_session, tf32
 
 
 class GraphRunner:
@@ -82,6 +82,8 @@ def describe(
         "provider": options.provider,
         "threads": options.threads,
         "optimisation": options.optimisation,
+        "tf32": tf32(options),
+        "processor": processor_name(),
         "instruction_sets": list(instruction_sets()),
         "onnxruntime": onnxruntime.__version__,
         "nodes": [f"{name} {count}" for name, count in sorted(nodes.items())],

@@ -1,6 +1,7 @@
 """The processor that this process runs on."""
 
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -23,6 +24,16 @@ def instruction_sets() -> tuple[str, ...]:
     # x86 calls them flags, ARM calls them Features.
     words = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
     return tuple(name for name in _INSTRUCTION_SETS if name in words)
+
+
+def processor_name() -> str:
+    """The processor as the system names it, else the machine's kind, such as "x86_64"."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def usable_cores() -> int:

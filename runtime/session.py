@@ -143,6 +143,13 @@ def provider_settings(options: SessionOptions) -> dict[str, str]:
     return {**defaults, **options.provider_options}
 
 
+def tf32(options: SessionOptions) -> str:
+    """Returns whether products may be rounded to TF32: "on", "off", or "none" on the CPU."""
+    if options.provider == "cpu":
+        return "none"
+    return "off" if provider_settings(options)["use_tf32"] == "0" else "on"
+
+
 def assigned_nodes(session: onnxruntime.InferenceSession) -> dict[str, int]:
     """Counts the graph's nodes by the provider that runs them.
 

@@ -66,6 +66,7 @@ def test_from_a_proof_to_a_result_that_cites_it(
 
     done = call("run", bundle, lines, "-o", tmp_path / "out", "--require-certificate")
     assert done.exit_code == 0
+    assert f"certificate of {DATE} against the run" in done.stderr
     made = tomllib.loads((tmp_path / "out.settings.toml").read_text(encoding="utf-8"))["made"]
     assert made["certificate"].startswith(f"of {DATE} against the run, variant portable")
     other = ["--require-certificate", "--optimisation", "basic", "--force"]

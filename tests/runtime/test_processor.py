@@ -20,3 +20,17 @@ def test_reads_the_instruction_sets_of_x86_and_arm(
 
 def test_counts_at_least_one_core() -> None:
     assert processor.usable_cores() >= 1
+
+
+def test_names_the_processor_or_at_least_its_kind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    monkeypatch.setattr(processor, "Path", lambda _: cpuinfo)
+    monkeypatch.setattr(processor.platform, "machine", lambda: "aarch64")
+    cpuinfo.write_text("processor : 0\nmodel name\t: Xeon(R) @ 2.0: GHz\nmodel name : other\n")
+    assert processor.processor_name() == "Xeon(R) @ 2.0: GHz"
+    cpuinfo.write_text("Features\t: fp\n")
+    assert processor.processor_name() == "aarch64"
+    cpuinfo.unlink()
+    assert processor.processor_name() == "aarch64"

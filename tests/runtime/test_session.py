@@ -16,6 +16,7 @@ from transferry.runtime.session import (
     assigned_nodes,
     cuda_obstacle,
     open_session,
+    tf32,
 )
 
 onnx = pytest.importorskip("onnx")
@@ -249,3 +250,15 @@ def test_runs_on_cuda_and_tells_so(graph: Path) -> None:
     np.testing.assert_array_equal(session.run(None, {"a": a, "b": a})[0], a)
     assert assigned_nodes(session) == {"CUDAExecutionProvider": 1}
     assert session.get_provider_options()["CUDAExecutionProvider"]["use_tf32"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (SessionOptions(), "none"),
+        (SessionOptions("cuda"), "off"),
+        (SessionOptions("cuda", provider_options={"use_tf32": "1"}), "on"),
+    ],
+)
+def test_tf32_is_off_unless_asked_for(options: SessionOptions, expected: str) -> None:
+    assert tf32(options) == expected
