@@ -27,7 +27,7 @@ def test_names_the_processor_or_at_least_its_kind(
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     monkeypatch.setattr(processor, "Path", lambda _: cpuinfo)
-    monkeypatch.setattr(processor.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
     cpuinfo.write_text("processor : 0\nmodel name\t: Xeon(R) @ 2.0: GHz\nmodel name : other\n")
     assert processor.processor_name() == "Xeon(R) @ 2.0: GHz"
     cpuinfo.write_text("Features\t: fp\n")
