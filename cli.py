@@ -392,6 +392,9 @@ def verify(bundle_folder: Path, **options: Any) -> None:
             raise UsageError(f"--{option} needs --checkpoint: without torch only the record counts")
     if options["target"] and text is None:
         raise UsageError("--target needs --text: the sentences that it answers")
+    for path in filter(None, (options["page"], options["junit"])):
+        if not path.absolute().parent.is_dir():  # known now rather than after the work
+            raise InputError(f"{path}: cannot be written: there is no such folder; name another")
     from transferry.runtime.bundle import Bundle
     from transferry.runtime.certificate import certify, check_date
     from transferry.runtime.files import atomic_file, read_lines

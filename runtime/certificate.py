@@ -193,9 +193,16 @@ def certify(
     check_date(date)
     cell = Cell.of(variant, options)
     path = bundle.folder / FOLDER / _file_name(cell)
-    if not report.passed:
-        path.unlink(missing_ok=True)
-        return None
+    try:
+        path.parent.mkdir(exist_ok=True)
+        if not report.passed:
+            path.unlink(missing_ok=True)
+            return None
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot be written: {error.strerror}; make the bundle writable, or verify a "
+            "copy of it"
+        ) from error
     record, settings = report.to_dict(), report.settings
     summary = {
         "tolerance": record["tolerance"],
@@ -225,7 +232,6 @@ def certify(
         {name: settings[name] for name in ("rows", "text_sha256") if name in settings},
         summary,
     )
-    path.parent.mkdir(exist_ok=True)
     with atomic_file(path) as file:
         file.write(certificate.to_json().encode())
     return certificate

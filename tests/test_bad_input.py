@@ -293,7 +293,7 @@ def nan_weight(place: Path) -> None:
 
 
 @spoils("bundle that nobody verified", "date that is none", "canary that is no share")
-@spoils("file that is no fault")
+@spoils("file that is no fault", "report without a folder")
 def change_nothing(place: Path) -> None:
     """The command asks for what there is not."""
 
@@ -321,6 +321,11 @@ def remake(place: Path) -> None:
     record["files"]["portable/weights.bin"]["sha256"] = sha256(weights)
     manifest.write_text(json.dumps(record), encoding="utf-8")
     assert path.exists()
+
+
+@spoils("certificate that cannot be written")
+def block_certificates(place: Path) -> None:
+    (place / "bundle" / "certificates").write_text("a file where a folder should be\n")
 
 
 @spoils("damaged certificate")
