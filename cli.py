@@ -364,7 +364,12 @@ Example:
 @configurable
 @click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
 @click.option("--checkpoint", type=FILE, help="The run it came from: compares with torch.")
-@click.option("--text", type=FILE, help="Sentences to answer with both, a line each.")
+@click.option(
+    "--text",
+    type=FILE,
+    help="Sentences to answer with both, a line each; "
+    "by default those that the run kept of its validation set.",
+)
 @click.option("--target", type=FILE, help="Their right answers, for BLEU and perplexity.")
 @session_options
 @click.option("--self-test", is_flag=True, help="Plant faults in copies: is each one caught?")
@@ -410,16 +415,19 @@ def verify(bundle_folder: Path, **options: Any) -> None:
 
         report = verify_recorded(bundle, open_model(bundle, variant, session))
     else:
-        from transferry.build_model.checkpoint import load_checkpoint
+        from transferry.build_model.checkpoint import load_checkpoint, load_samples
+        from transferry.export.cases import fitting
         from transferry.export.parity import verify_against
 
+        trained = load_checkpoint(checkpoint)
+        kept = fitting(load_samples(checkpoint), trained.tokenizer, trained.model.config)
         with _progress("verifying", options["quiet"]) as done:
             report = verify_against(
-                load_checkpoint(checkpoint),
+                trained,
                 bundle,
                 variant,
                 session,
-                list(read_lines(text)) if text else [],
+                list(read_lines(text)) if text else kept,
                 done,
                 targets=list(read_lines(options["target"])) if options["target"] else None,
                 opinions=options["opinions"],

@@ -12,7 +12,7 @@ import onnx
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.config import ModelConfig
 from transferry.export.backends import ReferenceBackend
-from transferry.export.cases import random_case, source_of
+from transferry.export.cases import fitting, random_case, source_of
 from transferry.export.graphs import OPSET, export_graphs
 from transferry.export.judge import Judge
 from transferry.export.plain_decoder import plain_model
@@ -151,8 +151,7 @@ def _write(
     most, special = model.config.max_positions, tokenizer.special
     sources = [
         source_of(text, tokenizer, model.config, number)
-        for number, text in enumerate(texts, start=1)
-        if text.strip() and len(special.wrap(tokenizer.encode(text))) <= most
+        for number, text in enumerate(fitting(texts, tokenizer, model.config), start=1)
     ][:RECORDED_SOURCES]
     if not sources:
         case = random_case(model.config, RECORDED_SOURCES, min(12, most // 2), 0, seed=0)

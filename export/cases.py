@@ -45,8 +45,8 @@ def vocabulary(config: ModelConfig, *, seed: int) -> Iterator[Case]:
     """Yields cases that run through the whole vocabulary.
 
     Of a large vocabulary the sizes of `sweep` draw a small part, and would pass a row of the
-    embedding that is wrong. Every token is read once as a source or in a prompt; of a target each
-    token costs a row of logits, so that an encoder-decoder is fed as many as a case can hold.
+    embedding that is wrong, or a weight that few tokens use. Every token is read once as a source
+    or in a prompt; of a target, which costs a row of logits each, as many as a case can hold.
     """
     size, most = config.vocabulary_size, config.max_positions
     alone = not config.encoder_layers
@@ -63,11 +63,12 @@ def vocabulary(config: ModelConfig, *, seed: int) -> Iterator[Case]:
             source, target = source[:, :0], source
         name = f"vocabulary {first} to {first + len(tokens) - 1}"
         yield _unpadded(name, source, target)
-    if config.decoder_layers and not alone:
+    if config.decoder_layers:
         length = min(most, LONGEST_ROW)
         rows = -(-min(size, MOST_LOGITS // size) // length)
         target = np.resize(targets, (max(1, rows), length))
-        yield _unpadded("vocabulary of the target", np.resize(sources, (len(target), 1)), target)
+        source = np.resize(sources, (len(target), 0 if alone else 1))
+        yield _unpadded("vocabulary of the target", source, target)
 
 
 def _unpadded(name: str, source: NDArray[np.int64], target: NDArray[np.int64]) -> Case:
@@ -133,6 +134,14 @@ def text_case(
     # What is padded lies behind the target, and is the same for both sides.
     target, _ = pad_sources(targets, special.pad_id)
     return Case(f"text, {rows}", source, mask, target, 0)
+
+
+def fitting(texts: Sequence[str], tokenizer: AnyTokenizer, config: ModelConfig) -> list[str]:
+    """Returns the texts that hold something and fit into the model's positions."""
+    most, special = config.max_positions, tokenizer.special
+    return [
+        text for text in texts if text.strip() and len(special.wrap(tokenizer.encode(text))) <= most
+    ]
 
 
 def source_of(text: str, tokenizer: AnyTokenizer, config: ModelConfig, number: int) -> list[int]:
