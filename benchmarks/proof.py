@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.export.cases import room, source_of
-from transferry.export.judge import ROWS, SEARCHES
+from transferry.export.cases import source_of
+from transferry.export.judge import ROWS, search_settings
 from transferry.export.parity import LONGEST_ANSWER, verify_against
 from transferry.export.torch_decoder import TorchDecoder
 from transferry.runtime.batching import length_batches
@@ -58,8 +58,8 @@ def main() -> None:
 
     def answer() -> None:
         for name in ("greedy", "beam 4"):
-            settings = {**bundle.manifest.generation, **SEARCHES[name]}
-            settings["max_length"] = room(config, sources, LONGEST_ANSWER)
+            generation = bundle.manifest.generation
+            settings = search_settings(name, generation, config, sources, LONGEST_ANSWER)
             options = GenerationOptions(**settings)
             lengths = [len(source) for source in sources]
             for batch in length_batches(lengths, ROWS // options.beam, 4096):

@@ -12,7 +12,7 @@ import onnx
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.config import ModelConfig
 from transferry.export.backends import ReferenceBackend
-from transferry.export.cases import fitting, random_case, source_of
+from transferry.export.cases import fitting, random_sources, source_of
 from transferry.export.graphs import OPSET, export_graphs
 from transferry.export.judge import Judge
 from transferry.export.plain_decoder import plain_model
@@ -148,14 +148,13 @@ def _write(
     tokenizer.save(folder)
 
     say("recording what torch answers")
-    most, special = model.config.max_positions, tokenizer.special
+    special = tokenizer.special
     sources = [
         source_of(text, tokenizer, model.config, number)
         for number, text in enumerate(fitting(texts, tokenizer, model.config), start=1)
     ][:RECORDED_SOURCES]
     if not sources:
-        case = random_case(model.config, RECORDED_SOURCES, min(12, most // 2), 0, seed=0)
-        sources = [row[mask].tolist() for row, mask in zip(case.source, case.mask, strict=True)]
+        sources = random_sources(model.config, RECORDED_SOURCES)
     judge = Judge(model, special, Tolerance())
     generation = options_of_json(checkpoint.generation)
     judge.record(sources, RECORDED_LENGTH, generation).save(folder / REFERENCE)

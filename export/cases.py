@@ -136,6 +136,12 @@ def text_case(
     return Case(f"text, {rows}", source, mask, target, 0)
 
 
+def random_sources(config: ModelConfig, rows: int) -> list[list[int]]:
+    """Returns what searches run on where there is no text: random tokens of unequal length."""
+    case = random_case(config, rows, min(12, config.max_positions // 2), 0, seed=0)
+    return [row[mask].tolist() for row, mask in zip(case.source, case.mask, strict=True)]
+
+
 def fitting(texts: Sequence[str], tokenizer: AnyTokenizer, config: ModelConfig) -> list[str]:
     """Returns the texts that hold something and fit into the model's positions."""
     most, special = config.max_positions, tokenizer.special

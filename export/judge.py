@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.export.cases import MOST_LOGITS, random_case, room, text_case
 from transferry.export.teacher_forcing import TeacherForcing
@@ -50,6 +51,26 @@ ROWS = 64  # searched together, a beam of 4 being 4
 
 Done = Callable[[int], None]
 Keep = Callable[[int, list[Hypothesis], list[Hypothesis]], None]
+
+
+def search_settings(
+    name: str,
+    generation: Mapping[str, Any],
+    config: ModelConfig,
+    sources: Sequence[Sequence[int]],
+    max_length: int,
+) -> dict[str, Any]:
+    """Returns the fields of GenerationOptions of one of `SEARCHES` over the sources.
+
+    Args:
+        name: Of the search.
+        generation: The bundle's defaults of generation.
+        config: Has the positions.
+        sources: Token ids of each source.
+        max_length: Of the answers, as far as there is room for them.
+    """
+    length = room(config, sources, max_length)
+    return {**generation, **SEARCHES[name], "max_length": length}
 
 
 class Judge:
@@ -324,8 +345,7 @@ class Judge:
         ]
         searches = []
         for name in RECORDED if self.config.decoder_layers else ():
-            settings = {**(generation or {}), **SEARCHES[name]}
-            settings["max_length"] = room(self.config, sources, max_length)
+            settings = search_settings(name, generation or {}, self.config, sources, max_length)
             options = GenerationOptions(**settings)
             answers = search(self.reference, sources, options, self.special)
             scores, own_error = self.scores(sources, answers, options)

@@ -11,10 +11,9 @@ import onnx
 import torch
 
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.build_model.config import ModelConfig
 from transferry.export.bundle import require_exported_from
-from transferry.export.cases import opinion_cases, random_case, room, source_of, sweep
-from transferry.export.judge import SEARCHES, Judge
+from transferry.export.cases import opinion_cases, random_sources, source_of, sweep
+from transferry.export.judge import SEARCHES, Judge, search_settings
 from transferry.export.localise import localise
 from transferry.export.opinions import RUNTIMES, ask_opinions
 from transferry.export.self_test import self_test
@@ -110,8 +109,8 @@ def verify_against(
             searched, called = sources, name
             if "sample" in fields:
                 searched, called = sampled, f"{name} of every {SAMPLED}th row"
-            settings = {**bundle.manifest.generation, **fields}
-            settings["max_length"] = room(config, sources, LONGEST_ANSWER)
+            generation = bundle.manifest.generation
+            settings = search_settings(name, generation, config, sources, LONGEST_ANSWER)
             options = GenerationOptions(**settings)
             decisions.append(
                 judge.decisions(model, called, searched, options, advance, answers[name].keep)
@@ -146,7 +145,7 @@ def verify_against(
         ask_opinions(judge, model, bundle, variant, asked, advance) if opinions else (),
     )
     if plant_faults and report.passed:
-        few = sources[:PLANTED_ROWS] or _random_sources(config)
+        few = sources[:PLANTED_ROWS] or random_sources(config, PLANTED_ROWS)
         planted = self_test(checkpoint, bundle, variant, session, few, tolerance, done)
         report = replace(report, self_test=planted)
     if not report.passed:
@@ -156,12 +155,6 @@ def verify_against(
         origin = localise(checkpoint.model, bundle, variant, session, tolerance, shown, replay)
         report = replace(report, origin=origin)
     return report
-
-
-def _random_sources(config: ModelConfig) -> list[list[int]]:
-    """What the searches of the self-test run on where there is no text."""
-    case = random_case(config, PLANTED_ROWS, min(12, config.max_positions // 2), 0, seed=0)
-    return [row[mask].tolist() for row, mask in zip(case.source, case.mask, strict=True)]
 
 
 def _fed_whole(

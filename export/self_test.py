@@ -17,10 +17,10 @@ from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.config import ModelConfig
 from transferry.export.bundle import require_exported_from
 from transferry.export.bundle_copy import BundleCopy
-from transferry.export.cases import random_case, room, sweep
+from transferry.export.cases import random_case, sweep
 from transferry.export.fault import rare_tokens
 from transferry.export.faults import faults_of
-from transferry.export.judge import SEARCHES, Judge
+from transferry.export.judge import SEARCHES, Judge, search_settings
 from transferry.export.teacher_forcing import TeacherForcing
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.compare import (
@@ -186,10 +186,12 @@ class Gate:
         return _failed(self._judge.text(model, pairs, forcing)) if pairs else ""
 
     def _searches(self, sources: Sequence[Sequence[int]]) -> Mapping[str, GenerationOptions]:
-        length = room(self._config, sources, LONGEST_ANSWER)
-        settings = {**self._bundle.manifest.generation, "max_length": length}
+        generation = self._bundle.manifest.generation
         return {
-            name: GenerationOptions(**{**settings, **fields}) for name, fields in SEARCHES.items()
+            name: GenerationOptions(
+                **search_settings(name, generation, self._config, sources, LONGEST_ANSWER)
+            )
+            for name in SEARCHES
         }
 
     def changes(self, folder: Path) -> bool:
