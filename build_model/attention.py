@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,14 @@ class KeyValues(NamedTuple):
         )
 
 
+class Past(Protocol):
+    """What takes up the keys and values of new positions: a cache that grows, or one in place."""
+
+    def append(self, newer: KeyValues) -> KeyValues:
+        """Returns what the new positions read: earlier keys and values, and their own."""
+        ...
+
+
 def padding_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns M of the attention formula for padding: 0 at a token, minus infinity elsewhere.
 
@@ -44,22 +52,23 @@ def padding_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return bias.masked_fill(~mask, -math.inf)[:, None, None, :]
 
 
-def causal_bias(past: int, length: int, like: Tensor) -> Tensor:
+def causal_bias(
+    past: int, length: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tensor:
     """Returns M that hides the future: query i, at position past + i, sees positions up to it.
 
     Args:
         past: Positions that lie before the queries, in the cache.
         length: Number of queries.
-        like: Gives the result its type and device.
+        dtype: The floating type of the scores.
+        device: Where the scores are.
 
     Returns:
         [length, past + length]
     """
-    positions = torch.arange(past + length, device=like.device)
+    positions = torch.arange(past + length, device=device)
     hidden = positions[None, :] > positions[past:, None]
-    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill(
-        hidden, -math.inf
-    )
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill(hidden, -math.inf)
 
 
 class Rotation(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transferry.build_model.attention import KeyValues, MultiHeadAttention, Rotation
+from transferry.build_model.attention import KeyValues, MultiHeadAttention, Past, Rotation
 from transferry.build_model.config import ModelConfig
 
 
@@ -135,7 +135,7 @@ class Layer(nn.Module):
         self,
         x: Tensor,
         bias: Tensor | None,
-        past: KeyValues | None = None,
+        past: Past | None = None,
         cross: KeyValues | None = None,
         cross_bias: Tensor | None = None,
         rotation: Rotation | None = None,
@@ -145,7 +145,8 @@ class Layer(nn.Module):
         Args:
             x: [batch, length, d_model]
             bias: M of self-attention, broadcastable to [batch, heads, length, past + length].
-            past: Keys and values of earlier positions, [batch, kv_heads, past, d_head] each.
+            past: Keys and values of earlier positions, [batch, kv_heads, past, d_head] each, or
+                another cache that takes up the new ones.
             cross: Keys and values of the source, [batch, kv_heads, source, d_head] each.
             cross_bias: M of cross-attention, broadcastable to [batch, heads, length, source].
             rotation: The angles of the new positions, where positions are rotary.

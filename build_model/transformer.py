@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transferry.build_model.attention import KeyValues, Rotation, causal_bias, padding_bias
+from transferry.build_model.attention import (
+    KeyValues,
+    Past,
+    Rotation,
+    causal_bias,
+    padding_bias,
+)
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.layers import (
     Layer,
@@ -173,10 +179,37 @@ class Transformer(nn.Module):
         length, new = past[0].keys.shape[2], target.shape[1]
         positions = torch.arange(new, device=target.device)
         positions = positions + (length if cross else mask.sum(dim=1, keepdim=True))
-        x = self.embed(target, positions)
-        bias, cross_bias = causal_bias(length, new, x), padding_bias(mask, x.dtype)
+        dtype = self.embedding.weight.dtype
+        bias = causal_bias(length, new, dtype, target.device)
+        cross_bias = padding_bias(mask, dtype)
         if not cross:
             bias = bias + F.pad(cross_bias, (0, new))
+        return self.decode_at(target, positions, bias, cross_bias, cross, past)
+
+    def decode_at(
+        self,
+        target: Tensor,
+        positions: Tensor,
+        bias: Tensor,
+        cross_bias: Tensor | None,
+        cross: Sequence[KeyValues],
+        past: Sequence[Past],
+    ) -> tuple[Tensor, list[KeyValues]]:
+        """Runs the decoder over target tokens wherever they stand and whatever they see.
+
+        Args:
+            target: [batch, target] int64
+            positions: Of the tokens, [target] or [batch, target] int64.
+            bias: M of self-attention, broadcastable to [batch, heads, target, present].
+            cross_bias: M of cross-attention, broadcastable to [batch, heads, target, source];
+                not used where there is no encoder.
+            cross: As for `decode`.
+            past: What takes up each layer's new keys and values; see `Past`.
+
+        Returns:
+            As `decode`.
+        """
+        x = self.embed(target, positions)
         rotation = self._rotation(positions)
         presents = []
         for number, (layer, layer_past) in enumerate(zip(self.decoder, past, strict=True)):

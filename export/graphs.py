@@ -10,6 +10,7 @@ Every dimension that varies is dynamic.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
@@ -159,16 +160,16 @@ def export_graphs(
             cache("selected", "length", "selected"),
         ),
     }
-    with _silenced():
+    with silenced():
         return {
-            name: _export(module, GraphSpec(f"{variant}/{name}.onnx", inputs, outputs))
+            name: export_graph(module, GraphSpec(f"{variant}/{name}.onnx", inputs, outputs))
             for name in names or GRAPHS[config.architecture]
             for module, inputs, outputs in [specs[name]]
         }
 
 
 @contextlib.contextmanager
-def _silenced() -> Iterator[None]:
+def silenced() -> Iterator[None]:
     """Torch's exporter warns of its own affairs; what matters is checked afterwards."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
@@ -181,25 +182,28 @@ def _silenced() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _export(module: nn.Module, spec: GraphSpec) -> Graph:
+def export_graph(module: nn.Module, spec: GraphSpec, opset: int = OPSET) -> Graph:
     """Traces the module with sizes that no two dimensions share, each dynamic."""
     inputs, outputs = spec.inputs, spec.outputs
     sizes = {"batch": 2, "source": 7, "target": 3, "past": 5, "length": 5, "selected": 3}
+    sizes |= {"capacity": 11, "new": 4, "new length": 13}
     examples = [_example(spec, sizes) for spec in inputs]
     dynamic = [
         {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)}
         for spec in inputs
     ]
     # forward(a, b, *cache) takes the shapes of *cache as one tuple; forward(a, b) has none.
-    fixed = 1 if inputs[0].role == "rows" else 2
-    shapes = (*dynamic[:fixed], tuple(dynamic[fixed:])) if len(inputs) > fixed else tuple(dynamic)
+    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
+    several = inspect.Parameter.VAR_POSITIONAL
+    fixed = kinds.index(several) if several in kinds else len(inputs)
+    shapes = (*dynamic[:fixed], tuple(dynamic[fixed:])) if several in kinds else tuple(dynamic)
     program = torch.onnx.export(
         module.eval(),
         tuple(examples),
         dynamic_shapes=shapes,
         input_names=[spec.name for spec in inputs],
         output_names=[spec.name for spec in outputs],
-        opset_version=OPSET,
+        opset_version=opset,
         dynamo=True,
         optimize=False,
         verbose=False,

@@ -46,7 +46,13 @@ Role = Literal[
     "present",  # [batch, heads, past + target, d_head]: the next step's past
     "logits",  # [batch, target, vocabulary], or of an encoder alone [batch, source, vocabulary]
     "hidden",  # [batch, source, d_model]: what an encoder alone makes of the source
-    "rows",  # int64 [selected]: which rows to take
+    "positions",  # int64 [batch, target]: of the target; where the cache lies in place
+    "write",  # int64 [batch]: the cache's column that the first target token writes; likewise
+    "bias",  # [batch, 1, target, capacity]: 0 at columns that a token sees, else minus infinity
+    "source_bias",  # [batch, 1, 1, source]: the same for the source
+    "rows",  # int64 [selected] or [new]: which rows to take, or to put something into
+    "fresh",  # [new, heads, new length, d_head]: what is put into rows of a state
+    "placed",  # [batch, heads, length, d_head]: the state after that
     "state",  # [batch, heads, length, d_head]: past or cross, before a selection
     "selected",  # [selected, heads, length, d_head]: and after it
 ]

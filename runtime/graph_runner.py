@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ class GraphRunner:
         self.graph = graph
         self.session = open_session(bundle.graph(graph), options)
         self._device = options.provider
+        self.on_device = options.provider != "cpu"
         self._device_id = options.device_id if options.provider != "cpu" else 0
         self._only_what_is_bound = onnxruntime.RunOptions()
         self._only_what_is_bound.only_execute_path_to_fetches = True
@@ -38,26 +40,56 @@ class GraphRunner:
         inputs: Mapping[Any, Sequence[OrtValue]],
         *outputs: Any,
         host: Mapping[Any, NDArray[Any]] | None = None,
+        in_place: Mapping[Any, Sequence[OrtValue]] | None = None,
     ) -> list[OrtValue]:
         """Runs the graph.
 
         Args:
             inputs: All inputs, by role, in the manifest's order.
             outputs: The roles of the outputs that stay on the device and are returned.
-            host: Where to write other outputs, by role. What is in neither is not computed.
+            host: Where to write other outputs, by role. What is asked for nowhere is not computed.
+            in_place: Where yet other outputs go, by role: buffers on the device, such as inputs.
 
         Raises:
             InputError: onnxruntime cannot run the graph on these inputs, or has no memory for it.
         """
-        binding = self.session.io_binding()
-        for role, values in inputs.items():
-            for name, value in zip(self.graph.names(role), values, strict=True):
-                binding.bind_ortvalue_input(name, value)
-        for role, array in (host or {}).items():
-            (name,) = self.graph.names(role)
-            binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        binding = self._bound(inputs, host or {}, in_place or {})
         for name in (name for role in outputs for name in self.graph.names(role)):
             binding.bind_output(name, self._device, self._device_id)
+        self.run_bound(binding)
+        bound = len(host or {}) + sum(map(len, (in_place or {}).values()))
+        results: list[OrtValue] = list(binding.get_outputs())
+        return results[bound:]
+
+    def bind(
+        self,
+        shape: tuple[int, ...],
+        *,
+        fixed: Mapping[Any, Sequence[OrtValue]],
+        changing: Mapping[str, NDArray[Any]],
+        in_place: Mapping[Any, Sequence[OrtValue]],
+        host: Mapping[Any, NDArray[Any]],
+    ) -> BoundCall:
+        """Binds all inputs and outputs once, for many runs.
+
+        Args:
+            shape: Kept as the call's.
+            fixed: Inputs that stay as they are, by role.
+            changing: Inputs that each run is given anew, by role; these arrays are written over.
+            in_place: As for `run`.
+            host: As for `run`.
+        """
+        values = {role: (array, self.value(array)) for role, array in changing.items()}
+        inputs = {**fixed, **{role: [value] for role, (_, value) in values.items()}}
+        binding = self._bound(inputs, host, in_place)
+        return BoundCall(self, binding, shape, values, host, (fixed, in_place))
+
+    def run_bound(self, binding: onnxruntime.IOBinding) -> None:
+        """Runs what is bound.
+
+        Raises:
+            InputError: As `run`.
+        """
         try:
             self.session.run_with_iobinding(binding, self._only_what_is_bound)
         except RuntimeError as error:
@@ -65,9 +97,55 @@ class GraphRunner:
                 f"expected {self.graph.file} to run, found: {' '.join(str(error).split())}. Where "
                 "memory ran out, make batches smaller; else export the bundle again"
             ) from error
-        bound = len(host or {})
-        results: list[OrtValue] = list(binding.get_outputs())
-        return results[bound:]
+
+    def _bound(
+        self,
+        inputs: Mapping[Any, Sequence[OrtValue]],
+        host: Mapping[Any, NDArray[Any]],
+        in_place: Mapping[Any, Sequence[OrtValue]],
+    ) -> onnxruntime.IOBinding:
+        binding = self.session.io_binding()
+        for role, values in inputs.items():
+            for name, value in zip(self.graph.names(role), values, strict=True):
+                binding.bind_ortvalue_input(name, value)
+        for role, array in host.items():
+            (name,) = self.graph.names(role)
+            binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        for role, values in in_place.items():
+            for name, value in zip(self.graph.names(role), values, strict=True):
+                binding.bind_ortvalue_output(name, value)
+        return binding
+
+
+@dataclass(frozen=True)
+class BoundCall:
+    """A graph bound once to buffers that stay, to be run many times.
+
+    Attributes:
+        shape: What tells calls of one graph apart.
+        host: Outputs on the host, by role; the next run writes over them.
+    """
+
+    runner: GraphRunner
+    binding: onnxruntime.IOBinding
+    shape: tuple[int, ...]
+    changing: Mapping[str, tuple[NDArray[Any], OrtValue]]
+    host: Mapping[str, NDArray[Any]]
+    # Held so that what is bound is not freed.
+    held: Sequence[Any]
+
+    def run(self, **inputs: NDArray[Any]) -> None:
+        """Runs the graph on new values of the changing inputs, given by role.
+
+        Raises:
+            InputError: As `GraphRunner.run`.
+        """
+        for role, array in inputs.items():
+            host, value = self.changing[role]
+            np.copyto(host, array)
+            if self.runner.on_device:
+                value.update_inplace(host)
+        self.runner.run_bound(self.binding)
 
 
 def describe(

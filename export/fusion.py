@@ -1,0 +1,264 @@
+"""Rewrites an exported graph so that its linear layers run as fast as onnxruntime's kernels can.
+
+One pass in the order of the nodes. A linear layer comes out of the exporter as MatMul and Add over
+[batch, length, width]; onnxruntime adds the bias within its Gemm kernel, and applies ReLU there
+too, but only to matrices. So everything between two reshapes becomes a matrix [batch * length,
+width]: what works on the last dimension alone (sums, norms, activations) does not mind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+CONTRIB = "com.microsoft"
+ELEMENTWISE = frozenset(
+    {
+        *("Add", "Sub", "Mul", "Div", "Pow", "Sqrt", "Reciprocal", "Neg"),
+        *("Erf", "Tanh", "Sigmoid", "Relu", "Gelu"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x W^T + b, perhaps with a ReLU behind it, as the exporter writes it.
+
+    Attributes:
+        nodes: MatMul, and what of Add and Relu follows, in order.
+        x: [batch, length, inputs]
+        weight: [outputs, inputs], as torch has it.
+        bias: [outputs] or None.
+        relu: Whether the last node is a Relu.
+    """
+
+    nodes: list[ir.Node]
+    x: ir.Value
+    weight: ir.Value
+    bias: ir.Value | None
+    relu: bool
+
+    @property
+    def output(self) -> ir.Value:
+        """[batch, length, outputs]"""
+        return self.nodes[-1].outputs[0]
+
+
+def find_linear(node: ir.Node) -> Linear | None:
+    """Returns the linear layer that begins with a node, if one does."""
+    if node.op_type != "MatMul":
+        return None
+    x, transposed = node.inputs
+    if x is None or transposed is None or (transpose := transposed.producer()) is None:
+        return None
+    weight = transpose.inputs[0]
+    if transpose.op_type != "Transpose" or weight is None or not weight.is_initializer():
+        return None
+    nodes, bias = [node], None
+    following = _only_consumer(node.outputs[0])
+    if following is not None and following.op_type == "Add":
+        other = next(value for value in following.inputs if value is not node.outputs[0])
+        if other is not None and other.is_initializer() and _rank(other) == 1:
+            bias = other
+            nodes.append(following)
+            following = _only_consumer(following.outputs[0])
+    relu = following is not None and following.op_type == "Relu"
+    if following is not None and relu:
+        nodes.append(following)
+    return Linear(nodes, x, weight, bias, relu)
+
+
+class Kernels(Protocol):
+    """What computes linear layers, and is told of each by `Fusion`."""
+
+    def emit(self, linear: Linear, x: ir.Value, graph: ir.Graph) -> list[ir.Node]:
+        """Returns the nodes that compute a linear layer of a matrix.
+
+        Args:
+            linear: The layer.
+            x: Its input [rows, inputs].
+            graph: Takes up new initializers.
+
+        Returns:
+            Nodes in order; the last has the output [rows, outputs] as its only one.
+        """
+        ...
+
+
+class FloatKernels:
+    """Linear layers in the graph's own precision: bias and ReLU within the product."""
+
+    def emit(self, linear: Linear, x: ir.Value, graph: ir.Graph) -> list[ir.Node]:
+        """See `Kernels.emit`."""
+        inputs = [x, linear.weight, *([linear.bias] if linear.bias is not None else [])]
+        if linear.relu:
+            attributes = {"transB": 1, "activation": "Relu"}
+            return [ir.node("FusedGemm", inputs, attributes, domain=CONTRIB)]
+        return [ir.node("Gemm", inputs, {"transB": 1})]
+
+
+class Fusion:
+    """A graph whose linear layers are rewritten."""
+
+    def __init__(self, model: ir.Model, kernels: Kernels, matrix_outputs: Sequence[str]) -> None:
+        """Takes a graph.
+
+        Args:
+            model: The graph, changed in place.
+            kernels: What computes the linear layers.
+            matrix_outputs: Graph outputs that become [batch * length, width].
+        """
+        self.graph = model.graph
+        self.kernels = kernels
+        self.matrix_outputs = matrix_outputs
+        self.linears = 0
+        # The matrix that stands for a value; a value that has become a matrix stands for itself.
+        self._matrices: dict[ir.Value, ir.Value] = {}
+        self._batch_and_length: ir.Value | None = None
+        model.opset_imports[CONTRIB] = 1
+
+    def run(self) -> int:
+        """Rewrites every linear layer, and returns how many there were."""
+        for node in list(self.graph):
+            if node.graph is None:
+                continue  # part of a linear layer that was rewritten
+            if (linear := find_linear(node)) is not None:
+                self._rewrite(linear)
+            elif not self._works_on_matrices(node):
+                self._restore_inputs(node)
+        for index, value in enumerate(self.graph.outputs):
+            if self._is_matrix(value) and value.name not in self.matrix_outputs:
+                name, value.name = value.name, f"{value.name}.matrix"
+                self.graph.outputs[index] = self._restored(value, before=None)
+                self.graph.outputs[index].name = name
+        _drop_unused(self.graph)
+        return self.linears
+
+    def _rewrite(self, linear: Linear) -> None:
+        """Puts a linear layer of matrices in the place of one of three dimensions."""
+        first, old, name = linear.nodes[0], linear.output, linear.output.name
+        nodes = self.kernels.emit(linear, self._matrix(linear.x, before=first), self.graph)
+        output = nodes[-1].outputs[0]
+        output.dtype, output.shape = old.dtype, _matrix_shape(old)
+        self.graph.insert_before(first, nodes)
+        old.replace_all_uses_with(output, replace_graph_outputs=True)
+        self.graph.remove(list(reversed(linear.nodes)), safe=True)
+        output.name = name
+        self._matrices[output] = output
+        self.linears += 1
+
+    def _works_on_matrices(self, node: ir.Node) -> bool:
+        """Gives a node matrices if it can do with them, and tells whether it now does."""
+        tensors = [value for value in node.inputs if value is not None and _rank(value) > 1]
+        if not (
+            _is_pointwise(node)
+            and any(self._is_matrix(value) for value in tensors)
+            and all(value in self._matrices for value in tensors)
+        ):
+            return False
+        for index, value in enumerate(node.inputs):
+            if value in self._matrices:
+                node.replace_input_with(index, self._matrices[value])
+        output = node.outputs[0]
+        output.shape = _matrix_shape(output)
+        self._matrices[output] = output
+        return True
+
+    def _restore_inputs(self, node: ir.Node) -> None:
+        for index, value in enumerate(node.inputs):
+            # A Reshape names all dimensions of its result.
+            if value is not None and self._is_matrix(value) and node.op_type != "Reshape":
+                node.replace_input_with(index, self._restored(value, before=node))
+
+    def _is_matrix(self, value: ir.Value) -> bool:
+        return self._matrices.get(value) is value
+
+    def _matrix(self, value: ir.Value, before: ir.Node) -> ir.Value:
+        if value not in self._matrices:
+            shape = self._constant("matrix", [-1, _width(value)])
+            (matrix,) = self._insert(ir.node("Reshape", [value, shape]), before)
+            matrix.dtype, matrix.shape = value.dtype, _matrix_shape(value)
+            self._matrices[value] = matrix
+        return self._matrices[value]
+
+    def _restored(self, value: ir.Value, before: ir.Node | None) -> ir.Value:
+        """Returns a matrix as [batch, length, width] again."""
+        if self._batch_and_length is None:
+            ids = self.graph.inputs[0]
+            (self._batch_and_length,) = self._insert(ir.node("Shape", [ids]), self.graph[0])
+        width = self._constant("width", [_width(value)])
+        axis = {"axis": 0}
+        (shape,) = self._insert(ir.node("Concat", [self._batch_and_length, width], axis), before)
+        (restored,) = self._insert(ir.node("Reshape", [value, shape]), before)
+        restored.dtype = value.dtype
+        restored.shape = ir.Shape([*self.graph.inputs[0].shape, _width(value)])
+        return restored
+
+    def _insert(self, node: ir.Node, before: ir.Node | None) -> Sequence[ir.Value]:
+        if before is None:
+            self.graph.append(node)
+        else:
+            self.graph.insert_before(before, node)
+        return node.outputs
+
+    def _constant(self, name: str, numbers: list[int]) -> ir.Value:
+        name = f"{name}.{'x'.join(map(str, numbers))}"
+        if name not in self.graph.initializers:
+            register(self.graph, name, np.array(numbers, np.int64))
+        return self.graph.initializers[name]
+
+
+def register(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
+    """Adds an initializer to a graph."""
+    tensor = ir.tensor(array, name=name)
+    value = ir.Value(name=name, shape=ir.Shape(array.shape), const_value=tensor)
+    value.dtype = tensor.dtype
+    graph.register_initializer(value)
+    return value
+
+
+def _is_pointwise(node: ir.Node) -> bool:
+    """Whether a node works on each element, or on the last dimension alone."""
+    if node.op_type == "LayerNormalization":
+        return node.attributes.get_int("axis", -1) == -1
+    if node.op_type == "ReduceMean":
+        axes = node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] else None
+        return axes is not None and axes.numpy().tolist() == [-1]
+    return node.op_type in ELEMENTWISE
+
+
+def _only_consumer(value: ir.Value) -> ir.Node | None:
+    consumers = list(value.consumers())
+    return consumers[0] if len(consumers) == 1 and not value.is_graph_output() else None
+
+
+def _drop_unused(graph: ir.Graph) -> None:
+    """Drops nodes and initializers that nothing reads any more."""
+    for node in reversed(list(graph)):
+        if not any(value.is_graph_output() or list(value.uses()) for value in node.outputs):
+            graph.remove(node, safe=True)
+    for name, value in list(graph.initializers.items()):
+        if not list(value.uses()):
+            del graph.initializers[name]
+
+
+def _rank(value: ir.Value) -> int:
+    if value.shape is None:
+        raise ValueError(f"value {value.name!r} of the exported graph has no known shape")
+    return len(value.shape)
+
+
+def _width(value: ir.Value) -> int:
+    width = value.shape[-1] if value.shape is not None else None
+    if not isinstance(width, int):
+        raise ValueError(f"value {value.name!r} of the exported graph has no known width")
+    return width
+
+
+def _matrix_shape(value: ir.Value) -> ir.Shape:
+    return ir.Shape(["rows", value.shape[-1]]) if value.shape is not None else ir.Shape([])

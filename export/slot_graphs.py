@@ -1,0 +1,176 @@
+"""The graphs of the fused variants: a cache in place, in slots of sentences.
+
+The portable decoder makes a longer cache at every step. This one writes into buffers of a given
+capacity, each sentence at its own place, and reads what a bias lets it see. So sentences of one
+batch may stand at different lengths, new ones may take the place of those that ended, and the
+beams of a sentence share one cache: which of its columns a beam descends from is in the bias, and
+no column ever moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from transferry.build_model.attention import KeyValues
+from transferry.build_model.transformer import Transformer
+from transferry.export.graphs import EncoderGraph, Graph, SelectGraph, export_graph, flatten, pair
+from transferry.runtime.bundle import GraphSpec, Role, TensorSpec
+
+# The first that has TensorScatter.
+OPSET = 24
+
+
+@dataclass(frozen=True)
+class CacheInPlace:
+    """Keys and values [batch, kv_heads, capacity, d_head], and where new ones go [batch]."""
+
+    keys: Tensor
+    values: Tensor
+    write: Tensor
+
+    def append(self, newer: KeyValues) -> KeyValues:
+        """Returns the buffers after the new columns were written into them."""
+        return KeyValues(self._scatter(self.keys, newer[0]), self._scatter(self.values, newer[1]))
+
+    def _scatter(self, buffer: Tensor, newer: Tensor) -> Tensor:
+        return torch.onnx.ops.symbolic(
+            "TensorScatter",
+            (buffer, newer, self.write),
+            dtype=buffer.dtype,
+            shape=buffer.shape,
+            version=OPSET,
+        )
+
+
+class SlotDecoderGraph(nn.Module):
+    """target, positions, write, bias, cross and past -> logits and present, written in place."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, target: Tensor, positions: Tensor, write: Tensor, bias: Tensor, *cache: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Runs the decoder over new tokens of every sentence.
+
+        Args:
+            target: [batch, target] int64: of each sentence its beams' tokens, or a prompt's.
+            positions: Of the tokens [batch, target] int64.
+            write: The column of the first token's keys and values [batch] int64.
+            bias: [batch, 1, target, capacity]: 0 at the columns that a token sees, its own
+                included, and minus infinity elsewhere.
+            cache: Where there is an encoder, the same for the source [batch, 1, 1, source] and
+                all of cross; then all of past [batch, kv_heads, capacity, d_head].
+        """
+        cross_bias, cross = None, cache[:0]
+        if self.model.encoder:
+            crosses = 2 * len(self.model.decoder)
+            cross_bias, cross, cache = cache[0], cache[1 : 1 + crosses], cache[1 + crosses :]
+        past = [CacheInPlace(*tensors, write) for tensors in pair(cache)]
+        logits, present = self.model.decode_at(
+            target, positions, bias, cross_bias, pair(cross), past
+        )
+        return logits, *flatten(present)
+
+
+class PlaceGraph(nn.Module):
+    """rows, fresh and state -> state with fresh in these rows, written in place."""
+
+    def forward(self, rows: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Puts each fresh [new, heads, new length, d_head] into its state's rows [new].
+
+        A state is [batch, heads, length, d_head]; what is longer than it is cut off, and what is
+        shorter is filled up with zeros.
+        """
+        half = len(tensors) // 2
+        return tuple(
+            _put(rows, fresh, state)
+            for fresh, state in zip(tensors[:half], tensors[half:], strict=True)
+        )
+
+
+def _put(rows: Tensor, fresh: Tensor, state: Tensor) -> Tensor:
+    fitting = fresh[:, :, : state.shape[2]]
+    filled = F.pad(fitting, (0, 0, 0, state.shape[2] - fitting.shape[2]))
+    return torch.onnx.ops.symbolic(
+        "ScatterND", (state, rows[:, None], filled), dtype=state.dtype, shape=state.shape, version=18
+    )
+
+
+def export_slot_graphs(model: Transformer, variant: str, precision: str) -> dict[str, Graph]:
+    """Exports the graphs of a fused variant, before any rewriting.
+
+    Args:
+        model: Encoder-decoder or decoder-only, in eval mode and in the variant's precision.
+        variant: Its name, which the files begin with.
+        precision: numpy's name of the type of the cache and the logits.
+
+    Returns:
+        The graphs by name.
+    """
+    config = model.config
+    has_encoder = bool(config.encoder_layers)
+
+    def ids(role: Role, *shape: str) -> TensorSpec:
+        return TensorSpec(role, role, "int64", shape)
+
+    def floats(role: Role, *shape: str | int) -> TensorSpec:
+        return TensorSpec(role, role, precision, shape)
+
+    def cache(role: Role, batch: str, length: str) -> tuple[TensorSpec, ...]:
+        shape = (batch, config.kv_heads, length, config.d_head)
+        return tuple(
+            TensorSpec(f"{role}.{layer}.{part}", role, precision, shape)
+            for layer in range(config.decoder_layers)
+            for part in ("keys", "values")
+        )
+
+    source = ids("source", "batch", "source")
+    mask = TensorSpec("source_mask", "source_mask", "bool", ("batch", "source"))
+    read = (floats("source_bias", "batch", 1, 1, "source"), *cache("cross", "batch", "source"))
+    modules: dict[str, tuple[nn.Module, tuple[TensorSpec, ...], tuple[TensorSpec, ...]]] = {
+        "decoder": (
+            SlotDecoderGraph(model),
+            (
+                ids("target", "batch", "target"),
+                ids("positions", "batch", "target"),
+                ids("write", "batch"),
+                floats("bias", "batch", 1, "target", "capacity"),
+                *(read if has_encoder else ()),
+                *cache("past", "batch", "capacity"),
+            ),
+            (
+                floats("logits", "batch * target", config.vocabulary_size),
+                *cache("present", "batch", "capacity"),
+            ),
+        ),
+        "select": (
+            SelectGraph(),
+            (ids("rows", "selected"), *cache("state", "batch", "length")),
+            cache("selected", "selected", "length"),
+        ),
+        "place": (
+            PlaceGraph(),
+            (
+                ids("rows", "new"),
+                *cache("fresh", "new", "new length"),
+                *cache("state", "batch", "length"),
+            ),
+            cache("placed", "batch", "length"),
+        ),
+    }
+    if has_encoder:
+        modules["encoder"] = (
+            EncoderGraph(model),
+            (source, mask),
+            cache("cross", "batch", "source"),
+        )
+    return {
+        name: export_graph(module, GraphSpec(f"{variant}/{name}.onnx", inputs, outputs), OPSET)
+        for name, (module, inputs, outputs) in modules.items()
+    }
