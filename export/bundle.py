@@ -13,9 +13,10 @@ from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.config import ModelConfig
 from transferry.export.backends import ReferenceBackend
 from transferry.export.cases import fitting, random_sources, source_of
-from transferry.export.graphs import OPSET, export_graphs
+from transferry.export.graphs import Graph
 from transferry.export.judge import Judge
 from transferry.export.plain_decoder import plain_model
+from transferry.export.variants import PORTABLE, RECIPES, export_variant
 from transferry.export.weights import write_graphs
 from transferry.runtime.bundle import (
     MANIFEST,
@@ -34,7 +35,6 @@ from transferry.runtime.reference import Reference, check_reference
 from transferry.runtime.report import ParityReport
 from transferry.runtime.session import SessionOptions
 
-VARIANT = "portable"
 MADE_BY = ("transferry", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu")
 
 # Recorded searches run over this many sources, of at most this many tokens out.
@@ -47,6 +47,7 @@ def export_bundle(
     out: Path,
     *,
     texts: Sequence[str] = (),
+    variants: Sequence[str] = (),
     force: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> Bundle:
@@ -58,6 +59,7 @@ def export_bundle(
         checkpoint: What was trained.
         out: The bundle's folder.
         texts: Sentences for the recorded reference; random tokens where none fits the model.
+        variants: Those beside the portable one, by name.
         force: Replace a bundle that is there.
         say: Takes a line at each stage.
 
@@ -74,7 +76,7 @@ def export_bundle(
     if out.exists() and not (out / MANIFEST).exists():
         raise UsageError(f"{out} exists and is no bundle, so it is not replaced; name another")
     with staged_folder(out) as folder:
-        bundle = _write(checkpoint, folder, texts, say)
+        bundle = _write(checkpoint, folder, texts, [PORTABLE, *variants], say)
         say("verifying")
         check_graphs(bundle)
         report = check_bundle(bundle)
@@ -137,14 +139,24 @@ def check_bundle(bundle: Bundle, tolerance: Tolerance | None = None) -> ParityRe
 
 
 def _write(
-    checkpoint: Checkpoint, folder: Path, texts: Sequence[str], say: Callable[[str], None]
+    checkpoint: Checkpoint,
+    folder: Path,
+    texts: Sequence[str],
+    names: Sequence[str],
+    say: Callable[[str], None],
 ) -> Bundle:
     """Writes everything but the manifest."""
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
-    say("exporting the graphs")
-    graphs = export_graphs(model, VARIANT)
-    (folder / VARIANT).mkdir()
-    write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs.values()])
+    variants: dict[str, Variant] = {}
+    graphs: list[Graph] = []
+    for name in dict.fromkeys(names):
+        say(f"exporting variant {name}")
+        made, opset = export_variant(model, name)
+        graphs += made.values()
+        recipe = RECIPES[name]
+        specs = {key: graph.spec for key, graph in made.items()}
+        variants[name] = Variant(name, recipe.precision, recipe.providers, opset, specs)
+    write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs])
     tokenizer.save(folder)
 
     say("recording what torch answers")
@@ -159,18 +171,15 @@ def _write(
     generation = options_of_json(checkpoint.generation)
     judge.record(sources, RECORDED_LENGTH, generation).save(folder / REFERENCE)
 
-    variant = Variant(
-        VARIANT, "float32", OPSET, {name: graph.spec for name, graph in graphs.items()}
-    )
-    names = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
     manifest = Manifest(
         architecture=model.config.architecture,
         model=model.config.to_dict(),
         generation={"max_length": min(256, model.config.max_positions), **generation},
-        variants={VARIANT: variant},
+        variants=variants,
         files={
             path.relative_to(folder).as_posix(): FileRecord(sha256(path), path.stat().st_size)
-            for path in names
+            for path in files
         },
         versions=_versions(),
     )

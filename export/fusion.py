@@ -45,7 +45,7 @@ class Linear:
 
     @property
     def output(self) -> ir.Value:
-        """[batch, length, outputs]"""
+        """What leaves the layer [batch, length, outputs]."""
         return self.nodes[-1].outputs[0]
 
 
@@ -97,8 +97,8 @@ class FloatKernels:
         """See `Kernels.emit`."""
         inputs = [x, linear.weight, *([linear.bias] if linear.bias is not None else [])]
         if linear.relu:
-            attributes = {"transB": 1, "activation": "Relu"}
-            return [ir.node("FusedGemm", inputs, attributes, domain=CONTRIB)]
+            fused = {"transB": 1, "activation": "Relu"}
+            return [ir.node("FusedGemm", inputs, fused, domain=CONTRIB)]
         return [ir.node("Gemm", inputs, {"transB": 1})]
 
 
@@ -136,7 +136,6 @@ class Fusion:
                 name, value.name = value.name, f"{value.name}.matrix"
                 self.graph.outputs[index] = self._restored(value, before=None)
                 self.graph.outputs[index].name = name
-        _drop_unused(self.graph)
         return self.linears
 
     def _rewrite(self, linear: Linear) -> None:
@@ -144,7 +143,7 @@ class Fusion:
         first, old, name = linear.nodes[0], linear.output, linear.output.name
         nodes = self.kernels.emit(linear, self._matrix(linear.x, before=first), self.graph)
         output = nodes[-1].outputs[0]
-        output.dtype, output.shape = old.dtype, _matrix_shape(old)
+        output.type, output.shape = old.type, _matrix_shape(old)
         self.graph.insert_before(first, nodes)
         old.replace_all_uses_with(output, replace_graph_outputs=True)
         self.graph.remove(list(reversed(linear.nodes)), safe=True)
@@ -181,8 +180,11 @@ class Fusion:
     def _matrix(self, value: ir.Value, before: ir.Node) -> ir.Value:
         if value not in self._matrices:
             shape = self._constant("matrix", [-1, _width(value)])
-            (matrix,) = self._insert(ir.node("Reshape", [value, shape]), before)
-            matrix.dtype, matrix.shape = value.dtype, _matrix_shape(value)
+            producer = value.producer()
+            reshaped = producer is not None and producer.op_type == "Reshape"
+            origin = producer.inputs[0] if producer is not None and reshaped else value
+            (matrix,) = self._insert(ir.node("Reshape", [origin, shape]), before)
+            matrix.type, matrix.shape = value.type, _matrix_shape(value)
             self._matrices[value] = matrix
         return self._matrices[value]
 
@@ -195,8 +197,8 @@ class Fusion:
         axis = {"axis": 0}
         (shape,) = self._insert(ir.node("Concat", [self._batch_and_length, width], axis), before)
         (restored,) = self._insert(ir.node("Reshape", [value, shape]), before)
-        restored.dtype = value.dtype
-        restored.shape = ir.Shape([*self.graph.inputs[0].shape, _width(value)])
+        restored.type = value.type
+        restored.shape = ir.Shape(["batch", "length", _width(value)])
         return restored
 
     def _insert(self, node: ir.Node, before: ir.Node | None) -> Sequence[ir.Value]:
@@ -213,9 +215,9 @@ class Fusion:
         return self.graph.initializers[name]
 
 
-def register(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
+def register(graph: ir.Graph, name: str, array: NDArray[Any] | np.generic) -> ir.Value:
     """Adds an initializer to a graph."""
-    tensor = ir.tensor(array, name=name)
+    tensor = ir.tensor(np.asarray(array), name=name)
     value = ir.Value(name=name, shape=ir.Shape(array.shape), const_value=tensor)
     value.dtype = tensor.dtype
     graph.register_initializer(value)
@@ -237,7 +239,7 @@ def _only_consumer(value: ir.Value) -> ir.Node | None:
     return consumers[0] if len(consumers) == 1 and not value.is_graph_output() else None
 
 
-def _drop_unused(graph: ir.Graph) -> None:
+def drop_unused(graph: ir.Graph) -> None:
     """Drops nodes and initializers that nothing reads any more."""
     for node in reversed(list(graph)):
         if not any(value.is_graph_output() or list(value.uses()) for value in node.outputs):

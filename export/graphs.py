@@ -107,13 +107,13 @@ def pair(tensors: Sequence[Tensor]) -> list[KeyValues]:
 
 
 def export_graphs(
-    model: Transformer, variant: str, names: Sequence[str] | None = None
+    model: Transformer, prefix: str, names: Sequence[str] | None = None
 ) -> dict[str, Graph]:
     """Exports the graphs of the portable variant: standard ONNX operators only, float32.
 
     Args:
         model: The model, in eval mode.
-        variant: The folder, inside the bundle, that the graphs will lie in.
+        prefix: What the names of the files begin with, a folder included.
         names: Which graphs; by default those that `runtime.bundle.GRAPHS` lists for the
             architecture.
 
@@ -162,7 +162,7 @@ def export_graphs(
     }
     with silenced():
         return {
-            name: export_graph(module, GraphSpec(f"{variant}/{name}.onnx", inputs, outputs))
+            name: export_graph(module, GraphSpec(f"{prefix}{name}.onnx", inputs, outputs))
             for name in names or GRAPHS[config.architecture]
             for module, inputs, outputs in [specs[name]]
         }

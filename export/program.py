@@ -179,7 +179,7 @@ def value_error(
 def trace(model: Transformer, variant: str, name: str) -> Graph:
     """Exports a graph once more, with a program whose every value knows its code."""
     with _functions_recorded():
-        return export_graphs(model, variant, [name])[name]
+        return export_graphs(model, f"{variant}/", [name])[name]
 
 
 def _tensor(

@@ -17,7 +17,15 @@ from torch import Tensor, nn
 
 from transferry.build_model.attention import KeyValues
 from transferry.build_model.transformer import Transformer
-from transferry.export.graphs import EncoderGraph, Graph, SelectGraph, export_graph, flatten, pair
+from transferry.export.graphs import (
+    EncoderGraph,
+    Graph,
+    SelectGraph,
+    export_graph,
+    flatten,
+    pair,
+    silenced,
+)
 from transferry.runtime.bundle import GraphSpec, Role, TensorSpec
 
 # The first that has TensorScatter.
@@ -71,11 +79,16 @@ class SlotDecoderGraph(nn.Module):
         if self.model.encoder:
             crosses = 2 * len(self.model.decoder)
             cross_bias, cross, cache = cache[0], cache[1 : 1 + crosses], cache[1 + crosses :]
-        past = [CacheInPlace(*tensors, write) for tensors in pair(cache)]
+        dtype = self.model.embedding.weight.dtype
         logits, present = self.model.decode_at(
-            target, positions, bias, cross_bias, pair(cross), past
+            target,
+            positions,
+            bias.to(dtype),
+            None if cross_bias is None else cross_bias.to(dtype),
+            pair(cross),
+            [CacheInPlace(*tensors, write) for tensors in pair(cache)],
         )
-        return logits, *flatten(present)
+        return logits.float(), *flatten(present)
 
 
 class PlaceGraph(nn.Module):
@@ -98,29 +111,36 @@ def _put(rows: Tensor, fresh: Tensor, state: Tensor) -> Tensor:
     fitting = fresh[:, :, : state.shape[2]]
     filled = F.pad(fitting, (0, 0, 0, state.shape[2] - fitting.shape[2]))
     return torch.onnx.ops.symbolic(
-        "ScatterND", (state, rows[:, None], filled), dtype=state.dtype, shape=state.shape, version=18
+        "ScatterND",
+        (state, rows[:, None], filled),
+        dtype=state.dtype,
+        shape=state.shape,
+        version=18,
     )
 
 
-def export_slot_graphs(model: Transformer, variant: str, precision: str) -> dict[str, Graph]:
+def export_slot_graphs(model: Transformer, prefix: str) -> dict[str, Graph]:
     """Exports the graphs of a fused variant, before any rewriting.
+
+    Biases and logits are float32 whatever the model computes in, so that the host need know of no
+    other type; the cache has the model's.
 
     Args:
         model: Encoder-decoder or decoder-only, in eval mode and in the variant's precision.
-        variant: Its name, which the files begin with.
-        precision: numpy's name of the type of the cache and the logits.
+        prefix: What the names of the files begin with, a folder included.
 
     Returns:
         The graphs by name.
     """
     config = model.config
     has_encoder = bool(config.encoder_layers)
+    precision = str(model.embedding.weight.dtype).removeprefix("torch.")
 
     def ids(role: Role, *shape: str) -> TensorSpec:
         return TensorSpec(role, role, "int64", shape)
 
     def floats(role: Role, *shape: str | int) -> TensorSpec:
-        return TensorSpec(role, role, precision, shape)
+        return TensorSpec(role, role, "float32", shape)
 
     def cache(role: Role, batch: str, length: str) -> tuple[TensorSpec, ...]:
         shape = (batch, config.kv_heads, length, config.d_head)
@@ -170,7 +190,8 @@ def export_slot_graphs(model: Transformer, variant: str, precision: str) -> dict
             (source, mask),
             cache("cross", "batch", "source"),
         )
-    return {
-        name: export_graph(module, GraphSpec(f"{variant}/{name}.onnx", inputs, outputs), OPSET)
-        for name, (module, inputs, outputs) in modules.items()
-    }
+    with silenced():
+        return {
+            name: export_graph(module, GraphSpec(f"{prefix}{name}.onnx", inputs, outputs), OPSET)
+            for name, (module, inputs, outputs) in modules.items()
+        }

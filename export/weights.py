@@ -22,21 +22,24 @@ SMALLEST = 1024
 
 
 def write_graphs(graphs: Iterable[tuple[ir.Model, Path]]) -> None:
-    """Writes each graph to its path, and the weights of all to `weights.bin` beside them.
+    """Writes each graph to its path, and the weights of a folder's graphs to one file there.
 
-    All paths must lie in one folder: onnxruntime refuses external data outside the graph's.
+    onnxruntime refuses external data that lies outside the graph's folder.
     """
-    places: dict[tuple[ir.DataType, bytes], tuple[int, int]] = {}
-    graphs = list(graphs)
-    (folder,) = {path.parent for _, path in graphs}
-    with (folder / WEIGHTS).open("wb") as file:
-        for model, _ in graphs:
-            for value in model.graph.initializers.values():
-                tensor = value.const_value
-                if tensor is not None and tensor.nbytes >= SMALLEST:
-                    value.const_value = store(tensor, file, places)
+    folders: dict[Path, list[tuple[ir.Model, Path]]] = {}
     for model, path in graphs:
-        ir.save(model, path)
+        folders.setdefault(path.parent, []).append((model, path))
+    for folder, members in folders.items():
+        folder.mkdir(exist_ok=True)
+        places: dict[tuple[ir.DataType, bytes], tuple[int, int]] = {}
+        with (folder / WEIGHTS).open("wb") as file:
+            for model, _ in members:
+                for value in model.graph.initializers.values():
+                    tensor = value.const_value
+                    if tensor is not None and tensor.nbytes >= SMALLEST:
+                        value.const_value = store(tensor, file, places)
+        for model, path in members:
+            ir.save(model, path)
 
 
 def store(

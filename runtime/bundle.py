@@ -106,12 +106,14 @@ class Variant:
     Attributes:
         name: Such as "portable".
         precision: Type of weights and arithmetic.
+        providers: Where it is meant to run.
         opset: Version of the standard ONNX operators that the graphs use.
         graphs: Those that `GRAPHS` lists, by name.
     """
 
     name: str
     precision: str
+    providers: tuple[str, ...]
     opset: int
     graphs: Mapping[str, GraphSpec]
 
@@ -237,7 +239,9 @@ def _variant(record: dict[str, Any]) -> Variant:
         name: GraphSpec(graph["file"], _tensors(graph["inputs"]), _tensors(graph["outputs"]))
         for name, graph in record["graphs"].items()
     }
-    return Variant(record["name"], record["precision"], record["opset"], graphs)
+    return Variant(
+        record["name"], record["precision"], tuple(record["providers"]), record["opset"], graphs
+    )
 
 
 def _tensors(records: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:

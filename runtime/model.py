@@ -4,8 +4,9 @@ from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.onnx_encoder import OnnxEncoder
 from transferry.runtime.session import SessionOptions
+from transferry.runtime.slot_decoder import SlotDecoder
 
-Model = OnnxDecoder | OnnxEncoder
+Model = OnnxDecoder | SlotDecoder | OnnxEncoder
 
 
 def open_model(bundle: Bundle, variant: Variant, options: SessionOptions) -> Model:
@@ -17,4 +18,6 @@ def open_model(bundle: Bundle, variant: Variant, options: SessionOptions) -> Mod
     """
     if bundle.manifest.architecture == "encoder-only":
         return OnnxEncoder(bundle, variant, options)
+    if variant.graphs["decoder"].names("write"):
+        return SlotDecoder(bundle, variant, options)
     return OnnxDecoder(bundle, variant, options)

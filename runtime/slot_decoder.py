@@ -183,7 +183,7 @@ class SlotDecoder:
     def tensors(self, state: SlotState) -> dict[str, Floats]:
         """Copies cross and past to the host as the portable graphs have them, a cache a row."""
         slots, width = state.positions.shape
-        names = [name for name in self._names("cross") + self._names("past")]
+        names = [*self._names("cross"), *self._names("past")]
         values = [value.numpy() for value in (*state.cross, *state.past)]
         cross = [value.repeat(width, axis=0) for value in values[: len(state.cross)]]
         seen = state.bias == 0
@@ -262,16 +262,12 @@ class SlotDecoder:
             "target": [self._decoder.value(source)],
             "positions": [self._decoder.value(np.tile(np.arange(length), (rows, 1)))],
             "write": [self._decoder.value(np.zeros(rows, np.int64))],
-            "bias": [
-                self._decoder.value(np.where(seen, 0, -np.inf).astype(self._type)[:, None])
-            ],
+            "bias": [self._decoder.value(np.where(seen, 0, -np.inf).astype(self._type)[:, None])],
             "past": fresh,
         }
         self._place(past, slots, self._decoder.run(inputs, "present"))
 
-    def _place(
-        self, state: Sequence[OrtValue], slots: Integers, fresh: Sequence[OrtValue]
-    ) -> None:
+    def _place(self, state: Sequence[OrtValue], slots: Integers, fresh: Sequence[OrtValue]) -> None:
         """Writes fresh rows into buffers, where they lie."""
         place = self._runners["place"]
         inputs = {"rows": [place.value(slots)], "fresh": fresh, "state": state}
@@ -289,9 +285,7 @@ class SlotDecoder:
         self._place(longer, np.arange(slots), buffers)
         return longer
 
-    def _with_room(
-        self, state: SlotState, new: int, slots: Integers | None = None
-    ) -> SlotState:
+    def _with_room(self, state: SlotState, new: int, slots: Integers | None = None) -> SlotState:
         """Returns a state whose cache has room for new columns in some slots, or in all."""
         capacity = state.bias.shape[-1]
         needed = int((state.write if slots is None else state.write[slots]).max()) + new

@@ -118,7 +118,7 @@ def trained_a_little(config: ModelConfig) -> Transformer:
 
 def opened(model: Transformer, folder: Path) -> Model:
     """The graphs in onnxruntime, without what a bundle has besides."""
-    graphs = export_graphs(model, "portable")
+    graphs = export_graphs(model, "portable/")
     (folder / "portable").mkdir()
     write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs.values()])
     specs = {name: graph.spec for name, graph in graphs.items()}

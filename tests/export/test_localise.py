@@ -65,7 +65,7 @@ def exported_wrongly(
     with pytest.MonkeyPatch.context() as patch:
         flawed = copy.deepcopy(model)
         plant(patch, flawed)
-        graph = graphs.export_graphs(flawed, "flawed", [name])[name]
+        graph = graphs.export_graphs(flawed, "flawed/", [name])[name]
         write_graphs([(graph.model, folder / graph.spec.file)])
     right = bundle.variant()
     return copied, dataclasses.replace(right, graphs={**right.graphs, name: graph.spec})

@@ -1,0 +1,36 @@
+"""Weights in 8 bits."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+LARGEST = 127
+# onnxruntime's kernels for CPUs without VNNI add two neighbouring products uint8 * int8 in 16 bits
+# and saturate (microsoft/onnxruntime#12088). 255 * 128 still fits.
+LARGEST_PAIR = 128
+
+
+def quantised(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Rounds each row to 8 bits, symmetrically: `weight` is about `scales[:, None] * integers`.
+
+    A scale is the finest at which no integer leaves -127..127 and no two neighbours of a row,
+    2i and 2i + 1, add up to more than 128 either way: then the product with any uint8 is exact on
+    every CPU. Halving the range (-64..64) would be as safe and coarser.
+
+    Args:
+        weight: [outputs, inputs]
+
+    Returns:
+        The integers [outputs, inputs] and the scales [outputs]; 1 where a row is all zero.
+    """
+    outputs, inputs = weight.shape
+    pairs = np.zeros((outputs, -(-inputs // 2), 2), np.float64)
+    pairs.reshape(outputs, -1)[:, :inputs] = weight
+    single = np.abs(pairs).max(axis=(1, 2)) / LARGEST
+    # Each of the two is rounded up by a half at most.
+    double = np.abs(pairs.sum(axis=2)).max(axis=1) / (LARGEST_PAIR - 1)
+    scales = np.maximum(single, double)
+    scales = np.where(scales > 0, scales, 1).astype(np.float32)
+    integers = np.rint(weight / scales[:, None].astype(np.float64))
+    return np.clip(integers, -LARGEST, LARGEST).astype(np.int8), scales
