@@ -11,8 +11,10 @@ import onnx
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.config import ModelConfig
+from transferry.export import calibration
 from transferry.export.backends import ReferenceBackend
-from transferry.export.cases import fitting, random_sources, source_of
+from transferry.export.calibration import Activation
+from transferry.export.cases import fitting, random_sources, room, source_of
 from transferry.export.graphs import Graph
 from transferry.export.judge import Judge
 from transferry.export.plain_decoder import plain_model
@@ -48,6 +50,7 @@ def export_bundle(
     *,
     texts: Sequence[str] = (),
     variants: Sequence[str] = (),
+    calibrate: Sequence[str] = (),
     force: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> Bundle:
@@ -60,6 +63,7 @@ def export_bundle(
         out: The bundle's folder.
         texts: Sentences for the recorded reference; random tokens where none fits the model.
         variants: Those beside the portable one, by name.
+        calibrate: Sentences that show what range activations have; for int8 variants.
         force: Replace a bundle that is there.
         say: Takes a line at each stage.
 
@@ -76,7 +80,7 @@ def export_bundle(
     if out.exists() and not (out / MANIFEST).exists():
         raise UsageError(f"{out} exists and is no bundle, so it is not replaced; name another")
     with staged_folder(out) as folder:
-        bundle = _write(checkpoint, folder, texts, [PORTABLE, *variants], say)
+        bundle = _write(checkpoint, folder, texts, [PORTABLE, *variants], calibrate, say)
         say("verifying")
         check_graphs(bundle)
         report = check_bundle(bundle)
@@ -143,15 +147,20 @@ def _write(
     folder: Path,
     texts: Sequence[str],
     names: Sequence[str],
+    calibrate: Sequence[str],
     say: Callable[[str], None],
 ) -> Bundle:
     """Writes everything but the manifest."""
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
+    activations = None
+    if calibrate:
+        say(f"calibrating on {len(calibrate)} sentences")
+        activations = calibrated(checkpoint, calibrate)
     variants: dict[str, Variant] = {}
     graphs: list[Graph] = []
     for name in dict.fromkeys(names):
         say(f"exporting variant {name}")
-        made, opset = export_variant(model, name)
+        made, opset = export_variant(model, name, activations)
         graphs += made.values()
         recipe = RECIPES[name]
         specs = {key: graph.spec for key, graph in made.items()}
@@ -184,6 +193,17 @@ def _write(
         versions=_versions(),
     )
     return Bundle(folder, manifest, tokenizer)
+
+
+def calibrated(checkpoint: Checkpoint, texts: Sequence[str]) -> dict[str, Activation]:
+    """Measures what ranges activations have on texts; see `calibration.calibrate`."""
+    tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
+    sources = [
+        source_of(text, tokenizer, config, number)
+        for number, text in enumerate(fitting(texts, tokenizer, config), start=1)
+    ]
+    length = room(config, sources, RECORDED_LENGTH) if sources else 0
+    return calibration.calibrate(checkpoint.model, tokenizer.special, sources, length)
 
 
 def _versions() -> dict[str, str]:

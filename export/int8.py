@@ -26,17 +26,17 @@ class Int8Kernels:
         """Takes what the inputs of the linear layers are quantised with, by name of the weight."""
         self.activations = activations
         self.count = 0
-        self._inputs: dict[tuple[ir.Value, bytes], ir.Value] = {}
+        self._inputs: dict[tuple[ir.Value, float], ir.Value] = {}
 
     def emit(self, linear: Linear, x: ir.Value, graph: ir.Graph) -> list[ir.Node]:
         """See `Kernels.emit`."""
         weight, scales = quantised_weight(graph, linear.weight)
         activation = self._activation(linear)
         name = parameter(linear.weight)
-        scale = register(graph, f"{name}.input_scale", activation.scale)
+        scale = register(graph, f"{name}.input_scale", np.float32(activation.scale))
         zero = register(graph, f"{name}.input_zero", np.uint8(activation.zero_point))
         nodes = []
-        key = (x, activation.scale.tobytes())
+        key = (x, activation.scale)
         if key not in self._inputs:
             nodes.append(ir.node("QuantizeLinear", [x, scale, zero]))
             self._inputs[key] = nodes[-1].outputs[0]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from transferry.build_model.transformer import Transformer
-from transferry.export.calibration import Calibration
+from transferry.export.calibration import Activation
 from transferry.export.fusion import FloatKernels, Fusion, Kernels, drop_unused
 from transferry.export.graphs import OPSET, Graph, export_graphs
 from transferry.export.int8 import Int8Kernels, quantise_embedding
@@ -50,7 +51,7 @@ RECIPES = {
 
 
 def export_variant(
-    model: Transformer, name: str, calibration: Calibration | None = None
+    model: Transformer, name: str, calibration: Mapping[str, Activation] | None = None
 ) -> tuple[dict[str, Graph], int]:
     """Exports the graphs of a variant.
 
@@ -84,7 +85,7 @@ def export_variant(
         kernels: Kernels = FloatKernels()
         if recipe.precision == "int8":
             assert calibration is not None
-            kernels = Int8Kernels(calibration.activations)
+            kernels = Int8Kernels(calibration)
         outputs = [spec.name for spec in graph.spec.outputs if len(spec.shape) == 2]
         linears += Fusion(graph.model, kernels, outputs).run()
         if recipe.precision == "int8":
