@@ -184,7 +184,8 @@ class Transformer(nn.Module):
         cross_bias = padding_bias(mask, dtype)
         if not cross:
             bias = bias + F.pad(cross_bias, (0, new))
-        return self.decode_at(target, positions, bias, cross_bias, cross, past)
+        x, present = self.decode_at(target, positions, bias, cross_bias, cross, past)
+        return self.logits(x), present
 
     def decode_at(
         self,
@@ -207,7 +208,7 @@ class Transformer(nn.Module):
             past: What takes up each layer's new keys and values; see `Past`.
 
         Returns:
-            As `decode`.
+            What `logits` projects [batch, target, d_model], and the present.
         """
         x = self.embed(target, positions)
         rotation = self._rotation(positions)
@@ -218,7 +219,7 @@ class Transformer(nn.Module):
             presents.append(present)
         if self.decoder_norm is not None:
             x = self.decoder_norm(x)
-        return self.logits(x), presents
+        return x, presents
 
     def logits(self, x: Tensor) -> Tensor:
         """Projects x [batch, length, d_model] to scores [batch, length, vocabulary]."""

@@ -15,10 +15,9 @@ from transferry.export import calibration
 from transferry.export.backends import ReferenceBackend
 from transferry.export.calibration import Activation
 from transferry.export.cases import fitting, random_sources, room, source_of
-from transferry.export.graphs import Graph
 from transferry.export.judge import Judge
 from transferry.export.plain_decoder import plain_model
-from transferry.export.variants import PORTABLE, RECIPES, export_variant
+from transferry.export.variants import PORTABLE, MadeVariant, make_variant
 from transferry.export.weights import write_graphs
 from transferry.runtime.bundle import (
     MANIFEST,
@@ -26,7 +25,6 @@ from transferry.runtime.bundle import (
     Bundle,
     FileRecord,
     Manifest,
-    Variant,
 )
 from transferry.runtime.compare import Tolerance
 from transferry.runtime.errors import InputError, ParityError, UsageError
@@ -156,16 +154,17 @@ def _write(
     if calibrate:
         say(f"calibrating on {len(calibrate)} sentences")
         activations = calibrated(checkpoint, calibrate)
-    variants: dict[str, Variant] = {}
-    graphs: list[Graph] = []
+    made: list[MadeVariant] = []
     for name in dict.fromkeys(names):
         say(f"exporting variant {name}")
-        made, opset = export_variant(model, name, activations)
-        graphs += made.values()
-        recipe = RECIPES[name]
-        specs = {key: graph.spec for key, graph in made.items()}
-        variants[name] = Variant(name, recipe.precision, recipe.providers, opset, specs)
-    write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs])
+        made.append(make_variant(model, name, activations))
+    write_graphs(
+        [
+            (graph.model, folder / graph.spec.file)
+            for variant in made
+            for graph in variant.graphs.values()
+        ]
+    )
     tokenizer.save(folder)
 
     say("recording what torch answers")
@@ -185,7 +184,7 @@ def _write(
         architecture=model.config.architecture,
         model=model.config.to_dict(),
         generation={"max_length": min(256, model.config.max_positions), **generation},
-        variants=variants,
+        variants={variant.name: variant.described() for variant in made},
         files={
             path.relative_to(folder).as_posix(): FileRecord(sha256(path), path.stat().st_size)
             for path in files

@@ -31,7 +31,7 @@ class Linear:
 
     Attributes:
         nodes: MatMul, and what of Add and Relu follows, in order.
-        x: [batch, length, inputs]
+        x: [batch, length, inputs] or [rows, inputs].
         weight: [outputs, inputs], as torch has it.
         bias: [outputs] or None.
         relu: Whether the last node is a Relu.
@@ -51,26 +51,35 @@ class Linear:
 
 def find_linear(node: ir.Node) -> Linear | None:
     """Returns the linear layer that begins with a node, if one does."""
-    if node.op_type != "MatMul":
+    if node.op_type == "Gemm" and node.attributes.get_int("transB", 0):
+        x, weight, bias = (*node.inputs, None)[:3]  # of a matrix, and with a bias
+        nodes = [node]
+    elif node.op_type == "MatMul" and (origin := _transposed(node.inputs[1])) is not None:
+        x, weight, bias = node.inputs[0], origin, None
+        nodes = [node]
+        following = _only_consumer(node.outputs[0])
+        if following is not None and following.op_type == "Add":
+            other = next(value for value in following.inputs if value is not node.outputs[0])
+            if other is not None and other.is_initializer() and _rank(other) == 1:
+                bias = other
+                nodes.append(following)
+    else:
         return None
-    x, transposed = node.inputs
-    if x is None or transposed is None or (transpose := transposed.producer()) is None:
+    if x is None or weight is None or not weight.is_initializer():
         return None
-    weight = transpose.inputs[0]
-    if transpose.op_type != "Transpose" or weight is None or not weight.is_initializer():
-        return None
-    nodes, bias = [node], None
-    following = _only_consumer(node.outputs[0])
-    if following is not None and following.op_type == "Add":
-        other = next(value for value in following.inputs if value is not node.outputs[0])
-        if other is not None and other.is_initializer() and _rank(other) == 1:
-            bias = other
-            nodes.append(following)
-            following = _only_consumer(following.outputs[0])
+    following = _only_consumer(nodes[-1].outputs[0])
     relu = following is not None and following.op_type == "Relu"
     if following is not None and relu:
         nodes.append(following)
     return Linear(nodes, x, weight, bias, relu)
+
+
+def _transposed(value: ir.Value | None) -> ir.Value | None:
+    """Returns what a value is the transpose of, if it is one."""
+    producer = value.producer() if value is not None else None
+    if producer is None or producer.op_type != "Transpose":
+        return None
+    return producer.inputs[0]
 
 
 class Kernels(Protocol):
@@ -97,8 +106,9 @@ class FloatKernels:
         """See `Kernels.emit`."""
         inputs = [x, linear.weight, *([linear.bias] if linear.bias is not None else [])]
         if linear.relu:
-            fused = {"transB": 1, "activation": "Relu"}
-            return [ir.node("FusedGemm", inputs, fused, domain=CONTRIB)]
+            return [
+                ir.node("FusedGemm", inputs, {"transB": 1, "activation": "Relu"}, domain=CONTRIB)
+            ]
         return [ir.node("Gemm", inputs, {"transB": 1})]
 
 
@@ -178,6 +188,8 @@ class Fusion:
         return self._matrices.get(value) is value
 
     def _matrix(self, value: ir.Value, before: ir.Node) -> ir.Value:
+        if _rank(value) == 2:
+            return value
         if value not in self._matrices:
             shape = self._constant("matrix", [-1, _width(value)])
             producer = value.producer()

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transferry.build_model.attention import KeyValues
 from transferry.build_model.transformer import Transformer
 from transferry.export.graphs import (
-    EncoderGraph,
     Graph,
     SelectGraph,
     export_graph,
@@ -55,7 +54,7 @@ class CacheInPlace:
 
 
 class SlotDecoderGraph(nn.Module):
-    """target, positions, write, bias, cross and past -> logits and present, written in place."""
+    """target, positions, write, bias, cross and past -> hidden and present, written in place."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
@@ -73,32 +72,65 @@ class SlotDecoderGraph(nn.Module):
             bias: [batch, 1, target, capacity]: 0 at the columns that a token sees, its own
                 included, and minus infinity elsewhere.
             cache: Where there is an encoder, the same for the source [batch, 1, 1, source] and
-                all of cross; then all of past [batch, kv_heads, capacity, d_head].
+                all of cross, as `CrossGraph` gives it; then all of past [batch, kv_heads,
+                capacity, d_head].
         """
-        cross_bias, cross = None, cache[:0]
+        cross_bias, cross = None, []
         if self.model.encoder:
             crosses = 2 * len(self.model.decoder)
-            cross_bias, cross, cache = cache[0], cache[1 : 1 + crosses], cache[1 + crosses :]
+            cross_bias, columns, cache = cache[0], cache[1 : 1 + crosses], cache[1 + crosses :]
+            cross = [KeyValues(each.keys.transpose(2, 3), each.values) for each in pair(columns)]
         dtype = self.model.embedding.weight.dtype
-        logits, present = self.model.decode_at(
+        hidden, present = self.model.decode_at(
             target,
             positions,
             bias.to(dtype),
             None if cross_bias is None else cross_bias.to(dtype),
-            pair(cross),
+            cross,
             [CacheInPlace(*tensors, write) for tensors in pair(cache)],
         )
-        return logits.float(), *flatten(present)
+        return hidden, *flatten(present)
+
+
+class HeadGraph(nn.Module):
+    """hidden -> logits.
+
+    A graph of its own: a prompt needs none, and greedy search seldom all of them.
+    """
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Projects hidden [batch * target, d_model] to [batch * target, vocabulary]."""
+        return self.model.logits(hidden).float()
+
+
+class CrossGraph(nn.Module):
+    """source, source_mask -> cross keys and values, the keys as columns.
+
+    Keys [batch, kv_heads, d_head, source] are what the product with a query reads in order; each
+    step multiplies with them, and transposes them otherwise.
+    """
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, source: Tensor, source_mask: Tensor) -> tuple[Tensor, ...]:
+        """See `Transformer.encode` and `Transformer.cross`."""
+        cross = self.model.cross(self.model.encode(source, source_mask))
+        return flatten([KeyValues(each.keys.transpose(2, 3), each.values) for each in cross])
 
 
 class PlaceGraph(nn.Module):
     """rows, fresh and state -> state with fresh in these rows, written in place."""
 
     def forward(self, rows: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Puts each fresh [new, heads, new length, d_head] into its state's rows [new].
+        """Puts each fresh [new, heads, m, n] into its state's rows [new].
 
-        A state is [batch, heads, length, d_head]; what is longer than it is cut off, and what is
-        shorter is filled up with zeros.
+        A state is [batch, heads, M, N]; where m or n is less, the rest becomes zero.
         """
         half = len(tensors) // 2
         return tuple(
@@ -108,8 +140,10 @@ class PlaceGraph(nn.Module):
 
 
 def _put(rows: Tensor, fresh: Tensor, state: Tensor) -> Tensor:
-    fitting = fresh[:, :, : state.shape[2]]
-    filled = F.pad(fitting, (0, 0, 0, state.shape[2] - fitting.shape[2]))
+    _, _, length, width = (
+        more - fewer for more, fewer in zip(state.shape, fresh.shape, strict=True)
+    )
+    filled = F.pad(fresh, (0, width, 0, length))
     return torch.onnx.ops.symbolic(
         "ScatterND",
         (state, rows[:, None], filled),
@@ -142,17 +176,32 @@ def export_slot_graphs(model: Transformer, prefix: str) -> dict[str, Graph]:
     def floats(role: Role, *shape: str | int) -> TensorSpec:
         return TensorSpec(role, role, "float32", shape)
 
-    def cache(role: Role, batch: str, length: str) -> tuple[TensorSpec, ...]:
-        shape = (batch, config.kv_heads, length, config.d_head)
+    def cache(
+        role: Role, keys: tuple[str | int, ...], values: tuple[str | int, ...]
+    ) -> tuple[TensorSpec, ...]:
         return tuple(
             TensorSpec(f"{role}.{layer}.{part}", role, precision, shape)
             for layer in range(config.decoder_layers)
+            for part, shape in (("keys", keys), ("values", values))
+        )
+
+    def any_cache(role: Role, batch: str, prefix: str = "") -> tuple[TensorSpec, ...]:
+        """Past or cross, whose last dimensions differ."""
+        keys, values = (
+            (batch, config.kv_heads, f"{prefix}{part} length", f"{prefix}{part} width")
             for part in ("keys", "values")
         )
+        return cache(role, keys, values)
+
+    heads, d_head = config.kv_heads, config.d_head
+    cross = cache("cross", ("batch", heads, d_head, "source"), ("batch", heads, "source", d_head))
+    past, present = (
+        cache(role, *[("batch", heads, "capacity", d_head)] * 2) for role in ("past", "present")
+    )
 
     source = ids("source", "batch", "source")
     mask = TensorSpec("source_mask", "source_mask", "bool", ("batch", "source"))
-    read = (floats("source_bias", "batch", 1, 1, "source"), *cache("cross", "batch", "source"))
+    read = (floats("source_bias", "batch", 1, 1, "source"), *cross)
     modules: dict[str, tuple[nn.Module, tuple[TensorSpec, ...], tuple[TensorSpec, ...]]] = {
         "decoder": (
             SlotDecoderGraph(model),
@@ -162,33 +211,38 @@ def export_slot_graphs(model: Transformer, prefix: str) -> dict[str, Graph]:
                 ids("write", "batch"),
                 floats("bias", "batch", 1, "target", "capacity"),
                 *(read if has_encoder else ()),
-                *cache("past", "batch", "capacity"),
+                *past,
             ),
             (
-                floats("logits", "batch * target", config.vocabulary_size),
-                *cache("present", "batch", "capacity"),
+                TensorSpec("hidden", "hidden", precision, ("rows", config.d_model)),
+                *present,
             ),
+        ),
+        "head": (
+            HeadGraph(model),
+            (TensorSpec("hidden", "hidden", precision, ("rows", config.d_model)),),
+            (floats("logits", "rows", config.vocabulary_size),),
         ),
         "select": (
             SelectGraph(),
-            (ids("rows", "selected"), *cache("state", "batch", "length")),
-            cache("selected", "selected", "length"),
+            (ids("rows", "selected"), *any_cache("state", "batch")),
+            any_cache("selected", "selected"),
         ),
         "place": (
             PlaceGraph(),
             (
                 ids("rows", "new"),
-                *cache("fresh", "new", "new length"),
-                *cache("state", "batch", "length"),
+                *any_cache("fresh", "new", "new "),
+                *any_cache("state", "batch"),
             ),
-            cache("placed", "batch", "length"),
+            any_cache("placed", "batch"),
         ),
     }
     if has_encoder:
         modules["encoder"] = (
-            EncoderGraph(model),
+            CrossGraph(model),
             (source, mask),
-            cache("cross", "batch", "source"),
+            cross,
         )
     with silenced():
         return {

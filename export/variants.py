@@ -13,8 +13,10 @@ from transferry.export.calibration import Activation
 from transferry.export.fusion import FloatKernels, Fusion, Kernels, drop_unused
 from transferry.export.graphs import OPSET, Graph, export_graphs
 from transferry.export.int8 import Int8Kernels, quantise_embedding
+from transferry.export.screening import SMALLEST_VOCABULARY, rough_graph, screen_tensors
 from transferry.export.slot_graphs import OPSET as SLOT_OPSET
 from transferry.export.slot_graphs import export_slot_graphs
+from transferry.runtime.bundle import StoredTensor, Variant
 from transferry.runtime.errors import ParityError, UsageError
 
 PORTABLE = "portable"
@@ -50,18 +52,40 @@ RECIPES = {
 }
 
 
-def export_variant(
-    model: Transformer, name: str, calibration: Mapping[str, Activation] | None = None
-) -> tuple[dict[str, Graph], int]:
-    """Exports the graphs of a variant.
+@dataclass(frozen=True)
+class MadeVariant:
+    """A variant whose graphs are in memory, or after `weights.write_graphs` on disk.
+
+    Attributes:
+        name: One of `RECIPES`.
+        opset: Version of the standard operators.
+        graphs: By name.
+    """
+
+    name: str
+    opset: int
+    graphs: Mapping[str, Graph]
+
+    def described(self) -> Variant:
+        """Returns what the manifest says of it; to be asked once the graphs are written."""
+        recipe = RECIPES[self.name]
+        specs = {name: graph.spec for name, graph in self.graphs.items()}
+        screen: Mapping[str, StoredTensor] = {}
+        if "rough" in self.graphs:
+            screen = screen_tensors(self.graphs["head"], self.graphs["rough"])
+        return Variant(self.name, recipe.precision, recipe.providers, self.opset, specs, screen)
+
+
+def make_variant(
+    model: Transformer, name: str, activations: Mapping[str, Activation] | None = None
+) -> MadeVariant:
+    """Exports the graphs of a variant, and fuses them where its recipe says so.
 
     Args:
         model: The model in float32, in eval mode.
         name: One of `RECIPES`.
-        calibration: What an int8 variant quantises activations with.
-
-    Returns:
-        The graphs by name, and the version of the standard operators that they use.
+        activations: What an int8 variant quantises the inputs of linear layers with, by the name
+            of the weight; see `calibration.calibrate`.
 
     Raises:
         UsageError: There is no such variant, or an int8 variant is not calibrated.
@@ -70,34 +94,52 @@ def export_variant(
     if name not in RECIPES:
         raise UsageError(f"there is no variant {name!r}; expected one of {', '.join(RECIPES)}")
     recipe = RECIPES[name]
-    if recipe.precision == "int8" and calibration is None:
-        raise UsageError(f"variant {name} is quantised by text like yours: add --calibrate FILE")
     if not recipe.fused:
-        return export_graphs(model, recipe.prefix), OPSET
+        return MadeVariant(name, OPSET, export_graphs(model, recipe.prefix))
     if recipe.dtype != torch.float32:
         model = copy.deepcopy(model).to(recipe.dtype)
+    opset, graphs = OPSET, dict[str, Graph]()
     if model.config.decoder_layers:
-        graphs, opset = export_slot_graphs(model, recipe.prefix), SLOT_OPSET
+        opset, graphs = SLOT_OPSET, export_slot_graphs(model, recipe.prefix)
     else:
-        graphs, opset = export_graphs(model, recipe.prefix), OPSET
-    linears = 0
-    for graph in graphs.values():
-        kernels: Kernels = FloatKernels()
-        if recipe.precision == "int8":
-            assert calibration is not None
-            kernels = Int8Kernels(calibration)
-        outputs = [spec.name for spec in graph.spec.outputs if len(spec.shape) == 2]
-        linears += Fusion(graph.model, kernels, outputs).run()
-        if recipe.precision == "int8":
-            quantise_embedding(graph.model.graph, EMBEDDING)
-        drop_unused(graph.model.graph)
+        graphs = export_graphs(model, recipe.prefix)
+    linears = sum(_fuse(graph, recipe, activations) for graph in graphs.values())
     expected = linear_layers(model)
     if linears != expected:
         raise ParityError(
             f"variant {name}: expected {expected} linear layers in the graphs, found {linears}; "
             "the exporter wrote some in another way"
         )
-    return graphs, opset
+    if _screened(recipe, graphs, model):
+        graphs["rough"] = rough_graph(graphs["head"])
+    return MadeVariant(name, opset, graphs)
+
+
+def _fuse(graph: Graph, recipe: Recipe, activations: Mapping[str, Activation] | None) -> int:
+    kernels: Kernels = FloatKernels()
+    if recipe.precision == "int8":
+        if activations is None:
+            raise UsageError(
+                "an int8 variant is calibrated on text like that it will run on; add it with "
+                "--calibrate FILE"
+            )
+        kernels = Int8Kernels(activations)
+    outputs = [spec.name for spec in graph.spec.outputs if len(spec.shape) == 2]
+    linears = Fusion(graph.model, kernels, outputs).run()
+    if recipe.precision == "int8":
+        quantise_embedding(graph.model.graph, EMBEDDING)
+    drop_unused(graph.model.graph)
+    return linears
+
+
+def _screened(recipe: Recipe, graphs: Mapping[str, Graph], model: Transformer) -> bool:
+    """Whether greedy search is to be spared most of the vocabulary projection."""
+    return (
+        "head" in graphs
+        and (recipe.precision, recipe.providers) == ("float32", ("cpu",))
+        and model.config.vocabulary_size >= SMALLEST_VOCABULARY
+        and model.output_transform is None
+    )
 
 
 def linear_layers(model: Transformer) -> int:

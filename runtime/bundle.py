@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import sha256
@@ -44,8 +47,10 @@ Role = Literal[
     "past_mask",  # bool [batch, past]: True at a token; where there is no encoder
     "past",  # [batch, heads, past, d_head]: keys or values of earlier positions
     "present",  # [batch, heads, past + target, d_head]: the next step's past
+    "rough",  # [batch * target, vocabulary]: the logits as int8 gives them, for screening
     "logits",  # [batch, target, vocabulary], or of an encoder alone [batch, source, vocabulary]
-    "hidden",  # [batch, source, d_model]: what an encoder alone makes of the source
+    "hidden",  # [batch, source, d_model]: what an encoder alone makes of the source; of a decoder
+    #            [batch * target, d_model], what its logits are made of
     "positions",  # int64 [batch, target]: of the target; where the cache lies in place
     "write",  # int64 [batch]: the cache's column that the first target token writes; likewise
     "bias",  # [batch, 1, target, capacity]: 0 at columns that a token sees, else minus infinity
@@ -100,6 +105,20 @@ class GraphSpec:
 
 
 @dataclass(frozen=True)
+class StoredTensor:
+    """A weight that the runtime reads itself: where it lies, from which byte, and what it is."""
+
+    file: str
+    offset: int
+    type: str
+    shape: tuple[int, ...]
+
+    def read(self, folder: Path) -> NDArray[Any]:
+        """Maps it into memory, read-only."""
+        return np.memmap(folder / self.file, self.type, "r", self.offset, self.shape)
+
+
+@dataclass(frozen=True)
 class Variant:
     """One way to compute the model.
 
@@ -108,7 +127,9 @@ class Variant:
         precision: Type of weights and arithmetic.
         providers: Where it is meant to run.
         opset: Version of the standard ONNX operators that the graphs use.
-        graphs: Those that `GRAPHS` lists, by name.
+        graphs: Those that `GRAPHS` lists, by name, and where the cache lies in place "place".
+        screen: What `runtime.screen` reads of the vocabulary projection, by its names there; empty
+            where greedy search does without.
     """
 
     name: str
@@ -116,6 +137,7 @@ class Variant:
     providers: tuple[str, ...]
     opset: int
     graphs: Mapping[str, GraphSpec]
+    screen: Mapping[str, StoredTensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -228,6 +250,9 @@ def _check_graphs(manifest: Manifest) -> None:
         for graph in variant.graphs.values():
             if graph.file not in manifest.files:
                 raise ValueError(f"graph {graph.file!r} is not among its files")
+        for tensor in variant.screen.values():
+            if tensor.file not in manifest.files:
+                raise ValueError(f"file {tensor.file!r} of a weight is not among its files")
 
 
 def _shape(spec: TensorSpec) -> str:
@@ -240,7 +265,15 @@ def _variant(record: dict[str, Any]) -> Variant:
         for name, graph in record["graphs"].items()
     }
     return Variant(
-        record["name"], record["precision"], tuple(record["providers"]), record["opset"], graphs
+        record["name"],
+        record["precision"],
+        tuple(record["providers"]),
+        record["opset"],
+        graphs,
+        {
+            name: StoredTensor(**{**tensor, "shape": tuple(tensor["shape"])})
+            for name, tensor in record["screen"].items()
+        },
     )
 
 

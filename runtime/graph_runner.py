@@ -12,7 +12,7 @@ import onnxruntime
 from numpy.typing import NDArray
 from onnxruntime import OrtValue
 
-from transferry.runtime.bundle import Bundle, GraphSpec, Variant
+from transferry.runtime.bundle import Bundle, GraphSpec, Role, Variant
 from transferry.runtime.errors import InputError
 from transferry.runtime.processor import instruction_sets, processor_name
 from transferry.runtime.session import SessionOptions, assigned_nodes, open_session, tf32
@@ -34,6 +34,10 @@ class GraphRunner:
         """Puts an array on the device."""
         contiguous = np.ascontiguousarray(array)
         return OrtValue.ortvalue_from_numpy(contiguous, self._device, self._device_id)
+
+    def zeros(self, role: Role, shape: Sequence[int]) -> OrtValue:
+        """Returns a buffer of zeros on the device, of the type that tensors of a role have."""
+        return self.value(np.zeros(shape, self.graph.tensor(role).type))
 
     def run(
         self,
@@ -63,26 +67,24 @@ class GraphRunner:
 
     def bind(
         self,
-        shape: tuple[int, ...],
         *,
         fixed: Mapping[Any, Sequence[OrtValue]],
-        changing: Mapping[str, NDArray[Any]],
-        in_place: Mapping[Any, Sequence[OrtValue]],
-        host: Mapping[Any, NDArray[Any]],
+        changing: Mapping[str, NDArray[Any]] | None = None,
+        in_place: Mapping[Any, Sequence[OrtValue]] | None = None,
+        host: Mapping[Any, NDArray[Any]] | None = None,
     ) -> BoundCall:
         """Binds all inputs and outputs once, for many runs.
 
         Args:
-            shape: Kept as the call's.
             fixed: Inputs that stay as they are, by role.
             changing: Inputs that each run is given anew, by role; these arrays are written over.
             in_place: As for `run`.
             host: As for `run`.
         """
-        values = {role: (array, self.value(array)) for role, array in changing.items()}
+        values = {role: (array, self.value(array)) for role, array in (changing or {}).items()}
         inputs = {**fixed, **{role: [value] for role, (_, value) in values.items()}}
-        binding = self._bound(inputs, host, in_place)
-        return BoundCall(self, binding, shape, values, host, (fixed, in_place))
+        binding = self._bound(inputs, host or {}, in_place or {})
+        return BoundCall(self, binding, values, host or {}, (fixed, in_place))
 
     def run_bound(self, binding: onnxruntime.IOBinding) -> None:
         """Runs what is bound.
@@ -122,13 +124,11 @@ class BoundCall:
     """A graph bound once to buffers that stay, to be run many times.
 
     Attributes:
-        shape: What tells calls of one graph apart.
         host: Outputs on the host, by role; the next run writes over them.
     """
 
     runner: GraphRunner
     binding: onnxruntime.IOBinding
-    shape: tuple[int, ...]
     changing: Mapping[str, tuple[NDArray[Any], OrtValue]]
     host: Mapping[str, NDArray[Any]]
     # Held so that what is bound is not freed.

@@ -8,16 +8,17 @@ when sentences leave altogether, or a buffer becomes too short, does a buffer mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from onnxruntime import OrtValue
 
-from transferry.runtime.bundle import Bundle, Variant
+from transferry.runtime.bundle import Bundle, Role, Variant
 from transferry.runtime.graph_runner import BoundCall, GraphRunner, describe
+from transferry.runtime.screen import Screen
 from transferry.runtime.session import SessionOptions
 
 # Sentences that the encoder reads at once: of similar length, so that little is padding, and few
@@ -31,20 +32,31 @@ Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class _Call:
+    """A step, bound: the decoder's hidden states are what either head reads."""
+
+    decoder: BoundCall
+    head: BoundCall
+    rough: BoundCall | None
+    hidden: OrtValue
+
+
+@dataclass(frozen=True)
 class SlotState:
     """What a step reads besides the tokens. Buffers are shared with the states before and after.
 
     Rows are grouped by slot, `width` neighbouring rows each.
 
     Attributes:
-        cross: Keys and values of the sources, [slots, heads, source, d_head] each, on the device.
+        cross: Keys and values of the sources, [slots, heads, d_head, source] and [slots, heads,
+            source, d_head], on the device.
         past: Keys and values of earlier positions, [slots, heads, capacity, d_head] each, there.
         source_bias: [slots, 1, 1, source]: 0 at a token of the source, minus infinity elsewhere.
         bias: [slots, width, capacity]: 0 at the columns that a row descends from, likewise.
         positions: Of the next tokens [slots, width].
         write: The column of a slot that is written next [slots].
         prompt: Columns of a slot that hold a prompt, its padding included [slots].
-        call: A step of these shapes, bound to these buffers.
+        calls: Steps bound to these buffers, by how many tokens of a slot they read.
     """
 
     cross: Sequence[OrtValue]
@@ -54,7 +66,7 @@ class SlotState:
     positions: Integers
     write: Integers
     prompt: Integers
-    call: BoundCall | None = None
+    calls: dict[int, _Call] = field(default_factory=dict)
 
 
 class SlotDecoder:
@@ -73,12 +85,11 @@ class SlotDecoder:
         }
         self._decoder = self._runners["decoder"]
         self.has_encoder = "encoder" in variant.graphs
-        graph = variant.graphs["decoder"]
-        self.vocabulary_size = int(graph.tensor("logits").shape[-1])
-        past = graph.tensor("past")
-        self._type = np.dtype(past.type)
-        self._heads, self._d_head = int(past.shape[1]), int(past.shape[3])
-        self._tensors = len(graph.names("past"))
+        self.vocabulary_size = int(variant.graphs["head"].tensor("logits").shape[-1])
+        self._screen = None
+        if variant.screen:
+            parts = {name: stored.read(bundle.folder) for name, stored in variant.screen.items()}
+            self._screen = Screen(**parts)
 
     def describe(self) -> dict[str, Any]:
         """What decides the numbers: the settings, and where the nodes of the graphs really ran."""
@@ -88,10 +99,10 @@ class SlotDecoder:
         """Reads the sources; see `Decoder.start`."""
         slots, length = source.shape
         empty = SlotState(
-            self._buffers(slots, length) if self.has_encoder else [],
-            self._buffers(slots, GROWTH),
-            np.full((slots, 1, 1, length), -np.inf, self._type),
-            np.full((slots, 1, GROWTH), -np.inf, self._type),
+            self._buffers("cross", slots, length),
+            self._buffers("past", slots, GROWTH),
+            np.full((slots, 1, 1, length), -np.inf, np.float32),
+            np.full((slots, 1, GROWTH), -np.inf, np.float32),
             np.zeros((slots, 1), np.int64),
             np.zeros(slots, np.int64),
             np.zeros(slots, np.int64),
@@ -113,7 +124,7 @@ class SlotDecoder:
             source_bias[sentences] = -np.inf
             source_bias[sentences, 0, 0, :length] = np.where(mask, 0, -np.inf)
             self._encode(state.cross, sentences, source, mask)
-            state = replace(state, source_bias=source_bias, call=None)
+            state = replace(state, source_bias=source_bias, calls={})
         elif length:
             state = self._with_room(replace(state, write=write), length, sentences)
             bias = _wider(bias, state.bias.shape[-1])
@@ -125,6 +136,23 @@ class SlotDecoder:
 
     def step(self, tokens: Integers, state: SlotState) -> tuple[Floats, SlotState]:
         """Reads target tokens; see `Decoder.step`."""
+        call, state = self._step(tokens, state)
+        call.head.run()
+        return call.head.host["logits"].reshape(*tokens.shape, -1), state
+
+    def likeliest(self, tokens: Integers, state: SlotState) -> tuple[Integers, SlotState]:
+        """Reads one token a row; see `GreedyDecoder.likeliest`."""
+        if self._screen is None:
+            logits, state = self.step(tokens, state)
+            best = logits[:, 0].argmax(axis=1)
+            finite = np.isfinite(logits[np.arange(len(best)), 0, best])
+            return np.where(finite, best, -1), state
+        call, state = self._step(tokens, state)
+        assert call.rough is not None
+        call.rough.run()
+        return self._screen.likeliest(call.hidden.numpy(), call.rough.host["rough"]), state
+
+    def _step(self, tokens: Integers, state: SlotState) -> tuple[_Call, SlotState]:
         slots, width = state.positions.shape
         new = tokens.shape[1]
         state = self._with_room(state, width * new)
@@ -135,23 +163,21 @@ class SlotDecoder:
         slot, row = np.arange(slots)[:, None], np.arange(width)
         for token in range(new):
             bias[slot, row, token:, own[:, :, token]] = 0
-        call = state.call
-        if call is None or call.shape != (slots, width * new):
-            call = self._bind(state, width * new)
+        if width * new not in state.calls:
+            state.calls[width * new] = self._bind(state, width * new)
+        call = state.calls[width * new]
         positions = state.positions[:, :, None] + np.arange(new)
-        call.run(
+        call.decoder.run(
             target=tokens.reshape(slots, -1),
             positions=positions.reshape(slots, -1),
             write=state.write,
             bias=bias.reshape(slots, 1, width * new, -1),
         )
-        logits = call.host["logits"].reshape(slots * width, new, -1)
-        return logits, replace(
+        return call, replace(
             state,
             bias=bias[:, :, -1],
             positions=state.positions + new,
             write=state.write + width * new,
-            call=call,
         )
 
     def select(self, state: SlotState, rows: Integers) -> SlotState:
@@ -183,51 +209,60 @@ class SlotDecoder:
     def tensors(self, state: SlotState) -> dict[str, Floats]:
         """Copies cross and past to the host as the portable graphs have them, a cache a row."""
         slots, width = state.positions.shape
-        names = [*self._names("cross"), *self._names("past")]
-        values = [value.numpy() for value in (*state.cross, *state.past)]
-        cross = [value.repeat(width, axis=0) for value in values[: len(state.cross)]]
         seen = state.bias == 0
         for slot in range(slots):
             seen[slot, :, : state.prompt[slot]] = True
         rows = seen.reshape(slots * width, -1)
-        longest = int(rows.sum(axis=1).max(initial=0))
         # The columns seen come first, in their order.
-        order = np.argsort(~rows, axis=1, kind="stable")[:, None, :longest, None]
-        past = [
-            np.take_along_axis(value.repeat(width, axis=0), order, axis=2)
-            for value in values[len(state.cross) :]
-        ]
-        return dict(zip(names, cross + past, strict=True))
+        order = np.argsort(~rows, axis=1, kind="stable")[:, None, : rows.sum(axis=1).max(), None]
+        past = (np.take_along_axis(each, order, axis=2) for each in _by_row(state.past, width))
+        cross = (
+            each if number % 2 else each.swapaxes(2, 3)
+            for number, each in enumerate(_by_row(state.cross, width))
+        )
+        names = [*self._names("cross"), *self._names("past")]
+        return dict(zip(names, (*cross, *past), strict=True))
 
-    def _names(self, role: Any) -> list[str]:
+    def _names(self, role: Role) -> list[str]:
         return self._decoder.graph.names(role)
 
-    def _buffers(self, slots: int, length: int) -> list[OrtValue]:
-        shape = (slots, self._heads, length, self._d_head)
-        return [self._decoder.value(np.zeros(shape, self._type)) for _ in range(self._tensors)]
+    def _buffers(self, role: Role, slots: int, length: int) -> list[OrtValue]:
+        """Buffers of zeros, so that columns never written cannot be NaN."""
+        sizes = {"batch": slots, "source": length, "capacity": length}
+        return [
+            self._decoder.zeros(role, [int(sizes.get(str(size), size)) for size in spec.shape])
+            for spec in self._decoder.graph.inputs
+            if spec.role == role
+        ]
 
-    def _bind(self, state: SlotState, new: int) -> BoundCall:
+    def _bind(self, state: SlotState, new: int) -> _Call:
+        """Binds a step of `new` tokens a slot to the buffers of a state."""
         slots = len(state.write)
-        return self._decoder.bind(
-            (slots, new),
-            fixed={
-                "past": state.past,
-                **({"cross": state.cross} if self.has_encoder else {}),
-                **(
-                    {"source_bias": [self._decoder.value(state.source_bias)]}
-                    if self.has_encoder
-                    else {}
-                ),
-            },
+        runner = self._decoder
+        width = int(runner.graph.tensor("hidden").shape[-1])
+        hidden = runner.zeros("hidden", (slots * new, width))
+        fixed: dict[Role, Sequence[OrtValue]] = {"past": state.past}
+        if self.has_encoder:
+            fixed |= {"cross": state.cross, "source_bias": [runner.value(state.source_bias)]}
+        decoder = runner.bind(
+            fixed=fixed,
             changing={
                 "target": np.zeros((slots, new), np.int64),
                 "positions": np.zeros((slots, new), np.int64),
                 "write": np.zeros(slots, np.int64),
-                "bias": np.zeros((slots, 1, new, state.bias.shape[-1]), self._type),
+                "bias": np.zeros((slots, 1, new, state.bias.shape[-1]), np.float32),
             },
-            in_place={"present": state.past},
-            host={"logits": np.empty((slots * new, self.vocabulary_size), self._type)},
+            in_place={"present": state.past, "hidden": [hidden]},
         )
+        heads = {
+            name: runner.bind(
+                fixed={"hidden": [hidden]},
+                host={role: np.empty((slots * new, self.vocabulary_size), np.float32)},
+            )
+            for name, role in (("head", "logits"), ("rough", "rough"))
+            if (runner := self._runners.get(name)) is not None
+        }
+        return _Call(decoder, heads["head"], heads.get("rough"), hidden)
 
     def _encode(
         self,
@@ -257,12 +292,12 @@ class SlotDecoder:
         seen = np.tril(np.ones((length, length), np.bool_)) & mask[:, None, :]
         # Padding sees its own column: a softmax over nothing would be NaN.
         seen |= np.eye(length, dtype=np.bool_)
-        fresh = self._buffers(rows, length)
+        fresh = self._buffers("past", rows, length)
         inputs = {
             "target": [self._decoder.value(source)],
             "positions": [self._decoder.value(np.tile(np.arange(length), (rows, 1)))],
             "write": [self._decoder.value(np.zeros(rows, np.int64))],
-            "bias": [self._decoder.value(np.where(seen, 0, -np.inf).astype(self._type)[:, None])],
+            "bias": [self._decoder.value(np.where(seen, 0, -np.inf).astype(np.float32)[:, None])],
             "past": fresh,
         }
         self._place(past, slots, self._decoder.run(inputs, "present"))
@@ -279,9 +314,9 @@ class SlotDecoder:
         select = self._runners["select"]
         return select.run({"rows": [select.value(slots)], "state": buffers}, "selected")
 
-    def _longer(self, buffers: Sequence[OrtValue], length: int) -> Sequence[OrtValue]:
+    def _longer(self, role: Role, buffers: Sequence[OrtValue], length: int) -> Sequence[OrtValue]:
         slots = buffers[0].shape()[0]
-        longer = self._buffers(slots, length)
+        longer = self._buffers(role, slots, length)
         self._place(longer, np.arange(slots), buffers)
         return longer
 
@@ -295,9 +330,9 @@ class SlotDecoder:
         capacity = -(-needed // growth) * growth
         return replace(
             state,
-            past=self._longer(state.past, capacity),
+            past=self._longer("past", state.past, capacity),
             bias=_wider(state.bias, capacity),
-            call=None,
+            calls={},
         )
 
     def _with_source_room(self, state: SlotState, length: int) -> SlotState:
@@ -305,9 +340,9 @@ class SlotDecoder:
             return state
         return replace(
             state,
-            cross=self._longer(state.cross, length),
+            cross=self._longer("cross", state.cross, length),
             source_bias=_wider(state.source_bias, length),
-            call=None,
+            calls={},
         )
 
 
@@ -316,6 +351,10 @@ def _wider(bias: Floats, length: int) -> Floats:
     missing = length - bias.shape[-1]
     widths = [(0, 0)] * (bias.ndim - 1) + [(0, missing)]
     return np.pad(bias, widths, constant_values=-np.inf)
+
+
+def _by_row(buffers: Sequence[OrtValue], width: int) -> Iterator[Floats]:
+    return (buffer.numpy().repeat(width, axis=0) for buffer in buffers)
 
 
 def _runs(values: Integers) -> tuple[Integers, Integers]:
