@@ -1,0 +1,85 @@
+"""How sides are timed beside each other: interleaved rounds, medians, ratios by round."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+Setting = TypeVar("Setting")
+
+
+def interleaved(
+    work: Mapping[Setting, Callable[[], object]], rounds: int, *, quiet: bool = False
+) -> dict[Setting, list[float]]:
+    """Times each side once a round, every other round in reverse order.
+
+    Args:
+        work: What each side does. It has run before, so that nothing is cold.
+        rounds: How often each does it.
+        quiet: Print no line a round.
+
+    Returns:
+        Seconds of each round, by side.
+    """
+    times: dict[Setting, list[float]] = {name: [] for name in work}
+    for number in range(rounds):
+        for name in list(work)[:: -1 if number % 2 else 1]:
+            started = time.perf_counter()
+            work[name]()
+            times[name].append(time.perf_counter() - started)
+        if not quiet:
+            now = ", ".join(f"{name} {values[-1]:.2f} s" for name, values in times.items())
+            print(f"round {number + 1}: {now}", flush=True)
+    return times
+
+
+def fastest(work: Mapping[Setting, Callable[[], object]], repeats: int = 3) -> Setting:
+    """Returns the setting with the smallest of its times, all of them warmed up before."""
+    for function in work.values():
+        function()
+    times = interleaved(work, repeats, quiet=True)
+    return min(times, key=lambda setting: min(times[setting]))
+
+
+def compare(
+    times: Mapping[str, list[float]], tokens: Mapping[str, int], rows: int, base: str
+) -> dict[str, Any]:
+    """Sums up the rounds.
+
+    Args:
+        times: Seconds of each round, by side.
+        tokens: Finished tokens of a round, by side.
+        rows: Sentences of a round.
+        base: The side that the others are held against.
+
+    Returns:
+        `ratio` is each side's tokens a second over the base's, by the median round;
+        `ratio_of_times` the same for sentences a second, which says more where the sides' answers
+        differ in length; `ratio_range` the least and the greatest ratio of a single round.
+    """
+    medians = {name: statistics.median(values) for name, values in times.items()}
+
+    def ratio(name: str, seconds: Mapping[str, float]) -> float:
+        return (tokens[name] / seconds[name]) / (tokens[base] / seconds[base])
+
+    others = [name for name in times if name != base]
+    each = {
+        name: [
+            ratio(name, {name: mine, base: theirs})
+            for mine, theirs in zip(times[name], times[base], strict=True)
+        ]
+        for name in others
+    }
+    return {
+        "base": base,
+        "ratio": {name: round(ratio(name, medians), 3) for name in others},
+        "ratio_range": {
+            name: [round(min(values), 3), round(max(values), 3)] for name, values in each.items()
+        },
+        "ratio_of_times": {name: round(medians[base] / medians[name], 3) for name in others},
+        "tokens_per_second": {name: round(tokens[name] / medians[name]) for name in times},
+        "sentences_per_second": {name: round(rows / medians[name], 1) for name in times},
+        "tokens": dict(tokens),
+    }

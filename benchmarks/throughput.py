@@ -1,0 +1,299 @@
+"""How fast is the engine beside CTranslate2, on the same weights?
+
+    pip install "transferry[export,peers]"
+    python benchmarks/throughput.py RUN BUNDLE TEXT [--variants portable] [--beams 1,4]
+        [--rows 500] [--rounds 9] [--fixed-length 32] [--plot throughput.png]
+
+On the CPU, text in and text out on both sides, with the same tokenizer, search and sentences. The
+CTranslate2 model is made of RUN, whose export BUNDLE must be. For each variant and beam: both
+answer, and their answers are held against each other; each is tuned on the first sentences (batch
+size; replicas of one thread or one of all); rounds are interleaved; processes of their own tell
+what opening takes, memory and disk. A `ratio` is the engine's tokens a second over
+CTranslate2's, by the medians. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ctranslate2_model import import_ctranslate2, write_ctranslate2
+from curves import measure_curves, plot_curves
+from footprint import bundle_bytes, folder_bytes, footprint
+from rounds import compare, interleaved
+from sentences import Answer, fixed_sentences, read_sentences, search_options
+from sides import Side, Tuned
+from transferry.build_model.checkpoint import load_checkpoint
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.errors import InputError, TransferryError, UsageError
+from transferry.runtime.processor import instruction_sets, processor_name, usable_cores
+from transferry.runtime.tables import table
+
+
+def numbers(text: str) -> list[int]:
+    """Reads "1,4"."""
+    return [int(part) for part in text.split(",")]
+
+
+def compute_type(precision: str) -> str:
+    """Returns CTranslate2's counterpart of a variant's precision.
+
+    Raises:
+        UsageError: There is none.
+    """
+    if precision == "float32":
+        return precision
+    if "int8" in precision:
+        return "int8"
+    raise UsageError(
+        f"expected a variant of precision float32 or int8, found {precision}; choose others with "
+        "--variants"
+    )
+
+
+class Comparison:
+    """The engine beside CTranslate2, a cell for each variant and beam."""
+
+    def __init__(self, arguments: argparse.Namespace, models: Path) -> None:
+        self.arguments, self.models = arguments, models
+        self.checkpoint = load_checkpoint(arguments.run)
+        self.bundle = Bundle.load(arguments.bundle)
+        if self.bundle.manifest.model != self.checkpoint.model.config.to_dict():
+            raise UsageError(
+                f"{arguments.bundle} is of another model than {arguments.run}; give the run that "
+                "it was exported from"
+            )
+        self.positions = int(self.bundle.manifest.model["max_positions"])
+        if arguments.fixed_length:
+            self.texts = self.fixed(arguments.rows, arguments.fixed_length)
+        else:
+            self.texts = read_sentences(arguments.text, arguments.rows)
+        self._answers: dict[tuple[Side, int], list[Answer]] = {}
+
+    def fixed(self, rows: int, length: int) -> list[str]:
+        """Sentences of one length, cut from the whole text."""
+        lines = read_sentences(self.arguments.text)
+        return fixed_sentences(lines, self.bundle.tokenizer, rows, length)
+
+    def search(self, beam: int) -> dict[str, int]:
+        """Arguments of `search_options`."""
+        length = self.arguments.fixed_length
+        longest = length or min(self.arguments.max_length, self.positions)
+        return {"beam": beam, "max_length": longest, "min_length": length}
+
+    def precision(self, variant: str) -> str:
+        """The compute type that a variant is held against."""
+        return compute_type(self.bundle.variant(variant).precision)
+
+    def engine(self, variant: str) -> Side:
+        """The engine's side."""
+        return Side("engine", str(self.arguments.bundle), variant)
+
+    def ctranslate2(self, precision: str) -> Side:
+        """CTranslate2's side, converted on first use."""
+        folder = self.models / precision
+        if not folder.exists():
+            write_ctranslate2(self.checkpoint, folder, precision)
+        return Side("ctranslate2", str(folder), precision, str(self.arguments.bundle))
+
+    def answers(self, side: Side, beam: int) -> list[Answer]:
+        """What a side answers."""
+        if (side, beam) not in self._answers:
+            found = side.open()(self.texts, search_options(**self.search(beam)), 32)
+            length = self.arguments.fixed_length
+            if any(len(answer.tokens) != length for answer in found if length):
+                raise InputError(
+                    f"{side.name} did not give {length} tokens to every sentence, so the sides do "
+                    "not have the same work; leave out --fixed-length"
+                )
+            self._answers[side, beam] = found
+        return self._answers[side, beam]
+
+    def same_tokens(self, variant: str, beam: int) -> dict[str, str]:
+        """In how many rows sides have the same tokens, such as "499/500"; prints the others.
+
+        Both sides are held against each other in float32, and one of reduced precision against
+        itself in float32.
+        """
+        exact = variant
+        if self.precision(variant) != "float32":
+            variants = self.bundle.manifest.variants.values()
+            exact = next(one.name for one in variants if one.precision == "float32")
+        pairs = [(self.engine(exact), self.ctranslate2("float32"))]
+        if exact != variant:
+            pairs += [
+                (self.engine(variant), self.engine(exact)),
+                (self.ctranslate2(self.precision(variant)), self.ctranslate2("float32")),
+            ]
+        found = {}
+        for pair in pairs:
+            mine, theirs = (self.answers(side, beam) for side in pair)
+            names = " and ".join(f"{side.name} {side.kind}" for side in pair)
+            rows = [row for row, one in enumerate(mine) if one.tokens != theirs[row].tokens]
+            found[names] = f"{len(mine) - len(rows)}/{len(mine)}"
+            print(f"beam {beam}: the same tokens in {found[names]} rows of {names}")
+            # Where only precision differs, rows that differ are no surprise.
+            for row in rows if pair == pairs[0] else ():
+                print(f"  row {row + 1}: {self.texts[row]}")
+                for side, answer in zip(pair, (mine[row], theirs[row]), strict=True):
+                    print(f"    {side.name}: {answer.text} {list(answer.tokens)}")
+        return found
+
+    def cell(self, variant: str, beam: int) -> dict[str, Any]:
+        """Everything about one variant and beam."""
+        search, texts = self.search(beam), self.texts
+        options = search_options(**search)
+        same = self.same_tokens(variant, beam)
+        sides = (self.engine(variant), self.ctranslate2(self.precision(variant)))
+        slice_ = texts[: self.arguments.tune_rows]
+        tuned: dict[str, Tuned] = {side.name: side.tune(slice_, options) for side in sides}
+        settings = {name: one.settings() for name, one in tuned.items()}
+        print(f"{variant}, beam {beam}: fastest with {settings}", flush=True)
+        work = {
+            name: partial(one.answer, texts, options, one.batch_rows) for name, one in tuned.items()
+        }
+        # The run that counts the tokens also warms both up.
+        tokens = {name: sum(len(one.tokens) for one in run()) for name, run in work.items()}
+        times = interleaved(work, self.arguments.rounds)
+        disk = {
+            "engine": bundle_bytes(self.bundle, self.bundle.variant(variant)),
+            "ctranslate2": folder_bytes(Path(sides[1].folder)),
+        }
+        cell: dict[str, Any] = {
+            "kinds": {side.name: side.kind for side in sides},
+            **search,
+            "same_tokens": same,
+            "settings": settings,
+            **compare(times, tokens, len(texts), "ctranslate2"),
+            "footprint": {
+                name: footprint(one.side, texts, search, one.batch_rows)
+                | {"disk_bytes": disk[name]}
+                for name, one in tuned.items()
+            },
+        }
+        if self.arguments.plot and beam == self.arguments.beams[0]:
+            cell["curves"] = measure_curves(
+                tuned, slice_, options, partial(self.fixed, len(slice_)), self.positions
+            )
+        return cell
+
+
+def megabytes(value: int | None) -> str:
+    """A table's cell."""
+    return "-" if value is None else f"{value / 1e6:.1f}"
+
+
+def report(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the tables for a person."""
+    speed = [
+        (
+            cell["kinds"]["engine"],
+            cell["beam"],
+            next(iter(cell["same_tokens"].values())),
+            cell["tokens_per_second"]["engine"],
+            cell["tokens_per_second"]["ctranslate2"],
+            f"{cell['ratio']['engine']:.3f}",
+            "{:.3f} to {:.3f}".format(*cell["ratio_range"]["engine"]),
+        )
+        for cell in cells
+    ]
+    costs = [
+        (
+            cell["kinds"]["engine"],
+            cell["beam"],
+            name,
+            f"{found['open_seconds']:.3f}",
+            *(megabytes(found[f"{what}_bytes"]) for what in ("opened", "peak", "disk")),
+        )
+        for cell in cells
+        for name, found in cell["footprint"].items()
+    ]
+    sides = ("engine tokens/s", "CTranslate2 tokens/s", "ratio", "by round")
+    return "\n\n".join(
+        [
+            table(("variant", "beam", "same rows in float32", *sides), speed),
+            table(("variant", "beam", "side", "open s", "open MB", "peak MB", "disk MB"), costs),
+        ]
+    )
+
+
+def environment() -> dict[str, Any]:
+    """What the numbers hold for."""
+    import onnxruntime
+
+    return {
+        "processor": processor_name(),
+        "cores": usable_cores(),
+        "instruction_sets": instruction_sets(),
+        "versions": {
+            # Its distribution is called onnxruntime-gpu on some systems.
+            "onnxruntime": onnxruntime.__version__,
+            **{
+                name: importlib.metadata.version(name)
+                for name in ("transferry", "ctranslate2", "numpy", "tiktoken")
+            },
+        },
+    }
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--variants", help="of the bundle, such as a,b; by default all of them")
+    parser.add_argument("--beams", type=numbers, default=[1, 4])
+    parser.add_argument("--rows", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tune-rows", type=int, default=256, help="sentences to tune on")
+    parser.add_argument("--max-length", type=int, default=100)
+    parser.add_argument(
+        "--fixed-length",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="cut the text into sources of so many tokens, and make every answer as long",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line there too")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="for the first of the beams")
+    arguments = parser.parse_args()
+    try:
+        import_ctranslate2()
+        with tempfile.TemporaryDirectory() as folder:
+            comparison = Comparison(arguments, Path(folder))
+            names = (arguments.variants or ",".join(comparison.bundle.manifest.variants)).split(",")
+            cells = [comparison.cell(name, beam) for beam in arguments.beams for name in names]
+    except TransferryError as error:
+        parser.exit(error.exit_code, f"{parser.prog}: {error}\n")
+    here = environment()
+    if arguments.plot:
+        title = f"beam {arguments.beams[0]}, {here['cores']} cores of {here['processor']}"
+        plot_curves(cells, title, arguments.plot)
+    print(f"\n{report(cells)}\n")
+    record = json.dumps(
+        {
+            "ratio": {
+                f"{cell['kinds']['engine']}, beam {cell['beam']}": cell["ratio"]["engine"]
+                for cell in cells
+            },
+            "cells": cells,
+            "rows": len(comparison.texts),
+            "rounds": arguments.rounds,
+            **here,
+            "model": comparison.bundle.manifest.model,
+        }
+    )
+    if arguments.json:
+        arguments.json.write_text(record + "\n", encoding="utf-8")
+    print(record)
+
+
+if __name__ == "__main__":
+    main()
