@@ -1,0 +1,208 @@
+"""How fast is the engine beside what people generate with in Python, on the same weights?
+
+    pip install "transferry[export,peers]"
+    python benchmarks/peers.py RUN BUNDLE TEXT [--beams 1,4] [--rows 500] [--rounds 9]
+
+The peers: transformers' `generate` with a MarianMTModel, the same through Optimum and ONNX Runtime
+(exported with its cache), and the plain torch loop with a cache, which is greedy only. All hold
+RUN's weights; text in and text out, our tokenizer, length-sorted batches, the same search. Each is
+tuned on the first sentences (batch size); torch and Optimum use all cores on one batch, as they do
+by themselves. A peer that is missing is named and left out. `ratio` is the engine's tokens a second
+over a peer's. The last line is JSON.
+
+Tried with optimum-onnx 0.1.0, optimum 2.1.0, transformers 4.57.6 and torch 2.13.0; optimum-onnx
+does not take transformers 5, with which the other peers run too (5.23.0 was tried):
+
+    pip install ctranslate2==4.8.5 optimum-onnx==0.1.0 transformers==4.57.6
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from marian_model import (
+    batched_answers,
+    marian_model,
+    optimum_model,
+    torch_rows,
+    transformers_rows,
+)
+from rounds import compare, fastest, interleaved
+from sentences import Answer, read_sentences, search_options
+from sides import Answering, Side
+from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.errors import TransferryError
+from transferry.runtime.processor import processor_name, usable_cores
+from transferry.runtime.tables import table
+
+BATCH_SENTENCES = (8, 16, 32, 64)
+
+
+def numbers(text: str) -> list[int]:
+    """Reads "1,4"."""
+    return [int(part) for part in text.split(",")]
+
+
+def open_peers(checkpoint: Checkpoint, folder: Path) -> tuple[dict[str, Answering], dict[str, str]]:
+    """Opens what is installed.
+
+    Returns:
+        The peers, and why others are left out.
+
+    Raises:
+        UsageError: The model is of a shape that they cannot hold.
+    """
+
+    def around(generate: Callable[..., list[list[int]]], model: object) -> Answering:
+        return partial(batched_answers, partial(generate, model), checkpoint.tokenizer)
+
+    peers, missing = {"torch loop": around(torch_rows, checkpoint)}, {}
+    try:
+        marian = marian_model(checkpoint)
+        peers["transformers"] = around(transformers_rows, marian)
+        peers["optimum"] = around(transformers_rows, optimum_model(marian, folder))
+    except ImportError as error:
+        for name, package in (("transformers", "transformers"), ("optimum", "optimum-onnx")):
+            if name not in peers:
+                missing[name] = f"{error}; pip install {package}"
+    return peers, missing
+
+
+def versions() -> dict[str, str]:
+    """Of what is installed."""
+    found = {}
+    for name in ("transferry", "torch", "transformers", "optimum", "optimum-onnx"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def run_cell(
+    engine: Side,
+    peers: Mapping[str, Answering],
+    texts: Sequence[str],
+    tune_rows: int,
+    search: Mapping[str, int],
+    rounds: int,
+) -> dict[str, Any]:
+    """Times the engine and the peers with one beam."""
+    options = search_options(**search)
+    tuned = engine.tune(texts[:tune_rows], options)
+    work: dict[str, Callable[[], list[Answer]]] = {
+        "engine": partial(tuned.answer, texts, options, tuned.batch_rows)
+    }
+    settings: dict[str, object] = {"engine": tuned.settings()}
+    for name, answer in peers.items():
+        if name == "torch loop" and options.beam > 1:
+            continue
+        rows = fastest(
+            {rows: partial(answer, texts[:tune_rows], options, rows) for rows in BATCH_SENTENCES}, 2
+        )
+        settings[name] = {"batch_rows": rows}
+        work[name] = partial(answer, texts, options, rows)
+    answers = {name: run() for name, run in work.items()}  # also warms them up
+    same = {
+        name: sum(
+            one.tokens == other.tokens for one, other in zip(found, answers["engine"], strict=True)
+        )
+        for name, found in answers.items()
+        if name != "engine"
+    }
+    print(f"beam {options.beam}: rows of {len(texts)} with the engine's tokens: {same}", flush=True)
+    times = interleaved(work, rounds)
+    tokens = {name: sum(len(one.tokens) for one in found) for name, found in answers.items()}
+    found = {
+        name: compare({n: times[n] for n in ("engine", name)}, tokens, len(texts), name)
+        for name in same
+    }
+    return {
+        **search,
+        "ratio": {name: one["ratio"]["engine"] for name, one in found.items()},
+        "ratio_range": {name: one["ratio_range"]["engine"] for name, one in found.items()},
+        "tokens_per_second": compare(times, tokens, len(texts), "engine")["tokens_per_second"],
+        "rows_with_the_same_tokens": same,
+        "settings": settings,
+    }
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--variant", help="of the bundle; the first by default")
+    parser.add_argument("--beams", type=numbers, default=[1, 4])
+    parser.add_argument("--rows", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tune-rows", type=int, default=128, help="sentences to tune on")
+    parser.add_argument("--max-length", type=int, default=100)
+    arguments = parser.parse_args()
+    torch.set_num_threads(usable_cores())
+    try:
+        checkpoint = load_checkpoint(arguments.run)
+        texts = read_sentences(arguments.text, arguments.rows)
+        variant = Bundle.load(arguments.bundle).variant(arguments.variant)
+        engine = Side("engine", str(arguments.bundle), variant.name)
+        longest = min(arguments.max_length, checkpoint.model.config.max_positions)
+        with tempfile.TemporaryDirectory() as folder:
+            peers, missing = open_peers(checkpoint, Path(folder))
+            for name, reason in missing.items():
+                print(f"left out: {name} ({reason})")
+            cells = [
+                run_cell(
+                    engine,
+                    peers,
+                    texts,
+                    arguments.tune_rows,
+                    {"beam": beam, "max_length": longest},
+                    arguments.rounds,
+                )
+                for beam in arguments.beams
+            ]
+    except TransferryError as error:
+        parser.exit(error.exit_code, f"{parser.prog}: {error}\n")
+    rows = [
+        (
+            cell["beam"],
+            name,
+            cell["tokens_per_second"][name],
+            f"{ratio:.2f}",
+            "{:.2f} to {:.2f}".format(*cell["ratio_range"][name]),
+        )
+        for cell in cells
+        for name, ratio in cell["ratio"].items()
+    ]
+    for cell in cells:
+        print(f"beam {cell['beam']}: engine {cell['tokens_per_second']['engine']} tokens/s")
+    print(table(("beam", "peer", "tokens/s", "engine over it", "by round"), rows) + "\n")
+    print(
+        json.dumps(
+            {
+                "ratio": {f"beam {cell['beam']}": cell["ratio"] for cell in cells},
+                "cells": cells,
+                "missing": missing,
+                "rows": len(texts),
+                "rounds": arguments.rounds,
+                "cores": usable_cores(),
+                "processor": processor_name(),
+                "versions": versions(),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
