@@ -61,6 +61,8 @@ class SessionOptions:
         device_id: Which GPU, counted as CUDA counts them; read by `cuda` only.
         optimisation: How far onnxruntime may rewrite the graph. Part of what is verified.
         provider_options: Passed to the provider as they are, over the defaults set here.
+        profile: A folder for onnxruntime's traces of where its time goes, one file a graph, whole
+            once the session is gone; None traces nothing.
     """
 
     provider: Provider = "cpu"
@@ -68,6 +70,7 @@ class SessionOptions:
     device_id: int = 0
     optimisation: Optimisation = "all"
     provider_options: Mapping[str, str] = field(default_factory=dict)
+    profile: Path | None = None
 
     def __post_init__(self) -> None:
         """Refuses values that onnxruntime would ignore or reinterpret.
@@ -248,6 +251,9 @@ def _create(
     # operator, but not between runs: there the search needs the core.
     settings.add_session_config_entry("session.force_spinning_stop", "1")
     settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    if options.profile is not None:
+        settings.enable_profiling = True
+        settings.profile_file_prefix = str(options.profile / model.stem)
     if graph is not None:
         settings.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(model.parent)

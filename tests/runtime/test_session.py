@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,19 @@ def test_passes_its_settings_on(graph: Path) -> None:
     level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     assert settings.graph_optimization_level == level
     assert settings.get_session_config_entry("session.force_spinning_stop") == "1"
+
+
+def test_leaves_a_trace_where_asked(graph: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    a = np.zeros((3, 3), np.float32)
+    open_session(graph, SessionOptions()).run(None, {"a": a, "b": a})
+    assert not list(folder.iterdir())
+    open_session(graph, SessionOptions(profile=folder)).run(None, {"a": a, "b": a})
+    (trace,) = folder.iterdir()
+    assert trace.name.startswith("product_")
+    events = json.loads(trace.read_text(encoding="utf-8"))
+    assert "model_run" in {event["name"] for event in events}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,257 @@
+"""Where does the time of an answer go, and how far is it from what the machine's matrices give?
+
+    python benchmarks/step_profile.py BUNDLE TEXT [--variant portable] [--beam 1] [--rows 256]
+
+One replica of one thread on the CPU, for an encoder-decoder. Three measurements: by stage, with a
+clock around each; by operator, from onnxruntime's own trace in another run, which tracing slows
+down; and the matrix limit: the time that onnxruntime takes for the model's products with its
+weights and nothing else, batched alike and each matrix already in the cache, over the time of all
+stages. Only real source tokens and tokens of answers count as work, each beam's; padding and ended
+rows do not. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import json
+import re
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import onnxruntime
+
+from matrices import least_seconds, matrices, multiply_adds
+from sentences import read_sentences, search_options
+from transferry.build_model.config import ModelConfig
+from transferry.runtime import engine as engine_module
+from transferry.runtime.batching import BatchOptions
+from transferry.runtime.bundle import Bundle, Variant
+from transferry.runtime.engine import Engine, Result
+from transferry.runtime.errors import TransferryError, UsageError
+from transferry.runtime.model import open_model
+from transferry.runtime.options import GenerationOptions
+from transferry.runtime.session import SessionOptions
+from transferry.runtime.tables import table
+
+IN_ONNXRUNTIME = "in onnxruntime"
+BETWEEN = "between operators"
+
+
+class Clock:
+    """Seconds by stage; the time of a stage within another counts for the inner one only."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._stage, self._inner = "", 0.0
+
+    def timed(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the function with a clock around it; onnxruntime's counts for who calls it."""
+
+        @functools.wraps(function)
+        def run(*arguments: Any, **named: Any) -> Any:
+            outer, outer_inner = self._stage, self._inner
+            self._stage = f"{outer}, {stage}" if stage == IN_ONNXRUNTIME else stage
+            self._inner, started = 0.0, time.perf_counter()
+            try:
+                return function(*arguments, **named)
+            finally:
+                took = time.perf_counter() - started
+                self.seconds[self._stage] += took - self._inner
+                self._stage, self._inner = outer, outer_inner + took
+
+        return run
+
+
+@contextmanager
+def clocked(engine: Engine, clock: Clock) -> Iterator[None]:
+    """Puts the clock around an engine's stages."""
+    session, tokenizer = onnxruntime.InferenceSession, engine.bundle.tokenizer
+    places = [
+        *((engine.model, name, name) for name in ("start", "step", "select")),
+        *((tokenizer, name, "tokenizer") for name in ("encode_batch", "decode")),
+        *((session, name, IN_ONNXRUNTIME) for name in ("run", "run_with_iobinding")),
+        (engine_module, "search", "picking"),
+    ]
+    with ExitStack() as stack:
+        for place, name, stage in places:
+            timed = clock.timed(stage, getattr(place, name))
+            stack.enter_context(mock.patch.object(place, name, timed))
+        yield
+
+
+def open_engine(bundle: Bundle, variant: Variant, options: SessionOptions, rows: int) -> Engine:
+    """Opens one replica."""
+    model = open_model(bundle, variant, options)
+    return Engine(bundle, model, replicas=1, batches=BatchOptions(rows=rows, window=10**6))
+
+
+def by_stage(
+    engine: Engine, texts: Sequence[str], options: GenerationOptions, rounds: int
+) -> tuple[dict[str, float], list[Result]]:
+    """Answers the texts; returns seconds by stage in the fastest round, and the answers."""
+
+    def answer() -> list[Result]:
+        return list(engine.generate(texts, options))
+
+    results = answer()  # also warms up
+    found = []
+    for _ in range(rounds):
+        clock = Clock()
+        with clocked(engine, clock):
+            clock.timed("batches and threads", answer)()
+        found.append(clock.seconds)
+    return longest_first(min(found, key=lambda seconds: sum(seconds.values()))), results
+
+
+def longest_first(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Returns the same, sorted."""
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def by_operator(
+    bundle: Bundle, variant: Variant, rows: int, texts: Sequence[str], options: GenerationOptions
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Answers the texts with tracing on; returns seconds and calls of each operator by graph."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = open_engine(bundle, variant, SessionOptions(profile=Path(folder)), rows)
+        for _ in engine.generate(texts, options):
+            pass
+        # A session completes its trace as it goes.
+        del engine
+        gc.collect()
+        events: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+        for path in sorted(Path(folder).glob("*.json")):
+            # onnxruntime appends the time to the name of the graph.
+            graph = re.sub(r"_\d{4}-\d\d-\d\d_.*", "", path.stem)
+            events[graph] += json.loads(path.read_text(encoding="utf-8"))
+    return {graph: read_trace(graph, found) for graph, found in events.items()}
+
+
+def read_trace(graph: str, events: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Sums up a trace: seconds and calls by operator, the longest first, and what is between them.
+
+    Raises:
+        UsageError: It is cut off: onnxruntime keeps a million events.
+    """
+    if len(events) >= 1_000_000:
+        raise UsageError(f"the trace of {graph} is full; profile fewer rows")
+    seconds: defaultdict[str, float] = defaultdict(float)
+    calls: Counter[str] = Counter()
+    whole = 0.0
+    for event in events:
+        if event["name"] == "model_run":
+            whole += event["dur"] / 1e6
+        elif event["cat"] == "Node" and event["name"].endswith("_kernel_time"):
+            seconds[event["args"]["op_name"]] += event["dur"] / 1e6
+            calls[event["args"]["op_name"]] += 1
+    seconds[BETWEEN] = whole - sum(seconds.values())
+    return {
+        name: {"seconds": round(value, 5), "calls": calls[name]}
+        for name, value in longest_first(seconds).items()
+    }
+
+
+def matrix_limit(
+    config: ModelConfig, precision: str, results: Sequence[Result], beam: int, batch_rows: int
+) -> dict[str, float]:
+    """Measures the least time for the products of the answers, and counts the products."""
+    # A step a token, the end token included.
+    target = sum(
+        len(result.outputs[0].tokens) + (result.outputs[0].finish_reason == "end")
+        for result in results
+    )
+    source = sum(result.source_tokens for result in results)
+    tokens = {"source": source, "target": target * beam}
+    sentences = max(1, batch_rows // beam)
+    rows = {"source": max(1, sentences * source // len(results)), "target": sentences * beam}
+    found: dict[str, float] = {"products": 0, "least_seconds": 0.0}
+    for part, shapes in matrices(config).items():
+        found[f"{part}_tokens"] = tokens[part]
+        found[f"products_a_{part}_token"] = multiply_adds(shapes)
+        found["products"] += multiply_adds(shapes) * tokens[part]
+        with tempfile.TemporaryDirectory() as folder:
+            seconds = least_seconds(shapes, rows[part], precision, Path(folder))
+        found["least_seconds"] += seconds * tokens[part]
+    return found
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--variant", help="of the bundle; the first by default")
+    parser.add_argument("--beam", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5, help="of the clock; the fastest counts")
+    parser.add_argument("--batch-rows", type=int, default=64)
+    parser.add_argument("--max-length", type=int, default=100)
+    arguments = parser.parse_args()
+    try:
+        record = profile(arguments)
+    except TransferryError as error:
+        parser.exit(error.exit_code, f"{parser.prog}: {error}\n")
+    for title, times in (
+        ("stage", record["stages"]),
+        *(
+            (f"{graph}: operator", {name: one["seconds"] for name, one in operators.items()})
+            for graph, operators in record["operators"].items()
+        ),
+    ):
+        whole = sum(times.values())
+        rows = [
+            (name, f"{seconds:.4f}", f"{seconds / whole:.1%}")
+            for name, seconds in times.items()
+            if seconds > whole / 200
+        ]
+        print(table((title, "seconds", "share"), [*rows, ("all", f"{whole:.4f}", "")]) + "\n")
+    print(
+        f"{record['gigaflops']} GFLOP/s, {record['fraction_of_limit']:.1%} of the "
+        f"{record['limit_gigaflops']} that {record['precision']} products reach on one thread\n"
+    )
+    print(json.dumps(record))
+
+
+def profile(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Runs the three measurements."""
+    bundle = Bundle.load(arguments.bundle)
+    if bundle.manifest.architecture != "encoder-decoder":
+        raise UsageError(
+            f"expected an encoder-decoder, found {bundle.manifest.architecture}; profile another"
+        )
+    variant = bundle.variant(arguments.variant)
+    config = ModelConfig.from_dict(dict(bundle.manifest.model))
+    precision = "int8" if "int8" in variant.precision else "float32"
+    texts = read_sentences(arguments.text, arguments.rows)
+    options = search_options(arguments.beam, min(arguments.max_length, config.max_positions))
+    engine = open_engine(bundle, variant, SessionOptions(), arguments.batch_rows)
+    stages, results = by_stage(engine, texts, options, arguments.rounds)
+    limit = matrix_limit(config, precision, results, arguments.beam, arguments.batch_rows)
+    seconds = sum(stages.values())
+    return {
+        "fraction_of_limit": round(limit["least_seconds"] / seconds, 4),
+        # One multiply-add is two operations.
+        "gigaflops": round(2e-9 * limit["products"] / seconds, 1),
+        "limit_gigaflops": round(2e-9 * limit["products"] / limit["least_seconds"], 1),
+        "precision": precision,
+        "seconds": round(seconds, 4),
+        "stages": {name: round(value, 5) for name, value in stages.items()},
+        "operators": by_operator(bundle, variant, arguments.batch_rows, texts, options),
+        "limit": limit,
+        "rows": len(texts),
+        "beam": arguments.beam,
+        "batch_rows": arguments.batch_rows,
+        **engine.model.describe(),
+    }
+
+
+if __name__ == "__main__":
+    main()

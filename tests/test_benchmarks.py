@@ -1,0 +1,392 @@
+"""The benchmarks compare like with like: the same weights, the same work, all of it counted."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ctranslate2_model import CTranslate2Model, write_ctranslate2
+from footprint import bundle_bytes, folder_bytes, footprint
+from marian_model import batched_answers, marian_model, torch_rows, transformers_rows
+from matrices import least_seconds, matrices, multiply_adds
+from rounds import compare, fastest, interleaved
+from sentences import Answer, engine_answers, fixed_sentences, search_options
+from sides import Side
+from step_profile import Clock, by_operator, by_stage, open_engine
+from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
+from transferry.build_model.config import ModelConfig
+from transferry.build_model.corpus import builtin_pairs
+from transferry.build_model.transformer import Transformer
+from transferry.export.torch_decoder import TorchDecoder
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.engine import Engine
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.options import GenerationOptions
+from transferry.runtime.search import search
+from transferry.runtime.session import SessionOptions
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+TEXTS = [pair.source for pair in builtin_pairs(24, seed=3)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(run_folder: Path) -> Checkpoint:
+    return load_checkpoint(run_folder)
+
+
+def of_shape(checkpoint: Checkpoint, **changes: Any) -> Checkpoint:
+    """A checkpoint of another shape, every tensor random, biases and norms included.
+
+    Layers outweigh the embedding, so that answers depend on every part, and some of them end.
+    """
+    torch.manual_seed(4)
+    model = Transformer(dataclasses.replace(checkpoint.model.config, **changes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            inner = parameter.dim() == 2 and not name.startswith(("embedding", "positions"))
+            parameter.add_(torch.randn(parameter.shape) * (0.7 if inner else 0.1))
+        model.embedding.weight[checkpoint.tokenizer.special.eos_id] *= 3
+    return dataclasses.replace(checkpoint, model=model.eval())
+
+
+def our_tokens(
+    checkpoint: Checkpoint, texts: Sequence[str], options: GenerationOptions
+) -> list[tuple[int, ...]]:
+    tokenizer = checkpoint.tokenizer
+    sources = [tokenizer.special.wrap(tokenizer.encode(text)) for text in texts]
+    found = search(TorchDecoder(checkpoint.model), sources, options, tokenizer.special)
+    return [hypotheses[0].tokens for hypotheses in found]
+
+
+def tokens_of(answers: Sequence[Answer]) -> list[tuple[int, ...]]:
+    return [answer.tokens for answer in answers]
+
+
+def ctranslate2_model(
+    checkpoint: Checkpoint, run_folder: Path, folder: Path, precision: str = "float32"
+) -> CTranslate2Model:
+    pytest.importorskip("ctranslate2", reason="of the extra peers, which is not installed")
+    write_ctranslate2(checkpoint, folder, precision)
+    return CTranslate2Model(folder, run_folder, precision, 1, 1)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "as trained": {},
+    "pre-norm": dict(norm_order="pre", encoder_layers=2),
+    "untied, gelu, learned positions": dict(
+        tied=False, activation="gelu", positions="learned", output_bias=True
+    ),
+    "no bias, normalised embedding": dict(
+        bias=False, embedding_norm=True, scale_embedding=False, activation="swish"
+    ),
+    "gelu-tanh, a wide epsilon": dict(activation="gelu-tanh", norm_epsilon=0.3),
+}
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
+def test_the_ctranslate2_model_gives_our_tokens(
+    checkpoint: Checkpoint, run_folder: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    model = of_shape(checkpoint, **changes)
+    theirs = ctranslate2_model(model, run_folder, tmp_path)
+    for beam in (1, 4):
+        options = search_options(beam, 20)
+        expected = our_tokens(model, TEXTS, options)
+        assert tokens_of(theirs.answer(TEXTS, options, 8)) == expected
+        assert len(set(expected)) > 8, "answers that do not depend on the source show nothing"
+
+
+def test_the_ctranslate2_answers_are_texts_in_order(
+    checkpoint: Checkpoint, run_folder: Path, tmp_path: Path
+) -> None:
+    theirs = ctranslate2_model(checkpoint, run_folder, tmp_path)
+    answers = theirs.answer(TEXTS, search_options(1, 20), 4)
+    assert [one.text for one in answers] == [
+        checkpoint.tokenizer.decode(one.tokens) for one in answers
+    ]
+    assert answers[5:7] == theirs.answer(TEXTS[5:7], search_options(1, 20), 4)
+
+
+def test_int8_is_computed_in_int8(checkpoint: Checkpoint, run_folder: Path, tmp_path: Path) -> None:
+    whole = ctranslate2_model(checkpoint, run_folder, tmp_path / "whole")
+    small = ctranslate2_model(checkpoint, run_folder, tmp_path / "small", "int8")
+    assert whole.translator.compute_type == "float32"
+    assert small.translator.compute_type == "int8_float32"
+    assert (tmp_path / "small/model.bin").stat().st_size < (
+        0.5 * (tmp_path / "whole/model.bin").stat().st_size
+    )
+    options = search_options(1, 20)
+    pairs = zip(small.answer(TEXTS, options, 8), whole.answer(TEXTS, options, 8), strict=True)
+    assert sum(one.tokens == other.tokens for one, other in pairs) > len(TEXTS) / 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        (dict(norm="rms"), "norm"),
+        (dict(positions="rotary"), "positions"),
+        (dict(activation="swiglu"), "activation"),
+        (dict(key_value_heads=1), "key_value_heads"),
+        (dict(output_transform=True), "output_transform"),
+    ],
+)
+@pytest.mark.parametrize("peer", ["ctranslate2", "marian"])
+def test_what_a_peer_cannot_hold_is_refused(
+    checkpoint: Checkpoint, tmp_path: Path, changes: dict[str, Any], field: str, peer: str
+) -> None:
+    model = of_shape(checkpoint, **changes)
+    with pytest.raises(UsageError, match=f"needs {field} "):
+        if peer == "marian":
+            pytest.importorskip("transformers", reason="not installed")
+            marian_model(model)
+        else:
+            write_ctranslate2(model, tmp_path, "float32")
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, dict(activation="gelu", output_bias=True, encoder_layers=2, heads=4)]
+)
+def test_the_marian_model_gives_our_logits_and_tokens(
+    checkpoint: Checkpoint, changes: dict[str, Any]
+) -> None:
+    pytest.importorskip("transformers", reason="not installed")
+    model = of_shape(checkpoint, **changes)
+    marian, ours = marian_model(model), model.model
+    random = np.random.default_rng(0)
+    source, target = (
+        torch.from_numpy(random.integers(3, ours.config.vocabulary_size, (3, length)))
+        for length in (9, 7)
+    )
+    mask = torch.arange(9) < torch.tensor([[9], [4], [6]])
+    with torch.inference_mode():
+        expected = ours(source, mask, target)
+        found = marian(
+            input_ids=source, attention_mask=mask.long(), decoder_input_ids=target
+        ).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for beam in (1, 4):
+        options = search_options(beam, 20)
+
+        def generate(*rows: Any) -> list[list[int]]:
+            return transformers_rows(marian, *rows)
+
+        answers = batched_answers(generate, model.tokenizer, TEXTS, options, 5)
+        assert tokens_of(answers) == our_tokens(model, TEXTS, options)
+
+
+def test_the_torch_loop_gives_our_tokens(checkpoint: Checkpoint) -> None:
+    options = search_options(1, 20)
+
+    def generate(*rows: Any) -> list[list[int]]:
+        return torch_rows(checkpoint, *rows)
+
+    answers = batched_answers(generate, checkpoint.tokenizer, TEXTS, options, 5)
+    assert tokens_of(answers) == our_tokens(checkpoint, TEXTS, options)
+
+
+def test_sentences_of_one_length_keep_it(checkpoint: Checkpoint) -> None:
+    tokenizer = checkpoint.tokenizer
+    lines = [pair.source for pair in builtin_pairs(200, seed=0)]
+    texts = fixed_sentences(lines, tokenizer, 60, 32)
+    assert len(set(texts)) == 60
+    assert {len(tokenizer.special.wrap(tokenizer.encode(text))) for text in texts} == {32}
+
+
+def test_a_text_too_short_for_its_sentences_is_refused(checkpoint: Checkpoint) -> None:
+    with pytest.raises(InputError, match="gives 0 sentences of 32 tokens, not 1"):
+        fixed_sentences(["one"], checkpoint.tokenizer, 1, 32)
+    with pytest.raises(InputError, match="give at least 2"):
+        fixed_sentences(TEXTS, checkpoint.tokenizer, 1, 1)
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_both_sides_give_answers_of_exactly_the_length_asked_for(
+    checkpoint: Checkpoint, bundle_folder: Path, tmp_path: Path, beam: int
+) -> None:
+    options = search_options(beam, 32, 32)
+    theirs = ctranslate2_model(checkpoint, bundle_folder, tmp_path).answer(TEXTS, options, 8)
+    ours = engine_answers(Engine.load(bundle_folder, replicas=1), TEXTS, options)
+    assert {len(tokens) for tokens in tokens_of(ours) + tokens_of(theirs)} == {32}
+
+
+def test_a_sentence_without_an_answer_stops_the_comparison(bundle_folder: Path) -> None:
+    with pytest.raises(InputError, match="sentence 2 has no answer"):
+        engine_answers(Engine.load(bundle_folder), ["one", " "], search_options(1, 5))
+
+
+def test_multiply_adds_equal_a_hand_count() -> None:
+    config = ModelConfig(
+        vocabulary_size=100, d_model=8, heads=2, encoder_layers=3, decoder_layers=2, d_ff=20
+    )
+    found = {part: multiply_adds(shapes) for part, shapes in matrices(config).items()}
+    # Query, key, value and output are 8 x 8 each, the feed-forward 8 x 20 and back; a decoder layer
+    # reads cross keys and values of the source, and has a query and an output of its own.
+    assert found == {
+        "source": 3 * (4 * 64 + 2 * 160) + 2 * 2 * 64,
+        "target": 2 * (4 * 64 + 2 * 64 + 2 * 160) + 800,
+    }
+
+
+@pytest.mark.parametrize("changes", [{}, dict(activation="swiglu", key_value_heads=1, tied=False)])
+def test_multiply_adds_equal_what_torch_counts(
+    checkpoint: Checkpoint, changes: dict[str, Any]
+) -> None:
+    model = of_shape(checkpoint, **changes).model
+    source, target = torch.full((3, 9), 5), torch.full((3, 7), 5)
+    with torch.inference_mode(False), FlopCounterMode(display=False) as counter:
+        model(source, torch.ones_like(source, dtype=torch.bool), target)
+    counted = sum(
+        count
+        for operator, count in counter.get_flop_counts()["Global"].items()
+        if "bmm" not in str(operator)  # attention
+    )
+    shapes = matrices(model.config)
+    expected = 3 * (9 * multiply_adds(shapes["source"]) + 7 * multiply_adds(shapes["target"]))
+    assert counted == 2 * expected
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_the_matrix_limit_can_be_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    monkeypatch.setattr("matrices.BEST_OF_SECONDS", 0.01)
+    shapes = matrices(ModelConfig(50, 16, 2, 1, 1, 24))["target"]
+    assert 0 < least_seconds(shapes, 4, precision, tmp_path) < 1
+
+
+def test_rounds_take_turns_in_both_orders() -> None:
+    order: list[str] = []
+
+    def work(name: str) -> Callable[[], None]:
+        return lambda: order.append(name)
+
+    times = interleaved({name: work(name) for name in "ab"}, 3, quiet=True)
+    assert "".join(order) == "abbaab"
+    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
+
+
+def test_the_fastest_setting_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def work(seconds: list[float]) -> Callable[[], None]:
+        def run() -> None:
+            now[0] += seconds.pop(0)
+
+        return run
+
+    # The first run only warms up, and one slow repeat does not count.
+    assert fastest({32: work([0.1, 3, 3, 3]), 64: work([9, 9, 2, 9])}) == 64
+
+
+def test_ratios_are_of_medians_and_of_rounds() -> None:
+    times = {"ours": [1.0, 2.0, 10.0], "theirs": [2.0, 4.0, 5.0]}
+    found = compare(times, {"ours": 100, "theirs": 200}, 10, "theirs")
+    # 100 tokens in 2 s against 200 in 4 s.
+    assert found["ratio"] == {"ours": 1.0}
+    assert found["ratio_of_times"] == {"ours": 2.0}
+    assert found["ratio_range"] == {"ours": [0.25, 1.0]}
+    assert found["tokens_per_second"] == {"ours": 50, "theirs": 50}
+    assert found["sentences_per_second"] == {"ours": 5.0, "theirs": 2.5}
+
+
+def test_inner_stages_are_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    clock = Clock()
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    run = clock.timed("in onnxruntime", wait)
+
+    def step() -> None:
+        wait(1)
+        run(4)
+        wait(2)
+
+    def pick() -> None:
+        step_with_clock()
+        wait(8)
+        step_with_clock()
+
+    step_with_clock = clock.timed("step", step)
+    clock.timed("picking", pick)()
+    assert clock.seconds == {"step, in onnxruntime": 8, "step": 6, "picking": 8}
+
+
+def test_stages_and_operators_of_a_run(bundle_folder: Path) -> None:
+    bundle = Bundle.load(bundle_folder)
+    engine = open_engine(bundle, bundle.variant(), SessionOptions(), 8)
+    stages, results = by_stage(engine, TEXTS, search_options(1, 20), 1)
+    assert [result.source for result in results] == TEXTS
+    assert {"start, in onnxruntime", "step, in onnxruntime", "picking", "tokenizer"} <= set(stages)
+    operators = by_operator(bundle, bundle.variant(), 8, TEXTS, search_options(1, 20))
+    assert set(operators) == {"encoder", "decoder", "select"}
+    # Three batches of eight, each encoded once.
+    assert operators["encoder"]["Gather"]["calls"] == 3
+    assert operators["decoder"]["between operators"]["seconds"] >= 0
+
+
+def test_the_bytes_of_a_bundle_of_one_variant_are_all_of_it(bundle_folder: Path) -> None:
+    bundle = Bundle.load(bundle_folder)
+    assert bundle_bytes(bundle, bundle.variant()) == folder_bytes(bundle_folder)
+
+
+@pytest.mark.parametrize("name", ["engine", "ctranslate2"])
+def test_a_side_is_measured_without_what_it_does_not_need(
+    checkpoint: Checkpoint, bundle_folder: Path, tmp_path: Path, name: Any
+) -> None:
+    side = Side("engine", str(bundle_folder), "portable")
+    if name == "ctranslate2":
+        ctranslate2_model(checkpoint, bundle_folder, tmp_path)
+        side = Side(name, str(tmp_path), "float32", str(bundle_folder))
+    found = footprint(side, TEXTS, {"beam": 1, "max_length": 20}, 8, openings=2)
+    assert found["open_seconds"] > 0
+    if sys.platform == "linux":
+        assert found["peak_bytes"] >= found["opened_bytes"] > 1e6
+    script = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import footprint
+from sides import Side
+footprint.Side(*sys.argv[2:]).open()
+print(*{name.split(".")[0] for name in sys.modules})
+"""
+    arguments = [str(CHECKOUT / "benchmarks"), *dataclasses.astuple(side)[:4]]
+    result = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True
+    )
+    loaded = set(result.stdout.split())
+    other = {"engine": "ctranslate2", "ctranslate2": "onnxruntime"}[name]
+    assert loaded.isdisjoint({"torch", "onnx", "transformers", other})
+    assert {"engine": "onnxruntime", "ctranslate2": "ctranslate2"}[name] in loaded
+
+
+def test_throughput_ends_in_a_line_of_json(
+    run_folder: Path, bundle_folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("ctranslate2", reason="of the extra peers, which is not installed")
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
+    script = CHECKOUT / "benchmarks" / "throughput.py"
+    options = ["--rows", "6", "--rounds", "2", "--beams", "1", "--fixed-length", "12"]
+    result = subprocess.run(
+        [sys.executable, str(script), str(run_folder), str(bundle_folder), str(text), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    (cell,) = json.loads(result.stdout.splitlines()[-1])["cells"]
+    assert cell["same_tokens"] == {"engine portable and ctranslate2 float32": "6/6"}
+    assert cell["tokens"] == {"engine": 72, "ctranslate2": 72}
+    assert set(cell["footprint"]) == {"engine", "ctranslate2"}
