@@ -194,9 +194,10 @@ def test_the_torch_loop_gives_our_tokens(checkpoint: Checkpoint) -> None:
 
 def test_sentences_of_one_length_keep_it(checkpoint: Checkpoint) -> None:
     tokenizer = checkpoint.tokenizer
-    lines = [pair.source for pair in builtin_pairs(200, seed=0)]
-    texts = fixed_sentences(lines, tokenizer, 60, 32)
-    assert len(set(texts)) == 60
+    # Characters of several tokens, within which a cut leaves nothing that can be decoded.
+    lines = [f"{pair.source} 日本語のテキスト" for pair in builtin_pairs(100, seed=0)]
+    texts = fixed_sentences(lines, tokenizer, 200, 32)
+    assert len(set(texts)) == 200
     assert {len(tokenizer.special.wrap(tokenizer.encode(text))) for text in texts} == {32}
 
 
