@@ -99,10 +99,10 @@ class Rotation(NamedTuple):
 
 
 def attend(query: Tensor, memory: KeyValues, bias: Tensor | None) -> Tensor:
-    """Scaled dot-product attention: softmax(Q K^T / sqrt(d_k) + M) V (eq. 1 of the paper).
+    """Dot-product attention: softmax(Q K^T + M) V, eq. 1 of the paper with Q scaled already.
 
     Args:
-        query: [batch, heads, queries, d_head]
+        query: [batch, heads, queries, d_head], divided by sqrt(d_head).
         memory: Keys and values, [batch, kv_heads, length, d_head] each; where there are fewer of
             their heads, each serves as many neighbouring heads of the query.
         bias: M, broadcastable to [batch, heads, queries, length]; None where all is seen.
@@ -110,8 +110,6 @@ def attend(query: Tensor, memory: KeyValues, bias: Tensor | None) -> Tensor:
     Returns:
         [batch, heads, queries, d_head]
     """
-    # Scaling the query instead of the scores is the same product over fewer elements.
-    query = query / math.sqrt(query.shape[-1])
     keys, values = memory
     heads, kv_heads = query.shape[1], keys.shape[1]
     grouped = heads != kv_heads
@@ -174,7 +172,10 @@ class MultiHeadAttention(nn.Module):
         Returns:
             [batch, queries, d_model]
         """
-        query = self._split(self.query(x))
+        # Scaling the query instead of the scores is the same product over fewer elements. Scaled
+        # before it is split into heads, since onnxruntime would draw a factor right before a
+        # product into it, and leaves its fast kernel for a single query then.
+        query = self._split(self.query(x) / math.sqrt(self.d_head))
         heads = attend(rotation.turn(query) if rotation else query, memory, bias)
         joined: Tensor = self.output(heads.transpose(1, 2).flatten(2))
         return joined

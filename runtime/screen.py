@@ -18,14 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.errors import InputError
+from transferry.runtime.logits import BLOCK_ENTRIES
 
 Floats = NDArray[np.float32]
 
-# Tokens j, j + groups, j + 2 groups, ... are looked at together: the maxima of strided groups are
-# maxima of whole slices, which numpy finds several times faster than those of neighbours.
-GROUP = 16
-# A row with more groups in reach than this is scored in full: gathering would cost more.
-MOST_GROUPS = 64
+# A row with more tokens in reach than this is scored in full: gathering would cost more.
+MOST = 1024
 # Tokens of which float32 weights are widened to float64 at once, to bound the memory.
 CHUNK = 2048
 
@@ -93,7 +91,6 @@ class Screen:
             )
         self.counts = ScreenCounts()
         self._weight, self._bias = weight, bias
-        self._groups = -(-vocabulary // GROUP)
         # Covers the rounding of what is computed here in float32: sums of d squares, the bound
         # itself, and a value of h on the verge of two integers (255 units of 2^-24, twice).
         self._slack = 1 + (d_model + 1024) * 2.0**-23
@@ -109,9 +106,9 @@ class Screen:
                 "expected finite weights, scales and biases of the vocabulary projection, found "
                 "NaN or infinity: export the bundle again, from a checkpoint that passes verify"
             )
-        # |ŵ_j|, |w_j - ŵ_j| and what depends on no hidden state, by token and by group.
+        # |ŵ_j|, |w_j - ŵ_j| and what depends on no hidden state, by token, and the largest of each.
         self._radii = (radii * self._slack).astype(np.float32)
-        self._group_radii = self._peaks(self._radii)
+        self._largest_radii = self._radii.max(axis=1)
 
     def likeliest(self, hidden: Floats, rough: Floats) -> NDArray[np.int64]:
         """Returns the token of the highest exact score of each row, the lowest id of equals.
@@ -160,40 +157,32 @@ class Screen:
         self.counts.candidates += len(row)
         return tokens
 
-    def _peaks(self, values: Floats) -> Floats:
-        """The maximum of each group: [rows, vocabulary] -> [rows, groups]."""
-        rows, vocabulary = values.shape
-        whole = vocabulary // self._groups
-        slices = values[:, : whole * self._groups].reshape(rows, whole, self._groups)
-        peaks: Floats = slices.max(axis=1)
-        rest = values[:, whole * self._groups :]
-        head = peaks[:, : rest.shape[1]]
-        np.maximum(head, rest, out=head)
-        return peaks
-
     def _contenders(
         self, rough: Floats, parts: Floats
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """The tokens that may be the best: row and token of each, and rows with too many."""
         rows, vocabulary = rough.shape
-        radius = parts @ self._group_radii
-        near, reach = _near(self._peaks(rough), radius)
-        place = np.flatnonzero(near)
-        row, group = np.divmod(place, self._groups)
-        full = (np.bincount(row, minlength=rows) > MOST_GROUPS) | ~np.isfinite(reach)
+        largest = parts @ self._largest_radii
+        reach = np.empty(rows, np.float32)
+        places = []
+        block = max(1, BLOCK_ENTRIES // vocabulary)
+        for first in range(0, rows, block):
+            part = slice(first, first + block)
+            reach[part] = rough[part].max(axis=1) - largest[part]
+            # First by the largest radius of all tokens, which costs one comparison a score.
+            enough = reach[part] - largest[part]
+            near = np.flatnonzero(rough[part] >= enough[:, None])
+            places.append(near + first * vocabulary)
+        place = np.concatenate(places)
+        row, token = np.divmod(place, vocabulary)
+        full = (np.bincount(row, minlength=rows) > MOST) | ~np.isfinite(reach)
         if full.any():
             kept = ~full[row]
-            place, row, group = place[kept], row[kept], group[kept]
-
-        # Members of the groups, first by the radius of the group, then by their own.
-        member = group[:, None] + np.arange(GROUP) * self._groups
-        score = rough.reshape(-1).take(row[:, None] * vocabulary + member, mode="clip")
-        enough = reach[row] - radius.reshape(-1)[place]
-        place = np.flatnonzero((score >= enough[:, None]) & (member < vocabulary))
-        row, token, score = row[place // GROUP], member.reshape(-1)[place], score.reshape(-1)[place]
-        own = np.einsum("nk,kn->n", parts[row], self._radii[:, token])
-        np.maximum.at(reach, row, score - own)
-        kept = score + own >= reach[row]
+            row, token = row[kept], token[kept]
+        score = rough[row, token]
+        radius = np.einsum("nk,kn->n", parts[row], self._radii[:, token])
+        np.maximum.at(reach, row, score - radius)
+        kept = score + radius >= reach[row]
         return row[kept], token[kept], full
 
     def _score_in_full(

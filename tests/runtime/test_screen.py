@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from transferry.export.quantise import quantised
 from transferry.runtime.errors import InputError
-from transferry.runtime.screen import MOST_GROUPS, Screen, ScreenCounts
+from transferry.runtime.screen import MOST, Screen, ScreenCounts
 
 Floats = NDArray[np.float32]
 
@@ -211,7 +211,7 @@ def test_tokens_of_zeros_are_screened_too() -> None:
 def test_flat_rows_are_scored_in_full(noise: float, most: int) -> None:
     weight = normal(0, 1, 64) + normal(1, 4000, 64) * np.float32(noise)
     projection = Projection(weight)
-    assert len(weight) / 16 > MOST_GROUPS
+    assert len(weight) > MOST
     projection.check(normal(2, 64, 64))
     assert projection.screen.counts.full == 64
     assert projection.screen.counts.candidates < 64 * most
