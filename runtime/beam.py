@@ -1,27 +1,18 @@
-"""Beam search: what ranks. Numpy over all sentences at once, Python only where one ends."""
+"""Beam search: what ranks. Numpy over all sentences at once, Python only where an output ends."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from transferry.runtime.decoder import Decoder, State
-from transferry.runtime.hypothesis import FAILED, FinishReason, Hypothesis, length_normalised
+from transferry.runtime.hypothesis import FAILED, Hypothesis, length_normalised, ranked
 from transferry.runtime.logits import log_sum_exp, top_k
 from transferry.runtime.options import GenerationOptions
-from transferry.runtime.processors import LogitsProcessor, restrict
+from transferry.runtime.outputs import Choice, Outputs, Request
 
 
-def beam_search(
-    decoder: Decoder[State],
-    state: State,
-    first: NDArray[np.int64],
-    options: GenerationOptions,
-    processors: Sequence[LogitsProcessor],
-    eos_id: int,
-) -> list[list[Hypothesis]]:
+class Beams(Outputs):
     """Keeps the `beam` likeliest beginnings of each sentence, step by step.
 
     Of the `2 * beam` best candidates of a step, in the order of their log-probability and then of
@@ -29,70 +20,115 @@ def beam_search(
     not end go on. There are always enough of those, since each beam has one way to end. This is
     CTranslate2's rule.
 
-    A beam that does not exist (the first step has one, a forced prefix leaves one) has the
-    log-probability minus infinity, and so has everything that follows from it.
+    A beam that does not exist (a sentence begins with one, a forced prefix leaves one) has the
+    log-probability minus infinity, and so has everything that follows from it. So have the beams
+    of a sentence that has ended, which therefore ends nothing twice.
 
-    Args:
-        decoder: scores the tokens.
-        state: after `Decoder.start`, one row a sentence.
-        first: the token that the outputs of each sentence follow `[sentences]`.
-        options: beam, n_best, lengths, length penalty and early stopping are used.
-        processors: what filters.
-        eos_id: the token that ends an output.
-
-    Returns:
-        At most `n_best` hypotheses a sentence, best first.
+    Attributes:
+        totals: log-probabilities of the beams `[slots, beam]`.
+        best: the best `beam` hypotheses of each slot that have ended, best first.
+        worst_score: of them; minus infinity until there are `beam` `[slots]`.
+        reach: what divides the log-probability of an output of the greatest length `[slots]`.
+        failed: where the model gave no usable scores `[slots]`.
     """
-    beam, sentences = options.beam, len(first)
-    paths = Paths(options.max_length, sentences, beam)
-    ended = Ended(sentences, options)
-    failed = np.zeros(sentences, np.bool_)
-    # What is still in the batch: sentences `[live]`, their beams `[live, width]`.
-    live = np.arange(sentences)
-    totals = np.zeros((sentences, 1))
-    tokens = first[:, None]
 
-    for step in range(options.max_length):
-        logits, state = decoder.step(tokens.reshape(-1, 1), state)
-        last = logits[:, -1]
-        width = tokens.shape[1]
-        rows = np.arange(len(live) * width)
-        owners = live[rows // width]
-        active = [processor for processor in processors if processor.active(step)]
-        allowed = last
-        if active:
-            allowed = restrict(last, active, owners, paths.read(step, owners, rows % width))
-        normaliser = log_sum_exp(last)
-        failed[live] |= (np.isnan(normaliser.reshape(-1, width)) & (totals > -np.inf)).any(axis=1)
-        totals, parents, tokens = best_candidates(last, allowed, normaliser, totals, 2 * beam)
+    rows_at_first = 1
+
+    def __init__(self, slots: int, options: GenerationOptions, eos_id: int) -> None:
+        super().__init__(slots, options.beam, options, eos_id)
+        self.totals = np.zeros((slots, self.width))
+        self.best: list[list[Hypothesis]] = [[] for _ in range(slots)]
+        self.worst_score = np.zeros(slots)
+        self.reach = np.ones(slots)
+        self.failed = np.zeros(slots, np.bool_)
+
+    def admit(self, slots: NDArray[np.int64], requests: Sequence[Request[Any]]) -> None:
+        """Begins sentences with one beam each; see `Outputs.admit`."""
+        super().admit(slots, requests)
+        self.totals[slots] = -np.inf
+        self.totals[slots, 0] = 0.0
+        self.worst_score[slots] = -np.inf
+        self.failed[slots] = False
+        for slot, request in zip(slots.tolist(), requests, strict=True):
+            self.best[slot] = []
+            self.reach[slot] = request.max_length**self.options.length_penalty
+
+    def choose(
+        self,
+        logits: NDArray[np.floating[Any]],
+        allowed: NDArray[np.floating[Any]],
+        rows: NDArray[np.int64],
+    ) -> Choice:
+        """Ranks what may follow the beams; see `Outputs.choose`."""
+        beam = self.width
+        slots = rows[rows % beam == 0] // beam
+        width = len(rows) // len(slots)
+        totals = self.totals[slots, :width]
+        normaliser = log_sum_exp(logits)
+        failed = (np.isnan(normaliser.reshape(-1, width)) & (totals > -np.inf)).any(axis=1)
+        totals, parents, tokens = best_candidates(logits, allowed, normaliser, totals, 2 * beam)
+        parents += np.arange(len(slots))[:, None] * width
 
         exists = totals > -np.inf
-        ends = exists & (tokens == eos_id)
-        at_limit = step + 1 == options.max_length
-        for row, rank in np.argwhere((exists if at_limit else ends)[:, :beam]):
-            ended.add(
-                live[row],
-                parent=parents[row, rank],
-                length=step,
-                token=None if ends[row, rank] else int(tokens[row, rank]),
-                log_probability=totals[row, rank],
-            )
+        ends = exists & (tokens == self.eos_id)
+        at_limit = self.lengths[slots] + 1 == self.limits[slots]
+        complete = np.where(at_limit[:, None], exists, ends)[:, :beam]
+        for sentence, rank in np.argwhere(complete):
+            place = sentence, rank
+            self._add(slots[sentence], rows[parents[place]], int(tokens[place]), totals[place])
 
         going_on = np.argsort(ends, axis=1, kind="stable")[:, :beam]
         totals = np.take_along_axis(totals, going_on, axis=1)
-        parents = np.take_along_axis(parents, going_on, axis=1)
-        tokens = np.take_along_axis(tokens, going_on, axis=1)
-        paths.extend(step, live, parents, tokens)
-        done = failed[live] | ended.settled(live, totals.max(axis=1))
-        if at_limit or done.all():
-            break
-        chosen = (np.arange(len(live))[:, None] * width + parents)[~done].ravel()
-        if not np.array_equal(chosen, rows):
-            state = decoder.select(state, chosen)
-        live, totals, tokens = live[~done], totals[~done], tokens[~done]
+        done = failed | at_limit | self._settled(slots, totals.max(axis=1))
+        totals[done] = -np.inf
+        self.totals[slots] = totals
+        self.failed[slots] |= failed
+        rows = self.rows_of(slots)
+        self.ended[rows] |= done.repeat(beam)
+        return Choice(
+            rows,
+            np.take_along_axis(parents, going_on, axis=1).ravel(),
+            np.take_along_axis(tokens, going_on, axis=1).ravel(),
+        )
 
-    outputs = ended.read(paths)
-    return [[FAILED] if failed[i] or not outputs[i] else outputs[i] for i in range(sentences)]
+    def _add(self, slot: int, row: int, token: int, log_probability: float) -> None:
+        """Adds a hypothesis: the output in `row` and one token more."""
+        length = int(self.lengths[slot])
+        score = length_normalised(log_probability, length + 1, self.options.length_penalty)
+        tokens = tuple(self.tokens[row, :length].tolist())
+        log_probability = float(log_probability)
+        if token == self.eos_id:
+            hypothesis = Hypothesis(tokens, log_probability, score, "end")
+        else:
+            hypothesis = Hypothesis((*tokens, token), log_probability, score, "length")
+        best = self.best[slot] = ranked([*self.best[slot], hypothesis])[: self.width]
+        if len(best) == self.width:
+            self.worst_score[slot] = best[-1].score
+
+    def _settled(
+        self, slots: NDArray[np.int64], log_probability: NDArray[np.float64]
+    ) -> NDArray[np.bool_]:
+        """Whether nothing more is to come that would be wanted.
+
+        Args:
+            slots: the slots asked about `[slots]`.
+            log_probability: of the best live beam of each `[slots]`.
+        """
+        worst = self.worst_score[slots]
+        settled: NDArray[np.bool_]
+        if self.options.early_stopping:
+            settled = (log_probability == -np.inf) | (worst > -np.inf)
+            return settled
+        # A log-probability is negative and only falls, and division by a power of the length
+        # raises it: no continuation scores above what the beam would at the greatest length.
+        settled = log_probability / self.reach[slots] <= worst
+        return settled
+
+    def hypotheses(self, slot: int) -> list[Hypothesis]:
+        """The best `n_best`; see `Outputs.hypotheses`."""
+        if self.failed[slot] or not self.best[slot]:
+            return [FAILED]
+        return self.best[slot][: self.options.n_best]
 
 
 def best_candidates(
@@ -131,130 +167,3 @@ def best_candidates(
         order // count,
         np.take_along_axis(tokens, order, axis=1),
     )
-
-
-class Paths:
-    """The tokens of all beams as a tree of back-pointers.
-
-    A step writes one token and one parent a beam, and no step copies what came before; an output
-    is read off backwards once it is wanted.
-    """
-
-    def __init__(self, steps: int, sentences: int, beam: int) -> None:
-        self.tokens = np.empty((steps, sentences, beam), np.int64)
-        self.parents = np.empty((steps, sentences, beam), np.int64)
-
-    def extend(
-        self,
-        step: int,
-        sentences: NDArray[np.int64],
-        parents: NDArray[np.int64],
-        tokens: NDArray[np.int64],
-    ) -> None:
-        """Adds a token to the beams of some sentences.
-
-        Args:
-            step: tokens that the beams have so far.
-            sentences: which sentences `[sentences]`.
-            parents: the beam of the step before that each beam goes on from `[sentences, beam]`.
-            tokens: the tokens `[sentences, beam]`.
-        """
-        self.tokens[step, sentences] = tokens
-        self.parents[step, sentences] = parents
-
-    def read(
-        self,
-        lengths: NDArray[np.int64] | int,
-        sentences: NDArray[np.int64],
-        beams: NDArray[np.int64],
-    ) -> NDArray[np.int64]:
-        """Walks back from the ends of paths to their beginnings.
-
-        Args:
-            lengths: tokens of each path `[paths]`, or of all.
-            sentences: the sentence of each path `[paths]`.
-            beams: the beam of each path's last token `[paths]`.
-
-        Returns:
-            Tokens `[paths, longest]`, without meaning beyond a path's length.
-        """
-        longest = int(np.max(lengths, initial=0))
-        result = np.empty((len(sentences), longest), np.int64)
-        for step in reversed(range(longest)):
-            result[:, step] = self.tokens[step, sentences, beams]
-            beams = np.where(step < lengths, self.parents[step, sentences, beams], beams)
-        return result
-
-
-@dataclass(frozen=True)
-class EndedPath:
-    """A hypothesis that has ended: `length` tokens of a path, and one more at the length limit."""
-
-    score: float
-    log_probability: float
-    parent: int
-    length: int
-    token: int | None
-
-
-class Ended:
-    """The best `beam` hypotheses of each sentence that have ended, and whether more may come."""
-
-    def __init__(self, sentences: int, options: GenerationOptions) -> None:
-        self.options = options
-        self.best: list[list[EndedPath]] = [[] for _ in range(sentences)]
-        # Minus infinity until `beam` hypotheses have ended `[sentences]`.
-        self.worst_score = np.full(sentences, -np.inf)
-
-    def add(
-        self, sentence: int, *, parent: int, length: int, token: int | None, log_probability: float
-    ) -> None:
-        """Adds a hypothesis, whose last token is `token` or, where that is None, the end token."""
-        score = length_normalised(log_probability, length + 1, self.options.length_penalty)
-        best = self.best[sentence]
-        best.append(EndedPath(score, float(log_probability), parent, length, token))
-        best.sort(key=lambda path: -path.score)
-        del best[self.options.beam :]
-        if len(best) == self.options.beam:
-            self.worst_score[sentence] = best[-1].score
-
-    def settled(
-        self, sentences: NDArray[np.int64], log_probability: NDArray[np.float64]
-    ) -> NDArray[np.bool_]:
-        """Which sentences are done `[sentences]`.
-
-        Args:
-            sentences: the sentences asked about `[sentences]`.
-            log_probability: of the best live beam of each `[sentences]`.
-        """
-        worst = self.worst_score[sentences]
-        settled: NDArray[np.bool_]
-        if self.options.early_stopping:
-            settled = (log_probability == -np.inf) | (worst > -np.inf)
-            return settled
-        # A log-probability is negative and only falls, and division by a power of the length
-        # raises it: no continuation scores above what the beam would at the greatest length.
-        longest = self.options.max_length**self.options.length_penalty
-        settled = log_probability / longest <= worst
-        return settled
-
-    def read(self, paths: Paths) -> list[list[Hypothesis]]:
-        """The best `n_best` hypotheses of each sentence, best first."""
-        chosen = [
-            (sentence, path)
-            for sentence, best in enumerate(self.best)
-            for path in best[: self.options.n_best]
-        ]
-        tokens = paths.read(
-            np.array([path.length for _, path in chosen], np.int64),
-            np.array([sentence for sentence, _ in chosen], np.int64),
-            np.array([path.parent for _, path in chosen], np.int64),
-        )
-        outputs: list[list[Hypothesis]] = [[] for _ in self.best]
-        for (sentence, path), row in zip(chosen, tokens.tolist(), strict=True):
-            reason: FinishReason = "end" if path.token is None else "length"
-            last = () if path.token is None else (path.token,)
-            outputs[sentence].append(
-                Hypothesis((*row[: path.length], *last), path.log_probability, path.score, reason)
-            )
-        return outputs

@@ -1,6 +1,6 @@
 """What a search needs of a model: the decoder protocol."""
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,57 @@ class Decoder(Protocol[State]):
         Args:
             state: the state of all rows.
             rows: which rows to take `[new_rows]`.
+        """
+        ...
+
+
+@runtime_checkable
+class RefillingDecoder(Decoder[State], Protocol[State]):
+    """A decoder whose rows may be at different lengths, so that new sources join those at work.
+
+    The rows of a state are grouped by sentence, as many neighbouring rows each: 1 after `start`,
+    more once a `select` has taken each sentence's row so many times. The search keeps to that: it
+    drops whole sentences, and reorders rows inside their sentence alone.
+    """
+
+    def refill(
+        self,
+        state: State,
+        sentences: NDArray[np.int64],
+        source: NDArray[np.int64],
+        mask: NDArray[np.bool_],
+    ) -> State:
+        """Puts new sources in the place of ended sentences.
+
+        Sentence `sentences[i]` of the state becomes source i before its first target token, in all
+        its rows: the search steps them with the same token, so that they score the same. All other
+        rows go on undisturbed, each at its own length. An ended sentence that is not refilled yet
+        is stepped on with any tokens, never more often than its own greatest length.
+
+        Args:
+            state: what `step` or `select` returned.
+            sentences: which sentences of the state to replace, in rising order `[sources]`.
+            source: padded token ids as `start` takes them, prompts where there is no encoder
+                `[sources, source]`; they may be longer than any before.
+            mask: True at tokens, False at padding `[sources, source]`.
+        """
+        ...
+
+
+@runtime_checkable
+class GreedyDecoder(Decoder[State], Protocol[State]):
+    """A decoder that finds the likeliest token itself, without scores of all the others."""
+
+    def likeliest(self, tokens: NDArray[np.int64], state: State) -> tuple[NDArray[np.int64], State]:
+        """Does what `step` does for one token a row, and tells the likeliest next token alone.
+
+        Args:
+            tokens: the next target token of every row `[rows, 1]`.
+            state: as for `step`.
+
+        Returns:
+            The likeliest next tokens, the lowest of equal ones, -1 where the scores are not finite
+            `[rows]`; and the state grown by one position.
         """
         ...
 

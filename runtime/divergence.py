@@ -122,10 +122,10 @@ def explain(
         # Which of several samples it is, their ranking does not tell: one must explain it.
         uniforms = draw_uniforms(options.seed, [row_id], options.n_best, options.max_length)
         logits = exact[0].logits[step : step + 1].copy()
-        history = np.array([left[:step]], np.int64)
+        history, lengths = np.array([left[:step]], np.int64), np.array([step])
         processors = build_processors(options, [options.prefix], special.eos_id)
-        if active := [processor for processor in processors if processor.active(step)]:
-            logits = restrict(logits, active, np.zeros(1, np.int64), history)
+        if active := [processor for processor in processors if processor.active(lengths)]:
+            logits = restrict(logits, active, np.zeros(1, np.int64), history, lengths)
         margin = min(
             _distance_of_draws(logits[0], (left[step], right[step]), uniform, options)
             for uniform in uniforms[:, step].tolist()

@@ -56,8 +56,9 @@ class Output:
     Attributes:
         text: The tokens as text.
         tokens: Ids, without the start and end tokens.
-        score: What answers are ranked by: log-probability over length ** length_penalty.
-        log_probability: Of all tokens, the end token included, in nats.
+        score: What answers are ranked by: log-probability over length ** length_penalty; NaN where
+            the options want no scores.
+        log_probability: Of all tokens, the end token included, in nats; NaN likewise.
         finish_reason: "end", or "length" where max_length cut it off.
     """
 

@@ -16,8 +16,8 @@ class Hypothesis:
         tokens: without `bos` and without the end token.
         log_probability: sum of the model's log-probabilities of the tokens, of the forced prefix
             and of the end token; what processors forbid, temperature, top-k and top-p leave it
-            as it is.
-        score: the log-probability normalised by length; see `length_normalised`.
+            as it is. NaN where the options want no scores.
+        score: the log-probability normalised by length, see `length_normalised`; NaN likewise.
         finish_reason: "end": the model ended it. "length": it reached the greatest length.
             "error": the model gave NaN or infinity, or no token was allowed.
     """

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Generic, Literal, Protocol, TypeVar, cast
 
 from transferry.runtime.canary import Canary, share
 from transferry.runtime.embedding import embed
-from transferry.runtime.engine import Engine, Result, RowError
+from transferry.runtime.engine import Engine, Output, Result, RowError
 from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.files import atomic_file, read_lines
 from transferry.runtime.fill_mask import fill_masks
@@ -329,7 +329,7 @@ def to_json(number: int, result: Result, n_best: int) -> str:
     record: dict[str, Any] = {"id": number, "source": result.source, "text": result.text}
     if result.outputs:
         best = result.outputs[0]
-        record["score"] = round(best.score, 6)
+        record["score"] = _score(best)
         record["finish_reason"] = best.finish_reason
         record["target_tokens"] = len(best.tokens)
     else:
@@ -341,12 +341,17 @@ def to_json(number: int, result: Result, n_best: int) -> str:
         record["n_best"] = [
             {
                 "text": output.text,
-                "score": round(output.score, 6),
+                "score": _score(output),
                 "finish_reason": output.finish_reason,
             }
             for output in result.outputs
         ]
     return json.dumps(record, ensure_ascii=False)
+
+
+def _score(output: Output) -> float | None:
+    """Returns the score; None where there is none, since JSON has no NaN."""
+    return None if math.isnan(output.score) else round(output.score, 6)
 
 
 def to_text(number: int, row: HasText) -> str:

@@ -33,6 +33,8 @@ class GenerationOptions:
         no_repeat_ngram: no n-gram of this size occurs twice in an output; 0 is no limit.
         suppress: tokens that no output holds, unless its prefix does.
         prefix: tokens that every output begins with.
+        scores: whether answers carry log-probability and score; without them greedy search may
+            leave most scores uncomputed.
     """
 
     beam: int = 1
@@ -49,6 +51,7 @@ class GenerationOptions:
     no_repeat_ngram: int = 0
     suppress: tuple[int, ...] = ()
     prefix: tuple[int, ...] = ()
+    scores: bool = True
 
     def __post_init__(self) -> None:
         self._check_ranges()
@@ -82,6 +85,13 @@ class GenerationOptions:
                 f"sample and beam={self.beam} exclude each other: "
                 "sample with beam=1, or search with sample off"
             )
+        if not self.scores:
+            for ranks, option in ((self.beam > 1, f"beam={self.beam}"), (self.sample, "sample")):
+                if ranks:
+                    raise UsageError(
+                        f"scores=False and {option} exclude each other: only greedy search works "
+                        f"without scores; turn scores on, or leave {option} out"
+                    )
         if not self.sample:
             for name, off in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
                 if getattr(self, name) != off:

@@ -16,8 +16,8 @@ from transferry.runtime.options import GenerationOptions
 class LogitsProcessor(Protocol):
     """Forbids tokens by setting their logits to minus infinity."""
 
-    def active(self, length: int) -> bool:
-        """Whether outputs of `length` tokens need it; a step that needs none copies nothing."""
+    def active(self, lengths: NDArray[np.int64]) -> bool:
+        """Whether outputs of these lengths may need it; a step that needs none copies nothing."""
         ...
 
     def __call__(
@@ -25,13 +25,16 @@ class LogitsProcessor(Protocol):
         logits: NDArray[np.floating[Any]],
         sentences: NDArray[np.int64],
         history: NDArray[np.int64],
+        lengths: NDArray[np.int64],
     ) -> None:
         """Changes the logits in place.
 
         Args:
             logits: of the next token `[rows, vocabulary]`, a copy.
             sentences: the sentence that each row belongs to `[rows]`.
-            history: the tokens so far, without `bos` `[rows, length]`.
+            history: the tokens so far, without `bos` `[rows, longest]`, without meaning beyond the
+                length of a row.
+            lengths: tokens that each row has so far `[rows]`.
         """
         ...
 
@@ -43,18 +46,19 @@ class MinLength:
         self.length = length
         self.eos_id = eos_id
 
-    def active(self, length: int) -> bool:
-        """True until the length is reached."""
-        return length < self.length
+    def active(self, lengths: NDArray[np.int64]) -> bool:
+        """True until all have reached the length."""
+        return bool((lengths < self.length).any())
 
     def __call__(
         self,
         logits: NDArray[np.floating[Any]],
         sentences: NDArray[np.int64],
         history: NDArray[np.int64],
+        lengths: NDArray[np.int64],
     ) -> None:
-        """Forbids the end token."""
-        logits[:, self.eos_id] = -np.inf
+        """Forbids the end token where the length is not reached."""
+        logits[lengths < self.length, self.eos_id] = -np.inf
 
 
 class NoRepeatNGram:
@@ -63,20 +67,25 @@ class NoRepeatNGram:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def active(self, length: int) -> bool:
+    def active(self, lengths: NDArray[np.int64]) -> bool:
         """True once there is an n-gram to repeat."""
-        return length >= self.size
+        return bool((lengths >= self.size).any())
 
     def __call__(
         self,
         logits: NDArray[np.floating[Any]],
         sentences: NDArray[np.int64],
         history: NDArray[np.int64],
+        lengths: NDArray[np.int64],
     ) -> None:
         """Forbids every token that once followed the last `size - 1` tokens."""
         ngrams = np.lib.stride_tricks.sliding_window_view(history, self.size, axis=1)
-        beginning = history[:, history.shape[1] - self.size + 1 :]
-        rows, positions = np.nonzero((ngrams[..., :-1] == beginning[:, None]).all(axis=-1))
+        # Of a row that is too short this is anything; it has no n-gram either.
+        last = lengths[:, None] + np.arange(1 - self.size, 0)
+        beginning = np.take_along_axis(history, last, axis=1)
+        repeated = (ngrams[..., :-1] == beginning[:, None]).all(axis=-1)
+        repeated &= np.arange(ngrams.shape[1]) <= lengths[:, None] - self.size
+        rows, positions = np.nonzero(repeated)
         logits[rows, ngrams[rows, positions, -1]] = -np.inf
 
 
@@ -86,7 +95,7 @@ class Suppress:
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = np.array(tokens, np.int64)
 
-    def active(self, length: int) -> bool:
+    def active(self, lengths: NDArray[np.int64]) -> bool:
         """Always true."""
         return True
 
@@ -95,6 +104,7 @@ class Suppress:
         logits: NDArray[np.floating[Any]],
         sentences: NDArray[np.int64],
         history: NDArray[np.int64],
+        lengths: NDArray[np.int64],
     ) -> None:
         """Forbids the tokens."""
         logits[:, self.tokens] = -np.inf
@@ -109,21 +119,23 @@ class ForcedPrefix:
         for row, prefix in zip(self.tokens, prefixes, strict=True):
             row[: len(prefix)] = prefix
 
-    def active(self, length: int) -> bool:
+    def active(self, lengths: NDArray[np.int64]) -> bool:
         """True until the longest prefix is over."""
-        return length < self.tokens.shape[1]
+        return bool((lengths < self.tokens.shape[1]).any())
 
     def __call__(
         self,
         logits: NDArray[np.floating[Any]],
         sentences: NDArray[np.int64],
         history: NDArray[np.int64],
+        lengths: NDArray[np.int64],
     ) -> None:
         """Forbids all but the prefix's next token, where the prefix is not over."""
-        forced = self.tokens[sentences, history.shape[1]]
-        rows = np.flatnonzero(forced >= 0)
+        rows = np.flatnonzero(lengths < self.tokens.shape[1])
+        forced = self.tokens[sentences[rows], lengths[rows]]
+        rows, forced = rows[forced >= 0], forced[forced >= 0]
         logits[rows] = -np.inf
-        logits[rows, forced[rows]] = 0.0
+        logits[rows, forced] = 0.0
 
 
 def build_processors(
@@ -147,6 +159,7 @@ def restrict(
     processors: Sequence[LogitsProcessor],
     sentences: NDArray[np.int64],
     history: NDArray[np.int64],
+    lengths: NDArray[np.int64],
 ) -> NDArray[np.floating[Any]]:
     """A copy of the logits `[rows, vocabulary]` after all processors, applied in order.
 
@@ -154,5 +167,5 @@ def restrict(
     """
     allowed = logits.copy()
     for processor in processors:
-        processor(allowed, sentences, history)
+        processor(allowed, sentences, history, lengths)
     return allowed

@@ -1,39 +1,111 @@
 """What picks: one token a row, the likeliest or a random one."""
 
+import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from transferry.runtime.hypothesis import FAILED, Hypothesis, length_normalised, ranked
+from transferry.runtime.logits import log_sum_exp
 from transferry.runtime.options import GenerationOptions
+from transferry.runtime.outputs import Choice, Outputs, Request
 
 
-class Picker(Protocol):
-    """Chooses the next token of every row."""
+class Picks(Outputs):
+    """Greedy search and sampling: the outputs of a sentence grow each for itself.
 
-    def __call__(
-        self, logits: NDArray[np.floating[Any]], outputs: NDArray[np.int64], step: int
-    ) -> NDArray[np.int64]:
-        """Picks.
+    Attributes:
+        counts: tokens of each output up to its end, that token included `[slots * n_best]`.
+        totals: their log-probabilities; NaN where none are wanted `[slots * n_best]`.
+        failed: where the model gave no usable scores `[slots * n_best]`.
+    """
+
+    def __init__(self, slots: int, options: GenerationOptions, eos_id: int) -> None:
+        super().__init__(slots, options.n_best, options, eos_id)
+        self.rows_at_first = self.width
+        rows = slots * self.width
+        self.counts = np.zeros(rows, np.int64)
+        self.totals = np.zeros(rows)
+        self.failed = np.zeros(rows, np.bool_)
+        self.sampler: Sampler | None = None
+        if options.sample:
+            self.sampler = Sampler(options, np.zeros((rows, options.max_length)))
+
+    def admit(self, slots: NDArray[np.int64], requests: Sequence[Request[Any]]) -> None:
+        """Begins sentences and draws their random numbers; see `Outputs.admit`."""
+        super().admit(slots, requests)
+        rows = self.rows_of(slots)
+        self.counts[rows] = 0
+        self.totals[rows] = 0.0 if self.options.scores else math.nan
+        self.failed[rows] = False
+        if self.sampler is not None:
+            row_ids = [request.row_id for request in requests]
+            self.sampler.uniforms[rows] = draw_uniforms(
+                self.options.seed, row_ids, self.width, self.options.max_length
+            )
+
+    def choose(
+        self,
+        logits: NDArray[np.floating[Any]],
+        allowed: NDArray[np.floating[Any]],
+        rows: NDArray[np.int64],
+    ) -> Choice:
+        """Picks a token a row; see `Outputs.choose`."""
+        if self.sampler is None:
+            tokens = allowed.argmax(axis=1)  # the lowest of equal tokens
+        else:
+            tokens = self.sampler(allowed, rows, self.lengths[rows // self.width])
+        picked = np.arange(len(rows)), tokens
+        if self.options.scores:
+            gains = logits[picked] - log_sum_exp(logits)
+        elif allowed is logits:
+            gains = logits[picked]
+        else:
+            # As the log-sum-exp, the largest is finite where all scores of a row are usable.
+            gains = logits.max(axis=1)
+        usable = np.isfinite(gains) & np.isfinite(allowed[picked])
+        return self.follow(rows, tokens, usable, gains)
+
+    def follow(
+        self,
+        rows: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        usable: NDArray[np.bool_],
+        gains: NDArray[np.floating[Any]] | float = 0.0,
+    ) -> Choice:
+        """Takes the picked tokens, and marks what they end.
 
         Args:
-            logits: of the next token `[rows, vocabulary]`, forbidden tokens at minus infinity.
-            outputs: the output that each row is part of, whatever the batch has lost `[rows]`.
-            step: tokens that each output has so far.
-
-        Returns:
-            The tokens `[rows]`.
+            rows: which rows were stepped `[rows]`.
+            tokens: what was picked for them `[rows]`.
+            usable: False where the model's scores were not `[rows]`.
+            gains: the tokens' log-probabilities, without effect where none are wanted `[rows]`.
         """
-        ...
+        slots = rows // self.width
+        growing = ~self.ended[rows]
+        self.counts[rows] += growing
+        self.totals[rows] += np.where(growing, gains, 0.0)
+        self.failed[rows] |= growing & ~usable
+        at_limit = self.lengths[slots] + 1 == self.limits[slots]
+        self.ended[rows] |= (tokens == self.eos_id) | at_limit | ~usable
+        return Choice(rows, np.arange(len(rows)), tokens)
 
+    def hypotheses(self, slot: int) -> list[Hypothesis]:
+        """All outputs of a slot; see `Outputs.hypotheses`."""
+        first = slot * self.width
+        return ranked(self._hypothesis(row) for row in range(first, first + self.width))
 
-def pick_likeliest(
-    logits: NDArray[np.floating[Any]], outputs: NDArray[np.int64], step: int
-) -> NDArray[np.int64]:
-    """Greedy search: the largest logit, the lowest of equal tokens."""
-    tokens: NDArray[np.int64] = logits.argmax(axis=1)
-    return tokens
+    def _hypothesis(self, row: int) -> Hypothesis:
+        if self.failed[row]:
+            return FAILED
+        tokens = tuple(self.tokens[row, : self.counts[row]].tolist())
+        total = float(self.totals[row])
+        score = length_normalised(total, len(tokens), self.options.length_penalty)
+        if tokens[-1] == self.eos_id:
+            return Hypothesis(tokens[:-1], total, score, "end")
+        return Hypothesis(tokens, total, score, "length")
 
 
 class Sampler:
@@ -53,12 +125,24 @@ class Sampler:
         self.uniforms = uniforms
 
     def __call__(
-        self, logits: NDArray[np.floating[Any]], outputs: NDArray[np.int64], step: int
+        self,
+        logits: NDArray[np.floating[Any]],
+        outputs: NDArray[np.int64],
+        lengths: NDArray[np.int64] | int,
     ) -> NDArray[np.int64]:
-        """Draws one token a row `[rows]`; a row without a distribution gets token 0."""
+        """Draws.
+
+        Args:
+            logits: of the next token `[rows, vocabulary]`, forbidden tokens at minus infinity.
+            outputs: the row of `uniforms` that each row draws from `[rows]`.
+            lengths: tokens that each row has so far `[rows]`, or of all.
+
+        Returns:
+            One token a row `[rows]`; a row without a distribution gets token 0.
+        """
         cumulative = self.weights(logits).cumsum(axis=1)
         # Below the total, even rounded: the largest random number is 1 - 2**-53.
-        target = self.uniforms[outputs, step] * cumulative[:, -1]
+        target = self.uniforms[outputs, lengths] * cumulative[:, -1]
         tokens: NDArray[np.int64] = (cumulative > target[:, None]).argmax(axis=1)
         return tokens
 

@@ -1,36 +1,65 @@
 """The search: greedy, sampling and beam over any decoder.
 
-What scores is a `Decoder`, what filters a `LogitsProcessor`, what picks a `Picker`, what ranks the
-length-normalised log-probability. A row's answer depends on nothing but the row: not on the other
-rows, their number or their order.
+What scores is a `Decoder`, what filters a `LogitsProcessor`, what picks is `Picks`, what ranks
+`Beams`. Sentences are answered together, each at its own length: one that has ended makes room for
+the next where the decoder can take it in. A row's answer depends on nothing but the row: not on the
+other rows, their number or their order.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from transferry.runtime.beam import beam_search
-from transferry.runtime.decoder import Decoder, State
+from transferry.runtime.beam import Beams
+from transferry.runtime.decoder import Decoder, GreedyDecoder, RefillingDecoder, State
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.hypothesis import (
-    FAILED,
-    Hypothesis,
-    length_normalised,
-    ranked,
-)
-from transferry.runtime.logits import log_sum_exp
+from transferry.runtime.hypothesis import Hypothesis
 from transferry.runtime.options import GenerationOptions
-from transferry.runtime.processors import LogitsProcessor, build_processors, restrict
-from transferry.runtime.sampling import Picker, Sampler, draw_uniforms, pick_likeliest
+from transferry.runtime.outputs import Key, Outputs, Request
+from transferry.runtime.processors import build_processors, restrict
+from transferry.runtime.sampling import Picks
 from transferry.runtime.tokenizer import SpecialTokens
 
-__all__ = ["Hypothesis", "search"]
+__all__ = ["Hypothesis", "Request", "Supply", "search", "search_stream"]
 
-# Ended rows leave once they are this share of the batch. Leaving copies the cache of all others;
-# staying wastes a row of every step. A quarter bounds both: at most a third of the useful work is
-# wasted, and a batch of n rows copies its cache at most log(n) / log(4/3) times (64 rows: 14).
+# Ended rows make room, for new sentences or by leaving, once they are this share of all. Leaving
+# copies the cache of all others, and new sentences are encoded together; staying wastes a row of
+# every step. A quarter bounds both: at most a third of the useful work is wasted, and a batch of n
+# rows that drains copies its cache at most log(n) / log(4/3) times (64 rows: 14).
 LEAVING_SHARE = 0.25
+
+
+class Supply(Protocol[Key]):
+    """Where a search gets its sentences from."""
+
+    def take(self, most: int, *, wait: bool) -> Sequence[Request[Key]]:
+        """Hands out sentences, those that are encoded together.
+
+        Args:
+            most: how many are wanted.
+            wait: where there are none, wait until there are; then none means that none will come.
+        """
+        ...
+
+    def ready(self, most: int) -> int:
+        """How many `take` would hand out now."""
+        ...
+
+
+class _Listed(Generic[Key]):
+    """A list as a supply."""
+
+    def __init__(self, requests: Iterable[Request[Key]]) -> None:
+        self.requests = deque(requests)
+
+    def take(self, most: int, *, wait: bool) -> list[Request[Key]]:
+        return [self.requests.popleft() for _ in range(self.ready(most))]
+
+    def ready(self, most: int) -> int:
+        return min(most, len(self.requests))
 
 
 def search(
@@ -63,112 +92,190 @@ def search(
         UsageError: a prefix is longer than `max_length` or holds a token that it cannot hold, or
             a token to suppress is none of the vocabulary.
     """
-    if not sources:
-        return []
-    if prefixes is None:
-        prefixes = [options.prefix] * len(sources)
     if row_ids is None:
         row_ids = range(len(sources))
-    eos_id = special.eos_id
-    _check_prefixes(prefixes, options.max_length, decoder.vocabulary_size, eos_id)
+    if prefixes is None:
+        prefixes = [options.prefix] * len(sources)
+    rows = zip(sources, prefixes, row_ids, strict=True)
+    requests = [
+        Request(place, source, options.max_length, prefix, row_id)
+        for place, (source, prefix, row_id) in enumerate(rows)
+    ]
+    stream = search_stream(decoder, _Listed(requests), options, special, slots=len(sources))
+    answers = dict(stream)
+    return [answers[place] for place in range(len(sources))]
+
+
+def search_stream(
+    decoder: Decoder[State],
+    supply: Supply[Key],
+    options: GenerationOptions,
+    special: SpecialTokens,
+    *,
+    slots: int,
+) -> Iterator[tuple[Key, list[Hypothesis]]]:
+    """Generates for one sentence after another, `slots` of them at a time.
+
+    A `RefillingDecoder` takes new sentences in while it works on others; with any other each batch
+    ends before the next begins.
+
+    Args:
+        decoder: the model.
+        supply: gives the sentences, until none will come.
+        options: how to generate; greatest length and prefix are those of each request.
+        special: the ids that pad, begin and end.
+        slots: most sentences at a time.
+
+    Yields:
+        The key of each request and its hypotheses, as `search` returns them, in the order in which
+        the sentences end.
+
+    Raises:
+        InputError: a source has no tokens.
+        UsageError: as for `search`.
+    """
     if max(options.suppress, default=0) >= decoder.vocabulary_size:
         raise UsageError(
             f"suppress holds token {max(options.suppress)}, expected tokens from 0 to "
             f"{decoder.vocabulary_size - 1}: give ids of the bundle's tokenizer"
         )
-    processors = build_processors(options, prefixes, eos_id)
-    state, first = begin(decoder, sources, special)
-    if options.beam > 1:
-        return beam_search(decoder, state, first, options, processors, eos_id)
-
-    owners = np.repeat(np.arange(len(sources)), options.n_best)
-    pick: Picker = pick_likeliest
-    if options.sample:
-        pick = Sampler(
-            options, draw_uniforms(options.seed, row_ids, options.n_best, options.max_length)
-        )
-    if len(owners) > len(sources):
-        state = decoder.select(state, owners)
-    outputs = pick_search(decoder, state, first, owners, options, processors, pick, eos_id)
-    return [
-        ranked(outputs[first : first + options.n_best])
-        for first in range(0, len(outputs), options.n_best)
-    ]
+    while requests := supply.take(slots, wait=True):
+        batch = _Batch(decoder, requests, options, special)
+        while len(batch.rows):
+            batch.step()
+            yield from batch.answers()
+            batch.turn_over(supply, slots)
 
 
-def pick_search(
-    decoder: Decoder[State],
-    state: State,
-    first: NDArray[np.int64],
-    owners: NDArray[np.int64],
-    options: GenerationOptions,
-    processors: Sequence[LogitsProcessor],
-    pick: Picker,
-    eos_id: int,
-) -> list[Hypothesis]:
-    """Generates one output a row, one picked token a step: greedy search and sampling.
+class _Batch(Generic[State, Key]):
+    """Sentences that are stepped together, in as many slots as it begins with.
 
-    Args:
-        decoder: scores the tokens.
-        state: after `Decoder.start`, one row an output.
-        first: the token that the outputs of each sentence follow `[sentences]`.
-        owners: the sentence that each output belongs to `[outputs]`.
-        options: max_length and length_penalty are used.
-        processors: what filters.
-        pick: what picks.
-        eos_id: the token that ends an output.
-
-    Returns:
-        One hypothesis an output.
+    Attributes:
+        state: the decoder's, of `rows`.
+        rows: which rows of `outputs` are stepped `[rows]`.
+        tokens: what each is fed next `[rows]`.
+        keys: of the request in each slot.
+        prefixes: the forced prefix of each slot.
+        busy: which slots hold a sentence that is not answered yet `[slots]`.
     """
-    history = np.empty((len(owners), options.max_length), np.int64)
-    lengths = np.zeros(len(owners), np.int64)
-    log_probabilities = np.zeros(len(owners))
-    ended = np.zeros(len(owners), np.bool_)
-    failed = np.zeros(len(owners), np.bool_)
-    # What is still in the batch: the outputs `[rows]` and the last token of each.
-    live = np.arange(len(owners))
-    tokens = first[owners]
 
-    for step in range(options.max_length):
-        leaving = (ended | failed)[live]
-        if leaving.all():
-            break
-        if np.count_nonzero(leaving) >= LEAVING_SHARE * len(live):
-            staying = np.flatnonzero(~leaving)
-            state = decoder.select(state, staying)
-            live, tokens, leaving = live[staying], tokens[staying], leaving[staying]
+    def __init__(
+        self,
+        decoder: Decoder[State],
+        requests: Sequence[Request[Key]],
+        options: GenerationOptions,
+        special: SpecialTokens,
+    ) -> None:
+        count = len(requests)
+        self.decoder, self.options, self.special = decoder, options, special
+        self.refilling = decoder if isinstance(decoder, RefillingDecoder) else None
+        self.greedy: GreedyDecoder[State] | None = None
+        if isinstance(decoder, GreedyDecoder) and not options.scores:
+            self.greedy = decoder
+        kind = Beams if options.beam > 1 else Picks
+        self.outputs: Outputs = kind(count, options, special.eos_id)
+        self.busy = np.zeros(count, np.bool_)
+        self.keys = [request.key for request in requests]
+        self.prefixes = [request.prefix for request in requests]
+        self._admit(np.arange(count), requests)
 
-        logits, state = decoder.step(tokens[:, None], state)
-        last = logits[:, -1]
-        active = [processor for processor in processors if processor.active(step)]
-        allowed = last
-        if active:
-            allowed = restrict(last, active, owners[live], history[live, :step])
-        tokens = pick(allowed, live, step)
-        picked = np.arange(len(live)), tokens
-        gains = last[picked] - log_sum_exp(last)
-        history[live, step] = tokens
-        lengths[live] += ~leaving
-        log_probabilities[live] += np.where(leaving, 0.0, gains)
-        ended[live] |= ~leaving & (tokens == eos_id)
-        failed[live] |= ~leaving & ~(np.isfinite(gains) & np.isfinite(allowed[picked]))
+        self.state, first = begin(decoder, [request.source for request in requests], special)
+        each = self.outputs.rows_at_first
+        self.rows = self.outputs.rows_of(np.arange(count)).reshape(count, -1)[:, :each].ravel()
+        self.tokens = first.repeat(each)
+        if each > 1:
+            self.state = decoder.select(self.state, np.arange(count).repeat(each))
 
-    return [
-        FAILED if failed[row] else _output(history[row, : lengths[row]], end, total, options)
-        for row, (end, total) in enumerate(
-            zip(ended.tolist(), log_probabilities.tolist(), strict=True)
+    def _admit(self, slots: NDArray[np.int64], requests: Sequence[Request[Key]]) -> None:
+        _check_requests(requests, self.options, self.decoder.vocabulary_size, self.special.eos_id)
+        self.outputs.admit(slots, requests)
+        self.busy[slots] = True
+        for slot, request in zip(slots.tolist(), requests, strict=True):
+            self.keys[slot], self.prefixes[slot] = request.key, request.prefix
+        self.processors = build_processors(self.options, self.prefixes, self.special.eos_id)
+
+    def step(self) -> None:
+        """Lengthens every output by one token."""
+        outputs = self.outputs
+        slots = self.rows // outputs.width
+        lengths = outputs.lengths[slots]
+        active = [processor for processor in self.processors if processor.active(lengths)]
+        fed = self.tokens[:, None]
+        if self.greedy is not None and isinstance(outputs, Picks) and not active:
+            tokens, self.state = self.greedy.likeliest(fed, self.state)
+            self.choice = outputs.follow(self.rows, np.maximum(tokens, 0), tokens >= 0)
+        else:
+            logits, self.state = self.decoder.step(fed, self.state)
+            last = allowed = logits[:, -1]
+            if active:
+                history = outputs.tokens[self.rows, : lengths.max()]
+                allowed = restrict(last, active, slots, history, lengths)
+            self.choice = outputs.choose(last, allowed, self.rows)
+        outputs.extend(self.rows, self.choice)
+
+    def answers(self) -> Iterator[tuple[Key, list[Hypothesis]]]:
+        """The sentences that ended with the last step."""
+        over = self.outputs.ended.reshape(-1, self.outputs.width).all(axis=1)
+        for slot in np.flatnonzero(over & self.busy).tolist():
+            self.busy[slot] = False
+            yield self.keys[slot], self.outputs.hypotheses(slot)
+
+    def turn_over(self, supply: Supply[Key], slots: int) -> None:
+        """Readies the rows for the next step: ended ones are refilled, or leave.
+
+        Args:
+            supply: where new sentences come from.
+            slots: how many sentences a batch may begin with.
+        """
+        choice, width = self.choice, self.outputs.width
+        free = self.outputs.ended[choice.rows]
+        if self.refilling is not None:  # it takes in and drops sentences, not rows
+            free = free.reshape(-1, width).all(axis=1).repeat(width)
+        requests: Sequence[Request[Key]] = []
+        staying = np.ones(len(free), np.bool_)
+        if self._due(free):
+            requests = self._wanted(supply, int(np.count_nonzero(free)) // width, slots)
+            staying[np.flatnonzero(free)[len(requests) * width :]] = False
+        parents = choice.parents[staying]
+        if len(parents) and not np.array_equal(parents, np.arange(len(self.rows))):
+            self.state = self.decoder.select(self.state, parents)
+        self.rows, self.tokens = choice.rows[staying], choice.tokens[staying]
+        if requests:
+            self._refill(np.flatnonzero(free[staying])[::width] // width, requests)
+
+    def _due(self, free: NDArray[np.bool_]) -> bool:
+        """Whether the rows that have ended make room now `[rows]`."""
+        count = np.count_nonzero(free)
+        if count == 0:
+            return False
+        if count >= LEAVING_SHARE * len(free):
+            return True
+        if self.refilling is None and isinstance(self.outputs, Beams):
+            return True  # beams change places, which copies the cache anyway
+        # There may be no position left for what is stepped beyond its greatest length.
+        slots = self.choice.rows[free] // self.outputs.width
+        return bool((self.outputs.lengths[slots] == self.outputs.limits[slots]).any())
+
+    def _wanted(self, supply: Supply[Key], most: int, slots: int) -> Sequence[Request[Key]]:
+        """New sentences for at most so many slots, if this batch is to have any."""
+        if self.refilling is None:
+            return []
+        opened = len(self.choice.rows) // self.outputs.width
+        # A batch can shrink but not grow: where it has become small, a new one is better.
+        if opened <= (1 - LEAVING_SHARE) * supply.ready(slots):
+            return []
+        return supply.take(most, wait=False)
+
+    def _refill(self, sentences: NDArray[np.int64], requests: Sequence[Request[Key]]) -> None:
+        """Puts requests in the place of some sentences of the state `[requests]`."""
+        assert self.refilling is not None
+        width = self.outputs.width
+        source, mask, first = model_inputs(
+            [request.source for request in requests], self.decoder.has_encoder, self.special
         )
-    ]
-
-
-def _output(
-    tokens: NDArray[np.int64], ended: bool, log_probability: float, options: GenerationOptions
-) -> Hypothesis:
-    score = length_normalised(log_probability, len(tokens), options.length_penalty)
-    if ended:
-        return Hypothesis(tuple(tokens[:-1].tolist()), log_probability, score, "end")
-    return Hypothesis(tuple(tokens.tolist()), log_probability, score, "length")
+        self.state = self.refilling.refill(self.state, sentences, source, mask)
+        self.tokens.reshape(-1, width)[sentences] = first[:, None]
+        self._admit(self.rows[sentences * width] // width, requests)
 
 
 def begin(
@@ -177,8 +284,24 @@ def begin(
     """Lets the decoder read the sources.
 
     Returns:
-        The state, and the token that each output follows `[sources]`: the begin token, or where
-        there is no encoder the last one of the source, which no step has read yet.
+        The state, and the token that each output follows `[sources]`.
+
+    Raises:
+        InputError: a source has no tokens.
+    """
+    source, mask, first = model_inputs(sources, decoder.has_encoder, special)
+    return decoder.start(source, mask), first
+
+
+def model_inputs(
+    sources: Sequence[Sequence[int]], has_encoder: bool, special: SpecialTokens
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
+    """What a decoder reads before the first step, and in it.
+
+    Returns:
+        The padded sources and their mask `[sources, source]`, and the token that each output
+        follows `[sources]`: the begin token, or where there is no encoder the last one of the
+        source, which is not among the padded ones.
 
     Raises:
         InputError: a source has no tokens.
@@ -189,12 +312,10 @@ def begin(
                 f"source {row} of the batch has no tokens, expected at least 1: leave empty text "
                 "out of the search, or end every source with the end token"
             )
-    if decoder.has_encoder:
-        return decoder.start(*pad_sources(sources, special.pad_id)), np.full(
-            len(sources), special.bos_id
-        )
+    if has_encoder:
+        return *pad_sources(sources, special.pad_id), np.full(len(sources), special.bos_id)
     prompts = pad_sources([source[:-1] for source in sources], special.pad_id)
-    return decoder.start(*prompts), np.array([source[-1] for source in sources])
+    return *prompts, np.array([source[-1] for source in sources])
 
 
 def pad_sources(
@@ -208,16 +329,21 @@ def pad_sources(
     return ids, mask
 
 
-def _check_prefixes(
-    prefixes: Sequence[Sequence[int]], max_length: int, vocabulary: int, eos_id: int
+def _check_requests(
+    requests: Sequence[Request[Key]], options: GenerationOptions, vocabulary: int, eos_id: int
 ) -> None:
-    for row, prefix in enumerate(prefixes):
-        if len(prefix) > max_length:
+    for row, request in enumerate(requests):
+        if not 1 <= request.max_length <= options.max_length:
             raise UsageError(
-                f"the prefix of source {row} has {len(prefix)} tokens, more than "
-                f"max_length={max_length}: shorten the first or raise the second"
+                f"source {row} wants {request.max_length} tokens, expected 1 to "
+                f"max_length={options.max_length}: lower the first or raise the second"
             )
-        for token in prefix:
+        if len(request.prefix) > request.max_length:
+            raise UsageError(
+                f"the prefix of source {row} has {len(request.prefix)} tokens, more than "
+                f"max_length={request.max_length}: shorten the first or raise the second"
+            )
+        for token in request.prefix:
             if token == eos_id or not 0 <= token < vocabulary:
                 raise UsageError(
                     f"the prefix of source {row} holds token {token}, expected tokens from 0 to "

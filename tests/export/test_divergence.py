@@ -395,7 +395,7 @@ class TestSamples:
         def draw(seed: int, rows: list[int], samples: int, steps: int) -> Array:
             return np.full((len(rows) * samples, steps), border)
 
-        monkeypatch.setattr("transferry.runtime.search.draw_uniforms", draw)
+        monkeypatch.setattr("transferry.runtime.sampling.draw_uniforms", draw)
         monkeypatch.setattr("transferry.runtime.divergence.draw_uniforms", draw)
 
     def test_at_the_border_it_is_a_tie(

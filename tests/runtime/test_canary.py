@@ -50,8 +50,8 @@ def tally(done: Job[Any]) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "generation",
-    [{}, {"beam": 4, "n_best": 2}, {"sample": True, "seed": 3}],
-    ids=["greedy", "beam", "sampling"],
+    [{}, {"scores": False}, {"beam": 4, "n_best": 2}, {"sample": True, "seed": 3}],
+    ids=["greedy", "without scores", "beam", "sampling"],
 )
 def test_a_sound_job_is_not_stopped(
     bundle_folder: Path, lines: Path, generation: dict[str, Any]

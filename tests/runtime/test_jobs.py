@@ -3,8 +3,10 @@
 import gzip
 import io
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -103,6 +105,23 @@ def test_jsonl_with_n_best(source: Path, tmp_path: Path) -> None:
         {"text": "iewz snie", "score": -0.5, "finish_reason": "length"},
     ]
     assert empty["n_best"] == []
+
+
+def test_jsonl_without_scores_has_null(source: Path, tmp_path: Path) -> None:
+    class Unscored(Echo):
+        def generate(self, *arguments: Any, **named: Any) -> Iterator[Result]:
+            for result in super().generate(*arguments, **named):
+                outputs = [
+                    replace(output, score=math.nan, log_probability=math.nan)
+                    for output in result.outputs
+                ]
+                yield replace(result, outputs=tuple(outputs))
+
+    job(source, tmp_path / "sink.jsonl", engine=Unscored()).run()
+    assert "NaN" not in (tmp_path / "sink.jsonl").read_text(encoding="utf-8")
+    first, empty, *_ = records(tmp_path / "sink.jsonl")
+    assert first["score"] is None
+    assert "score" not in empty
 
 
 def test_text(source: Path, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ def test_defaults_are_greedy() -> None:
         ({"temperature": 0.5}, "temperature=0.5", "sample"),
         ({"top_k": 5, "beam": 2}, "top_k=5", "sample"),
         ({"top_p": 0.9}, "top_p=0.9", "sample"),
+        ({"scores": False, "beam": 4}, "scores=False", "beam=4"),
+        ({"scores": False, "sample": True}, "scores=False", "sample"),
         ({"min_length": 5, "max_length": 4}, "min_length=5", "max_length=4"),
         ({"prefix": (7, 8, 9), "max_length": 2}, "prefix has 3", "max_length=2"),
     ],
@@ -81,6 +83,7 @@ def test_lists_of_json_become_tuples() -> None:
         {"min_length": 4, "max_length": 4},
         {"prefix": (7, 8), "max_length": 2},
         {"length_penalty": 0.0, "seed": 2**64 - 1},
+        {"scores": False, "no_repeat_ngram": 2},
     ],
 )
 def test_the_bounds_themselves_are_allowed(settings: dict[str, object]) -> None:

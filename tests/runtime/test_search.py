@@ -6,19 +6,20 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from transferry.runtime.beam import beam_search, best_candidates
+from transferry.runtime.beam import Beams, best_candidates
 from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.hypothesis import FAILED
 from transferry.runtime.logits import log_sum_exp, top_k
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.sampling import Sampler, draw_uniforms
-from transferry.runtime.search import Hypothesis, search
+from transferry.runtime.search import Hypothesis, Request, search, search_stream
 from transferry.runtime.tokenizer import SpecialTokens
 
 PAD, BOS, EOS = 0, 1, 2
@@ -58,6 +59,7 @@ class FakeState:
 
     sources: tuple[Tokens, ...]
     histories: tuple[Tokens, ...]
+    sentences: tuple[int, ...] = ()
 
 
 class FakeDecoder:
@@ -77,7 +79,7 @@ class FakeDecoder:
 
     def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> FakeState:
         sources = tuple(tuple(row[real].tolist()) for row, real in zip(source, mask, strict=True))
-        return FakeState(sources, ((),) * len(sources))
+        return FakeState(sources, ((),) * len(sources), (0,) * len(sources))
 
     def step(self, tokens: NDArray[np.int64], state: FakeState) -> tuple[Logits, FakeState]:
         rows = len(state.sources)
@@ -92,17 +94,116 @@ class FakeDecoder:
         for row, (source, (first, *history)) in enumerate(
             zip(state.sources, histories, strict=True)
         ):
-            assert first == BOS
+            if self.has_encoder:
+                assert first == BOS
+            else:
+                source = (*source, first)
             self.given[row, 0] = self.model(source, tuple(history))
         logits = self.given.view()
         logits.flags.writeable = False
-        return logits, FakeState(state.sources, histories)
+        return logits, replace(state, histories=histories)
 
     def select(self, state: FakeState, rows: NDArray[np.int64]) -> FakeState:
         self.selected.append(rows.tolist())
-        return FakeState(
-            tuple(state.sources[row] for row in rows), tuple(state.histories[row] for row in rows)
-        )
+        chosen = [getattr(state, field.name) for field in fields(state)]
+        return FakeState(*(tuple(values[row] for row in rows) for values in chosen))
+
+
+class RefillingFake(FakeDecoder):
+    """The same model, but rows are at lengths of their own.
+
+    It holds the search to the rules for rows and sentences, and counts the sentences it begins.
+    """
+
+    def __init__(self, model: Model, vocabulary: int, positions: int = 1 << 30) -> None:
+        super().__init__(model, vocabulary)
+        self.positions = positions
+        self.begun: list[int] = []
+
+    def numbers(self, count: int) -> range:
+        self.begun.append(count)
+        return range(sum(self.begun) - count, sum(self.begun))
+
+    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> FakeState:
+        state = super().start(source, mask)
+        return replace(state, sentences=tuple(self.numbers(len(source))))
+
+    def step(self, tokens: NDArray[np.int64], state: FakeState) -> tuple[Logits, FakeState]:
+        assert max(map(len, state.histories)) < self.positions
+        return super().step(tokens, state)
+
+    def select(self, state: FakeState, rows: NDArray[np.int64]) -> FakeState:
+        selected = super().select(state, rows)
+        groups = [(key, len(list(group))) for key, group in itertools.groupby(selected.sentences)]
+        assert len(dict(groups)) == len(groups), "the rows of a sentence lie side by side"
+        assert len({length for _, length in groups}) == 1, "sentences have as many rows each"
+        return selected
+
+    def refill(
+        self,
+        state: FakeState,
+        sentences: NDArray[np.int64],
+        source: NDArray[np.int64],
+        mask: NDArray[np.bool_],
+    ) -> FakeState:
+        assert len(sentences) == len(source) > 0
+        assert (np.diff(sentences) > 0).all()
+        width = len(state.sources) // len(set(state.sentences))
+        news = tuple(tuple(row[real].tolist()) for row, real in zip(source, mask, strict=True))
+        columns = [list(getattr(state, field.name)) for field in fields(state)]
+        for sentence, *new in zip(
+            sentences.tolist(), news, [()] * len(news), self.numbers(len(news)), strict=True
+        ):
+            for column, value in zip(columns, new, strict=True):
+                column[sentence * width : (sentence + 1) * width] = [value] * width
+        return FakeState(*map(tuple, columns))
+
+
+class GreedyFake(RefillingFake):
+    """One that also picks."""
+
+    picked = 0
+
+    def likeliest(
+        self, tokens: NDArray[np.int64], state: FakeState
+    ) -> tuple[NDArray[np.int64], FakeState]:
+        self.picked += 1
+        logits, state = self.step(tokens, state)
+        last = logits[:, -1]
+        return np.where(np.isfinite(last.max(axis=1)), last.argmax(axis=1), -1), state
+
+
+class Requests:
+    """A supply of a list, of which `visible` may be taken: all, or more with every wait."""
+
+    def __init__(self, requests: Sequence[Request[int]], *visible: int) -> None:
+        self.requests = list(requests)
+        self.visible = list(visible) or [len(self.requests)]
+        self.waiting_at: list[int] = []
+
+    def ready(self, most: int) -> int:
+        return min(most, self.visible[0], len(self.requests))
+
+    def take(self, most: int, *, wait: bool) -> list[Request[int]]:
+        assert most > 0
+        if wait and self.visible[0] == 0 and len(self.visible) > 1:
+            del self.visible[0]
+        taken = self.requests[: self.ready(most)]
+        del self.requests[: len(taken)]
+        self.visible[0] -= len(taken)
+        return taken
+
+
+def stream(
+    decoder: FakeDecoder,
+    requests: Sequence[Request[int]],
+    options: GenerationOptions,
+    slots: int,
+) -> list[list[Hypothesis]]:
+    found = list(search_stream(decoder, Requests(requests), options, SPECIAL, slots=slots))
+    answers = dict(found)
+    assert len(answers) == len(found), "each is answered once"
+    return [answers[request.key] for request in requests]
 
 
 def run(
@@ -264,16 +365,13 @@ def test_a_beam_as_wide_as_the_tree_finds_the_best_of_all_outputs(length_penalty
     assert close(run(FakeDecoder(model, vocabulary), [(9,)], options)[0], every)
 
 
-def test_a_beam_of_one_is_greedy() -> None:
+def test_a_beam_of_one_is_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = FakeDecoder(random_model(11, end=0.5), 11)
     sources = random_sources(20)
     options = GenerationOptions(max_length=9)
-    state = decoder.start(
-        np.array([[*source, *[PAD] * (8 - len(source))] for source in sources]),
-        np.array([[place < len(source) for place in range(8)] for source in sources]),
-    )
-    beams = beam_search(decoder, state, np.full(20, BOS), options, [], EOS)
-    for first, second in zip(beams, run(decoder, sources, options), strict=True):
+    greedy = run(decoder, sources, options)
+    monkeypatch.setattr("transferry.runtime.search.Picks", Beams)
+    for first, second in zip(run(decoder, sources, options), greedy, strict=True):
         assert close(first, second)
 
 
@@ -437,6 +535,266 @@ def test_a_step_selects_at_most_once() -> None:
     assert len(decoder.selected) < len(decoder.rows_stepped)
 
 
+# A stream of sentences, each in the place of one that has ended
+
+
+def requests_of(count: int, longest: int, seed: int = 0) -> list[Request[int]]:
+    """Every third with a prefix, all with a greatest length of their own."""
+    rng = np.random.default_rng(seed)
+    return [
+        Request(
+            key=key,
+            source=source,
+            max_length=int(rng.integers(3, longest + 1)),
+            prefix=(7, 3)[: key % 3],
+            row_id=1000 + key,
+        )
+        for key, source in enumerate(random_sources(count, seed))
+    ]
+
+
+STREAMS = {
+    **SEARCHES,
+    **{f"beam {n}": GenerationOptions(beam=n, n_best=n, max_length=12) for n in range(2, 6)},
+    "penalty": GenerationOptions(
+        beam=3, n_best=3, max_length=12, early_stopping=False, length_penalty=0.3
+    ),
+    "suppressing": GenerationOptions(max_length=12, suppress=(5, 9), no_repeat_ngram=1),
+    "min length": GenerationOptions(beam=2, max_length=12, min_length=5),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_answers_as_each_sentence_is_answered_alone(name: str) -> None:
+    options = STREAMS[name]
+    model = random_model(40, end=2.0)
+    requests = requests_of(200, options.max_length)
+    alone = [stream(FakeDecoder(model, 40), [request], options, 1)[0] for request in requests]
+    reasons = Counter(hypotheses[0].finish_reason for hypotheses in alone)
+    assert min(reasons["end"], reasons["length"]) > 20
+    for slots in (1, 3, 8, 64):
+        decoder = RefillingFake(model, 40, positions=options.max_length)
+        assert stream(decoder, requests, options, slots) == alone, slots
+        if slots < 64:
+            assert decoder.begun[0] == slots
+            assert len(decoder.begun) > 5, "most sentences took the place of another"
+    static = FakeDecoder(model, 40)
+    assert stream(static, requests, options, 8) == alone
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_of_equal_lengths_is_the_batch(name: str) -> None:
+    options = STREAMS[name]
+    model = random_model(40, end=2.0)
+    sources = random_sources(100)
+    requests = [
+        Request(row, source, options.max_length, options.prefix, row)
+        for row, source in enumerate(sources)
+    ]
+    expected = run(FakeDecoder(model, 40), sources, options)
+    assert stream(RefillingFake(model, 40), requests, options, 8) == expected
+    assert run(RefillingFake(model, 40), sources, options) == expected
+
+
+@pytest.mark.parametrize("name", ["greedy", "beam", "sampling"])
+def test_a_stream_goes_on_with_each_prompt(name: str) -> None:
+    options = STREAMS[name]
+    model = random_model(40, end=2.0)
+    requests = requests_of(60, options.max_length)
+    assert min(len(request.source) for request in requests) == 1
+    expected = stream(FakeDecoder(model, 40), requests, options, 60)
+    decoder = RefillingFake(model, 40)
+    decoder.has_encoder = False
+    assert stream(decoder, requests, options, 8) == expected
+    assert len(decoder.begun) > 5
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_bad_sentences_leave_those_beside_and_after_them_alone(name: str) -> None:
+    options = STREAMS[name]
+    good = random_model(40, end=2.0)
+    requests = requests_of(60, options.max_length)
+    bad = {requests[key].source: key % 3 for key in range(0, 60, 5)}
+    values = (np.nan, np.inf, -np.inf)
+
+    def model(source: Tokens, history: Tokens) -> Logits:
+        if source not in bad:
+            return good(source, history)
+        return np.full(40, values[bad[source]] if len(history) >= bad[source] else 0.0)
+
+    expected = stream(FakeDecoder(good, 40), requests, options, 60)
+    found = stream(RefillingFake(model, 40), requests, options, 8)
+    for request, answer, wanted in zip(requests, found, expected, strict=True):
+        if request.source in bad:
+            assert {hypothesis.finish_reason for hypothesis in answer} == {"error"}
+        else:
+            assert answer == wanted
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_what_an_ended_output_is_stepped_on_with_is_nothing_to_it(name: str) -> None:
+    good = random_model(40, end=2.0)
+
+    def model(source: Tokens, history: Tokens) -> Logits:
+        return np.full(40, np.nan) if EOS in history else good(source, history)
+
+    options = STREAMS[name]
+    requests = requests_of(60, options.max_length)
+    expected = stream(FakeDecoder(good, 40), requests, options, 60)
+    for kind in (FakeDecoder, RefillingFake):
+        assert stream(kind(model, 40), requests, options, 8) == expected
+
+
+def tokens_given(source: Tokens, history: Tokens) -> Logits:
+    """Source (n,) gives n tokens."""
+    return peak(EOS if len(history) >= source[0] else 3, 20.0)
+
+
+def counted(lengths: Sequence[int], max_length: int = 9) -> list[Request[int]]:
+    return [Request(key, (length,), max_length) for key, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("beam", [1, 2])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_slots_stay_full_while_sentences_wait(beam: int, samples: int) -> None:
+    if min(beam, samples) > 1:
+        return
+    options = GenerationOptions(beam=beam, n_best=samples, sample=samples > 1, max_length=50)
+    width = max(beam, samples)
+    lengths = np.random.default_rng(0).integers(1, 30, 200).tolist()
+    decoder = RefillingFake(tokens_given, 5)
+    stream(decoder, counted(lengths, 50), options, 8)
+    waiting = decoder.rows_stepped[: sum(lengths) // 8 - 30]
+    assert set(waiting[beam > 1 :]) == {8 * width}
+    useful = sum(length + 1 for length in lengths) * width
+    assert useful <= sum(decoder.rows_stepped) < useful * 4 / 3
+    # At least a quarter of the slots is refilled at a time, so that so many are encoded together.
+    assert min(decoder.begun[:-1]) >= 2
+
+
+def test_new_sentences_are_taken_in_once_a_quarter_has_ended() -> None:
+    decoder = RefillingFake(tokens_given, 5)
+    answers = stream(decoder, counted([0, 1, *[6] * 6, 2, 2]), GenerationOptions(max_length=9), 8)
+    assert [len(hypotheses[0].tokens) for hypotheses in answers] == [0, 1, *[6] * 6, 2, 2]
+    # Two have ended after two steps, and the two in their places after three more; none waits.
+    assert decoder.begun == [8, 2]
+    assert decoder.rows_stepped == [8] * 5 + [6] * 2
+    assert decoder.selected == [[2, 3, 4, 5, 6, 7]]
+
+
+def test_ended_rows_leave_a_refilling_decoder_in_quarters() -> None:
+    decoder = RefillingFake(tokens_given, 5)
+    stream(decoder, counted(range(8)), GenerationOptions(max_length=9), 8)
+    assert decoder.rows_stepped == [8, 8, 6, 6, 4, 3, 2, 1]
+
+    decoder = RefillingFake(tokens_given, 5)
+    stream(decoder, counted(range(7)), GenerationOptions(beam=2, max_length=9), 7)
+    # The first step scores no second beam. Source (n,) ends for the second time in step n + 2.
+    assert decoder.rows_stepped == [7, 14, 14, 10, 10, 6, 4, 2]
+
+
+def test_what_ends_at_its_greatest_length_is_stepped_no_further() -> None:
+    def model(source: Tokens, history: Tokens) -> Logits:
+        return peak(3, 20.0)
+
+    requests = [Request(key, (5,), 4 if key == 2 else 9) for key in range(20)]
+    for kind in (FakeDecoder, RefillingFake):
+        static = kind(model, 5)
+        answers = stream(static, requests[:8], GenerationOptions(max_length=9), 8)
+        assert [len(row[0].tokens) for row in answers] == [9, 9, 4, 9, 9, 9, 9, 9]
+        assert static.rows_stepped == [8] * 4 + [7] * 5
+    decoder = RefillingFake(model, 5)
+    stream(decoder, requests, GenerationOptions(max_length=9), 8)
+    assert decoder.begun[:2] == [8, 1]
+
+
+def test_a_decoder_that_cannot_refill_ends_a_batch_before_the_next() -> None:
+    decoder = FakeDecoder(tokens_given, 5)
+    stream(decoder, counted([1, 1, 2, 1]), GenerationOptions(max_length=9), 2)
+    assert decoder.rows_stepped == [2, 2, 2, 2, 1]
+
+
+class Growing(Requests):
+    """Gives two sentences at first, and then as many as are wanted."""
+
+    def take(self, most: int, *, wait: bool) -> list[Request[int]]:
+        taken = super().take(most, wait=wait)
+        self.visible = [len(self.requests)]
+        return taken
+
+
+def test_a_batch_that_began_small_gives_way_to_a_larger_one() -> None:
+    supply = Growing(counted([1, 5, *[5] * 18]), 2)
+    decoder = RefillingFake(tokens_given, 5)
+    options = GenerationOptions(max_length=9)
+    found = dict(search_stream(decoder, supply, options, SPECIAL, slots=8))
+    assert sorted(found) == list(range(20))
+    assert decoder.begun == [2, 8, 8, 2]
+    assert decoder.rows_stepped == [2] * 2 + [1] * 4 + [8] * 12 + [2] * 6
+
+
+def test_no_sentence_waits_for_one_that_is_not_there_yet() -> None:
+    """An answer is handed out when it ends, before more is asked for."""
+    supply = Requests(counted([3, 1, 4]), 1, 1, 1)
+    found = search_stream(
+        RefillingFake(tokens_given, 5), supply, GenerationOptions(max_length=9), SPECIAL, slots=4
+    )
+    for key in range(3):
+        assert next(found)[0] == key
+        assert len(supply.requests) == 2 - key
+
+
+def test_a_request_for_more_than_the_options_allow_is_refused() -> None:
+    with pytest.raises(UsageError, match="source 0 wants 10 tokens, expected 1 to max_length=9"):
+        stream(FakeDecoder(tokens_given, 5), counted([1], 10), GenerationOptions(max_length=9), 1)
+
+
+# Without scores
+
+
+@pytest.mark.parametrize("kind", [FakeDecoder, RefillingFake, GreedyFake])
+@pytest.mark.parametrize(
+    "settings", [{}, {"min_length": 4}, {"no_repeat_ngram": 2}, {"suppress": (5, 3)}]
+)
+def test_greedy_search_without_scores_finds_the_same(
+    kind: type[FakeDecoder], settings: dict[str, Any]
+) -> None:
+    good = random_model(40, end=2.0)
+    sources = random_sources(60)
+
+    def model(source: Tokens, history: Tokens) -> Logits:
+        logits = good(source, history)
+        if source == sources[7] and history:
+            logits = logits.copy()
+            logits[3] = np.nan  # which is suppressed above
+        return logits
+
+    options = GenerationOptions(max_length=12, **settings)
+    requests = [Request(row, source, 12) for row, source in enumerate(sources)]
+    expected = stream(FakeDecoder(model, 40), requests, options, 60)
+    assert expected[7] == [FAILED]
+    found = stream(kind(model, 40), requests, replace(options, scores=False), 8)
+    for (one,), (other,) in zip(found, expected, strict=True):
+        assert (one.tokens, one.finish_reason) == (other.tokens, other.finish_reason)
+        if one.finish_reason != "error":
+            assert math.isnan(one.score)
+            assert math.isnan(one.log_probability)
+    assert found[7] == [FAILED]
+
+
+def test_the_decoder_picks_where_nothing_else_must_be_known() -> None:
+    def steps(**settings: Any) -> tuple[int, int]:
+        decoder = GreedyFake(random_model(40, end=-50.0), 40)
+        run(decoder, random_sources(5), GenerationOptions(max_length=9, **settings))
+        return decoder.picked, len(decoder.rows_stepped)
+
+    assert steps() == (0, 9)
+    assert steps(scores=False) == (9, 9)
+    assert steps(scores=False, min_length=4) == (5, 9)
+    assert steps(scores=False, prefix=(5, 6)) == (7, 9)
+    assert steps(scores=False, suppress=(5,)) == (0, 9)
+
+
 # Ranking, length and stopping
 
 
@@ -507,6 +865,20 @@ def test_patience_ends_once_nothing_can_beat_the_worst() -> None:
     options = GenerationOptions(beam=2, max_length=50, length_penalty=0.0, early_stopping=False)
     run(decoder, [(7,)], options)
     assert len(decoder.rows_stepped) == 2
+
+
+def test_patience_knows_the_greatest_length_of_each_sentence() -> None:
+    def model(source: Tokens, history: Tokens) -> Logits:
+        return log_of(1e-9, 1e-9, 0.7, 0.2, 0.1)
+
+    def steps(max_length: int, of_options: int) -> int:
+        decoder = FakeDecoder(model, 5)
+        options = GenerationOptions(beam=2, max_length=of_options, early_stopping=False)
+        stream(decoder, [Request(0, (5,), max_length)], options, 1)
+        return len(decoder.rows_stepped)
+
+    assert steps(5, 50) == steps(5, 5) < steps(50, 50)
+    assert steps(5, 5) < 5
 
 
 @pytest.mark.parametrize("beam", [1, 3])

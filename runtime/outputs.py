@@ -1,0 +1,126 @@
+"""The outputs that a search lets grow, and what is common to the ways of choosing their tokens."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.runtime.hypothesis import Hypothesis
+from transferry.runtime.options import GenerationOptions
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Request(Generic[Key]):
+    """A sentence to be answered.
+
+    Attributes:
+        key: Handed back with the answer.
+        source: Token ids, at least one; where the decoder has no encoder the outputs go on with
+            them.
+        max_length: Most tokens of its outputs, no more than the options' own.
+        prefix: Its forced prefix.
+        row_id: Seeds its samples.
+    """
+
+    key: Key
+    source: Sequence[int]
+    max_length: int
+    prefix: Sequence[int] = ()
+    row_id: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The rows after a step.
+
+    Attributes:
+        rows: which rows of `Outputs` they are `[rows]`.
+        parents: the row of the stepped state that each goes on from `[rows]`.
+        tokens: their next tokens `[rows]`.
+    """
+
+    rows: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+
+
+class Outputs(ABC):
+    """The outputs of the sentences that are answered together.
+
+    A slot holds one sentence after another. Each has `width` outputs, those of slot s in the rows
+    from `s * width` on. They grow by a token a step, ended ones too while they are stepped.
+
+    Attributes:
+        width: outputs of a sentence.
+        rows_at_first: rows of a sentence in the first step after `Decoder.start`.
+        lengths: tokens of the outputs in each slot `[slots]`.
+        limits: most tokens of an output in each slot `[slots]`.
+        tokens: the outputs, without meaning beyond their lengths `[slots * width, max_length]`.
+        ended: which outputs are complete, or have failed `[slots * width]`.
+    """
+
+    rows_at_first: int
+
+    def __init__(self, slots: int, width: int, options: GenerationOptions, eos_id: int) -> None:
+        self.width = width
+        self.options = options
+        self.eos_id = eos_id
+        self.lengths = np.zeros(slots, np.int64)
+        self.limits = np.zeros(slots, np.int64)
+        self.tokens = np.zeros((slots * width, options.max_length), np.int64)
+        self.ended = np.ones(slots * width, np.bool_)
+
+    def rows_of(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows of some slots, those of a slot side by side `[slots * width]`."""
+        return (slots[:, None] * self.width + np.arange(self.width)).ravel()
+
+    def admit(self, slots: NDArray[np.int64], requests: Sequence[Request[Any]]) -> None:
+        """Begins new sentences in some slots, whatever was there.
+
+        Args:
+            slots: a slot for each request `[requests]`.
+            requests: the sentences.
+        """
+        self.lengths[slots] = 0
+        self.limits[slots] = [request.max_length for request in requests]
+        self.ended[self.rows_of(slots)] = False
+
+    @abstractmethod
+    def choose(
+        self,
+        logits: NDArray[np.floating[Any]],
+        allowed: NDArray[np.floating[Any]],
+        rows: NDArray[np.int64],
+    ) -> Choice:
+        """Chooses the next tokens, and marks what they end.
+
+        Args:
+            logits: of the next token, as the model gave them `[rows, vocabulary]`.
+            allowed: the same after the processors; the same array where there were none.
+            rows: which rows were stepped `[rows]`.
+        """
+
+    def extend(self, rows: NDArray[np.int64], choice: Choice) -> None:
+        """Adds the chosen tokens.
+
+        Args:
+            rows: the rows that were stepped `[stepped rows]`.
+            choice: what follows them.
+        """
+        slots = choice.rows // self.width
+        lengths = self.lengths[slots]
+        parents = rows[choice.parents]
+        if not np.array_equal(parents, choice.rows):
+            longest = int(lengths.max())
+            self.tokens[choice.rows, :longest] = self.tokens[parents, :longest]
+        self.tokens[choice.rows, lengths] = choice.tokens
+        self.lengths[slots] = lengths + 1
+
+    @abstractmethod
+    def hypotheses(self, slot: int) -> list[Hypothesis]:
+        """The outputs of a slot whose sentence has ended: at most `n_best`, best first."""
