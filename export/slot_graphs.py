@@ -107,6 +107,14 @@ class HeadGraph(nn.Module):
         return self.model.logits(hidden).float()
 
 
+class SumsGraph(nn.Module):
+    """logits -> sums: of the exponentials of each row, which make probabilities of them."""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Sums up [rows, vocabulary] to [rows]."""
+        return logits.exp().sum(dim=1)
+
+
 class CrossGraph(nn.Module):
     """source, source_mask -> cross keys and values, the keys as columns.
 
@@ -222,6 +230,11 @@ def export_slot_graphs(model: Transformer, prefix: str) -> dict[str, Graph]:
             HeadGraph(model),
             (TensorSpec("hidden", "hidden", precision, ("rows", config.d_model)),),
             (floats("logits", "rows", config.vocabulary_size),),
+        ),
+        "sums": (
+            SumsGraph(),
+            (floats("logits", "rows", config.vocabulary_size),),
+            (floats("sums", "rows"),),
         ),
         "select": (
             SelectGraph(),

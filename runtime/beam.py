@@ -7,9 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.hypothesis import FAILED, Hypothesis, length_normalised, ranked
-from transferry.runtime.logits import log_sum_exp, top_k
+from transferry.runtime.logits import BLOCK_ENTRIES
 from transferry.runtime.options import GenerationOptions
-from transferry.runtime.outputs import Choice, Outputs, Request
+from transferry.runtime.outputs import Choice, Normalise, Outputs, Request
+
+# Segments of the vocabulary whose maxima a threshold is taken from: short ones cost numpy more,
+# few leave more candidates above it.
+SEGMENTS = 16
 
 
 class Beams(Outputs):
@@ -34,8 +38,10 @@ class Beams(Outputs):
 
     rows_at_first = 1
 
-    def __init__(self, slots: int, options: GenerationOptions, eos_id: int) -> None:
-        super().__init__(slots, options.beam, options, eos_id)
+    def __init__(
+        self, slots: int, options: GenerationOptions, eos_id: int, normalise: Normalise
+    ) -> None:
+        super().__init__(slots, options.beam, options, eos_id, normalise)
         self.totals = np.zeros((slots, self.width))
         self.best: list[list[Hypothesis]] = [[] for _ in range(slots)]
         self.worst_score = np.zeros(slots)
@@ -64,7 +70,7 @@ class Beams(Outputs):
         slots = rows[rows % beam == 0] // beam
         width = len(rows) // len(slots)
         totals = self.totals[slots, :width]
-        normaliser = log_sum_exp(logits)
+        normaliser = self.normalise(logits)
         failed = (np.isnan(normaliser.reshape(-1, width)) & (totals > -np.inf)).any(axis=1)
         totals, parents, tokens = best_candidates(logits, allowed, normaliser, totals, 2 * beam)
         parents += np.arange(len(slots))[:, None] * width
@@ -140,8 +146,7 @@ def best_candidates(
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
     """The best ways to lengthen the beams of each sentence by one token.
 
-    The best `count` of a sentence are among the best `count` of each of its beams, so that only
-    those are normalised and compared, in float64, and never `beam * vocabulary` of them.
+    Only those among which they must be are normalised and compared, in float64.
 
     Args:
         logits: of the next token, as the model gave them `[sentences * width, vocabulary]`.
@@ -154,16 +159,71 @@ def best_candidates(
         Log-probabilities, parent beams and tokens `[sentences, count]`, the likeliest first, then
         the lower beam, then the lower token; minus infinity where there are fewer candidates.
     """
-    sentences = len(totals)
-    values, tokens = top_k(allowed, count)
-    candidates = np.take_along_axis(logits, tokens, axis=1) - normaliser[:, None]
-    candidates += totals.reshape(-1, 1)
-    # NaN, from failed sentences and from beams that do not exist, sorts behind minus infinity.
-    candidates[np.isneginf(values)] = -np.inf
-    candidates, tokens = candidates.reshape(sentences, -1), tokens.reshape(sentences, -1)
-    order = np.argsort(-candidates, axis=1, kind="stable")[:, :count]
-    return (
-        np.take_along_axis(candidates, order, axis=1),
-        order // count,
-        np.take_along_axis(tokens, order, axis=1),
-    )
+    sentences, width = totals.shape
+    total = totals.reshape(-1)
+    offsets = np.full(len(total), -np.inf)
+    np.subtract(total, normaliser, out=offsets, where=total > -np.inf)
+    with np.errstate(invalid="ignore"):  # NaN reaches no threshold, and minus infinity no other
+        row, token = _contenders(allowed, offsets, width, count)
+    value = logits[row, token] - normaliser[row]
+    value += total[row]
+
+    # Side by side in the order of beam and token, which a stable sort keeps among equals.
+    sentence = row // width
+    column = np.arange(len(row)) - np.searchsorted(sentence, sentence)
+    columns = max(count, int(column.max(initial=0)) + 1)
+    values = np.full((sentences, columns), -np.inf)
+    places = np.zeros((sentences, columns), np.int64)
+    values[sentence, column] = value
+    places[sentence, column] = row % width * logits.shape[1] + token
+    order = np.argsort(-values, axis=1, kind="stable")[:, :count]
+    parents, tokens = np.divmod(np.take_along_axis(places, order, axis=1), logits.shape[1])
+    return np.take_along_axis(values, order, axis=1), parents, tokens
+
+
+def _contenders(
+    allowed: NDArray[np.floating[Any]], offsets: NDArray[np.float64], width: int, count: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The candidates of a sentence that reach the `count` largest of some of its candidates.
+
+    These some are the maxima of segments of the vocabulary: `count` candidates at least reach the
+    `count`-th largest of them, and few more.
+
+    Args:
+        allowed: `[sentences * width, vocabulary]`
+        offsets: what makes logits comparable within a sentence, minus infinity of beams that do
+            not exist, whatever their logits `[sentences * width]`.
+        width: beams of a sentence.
+        count: candidates wanted of a sentence.
+
+    Returns:
+        Row and token of each contender, in order; none with a logit of minus infinity.
+    """
+    rows, vocabulary = allowed.shape
+    lowest = np.finfo(allowed.dtype).min
+    block = max(1, BLOCK_ENTRIES // (width * vocabulary)) * width
+    places = []
+    for first in range(0, rows, block):
+        part, offset = allowed[first : first + block], offsets[first : first + block]
+        peaks = _segment_maxima(part, 2 * count) + offset[:, None]
+        peaks[np.isneginf(offset)] = -np.inf
+        reach = peaks.reshape(len(part) // width, -1)
+        kth = max(0, reach.shape[1] - count)
+        threshold = np.partition(reach, kth, axis=1)[:, kth].repeat(width) - offset
+        # Rounded down, so that comparing in the logits' own precision leaves none out.
+        enough = np.nextafter(threshold.astype(part.dtype), part.dtype.type(-np.inf))
+        near = part >= np.maximum(enough, lowest)[:, None]
+        places.append(np.flatnonzero(near) + first * vocabulary)
+    row, token = np.divmod(np.concatenate(places), vocabulary)
+    return row, token
+
+
+def _segment_maxima(logits: NDArray[np.floating[Any]], least: int) -> NDArray[np.floating[Any]]:
+    """The maxima of at least so many segments of each row, if it is long enough."""
+    rows, vocabulary = logits.shape
+    length = max(1, vocabulary // max(least, SEGMENTS))
+    whole = vocabulary - vocabulary % length
+    maxima = logits[:, :whole].reshape(rows, -1, length).max(axis=2)
+    if whole == vocabulary:
+        return maxima
+    return np.column_stack([maxima, logits[:, whole:].max(axis=1)])

@@ -114,6 +114,15 @@ class GreedyDecoder(Decoder[State], Protocol[State]):
         ...
 
 
+@runtime_checkable
+class NormalisingDecoder(Protocol):
+    """A decoder that normalises logits faster than numpy."""
+
+    def log_sum_exp(self, logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+        """As `logits.log_sum_exp`: `[rows, vocabulary]` -> `[rows]`."""
+        ...
+
+
 def longer(mask: NDArray[np.bool_], tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
     """The mask of a cache after a step over `tokens`, all of them real.
 

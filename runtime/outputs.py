@@ -1,7 +1,7 @@
 """The outputs that a search lets grow, and what is common to the ways of choosing their tokens."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -12,6 +12,8 @@ from transferry.runtime.hypothesis import Hypothesis
 from transferry.runtime.options import GenerationOptions
 
 Key = TypeVar("Key")
+# `logits.log_sum_exp`, or what a decoder has for it.
+Normalise = Callable[[NDArray[np.floating[Any]]], NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,16 @@ class Outputs(ABC):
 
     rows_at_first: int
 
-    def __init__(self, slots: int, width: int, options: GenerationOptions, eos_id: int) -> None:
+    def __init__(
+        self,
+        slots: int,
+        width: int,
+        options: GenerationOptions,
+        eos_id: int,
+        normalise: Normalise,
+    ) -> None:
         self.width = width
+        self.normalise = normalise
         self.options = options
         self.eos_id = eos_id
         self.lengths = np.zeros(slots, np.int64)

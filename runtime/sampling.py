@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.hypothesis import FAILED, Hypothesis, length_normalised, ranked
-from transferry.runtime.logits import log_sum_exp
 from transferry.runtime.options import GenerationOptions
-from transferry.runtime.outputs import Choice, Outputs, Request
+from transferry.runtime.outputs import Choice, Normalise, Outputs, Request
 
 
 class Picks(Outputs):
@@ -22,8 +21,10 @@ class Picks(Outputs):
         failed: where the model gave no usable scores `[slots * n_best]`.
     """
 
-    def __init__(self, slots: int, options: GenerationOptions, eos_id: int) -> None:
-        super().__init__(slots, options.n_best, options, eos_id)
+    def __init__(
+        self, slots: int, options: GenerationOptions, eos_id: int, normalise: Normalise
+    ) -> None:
+        super().__init__(slots, options.n_best, options, eos_id, normalise)
         self.rows_at_first = self.width
         rows = slots * self.width
         self.counts = np.zeros(rows, np.int64)
@@ -59,7 +60,7 @@ class Picks(Outputs):
             tokens = self.sampler(allowed, rows, self.lengths[rows // self.width])
         picked = np.arange(len(rows)), tokens
         if self.options.scores:
-            gains = logits[picked] - log_sum_exp(logits)
+            gains = logits[picked] - self.normalise(logits)
         elif allowed is logits:
             gains = logits[picked]
         else:

@@ -14,9 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.beam import Beams
-from transferry.runtime.decoder import Decoder, GreedyDecoder, RefillingDecoder, State
+from transferry.runtime.decoder import (
+    Decoder,
+    GreedyDecoder,
+    NormalisingDecoder,
+    RefillingDecoder,
+    State,
+)
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.hypothesis import Hypothesis
+from transferry.runtime.logits import log_sum_exp
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.outputs import Key, Outputs, Request
 from transferry.runtime.processors import build_processors, restrict
@@ -173,7 +180,10 @@ class _Batch(Generic[State, Key]):
         if isinstance(decoder, GreedyDecoder) and not options.scores:
             self.greedy = decoder
         kind = Beams if options.beam > 1 else Picks
-        self.outputs: Outputs = kind(count, options, special.eos_id)
+        normalise = log_sum_exp
+        if isinstance(decoder, NormalisingDecoder):
+            normalise = decoder.log_sum_exp
+        self.outputs: Outputs = kind(count, options, special.eos_id, normalise)
         self.busy = np.zeros(count, np.bool_)
         self.keys = [request.key for request in requests]
         self.prefixes = [request.prefix for request in requests]

@@ -18,6 +18,7 @@ from onnxruntime import OrtValue
 
 from transferry.runtime.bundle import Bundle, Role, Variant
 from transferry.runtime.graph_runner import BoundCall, GraphRunner, describe
+from transferry.runtime.logits import log_sum_exp
 from transferry.runtime.screen import Screen
 from transferry.runtime.session import SessionOptions
 
@@ -26,6 +27,9 @@ from transferry.runtime.session import SessionOptions
 CHUNK = 16
 # Steps by which a cache grows. Every step reads all of it, and growing copies it.
 GROWTH = 16
+
+# Sums of exponentials that float32 holds in full precision, their largest terms included.
+SMALLEST_SUM, LARGEST_SUM = 1e-30, 1e38
 
 Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.int64]
@@ -151,6 +155,21 @@ class SlotDecoder:
         assert call.rough is not None
         call.rough.run()
         return self._screen.likeliest(call.hidden.numpy(), call.rough.host["rough"]), state
+
+    def log_sum_exp(self, logits: Floats) -> NDArray[np.float64]:
+        """Normalises logits [rows, vocabulary]; see `NormalisingDecoder.log_sum_exp`."""
+        runner = self._runners["sums"]
+        if runner.on_device:
+            return log_sum_exp(logits)
+        sums = np.empty(len(logits), np.float32)
+        runner.run({"logits": [runner.value(logits)]}, host={"sums": sums})
+        # Exponentials of the logits as they are: where float32 could not hold them, the slow way.
+        extreme = ~((sums > SMALLEST_SUM) & (sums < LARGEST_SUM))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            result = np.log(sums, dtype=np.float64)
+        if extreme.any():
+            result[extreme] = log_sum_exp(logits[extreme])
+        return result
 
     def _step(self, tokens: Integers, state: SlotState) -> tuple[_Call, SlotState]:
         slots, width = state.positions.shape
