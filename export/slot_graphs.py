@@ -132,6 +132,22 @@ class CrossGraph(nn.Module):
         return flatten([KeyValues(each.keys.transpose(2, 3), each.values) for each in cross])
 
 
+class GatherGraph(nn.Module):
+    """index, state -> the chosen columns of every tensor of the cache."""
+
+    def forward(self, index: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        """Takes columns of each state [batch, heads, capacity, d_head], all counted as one row.
+
+        Args:
+            index: (slot * heads + head) * capacity + column [selected, heads, columns].
+            state: The cache.
+
+        Returns:
+            Of each state [selected, heads, columns, d_head].
+        """
+        return tuple(F.embedding(index, each.reshape(-1, each.shape[-1])) for each in state)
+
+
 class PlaceGraph(nn.Module):
     """rows, fresh and state -> state with fresh in these rows, written in place."""
 
@@ -178,7 +194,7 @@ def export_slot_graphs(model: Transformer, prefix: str) -> dict[str, Graph]:
     has_encoder = bool(config.encoder_layers)
     precision = str(model.embedding.weight.dtype).removeprefix("torch.")
 
-    def ids(role: Role, *shape: str) -> TensorSpec:
+    def ids(role: Role, *shape: str | int) -> TensorSpec:
         return TensorSpec(role, role, "int64", shape)
 
     def floats(role: Role, *shape: str | int) -> TensorSpec:
@@ -203,9 +219,12 @@ def export_slot_graphs(model: Transformer, prefix: str) -> dict[str, Graph]:
 
     heads, d_head = config.kv_heads, config.d_head
     cross = cache("cross", ("batch", heads, d_head, "source"), ("batch", heads, "source", d_head))
-    past, present = (
-        cache(role, *[("batch", heads, "capacity", d_head)] * 2) for role in ("past", "present")
-    )
+
+    def past_as(role: Role, batch: str, columns: str) -> tuple[TensorSpec, ...]:
+        shape = (batch, heads, columns, d_head)
+        return cache(role, shape, shape)
+
+    past, present = past_as("past", "batch", "capacity"), past_as("present", "batch", "capacity")
 
     source = ids("source", "batch", "source")
     mask = TensorSpec("source_mask", "source_mask", "bool", ("batch", "source"))
@@ -240,6 +259,11 @@ def export_slot_graphs(model: Transformer, prefix: str) -> dict[str, Graph]:
             SelectGraph(),
             (ids("rows", "selected"), *any_cache("state", "batch")),
             any_cache("selected", "selected"),
+        ),
+        "gather": (
+            GatherGraph(),
+            (ids("index", "selected", heads, "columns"), *past_as("state", "batch", "capacity")),
+            past_as("gathered", "selected", "columns"),
         ),
         "place": (
             PlaceGraph(),

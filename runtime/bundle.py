@@ -57,6 +57,8 @@ Role = Literal[
     "bias",  # [batch, 1, target, capacity]: 0 at columns that a token sees, else minus infinity
     "source_bias",  # [batch, 1, 1, source]: the same for the source
     "rows",  # int64 [selected] or [new]: which rows to take, or to put something into
+    "index",  # int64 [selected, heads, columns]: which columns of the cache to take
+    "gathered",  # [selected, heads, columns, d_head]: the cache with these columns
     "fresh",  # [new, heads, new length, d_head]: what is put into rows of a state
     "placed",  # [batch, heads, length, d_head]: the state after that
     "state",  # [batch, heads, length, d_head]: past or cross, before a selection

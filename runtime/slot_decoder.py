@@ -26,7 +26,7 @@ from transferry.runtime.session import SessionOptions
 # enough for the hidden states of all of them to stay in the processor's cache.
 CHUNK = 16
 # Steps by which a cache grows. Every step reads all of it, and growing copies it.
-GROWTH = 16
+GROWTH = 8
 
 # Sums of exponentials that float32 holds in full precision, their largest terms included.
 SMALLEST_SUM, LARGEST_SUM = 1e-30, 1e38
@@ -89,6 +89,7 @@ class SlotDecoder:
         }
         self._decoder = self._runners["decoder"]
         self.has_encoder = "encoder" in variant.graphs
+        self._heads = int(variant.graphs["decoder"].tensor("past").shape[1])
         self.vocabulary_size = int(variant.graphs["head"].tensor("logits").shape[-1])
         self._screen = None
         if variant.screen:
@@ -122,21 +123,18 @@ class SlotDecoder:
         write, prompt = state.write.copy(), state.prompt.copy()
         bias[sentences], positions[sentences] = -np.inf, 0
         write[sentences] = prompt[sentences] = 0
-        if self.has_encoder:
-            state = self._with_source_room(state, length)
-            source_bias = state.source_bias.copy()
-            source_bias[sentences] = -np.inf
-            source_bias[sentences, 0, 0, :length] = np.where(mask, 0, -np.inf)
-            self._encode(state.cross, sentences, source, mask)
-            state = replace(state, source_bias=source_bias, calls={})
-        elif length:
-            state = self._with_room(replace(state, write=write), length, sentences)
-            bias = _wider(bias, state.bias.shape[-1])
-            self._read_prompts(state.past, sentences, source, mask)
-            bias[sentences, :, :length] = np.where(mask, 0, -np.inf)[:, None]
-            positions[sentences] = mask.sum(axis=1, keepdims=True)
-            write[sentences] = prompt[sentences] = length
-        return replace(state, bias=bias, positions=positions, write=write, prompt=prompt)
+        state = replace(state, bias=bias, positions=positions, write=write, prompt=prompt)
+        if not self.has_encoder:
+            return self._read_prompts(state, sentences, source, mask) if length else state
+        state = self._with_source_room(state, length)
+        state.source_bias[sentences] = -np.inf
+        state.source_bias[sentences, 0, 0, :length] = np.where(mask, 0, -np.inf)
+        self._encode(state.cross, sentences, source, mask)
+        # Long sentences have ended: what the others need may be less.
+        width = positions.shape[1]
+        if _rounded(int(_live(state).sum(axis=1).max()) + width, width) < bias.shape[-1]:
+            state = self._with_columns(state, np.arange(len(write)), width)
+        return state
 
     def step(self, tokens: Integers, state: SlotState) -> tuple[Floats, SlotState]:
         """Reads target tokens; see `Decoder.step`."""
@@ -191,6 +189,7 @@ class SlotDecoder:
             positions=positions.reshape(slots, -1),
             write=state.write,
             bias=bias.reshape(slots, 1, width * new, -1),
+            **({"source_bias": state.source_bias} if self.has_encoder else {}),
         )
         return call, replace(
             state,
@@ -215,15 +214,21 @@ class SlotDecoder:
         positions = state.positions.reshape(-1)[rows].reshape(shape)
         if np.array_equal(chosen, np.arange(slots)):
             return replace(state, bias=bias, positions=positions)
-        return SlotState(
-            self._take(state.cross, chosen),
-            self._take(state.past, chosen),
+        cross = state.cross
+        if self.has_encoder:
+            select = self._runners["select"]
+            inputs = {"rows": [select.value(chosen)], "state": cross}
+            cross = select.run(inputs, "selected")
+        taken = SlotState(
+            cross,
+            state.past,
             state.source_bias[chosen],
             bias,
             positions,
             state.write[chosen],
             state.prompt[chosen],
         )
+        return self._with_columns(taken, chosen, shape[1])
 
     def tensors(self, state: SlotState) -> dict[str, Floats]:
         """Copies cross and past to the host as the portable graphs have them, a cache a row."""
@@ -262,7 +267,7 @@ class SlotDecoder:
         hidden = runner.zeros("hidden", (slots * new, width))
         fixed: dict[Role, Sequence[OrtValue]] = {"past": state.past}
         if self.has_encoder:
-            fixed |= {"cross": state.cross, "source_bias": [runner.value(state.source_bias)]}
+            fixed |= {"cross": state.cross}
         decoder = runner.bind(
             fixed=fixed,
             changing={
@@ -270,6 +275,7 @@ class SlotDecoder:
                 "positions": np.zeros((slots, new), np.int64),
                 "write": np.zeros(slots, np.int64),
                 "bias": np.zeros((slots, 1, new, state.bias.shape[-1]), np.float32),
+                **({"source_bias": state.source_bias.copy()} if self.has_encoder else {}),
             },
             in_place={"present": state.past, "hidden": [hidden]},
         )
@@ -301,25 +307,29 @@ class SlotDecoder:
             self._place(cross, slots[part], encoder.run(inputs, "cross"))
 
     def _read_prompts(
-        self,
-        past: Sequence[OrtValue],
-        slots: Integers,
-        source: Integers,
-        mask: NDArray[np.bool_],
-    ) -> None:
+        self, state: SlotState, slots: Integers, source: Integers, mask: NDArray[np.bool_]
+    ) -> SlotState:
+        """Fills the cache of some slots with prompts; the rest of the state is theirs already."""
         rows, length = source.shape
+        state = self._with_room(state, length)
         seen = np.tril(np.ones((length, length), np.bool_)) & mask[:, None, :]
         # Padding sees its own column: a softmax over nothing would be NaN.
         seen |= np.eye(length, dtype=np.bool_)
-        fresh = self._buffers("past", rows, length)
+        bias = np.where(seen, 0, -np.inf).astype(np.float32)[:, None]
+        positions = np.tile(np.arange(length), (rows, 1))
+        reader = self._decoder
         inputs = {
-            "target": [self._decoder.value(source)],
-            "positions": [self._decoder.value(np.tile(np.arange(length), (rows, 1)))],
-            "write": [self._decoder.value(np.zeros(rows, np.int64))],
-            "bias": [self._decoder.value(np.where(seen, 0, -np.inf).astype(np.float32)[:, None])],
-            "past": fresh,
+            "target": [reader.value(source)],
+            "positions": [reader.value(positions)],
+            "write": [reader.value(np.zeros(rows, np.int64))],
+            "bias": [reader.value(bias)],
+            "past": self._buffers("past", rows, length),
         }
-        self._place(past, slots, self._decoder.run(inputs, "present"))
+        self._place(state.past, slots, reader.run(inputs, "present"))
+        state.bias[slots, :, :length] = np.where(mask, 0, -np.inf)[:, None]
+        state.positions[slots] = mask.sum(axis=1, keepdims=True)
+        state.write[slots] = state.prompt[slots] = length
+        return state
 
     def _place(self, state: Sequence[OrtValue], slots: Integers, fresh: Sequence[OrtValue]) -> None:
         """Writes fresh rows into buffers, where they lie."""
@@ -327,49 +337,61 @@ class SlotDecoder:
         inputs = {"rows": [place.value(slots)], "fresh": fresh, "state": state}
         place.run(inputs, in_place={"placed": state})
 
-    def _take(self, buffers: Sequence[OrtValue], slots: Integers) -> Sequence[OrtValue]:
-        if not buffers:
-            return []
-        select = self._runners["select"]
-        return select.run({"rows": [select.value(slots)], "state": buffers}, "selected")
+    def _with_columns(self, state: SlotState, slots: Integers, new: int) -> SlotState:
+        """Moves the cache of some slots into one that has room for so many more columns of each.
 
-    def _longer(self, role: Role, buffers: Sequence[OrtValue], length: int) -> Sequence[OrtValue]:
-        slots = buffers[0].shape()[0]
-        longer = self._buffers(role, slots, length)
-        self._place(longer, np.arange(slots), buffers)
-        return longer
+        Only the columns that a row descends from go along: of beams few do, however long they are.
 
-    def _with_room(self, state: SlotState, new: int, slots: Integers | None = None) -> SlotState:
-        """Returns a state whose cache has room for new columns in some slots, or in all."""
-        capacity = state.bias.shape[-1]
-        needed = int((state.write if slots is None else state.write[slots]).max()) + new
-        if needed <= capacity:
+        Args:
+            state: Bias, positions, write and prompt are those of `slots` already; the cache is not.
+            slots: Which slots of the cache to take [slots].
+            new: Columns of a slot that are written next.
+        """
+        live = _live(state)
+        counts = live.sum(axis=1)
+        capacity = _rounded(int(counts.max()) + new, state.positions.shape[1])
+        order = np.argsort(~live, axis=1, kind="stable")[:, :capacity]
+        bias = np.full((*state.positions.shape, capacity), -np.inf, np.float32)
+        bias[..., : order.shape[1]] = np.take_along_axis(state.bias, order[:, None], axis=2)
+        # What lies in columns that are not seen is of no consequence, as long as it is finite.
+        columns = np.zeros((len(slots), capacity), np.int64)
+        columns[:, : order.shape[1]] = order
+        old = state.past[0].shape()[2]
+        heads = np.arange(self._heads)[:, None]
+        index = (slots[:, None, None] * self._heads + heads) * old + columns[:, None]
+        gather = self._runners["gather"]
+        inputs = {"index": [gather.value(index)], "state": state.past}
+        past = gather.run(inputs, "gathered")
+        return replace(state, past=past, bias=bias, write=counts, calls={})
+
+    def _with_room(self, state: SlotState, new: int) -> SlotState:
+        """Returns a state whose cache has room for so many more columns of every slot."""
+        if int(state.write.max()) + new <= state.bias.shape[-1]:
             return state
-        growth = GROWTH * state.positions.shape[1]
-        capacity = -(-needed // growth) * growth
-        return replace(
-            state,
-            past=self._longer("past", state.past, capacity),
-            bias=_wider(state.bias, capacity),
-            calls={},
-        )
+        return self._with_columns(state, np.arange(len(state.write)), new)
 
     def _with_source_room(self, state: SlotState, length: int) -> SlotState:
-        if length <= state.source_bias.shape[-1]:
-            return state
-        return replace(
-            state,
-            cross=self._longer("cross", state.cross, length),
-            source_bias=_wider(state.source_bias, length),
-            calls={},
-        )
+        """Returns a state with a source bias of its own, and room for sources of some length."""
+        slots, missing = len(state.write), length - state.source_bias.shape[-1]
+        if missing <= 0:
+            return replace(state, source_bias=state.source_bias.copy())
+        cross = self._buffers("cross", slots, length)
+        self._place(cross, np.arange(slots), state.cross)
+        widths = ((0, 0), (0, 0), (0, 0), (0, missing))
+        bias = np.pad(state.source_bias, widths, constant_values=-np.inf)
+        return replace(state, cross=cross, source_bias=bias, calls={})
 
 
-def _wider(bias: Floats, length: int) -> Floats:
-    """A bias with more columns, none of which is seen."""
-    missing = length - bias.shape[-1]
-    widths = [(0, 0)] * (bias.ndim - 1) + [(0, missing)]
-    return np.pad(bias, widths, constant_values=-np.inf)
+def _live(state: SlotState) -> NDArray[np.bool_]:
+    """The columns of each slot that a row descends from, and those of prompts [slots, capacity]."""
+    seen: NDArray[np.bool_] = (state.bias == 0).any(axis=1)
+    return seen | (np.arange(seen.shape[1]) < state.prompt[:, None])
+
+
+def _rounded(columns: int, width: int) -> int:
+    """A capacity of so many columns, and not too many different ones."""
+    unit = GROWTH * width
+    return -(-columns // unit) * unit
 
 
 def _by_row(buffers: Sequence[OrtValue], width: int) -> Iterator[Floats]:
