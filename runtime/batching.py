@@ -18,7 +18,8 @@ class BatchOptions:
 
     Attributes:
         rows: Most rows that the decoder steps together; each beam of a sentence is a row.
-        tokens: Most source tokens of a batch, padding counted; a longer row is a batch by itself.
+        tokens: Most source tokens that are read at once, padding counted; a longer row is read by
+            itself.
         window: Sentences that are read ahead and sorted by length.
     """
 
@@ -39,23 +40,39 @@ def windows(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
         yield window
 
 
+def fitting(lengths: Iterable[int], rows: int, tokens: int) -> int:
+    """How many of the first items go into one batch.
+
+    Args:
+        lengths: Tokens of each item.
+        rows: Most items.
+        tokens: Most items times longest; one item alone may exceed it.
+    """
+    count = longest = 0
+    for length in islice(lengths, rows):
+        longest = max(longest, length)
+        if count and (count + 1) * longest > tokens:
+            break
+        count += 1
+    return count
+
+
 def length_batches(lengths: Sequence[int], rows: int, tokens: int) -> list[list[int]]:
     """Groups indices by length, longest first, so that the last batches to finish are short ones.
 
     Args:
         lengths: Tokens of each item.
-        rows: Most items of a batch.
-        tokens: Most items times longest of a batch; one item alone may exceed it.
+        rows: Most items of a batch; see `fitting`, as for `tokens`.
+        tokens: Most items times longest of a batch.
 
     Returns:
         Each index exactly once.
     """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     batches: list[list[int]] = []
-    longest = 0
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        full = not batches or len(batches[-1]) == rows
-        if full or (len(batches[-1]) + 1) * longest > tokens:
-            batches.append([])
-            longest = lengths[index]
-        batches[-1].append(index)
+    first = 0
+    while first < len(order):
+        count = fitting((lengths[index] for index in order[first:]), rows, tokens)
+        batches.append(order[first : first + count])
+        first += count
     return batches

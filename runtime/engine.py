@@ -18,10 +18,20 @@ from transferry.runtime.model import Model, open_model
 from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.onnx_encoder import OnnxEncoder
 from transferry.runtime.options import GenerationOptions
-from transferry.runtime.pipeline import Done, Item, Task, Todo, in_batches
+from transferry.runtime.outputs import Request
+from transferry.runtime.pipeline import (
+    Done,
+    Item,
+    Supply,
+    Task,
+    Todo,
+    Worker,
+    batch_worker,
+    in_order,
+)
 from transferry.runtime.processor import usable_cores
 from transferry.runtime.reference import verify_recorded
-from transferry.runtime.search import search
+from transferry.runtime.search import search_stream
 from transferry.runtime.session import Optimisation, Provider, SessionOptions
 
 RowErrorKind = Literal["empty", "too-long", "too-short", "no-mask", "not-finite"]
@@ -264,65 +274,64 @@ class Engine:
         decoder, tokenizer = self.decoder, self.bundle.tokenizer
 
         def prepare(first: int, texts: list[str]) -> list[Todo[_Row] | Result]:
-            rows: list[Todo[_Row] | Result] = []
-            for number, (text, ids) in enumerate(
-                zip(texts, tokenizer.encode_batch(texts), strict=True), start=first_row + first
-            ):
-                source = tokenizer.special.wrap(ids)
-                room = self._room(len(source), options)
-                error = self.refusal(text, len(source))
-                if error is None and len(options.prefix) > room:
-                    error = RowError(
-                        "too-long",
-                        f"{len(source)} tokens leave room for {room} in the model's "
-                        f"{self.max_positions} positions, but the prefix has "
-                        f"{len(options.prefix)}; shorten either",
-                    )
-                if error is None:
-                    rows.append(Todo(_Row(number, text, source), len(source), room))
-                else:
-                    rows.append(Result(text, len(source), (), error))
-            return rows
-
-        def compute(rows: list[_Row]) -> list[Result]:
-            # All rows of a batch have the same room; see Todo.group.
-            found = search(
-                decoder,
-                [row.source for row in rows],
-                self.fitted(options, len(rows[0].source)),
-                tokenizer.special,
-                row_ids=[row.number for row in rows],
-            )
-            return [
-                self._result(row, hypotheses) for row, hypotheses in zip(rows, found, strict=True)
+            rows = [
+                self._prepared(number, text, tokenizer.special.wrap(ids), options)
+                for number, (text, ids) in enumerate(
+                    zip(texts, tokenizer.encode_batch(texts), strict=True), start=first_row + first
+                )
             ]
+            if options.sample:
+                return rows
+            # What does not depend on the number of its row is the same for the same text.
+            once: dict[str, Todo[_Row] | Result] = {}
+            return [once.setdefault(text, row) for text, row in zip(texts, rows, strict=True)]
 
-        return self.map(texts, prepare, compute, rows_each=max(options.beam, options.n_best))
+        def work(supply: Supply[_Row, Result]) -> Iterator[tuple[Todo[_Row], Result]]:
+            slots = max(1, self.batches.rows // max(options.beam, options.n_best))
+            requests = _Requests(supply, options.prefix)
+            found = search_stream(decoder, requests, options, tokenizer.special, slots=slots)
+            for todo, hypotheses in found:
+                yield todo, self._result(todo.task, hypotheses)
+
+        return self._in_order(texts, prepare, work)
 
     def map(
         self,
         items: Iterable[Item],
         prepare: Callable[[int, list[Item]], list[Todo[Task] | Done]],
         compute: Callable[[list[Task]], list[Done]],
-        *,
-        rows_each: int = 1,
     ) -> Iterator[Done]:
-        """Runs `pipeline.in_batches` as this engine is set up.
+        """Computes items in batches, as this engine is set up, and in order.
 
         Args:
-            items: See there, as for the other arguments.
-            prepare: Makes rows of items.
+            items: See `pipeline.in_order`.
+            prepare: See there.
             compute: Computes a batch.
-            rows_each: Rows of a batch that each item takes.
         """
-        return in_batches(
-            items,
-            prepare,
-            compute,
-            options=self.batches,
-            rows=max(1, self.batches.rows // rows_each),
-            replicas=self.replicas,
-        )
+        return self._in_order(items, prepare, batch_worker(compute, self.batches.rows))
+
+    def _in_order(
+        self,
+        items: Iterable[Item],
+        prepare: Callable[[int, list[Item]], list[Todo[Task] | Done]],
+        worker: Worker[Task, Done],
+    ) -> Iterator[Done]:
+        return in_order(items, prepare, worker, options=self.batches, replicas=self.replicas)
+
+    def _prepared(
+        self, number: int, text: str, source: list[int], options: GenerationOptions
+    ) -> Todo[_Row] | Result:
+        room = self._room(len(source), options)
+        error = self.refusal(text, len(source))
+        if error is None and len(options.prefix) > room:
+            error = RowError(
+                "too-long",
+                f"{len(source)} tokens leave room for {room} in the model's {self.max_positions} "
+                f"positions, but the prefix has {len(options.prefix)}; shorten either",
+            )
+        if error is not None:
+            return Result(text, len(source), (), error)
+        return Todo(_Row(number, text, source, room), len(source))
 
     def _room(self, tokens: int, options: GenerationOptions) -> int:
         """How long an answer may get; a prompt takes up positions, but for the last answer's."""
@@ -360,8 +369,33 @@ class Engine:
 
 @dataclass(frozen=True)
 class _Row:
-    """A text to be answered: its number, itself, and what the model reads of it."""
+    """A text to be answered.
+
+    Attributes:
+        number: Of the row.
+        text: What came in.
+        source: What the model reads of it.
+        room: Most tokens of its answer.
+    """
 
     number: int
     text: str
     source: list[int]
+    room: int
+
+
+@dataclass(frozen=True)
+class _Requests:
+    """The supply of a search out of that of the pipeline."""
+
+    rows: Supply[_Row, Result]
+    prefix: tuple[int, ...]
+
+    def take(self, most: int, *, wait: bool) -> list[Request[Todo[_Row]]]:
+        return [
+            Request(todo, todo.task.source, todo.task.room, self.prefix, todo.task.number)
+            for todo in self.rows.take(most, wait=wait)
+        ]
+
+    def ready(self, most: int) -> int:
+        return self.rows.ready(most)

@@ -1,98 +1,197 @@
-"""A stream of rows computed in batches by several threads, and given back in order."""
+"""A stream of rows computed by several threads, and given back in order."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
-from transferry.runtime.batching import BatchOptions, length_batches, windows
+from transferry.runtime.batching import BatchOptions, fitting, windows
 
 Item = TypeVar("Item")
 Task = TypeVar("Task")
 Done = TypeVar("Done")
 
+# How often a replica that waits looks whether anybody is left to wait for, in seconds.
+LOOK_UP = 1.0
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Todo(Generic[Task]):
-    """A row that waits for its batch.
+    """What is to be computed. Where it stands for several rows, these become the same.
 
     Attributes:
-        task: What is to be computed.
-        tokens: How long it is: rows of similar length are computed together.
-        group: Only rows of one group are.
+        task: What it is.
+        tokens: How long it is: what is of similar length is computed together.
     """
 
     task: Task
     tokens: int
-    group: int = 0
 
 
-@dataclass(frozen=True)
-class _Window(Generic[Task, Done]):
-    """Rows being worked on, and the batches that will complete them."""
+class Supply(Generic[Task, Done]):
+    """What waits to be computed and what has been: where the reader and the replicas meet."""
 
-    rows: list[Todo[Task] | Done]
-    batches: list[tuple[list[int], Future[list[Done]]]]
+    def __init__(self, tokens: int) -> None:
+        """Begins empty.
+
+        Args:
+            tokens: Most tokens that are handed out at once, padding counted.
+        """
+        self._tokens = tokens
+        self._waiting: deque[Todo[Task]] = deque()
+        self._done: dict[Todo[Task], Done] = {}
+        self._closed = self._stopped = False
+        self._error: BaseException | None = None
+        self._reader = threading.current_thread()
+        lock = threading.Lock()
+        self._added, self._finished = threading.Condition(lock), threading.Condition(lock)
+
+    def take(self, most: int, *, wait: bool) -> list[Todo[Task]]:
+        """Hands out what is to be computed next, of similar length.
+
+        Args:
+            most: How many are wanted.
+            wait: Where there is nothing, wait until there is; then nothing means that nothing
+                more will come.
+        """
+        with self._added:
+            while wait and not (self._waiting or self._closed or self._abandoned()):
+                self._added.wait(LOOK_UP)
+            return [self._waiting.popleft() for _ in range(self._fitting(most))]
+
+    def ready(self, most: int) -> int:
+        """How many `take` would hand out now."""
+        with self._added:
+            return self._fitting(most)
+
+    def _fitting(self, most: int) -> int:
+        if self._stopped or self._abandoned():
+            return 0
+        return fitting((todo.tokens for todo in self._waiting), most, self._tokens)
+
+    def _abandoned(self) -> bool:
+        """Whether the program ends without having closed its stream of results."""
+        return not (threading.main_thread().is_alive() or self._reader.is_alive())
+
+    def add(self, todos: Iterable[Todo[Task]]) -> None:
+        """Lets something be computed, after all else."""
+        with self._added:
+            self._waiting.extend(todos)
+            self._added.notify_all()
+
+    def close(self) -> None:
+        """Tells the replicas that nothing more will come."""
+        with self._added:
+            self._closed = True
+            self._added.notify_all()
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Tells the replicas that nobody wants more.
+
+        Args:
+            error: What the reader is to raise.
+        """
+        self.close()
+        with self._finished:
+            self._stopped = True
+            self._error = self._error or error
+            self._finished.notify_all()
+
+    def work(self, worker: Worker[Task, Done]) -> None:
+        """Computes, as one of the replicas, until nothing more will come."""
+        try:
+            for todo, done in worker(self):
+                with self._finished:
+                    self._done[todo] = done
+                    self._finished.notify_all()
+                if self._stopped:
+                    break
+        except BaseException as error:  # noqa: BLE001 - raised where the results are read
+            self.stop(error)
+
+    def results(self, rows: Iterable[Todo[Task] | Done]) -> Iterator[Done]:
+        """Waits for what became of rows, in order, and forgets it."""
+        todos = set()
+        for row in rows:
+            if not isinstance(row, Todo):
+                yield row
+                continue
+            todos.add(row)
+            with self._finished:
+                while row not in self._done:
+                    if self._error is not None:
+                        raise self._error
+                    self._finished.wait()
+                done = self._done[row]
+            yield done
+        with self._finished:
+            for todo in todos:
+                del self._done[todo]
 
 
-def in_batches(
+Worker: TypeAlias = Callable[[Supply[Task, Done]], Iterable[tuple[Todo[Task], Done]]]
+
+
+def batch_worker(compute: Callable[[list[Task]], list[Done]], rows: int) -> Worker[Task, Done]:
+    """Returns a worker that computes one batch after another.
+
+    Args:
+        compute: Computes a batch.
+        rows: Most rows of a batch.
+    """
+
+    def work(supply: Supply[Task, Done]) -> Iterator[tuple[Todo[Task], Done]]:
+        while todos := supply.take(rows, wait=True):
+            yield from zip(todos, compute([todo.task for todo in todos]), strict=True)
+
+    return work
+
+
+def in_order(
     items: Iterable[Item],
     prepare: Callable[[int, list[Item]], list[Todo[Task] | Done]],
-    compute: Callable[[list[Task]], list[Done]],
+    worker: Worker[Task, Done],
     *,
     options: BatchOptions,
-    rows: int,
     replicas: int,
 ) -> Iterator[Done]:
     """Computes every item, and yields what became of each in order.
 
     Args:
         items: Any iterable, however long; it is read ahead by at most two windows.
-        prepare: Makes rows of a window of items, given the number of the first: what waits for
-            its batch, and what is done already, such as an error.
-        compute: Computes a batch; it is called by `replicas` threads at once.
-        options: Sizes of windows and batches, in tokens.
-        rows: Most rows of a batch.
-        replicas: Batches in progress at a time.
+        prepare: Makes rows of a window of items, given the number of the first: what is to be
+            computed, and what is done already, such as an error.
+        worker: Takes from a supply and computes; `replicas` threads call it, once each.
+        options: Sizes of windows, and of what a supply hands out, in tokens.
+        replicas: Threads that compute.
     """
-    pool = ThreadPoolExecutor(replicas, thread_name_prefix="replica")
-
-    def submit(window: list[Todo[Task] | Done]) -> _Window[Task, Done]:
-        groups: dict[int, list[tuple[int, Todo[Task]]]] = {}
-        for number, row in enumerate(window):
-            if isinstance(row, Todo):
-                groups.setdefault(row.group, []).append((number, row))
-        batches = []
-        for group in groups.values():
-            lengths = [todo.tokens for _, todo in group]
-            for batch in length_batches(lengths, rows, options.tokens):
-                tasks = [group[index][1].task for index in batch]
-                places = [group[index][0] for index in batch]
-                batches.append((places, pool.submit(compute, tasks)))
-        return _Window(window, batches)
-
-    def collect(window: _Window[Task, Done]) -> Iterator[Done]:
-        finished = {
-            place: done
-            for places, future in window.batches
-            for place, done in zip(places, future.result(), strict=True)
-        }
-        for number, row in enumerate(window.rows):
-            yield finished[number] if isinstance(row, Todo) else row
-
+    supply = Supply[Task, Done](options.tokens)
+    threads = [
+        threading.Thread(target=supply.work, args=(worker,), name=f"replica {number}")
+        for number in range(replicas)
+    ]
+    for thread in threads:
+        thread.start()
     try:
         first = 0
-        pending: deque[_Window[Task, Done]] = deque()
-        for window in windows(items, options.window):
-            pending.append(submit(prepare(first, window)))
+        pending: deque[list[Todo[Task] | Done]] = deque()
+        for number, window in enumerate(windows(items, options.window)):
+            rows = prepare(first, window)
             first += len(window)
+            # Up and down by turns: where windows meet, what is computed together is alike, too.
+            todos = dict.fromkeys(row for row in rows if isinstance(row, Todo))
+            supply.add(sorted(todos, key=lambda todo: todo.tokens, reverse=number % 2 == 0))
+            pending.append(rows)
             # One window is computed while the next is read, so that no replica waits.
             if len(pending) > 1:
-                yield from collect(pending.popleft())
+                yield from supply.results(pending.popleft())
+        supply.close()
         while pending:
-            yield from collect(pending.popleft())
+            yield from supply.results(pending.popleft())
     finally:
-        pool.shutdown(cancel_futures=True)
+        supply.stop()
+        for thread in threads:
+            thread.join()

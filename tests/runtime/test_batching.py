@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from transferry.runtime.batching import BatchOptions, length_batches, windows
+from transferry.runtime.batching import BatchOptions, fitting, length_batches, windows
 from transferry.runtime.errors import UsageError
 
 
@@ -44,6 +44,14 @@ def test_batches_are_full() -> None:
 
 def test_a_long_row_is_a_batch_by_itself() -> None:
     assert length_batches([2, 90, 2], rows=8, tokens=10) == [[1], [0, 2]]
+
+
+def test_what_fits_goes_by_the_longest_so_far() -> None:
+    assert fitting([1, 2, 3, 4], rows=8, tokens=9) == 3
+    assert fitting([4, 3, 2, 1], rows=8, tokens=9) == 2
+    assert fitting(count(1), rows=3, tokens=100) == 3
+    assert fitting([50, 1], rows=8, tokens=9) == 1
+    assert fitting([], rows=8, tokens=9) == fitting([1], rows=0, tokens=9) == 0
 
 
 def test_no_rows_are_no_batches() -> None:

@@ -2,9 +2,11 @@
 
 import functools
 import itertools
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,57 @@ class Ending(OnnxDecoder):
         logits, after = super().step(tokens, state)
         logits[:, :, SpecialTokens.eos_id] += 0.25 * state.past[0].shape()[2]
         return logits, after
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The state of each row by itself, and how many rows a sentence has."""
+
+    states: list[OnnxState]
+    width: int
+
+
+class Refilling(OnnxDecoder):
+    """Steps each row alone, and so takes new sentences in at any time."""
+
+    def __init__(self, inner: OnnxDecoder) -> None:
+        self.inner = inner
+        self.has_encoder, self.vocabulary_size = inner.has_encoder, inner.vocabulary_size
+        self.read: list[Tokens] = []
+        self.starts = 0
+
+    def states(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> list[OnnxState]:
+        rows = [row[real][None] for row, real in zip(source, mask, strict=True)]
+        self.read += [tuple(row[0].tolist()) for row in rows]
+        return [self.inner.start(row, np.ones(row.shape, np.bool_)) for row in rows]
+
+    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> Any:
+        self.starts += 1
+        return Rows(self.states(source, mask), 1)
+
+    def step(self, tokens: NDArray[np.int64], state: Any) -> tuple[NDArray[np.floating[Any]], Any]:
+        stepped = []
+        for row, one in zip(tokens, state.states, strict=True):
+            logits, after = self.inner.step(row[None], one)
+            stepped.append((logits.copy(), after))
+        logits, states = zip(*stepped, strict=True)
+        return np.concatenate(logits), Rows(list(states), state.width)
+
+    def select(self, state: Any, rows: NDArray[np.int64]) -> Any:
+        sentences = len(set((rows // state.width).tolist()))
+        return Rows([state.states[row] for row in rows], len(rows) // sentences)
+
+    def refill(
+        self,
+        state: Any,
+        sentences: NDArray[np.int64],
+        source: NDArray[np.int64],
+        mask: NDArray[np.bool_],
+    ) -> Any:
+        states, width = list(state.states), state.width
+        for sentence, new in zip(sentences.tolist(), self.states(source, mask), strict=True):
+            states[sentence * width : (sentence + 1) * width] = [new] * width
+        return Rows(states, width)
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +197,63 @@ def test_a_row_is_answered_as_it_is_alone(
     for batches, replicas in CUTS:
         engine = Engine(bundle, decoder, replicas=replicas, batches=batches)
         assert answers(list(engine.generate(texts, options))) == expected, (batches, replicas)
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAM, SAMPLING], ids=["greedy", "beam", "sampling"])
+@pytest.mark.parametrize(("batches", "replicas"), CUTS[1:])
+def test_a_row_that_takes_the_place_of_another_is_answered_as_it_is_alone(
+    bundle: Bundle,
+    decoder: OnnxDecoder,
+    alone: Alone,
+    texts: list[str],
+    options: GenerationOptions,
+    batches: BatchOptions,
+    replicas: int,
+) -> None:
+    refilling = Refilling(decoder)
+    engine = Engine(bundle, refilling, replicas=replicas, batches=batches)
+    assert answers(list(engine.generate(texts, options))) == alone(texts, options)
+    assert len(refilling.read) == len(texts)
+
+
+def test_a_batch_drains_only_at_the_end(
+    bundle: Bundle, decoder: OnnxDecoder, texts: list[str]
+) -> None:
+    """Two windows, and one batch that takes in the sentences of both."""
+    refilling = Refilling(decoder)
+    batches = BatchOptions(rows=4, window=(len(texts) + 1) // 2)
+    list(Engine(bundle, refilling, batches=batches).generate(texts, GREEDY))
+    assert refilling.starts == 1
+    assert len(refilling.read) == len(texts)
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAM], ids=["greedy", "beam"])
+def test_equal_texts_of_a_window_are_read_once(
+    bundle: Bundle, decoder: OnnxDecoder, texts: list[str], options: GenerationOptions
+) -> None:
+    repeated = [*texts[:5], *texts[3:8], "", *texts[:2], "", *texts[:3]]
+    alone = Engine(bundle, decoder)
+    expected = {text: next(alone.generate([text], options)) for text in set(repeated)}
+    refilling = Refilling(decoder)
+    results = list(Engine(bundle, refilling).generate(repeated, options))
+    assert results == [expected[text] for text in repeated]
+    assert len(refilling.read) == len(set(refilling.read)) == 8
+
+
+def test_equal_texts_are_sampled_each_for_itself(
+    bundle: Bundle, decoder: OnnxDecoder, texts: list[str]
+) -> None:
+    refilling = Refilling(decoder)
+    list(Engine(bundle, refilling).generate([texts[0]] * 5, SAMPLING))
+    assert len(refilling.read) == 5
+
+
+def test_answers_without_scores_are_the_same(engine: Engine, texts: list[str]) -> None:
+    scored = list(engine.generate(texts, GREEDY))
+    unscored = list(engine.generate(texts, replace(GREEDY, scores=False)))
+    assert answers(unscored) == answers(scored)
+    outputs = [output for result in unscored for output in result.outputs]
+    assert all(math.isnan(item.score) and math.isnan(item.log_probability) for item in outputs)
 
 
 @pytest.mark.parametrize("options", [GREEDY, BEAM], ids=["greedy", "beam"])
