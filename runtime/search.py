@@ -254,7 +254,7 @@ class _Batch(Generic[State, Key]):
             self._refill(np.flatnonzero(free[staying])[::width] // width, requests)
 
     def _due(self, free: NDArray[np.bool_]) -> bool:
-        """Whether the rows that have ended make room now `[rows]`."""
+        """Whether the rows that are free, having ended, make room now; `free` is `[rows]`."""
         count = np.count_nonzero(free)
         if count == 0:
             return False
@@ -267,7 +267,7 @@ class _Batch(Generic[State, Key]):
         return bool((self.outputs.lengths[slots] == self.outputs.limits[slots]).any())
 
     def _wanted(self, supply: Supply[Key], most: int, slots: int) -> Sequence[Request[Key]]:
-        """New sentences for at most so many slots, if this batch is to have any."""
+        """At most `most` new sentences; none where a batch of up to `slots` had better begin."""
         if self.refilling is None:
             return []
         opened = len(self.choice.rows) // self.outputs.width
@@ -277,7 +277,7 @@ class _Batch(Generic[State, Key]):
         return supply.take(most, wait=False)
 
     def _refill(self, sentences: NDArray[np.int64], requests: Sequence[Request[Key]]) -> None:
-        """Puts requests in the place of some sentences of the state `[requests]`."""
+        """Puts requests in the places of some sentences of the state, `sentences [requests]`."""
         assert self.refilling is not None
         width = self.outputs.width
         source, mask, first = model_inputs(
