@@ -149,16 +149,17 @@ class GatherGraph(nn.Module):
 
 
 class PlaceGraph(nn.Module):
-    """rows, fresh and state -> state with fresh in these rows, written in place."""
+    """rows, chosen, fresh and state -> state with rows of fresh in it, written in place."""
 
-    def forward(self, rows: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Puts each fresh [new, heads, m, n] into its state's rows [new].
+    def forward(self, rows: Tensor, chosen: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Puts the chosen rows of each fresh into its state's rows, both [new].
 
-        A state is [batch, heads, M, N]; where m or n is less, the rest becomes zero.
+        A fresh is [fresh, heads, m, n] and a state [batch, heads, M, N]; where m or n is less, the
+        rest becomes zero.
         """
         half = len(tensors) // 2
         return tuple(
-            _put(rows, fresh, state)
+            _put(rows, fresh.index_select(0, chosen), state)
             for fresh, state in zip(tensors[:half], tensors[half:], strict=True)
         )
 
@@ -269,7 +270,8 @@ def export_slot_graphs(model: Transformer, prefix: str) -> dict[str, Graph]:
             PlaceGraph(),
             (
                 ids("rows", "new"),
-                *any_cache("fresh", "new", "new "),
+                ids("chosen", "new"),
+                *any_cache("fresh", "fresh", "new "),
                 *any_cache("state", "batch"),
             ),
             any_cache("placed", "batch"),

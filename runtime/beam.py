@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.hypothesis import FAILED, Hypothesis, length_normalised, ranked
-from transferry.runtime.logits import BLOCK_ENTRIES
+from transferry.runtime.logits import BLOCK_ENTRIES, log_sum_exp
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.outputs import Choice, Normalise, Outputs, Request
 
@@ -70,9 +70,9 @@ class Beams(Outputs):
         slots = rows[rows % beam == 0] // beam
         width = len(rows) // len(slots)
         totals = self.totals[slots, :width]
-        normaliser = self.normalise(logits)
-        failed = (np.isnan(normaliser.reshape(-1, width)) & (totals > -np.inf)).any(axis=1)
-        totals, parents, tokens = best_candidates(logits, allowed, normaliser, totals, 2 * beam)
+        totals, parents, tokens, failed = best_candidates(
+            logits, allowed, totals, 2 * beam, self.normalise
+        )
         parents += np.arange(len(slots))[:, None] * width
 
         exists = totals > -np.inf
@@ -140,10 +140,10 @@ class Beams(Outputs):
 def best_candidates(
     logits: NDArray[np.floating[Any]],
     allowed: NDArray[np.floating[Any]],
-    normaliser: NDArray[np.float64],
     totals: NDArray[np.float64],
     count: int,
-) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
+    normalise: Normalise = log_sum_exp,
+) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
     """The best ways to lengthen the beams of each sentence by one token.
 
     Only those among which they must be are normalised and compared, in float64.
@@ -151,20 +151,27 @@ def best_candidates(
     Args:
         logits: of the next token, as the model gave them `[sentences * width, vocabulary]`.
         allowed: the same after the processors.
-        normaliser: `log_sum_exp` of the logits `[sentences * width]`.
         totals: log-probabilities of the beams `[sentences, width]`.
         count: candidates wanted of each sentence.
+        normalise: `log_sum_exp`, or what does the same.
 
     Returns:
         Log-probabilities, parent beams and tokens `[sentences, count]`, the likeliest first, then
-        the lower beam, then the lower token; minus infinity where there are fewer candidates.
+        the lower beam, then the lower token; minus infinity where there are fewer candidates. And
+        where a beam has no usable scores `[sentences]`.
     """
     sentences, width = totals.shape
+    vocabulary = logits.shape[1]
     total = totals.reshape(-1)
-    offsets = np.full(len(total), -np.inf)
-    np.subtract(total, normaliser, out=offsets, where=total > -np.inf)
-    with np.errstate(invalid="ignore"):  # NaN reaches no threshold, and minus infinity no other
-        row, token = _contenders(allowed, offsets, width, count)
+    normaliser = normalise(logits)
+    # As many rows at a time as stay in the processor's cache from one pass to the next.
+    block = max(1, BLOCK_ENTRIES // (width * vocabulary)) * width
+    places = []
+    for first in range(0, len(total), block):
+        part = slice(first, first + block)
+        places.append(_contenders(allowed[part], total[part] - normaliser[part], width, count))
+        places[-1] += first * vocabulary
+    row, token = np.divmod(np.concatenate(places), vocabulary)
     value = logits[row, token] - normaliser[row]
     value += total[row]
 
@@ -173,17 +180,18 @@ def best_candidates(
     column = np.arange(len(row)) - np.searchsorted(sentence, sentence)
     columns = max(count, int(column.max(initial=0)) + 1)
     values = np.full((sentences, columns), -np.inf)
-    places = np.zeros((sentences, columns), np.int64)
+    candidates = np.zeros((sentences, columns), np.int64)
     values[sentence, column] = value
-    places[sentence, column] = row % width * logits.shape[1] + token
+    candidates[sentence, column] = row % width * vocabulary + token
     order = np.argsort(-values, axis=1, kind="stable")[:, :count]
-    parents, tokens = np.divmod(np.take_along_axis(places, order, axis=1), logits.shape[1])
-    return np.take_along_axis(values, order, axis=1), parents, tokens
+    parents, tokens = np.divmod(np.take_along_axis(candidates, order, axis=1), vocabulary)
+    failed = (np.isnan(normaliser.reshape(-1, width)) & (totals > -np.inf)).any(axis=1)
+    return np.take_along_axis(values, order, axis=1), parents, tokens, failed
 
 
 def _contenders(
     allowed: NDArray[np.floating[Any]], offsets: NDArray[np.float64], width: int, count: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+) -> NDArray[np.int64]:
     """The candidates of a sentence that reach the `count` largest of some of its candidates.
 
     These some are the maxima of segments of the vocabulary: `count` candidates at least reach the
@@ -191,31 +199,25 @@ def _contenders(
 
     Args:
         allowed: `[sentences * width, vocabulary]`
-        offsets: what makes logits comparable within a sentence, minus infinity of beams that do
-            not exist, whatever their logits `[sentences * width]`.
+        offsets: what makes logits comparable within a sentence; not finite where a beam does not
+            exist or failed, whatever its logits `[sentences * width]`.
         width: beams of a sentence.
         count: candidates wanted of a sentence.
 
     Returns:
-        Row and token of each contender, in order; none with a logit of minus infinity.
+        Row times vocabulary plus token, in rising order; none with a logit of minus infinity.
     """
-    rows, vocabulary = allowed.shape
     lowest = np.finfo(allowed.dtype).min
-    block = max(1, BLOCK_ENTRIES // (width * vocabulary)) * width
-    places = []
-    for first in range(0, rows, block):
-        part, offset = allowed[first : first + block], offsets[first : first + block]
-        peaks = _segment_maxima(part, 2 * count) + offset[:, None]
-        peaks[np.isneginf(offset)] = -np.inf
-        reach = peaks.reshape(len(part) // width, -1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        peaks = _segment_maxima(allowed, 2 * count) + offsets[:, None]
+        peaks[~np.isfinite(offsets)] = -np.inf
+        reach = peaks.reshape(len(allowed) // width, -1)
         kth = max(0, reach.shape[1] - count)
-        threshold = np.partition(reach, kth, axis=1)[:, kth].repeat(width) - offset
+        threshold = np.partition(reach, kth, axis=1)[:, kth].repeat(width) - offsets
         # Rounded down, so that comparing in the logits' own precision leaves none out.
-        enough = np.nextafter(threshold.astype(part.dtype), part.dtype.type(-np.inf))
-        near = part >= np.maximum(enough, lowest)[:, None]
-        places.append(np.flatnonzero(near) + first * vocabulary)
-    row, token = np.divmod(np.concatenate(places), vocabulary)
-    return row, token
+        enough = np.nextafter(threshold.astype(allowed.dtype), allowed.dtype.type(-np.inf))
+    enough = np.where(np.isfinite(offsets), np.maximum(enough, lowest), np.inf)
+    return np.flatnonzero(allowed >= enough.astype(allowed.dtype)[:, None])
 
 
 def _segment_maxima(logits: NDArray[np.floating[Any]], least: int) -> NDArray[np.floating[Any]]:
@@ -223,7 +225,7 @@ def _segment_maxima(logits: NDArray[np.floating[Any]], least: int) -> NDArray[np
     rows, vocabulary = logits.shape
     length = max(1, vocabulary // max(least, SEGMENTS))
     whole = vocabulary - vocabulary % length
-    maxima = logits[:, :whole].reshape(rows, -1, length).max(axis=2)
+    maxima: NDArray[np.floating[Any]] = logits[:, :whole].reshape(rows, -1, length).max(axis=2)
     if whole == vocabulary:
         return maxima
     return np.column_stack([maxima, logits[:, whole:].max(axis=1)])

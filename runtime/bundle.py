@@ -59,7 +59,8 @@ Role = Literal[
     "rows",  # int64 [selected] or [new]: which rows to take, or to put something into
     "index",  # int64 [selected, heads, columns]: which columns of the cache to take
     "gathered",  # [selected, heads, columns, d_head]: the cache with these columns
-    "fresh",  # [new, heads, new length, d_head]: what is put into rows of a state
+    "chosen",  # int64 [new]: which rows of what is fresh are put into a state
+    "fresh",  # [fresh, heads, new length, d_head]: cross or past of sentences that are to join
     "placed",  # [batch, heads, length, d_head]: the state after that
     "state",  # [batch, heads, length, d_head]: past or cross, before a selection
     "selected",  # [selected, heads, length, d_head]: and after it

@@ -76,22 +76,22 @@ class RefillingDecoder(Decoder[State], Protocol[State]):
         self,
         state: State,
         sentences: NDArray[np.int64],
-        source: NDArray[np.int64],
-        mask: NDArray[np.bool_],
+        fresh: State,
+        chosen: NDArray[np.int64],
     ) -> State:
-        """Puts new sources in the place of ended sentences.
+        """Puts new sentences in the place of ended ones.
 
-        Sentence `sentences[i]` of the state becomes source i before its first target token, in all
-        its rows: the search steps them with the same token, so that they score the same. All other
-        rows go on undisturbed, each at its own length. An ended sentence that is not refilled yet
-        is stepped on with any tokens, never more often than its own greatest length.
+        Sentence `sentences[i]` of the state becomes row `chosen[i]` of `fresh`, in all its rows:
+        the search steps them with the same token, so that they score the same. All other rows go
+        on undisturbed, each at its own length. An ended sentence that is not refilled yet is
+        stepped on with any tokens, never more often than its own greatest length.
 
         Args:
             state: what `step` or `select` returned.
-            sentences: which sentences of the state to replace, in rising order `[sources]`.
-            source: padded token ids as `start` takes them, prompts where there is no encoder
-                `[sources, source]`; they may be longer than any before.
-            mask: True at tokens, False at padding `[sources, source]`.
+            sentences: which sentences of the state to replace, in rising order `[new]`.
+            fresh: what `start` returned; it may be asked for other rows later. Its sources may be
+                longer than any of the state's.
+            chosen: which rows of it come in `[new]`.
         """
         ...
 

@@ -6,8 +6,11 @@ the next where the decoder can take it in. A row's answer depends on nothing but
 other rows, their number or their order.
 """
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol
 
 import numpy as np
@@ -32,11 +35,15 @@ from transferry.runtime.tokenizer import SpecialTokens
 
 __all__ = ["Hypothesis", "Request", "Supply", "search", "search_stream"]
 
-# Ended rows make room, for new sentences or by leaving, once they are this share of all. Leaving
-# copies the cache of all others, and new sentences are encoded together; staying wastes a row of
-# every step. A quarter bounds both: at most a third of the useful work is wasted, and a batch of n
-# rows that drains copies its cache at most log(n) / log(4/3) times (64 rows: 14).
+# Ended rows leave once they are this share of all. Leaving copies the cache of all others, staying
+# wastes a row of every step. A quarter bounds both: at most a third of the useful work is wasted,
+# and a batch of n rows that drains copies its cache at most log(n) / log(4/3) times (64 rows: 14).
 LEAVING_SHARE = 0.25
+# Taking in a sentence that was read already costs little; doing it for each alone would still cost
+# more than a few rows of a step.
+REFILLING_SHARE = 1 / 16
+# Sentences that are read at a time: few together leave the encoder's products small.
+READ_TOGETHER = 16
 
 
 class Supply(Protocol[Key]):
@@ -163,6 +170,7 @@ class _Batch(Generic[State, Key]):
         tokens: what each is fed next `[rows]`.
         keys: of the request in each slot.
         prefixes: the forced prefix of each slot.
+        reserve: sentences that were read and wait for a slot.
         busy: which slots hold a sentence that is not answered yet `[slots]`.
     """
 
@@ -187,6 +195,7 @@ class _Batch(Generic[State, Key]):
         self.busy = np.zeros(count, np.bool_)
         self.keys = [request.key for request in requests]
         self.prefixes = [request.prefix for request in requests]
+        self.reserve: _Fresh[State, Key] | None = None
         self._admit(np.arange(count), requests)
 
         self.state, first = begin(decoder, [request.source for request in requests], special)
@@ -241,24 +250,27 @@ class _Batch(Generic[State, Key]):
         free = self.outputs.ended[choice.rows]
         if self.refilling is not None:  # it takes in and drops sentences, not rows
             free = free.reshape(-1, width).all(axis=1).repeat(width)
-        requests: Sequence[Request[Key]] = []
+        places = np.flatnonzero(free)
+        fresh: list[_Fresh[State, Key]] = []
+        if len(places) >= REFILLING_SHARE * len(free):
+            fresh = self._fresh(supply, len(places) // width, slots)
+        left = places[sum(map(len, fresh)) * width :]
         staying = np.ones(len(free), np.bool_)
-        if self._due(free):
-            requests = self._wanted(supply, int(np.count_nonzero(free)) // width, slots)
-            staying[np.flatnonzero(free)[len(requests) * width :]] = False
+        staying[left] = not self._due(left)
         parents = choice.parents[staying]
         if len(parents) and not np.array_equal(parents, np.arange(len(self.rows))):
             self.state = self.decoder.select(self.state, parents)
         self.rows, self.tokens = choice.rows[staying], choice.tokens[staying]
-        if requests:
-            self._refill(np.flatnonzero(free[staying])[::width] // width, requests)
+        sentences = np.flatnonzero(free[staying])[::width] // width
+        for some in fresh:
+            self._refill(sentences[: len(some)], some)
+            sentences = sentences[len(some) :]
 
-    def _due(self, free: NDArray[np.bool_]) -> bool:
-        """Whether the rows that are free, having ended, make room now; `free` is `[rows]`."""
-        count = np.count_nonzero(free)
-        if count == 0:
+    def _due(self, free: NDArray[np.int64]) -> bool:
+        """Whether the rows at some places, which have ended, are to leave now."""
+        if len(free) == 0:
             return False
-        if count >= LEAVING_SHARE * len(free):
+        if len(free) >= LEAVING_SHARE * len(self.choice.rows):
             return True
         if self.refilling is None and isinstance(self.outputs, Beams):
             return True  # beams change places, which copies the cache anyway
@@ -266,26 +278,71 @@ class _Batch(Generic[State, Key]):
         slots = self.choice.rows[free] // self.outputs.width
         return bool((self.outputs.lengths[slots] == self.outputs.limits[slots]).any())
 
-    def _wanted(self, supply: Supply[Key], most: int, slots: int) -> Sequence[Request[Key]]:
+    def _fresh(self, supply: Supply[Key], most: int, slots: int) -> list[_Fresh[State, Key]]:
         """At most `most` new sentences; none where a batch of up to `slots` had better begin."""
         if self.refilling is None:
             return []
         opened = len(self.choice.rows) // self.outputs.width
-        # A batch can shrink but not grow: where it has become small, a new one is better.
-        if opened <= (1 - LEAVING_SHARE) * supply.ready(slots):
-            return []
-        return supply.take(most, wait=False)
+        fresh = []
+        while most:
+            # A batch can shrink but not grow: where it has become small, a new one is better.
+            if self.reserve is None and opened > (1 - LEAVING_SHARE) * supply.ready(slots):
+                requests = supply.take(max(most, READ_TOGETHER), wait=False)
+                self.reserve = _Fresh.read(self.decoder, requests, self.special)
+            if self.reserve is None:
+                break
+            some, self.reserve = self.reserve.split(most)
+            fresh.append(some)
+            most -= len(some)
+        return fresh
 
-    def _refill(self, sentences: NDArray[np.int64], requests: Sequence[Request[Key]]) -> None:
-        """Puts requests in the places of some sentences of the state, `sentences [requests]`."""
+    def _refill(self, sentences: NDArray[np.int64], fresh: _Fresh[State, Key]) -> None:
+        """Puts new sentences in the places of some of the state, `sentences [fresh]`."""
         assert self.refilling is not None
         width = self.outputs.width
-        source, mask, first = model_inputs(
-            [request.source for request in requests], self.decoder.has_encoder, self.special
+        self.state = self.refilling.refill(self.state, sentences, fresh.state, fresh.chosen)
+        self.tokens.reshape(-1, width)[sentences] = fresh.first[:, None]
+        self._admit(self.rows[sentences * width] // width, fresh.requests)
+
+
+@dataclass(frozen=True)
+class _Fresh(Generic[State, Key]):
+    """Sentences that were read together and wait for room.
+
+    Attributes:
+        state: of all that were read, these and others.
+        chosen: which rows of the state they are `[sentences]`.
+        first: the token that each output follows `[sentences]`.
+        requests: what they are.
+    """
+
+    state: State
+    chosen: NDArray[np.int64]
+    first: NDArray[np.int64]
+    requests: Sequence[Request[Key]]
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @classmethod
+    def read(
+        cls, decoder: Decoder[State], requests: Sequence[Request[Key]], special: SpecialTokens
+    ) -> _Fresh[State, Key] | None:
+        """Lets the decoder read new sentences; none where there are none."""
+        if not requests:
+            return None
+        state, first = begin(decoder, [request.source for request in requests], special)
+        return cls(state, np.arange(len(requests)), first, requests)
+
+    def split(self, most: int) -> tuple[_Fresh[State, Key], _Fresh[State, Key] | None]:
+        """The first `most` of the sentences, and the others if there are any."""
+        some, others = (
+            replace(
+                self, chosen=self.chosen[part], first=self.first[part], requests=self.requests[part]
+            )
+            for part in (slice(most), slice(most, None))
         )
-        self.state = self.refilling.refill(self.state, sentences, source, mask)
-        self.tokens.reshape(-1, width)[sentences] = first[:, None]
-        self._admit(self.rows[sentences * width] // width, requests)
+        return some, others if len(others) else None
 
 
 def begin(

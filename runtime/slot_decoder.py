@@ -103,37 +103,44 @@ class SlotDecoder:
     def start(self, source: Integers, mask: NDArray[np.bool_]) -> SlotState:
         """Reads the sources; see `Decoder.start`."""
         slots, length = source.shape
-        empty = SlotState(
-            self._buffers("cross", slots, length),
-            self._buffers("past", slots, GROWTH),
-            np.full((slots, 1, 1, length), -np.inf, np.float32),
-            np.full((slots, 1, GROWTH), -np.inf, np.float32),
+        state = SlotState(
+            [],
+            [],
+            np.where(mask, 0, -np.inf).astype(np.float32)[:, None, None],
+            np.full((slots, 1, 0), -np.inf, np.float32),
             np.zeros((slots, 1), np.int64),
             np.zeros(slots, np.int64),
             np.zeros(slots, np.int64),
         )
-        return self.refill(empty, np.arange(slots), source, mask)
+        if self.has_encoder:
+            return replace(state, cross=self._encode(source, mask))
+        return self._read_prompts(state, source, mask) if length else state
 
     def refill(
-        self, state: SlotState, sentences: Integers, source: Integers, mask: NDArray[np.bool_]
+        self, state: SlotState, sentences: Integers, fresh: SlotState, chosen: Integers
     ) -> SlotState:
-        """Puts sources into slots; see `RefillingDecoder.refill`."""
-        length = source.shape[1]
+        """Puts new sentences into slots; see `RefillingDecoder.refill`."""
+        width, columns = state.positions.shape[1], fresh.bias.shape[-1]
         bias, positions = state.bias.copy(), state.positions.copy()
         write, prompt = state.write.copy(), state.prompt.copy()
-        bias[sentences], positions[sentences] = -np.inf, 0
-        write[sentences] = prompt[sentences] = 0
+        bias[sentences], positions[sentences] = -np.inf, fresh.positions[chosen]
+        write[sentences], prompt[sentences] = 0, 0
         state = replace(state, bias=bias, positions=positions, write=write, prompt=prompt)
-        if not self.has_encoder:
-            return self._read_prompts(state, sentences, source, mask) if length else state
-        state = self._with_source_room(state, length)
-        state.source_bias[sentences] = -np.inf
-        state.source_bias[sentences, 0, 0, :length] = np.where(mask, 0, -np.inf)
-        self._encode(state.cross, sentences, source, mask)
-        # Long sentences have ended: what the others need may be less.
-        width = positions.shape[1]
-        if _rounded(int(_live(state).sum(axis=1).max()) + width, width) < bias.shape[-1]:
-            state = self._with_columns(state, np.arange(len(write)), width)
+        # Long sentences have ended: what the others need may be much less now, or more.
+        needed = max(int(_live(state).sum(axis=1).max()) + width, columns)
+        if 2 * _rounded(needed, width) <= bias.shape[-1] or columns > bias.shape[-1]:
+            state = self._with_columns(state, np.arange(len(write)), needed)
+        if self.has_encoder:
+            state = self._with_source_room(state, fresh.source_bias.shape[-1])
+            length = fresh.source_bias.shape[-1]
+            state.source_bias[sentences] = -np.inf
+            state.source_bias[sentences, ..., :length] = fresh.source_bias[chosen]
+            self._place(state.cross, sentences, fresh.cross, chosen)
+        elif columns:
+            self._place(state.past, sentences, fresh.past, chosen)
+            state.bias[sentences, :, :columns] = fresh.bias[chosen]
+            state.write[sentences] = fresh.write[chosen]
+            state.prompt[sentences] = fresh.prompt[chosen]
         return state
 
     def step(self, tokens: Integers, state: SlotState) -> tuple[Floats, SlotState]:
@@ -289,53 +296,63 @@ class SlotDecoder:
         }
         return _Call(decoder, heads["head"], heads.get("rough"), hidden)
 
-    def _encode(
-        self,
-        cross: Sequence[OrtValue],
-        slots: Integers,
-        source: Integers,
-        mask: NDArray[np.bool_],
-    ) -> None:
+    def _encode(self, source: Integers, mask: NDArray[np.bool_]) -> Sequence[OrtValue]:
+        """Returns cross keys and values of sources, read a few at a time."""
         encoder = self._runners["encoder"]
-        for first in range(0, len(slots), CHUNK):
+        rows, longest = source.shape
+        cross: Sequence[OrtValue] = []
+        if rows > CHUNK:
+            cross = self._buffers("cross", rows, longest)
+        for first in range(0, rows, CHUNK):
             part = slice(first, first + CHUNK)
-            length = int(mask[part].sum(axis=1).max())
+            length = longest if rows <= CHUNK else int(mask[part].sum(axis=1).max())
             inputs = {
                 "source": [encoder.value(source[part, :length])],
                 "source_mask": [encoder.value(mask[part, :length])],
             }
-            self._place(cross, slots[part], encoder.run(inputs, "cross"))
+            encoded = encoder.run(inputs, "cross")
+            if rows <= CHUNK:
+                return encoded
+            slots = np.arange(rows)[part]
+            self._place(cross, slots, encoded, slots - first)
+        return cross
 
     def _read_prompts(
-        self, state: SlotState, slots: Integers, source: Integers, mask: NDArray[np.bool_]
+        self, state: SlotState, source: Integers, mask: NDArray[np.bool_]
     ) -> SlotState:
-        """Fills the cache of some slots with prompts; the rest of the state is theirs already."""
+        """Returns a state whose cache holds prompts."""
         rows, length = source.shape
-        state = self._with_room(state, length)
         seen = np.tril(np.ones((length, length), np.bool_)) & mask[:, None, :]
         # Padding sees its own column: a softmax over nothing would be NaN.
         seen |= np.eye(length, dtype=np.bool_)
-        bias = np.where(seen, 0, -np.inf).astype(np.float32)[:, None]
-        positions = np.tile(np.arange(length), (rows, 1))
         reader = self._decoder
         inputs = {
             "target": [reader.value(source)],
-            "positions": [reader.value(positions)],
+            "positions": [reader.value(np.tile(np.arange(length), (rows, 1)))],
             "write": [reader.value(np.zeros(rows, np.int64))],
-            "bias": [reader.value(bias)],
+            "bias": [reader.value(np.where(seen, 0, -np.inf).astype(np.float32)[:, None])],
             "past": self._buffers("past", rows, length),
         }
-        self._place(state.past, slots, reader.run(inputs, "present"))
-        state.bias[slots, :, :length] = np.where(mask, 0, -np.inf)[:, None]
-        state.positions[slots] = mask.sum(axis=1, keepdims=True)
-        state.write[slots] = state.prompt[slots] = length
-        return state
+        return replace(
+            state,
+            past=reader.run(inputs, "present"),
+            bias=np.where(mask, 0, -np.inf).astype(np.float32)[:, None],
+            positions=mask.sum(axis=1, keepdims=True),
+            write=np.full(rows, length),
+            prompt=np.full(rows, length),
+        )
 
-    def _place(self, state: Sequence[OrtValue], slots: Integers, fresh: Sequence[OrtValue]) -> None:
-        """Writes fresh rows into buffers, where they lie."""
+    def _place(
+        self,
+        state: Sequence[OrtValue],
+        slots: Integers,
+        fresh: Sequence[OrtValue],
+        chosen: Integers,
+    ) -> None:
+        """Writes chosen rows of fresh buffers into slots of others, where they lie."""
         place = self._runners["place"]
-        inputs = {"rows": [place.value(slots)], "fresh": fresh, "state": state}
-        place.run(inputs, in_place={"placed": state})
+        rows = {"rows": [place.value(slots)], "chosen": [place.value(chosen)]}
+        place.run({**rows, "fresh": fresh, "state": state}, in_place={"placed": state})
 
     def _with_columns(self, state: SlotState, slots: Integers, new: int) -> SlotState:
         """Moves the cache of some slots into one that has room for so many more columns of each.
@@ -347,6 +364,10 @@ class SlotDecoder:
             slots: Which slots of the cache to take [slots].
             new: Columns of a slot that are written next.
         """
+        if not state.past:
+            capacity = _rounded(new, state.positions.shape[1])
+            bias = np.full((*state.positions.shape, capacity), -np.inf, np.float32)
+            return replace(state, past=self._buffers("past", len(slots), capacity), bias=bias)
         live = _live(state)
         counts = live.sum(axis=1)
         capacity = _rounded(int(counts.max()) + new, state.positions.shape[1])
@@ -376,7 +397,7 @@ class SlotDecoder:
         if missing <= 0:
             return replace(state, source_bias=state.source_bias.copy())
         cross = self._buffers("cross", slots, length)
-        self._place(cross, np.arange(slots), state.cross)
+        self._place(cross, np.arange(slots), state.cross, np.arange(slots))
         widths = ((0, 0), (0, 0), (0, 0), (0, missing))
         bias = np.pad(state.source_bias, widths, constant_values=-np.inf)
         return replace(state, cross=cross, source_bias=bias, calls={})
