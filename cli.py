@@ -263,6 +263,7 @@ def import_(huggingface: Path, out: Path, force: bool, quiet: bool) -> None:
     epilog="""\b
 Example:
   transferry export runs/ende --out bundles/ende
+  transferry export runs/ende --out bundles/ende --variant cpu-int8 --calibrate sample.en
 """
 )
 @configurable
@@ -275,8 +276,28 @@ Example:
     help="Sentences for the recorded reference answers; "
     "by default those that the run kept of its validation set.",
 )
+@click.option(
+    "--variant",
+    "variants",
+    multiple=True,
+    default=("cpu-fp32",),
+    show_default=True,
+    help="A variant beside the portable one, or portable for that alone: cpu-fp32, cpu-int8, "
+    "cuda-fp16 or cuda-bf16; may be given several times.",
+)
+@click.option(
+    "--calibrate", type=FILE, help="Text like that to come, for the ranges that cpu-int8 rounds to."
+)
 @click.option("--quiet", is_flag=True, help="No progress.")
-def export(run_folder: Path, out: Path, force: bool, text: Path | None, quiet: bool) -> None:
+def export(
+    run_folder: Path,
+    out: Path,
+    force: bool,
+    text: Path | None,
+    variants: tuple[str, ...],
+    calibrate: Path | None,
+    quiet: bool,
+) -> None:
     """Export a trained RUN as a bundle: graphs, weights, tokenizer and reference answers.
 
     The bundle is verified before it appears: a graph that does not answer as torch does leaves
@@ -291,7 +312,13 @@ def export(run_folder: Path, out: Path, force: bool, text: Path | None, quiet: b
     checkpoint = load_checkpoint(run_folder)
     texts = list(read_lines(text)) if text is not None else load_samples(run_folder)
     bundle = export_bundle(
-        checkpoint, out, texts=texts, force=force, say=(lambda line: None) if quiet else say
+        checkpoint,
+        out,
+        texts=texts,
+        variants=variants,
+        calibrate=list(read_lines(calibrate)) if calibrate is not None else (),
+        force=force,
+        say=(lambda line: None) if quiet else say,
     )
     size = sum(record.size for record in bundle.manifest.files.values())
     say(f"{out}: {len(bundle.manifest.files) + 1} files, {size / 1e6:.1f} MB, verified")
@@ -309,7 +336,7 @@ def session_options(command: Command) -> Command:
                 help="Where to run; where it cannot, the exit code is 5.",
             ),
             click.option("--device-id", type=int, default=0, help="Which GPU."),
-            click.option("--variant", help="Which variant of the bundle; its first by default."),
+            click.option("--variant", help="By default the fastest that was verified."),
             click.option(
                 "--threads", type=int, default=1, show_default=True, help="Threads a replica."
             ),
@@ -341,9 +368,7 @@ def engine_options(command: Command) -> Command:
     rows = click.option(
         "--batch-rows",
         type=int,
-        default=64,
-        show_default=True,
-        help="Rows stepped together; a beam of 4 is 4 rows.",
+        help="Rows stepped together, a beam of 4 being 4; by default what suits the variant.",
     )
     certificate = click.option(
         "--require-certificate",
@@ -401,14 +426,16 @@ def verify(bundle_folder: Path, **options: Any) -> None:
         if not path.absolute().parent.is_dir():  # known now rather than after the work
             raise InputError(f"{path}: cannot be written: there is no such folder; name another")
     from transferry.runtime.bundle import Bundle
-    from transferry.runtime.certificate import certify, check_date
+    from transferry.runtime.certificate import certify, check_date, fastest
     from transferry.runtime.files import atomic_file, read_lines
     from transferry.runtime.model import open_model
 
     if options["certify"]:
         check_date(options["certify"])
     bundle, session = Bundle.load(bundle_folder), _session(options)
-    variant = bundle.variant(options["variant"])
+    variant = fastest(bundle, session)
+    if options["variant"]:
+        variant = bundle.variant(options["variant"])
     report: ParityReport
     if checkpoint is None:
         from transferry.runtime.reference import verify_recorded
@@ -603,6 +630,7 @@ def _engine(bundle_folder: Path, options: dict[str, Any]) -> Engine:
     from transferry.runtime.batching import BatchOptions
     from transferry.runtime.engine import Engine
 
+    rows = options["batch_rows"]
     engine = Engine.load(
         bundle_folder,
         provider=options["provider"],
@@ -611,7 +639,7 @@ def _engine(bundle_folder: Path, options: dict[str, Any]) -> Engine:
         replicas=options["replicas"],
         device_id=options["device_id"],
         optimisation=options["optimisation"],
-        batches=BatchOptions(rows=options["batch_rows"]),
+        batches=BatchOptions(rows=rows, tokens=rows << 7) if rows is not None else None,
         require_certificate=options["require_certificate"],
     )
     if not engine.certificate.startswith("none") and not options["quiet"]:

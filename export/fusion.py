@@ -51,7 +51,7 @@ class Linear:
 
 def find_linear(node: ir.Node) -> Linear | None:
     """Returns the linear layer that begins with a node, if one does."""
-    if node.op_type == "Gemm" and node.attributes.get_int("transB", 0):
+    if node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1:
         x, weight, bias = (*node.inputs, None)[:3]  # of a matrix, and with a bias
         nodes = [node]
     elif node.op_type == "MatMul" and (origin := _transposed(node.inputs[1])) is not None:

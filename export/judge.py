@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,7 @@ class Judge:
         options: GenerationOptions,
         done: Done = lambda rows: None,
         keep: Keep = lambda row, wanted, found: None,
+        scores: bool = True,
     ) -> Decisions:
         """Generates with both, and proves each difference to be a tie or calls it a defect.
 
@@ -171,6 +173,7 @@ class Judge:
             options: How to search.
             done: Called with the number of rows after each batch.
             keep: Called with each row's number, torch's answers and the other ones.
+            scores: Whether the decoder is asked for scores too, and they are judged.
         """
         identical, score_error, score_ratio = 0, 0.0, 0.0
         ties: list[Difference] = []
@@ -179,17 +182,20 @@ class Judge:
         for batch in length_batches([len(source) for source in sources], rows, 4096):
             chosen = [sources[index] for index in batch]
             wanted = search(self.reference, chosen, options, self.special, row_ids=batch)
-            found = search(decoder, chosen, options, self.special, row_ids=batch)
+            asked = replace(options, scores=scores)
+            found = search(decoder, chosen, asked, self.special, row_ids=batch)
             exact, own_error = self.scores(chosen, wanted, options)
-            for index, source, left, right, scores in zip(
+            for index, source, left, right, right_scores in zip(
                 batch, chosen, wanted, found, exact, strict=True
             ):
                 keep(index, left, right)
                 if _tokens(left) == _tokens(right):
                     identical += 1
+                    if not scores:
+                        continue
                     errors = [
                         abs(hypothesis.score - score)
-                        for hypothesis, score in zip(right, scores, strict=True)
+                        for hypothesis, score in zip(right, right_scores, strict=True)
                     ]
                     budget = self.tolerance.factor * own_error
                     score_error, defect = judge_scores(index, errors, budget, score_error)

@@ -19,13 +19,13 @@ from transferry.export.opinions import RUNTIMES, ask_opinions
 from transferry.export.self_test import self_test
 from transferry.export.tasks import Answers, TaskBudget, token_agreement, translation
 from transferry.export.teacher_forcing import TeacherForcing
+from transferry.export.variants import PORTABLE
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.compare import Tolerance
 from transferry.runtime.divergence import scored_tokens
-from transferry.runtime.errors import InputError
+from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.hypothesis import Hypothesis
 from transferry.runtime.model import open_model
-from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.onnx_encoder import OnnxEncoder
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.report import Decisions, ParityReport, Task
@@ -65,7 +65,10 @@ def verify_against(
         plant_faults: Plant faults in copies of the bundle, if it passes.
         replay: Where to write the input that shows a fault, if a tensor is wrong.
 
+    Where a tensor is wrong comes out for the portable variant only, node by node as torch has it.
+
     Raises:
+        UsageError: Opinions or the self-test are asked for of another variant than the portable.
         InputError: A text is empty or longer than the model's positions, run and bundle do not
             have the same tokenizer or shape, or targets do not go with the texts.
     """
@@ -80,12 +83,18 @@ def verify_against(
     sources = [
         source_of(text, tokenizer, config, number) for number, text in enumerate(texts, start=1)
     ]
+    if variant.name != PORTABLE and (opinions or plant_faults):
+        raise UsageError(
+            f"other opinions and the self-test are of the graphs of variant {PORTABLE}, which any "
+            f"runtime can run, not of {variant.name}: add --variant {PORTABLE}"
+        )
     model = open_model(bundle, variant, session)
     judge = Judge(checkpoint.model, tokenizer.special, tolerance)
     cases = list(sweep(config))
     sampled = sources[::SAMPLED]
     # Of a decoder the searches, and then all answers fed whole; of an encoder the filling in.
     rows = 3 * len(sources) + len(sampled) if config.decoder_layers else len(sources)
+    rows += len(sources) if variant.screen else 0
     total = len(cases) + rows + (RUNTIMES if opinions else 0)
     finished = 0
 
@@ -103,18 +112,23 @@ def verify_against(
         compared, filled = judge.fillings(model, sources, forcing, advance)
         comparisons += compared
         decisions.append(filled)
-    elif sources and isinstance(model, OnnxDecoder):
+    elif sources and not isinstance(model, OnnxEncoder):
+        generation = bundle.manifest.generation
         answers = {name: Answers(len(sources)) for name in SEARCHES}
         for name, fields in SEARCHES.items():
             searched, called = sources, name
             if "sample" in fields:
                 searched, called = sampled, f"{name} of every {SAMPLED}th row"
-            generation = bundle.manifest.generation
             settings = search_settings(name, generation, config, sources, LONGEST_ANSWER)
             options = GenerationOptions(**settings)
             decisions.append(
                 judge.decisions(model, called, searched, options, advance, answers[name].keep)
             )
+        if variant.screen:
+            settings = search_settings("greedy", generation, config, sources, LONGEST_ANSWER)
+            options = GenerationOptions(**settings)
+            name = "greedy, screened"
+            decisions.append(judge.decisions(model, name, sources, options, advance, scores=False))
         pairs = _fed_whole(checkpoint, texts, sources, targets, answers["greedy"].wanted)
         comparisons += judge.text(model, pairs, forcing, advance)
         tasks.append(token_agreement(answers["greedy"], budget.agreement))
@@ -148,7 +162,7 @@ def verify_against(
         few = sources[:PLANTED_ROWS] or random_sources(config, PLANTED_ROWS)
         planted = self_test(checkpoint, bundle, variant, session, few, tolerance, done)
         report = replace(report, self_test=planted)
-    if not report.passed:
+    if not report.passed and variant.name == PORTABLE:
         failed = {item.case for item in comparisons if item.fault}
         # Where text alone shows it, a shorter case may yet.
         shown = [case for case in cases if case.name in failed] or cases

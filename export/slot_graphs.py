@@ -154,8 +154,8 @@ class PlaceGraph(nn.Module):
     def forward(self, rows: Tensor, chosen: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Puts the chosen rows of each fresh into its state's rows, both [new].
 
-        A fresh is [fresh, heads, m, n] and a state [batch, heads, M, N]; where m or n is less, the
-        rest becomes zero.
+        A fresh is [fresh, heads, m, n] and a state [batch, heads, M, N]; what is more than fits is
+        left out, and where it is less the rest becomes zero.
         """
         half = len(tensors) // 2
         return tuple(
@@ -165,9 +165,8 @@ class PlaceGraph(nn.Module):
 
 
 def _put(rows: Tensor, fresh: Tensor, state: Tensor) -> Tensor:
-    _, _, length, width = (
-        more - fewer for more, fewer in zip(state.shape, fresh.shape, strict=True)
-    )
+    fresh = fresh[:, :, : state.shape[2], : state.shape[3]]
+    length, width = (state.shape[axis] - fresh.shape[axis] for axis in (2, 3))
     filled = F.pad(fresh, (0, width, 0, length))
     return torch.onnx.ops.symbolic(
         "ScatterND",

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.hypothesis import FAILED, Hypothesis, length_normalised, ranked
-from transferry.runtime.logits import BLOCK_ENTRIES, log_sum_exp
+from transferry.runtime.logits import BLOCK_ENTRIES
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.outputs import Choice, Normalise, Outputs, Request
 
@@ -70,9 +70,9 @@ class Beams(Outputs):
         slots = rows[rows % beam == 0] // beam
         width = len(rows) // len(slots)
         totals = self.totals[slots, :width]
-        totals, parents, tokens, failed = best_candidates(
-            logits, allowed, totals, 2 * beam, self.normalise
-        )
+        normaliser = self.normalise(logits)
+        failed = (np.isnan(normaliser.reshape(-1, width)) & (totals > -np.inf)).any(axis=1)
+        totals, parents, tokens = best_candidates(logits, allowed, normaliser, totals, 2 * beam)
         parents += np.arange(len(slots))[:, None] * width
 
         exists = totals > -np.inf
@@ -140,10 +140,10 @@ class Beams(Outputs):
 def best_candidates(
     logits: NDArray[np.floating[Any]],
     allowed: NDArray[np.floating[Any]],
+    normaliser: NDArray[np.float64],
     totals: NDArray[np.float64],
     count: int,
-    normalise: Normalise = log_sum_exp,
-) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
     """The best ways to lengthen the beams of each sentence by one token.
 
     Only those among which they must be are normalised and compared, in float64.
@@ -151,19 +151,17 @@ def best_candidates(
     Args:
         logits: of the next token, as the model gave them `[sentences * width, vocabulary]`.
         allowed: the same after the processors.
+        normaliser: `log_sum_exp` of the logits `[sentences * width]`.
         totals: log-probabilities of the beams `[sentences, width]`.
         count: candidates wanted of each sentence.
-        normalise: `log_sum_exp`, or what does the same.
 
     Returns:
         Log-probabilities, parent beams and tokens `[sentences, count]`, the likeliest first, then
-        the lower beam, then the lower token; minus infinity where there are fewer candidates. And
-        where a beam has no usable scores `[sentences]`.
+        the lower beam, then the lower token; minus infinity where there are fewer candidates.
     """
     sentences, width = totals.shape
     vocabulary = logits.shape[1]
     total = totals.reshape(-1)
-    normaliser = normalise(logits)
     # As many rows at a time as stay in the processor's cache from one pass to the next.
     block = max(1, BLOCK_ENTRIES // (width * vocabulary)) * width
     places = []
@@ -185,8 +183,7 @@ def best_candidates(
     candidates[sentence, column] = row % width * vocabulary + token
     order = np.argsort(-values, axis=1, kind="stable")[:, :count]
     parents, tokens = np.divmod(np.take_along_axis(candidates, order, axis=1), vocabulary)
-    failed = (np.isnan(normaliser.reshape(-1, width)) & (totals > -np.inf)).any(axis=1)
-    return np.take_along_axis(values, order, axis=1), parents, tokens, failed
+    return np.take_along_axis(values, order, axis=1), parents, tokens
 
 
 def _contenders(

@@ -143,6 +143,16 @@ class Variant:
     graphs: Mapping[str, GraphSpec]
     screen: Mapping[str, StoredTensor] = field(default_factory=dict)
 
+    @property
+    def exact(self) -> bool:
+        """Whether it computes in the precision of the model; another may choose other tokens."""
+        return self.precision == "float32"
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the cache lies in place; else every step makes a longer one."""
+        return "place" in self.graphs
+
 
 @dataclass(frozen=True)
 class FileRecord:

@@ -10,12 +10,11 @@ from typing import Any, Literal, Self
 
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import MANIFEST, Bundle
-from transferry.runtime.certificate import require_standing, standing
+from transferry.runtime.certificate import fastest, require_standing, standing
 from transferry.runtime.errors import UsageError
 from transferry.runtime.files import sha256
 from transferry.runtime.hypothesis import FinishReason, Hypothesis
-from transferry.runtime.model import Model, open_model
-from transferry.runtime.onnx_decoder import OnnxDecoder
+from transferry.runtime.model import Model, ServedDecoder, open_model
 from transferry.runtime.onnx_encoder import OnnxEncoder
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.outputs import Request
@@ -124,7 +123,7 @@ class Engine:
             bundle: Gives the tokenizer and the model's limits.
             model: Computes; it is called by `replicas` threads at once.
             replicas: Batches in progress at a time.
-            batches: How much each computes at once.
+            batches: How much each computes at once; by default what suits the model.
             certificate: What is known of the bundle here, for whoever reads a result.
         """
         if replicas < 1:
@@ -132,7 +131,7 @@ class Engine:
         self.bundle = bundle
         self.model = model
         self.replicas = replicas
-        self.batches = batches or BatchOptions()
+        self.batches = batches or model.batches
         self.certificate = certificate
         self.max_positions = int(bundle.manifest.model["max_positions"])
 
@@ -159,7 +158,7 @@ class Engine:
         Args:
             folder: The bundle.
             provider: "cpu" or "cuda"; never another than the one asked for.
-            variant: Which variant; the first of the manifest by default.
+            variant: Which variant; by default the one that `certificate.fastest` chooses.
             threads: Threads that share one operator. Two replicas of one thread are faster than
                 one of two (docs/speed.md).
             replicas: Batches in progress at a time; by default one a usable core over threads on
@@ -167,7 +166,7 @@ class Engine:
             device_id: Which GPU.
             optimisation: How far onnxruntime may rewrite the graphs.
             provider_options: Passed to the provider as they are.
-            batches: How much is computed at once.
+            batches: How much is computed at once; by default what suits the variant.
             require_certificate: Refuse what was not verified, or has changed since.
 
         Raises:
@@ -181,7 +180,7 @@ class Engine:
         options = SessionOptions(provider, threads, device_id, optimisation, provider_options or {})
         if replicas is None:
             replicas = max(1, usable_cores() // threads) if provider == "cpu" else 1
-        chosen = bundle.variant(variant)
+        chosen = bundle.variant(variant) if variant else fastest(bundle, options)
         found = standing(bundle, chosen, options)
         if require_certificate:
             require_standing(found, bundle)
@@ -193,7 +192,7 @@ class Engine:
         return cls(bundle, model, replicas=replicas, batches=batches, certificate=certificate)
 
     @property
-    def decoder(self) -> OnnxDecoder:
+    def decoder(self) -> ServedDecoder:
         """What generates.
 
         Raises:
@@ -213,7 +212,7 @@ class Engine:
         Raises:
             UsageError: The model is not an encoder alone.
         """
-        if isinstance(self.model, OnnxDecoder):
+        if not isinstance(self.model, OnnxEncoder):
             raise UsageError(
                 f"{self.bundle.folder} holds a model of architecture "
                 f"{self.bundle.manifest.architecture}, which neither embeds nor fills in; its task "

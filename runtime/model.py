@@ -1,12 +1,31 @@
-"""A variant of a bundle, opened as its architecture wants."""
+"""A variant of a bundle, opened as its architecture and its graphs want."""
 
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import Bundle, Variant
+from transferry.runtime.compare import ObservableDecoder
 from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.onnx_encoder import OnnxEncoder
 from transferry.runtime.session import SessionOptions
 from transferry.runtime.slot_decoder import SlotDecoder
 
-Model = OnnxDecoder | SlotDecoder | OnnxEncoder
+
+class ServedDecoder(ObservableDecoder[Any], Protocol):
+    """A decoder that runs a variant of a bundle, whichever its graphs are made for."""
+
+    variant: Variant
+    options: SessionOptions
+    batches: BatchOptions
+
+    def describe(self) -> dict[str, Any]:
+        """What decides the numbers: the settings, and where the nodes of the graphs really ran."""
+        ...
+
+
+Model = ServedDecoder | OnnxEncoder
 
 
 def open_model(bundle: Bundle, variant: Variant, options: SessionOptions) -> Model:
@@ -18,6 +37,6 @@ def open_model(bundle: Bundle, variant: Variant, options: SessionOptions) -> Mod
     """
     if bundle.manifest.architecture == "encoder-only":
         return OnnxEncoder(bundle, variant, options)
-    if variant.graphs["decoder"].names("write"):
+    if variant.in_place:
         return SlotDecoder(bundle, variant, options)
     return OnnxDecoder(bundle, variant, options)

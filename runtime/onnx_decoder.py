@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnxruntime import OrtValue
 
+from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.decoder import longer
 from transferry.runtime.graph_runner import GraphRunner, describe
@@ -50,6 +51,7 @@ class OnnxDecoder:
             InputError: A graph cannot be opened.
         """
         self.variant, self.options = variant, options
+        self.batches = BatchOptions()
         graphs = variant.graphs
         self._runners = {
             name: GraphRunner(bundle, graph, options) for name, graph in graphs.items()

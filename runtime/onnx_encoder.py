@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.graph_runner import GraphRunner, describe
 from transferry.runtime.session import SessionOptions
@@ -26,6 +27,7 @@ class OnnxEncoder:
             InputError: The graph cannot be opened.
         """
         self.variant, self.options = variant, options
+        self.batches = BatchOptions()
         self._runner = GraphRunner(bundle, variant.graphs["encoder"], options)
 
     def describe(self) -> dict[str, Any]:

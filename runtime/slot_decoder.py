@@ -16,17 +16,25 @@ import numpy as np
 from numpy.typing import NDArray
 from onnxruntime import OrtValue
 
+from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import Bundle, Role, Variant
 from transferry.runtime.graph_runner import BoundCall, GraphRunner, describe
 from transferry.runtime.logits import log_sum_exp
 from transferry.runtime.screen import Screen
-from transferry.runtime.session import SessionOptions
+from transferry.runtime.session import Provider, SessionOptions
 
 # Sentences that the encoder reads at once: of similar length, so that little is padding, and few
 # enough for the hidden states of all of them to stay in the processor's cache.
 CHUNK = 16
 # Steps by which a cache grows. Every step reads all of it, and growing copies it.
 GROWTH = 8
+# How much is computed at once where nothing is said: rows that share the reading of the weights.
+BATCHES: dict[Provider, BatchOptions] = {
+    "cpu": BatchOptions(rows=256, tokens=1 << 15),
+    "cuda": BatchOptions(rows=1024, tokens=1 << 17),
+}
+# Columns for the source that may go unused before the others are moved together.
+SPARE = 4
 
 # Sums of exponentials that float32 holds in full precision, their largest terms included.
 SMALLEST_SUM, LARGEST_SUM = 1e-30, 1e38
@@ -84,6 +92,7 @@ class SlotDecoder:
             InputError: A graph cannot be opened.
         """
         self.variant, self.options = variant, options
+        self.batches = BATCHES[options.provider]
         self._runners = {
             name: GraphRunner(bundle, graph, options) for name, graph in variant.graphs.items()
         }
@@ -131,10 +140,11 @@ class SlotDecoder:
         if 2 * _rounded(needed, width) <= bias.shape[-1] or columns > bias.shape[-1]:
             state = self._with_columns(state, np.arange(len(write)), needed)
         if self.has_encoder:
-            state = self._with_source_room(state, fresh.source_bias.shape[-1])
-            length = fresh.source_bias.shape[-1]
-            state.source_bias[sentences] = -np.inf
-            state.source_bias[sentences, ..., :length] = fresh.source_bias[chosen]
+            source_bias = state.source_bias.copy()
+            source_bias[sentences] = -np.inf
+            length = int((fresh.source_bias[chosen] == 0).sum(axis=-1).max())
+            state = self._with_source(replace(state, source_bias=source_bias), length)
+            state.source_bias[sentences, ..., :length] = fresh.source_bias[chosen, ..., :length]
             self._place(state.cross, sentences, fresh.cross, chosen)
         elif columns:
             self._place(state.past, sentences, fresh.past, chosen)
@@ -287,12 +297,12 @@ class SlotDecoder:
             in_place={"present": state.past, "hidden": [hidden]},
         )
         heads = {
-            name: runner.bind(
+            name: self._runners[name].bind(
                 fixed={"hidden": [hidden]},
                 host={role: np.empty((slots * new, self.vocabulary_size), np.float32)},
             )
             for name, role in (("head", "logits"), ("rough", "rough"))
-            if (runner := self._runners.get(name)) is not None
+            if name in self._runners
         }
         return _Call(decoder, heads["head"], heads.get("rough"), hidden)
 
@@ -391,15 +401,22 @@ class SlotDecoder:
             return state
         return self._with_columns(state, np.arange(len(state.write)), new)
 
-    def _with_source_room(self, state: SlotState, length: int) -> SlotState:
-        """Returns a state with a source bias of its own, and room for sources of some length."""
-        slots, missing = len(state.write), length - state.source_bias.shape[-1]
-        if missing <= 0:
+    def _with_source(self, state: SlotState, length: int) -> SlotState:
+        """Returns a state with room for sources of some length, and not much more than is needed.
+
+        Its source bias is its own.
+        """
+        lengths = (state.source_bias == 0).sum(axis=-1)
+        needed = max(length, int(lengths.max()))
+        room = state.source_bias.shape[-1]
+        if needed <= room < needed + SPARE:
             return replace(state, source_bias=state.source_bias.copy())
-        cross = self._buffers("cross", slots, length)
-        self._place(cross, np.arange(slots), state.cross, np.arange(slots))
-        widths = ((0, 0), (0, 0), (0, 0), (0, missing))
-        bias = np.pad(state.source_bias, widths, constant_values=-np.inf)
+        bias = np.full((len(lengths), 1, 1, needed), -np.inf, np.float32)
+        kept = min(needed, room)
+        bias[..., :kept] = state.source_bias[..., :kept]
+        slots = np.arange(len(lengths))
+        cross = self._buffers("cross", len(lengths), needed)
+        self._place(cross, slots, state.cross, slots)
         return replace(state, cross=cross, source_bias=bias, calls={})
 
 

@@ -137,7 +137,7 @@ def test_checks_pass(bundle: Bundle) -> None:
 
 
 def test_checks_are_as_strict_as_asked(bundle: Bundle) -> None:
-    report = check_bundle(bundle, Tolerance(factor=0.0))
+    report = check_bundle(bundle, tolerance=Tolerance(factor=0.0))
     with pytest.raises(ParityError, match="exceeds the budget"):
         report.require()
 

@@ -122,7 +122,7 @@ def opened(model: Transformer, folder: Path) -> Model:
     (folder / "portable").mkdir()
     write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs.values()])
     specs = {name: graph.spec for name, graph in graphs.items()}
-    variant = Variant("portable", "float32", 20, specs)
+    variant = Variant("portable", "float32", ("cpu",), 20, specs)
     config = model.config
     manifest = Manifest(config.architecture, config.to_dict(), {}, {"portable": variant}, {}, {})
     return open_model(Bundle(folder, manifest, BYTES), variant, SessionOptions())
