@@ -256,7 +256,8 @@ class SlotDecoder:
         rows = seen.reshape(slots * width, -1)
         # The columns seen come first, in their order.
         order = np.argsort(~rows, axis=1, kind="stable")[:, None, : rows.sum(axis=1).max(), None]
-        past = (np.take_along_axis(each, order, axis=2) for each in _by_row(state.past, width))
+        buffers = state.past or self._buffers("past", slots, 0)
+        past = (np.take_along_axis(each, order, axis=2) for each in _by_row(buffers, width))
         cross = (
             each if number % 2 else each.swapaxes(2, 3)
             for number, each in enumerate(_by_row(state.cross, width))
