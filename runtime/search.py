@@ -43,7 +43,7 @@ LEAVING_SHARE = 0.25
 # more than a few rows of a step.
 REFILLING_SHARE = 1 / 16
 # Sentences that are read at a time: few together leave the encoder's products small.
-READ_TOGETHER = 16
+READ_TOGETHER = 32
 
 
 class Supply(Protocol[Key]):

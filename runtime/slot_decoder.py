@@ -25,7 +25,7 @@ from transferry.runtime.session import Provider, SessionOptions
 
 # Sentences that the encoder reads at once: of similar length, so that little is padding, and few
 # enough for the hidden states of all of them to stay in the processor's cache.
-CHUNK = 16
+CHUNK = 32
 # Steps by which a cache grows. Every step reads all of it, and growing copies it.
 GROWTH = 8
 # How much is computed at once where nothing is said: rows that share the reading of the weights.
@@ -34,7 +34,7 @@ BATCHES: dict[Provider, BatchOptions] = {
     "cuda": BatchOptions(rows=1024, tokens=1 << 17),
 }
 # Columns for the source that may go unused before the others are moved together.
-SPARE = 4
+SPARE = 8
 
 # Sums of exponentials that float32 holds in full precision, their largest terms included.
 SMALLEST_SUM, LARGEST_SUM = 1e-30, 1e38
@@ -44,13 +44,12 @@ Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class _Call:
-    """A step, bound: the decoder's hidden states are what either head reads."""
+class _Heads:
+    """What is made of the hidden states of some rows, bound to where the decoder writes these."""
 
-    decoder: BoundCall
+    hidden: OrtValue
     head: BoundCall
     rough: BoundCall | None
-    hidden: OrtValue
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,8 @@ class SlotState:
         positions: Of the next tokens [slots, width].
         write: The column of a slot that is written next [slots].
         prompt: Columns of a slot that hold a prompt, its padding included [slots].
+        heads: By the number of rows. Memory of which the system hands out page by page is dear, so
+            it stays when the cache moves.
         calls: Steps bound to these buffers, by how many tokens of a slot they read.
     """
 
@@ -78,7 +79,8 @@ class SlotState:
     positions: Integers
     write: Integers
     prompt: Integers
-    calls: dict[int, _Call] = field(default_factory=dict)
+    heads: dict[int, _Heads] = field(default_factory=dict)
+    calls: dict[int, BoundCall] = field(default_factory=dict)
 
 
 class SlotDecoder:
@@ -155,9 +157,9 @@ class SlotDecoder:
 
     def step(self, tokens: Integers, state: SlotState) -> tuple[Floats, SlotState]:
         """Reads target tokens; see `Decoder.step`."""
-        call, state = self._step(tokens, state)
-        call.head.run()
-        return call.head.host["logits"].reshape(*tokens.shape, -1), state
+        heads, state = self._step(tokens, state)
+        heads.head.run()
+        return heads.head.host["logits"].reshape(*tokens.shape, -1), state
 
     def likeliest(self, tokens: Integers, state: SlotState) -> tuple[Integers, SlotState]:
         """Reads one token a row; see `GreedyDecoder.likeliest`."""
@@ -166,10 +168,10 @@ class SlotDecoder:
             best = logits[:, 0].argmax(axis=1)
             finite = np.isfinite(logits[np.arange(len(best)), 0, best])
             return np.where(finite, best, -1), state
-        call, state = self._step(tokens, state)
-        assert call.rough is not None
-        call.rough.run()
-        return self._screen.likeliest(call.hidden.numpy(), call.rough.host["rough"]), state
+        heads, state = self._step(tokens, state)
+        assert heads.rough is not None
+        heads.rough.run()
+        return self._screen.likeliest(heads.hidden.numpy(), heads.rough.host["rough"]), state
 
     def log_sum_exp(self, logits: Floats) -> NDArray[np.float64]:
         """Normalises logits [rows, vocabulary]; see `NormalisingDecoder.log_sum_exp`."""
@@ -186,7 +188,7 @@ class SlotDecoder:
             result[extreme] = log_sum_exp(logits[extreme])
         return result
 
-    def _step(self, tokens: Integers, state: SlotState) -> tuple[_Call, SlotState]:
+    def _step(self, tokens: Integers, state: SlotState) -> tuple[_Heads, SlotState]:
         slots, width = state.positions.shape
         new = tokens.shape[1]
         state = self._with_room(state, width * new)
@@ -197,18 +199,20 @@ class SlotDecoder:
         slot, row = np.arange(slots)[:, None], np.arange(width)
         for token in range(new):
             bias[slot, row, token:, own[:, :, token]] = 0
+        if tokens.size not in state.heads:
+            state.heads[tokens.size] = self._bind_heads(tokens.size)
+        heads = state.heads[tokens.size]
         if width * new not in state.calls:
-            state.calls[width * new] = self._bind(state, width * new)
-        call = state.calls[width * new]
+            state.calls[width * new] = self._bind(state, width * new, heads.hidden)
         positions = state.positions[:, :, None] + np.arange(new)
-        call.decoder.run(
+        state.calls[width * new].run(
             target=tokens.reshape(slots, -1),
             positions=positions.reshape(slots, -1),
             write=state.write,
             bias=bias.reshape(slots, 1, width * new, -1),
             **({"source_bias": state.source_bias} if self.has_encoder else {}),
         )
-        return call, replace(
+        return heads, replace(
             state,
             bias=bias[:, :, -1],
             positions=state.positions + new,
@@ -277,35 +281,35 @@ class SlotDecoder:
             if spec.role == role
         ]
 
-    def _bind(self, state: SlotState, new: int) -> _Call:
+    def _bind(self, state: SlotState, new: int, hidden: OrtValue) -> BoundCall:
         """Binds a step of `new` tokens a slot to the buffers of a state."""
         slots = len(state.write)
-        runner = self._decoder
-        width = int(runner.graph.tensor("hidden").shape[-1])
-        hidden = runner.zeros("hidden", (slots * new, width))
         fixed: dict[Role, Sequence[OrtValue]] = {"past": state.past}
+        changing: dict[str, NDArray[Any]] = {
+            "target": np.zeros((slots, new), np.int64),
+            "positions": np.zeros((slots, new), np.int64),
+            "write": np.zeros(slots, np.int64),
+            "bias": np.zeros((slots, 1, new, state.bias.shape[-1]), np.float32),
+        }
         if self.has_encoder:
             fixed |= {"cross": state.cross}
-        decoder = runner.bind(
-            fixed=fixed,
-            changing={
-                "target": np.zeros((slots, new), np.int64),
-                "positions": np.zeros((slots, new), np.int64),
-                "write": np.zeros(slots, np.int64),
-                "bias": np.zeros((slots, 1, new, state.bias.shape[-1]), np.float32),
-                **({"source_bias": state.source_bias.copy()} if self.has_encoder else {}),
-            },
-            in_place={"present": state.past, "hidden": [hidden]},
-        )
-        heads = {
+            changing |= {"source_bias": np.zeros_like(state.source_bias)}
+        in_place = {"present": state.past, "hidden": [hidden]}
+        return self._decoder.bind(fixed=fixed, changing=changing, in_place=in_place)
+
+    def _bind_heads(self, rows: int) -> _Heads:
+        """Allocates the hidden states of some rows, and binds to them what reads them."""
+        width = int(self._decoder.graph.tensor("hidden").shape[-1])
+        hidden = self._decoder.zeros("hidden", (rows, width))
+        bound = {
             name: self._runners[name].bind(
                 fixed={"hidden": [hidden]},
-                host={role: np.empty((slots * new, self.vocabulary_size), np.float32)},
+                host={role: np.empty((rows, self.vocabulary_size), np.float32)},
             )
             for name, role in (("head", "logits"), ("rough", "rough"))
             if name in self._runners
         }
-        return _Call(decoder, heads["head"], heads.get("rough"), hidden)
+        return _Heads(hidden, bound["head"], bound.get("rough"))
 
     def _encode(self, source: Integers, mask: NDArray[np.bool_]) -> Sequence[OrtValue]:
         """Returns cross keys and values of sources, read a few at a time."""
