@@ -65,7 +65,9 @@ def main() -> None:
 
     texts = list(itertools.islice(read_lines(arguments.text), arguments.rows))
     checkpoint = load_checkpoint(arguments.run)
-    engine = Engine.load(arguments.bundle, batches=BatchOptions(rows=arguments.batch_rows))
+    engine = Engine.load(
+        arguments.bundle, variant="portable", batches=BatchOptions(rows=arguments.batch_rows)
+    )
     options = GenerationOptions(max_length=arguments.max_length)
 
     def run_torch() -> list[list[int]]:

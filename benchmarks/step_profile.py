@@ -31,7 +31,7 @@ import onnxruntime
 from matrices import least_seconds, matrices, multiply_adds
 from sentences import read_sentences, search_options
 from transferry.build_model.config import ModelConfig
-from transferry.runtime import engine as engine_module
+from transferry.runtime import search as search_module
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.engine import Engine, Result
@@ -41,6 +41,8 @@ from transferry.runtime.options import GenerationOptions
 from transferry.runtime.session import SessionOptions
 from transferry.runtime.tables import table
 
+# Of a decoder, as far as it has them.
+METHODS = ("start", "step", "likeliest", "log_sum_exp", "select", "refill")
 IN_ONNXRUNTIME = "in onnxruntime"
 BETWEEN = "between operators"
 
@@ -75,10 +77,11 @@ def clocked(engine: Engine, clock: Clock) -> Iterator[None]:
     """Puts the clock around an engine's stages."""
     session, tokenizer = onnxruntime.InferenceSession, engine.bundle.tokenizer
     places = [
-        *((engine.model, name, name) for name in ("start", "step", "select")),
+        *((engine.model, name, name) for name in METHODS if hasattr(engine.model, name)),
         *((tokenizer, name, "tokenizer") for name in ("encode_batch", "decode")),
         *((session, name, IN_ONNXRUNTIME) for name in ("run", "run_with_iobinding")),
-        (engine_module, "search", "picking"),
+        (search_module._Batch, "step", "picking"),
+        (search_module._Batch, "turn_over", "turning over"),
     ]
     with ExitStack() as stack:
         for place, name, stage in places:
@@ -90,7 +93,8 @@ def clocked(engine: Engine, clock: Clock) -> Iterator[None]:
 def open_engine(bundle: Bundle, variant: Variant, options: SessionOptions, rows: int) -> Engine:
     """Opens one replica."""
     model = open_model(bundle, variant, options)
-    return Engine(bundle, model, replicas=1, batches=BatchOptions(rows=rows, window=10**6))
+    batches = BatchOptions(rows=rows, tokens=rows << 7, window=10**6)
+    return Engine(bundle, model, replicas=1, batches=batches)
 
 
 def by_stage(
