@@ -100,16 +100,23 @@ class Kernels(Protocol):
 
 
 class FloatKernels:
-    """Linear layers in the graph's own precision: bias and ReLU within the product."""
+    """Linear layers in the graph's own precision: bias within the product, and perhaps ReLU."""
+
+    def __init__(self, *, with_relu: bool) -> None:
+        """Takes whether there is a kernel for the product with ReLU: float32 on the CPU has one."""
+        self.with_relu = with_relu
 
     def emit(self, linear: Linear, x: ir.Value, graph: ir.Graph) -> list[ir.Node]:
         """See `Kernels.emit`."""
         inputs = [x, linear.weight, *([linear.bias] if linear.bias is not None else [])]
-        if linear.relu:
+        if linear.relu and self.with_relu:
             return [
                 ir.node("FusedGemm", inputs, {"transB": 1, "activation": "Relu"}, domain=CONTRIB)
             ]
-        return [ir.node("Gemm", inputs, {"transB": 1})]
+        nodes = [ir.node("Gemm", inputs, {"transB": 1})]
+        if linear.relu:
+            nodes.append(ir.node("Relu", nodes[0].outputs))
+        return nodes
 
 
 class Fusion:
@@ -153,12 +160,14 @@ class Fusion:
         first, old, name = linear.nodes[0], linear.output, linear.output.name
         nodes = self.kernels.emit(linear, self._matrix(linear.x, before=first), self.graph)
         output = nodes[-1].outputs[0]
-        output.type, output.shape = old.type, _matrix_shape(old)
+        already = _rank(old) == 2
+        output.type, output.shape = old.type, old.shape if already else _matrix_shape(old)
         self.graph.insert_before(first, nodes)
         old.replace_all_uses_with(output, replace_graph_outputs=True)
         self.graph.remove(list(reversed(linear.nodes)), safe=True)
         output.name = name
-        self._matrices[output] = output
+        if not already:
+            self._matrices[output] = output
         self.linears += 1
 
     def _works_on_matrices(self, node: ir.Node) -> bool:

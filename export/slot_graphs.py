@@ -107,6 +107,22 @@ class HeadGraph(nn.Module):
         return self.model.logits(hidden).float()
 
 
+class BestGraph(nn.Module):
+    """hidden -> best: the likeliest tokens, where scores shall not leave the device."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns the likeliest token of each row [batch * target], -1 where none is finite."""
+        logits = self.model.logits(hidden).float()
+        best = logits.argmax(dim=1)
+        # NaN or infinity anywhere in the row shows in its sum, and nothing else of this size does.
+        finite = torch.isfinite((logits * 0.0).sum(dim=1))
+        return torch.where(finite, best, -1)
+
+
 class SumsGraph(nn.Module):
     """logits -> sums: of the exponentials of each row, which make probabilities of them."""
 
@@ -177,7 +193,9 @@ def _put(rows: Tensor, fresh: Tensor, state: Tensor) -> Tensor:
     )
 
 
-def export_slot_graphs(model: Transformer, prefix: str) -> dict[str, Graph]:
+def export_slot_graphs(
+    model: Transformer, prefix: str, *, on_device: bool = False
+) -> dict[str, Graph]:
     """Exports the graphs of a fused variant, before any rewriting.
 
     Biases and logits are float32 whatever the model computes in, so that the host need know of no
@@ -186,6 +204,7 @@ def export_slot_graphs(model: Transformer, prefix: str) -> dict[str, Graph]:
     Args:
         model: Encoder-decoder or decoder-only, in eval mode and in the variant's precision.
         prefix: What the names of the files begin with, a folder included.
+        on_device: Add what picks the likeliest token where the scores are.
 
     Returns:
         The graphs by name.
@@ -276,6 +295,9 @@ def export_slot_graphs(model: Transformer, prefix: str) -> dict[str, Graph]:
             any_cache("placed", "batch"),
         ),
     }
+    if on_device:
+        hidden = TensorSpec("hidden", "hidden", precision, ("rows", config.d_model))
+        modules["best"] = (BestGraph(model), (hidden,), (ids("best", "rows"),))
     if has_encoder:
         modules["encoder"] = (
             CrossGraph(model),

@@ -100,10 +100,14 @@ def make_variant(
         model = copy.deepcopy(model).to(recipe.dtype)
     opset, graphs = OPSET, dict[str, Graph]()
     if model.config.decoder_layers:
-        opset, graphs = SLOT_OPSET, export_slot_graphs(model, recipe.prefix)
+        opset, graphs = (
+            SLOT_OPSET,
+            export_slot_graphs(model, recipe.prefix, on_device="cpu" not in recipe.providers),
+        )
     else:
         graphs = export_graphs(model, recipe.prefix)
-    linears = sum(_fuse(graph, recipe, activations) for graph in graphs.values())
+    fused = {name: _fuse(graph, recipe, activations) for name, graph in graphs.items()}
+    linears = sum(count for name, count in fused.items() if name != "best")  # the head once more
     expected = linear_layers(model)
     if linears != expected:
         raise ParityError(
@@ -116,7 +120,7 @@ def make_variant(
 
 
 def _fuse(graph: Graph, recipe: Recipe, activations: Mapping[str, Activation] | None) -> int:
-    kernels: Kernels = FloatKernels()
+    kernels: Kernels = FloatKernels(with_relu=recipe.providers == ("cpu",))
     if recipe.precision == "int8":
         if activations is None:
             raise UsageError(

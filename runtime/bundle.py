@@ -48,6 +48,7 @@ Role = Literal[
     "past",  # [batch, heads, past, d_head]: keys or values of earlier positions
     "present",  # [batch, heads, past + target, d_head]: the next step's past
     "rough",  # [batch * target, vocabulary]: the logits as int8 gives them, for screening
+    "best",  # int64 [rows]: the likeliest tokens, -1 where the logits are not finite
     "sums",  # [rows]: of the exponentials of the logits
     "logits",  # [batch, target, vocabulary], or of an encoder alone [batch, source, vocabulary]
     "hidden",  # [batch, source, d_model]: what an encoder alone makes of the source; of a decoder

@@ -17,6 +17,8 @@ from transferry.runtime.errors import InputError
 from transferry.runtime.processor import instruction_sets, processor_name
 from transferry.runtime.session import SessionOptions, assigned_nodes, open_session, tf32
 
+BFLOAT16 = 16  # TensorProto.DataType of onnx
+
 
 class GraphRunner:
     """One graph, run through IOBinding with tensors given and taken by role."""
@@ -37,7 +39,15 @@ class GraphRunner:
 
     def zeros(self, role: Role, shape: Sequence[int]) -> OrtValue:
         """Returns a buffer of zeros on the device, of the type that tensors of a role have."""
-        return self.value(np.zeros(shape, self.graph.tensor(role).type))
+        kind = self.graph.tensor(role).type
+        if kind != "bfloat16":
+            return self.value(np.zeros(shape, kind))
+        # numpy has no such type; zero is zero in all of 16 bits.
+        value = OrtValue.ortvalue_from_shape_and_type(
+            shape, BFLOAT16, self._device, self._device_id
+        )
+        value.update_inplace(np.zeros(shape, np.uint16))
+        return value
 
     def run(
         self,

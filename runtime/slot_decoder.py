@@ -163,6 +163,12 @@ class SlotDecoder:
 
     def likeliest(self, tokens: Integers, state: SlotState) -> tuple[Integers, SlotState]:
         """Reads one token a row; see `GreedyDecoder.likeliest`."""
+        if "best" in self._runners:
+            heads, state = self._step(tokens, state)
+            best = np.empty(tokens.size, np.int64)
+            inputs = {"hidden": [heads.hidden]}
+            self._runners["best"].run(inputs, host={"best": best})
+            return best, state
         if self._screen is None:
             logits, state = self.step(tokens, state)
             best = logits[:, 0].argmax(axis=1)
