@@ -382,7 +382,7 @@ def engine_options(command: Command) -> Command:
     epilog="""\b
 Example:
   transferry verify bundles/ende --checkpoint runs/ende --text test.en.gz --certify 2026-11-21
-  transferry verify bundles/ende --checkpoint runs/ende --self-test --report parity.html
+  transferry verify bundles/ende --variant portable --checkpoint runs/ende --self-test
   transferry verify bundles/ende --json        # on a host without torch
 """
 )

@@ -70,7 +70,8 @@ def export_bundle(
         The bundle, as it lies in `out`.
 
     Raises:
-        UsageError: `out` exists and `force` is off.
+        UsageError: `out` exists and `force` is off, there is no such variant, or one in int8 is not
+            calibrated.
         InputError: The folder cannot be written.
         ParityError: The graphs are not valid or do not answer as torch does; `out` is untouched.
     """

@@ -1,7 +1,7 @@
 """Linear layers in 8 bits: weights signed, a scale an output; activations unsigned, scales fixed.
 
-A scale that were measured on the batch at hand would make an answer depend on its neighbours in
-the batch. These are measured once, on text of the user's (`export.calibration`).
+A scale measured on the batch at hand would make an answer depend on its neighbours in the batch.
+These are measured once, on text of the user's (`export.calibration`).
 """
 
 from __future__ import annotations

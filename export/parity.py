@@ -52,6 +52,9 @@ def verify_against(
 ) -> ParityReport:
     """Compares a bundle, opened as it will be served, with the run that it came from.
 
+    Where a fault begins is looked for in the portable variant only: its nodes are those that torch
+    traced.
+
     Args:
         checkpoint: The run.
         bundle: The bundle.
@@ -64,8 +67,6 @@ def verify_against(
         opinions: Ask other runtimes too.
         plant_faults: Plant faults in copies of the bundle, if it passes.
         replay: Where to write the input that shows a fault, if a tensor is wrong.
-
-    Where a tensor is wrong comes out for the portable variant only, node by node as torch has it.
 
     Raises:
         UsageError: Opinions or the self-test are asked for of another variant than the portable.

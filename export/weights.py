@@ -1,4 +1,4 @@
-"""Graphs on disk: one ONNX file each, and one file of weights that all of them name.
+"""Graphs on disk: one ONNX file each, and in each folder one file of weights that they name.
 
 Two graphs may name the same place of the same external file, so a weight that both use, such as
 the embedding, is stored once. The file has no 2 GB limit, which an ONNX file by itself has.

@@ -2,8 +2,8 @@
 
     BUNDLE/
       manifest.json            everything below, with sha256 and size of every other file
-      VARIANT/*.onnx           the graphs of a variant
-      VARIANT/weights.bin      their weights, stored once and shared by the graphs
+      FOLDER/*.onnx            the graphs of a variant, or of several that share weights
+      FOLDER/weights.bin       their weights, stored once and shared by the graphs
       tokenizer.json ...       the tokenizer: its settings, and the files of its kind
       reference.npz            inputs, and what torch answered to them
 
@@ -32,7 +32,7 @@ from transferry.runtime.tokenizer import AnyTokenizer, load_tokenizer
 FORMAT = 1
 MANIFEST = "manifest.json"
 REFERENCE = "reference.npz"
-# Which graphs a variant has, by architecture.
+# Which graphs a variant has at least, by architecture.
 GRAPHS = {
     "encoder-decoder": ("encoder", "decoder", "select"),
     "decoder-only": ("decoder", "select"),
@@ -42,15 +42,18 @@ GRAPHS = {
 Role = Literal[
     "source",  # int64 [batch, source]: token ids
     "source_mask",  # bool [batch, source]: True at a token
-    "cross",  # [batch, heads, source, d_head]: keys or values of the source
+    "cross",  # [batch, heads, source, d_head]: keys or values of the source; where the cache lies
+    #           in place the keys are [batch, heads, d_head, source]
     "target",  # int64 [batch, target]: token ids
     "past_mask",  # bool [batch, past]: True at a token; where there is no encoder
     "past",  # [batch, heads, past, d_head]: keys or values of earlier positions
-    "present",  # [batch, heads, past + target, d_head]: the next step's past
+    "present",  # [batch, heads, past + target, d_head]: the next step's past; where the cache lies
+    #             in place both are [batch, heads, capacity, d_head]
     "rough",  # [batch * target, vocabulary]: the logits as int8 gives them, for screening
     "best",  # int64 [rows]: the likeliest tokens, -1 where the logits are not finite
     "sums",  # [rows]: of the exponentials of the logits
-    "logits",  # [batch, target, vocabulary], or of an encoder alone [batch, source, vocabulary]
+    "logits",  # [batch, target, vocabulary], or of an encoder alone [batch, source, vocabulary];
+    #            where the cache lies in place [batch * target, vocabulary]
     "hidden",  # [batch, source, d_model]: what an encoder alone makes of the source; of a decoder
     #            [batch * target, d_model], what its logits are made of
     "positions",  # int64 [batch, target]: of the target; where the cache lies in place
@@ -132,7 +135,8 @@ class Variant:
         precision: Type of weights and arithmetic.
         providers: Where it is meant to run.
         opset: Version of the standard ONNX operators that the graphs use.
-        graphs: Those that `GRAPHS` lists, by name, and where the cache lies in place "place".
+        graphs: Those that `GRAPHS` lists, by name; where the cache lies in place "head", "sums",
+            "gather" and "place" too, and where greedy search is screened "rough".
         screen: What `runtime.screen` reads of the vocabulary projection, by its names there; empty
             where greedy search does without.
     """

@@ -319,9 +319,10 @@ def standing(bundle: Bundle, variant: Variant, options: SessionOptions) -> Stand
 def fastest(bundle: Bundle, options: SessionOptions) -> Variant:
     """Chooses the variant that is served where none is named.
 
-    Of those made for the provider the fastest that was verified for this way of computing; one in
-    reduced precision answers differently, so without a certificate it must be named. Where none
-    has a certificate, the fastest in the model's own precision, which export has verified.
+    Of those made for the provider the fastest that was verified for this way of computing, else
+    the fastest that was verified elsewhere; one in reduced precision answers differently, so
+    without a certificate it must be named. Where none has a certificate, the fastest in the
+    model's own precision, which export has held against the recorded answers.
 
     Raises:
         InputError: A certificate cannot be read.

@@ -160,7 +160,7 @@ class Engine:
             provider: "cpu" or "cuda"; never another than the one asked for.
             variant: Which variant; by default the one that `certificate.fastest` chooses.
             threads: Threads that share one operator. Two replicas of one thread are faster than
-                one of two (docs/speed.md).
+                one of two (docs/performance.md).
             replicas: Batches in progress at a time; by default one a usable core over threads on
                 the CPU, and one on CUDA.
             device_id: Which GPU.

@@ -61,7 +61,8 @@ class GraphRunner:
         Args:
             inputs: All inputs, by role, in the manifest's order.
             outputs: The roles of the outputs that stay on the device and are returned.
-            host: Where to write other outputs, by role. What is asked for nowhere is not computed.
+            host: Where to write other outputs, by role. What is asked for nowhere is dropped; but
+                onnxruntime computes it.
             in_place: Where yet other outputs go, by role: buffers on the device, such as inputs.
 
         Raises:

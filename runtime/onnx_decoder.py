@@ -41,7 +41,7 @@ class OnnxState:
 
 
 class OnnxDecoder:
-    """Runs a variant of a bundle; may be used by several threads at once."""
+    """Runs the portable graphs, whose cache grows; may be used by several threads at once."""
 
     def __init__(self, bundle: Bundle, variant: Variant, options: SessionOptions) -> None:
         """Opens the graphs.

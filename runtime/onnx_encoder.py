@@ -40,7 +40,7 @@ class OnnxEncoder:
         mask: NDArray[np.bool_],
         outputs: Sequence[EncoderOutput] = ("hidden", "logits"),
     ) -> dict[str, NDArray[np.floating[Any]]]:
-        """Reads token ids; what is not asked for is not computed.
+        """Reads token ids.
 
         Args:
             source: Padded token ids [rows, source].
