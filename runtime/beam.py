@@ -161,17 +161,16 @@ def best_candidates(
     """
     sentences, width = totals.shape
     vocabulary = logits.shape[1]
-    total = totals.reshape(-1)
+    offsets = totals.reshape(-1) - normaliser
     # As many rows at a time as stay in the processor's cache from one pass to the next.
     block = max(1, BLOCK_ENTRIES // (width * vocabulary)) * width
     places = []
-    for first in range(0, len(total), block):
+    for first in range(0, len(offsets), block):
         part = slice(first, first + block)
-        places.append(_contenders(allowed[part], total[part] - normaliser[part], width, count))
+        places.append(_contenders(allowed[part], offsets[part], width, count))
         places[-1] += first * vocabulary
     row, token = np.divmod(np.concatenate(places), vocabulary)
-    value = logits[row, token] - normaliser[row]
-    value += total[row]
+    value = logits[row, token] + offsets[row]
 
     # Side by side in the order of beam and token, which a stable sort keeps among equals.
     sentence = row // width
@@ -210,10 +209,13 @@ def _contenders(
         peaks[~np.isfinite(offsets)] = -np.inf
         reach = peaks.reshape(len(allowed) // width, -1)
         kth = max(0, reach.shape[1] - count)
-        threshold = np.partition(reach, kth, axis=1)[:, kth].repeat(width) - offsets
-        # Rounded down, so that comparing in the logits' own precision leaves none out.
-        enough = np.nextafter(threshold.astype(allowed.dtype), allowed.dtype.type(-np.inf))
-    enough = np.where(np.isfinite(offsets), np.maximum(enough, lowest), np.inf)
+        threshold = np.partition(reach, kth, axis=1)[:, kth].repeat(width)
+        # Rounded down, as the sums and the logits' own precision may be, so that none is left out.
+        rounding = 2 * np.finfo(np.float64).eps * (np.abs(threshold) + np.abs(offsets))
+        enough = (threshold - offsets - rounding).astype(allowed.dtype)
+        enough = np.nextafter(enough, allowed.dtype.type(-np.inf))
+    # Nothing reaches NaN, infinity neither.
+    enough = np.where(np.isfinite(offsets), np.maximum(enough, lowest), np.nan)
     return np.flatnonzero(allowed >= enough.astype(allowed.dtype)[:, None])
 
 

@@ -252,7 +252,7 @@ class _Batch(Generic[State, Key]):
             free = free.reshape(-1, width).all(axis=1).repeat(width)
         places = np.flatnonzero(free)
         fresh: list[_Fresh[State, Key]] = []
-        if len(places) >= REFILLING_SHARE * len(free):
+        if len(places) >= REFILLING_SHARE * len(free) or self._due(places):
             fresh = self._fresh(supply, len(places) // width, slots)
         left = places[sum(map(len, fresh)) * width :]
         staying = np.ones(len(free), np.bool_)

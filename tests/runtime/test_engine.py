@@ -76,17 +76,14 @@ class Refilling(OnnxDecoder):
     def __init__(self, inner: OnnxDecoder) -> None:
         self.inner = inner
         self.has_encoder, self.vocabulary_size = inner.has_encoder, inner.vocabulary_size
+        self.batches = inner.batches
         self.read: list[Tokens] = []
-        self.starts = 0
-
-    def states(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> list[OnnxState]:
-        rows = [row[real][None] for row, real in zip(source, mask, strict=True)]
-        self.read += [tuple(row[0].tolist()) for row in rows]
-        return [self.inner.start(row, np.ones(row.shape, np.bool_)) for row in rows]
+        self.refilled = 0
 
     def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> Any:
-        self.starts += 1
-        return Rows(self.states(source, mask), 1)
+        rows = [row[real][None] for row, real in zip(source, mask, strict=True)]
+        self.read += [tuple(row[0].tolist()) for row in rows]
+        return Rows([self.inner.start(row, np.ones(row.shape, np.bool_)) for row in rows], 1)
 
     def step(self, tokens: NDArray[np.int64], state: Any) -> tuple[NDArray[np.floating[Any]], Any]:
         stepped = []
@@ -101,15 +98,12 @@ class Refilling(OnnxDecoder):
         return Rows([state.states[row] for row in rows], len(rows) // sentences)
 
     def refill(
-        self,
-        state: Any,
-        sentences: NDArray[np.int64],
-        source: NDArray[np.int64],
-        mask: NDArray[np.bool_],
+        self, state: Any, sentences: NDArray[np.int64], fresh: Any, chosen: NDArray[np.int64]
     ) -> Any:
         states, width = list(state.states), state.width
-        for sentence, new in zip(sentences.tolist(), self.states(source, mask), strict=True):
-            states[sentence * width : (sentence + 1) * width] = [new] * width
+        for sentence, row in zip(sentences.tolist(), chosen.tolist(), strict=True):
+            states[sentence * width : (sentence + 1) * width] = [fresh.states[row]] * width
+            self.refilled += 1
         return Rows(states, width)
 
 
@@ -223,8 +217,8 @@ def test_a_batch_drains_only_at_the_end(
     refilling = Refilling(decoder)
     batches = BatchOptions(rows=4, window=(len(texts) + 1) // 2)
     list(Engine(bundle, refilling, batches=batches).generate(texts, GREEDY))
-    assert refilling.starts == 1
     assert len(refilling.read) == len(texts)
+    assert refilling.refilled == len(texts) - 4
 
 
 @pytest.mark.parametrize("options", [GREEDY, BEAM], ids=["greedy", "beam"])

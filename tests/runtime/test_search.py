@@ -19,7 +19,13 @@ from transferry.runtime.hypothesis import FAILED
 from transferry.runtime.logits import log_sum_exp, top_k
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.sampling import Sampler, draw_uniforms
-from transferry.runtime.search import Hypothesis, Request, search, search_stream
+from transferry.runtime.search import (
+    READ_TOGETHER,
+    Hypothesis,
+    Request,
+    search,
+    search_stream,
+)
 from transferry.runtime.tokenizer import SpecialTokens
 
 PAD, BOS, EOS = 0, 1, 2
@@ -112,21 +118,21 @@ class FakeDecoder:
 class RefillingFake(FakeDecoder):
     """The same model, but rows are at lengths of their own.
 
-    It holds the search to the rules for rows and sentences, and counts the sentences it begins.
+    It holds the search to the rules for rows and sentences, and counts the sentences that it reads
+    at a time and those that it takes in at a time.
     """
 
     def __init__(self, model: Model, vocabulary: int, positions: int = 1 << 30) -> None:
         super().__init__(model, vocabulary)
         self.positions = positions
         self.begun: list[int] = []
-
-    def numbers(self, count: int) -> range:
-        self.begun.append(count)
-        return range(sum(self.begun) - count, sum(self.begun))
+        self.refilled: list[int] = []
+        self.taken_in: set[int] = set()
 
     def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> FakeState:
-        state = super().start(source, mask)
-        return replace(state, sentences=tuple(self.numbers(len(source))))
+        read = sum(self.begun)
+        self.begun.append(len(source))
+        return replace(super().start(source, mask), sentences=tuple(range(read, sum(self.begun))))
 
     def step(self, tokens: NDArray[np.int64], state: FakeState) -> tuple[Logits, FakeState]:
         assert max(map(len, state.histories)) < self.positions
@@ -143,19 +149,23 @@ class RefillingFake(FakeDecoder):
         self,
         state: FakeState,
         sentences: NDArray[np.int64],
-        source: NDArray[np.int64],
-        mask: NDArray[np.bool_],
+        fresh: FakeState,
+        chosen: NDArray[np.int64],
     ) -> FakeState:
-        assert len(sentences) == len(source) > 0
+        assert len(sentences) == len(chosen) > 0
         assert (np.diff(sentences) > 0).all()
+        assert set(fresh.histories) == {()}, "fresh is what start returned"
+        self.refilled.append(len(chosen))
+        news = {fresh.sentences[row] for row in chosen.tolist()}
+        assert len(news) == len(chosen)
+        assert not news & (self.taken_in | set(state.sentences)), "each is taken in once"
+        self.taken_in |= news
         width = len(state.sources) // len(set(state.sentences))
-        news = tuple(tuple(row[real].tolist()) for row, real in zip(source, mask, strict=True))
         columns = [list(getattr(state, field.name)) for field in fields(state)]
-        for sentence, *new in zip(
-            sentences.tolist(), news, [()] * len(news), self.numbers(len(news)), strict=True
-        ):
-            for column, value in zip(columns, new, strict=True):
-                column[sentence * width : (sentence + 1) * width] = [value] * width
+        fresh_columns = [getattr(fresh, field.name) for field in fields(fresh)]
+        for sentence, row in zip(sentences.tolist(), chosen.tolist(), strict=True):
+            for column, values in zip(columns, fresh_columns, strict=True):
+                column[sentence * width : (sentence + 1) * width] = [values[row]] * width
         return FakeState(*map(tuple, columns))
 
 
@@ -488,6 +498,90 @@ def test_a_beam_that_does_not_exist_may_score_anything() -> None:
     assert tokens[0, :3].tolist() == [0, 1, 2]
 
 
+def plain_candidates(
+    logits: Logits, allowed: Logits, normaliser: Logits, totals: Logits, count: int
+) -> list[list[tuple[float, int, int]]]:
+    """Every candidate of each sentence, sorted by falling value, then by beam and token."""
+    sentences, width = totals.shape
+    best = []
+    for sentence in range(sentences):
+        every = []
+        for beam in range(width):
+            row = sentence * width + beam
+            if not np.isfinite(totals[sentence, beam] - normaliser[row]):
+                continue
+            for token in np.flatnonzero(allowed[row] > -np.inf).tolist():
+                value = logits[row, token] + (totals[sentence, beam] - normaliser[row])
+                every.append((float(value), beam, token))
+        every.sort(key=lambda candidate: (-candidate[0], *candidate[1:]))
+        best.append(every[:count])
+    return best
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("vocabulary", [1, 5, 17, 1003, 9000])
+@pytest.mark.parametrize(("width", "count"), [(1, 1), (1, 6), (2, 4), (4, 8), (8, 16), (3, 60)])
+@pytest.mark.parametrize("kind", ["random", "ties", "far apart"])
+def test_the_best_candidates_are_those_of_a_plain_sort(
+    kind: str, width: int, count: int, vocabulary: int, dtype: type
+) -> None:
+    rng = np.random.default_rng([width, count, vocabulary, len(kind)])
+    sentences = 6
+    rows = sentences * width
+    logits = rng.normal(size=(rows, vocabulary)).astype(dtype)
+    totals = -rng.random((sentences, width))
+    if kind == "ties":
+        # Whole numbers everywhere, and beams that have the same logits and the same total.
+        logits = rng.integers(-3, 3, (rows, vocabulary)).astype(dtype)
+        logits[1::2] = logits[: len(logits[1::2]) * 2 : 2]
+        totals = np.floor(totals)
+    elif kind == "far apart":
+        # What is added rounds the logits away, in float32 at least.
+        logits *= 1e-4
+        logits += (2.0 ** rng.integers(0, 12, (rows, 1))).astype(dtype)
+        totals *= 1e3
+    normaliser = np.zeros(rows) if kind == "ties" else log_sum_exp(logits)
+    allowed = logits.copy()
+    allowed[:width, 1:] = -np.inf  # one token left
+    allowed[width : 2 * width][rng.random((width, vocabulary)) < 0.7] = -np.inf
+    allowed[2 * width : 3 * width] = -np.inf  # and none
+    totals[3, 1:] = -np.inf  # a beam that does not exist may score anything
+    strange = logits.reshape(sentences, width, vocabulary)[3, 1:]
+    strange[...] = rng.choice([np.nan, np.inf, -np.inf, 50.0], strange.shape)
+    allowed.reshape(sentences, width, vocabulary)[3, 1:] = strange
+    normaliser.reshape(sentences, width)[3, 1:] = log_sum_exp(strange.reshape(-1, vocabulary))
+    values, parents, tokens = best_candidates(logits, allowed, normaliser, totals, count)
+    assert values.shape == parents.shape == tokens.shape == (sentences, count)
+    expected = plain_candidates(logits, allowed, normaliser, totals, count)
+    for sentence, best in enumerate(expected):
+        found = zip(values[sentence], parents[sentence], tokens[sentence], strict=True)
+        assert list(found)[: len(best)] == best
+        assert np.isneginf(values[sentence, len(best) :]).all()
+
+
+class Normalising(RefillingFake):
+    """Takes half as much again off every token, so that its own sums can be told."""
+
+    def log_sum_exp(self, logits: Logits) -> NDArray[np.float64]:
+        return log_sum_exp(logits) + 0.5
+
+
+@pytest.mark.parametrize("name", ["greedy", "beam", "patient beam", "sampling", "filtered"])
+def test_a_decoder_normalises_itself(name: str) -> None:
+    options = replace(SEARCHES[name], length_penalty=1.0)
+    model = random_model(40, end=2.0)
+    requests = [Request(row, source, 12) for row, source in enumerate(random_sources(40))]
+    for request, hypotheses in zip(
+        requests, stream(Normalising(model, 40), requests, options, 8), strict=True
+    ):
+        for one in hypotheses:
+            path = (*one.tokens, EOS) if one.finish_reason == "end" else one.tokens
+            total = sum(
+                log_softmax(model(request.source, path[:n]))[token] for n, token in enumerate(path)
+            )
+            assert one.log_probability == pytest.approx(total - 0.5 * len(path), abs=1e-4)
+
+
 # Leaving the batch
 
 
@@ -575,9 +669,9 @@ def test_a_stream_answers_as_each_sentence_is_answered_alone(name: str) -> None:
     for slots in (1, 3, 8, 64):
         decoder = RefillingFake(model, 40, positions=options.max_length)
         assert stream(decoder, requests, options, slots) == alone, slots
-        if slots < 64:
-            assert decoder.begun[0] == slots
-            assert len(decoder.begun) > 5, "most sentences took the place of another"
+        assert decoder.begun[0] == slots
+        assert sum(decoder.begun) == 200, "none is read twice"
+        assert sum(decoder.refilled) == 200 - slots, "all others took the place of another"
     static = FakeDecoder(model, 40)
     assert stream(static, requests, options, 8) == alone
 
@@ -606,7 +700,7 @@ def test_a_stream_goes_on_with_each_prompt(name: str) -> None:
     decoder = RefillingFake(model, 40)
     decoder.has_encoder = False
     assert stream(decoder, requests, options, 8) == expected
-    assert len(decoder.begun) > 5
+    assert sum(decoder.refilled) == 52
 
 
 @pytest.mark.parametrize("name", STREAMS)
@@ -654,32 +748,70 @@ def counted(lengths: Sequence[int], max_length: int = 9) -> list[Request[int]]:
     return [Request(key, (length,), max_length) for key, length in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("beam", [1, 2])
-@pytest.mark.parametrize("samples", [1, 3])
-def test_slots_stay_full_while_sentences_wait(beam: int, samples: int) -> None:
-    if min(beam, samples) > 1:
-        return
+class Watched(RefillingFake):
+    """Counts the rows of each step whose sentence, of source (n,), ended n + `extra` steps in."""
+
+    def __init__(self, extra: int) -> None:
+        super().__init__(tokens_given, 5)
+        self.extra = extra
+        self.idle: list[int] = []
+        self.steps_before_refill: list[int] = []
+
+    def step(self, tokens: NDArray[np.int64], state: FakeState) -> tuple[Logits, FakeState]:
+        rows = zip(state.sources, state.histories, strict=True)
+        self.idle.append(sum(len(history) >= n + self.extra for (n,), history in rows))
+        return super().step(tokens, state)
+
+    def refill(self, *arguments: Any) -> FakeState:
+        self.steps_before_refill.append(len(self.rows_stepped))
+        return super().refill(*arguments)
+
+
+@pytest.mark.parametrize("slots", [8, 64])
+@pytest.mark.parametrize(("beam", "samples"), [(1, 1), (2, 1), (1, 3)])
+def test_slots_stay_full_while_sentences_wait(beam: int, samples: int, slots: int) -> None:
     options = GenerationOptions(beam=beam, n_best=samples, sample=samples > 1, max_length=50)
     width = max(beam, samples)
-    lengths = np.random.default_rng(0).integers(1, 30, 200).tolist()
-    decoder = RefillingFake(tokens_given, 5)
-    stream(decoder, counted(lengths, 50), options, 8)
-    waiting = decoder.rows_stepped[: sum(lengths) // 8 - 30]
-    assert set(waiting[beam > 1 :]) == {8 * width}
-    useful = sum(length + 1 for length in lengths) * width
-    assert useful <= sum(decoder.rows_stepped) < useful * 4 / 3
-    # At least a quarter of the slots is refilled at a time, so that so many are encoded together.
-    assert min(decoder.begun[:-1]) >= 2
+    lengths = np.random.default_rng(0).integers(1, 30, 25 * slots).tolist()
+    # With two beams, a sentence of length n ends for the second time in step n + 2.
+    decoder = Watched(extra=beam)
+    stream(decoder, counted(lengths, 50), options, slots)
+    # The last sentence of all has come in with the last refill.
+    waiting = slice(beam > 1, decoder.steps_before_refill[-1])
+    assert set(decoder.rows_stepped[waiting]) == {slots * width}
+    assert len(decoder.rows_stepped[waiting]) > 0.8 * (sum(lengths) + 25 * slots * beam) / slots
+    # Less than a sixteenth waits for more to end.
+    assert max(decoder.idle[waiting]) < max(1, slots * width / 16)
+    useful = sum(length + beam for length in lengths) * width
+    assert useful - slots * (width - 1) * (beam > 1) == sum(decoder.rows_stepped) - sum(
+        decoder.idle
+    )
+    assert sum(decoder.rows_stepped) < useful * (1 + 1 / 16) + slots * width * 30 / 3
+    assert decoder.begun[0] == slots
+    assert set(decoder.begun[1:-1]) == {READ_TOGETHER}
+    assert sum(decoder.begun) == len(lengths), "none is read twice"
 
 
-def test_new_sentences_are_taken_in_once_a_quarter_has_ended() -> None:
+def test_new_sentences_are_taken_in_once_a_sixteenth_has_ended() -> None:
+    """They are read more at a time than that, and wait."""
     decoder = RefillingFake(tokens_given, 5)
-    answers = stream(decoder, counted([0, 1, *[6] * 6, 2, 2]), GenerationOptions(max_length=9), 8)
-    assert [len(hypotheses[0].tokens) for hypotheses in answers] == [0, 1, *[6] * 6, 2, 2]
-    # Two have ended after two steps, and the two in their places after three more; none waits.
-    assert decoder.begun == [8, 2]
-    assert decoder.rows_stepped == [8] * 5 + [6] * 2
-    assert decoder.selected == [[2, 3, 4, 5, 6, 7]]
+    lengths = [0, 1, *[6] * 30, *[2] * 20]
+    answers = stream(decoder, counted(lengths), GenerationOptions(max_length=9), 32)
+    assert [len(hypotheses[0].tokens) for hypotheses in answers] == lengths
+    # Two have ended after two steps, and the two in their places after three more. After seven
+    # the others end: the twelve that are left of sixteen come in, and the four that were not read.
+    assert decoder.begun == [32, READ_TOGETHER, 4]
+    assert decoder.refilled == [2, 2, 12, 4]
+    assert decoder.rows_stepped == [32] * 7 + [18] * 3
+    assert len(decoder.selected) == 1
+
+
+def test_one_slot_is_refilled_from_what_was_read_together() -> None:
+    decoder = RefillingFake(tokens_given, 5)
+    stream(decoder, counted([2, 0, 1] * 12), GenerationOptions(max_length=9), 1)
+    assert decoder.begun == [1, READ_TOGETHER, READ_TOGETHER, 3]
+    assert decoder.refilled == [1] * 35
+    assert decoder.rows_stepped == [1] * (3 + 1 + 2) * 12
 
 
 def test_ended_rows_leave_a_refilling_decoder_in_quarters() -> None:
@@ -705,7 +837,22 @@ def test_what_ends_at_its_greatest_length_is_stepped_no_further() -> None:
         assert static.rows_stepped == [8] * 4 + [7] * 5
     decoder = RefillingFake(model, 5)
     stream(decoder, requests, GenerationOptions(max_length=9), 8)
-    assert decoder.begun[:2] == [8, 1]
+    assert decoder.begun == [8, 12]
+    assert decoder.refilled == [1, 7, 1, 3]
+
+
+@pytest.mark.parametrize("beam", [1, 2])
+def test_what_ends_at_its_greatest_length_is_refilled_however_few_they_are(beam: int) -> None:
+    """It may be stepped no further, but a row that left could not come back."""
+    limits = np.random.default_rng(0).integers(3, 30, 600).tolist()
+    requests = [Request(key, (40,), limit) for key, limit in enumerate(limits)]
+    decoder = RefillingFake(tokens_given, 5, positions=29)
+    options = GenerationOptions(beam=beam, max_length=29)
+    stream(decoder, requests, options, 64)
+    assert min(decoder.refilled) < 4, "fewer than a sixteenth"
+    assert sum(decoder.refilled) == 600 - 64, "no second batch had to begin"
+    waiting = decoder.rows_stepped[beam > 1 : sum(limits) // 64 - 30]
+    assert set(waiting) == {64 * beam}
 
 
 def test_a_decoder_that_cannot_refill_ends_a_batch_before_the_next() -> None:
@@ -729,8 +876,28 @@ def test_a_batch_that_began_small_gives_way_to_a_larger_one() -> None:
     options = GenerationOptions(max_length=9)
     found = dict(search_stream(decoder, supply, options, SPECIAL, slots=8))
     assert sorted(found) == list(range(20))
-    assert decoder.begun == [2, 8, 8, 2]
+    assert decoder.begun == [2, 8, 10]
+    assert decoder.refilled == [8, 2]
     assert decoder.rows_stepped == [2] * 2 + [1] * 4 + [8] * 12 + [2] * 6
+
+
+@pytest.mark.parametrize("later", [0, 16], ids=["supply runs dry", "larger batch waits"])
+def test_what_was_read_is_answered_before_the_batch_gives_way(later: int) -> None:
+    """Three are read for one slot; the others have to wait for it in this batch."""
+    supply = Requests(counted([0, 9, 0, 0, 0, *[3] * later]), 2)
+    decoder = RefillingFake(tokens_given, 5)
+    options = GenerationOptions(max_length=10)
+    found = search_stream(decoder, supply, options, SPECIAL, slots=3)
+    assert next(found)[0] == 0
+    supply.visible = [2]  # two wait: no more than the batch has slots
+    assert next(found)[0] == 2
+    supply.visible = [0]
+    assert next(found)[0] == 3
+    assert decoder.begun == [2, 2]
+    supply.visible = [1 + later]
+    rest = [key for key, _ in found]
+    assert sorted(rest) == [1, *range(4, 5 + later)]
+    assert sum(decoder.begun) == 5 + later
 
 
 def test_no_sentence_waits_for_one_that_is_not_there_yet() -> None:
