@@ -210,12 +210,12 @@ def _contenders(
         reach = peaks.reshape(len(allowed) // width, -1)
         kth = max(0, reach.shape[1] - count)
         threshold = np.partition(reach, kth, axis=1)[:, kth].repeat(width)
-        # Rounded down, as the sums and the logits' own precision may be, so that none is left out.
+        # Lowered by what the sums may be rounded, so that none is left out.
         rounding = 2 * np.finfo(np.float64).eps * (np.abs(threshold) + np.abs(offsets))
-        enough = (threshold - offsets - rounding).astype(allowed.dtype)
-        enough = np.nextafter(enough, allowed.dtype.type(-np.inf))
+        enough = np.maximum(threshold - offsets - rounding, lowest)
     # Nothing reaches NaN, infinity neither.
-    enough = np.where(np.isfinite(offsets), np.maximum(enough, lowest), np.nan)
+    enough[~np.isfinite(offsets)] = np.nan
+    # In the logits' own precision: the nearest number there has none between it and the exact one.
     return np.flatnonzero(allowed >= enough.astype(allowed.dtype)[:, None])
 
 

@@ -528,7 +528,7 @@ def test_the_best_candidates_are_those_of_a_plain_sort(
     rng = np.random.default_rng([width, count, vocabulary, len(kind)])
     sentences = 6
     rows = sentences * width
-    logits = rng.normal(size=(rows, vocabulary)).astype(dtype)
+    logits: Logits = rng.normal(size=(rows, vocabulary)).astype(dtype)
     totals = -rng.random((sentences, width))
     if kind == "ties":
         # Whole numbers everywhere, and beams that have the same logits and the same total.
@@ -570,15 +570,13 @@ class Normalising(RefillingFake):
 def test_a_decoder_normalises_itself(name: str) -> None:
     options = replace(SEARCHES[name], length_penalty=1.0)
     model = random_model(40, end=2.0)
-    requests = [Request(row, source, 12) for row, source in enumerate(random_sources(40))]
-    for request, hypotheses in zip(
-        requests, stream(Normalising(model, 40), requests, options, 8), strict=True
-    ):
+    sources = random_sources(40)
+    requests = [Request(row, source, 12) for row, source in enumerate(sources)]
+    found = stream(Normalising(model, 40), requests, options, 8)
+    for source, hypotheses in zip(sources, found, strict=True):
         for one in hypotheses:
             path = (*one.tokens, EOS) if one.finish_reason == "end" else one.tokens
-            total = sum(
-                log_softmax(model(request.source, path[:n]))[token] for n, token in enumerate(path)
-            )
+            total = sum(log_softmax(model(source, path[:n]))[token] for n, token in enumerate(path))
             assert one.log_probability == pytest.approx(total - 0.5 * len(path), abs=1e-4)
 
 
@@ -883,7 +881,7 @@ def test_a_batch_that_began_small_gives_way_to_a_larger_one() -> None:
 
 @pytest.mark.parametrize("later", [0, 16], ids=["supply runs dry", "larger batch waits"])
 def test_what_was_read_is_answered_before_the_batch_gives_way(later: int) -> None:
-    """Three are read for one slot; the others have to wait for it in this batch."""
+    """Two are read for one slot; the other has to wait for it in this batch."""
     supply = Requests(counted([0, 9, 0, 0, 0, *[3] * later]), 2)
     decoder = RefillingFake(tokens_given, 5)
     options = GenerationOptions(max_length=10)
@@ -891,7 +889,7 @@ def test_what_was_read_is_answered_before_the_batch_gives_way(later: int) -> Non
     assert next(found)[0] == 0
     supply.visible = [2]  # two wait: no more than the batch has slots
     assert next(found)[0] == 2
-    supply.visible = [0]
+    supply.visible = [later]
     assert next(found)[0] == 3
     assert decoder.begun == [2, 2]
     supply.visible = [1 + later]
