@@ -17,7 +17,7 @@ from transferry.export.calibration import Activation
 from transferry.export.cases import fitting, random_sources, room, source_of
 from transferry.export.judge import Judge
 from transferry.export.plain_decoder import plain_model
-from transferry.export.variants import PORTABLE, MadeVariant, make_variant
+from transferry.export.variants import PORTABLE, MadeVariant, make_variant, recipe_of
 from transferry.export.weights import write_graphs
 from transferry.runtime.bundle import (
     MANIFEST,
@@ -79,6 +79,8 @@ def export_bundle(
         raise UsageError(f"{out} exists already; add --force to replace it, or name another folder")
     if out.exists() and not (out / MANIFEST).exists():
         raise UsageError(f"{out} exists and is no bundle, so it is not replaced; name another")
+    for name in variants:  # known now rather than after the work
+        recipe_of(name, calibrated=bool(calibrate))
     with staged_folder(out) as folder:
         bundle = _write(checkpoint, folder, texts, [PORTABLE, *variants], calibrate, say)
         say("verifying")

@@ -172,17 +172,18 @@ class Fusion:
 
     def _works_on_matrices(self, node: ir.Node) -> bool:
         """Gives a node matrices if it can do with them, and tells whether it now does."""
+        output = node.outputs[0]
         tensors = [value for value in node.inputs if value is not None and _rank(value) > 1]
         if not (
             _is_pointwise(node)
             and any(self._is_matrix(value) for value in tensors)
-            and all(value in self._matrices for value in tensors)
+            # Of the others none that is broadcast: before a pre-norm the embedding is no matrix.
+            and all(value in self._matrices or value.shape == output.shape for value in tensors)
         ):
             return False
         for index, value in enumerate(node.inputs):
-            if value in self._matrices:
-                node.replace_input_with(index, self._matrices[value])
-        output = node.outputs[0]
+            if value in tensors:
+                node.replace_input_with(index, self._matrix(value, before=node))
         output.shape = _matrix_shape(output)
         self._matrices[output] = output
         return True

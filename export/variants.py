@@ -52,6 +52,26 @@ RECIPES = {
 }
 
 
+def recipe_of(name: str, *, calibrated: bool) -> Recipe:
+    """Returns how a variant is made.
+
+    Args:
+        name: One of `RECIPES`.
+        calibrated: Whether there is anything to calibrate it with.
+
+    Raises:
+        UsageError: There is no such variant, or an int8 variant is not calibrated.
+    """
+    if name not in RECIPES:
+        raise UsageError(f"there is no variant {name!r}; expected one of {', '.join(RECIPES)}")
+    if RECIPES[name].precision == "int8" and not calibrated:
+        raise UsageError(
+            f"variant {name} is calibrated on text like that it will run on; add it with "
+            "--calibrate FILE"
+        )
+    return RECIPES[name]
+
+
 @dataclass(frozen=True)
 class MadeVariant:
     """A variant whose graphs are in memory, or after `weights.write_graphs` on disk.
@@ -91,9 +111,7 @@ def make_variant(
         UsageError: There is no such variant, or an int8 variant is not calibrated.
         ParityError: Not every linear layer was fused.
     """
-    if name not in RECIPES:
-        raise UsageError(f"there is no variant {name!r}; expected one of {', '.join(RECIPES)}")
-    recipe = RECIPES[name]
+    recipe = recipe_of(name, calibrated=activations is not None)
     if not recipe.fused:
         return MadeVariant(name, OPSET, export_graphs(model, recipe.prefix))
     if recipe.dtype != torch.float32:
@@ -122,11 +140,7 @@ def make_variant(
 def _fuse(graph: Graph, recipe: Recipe, activations: Mapping[str, Activation] | None) -> int:
     kernels: Kernels = FloatKernels(with_relu=recipe.providers == ("cpu",))
     if recipe.precision == "int8":
-        if activations is None:
-            raise UsageError(
-                "an int8 variant is calibrated on text like that it will run on; add it with "
-                "--calibrate FILE"
-            )
+        assert activations is not None
         kernels = Int8Kernels(activations)
     outputs = [spec.name for spec in graph.spec.outputs if len(spec.shape) == 2]
     linears = Fusion(graph.model, kernels, outputs).run()

@@ -172,6 +172,8 @@ def change_weight(place: Path, change: Callable[[float], float]) -> None:
     "full disk",
     "full disk for a run",
     "nothing to resume",
+    "unknown variant",
+    "int8 without calibration",
 )
 def leave_as_it_is(place: Path) -> None:
     """The command itself is what is bad."""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -311,11 +312,18 @@ class TestTrain:
         assert exported.exit_code == 0, exported.stderr
         text = tmp_path / "text"
         text.write_bytes(b"".join((run / "corpus" / "test.en").open("rb").readlines()[:5]))
-        verified = call("verify", bundle, "--checkpoint", run, "--text", text)
+        verify = ["verify", bundle, "--checkpoint", run, "--text", text]
+        verified = call(*verify, "--json")
         assert verified.exit_code == 0, verified.stderr
+        assert json.loads(verified.stdout)["settings"]["variant"] == "cpu-fp32"
+        refused = call(*verify, "--self-test")
+        assert refused.exit_code == 2
+        assert "not of cpu-fp32: add --variant portable" in refused.stderr
         answered = call("run", bundle, text, "-o", out, "--max-length", "12")
         assert answered.exit_code == 0, answered.stderr
         assert len(read_json_lines(out)) == 5
+        made = tomllib.loads(out.with_name(f"{out.name}.settings.toml").read_text())["made"]
+        assert made["certificate"].startswith("none: nothing was verified for variant cpu-fp32")
         assert trained.stdout + exported.stdout + answered.stdout == ""
 
     def test_an_export_replaces_a_bundle_by_force_only(

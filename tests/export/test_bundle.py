@@ -17,6 +17,7 @@ import pytest
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.transformer import Transformer
 from transferry.export import bundle as export
+from transferry.export import variants
 from transferry.export.bundle import check_bundle, check_graphs, export_bundle
 from transferry.export.graphs import Graph
 from transferry.runtime.bundle import MANIFEST, REFERENCE, Bundle
@@ -51,7 +52,7 @@ def traced(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Grap
     def export_graphs(model: Transformer, variant: str) -> Graphs:
         return graphs()
 
-    monkeypatch.setattr(export, "export_graphs", export_graphs)
+    monkeypatch.setattr(variants, "export_graphs", export_graphs)
     monkeypatch.setattr(export, "RECORDED_LENGTH", 4)
     return graphs
 
@@ -70,7 +71,7 @@ def one_weight_off(traced: Callable[[], Graphs], monkeypatch: pytest.MonkeyPatch
         value.const_value = ir.tensor(weights, name=name)
         return graphs
 
-    monkeypatch.setattr(export, "export_graphs", export_graphs)
+    monkeypatch.setattr(variants, "export_graphs", export_graphs)
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
