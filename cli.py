@@ -263,7 +263,8 @@ def import_(huggingface: Path, out: Path, force: bool, quiet: bool) -> None:
     epilog="""\b
 Example:
   transferry export runs/ende --out bundles/ende
-  transferry export runs/ende --out bundles/ende --variant cpu-int8 --calibrate sample.en
+  transferry export runs/ende --out bundles/ende --variant cpu-fp32 \\
+    --variant cpu-int8 --calibrate sample.en
 """
 )
 @configurable

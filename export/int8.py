@@ -25,7 +25,6 @@ class Int8Kernels:
     def __init__(self, activations: Mapping[str, Activation]) -> None:
         """Takes what the inputs of the linear layers are quantised with, by name of the weight."""
         self.activations = activations
-        self.count = 0
         self._inputs: dict[tuple[ir.Value, float], ir.Value] = {}
 
     def emit(self, linear: Linear, x: ir.Value, graph: ir.Graph) -> list[ir.Node]:
@@ -44,7 +43,6 @@ class Int8Kernels:
         nodes.append(ir.node("Transpose", [weight], {"perm": [1, 0]}))
         inputs = [self._inputs[key], nodes[-1].outputs[0], scale, scales, zero, None, linear.bias]
         nodes.append(ir.node("MatMulIntegerToFloat", inputs, domain=CONTRIB))
-        self.count += 1
         if linear.relu and not self._clamped(linear):
             nodes.append(ir.node("Relu", [nodes[-1].outputs[0]]))
         return nodes
@@ -55,7 +53,7 @@ class Int8Kernels:
     def _clamped(self, linear: Linear) -> bool:
         """Whether all that read the output quantise it from 0 upwards, which is a ReLU too."""
         readers = [find_linear(node) for node in linear.output.consumers()]
-        return all(
+        return bool(readers) and all(
             reader is not None and self._activation(reader).zero_point == 0 for reader in readers
         )
 

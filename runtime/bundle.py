@@ -38,6 +38,8 @@ GRAPHS = {
     "decoder-only": ("decoder", "select"),
     "encoder-only": ("encoder",),
 }
+# And besides, where the cache lies in place.
+IN_PLACE = ("head", "sums", "gather", "place")
 
 Role = Literal[
     "source",  # int64 [batch, source]: token ids
@@ -263,7 +265,7 @@ def _check_graphs(manifest: Manifest) -> None:
     if not manifest.variants:
         raise ValueError("it has no variant")
     for variant in manifest.variants.values():
-        for name in GRAPHS[manifest.architecture]:
+        for name in (*GRAPHS[manifest.architecture], *(IN_PLACE if variant.in_place else ())):
             if name not in variant.graphs:
                 raise ValueError(f"variant {variant.name!r} has no graph {name!r}")
         for graph in variant.graphs.values():

@@ -330,8 +330,8 @@ def fastest(bundle: Bundle, options: SessionOptions) -> Variant:
     variants = [
         each for each in bundle.manifest.variants.values() if options.provider in each.providers
     ]
-    # Fewer bits are faster, and so is a cache in place.
-    variants.sort(key=lambda each: (each.exact, not each.in_place))
+    # Fewer bits are faster, and so is what was made for this provider alone.
+    variants.sort(key=lambda each: (each.exact, len(each.providers)))
     for status in ("verified", "elsewhere"):
         for variant in variants:
             if standing(bundle, variant, options).status == status:

@@ -1,11 +1,14 @@
 """What a search needs of a model: the decoder protocol."""
 
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 State = TypeVar("State")
+# Sets scores `[rows, vocabulary]` to minus infinity in place where a token is forbidden.
+Forbid = Callable[[NDArray[np.floating[Any]]], None]
 
 
 class Decoder(Protocol[State]):
@@ -100,16 +103,19 @@ class RefillingDecoder(Decoder[State], Protocol[State]):
 class GreedyDecoder(Decoder[State], Protocol[State]):
     """A decoder that finds the likeliest token itself, without scores of all the others."""
 
-    def likeliest(self, tokens: NDArray[np.int64], state: State) -> tuple[NDArray[np.int64], State]:
+    def likeliest(
+        self, tokens: NDArray[np.int64], state: State, forbid: Forbid | None = None
+    ) -> tuple[NDArray[np.int64], State]:
         """Does what `step` does for one token a row, and tells the likeliest next token alone.
 
         Args:
             tokens: the next target token of every row `[rows, 1]`.
             state: as for `step`.
+            forbid: what filters, if anything does.
 
         Returns:
-            The likeliest next tokens, the lowest of equal ones, -1 where the scores are not finite
-            `[rows]`; and the state grown by one position.
+            The likeliest next tokens that are not forbidden, the lowest of equal ones, -1 where no
+            score is finite or one is NaN `[rows]`; and the state grown by one position.
         """
         ...
 

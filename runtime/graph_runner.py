@@ -29,8 +29,6 @@ class GraphRunner:
         self._device = options.provider
         self.on_device = options.provider != "cpu"
         self._device_id = options.device_id if options.provider != "cpu" else 0
-        self._only_what_is_bound = onnxruntime.RunOptions()
-        self._only_what_is_bound.only_execute_path_to_fetches = True
 
     def value(self, array: NDArray[Any]) -> OrtValue:
         """Puts an array on the device."""
@@ -104,7 +102,7 @@ class GraphRunner:
             InputError: As `run`.
         """
         try:
-            self.session.run_with_iobinding(binding, self._only_what_is_bound)
+            self.session.run_with_iobinding(binding)
         except RuntimeError as error:
             raise InputError(
                 f"expected {self.graph.file} to run, found: {' '.join(str(error).split())}. Where "

@@ -166,6 +166,17 @@ def restrict(
     The other arguments are those of `LogitsProcessor.__call__`.
     """
     allowed = logits.copy()
-    for processor in processors:
-        processor(allowed, sentences, history, lengths)
+    forbid(processors, sentences, history, lengths, allowed)
     return allowed
+
+
+def forbid(
+    processors: Sequence[LogitsProcessor],
+    sentences: NDArray[np.int64],
+    history: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    logits: NDArray[np.floating[Any]],
+) -> None:
+    """Applies all processors in order to logits `[rows, vocabulary]`, in place."""
+    for processor in processors:
+        processor(logits, sentences, history, lengths)

@@ -116,10 +116,11 @@ class Screen:
         Args:
             hidden: The inputs of the projection [rows, d_model]: the whole tensor that the graph
                 quantised by DynamicQuantizeLinear, since its range is that of all rows.
-            rough: The int8 product's scores, bias included [rows, vocabulary].
+            rough: The int8 product's scores, bias included, minus infinity where a token is
+                forbidden [rows, vocabulary].
 
         Returns:
-            [rows]; -1 where the hidden state is not finite.
+            [rows]; -1 where the hidden state is not finite, or every token is forbidden.
         """
         rows = len(hidden)
         tokens = np.full(rows, -1)
@@ -144,7 +145,7 @@ class Screen:
         tokens[row[single]] = token[single]
         row, token = row[~single], token[~single]
         if full.any():
-            others = self._score_in_full(hidden, np.flatnonzero(full), norms)
+            others = self._score_in_full(hidden, rough, np.flatnonzero(full), norms)
             row, token = np.concatenate([row, others[0]]), np.concatenate([token, others[1]])
         if len(row):
             exact = self._exact(hidden, row, token)
@@ -186,7 +187,7 @@ class Screen:
         return row[kept], token[kept], full
 
     def _score_in_full(
-        self, hidden: Floats, rows: NDArray[np.int64], norms: NDArray[np.float64]
+        self, hidden: Floats, rough: Floats, rows: NDArray[np.int64], norms: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Scores all tokens in float32 and returns rows and tokens that may be the best.
 
@@ -201,7 +202,9 @@ class Screen:
         if self._bias is not None:
             scores += self._bias
             radius += rounding * np.abs(self._bias)
-        index, token = np.nonzero(_near(scores, radius)[0])
+        forbidden = np.isneginf(rough[rows])
+        scores[forbidden] = -np.inf
+        index, token = np.nonzero(_near(scores, radius)[0] & ~forbidden)
         return rows[index], token
 
     def _exact(

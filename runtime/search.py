@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, Protocol
 
 import numpy as np
@@ -29,7 +30,7 @@ from transferry.runtime.hypothesis import Hypothesis
 from transferry.runtime.logits import log_sum_exp
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.outputs import Key, Outputs, Request
-from transferry.runtime.processors import build_processors, restrict
+from transferry.runtime.processors import build_processors, forbid, restrict
 from transferry.runtime.sampling import Picks
 from transferry.runtime.tokenizer import SpecialTokens
 
@@ -220,14 +221,15 @@ class _Batch(Generic[State, Key]):
         lengths = outputs.lengths[slots]
         active = [processor for processor in self.processors if processor.active(lengths)]
         fed = self.tokens[:, None]
-        if self.greedy is not None and isinstance(outputs, Picks) and not active:
-            tokens, self.state = self.greedy.likeliest(fed, self.state)
+        history = outputs.tokens[self.rows, : lengths.max()] if active else outputs.tokens[:0]
+        if self.greedy is not None and isinstance(outputs, Picks):
+            filters = partial(forbid, active, slots, history, lengths) if active else None
+            tokens, self.state = self.greedy.likeliest(fed, self.state, filters)
             self.choice = outputs.follow(self.rows, np.maximum(tokens, 0), tokens >= 0)
         else:
             logits, self.state = self.decoder.step(fed, self.state)
             last = allowed = logits[:, -1]
             if active:
-                history = outputs.tokens[self.rows, : lengths.max()]
                 allowed = restrict(last, active, slots, history, lengths)
             self.choice = outputs.choose(last, allowed, self.rows)
         outputs.extend(self.rows, self.choice)

@@ -18,6 +18,7 @@ from onnxruntime import OrtValue
 
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import Bundle, Role, Variant
+from transferry.runtime.decoder import Forbid
 from transferry.runtime.graph_runner import BoundCall, GraphRunner, describe
 from transferry.runtime.logits import log_sum_exp
 from transferry.runtime.screen import Screen
@@ -161,9 +162,11 @@ class SlotDecoder:
         heads.head.run()
         return heads.head.host["logits"].reshape(*tokens.shape, -1), state
 
-    def likeliest(self, tokens: Integers, state: SlotState) -> tuple[Integers, SlotState]:
+    def likeliest(
+        self, tokens: Integers, state: SlotState, forbid: Forbid | None = None
+    ) -> tuple[Integers, SlotState]:
         """Reads one token a row; see `GreedyDecoder.likeliest`."""
-        if "best" in self._runners:
+        if "best" in self._runners and forbid is None:
             heads, state = self._step(tokens, state)
             best = np.empty(tokens.size, np.int64)
             inputs = {"hidden": [heads.hidden]}
@@ -171,13 +174,21 @@ class SlotDecoder:
             return best, state
         if self._screen is None:
             logits, state = self.step(tokens, state)
-            best = logits[:, 0].argmax(axis=1)
-            finite = np.isfinite(logits[np.arange(len(best)), 0, best])
-            return np.where(finite, best, -1), state
+            scores = logits[:, 0]
+            usable: NDArray[np.bool_] | bool = True
+            if forbid is not None:  # which may hide a score that is not finite
+                usable = np.isfinite(scores.max(axis=1))
+                forbid(scores)
+            best = scores.argmax(axis=1)
+            usable &= np.isfinite(scores[np.arange(len(best)), best])
+            return np.where(usable, best, -1), state
         heads, state = self._step(tokens, state)
         assert heads.rough is not None
         heads.rough.run()
-        return self._screen.likeliest(heads.hidden.numpy(), heads.rough.host["rough"]), state
+        rough = heads.rough.host["rough"]
+        if forbid is not None:
+            forbid(rough)
+        return self._screen.likeliest(heads.hidden.numpy(), rough), state
 
     def log_sum_exp(self, logits: Floats) -> NDArray[np.float64]:
         """Normalises logits [rows, vocabulary]; see `NormalisingDecoder.log_sum_exp`."""

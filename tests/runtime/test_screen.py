@@ -266,3 +266,20 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     weight[3, 3] = np.nan
     with pytest.raises(InputError, match="NaN"):
         Screen(weight, integers, scales)
+
+
+@pytest.mark.parametrize("noise", [1.0, 1e-4], ids=["peaked", "flat"])
+def test_a_forbidden_token_is_never_taken(noise: float) -> None:
+    weight = normal(0, 1, 64) + normal(1, 4000, 64) * np.float32(noise)
+    projection, hidden = Projection(weight), normal(2, 32, 64)
+    exact = hidden.astype(np.float64) @ weight.astype(np.float64).T
+    rough = projection.rough(hidden)
+    rows = np.arange(32)
+    for _ in range(3):  # the best one first, then the next best
+        best = exact.argmax(axis=1)
+        exact[rows, best] = rough[rows, best] = -np.inf
+    rough[5] = exact[5] = -np.inf
+    found = projection.screen.likeliest(hidden, rough)
+    assert found[5] == -1
+    others = rows != 5
+    assert found[others].tolist() == exact.argmax(axis=1)[others].tolist()

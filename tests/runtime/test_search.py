@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from transferry.runtime.beam import Beams, best_candidates
+from transferry.runtime.decoder import Forbid
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.hypothesis import FAILED
 from transferry.runtime.logits import log_sum_exp, top_k
@@ -175,12 +176,15 @@ class GreedyFake(RefillingFake):
     picked = 0
 
     def likeliest(
-        self, tokens: NDArray[np.int64], state: FakeState
+        self, tokens: NDArray[np.int64], state: FakeState, forbid: Forbid | None = None
     ) -> tuple[NDArray[np.int64], FakeState]:
         self.picked += 1
         logits, state = self.step(tokens, state)
-        last = logits[:, -1]
-        return np.where(np.isfinite(last.max(axis=1)), last.argmax(axis=1), -1), state
+        last = logits[:, -1].copy()
+        usable = np.isfinite(last.max(axis=1))
+        if forbid is not None:
+            forbid(last)
+        return np.where(usable & np.isfinite(last.max(axis=1)), last.argmax(axis=1), -1), state
 
 
 class Requests:
@@ -790,24 +794,30 @@ def test_slots_stay_full_while_sentences_wait(beam: int, samples: int, slots: in
     assert sum(decoder.begun) == len(lengths), "none is read twice"
 
 
-def test_new_sentences_are_taken_in_once_a_sixteenth_has_ended() -> None:
+def test_new_sentences_are_taken_in_once_a_sixteenth_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They are read more at a time than that, and wait."""
+    monkeypatch.setattr("transferry.runtime.search.READ_TOGETHER", 16)
     decoder = RefillingFake(tokens_given, 5)
     lengths = [0, 1, *[6] * 30, *[2] * 20]
     answers = stream(decoder, counted(lengths), GenerationOptions(max_length=9), 32)
     assert [len(hypotheses[0].tokens) for hypotheses in answers] == lengths
     # Two have ended after two steps, and the two in their places after three more. After seven
     # the others end: the twelve that are left of sixteen come in, and the four that were not read.
-    assert decoder.begun == [32, READ_TOGETHER, 4]
+    assert decoder.begun == [32, 16, 4]
     assert decoder.refilled == [2, 2, 12, 4]
     assert decoder.rows_stepped == [32] * 7 + [18] * 3
     assert len(decoder.selected) == 1
 
 
-def test_one_slot_is_refilled_from_what_was_read_together() -> None:
+def test_one_slot_is_refilled_from_what_was_read_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transferry.runtime.search.READ_TOGETHER", 16)
     decoder = RefillingFake(tokens_given, 5)
     stream(decoder, counted([2, 0, 1] * 12), GenerationOptions(max_length=9), 1)
-    assert decoder.begun == [1, READ_TOGETHER, READ_TOGETHER, 3]
+    assert decoder.begun == [1, 16, 16, 3]
     assert decoder.refilled == [1] * 35
     assert decoder.rows_stepped == [1] * (3 + 1 + 2) * 12
 
@@ -955,9 +965,9 @@ def test_the_decoder_picks_where_nothing_else_must_be_known() -> None:
 
     assert steps() == (0, 9)
     assert steps(scores=False) == (9, 9)
-    assert steps(scores=False, min_length=4) == (5, 9)
-    assert steps(scores=False, prefix=(5, 6)) == (7, 9)
-    assert steps(scores=False, suppress=(5,)) == (0, 9)
+    assert steps(scores=False, min_length=4) == (9, 9)
+    assert steps(scores=False, prefix=(5, 6)) == (9, 9)
+    assert steps(scores=False, suppress=(5,)) == (9, 9)
 
 
 # Ranking, length and stopping
