@@ -20,7 +20,7 @@ CONTRIB = "com.microsoft"
 ELEMENTWISE = frozenset(
     {
         *("Add", "Sub", "Mul", "Div", "Pow", "Sqrt", "Reciprocal", "Neg"),
-        *("Erf", "Tanh", "Sigmoid", "Relu", "Gelu"),
+        *("Erf", "Tanh", "Sigmoid", "Relu", "Gelu", "Cast"),
     }
 )
 

@@ -53,7 +53,7 @@ class Int8Kernels:
     def _clamped(self, linear: Linear) -> bool:
         """Whether all that read the output quantise it from 0 upwards, which is a ReLU too."""
         readers = [find_linear(node) for node in linear.output.consumers()]
-        return bool(readers) and all(
+        return not linear.output.is_graph_output() and all(
             reader is not None and self._activation(reader).zero_point == 0 for reader in readers
         )
 

@@ -312,7 +312,7 @@ class TestTrain:
         assert exported.exit_code == 0, exported.stderr
         text = tmp_path / "text"
         text.write_bytes(b"".join((run / "corpus" / "test.en").open("rb").readlines()[:5]))
-        verify = ["verify", bundle, "--checkpoint", run, "--text", text]
+        verify: list[str | Path] = ["verify", bundle, "--checkpoint", run, "--text", text]
         verified = call(*verify, "--json")
         assert verified.exit_code == 0, verified.stderr
         assert json.loads(verified.stdout)["settings"]["variant"] == "cpu-fp32"

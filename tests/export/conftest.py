@@ -1,11 +1,21 @@
 """What the tests of the export share: the random run and its bundle, and both as decoders."""
 
+import copy
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
+import torch
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
+from transferry.build_model.transformer import Transformer
+from transferry.export import variants
+from transferry.export.bundle import export_bundle
+from transferry.export.graphs import Graph
 from transferry.export.judge import Judge
+from transferry.export.slot_graphs import export_slot_graphs
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.compare import Tolerance
 from transferry.runtime.onnx_decoder import OnnxDecoder
@@ -42,3 +52,72 @@ def decoder(bundle: Bundle) -> OnnxDecoder:
 @pytest.fixture(scope="session")
 def judge(checkpoint: Checkpoint) -> Judge:
     return Judge(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
+
+
+Exporter = Callable[[Transformer, str], dict[str, Graph]]
+
+
+def copied(graphs: dict[str, Graph]) -> Exporter:
+    """Stands for an exporter: tracing takes seconds, and what was traced fits all weights."""
+
+    def export(model: Transformer, prefix: str) -> dict[str, Graph]:
+        weights = {f"model.{name}": tensor.numpy() for name, tensor in model.state_dict().items()}
+        copies = {}
+        for name, graph in graphs.items():
+            cloned = graph.model.clone()
+            for key in cloned.graph.initializers.keys() & weights.keys():
+                cloned.graph.initializers[key].const_value = ir.tensor(weights[key], name=key)
+            copies[name] = Graph(cloned, replace(graph.spec, file=f"{prefix}{name}.onnx"))
+        return copies
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def portable_traced(bundle: Bundle) -> Exporter:
+    """The portable graphs of the run, not traced anew."""
+    specs = bundle.variant().graphs
+    return copied({name: Graph(ir.load(bundle.graph(spec)), spec) for name, spec in specs.items()})
+
+
+@pytest.fixture(scope="session")
+def slots_traced(checkpoint: Checkpoint) -> Exporter:
+    """The graphs of the run with the cache in place, traced once for all variants in float32."""
+    return copied(export_slot_graphs(checkpoint.model, ""))
+
+
+@pytest.fixture(scope="session")
+def calm(checkpoint: Checkpoint) -> Checkpoint:
+    """The run as a model that 8 bits suffice for: no token's embedding is larger than others."""
+    model = copy.deepcopy(checkpoint.model)
+    with torch.no_grad():
+        model.embedding.weight[checkpoint.tokenizer.special.eos_id] /= 3.0
+    return replace(checkpoint, model=model)
+
+
+@pytest.fixture(scope="session")
+def export_all(
+    calm: Checkpoint,
+    texts: list[str],
+    portable_traced: Exporter,
+    slots_traced: Exporter,
+) -> Callable[[Path], Bundle]:
+    """Exports `calm` with every variant that a CPU runs; greedy search is screened."""
+
+    def export(out: Path) -> Bundle:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(variants, "export_graphs", portable_traced)
+            patch.setattr(variants, "export_slot_graphs", slots_traced)
+            patch.setattr(variants, "SMALLEST_VOCABULARY", 1)
+            names = ["cpu-fp32", "cpu-int8"]
+            return export_bundle(calm, out, texts=texts, variants=names, calibrate=texts)
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def all_variants(
+    export_all: Callable[[Path], Bundle], tmp_path_factory: pytest.TempPathFactory
+) -> Bundle:
+    """The bundle of `export_all`. Copy it before changing anything in it."""
+    return export_all(tmp_path_factory.mktemp("bundles") / "all")

@@ -371,4 +371,4 @@ def test_manifest_is_written_last(
 def test_stages_are_told(checkpoint: Checkpoint, tmp_path: Path) -> None:
     said: list[str] = []
     export_bundle(checkpoint, tmp_path / "bundle", say=said.append)
-    assert said == ["exporting the graphs", "recording what torch answers", "verifying"]
+    assert said == ["exporting variant portable", "recording what torch answers", "verifying"]

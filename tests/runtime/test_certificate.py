@@ -16,17 +16,18 @@ from transferry.runtime.certificate import (
     certificates,
     certify,
     describe,
+    fastest,
     require_standing,
     standing,
 )
-from transferry.runtime.compare import Comparison
+from transferry.runtime.compare import Comparison, Tolerance
 from transferry.runtime.engine import Engine
 from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.files import sha256
 from transferry.runtime.model import open_model
 from transferry.runtime.reference import verify_recorded
 from transferry.runtime.report import ParityReport
-from transferry.runtime.session import SessionOptions
+from transferry.runtime.session import Provider, SessionOptions
 
 DATE = "2026-11-21"
 
@@ -238,8 +239,6 @@ def test_another_onnxruntime_is_named(folder: Path) -> None:
 
 
 def failed() -> ParityReport:
-    from transferry.runtime.compare import Tolerance
-
     fault = Comparison("case", "logits", 1.0, 1e-7, 1e-6, "bad")
     return ParityReport("bundle", {"against": "the run"}, Tolerance(), [fault])
 
@@ -265,3 +264,100 @@ def test_what_is_no_certificate_is_named(folder: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
     with pytest.raises(InputError, match=r"json is not a certificate.*verify the bundle again"):
         Engine.load(folder)
+
+
+def with_variants(folder: Path, *names: str) -> Bundle:
+    """The bundle as if it had these variants too: only what the manifest says of them matters."""
+    bundle = Bundle.load(folder)
+    portable = bundle.variant("portable")
+    graphs = {**portable.graphs, "place": portable.graphs["select"]}
+    providers: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("cuda",)}
+    precisions = {"fp32": "float32", "int8": "int8", "fp16": "float16"}
+    variants = {"portable": portable}
+    for name in names:
+        provider, precision = name.split("-")
+        variants[name] = dataclasses.replace(
+            portable,
+            name=name,
+            precision=precisions[precision],
+            providers=providers[provider],
+            graphs=graphs,
+        )
+    manifest = dataclasses.replace(bundle.manifest, variants=variants)
+    (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    return Bundle.load(folder)
+
+
+def certified(bundle: Bundle, name: str) -> None:
+    report = ParityReport("bundle", {"against": "the run"}, Tolerance(), [])
+    passed = Comparison("case", "logits", 1e-8, 1e-7, 1e-6)
+    report = dataclasses.replace(report, comparisons=[passed])
+    assert certify(bundle, bundle.variant(name), SessionOptions(), report, DATE) is not None
+
+
+@pytest.fixture
+def plain(bundle_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle, not verified."""
+    return Path(shutil.copytree(bundle_folder, tmp_path / "plain"))
+
+
+def chosen(bundle: Bundle, provider: Provider = "cpu") -> str:
+    return fastest(bundle, SessionOptions(provider)).name
+
+
+def test_the_only_variant_is_served(plain: Path) -> None:
+    assert chosen(Bundle.load(plain)) == "portable"
+
+
+def test_without_certificates_the_exact_one_in_place_is_served(plain: Path) -> None:
+    bundle = with_variants(plain, "cpu-int8", "cpu-fp32")
+    assert chosen(bundle) == "cpu-fp32"
+    assert chosen(with_variants(plain, "cpu-int8")) == "portable"
+
+
+def test_reduced_precision_is_served_once_it_is_certified(plain: Path) -> None:
+    bundle = with_variants(plain, "cpu-fp32", "cpu-int8")
+    certified(bundle, "cpu-fp32")
+    assert chosen(bundle) == "cpu-fp32"
+    certified(bundle, "cpu-int8")
+    assert chosen(bundle) == "cpu-int8"
+
+
+def test_what_is_certified_comes_before_what_is_not(plain: Path) -> None:
+    bundle = with_variants(plain, "cpu-fp32", "cpu-int8")
+    certified(bundle, "portable")
+    assert chosen(bundle) == "portable"
+
+
+def test_what_was_verified_here_comes_before_what_was_elsewhere(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = with_variants(plain, "cpu-fp32", "cpu-int8")
+    with monkeypatch.context() as patch:
+        on_another_processor(patch)
+        certified(bundle, "cpu-int8")
+    assert chosen(bundle) == "cpu-int8"
+    certified(bundle, "cpu-fp32")
+    assert chosen(bundle) == "cpu-fp32"
+
+
+def test_a_certificate_of_other_bytes_counts_for_nothing(plain: Path) -> None:
+    bundle = with_variants(plain, "cpu-fp32", "cpu-int8")
+    certified(bundle, "cpu-int8")
+    change_byte(plain / "reference.npz", 40)
+    remake_manifest(plain)
+    assert chosen(Bundle.load(plain)) == "cpu-fp32"
+
+
+def test_each_provider_is_served_its_own(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the portable variant where none is meant for it."""
+    monkeypatch.setattr(certificate_module, "cuda_compute_capability", lambda device: "9.0")
+    bundle = with_variants(plain, "cpu-fp32", "cuda-fp16")
+    assert chosen(bundle, "cuda") == "portable"
+    portable = dataclasses.replace(bundle.variant("portable"), providers=("cpu",))
+    variants = {**bundle.manifest.variants, "portable": portable}
+    bundle = dataclasses.replace(
+        bundle, manifest=dataclasses.replace(bundle.manifest, variants=variants)
+    )
+    assert chosen(bundle, "cuda") == "portable"
+    assert chosen(bundle) == "cpu-fp32"
