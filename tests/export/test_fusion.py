@@ -186,7 +186,7 @@ def test_a_value_may_be_read_as_a_matrix_and_in_three_dimensions(tmp_path: Path)
         for name, width in zip(names, widths, strict=True)
     )
     graph = export_graph(module, GraphSpec("mixed.onnx", (tokens,), outputs))
-    assert Fusion(graph.model, FloatKernels(), []).run() == 3
+    assert Fusion(graph.model, FloatKernels(with_relu=True), []).run() == 3
     drop_unused(graph.model.graph)
     count = Counter(node.op_type for node in graph.model.graph)
     assert (count["Gemm"], count["FusedGemm"], count["MatMul"]) == (2, 1, 0)
