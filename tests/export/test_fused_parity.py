@@ -54,7 +54,7 @@ def one_row_gone(weight: NDArray[Any]) -> NDArray[Any]:
     [
         ("cpu-fp32", "decoder.1.feed_forward.outer.weight", one_percent),
         ("cpu-fp32", "encoder.0.self_attention.value.weight", one_percent),
-        ("cpu-int8", "decoder.1.feed_forward.outer.weight.int8", one_row_gone),
+        ("cpu-int8", "decoder.1.cross_attention.key.weight.int8", one_row_gone),
     ],
 )
 def test_a_weight_that_is_off_is_caught(

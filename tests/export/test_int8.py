@@ -1,18 +1,23 @@
 """Linear layers in 8 bits: which there are, what they compute, and what they do not depend on."""
 
+import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from transferry.build_model.checkpoint import Checkpoint
+from transferry.build_model.transformer import Transformer
 from transferry.export.bundle import export_bundle
 from transferry.export.calibration import Activation
 from transferry.export.cases import random_case
@@ -21,6 +26,7 @@ from transferry.export.graphs import export_graph
 from transferry.export.int8 import Int8Kernels, quantise_embedding
 from transferry.export.judge import Judge
 from transferry.export.quantise import quantised
+from transferry.export.torch_decoder import TorchDecoder
 from transferry.runtime.bundle import Bundle, GraphSpec, TensorSpec
 from transferry.runtime.compare import Tolerance, observe, relative_error
 from transferry.runtime.errors import UsageError
@@ -95,6 +101,51 @@ def test_answers_are_near_those_in_float(calm: Checkpoint, decoder: SlotDecoder)
     assert max(errors.values()) < NEAR
     # Float32 would be below a millionth: so it is 8 bits that were measured.
     assert min(errors.values()) > 1e-4
+
+
+class Rounding(TorchFunctionMode):
+    """Rounds every linear layer's input and weight as the variant does, and computes in float."""
+
+    def __init__(self, model: Transformer, activations: Mapping[str, Activation]) -> None:
+        super().__init__()
+        self.activations = activations
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        x, weight, bias = (*args, None)[:3]
+        activation = self.activations[self.names[id(weight)]]
+        integers = (x / activation.scale).round() + activation.zero_point
+        x = (integers.clamp(0, 255) - activation.zero_point) * activation.scale
+        y = x @ dequantised(weight).T
+        return y if bias is None else y + bias
+
+
+def dequantised(weight: Tensor) -> Tensor:
+    integers, scales = quantised(weight.detach().numpy())
+    return torch.from_numpy(integers * scales[:, None])
+
+
+def test_the_whole_model_rounds_nothing_else(
+    calm: Checkpoint, activations: Mapping[str, Activation], decoder: SlotDecoder
+) -> None:
+    """But for values on the verge of two integers, which may fall either way, it is the same."""
+    model = copy.deepcopy(calm.model)
+    case = random_case(model.config, 3, 7, 4, seed=0)
+    with Rounding(model, activations), torch.no_grad():
+        model.embedding.weight.copy_(dequantised(model.embedding.weight))
+        expected = observe(TorchDecoder(model), case)
+    found = observe(decoder, case)
+    for name, tensor in expected.items():
+        known = np.ones(tensor.shape, np.bool_)
+        if name.startswith("cross"):
+            known &= case.mask[case.kept, None, :, None]
+        distance = np.abs(found[name] - tensor)[known] / np.abs(tensor[known]).max()
+        assert np.quantile(distance, 0.95) < 1e-5, name
+        assert distance.max() < 0.02, name
 
 
 @pytest.mark.parametrize("length", [1, 6])
