@@ -149,9 +149,11 @@ class Fusion:
             elif not self._works_on_matrices(node):
                 self._restore_inputs(node)
         for index, value in enumerate(self.graph.outputs):
-            if self._is_matrix(value) and value.name not in self.matrix_outputs:
-                name, value.name = value.name, f"{value.name}.matrix"
-                self.graph.outputs[index] = self._restored(value, before=None)
+            wanted = value.name in self.matrix_outputs
+            if wanted != (_rank(value) == 2) and (wanted or self._is_matrix(value)):
+                change = self._matrix if wanted else self._restored
+                name, value.name = value.name, f"{value.name}.before"
+                self.graph.outputs[index] = change(value, before=None)
                 self.graph.outputs[index].name = name
         return self.linears
 
@@ -197,7 +199,7 @@ class Fusion:
     def _is_matrix(self, value: ir.Value) -> bool:
         return self._matrices.get(value) is value
 
-    def _matrix(self, value: ir.Value, before: ir.Node) -> ir.Value:
+    def _matrix(self, value: ir.Value, before: ir.Node | None) -> ir.Value:
         if _rank(value) == 2:
             return value
         if value not in self._matrices:

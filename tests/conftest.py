@@ -1,6 +1,7 @@
 """What all tests share: where the corpus lies, and what a test of CUDA needs to run at all."""
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ def corpus_dir() -> Path:
     pytest.skip(f"the corpus is absent: no {folder / 'multi30k'}; TRANSFERRY_DATA may name another")
 
 
-def make_run(folder: Path, special: SpecialTokens, **changes: Any) -> Path:
+def make_run(
+    folder: Path, special: SpecialTokens, *, vocabulary: int = 400, **changes: Any
+) -> Path:
     """A run as training leaves it: a model of a few thousand weights, random but always the same.
 
     The weights are drawn wider than training begins with, so that attention and the choice of
@@ -52,7 +55,14 @@ def make_run(folder: Path, special: SpecialTokens, **changes: Any) -> Path:
 
     (folder / "checkpoints").mkdir(parents=True)
     pairs = builtin_pairs(300, seed=0)
-    tokenizer = train_bpe([text for pair in pairs for text in pair], 400, special)
+    texts = [text for pair in pairs for text in pair]
+    if vocabulary > 800:  # more than there are words
+        letters = random.Random(0)
+        texts += [
+            " ".join("".join(letters.choices("abcdefghij", k=6)) for _ in range(10))
+            for _ in range(vocabulary // 4)
+        ]
+    tokenizer = train_bpe(texts, vocabulary, special)
     shape: dict[str, Any] = dict(
         vocabulary_size=tokenizer.vocabulary_size,
         d_model=32,
@@ -80,11 +90,18 @@ def make_run(folder: Path, special: SpecialTokens, **changes: Any) -> Path:
     return folder
 
 
-def make_bundle(run: Path, folder: Path) -> Path:
+def make_bundle(run: Path, folder: Path, *variants: str) -> Path:
     from transferry.build_model.checkpoint import load_checkpoint, load_samples
+    from transferry.build_model.corpus import builtin_pairs
     from transferry.export.bundle import export_bundle
 
-    export_bundle(load_checkpoint(run), folder, texts=load_samples(run))
+    export_bundle(
+        load_checkpoint(run),
+        folder,
+        texts=load_samples(run),
+        variants=variants,
+        calibrate=[pair.source for pair in builtin_pairs(300, seed=1)] if variants else (),
+    )
     return folder
 
 
@@ -123,6 +140,21 @@ def writer_run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def writer_bundle_folder(writer_run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundle of `writer_run_folder`."""
     return make_bundle(writer_run_folder, tmp_path_factory.mktemp("bundles") / "writer")
+
+
+@pytest.fixture(scope="session")
+def fast_bundle_folder(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of `run_folder` with its fused variant in float32."""
+    return make_bundle(run_folder, tmp_path_factory.mktemp("bundles") / "fast", "cpu-fp32")
+
+
+@pytest.fixture(scope="session")
+def fast_writer_bundle_folder(
+    writer_run_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The bundle of `writer_run_folder` with its fused variant in float32."""
+    folder = tmp_path_factory.mktemp("bundles") / "fast-writer"
+    return make_bundle(writer_run_folder, folder, "cpu-fp32")
 
 
 @pytest.fixture(scope="session")

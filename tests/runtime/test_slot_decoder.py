@@ -1,0 +1,469 @@
+"""The cache in place: every row sees its own columns and no others, whatever moved before."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.conftest import make_bundle, make_run
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.logits import log_sum_exp
+from transferry.runtime.onnx_decoder import OnnxDecoder
+from transferry.runtime.options import GenerationOptions
+from transferry.runtime.search import Hypothesis, Request, search, search_stream
+from transferry.runtime.session import SessionOptions
+from transferry.runtime.slot_decoder import CHUNK, GROWTH, SlotDecoder, SlotState
+from transferry.runtime.tokenizer import SOURCES, SpecialTokens
+
+Logits = NDArray[np.floating[Any]]
+Integers = NDArray[np.int64]
+
+SOURCE = np.array([[9, 40, 77, 12, 2], [30, 8, 2, 0, 0], [5, 2, 0, 0, 0], [61, 62, 63, 2, 0]])
+MASK = SOURCE != 0
+TARGET = np.random.default_rng(0).integers(3, 350, (4, 40))
+
+
+class Both:
+    """The fused decoder and the portable one side by side; each step compares them."""
+
+    def __init__(self, folder: Path) -> None:
+        bundle = Bundle.load(folder)
+        variants = bundle.manifest.variants
+        self.fast = SlotDecoder(bundle, variants["cpu-fp32"], SessionOptions())
+        self.plain = OnnxDecoder(bundle, variants["portable"], SessionOptions())
+
+    def start(self, source: Integers = SOURCE, mask: NDArray[np.bool_] = MASK) -> tuple[Any, Any]:
+        return self.fast.start(source, mask), self.plain.start(source, mask)
+
+    def step(self, tokens: Integers, states: tuple[Any, Any]) -> tuple[Any, Any]:
+        found, fast = self.fast.step(tokens, states[0])
+        expected, plain = self.plain.step(tokens, states[1])
+        assert found.dtype == np.float32
+        assert_close(found, expected)
+        return fast, plain
+
+    def select(self, states: tuple[Any, Any], rows: Sequence[int]) -> tuple[Any, Any]:
+        chosen = np.array(rows)
+        return self.fast.select(states[0], chosen), self.plain.select(states[1], chosen)
+
+    def fed(self, target: Integers, states: tuple[Any, Any]) -> tuple[Any, Any]:
+        for position in range(target.shape[1]):
+            states = self.step(target[:, position : position + 1], states)
+        return states
+
+    def compare_tensors(self, states: tuple[Any, Any]) -> None:
+        found, expected = self.fast.tensors(states[0]), self.plain.tensors(states[1])
+        assert list(found) == list(expected)
+        for name, tensor in expected.items():
+            assert_close(found[name], tensor)
+
+
+def assert_close(found: Logits, expected: Logits) -> None:
+    """Equal up to the rounding of float32, in units of the largest entry."""
+    assert found.shape == expected.shape
+    if expected.size:
+        np.testing.assert_allclose(found, expected, rtol=0, atol=4e-6 * np.abs(expected).max())
+
+
+@pytest.fixture(scope="module")
+def both(fast_bundle_folder: Path) -> Both:
+    return Both(fast_bundle_folder)
+
+
+@pytest.fixture(scope="module")
+def writers(fast_writer_bundle_folder: Path) -> Both:
+    return Both(fast_writer_bundle_folder)
+
+
+def capacity(state: SlotState) -> int:
+    return int(state.past[0].shape()[2])
+
+
+# What a step gives
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 7])
+def test_several_tokens_at_once_and_then_one_by_one(both: Both, tokens: int) -> None:
+    states = both.step(TARGET[:, :tokens], both.start())
+    states = both.fed(TARGET[:, tokens : tokens + 4], states)
+    states = both.step(TARGET[:, tokens + 4 : tokens + 6], states)
+    both.compare_tensors(states)
+
+
+def test_the_tensors_are_those_of_the_portable_decoder(both: Both) -> None:
+    states = both.start()
+    both.fast.step(TARGET[:, :1], states[0])
+    states = both.fed(TARGET[:, :3], both.start())
+    both.compare_tensors(states)
+    both.compare_tensors(both.select(states, [0, 0, 1, 1, 2, 2, 3, 3]))
+    both.compare_tensors(both.select(states, [3, 1]))
+
+
+def test_a_cache_grows_as_long_as_it_must(both: Both) -> None:
+    states = both.step(TARGET[:, :1], both.start())
+    first = capacity(states[0])
+    assert first == GROWTH
+    states = both.fed(TARGET[:, 1:], states)
+    assert capacity(states[0]) == TARGET.shape[1]
+    both.compare_tensors(states)
+
+
+def test_a_step_taken_again_is_the_same(both: Both) -> None:
+    """The columns of the step that was dropped are written over."""
+    states = both.fed(TARGET[:, :3], both.start())
+    bias, write = states[0].bias.copy(), states[0].write.copy()
+    first = both.fast.step(TARGET[:, 3:4], states[0])[0].copy()
+    other = both.fast.step(TARGET[:, 4:5], states[0])[0]
+    assert (other != first).any()
+    np.testing.assert_array_equal(both.fast.step(TARGET[:, 3:4], states[0])[0], first)
+    np.testing.assert_array_equal(states[0].bias, bias)
+    np.testing.assert_array_equal(states[0].write, write)
+    both.fed(TARGET[:, 3:6], states)
+
+
+# Rows that are selected
+
+
+@pytest.mark.parametrize("past", [0, 2, 9])
+@pytest.mark.parametrize(
+    "rows",
+    [[0, 1, 2, 3], [2], [3, 1], [2, 0, 3, 1], [0, 0, 1, 1, 2, 2, 3, 3], [1, 1, 3, 3], [1, 3, 1, 1]],
+    ids=["all", "one", "fewer", "reordered", "repeated", "some repeated", "unequal groups"],
+)
+def test_select_takes_rows(both: Both, rows: list[int], past: int) -> None:
+    states = both.select(both.fed(TARGET[:, :past], both.start()), rows)
+    chosen = np.array(rows)
+    states = both.fed(TARGET[chosen, past : past + 3], states)
+    # Rows of the same sentence part from each other.
+    states = both.fed(np.arange(9, 9 + 2 * len(rows)).reshape(-1, 2), states)
+    both.compare_tensors(states)
+
+
+def test_select_follows_select(both: Both) -> None:
+    states = both.fed(TARGET[:, :2], both.start())
+    for rows in (
+        [3, 2, 1, 0],
+        [0, 0, 0, 2, 2, 2],
+        [1, 0, 0, 5, 3, 4],
+        [0, 1, 3, 4],
+        [3, 1],
+        [1, 0, 0],
+    ):
+        states = both.step(numbered(rows), both.select(states, rows))
+        both.compare_tensors(states)
+
+
+def numbered(rows: Sequence[Any]) -> Integers:
+    """A token for each row, no two the same."""
+    return np.arange(20, 20 + len(rows))[:, None]
+
+
+def test_beams_that_change_places_move_nothing(both: Both) -> None:
+    states = both.select(both.start(), [0, 0, 1, 1, 2, 2, 3, 3])
+    fast = both.fed(np.arange(3, 27).reshape(8, 3), states)[0]
+    swapped = both.fast.select(fast, np.array([1, 0, 2, 2, 5, 4, 7, 7]))
+    assert swapped.past is fast.past
+    assert swapped.cross is fast.cross
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_columns_that_are_dropped_change_nothing(both: Both, width: int) -> None:
+    """Forty steps of random parents; few columns stay in sight, and the cache stays small."""
+    rng = np.random.default_rng(width)
+    states = both.select(both.start(), np.arange(4).repeat(width).tolist())
+    greatest = 0
+    for _ in range(40):
+        states = both.step(rng.integers(3, 350, (4 * width, 1)), states)
+        parents = np.arange(4)[:, None] * width + rng.integers(0, width, (4, width))
+        states = both.select(states, parents.ravel().tolist())
+        greatest = max(greatest, capacity(states[0]))
+    both.compare_tensors(states)
+    assert greatest < 40 * width, "columns were dropped"
+
+
+def test_sentences_leave_a_beam_search(both: Both) -> None:
+    rng = np.random.default_rng(1)
+    states = both.select(both.start(), np.arange(4).repeat(3).tolist())
+    for left in (4, 3, 2):
+        for _ in range(4):
+            states = both.step(rng.integers(3, 350, (3 * left, 1)), states)
+        stay = np.sort(rng.permutation(left)[: left - 1])
+        states = both.select(states, (stay[:, None] * 3 + [2, 0, 0]).ravel().tolist())
+        both.compare_tensors(states)
+    both.step(rng.integers(3, 350, (3, 1)), states)
+
+
+# Sentences that take the place of others
+
+
+def padded(sources: Sequence[Sequence[int]]) -> tuple[Integers, NDArray[np.bool_]]:
+    longest = max(map(len, sources))
+    source = np.array([[*ids, *[0] * (longest - len(ids))] for ids in sources])
+    return source, np.arange(longest) < np.array([len(ids) for ids in sources])[:, None]
+
+
+def random_rows(count: int, longest: int, seed: int, shortest: int = 1) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(shortest, longest + 1, count)
+    return [rng.integers(3, 350, length).tolist() for length in lengths]
+
+
+class Slots:
+    """Slots that are refilled, each of which is compared with its sentence alone."""
+
+    def __init__(self, pair: Both, sources: Sequence[Sequence[int]], width: int) -> None:
+        self.pair, self.width = pair, width
+        self.rng = np.random.default_rng(0)
+        state = pair.fast.start(*padded(sources))
+        self.state = pair.fast.select(state, np.arange(len(sources)).repeat(width))
+        self.alone = [self._alone(source) for source in sources]
+
+    def _alone(self, source: Sequence[int]) -> Any:
+        state = self.pair.plain.start(*padded([source]))
+        return self.pair.plain.select(state, np.zeros(self.width, np.int64))
+
+    def steps(self, count: int) -> None:
+        width = self.width
+        for _ in range(count):
+            tokens = self.rng.integers(3, 350, (len(self.alone) * width, 1))
+            logits, self.state = self.pair.fast.step(tokens, self.state)
+            parents = self.rng.integers(0, width, (len(self.alone), width))
+            for slot, state in enumerate(self.alone):
+                rows = slice(slot * width, (slot + 1) * width)
+                expected, after = self.pair.plain.step(tokens[rows], state)
+                assert_close(logits[rows], expected)
+                self.alone[slot] = self.pair.plain.select(after, parents[slot])
+            starts = np.arange(len(self.alone))[:, None] * width
+            self.state = self.pair.fast.select(self.state, (starts + parents).ravel())
+
+    def refill(self, slots: Sequence[int], sources: Sequence[Sequence[int]]) -> None:
+        """Takes some of what is read, last first; what is read with them is longer."""
+        others = random_rows(2, 12, 5)
+        fresh = self.pair.fast.start(*padded([*others, *sources[::-1]]))
+        chosen = len(others) + np.arange(len(sources))[::-1]
+        self.state = self.pair.fast.refill(self.state, np.array(slots), fresh, chosen.copy())
+        for slot, source in zip(slots, sources, strict=True):
+            self.alone[slot] = self._alone(source)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("model", ["both", "writers"])
+def test_slots_are_refilled_with_shorter_and_longer_sentences(
+    model: str, width: int, request: pytest.FixtureRequest
+) -> None:
+    slots = Slots(request.getfixturevalue(model), random_rows(5, 6, 1), width)
+    slots.steps(3)
+    slots.refill([1, 3], random_rows(2, 3, 2))
+    slots.steps(7)
+    slots.refill([0], [list(range(5, 25))])  # longer than any before
+    slots.steps(2)
+    slots.refill([2, 3, 4], random_rows(3, 8, 3))
+    slots.steps(9)
+    slots.refill([0, 1, 2, 3, 4], random_rows(5, 2, 4))  # and all are short again
+    slots.steps(5)
+
+
+def test_what_long_sentences_needed_is_given_back(both: Both) -> None:
+    slots = Slots(both, [list(range(5, 35)), [9, 8, 2], [7, 2]], 1)
+    slots.steps(25)
+    before = slots.state
+    assert capacity(before) >= 25
+    assert before.source_bias.shape[-1] == 30
+    slots.refill([1, 2], [[5, 2], [6, 7, 2]])
+    assert slots.state.source_bias.shape[-1] == 30
+    slots.steps(2)
+    slots.refill([0], [[5, 6, 7, 2]])
+    assert slots.state.source_bias.shape[-1] < 10
+    assert capacity(slots.state) < capacity(before)
+    slots.steps(10)
+
+
+@pytest.mark.parametrize("length", [2, 5, 30])
+@pytest.mark.parametrize("model", ["both", "writers"])
+def test_a_refill_leaves_the_others_bit_for_bit(
+    model: str, length: int, request: pytest.FixtureRequest
+) -> None:
+    decoder = request.getfixturevalue(model).fast
+    sources = [[9, 40, 77, 12, 2], [30, 8, 2], [5, 2], [61, 62, 63, 2]]
+
+    def go_on(refilled: bool) -> list[Logits]:
+        state = decoder.start(*padded(sources))
+        found = []
+        for step in range(12):
+            if refilled and step == 4:
+                fresh = decoder.start(*padded([[5] * length, [7] * 3]))
+                state = decoder.refill(state, np.array([0, 2]), fresh, np.array([0, 1]))
+            logits, state = decoder.step(TARGET[:, step : step + 1], state)
+            found.append(logits[[1, 3]].copy())
+        return found
+
+    np.testing.assert_array_equal(go_on(True), go_on(False))
+
+
+def test_prompts_of_any_length_are_begun_with(writers: Both) -> None:
+    for rows in (random_rows(6, 9, 7), [[4], [5], [6]], [[4, 5, 6]]):
+        states = writers.start(*padded(rows))
+        states = writers.fed(numbered(rows), states)
+    source = np.zeros((3, 0), np.int64)
+    states = writers.start(source, source != 0)
+    writers.fed(TARGET[:3, :5], states)
+
+
+def test_more_sources_than_are_encoded_at_once(both: Both) -> None:
+    rows = random_rows(2 * CHUNK + 3, 14, 8)
+    states = both.start(*padded(rows))
+    both.step(numbered(rows), states)
+
+
+# The likeliest token, and sums
+
+
+@pytest.fixture(scope="module")
+def screened(tmp_path_factory: pytest.TempPathFactory) -> SlotDecoder:
+    """A decoder of a model with many tokens."""
+    folder = tmp_path_factory.mktemp("screened")
+    run = make_run(folder / "run", SOURCES, vocabulary=2304)
+    bundle = Bundle.load(make_bundle(run, folder / "bundle", "cpu-fp32"))
+    return SlotDecoder(bundle, bundle.manifest.variants["cpu-fp32"], SessionOptions())
+
+
+@pytest.fixture(params=["without a screen", "with a screen"])
+def picking(request: pytest.FixtureRequest) -> SlotDecoder:
+    if request.param == "with a screen":
+        decoder: SlotDecoder = request.getfixturevalue("screened")
+        assert decoder._screen is not None
+        return decoder
+    plain: SlotDecoder = request.getfixturevalue("both").fast
+    assert plain._screen is None
+    return plain
+
+
+def test_the_likeliest_is_the_argmax(picking: SlotDecoder) -> None:
+    rows = random_rows(40, 12, 9)
+    first, second = picking.start(*padded(rows)), picking.start(*padded(rows))
+    rng = np.random.default_rng(0)
+    seen = set()
+    for _ in range(12):
+        tokens = rng.integers(3, picking.vocabulary_size, (40, 1))
+        logits, first = picking.step(tokens, first)
+        found, second = picking.likeliest(tokens, second)
+        np.testing.assert_array_equal(found, logits[:, 0].argmax(axis=1))
+        seen |= set(found.tolist())
+    assert len(seen) > 10
+    if picking._screen is not None:
+        assert picking._screen.counts.rows == 480
+
+
+def test_no_token_is_likeliest_where_nothing_is_finite(picking: SlotDecoder) -> None:
+    """The scale of a row of NaN says nothing of the others, which get their tokens."""
+    state = picking.start(SOURCE, MASK)
+    expected, _ = picking.likeliest(TARGET[:, :1], state)
+    state = picking.start(SOURCE, MASK)
+    state.cross[1].numpy()[2] = np.nan
+    found, _ = picking.likeliest(TARGET[:, :1], state)
+    assert found.tolist() == [*expected[:2].tolist(), -1, int(expected[3])]
+
+
+def test_the_sums_are_those_of_numpy(both: Both) -> None:
+    rng = np.random.default_rng(0)
+    size = both.fast.vocabulary_size
+    logits = rng.normal(size=(30, size)).astype(np.float32) * 8
+    logits[3] += 200
+    logits[11] -= 200
+    logits[12] = -np.inf
+    logits[12, 5] = -300
+    logits[14, 7] = 88.9  # what follows the rest in float32, but not its sum
+    logits[14, 8:11] = 88.0
+    np.testing.assert_allclose(
+        both.fast.log_sum_exp(logits), log_sum_exp(logits), rtol=1e-6, atol=2e-6
+    )
+    for one in (logits[3:4], logits[:1]):
+        np.testing.assert_allclose(both.fast.log_sum_exp(one), log_sum_exp(one), rtol=1e-6)
+    logits[5, 3] = np.nan
+    logits[6, 3] = np.inf
+    logits[7] = -np.inf
+    found = both.fast.log_sum_exp(logits)
+    assert np.flatnonzero(np.isnan(found)).tolist() == [5, 6, 7]
+
+
+# Together
+
+
+SEARCHES = {
+    "greedy": GenerationOptions(max_length=20),
+    "greedy without scores": GenerationOptions(max_length=20, scores=False),
+    "beam": GenerationOptions(max_length=20, beam=4, n_best=4),
+    "sampling": GenerationOptions(max_length=20, sample=True, n_best=2, seed=3),
+}
+
+
+class Listed:
+    """A list as a supply."""
+
+    def __init__(self, requests: list[Request[int]]) -> None:
+        self.requests = requests
+
+    def ready(self, most: int) -> int:
+        return min(most, len(self.requests))
+
+    def take(self, most: int, *, wait: bool) -> list[Request[int]]:
+        taken, self.requests = self.requests[:most], self.requests[most:]
+        return taken
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.parametrize("model", ["both", "writers"])
+def test_a_stream_is_answered_as_by_the_portable_decoder(
+    model: str, name: str, request: pytest.FixtureRequest
+) -> None:
+    pair: Both = request.getfixturevalue(model)
+    options = SEARCHES[name]
+    special = SpecialTokens(0, 1, 2)
+    rng = np.random.default_rng(0)
+    sources = random_rows(100, 15, 11)
+    requests = [
+        Request(key, source, int(rng.integers(4, 21)), row_id=key)
+        for key, source in enumerate(sources)
+    ]
+
+    def answers(decoder: Any) -> list[list[Hypothesis]]:
+        supply = Listed(list(requests))
+        found = dict(search_stream(decoder, supply, options, special, slots=6))
+        return [found[key] for key in range(100)]
+
+    found, expected = answers(pair.fast), answers(pair.plain)
+    for one, other in zip(found, expected, strict=True):
+        assert [item.tokens for item in one] == [item.tokens for item in other]
+        assert [item.finish_reason for item in one] == [item.finish_reason for item in other]
+        scores = [[item.score for item in row] for row in (one, other)]
+        np.testing.assert_allclose(scores[0], scores[1], rtol=1e-4, atol=1e-5)
+    reasons = {row[0].finish_reason for row in expected}
+    assert reasons == {"end", "length"}
+    assert len({row[0].tokens for row in expected}) > 50, "the answers must tell rows apart"
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_threads_share_it(both: Both, beam: int) -> None:
+    """Two threads at work at once answer as one does."""
+    batches = [random_rows(5 + number % 3, 12, number) for number in range(16)]
+
+    def generate(sources: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
+        options = GenerationOptions(max_length=12, beam=beam, n_best=beam)
+        return search(both.fast, sources, options, SOURCES)
+
+    expected = [generate(batch) for batch in batches]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(generate, batches)) == expected
+
+
+def test_describes_what_decides_the_numbers(both: Both) -> None:
+    found = both.fast.describe()
+    assert found["variant"] == "cpu-fp32"
+    (nodes,) = found["nodes"]
+    name, count = nodes.split()
+    assert name == "CPUExecutionProvider"
+    assert int(count) > 20
