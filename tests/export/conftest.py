@@ -56,13 +56,14 @@ def judge(checkpoint: Checkpoint) -> Judge:
     return Judge(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
 
 
-Exporter = Callable[[Transformer, str], dict[str, Graph]]
+Exporter = Callable[..., dict[str, Graph]]
 
 
 def copied(graphs: dict[str, Graph]) -> Exporter:
     """Stands for an exporter: tracing takes seconds, and what was traced fits all weights."""
 
-    def export(model: Transformer, prefix: str) -> dict[str, Graph]:
+    def export(model: Transformer, prefix: str, *, on_device: bool = False) -> dict[str, Graph]:
+        assert not on_device, "what picks on a device was not traced"
         weights = {f"model.{name}": tensor.numpy() for name, tensor in model.state_dict().items()}
         copies = {}
         for name, graph in graphs.items():

@@ -192,7 +192,8 @@ def test_sentences_leave_a_beam_search(both: Both) -> None:
         for _ in range(4):
             states = both.step(rng.integers(3, 350, (3 * left, 1)), states)
         stay = np.sort(rng.permutation(left)[: left - 1])
-        states = both.select(states, (stay[:, None] * 3 + [2, 0, 0]).ravel().tolist())
+        rows = stay[:, None] * 3 + np.array([2, 0, 0])
+        states = both.select(states, rows.ravel().tolist())
         both.compare_tensors(states)
     both.step(rng.integers(3, 350, (3, 1)), states)
 
