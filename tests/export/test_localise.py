@@ -181,9 +181,9 @@ DEFECTS = {
             plant_scale,
             "decoder",
             "decoder.0.cross_attention",
-            attention.attend,
-            "query @ keys",
-            "MatMul",
+            attention.MultiHeadAttention._split,
+            "x.reshape",
+            "Reshape",
         ),
         Defect(
             plant_mask,
