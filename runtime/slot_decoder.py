@@ -34,6 +34,9 @@ BATCHES: dict[Provider, BatchOptions] = {
     "cpu": BatchOptions(rows=256, tokens=1 << 15),
     "cuda": BatchOptions(rows=1024, tokens=1 << 17),
 }
+# Sources and caches have a multiple of so many columns: the product of one row with a matrix sums
+# its last one to three terms in another order, so that else the padding would show.
+UNIT = 4
 # Columns for the source that may go unused before the others are moved together.
 SPARE = 8
 
@@ -67,7 +70,8 @@ class SlotState:
         bias: [slots, width, capacity]: 0 at the columns that a row descends from, likewise.
         positions: Of the next tokens [slots, width].
         write: The column of a slot that is written next [slots].
-        prompt: Columns of a slot that hold a prompt, its padding included [slots].
+        prompt: Tokens of the prompt in a slot [slots].
+        padding: How much shorter it is than the longest that was read with it [slots].
         heads: By the number of rows. Memory of which the system hands out page by page is dear, so
             it stays when the cache moves.
         calls: Steps bound to these buffers, by how many tokens of a slot they read.
@@ -80,6 +84,7 @@ class SlotState:
     positions: Integers
     write: Integers
     prompt: Integers
+    padding: Integers
     heads: dict[int, _Heads] = field(default_factory=dict)
     calls: dict[int, BoundCall] = field(default_factory=dict)
 
@@ -115,12 +120,15 @@ class SlotDecoder:
     def start(self, source: Integers, mask: NDArray[np.bool_]) -> SlotState:
         """Reads the sources; see `Decoder.start`."""
         slots, length = source.shape
+        source_bias = np.full((slots, 1, 1, _rounded(length, UNIT)), -np.inf, np.float32)
+        source_bias[:, 0, 0, :length][mask] = 0
         state = SlotState(
             [],
             [],
-            np.where(mask, 0, -np.inf).astype(np.float32)[:, None, None],
+            source_bias,
             np.full((slots, 1, 0), -np.inf, np.float32),
             np.zeros((slots, 1), np.int64),
+            np.zeros(slots, np.int64),
             np.zeros(slots, np.int64),
             np.zeros(slots, np.int64),
         )
@@ -134,13 +142,16 @@ class SlotDecoder:
         """Puts new sentences into slots; see `RefillingDecoder.refill`."""
         width, columns = state.positions.shape[1], fresh.bias.shape[-1]
         bias, positions = state.bias.copy(), state.positions.copy()
-        write, prompt = state.write.copy(), state.prompt.copy()
+        write, prompt, padding = state.write.copy(), state.prompt.copy(), state.padding.copy()
         bias[sentences], positions[sentences] = -np.inf, fresh.positions[chosen]
-        write[sentences], prompt[sentences] = 0, 0
-        state = replace(state, bias=bias, positions=positions, write=write, prompt=prompt)
+        write[sentences], prompt[sentences] = 0, fresh.prompt[chosen]
+        padding[sentences] = fresh.padding[chosen]
+        state = replace(
+            state, bias=bias, positions=positions, write=write, prompt=prompt, padding=padding
+        )
         # Long sentences have ended: what the others need may be much less now, or more.
         needed = max(int(_live(state).sum(axis=1).max()) + width, columns)
-        if 2 * _rounded(needed, width) <= bias.shape[-1] or columns > bias.shape[-1]:
+        if 2 * _rounded(needed, GROWTH * width) <= bias.shape[-1] or columns > bias.shape[-1]:
             state = self._with_columns(state, np.arange(len(write)), needed)
         if self.has_encoder:
             source_bias = state.source_bias.copy()
@@ -153,7 +164,6 @@ class SlotDecoder:
             self._place(state.past, sentences, fresh.past, chosen)
             state.bias[sentences, :, :columns] = fresh.bias[chosen]
             state.write[sentences] = fresh.write[chosen]
-            state.prompt[sentences] = fresh.prompt[chosen]
         return state
 
     def step(self, tokens: Integers, state: SlotState) -> tuple[Floats, SlotState]:
@@ -265,22 +275,28 @@ class SlotDecoder:
             positions,
             state.write[chosen],
             state.prompt[chosen],
+            state.padding[chosen],
         )
         return self._with_columns(taken, chosen, shape[1])
 
     def tensors(self, state: SlotState) -> dict[str, Floats]:
-        """Copies cross and past to the host as the portable graphs have them, a cache a row."""
+        """Copies cross and past to the host as the portable graphs have them, a cache a row.
+
+        The source is as long as the longest of the state.
+        """
         slots, width = state.positions.shape
-        seen = state.bias == 0
-        for slot in range(slots):
-            seen[slot, :, : state.prompt[slot]] = True
-        rows = seen.reshape(slots * width, -1)
-        # The columns seen come first, in their order.
-        order = np.argsort(~rows, axis=1, kind="stable")[:, None, : rows.sum(axis=1).max(), None]
+        seen = (state.bias == 0).reshape(slots * width, -1)
+        prompt, padding = (each.repeat(width)[:, None] for each in (state.prompt, state.padding))
+        # The columns seen come first, in their order; after the prompt whatever pads it.
+        column = np.arange((seen.sum(axis=1, keepdims=True) + padding).max())
+        column = np.where(column < prompt, column, np.maximum(prompt - 1, column - padding))
+        order = np.take_along_axis(np.argsort(~seen, axis=1, kind="stable"), column, axis=1)
+        order = order[:, None, :, None]
         buffers = state.past or self._buffers("past", slots, 0)
         past = (np.take_along_axis(each, order, axis=2) for each in _by_row(buffers, width))
+        source = (state.source_bias == 0).sum(axis=-1).max()
         cross = (
-            each if number % 2 else each.swapaxes(2, 3)
+            (each if number % 2 else each.swapaxes(2, 3))[:, :, :source]
             for number, each in enumerate(_by_row(state.cross, width))
         )
         names = [*self._names("cross"), *self._names("past")]
@@ -331,20 +347,16 @@ class SlotDecoder:
     def _encode(self, source: Integers, mask: NDArray[np.bool_]) -> Sequence[OrtValue]:
         """Returns cross keys and values of sources, read a few at a time."""
         encoder = self._runners["encoder"]
-        rows, longest = source.shape
-        cross: Sequence[OrtValue] = []
-        if rows > CHUNK:
-            cross = self._buffers("cross", rows, longest)
+        rows, longest = len(source), _rounded(source.shape[1], UNIT)
+        cross = self._buffers("cross", rows, longest)
         for first in range(0, rows, CHUNK):
             part = slice(first, first + CHUNK)
-            length = longest if rows <= CHUNK else int(mask[part].sum(axis=1).max())
+            length = int(mask[part].sum(axis=1).max())
             inputs = {
                 "source": [encoder.value(source[part, :length])],
                 "source_mask": [encoder.value(mask[part, :length])],
             }
             encoded = encoder.run(inputs, "cross")
-            if rows <= CHUNK:
-                return encoded
             slots = np.arange(rows)[part]
             self._place(cross, slots, encoded, slots - first)
         return cross
@@ -354,6 +366,7 @@ class SlotDecoder:
     ) -> SlotState:
         """Returns a state whose cache holds prompts."""
         rows, length = source.shape
+        lengths = mask.sum(axis=1)
         seen = np.tril(np.ones((length, length), np.bool_)) & mask[:, None, :]
         # Padding sees its own column: a softmax over nothing would be NaN.
         seen |= np.eye(length, dtype=np.bool_)
@@ -369,9 +382,11 @@ class SlotDecoder:
             state,
             past=reader.run(inputs, "present"),
             bias=np.where(mask, 0, -np.inf).astype(np.float32)[:, None],
-            positions=mask.sum(axis=1, keepdims=True),
-            write=np.full(rows, length),
-            prompt=np.full(rows, length),
+            positions=lengths[:, None],
+            # Over its padding: a row's columns lie where they would if it had been read alone.
+            write=lengths,
+            prompt=lengths,
+            padding=length - lengths,
         )
 
     def _place(
@@ -392,17 +407,17 @@ class SlotDecoder:
         Only the columns that a row descends from go along: of beams few do, however long they are.
 
         Args:
-            state: Bias, positions, write and prompt are those of `slots` already; the cache is not.
+            state: All but the cache is of `slots` already.
             slots: Which slots of the cache to take [slots].
             new: Columns of a slot that are written next.
         """
         if not state.past:
-            capacity = _rounded(new, state.positions.shape[1])
+            capacity = _rounded(new, GROWTH * state.positions.shape[1])
             bias = np.full((*state.positions.shape, capacity), -np.inf, np.float32)
             return replace(state, past=self._buffers("past", len(slots), capacity), bias=bias)
         live = _live(state)
         counts = live.sum(axis=1)
-        capacity = _rounded(int(counts.max()) + new, state.positions.shape[1])
+        capacity = _rounded(int(counts.max()) + new, GROWTH * state.positions.shape[1])
         order = np.argsort(~live, axis=1, kind="stable")[:, :capacity]
         bias = np.full((*state.positions.shape, capacity), -np.inf, np.float32)
         bias[..., : order.shape[1]] = np.take_along_axis(state.bias, order[:, None], axis=2)
@@ -429,7 +444,7 @@ class SlotDecoder:
         Its source bias is its own.
         """
         lengths = (state.source_bias == 0).sum(axis=-1)
-        needed = max(length, int(lengths.max()))
+        needed = _rounded(max(length, int(lengths.max())), UNIT)
         room = state.source_bias.shape[-1]
         if needed <= room < needed + SPARE:
             return replace(state, source_bias=state.source_bias.copy())
@@ -443,14 +458,13 @@ class SlotDecoder:
 
 
 def _live(state: SlotState) -> NDArray[np.bool_]:
-    """The columns of each slot that a row descends from, and those of prompts [slots, capacity]."""
+    """The columns of each slot that a row descends from [slots, capacity]."""
     seen: NDArray[np.bool_] = (state.bias == 0).any(axis=1)
-    return seen | (np.arange(seen.shape[1]) < state.prompt[:, None])
+    return seen
 
 
-def _rounded(columns: int, width: int) -> int:
-    """A capacity of so many columns, and not too many different ones."""
-    unit = GROWTH * width
+def _rounded(columns: int, unit: int) -> int:
+    """The next multiple of a unit."""
     return -(-columns // unit) * unit
 
 
