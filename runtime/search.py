@@ -201,6 +201,8 @@ class _Batch(Generic[State, Key]):
 
         self.state, first = begin(decoder, [request.source for request in requests], special)
         each = self.outputs.rows_at_first
+        if self.refilling is not None:  # as a refill begins, so that scores are the same to the bit
+            each = self.outputs.width
         self.rows = self.outputs.rows_of(np.arange(count)).reshape(count, -1)[:, :each].ravel()
         self.tokens = first.repeat(each)
         if each > 1:

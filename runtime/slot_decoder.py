@@ -150,9 +150,10 @@ class SlotDecoder:
             state, bias=bias, positions=positions, write=write, prompt=prompt, padding=padding
         )
         # Long sentences have ended: what the others need may be much less now, or more.
-        needed = max(int(_live(state).sum(axis=1).max()) + width, columns)
-        if 2 * _rounded(needed, GROWTH * width) <= bias.shape[-1] or columns > bias.shape[-1]:
-            state = self._with_columns(state, np.arange(len(write)), needed)
+        new = max(width, columns - int(write.max()))
+        needed = _rounded(int(write.max()) + new, GROWTH * width)
+        if 2 * needed <= bias.shape[-1] or columns > bias.shape[-1]:
+            state = self._with_columns(state, np.arange(len(write)), new)
         if self.has_encoder:
             source_bias = state.source_bias.copy()
             source_bias[sentences] = -np.inf
@@ -218,7 +219,7 @@ class SlotDecoder:
     def _step(self, tokens: Integers, state: SlotState) -> tuple[_Heads, SlotState]:
         slots, width = state.positions.shape
         new = tokens.shape[1]
-        state = self._with_room(state, width * new)
+        state = self._with_room(self._without_gaps(state), width * new)
         # Row `row` of a slot writes its `new` tokens side by side, after those of the rows before.
         columns = state.write[:, None] + np.arange(width * new)
         own = columns.reshape(slots, width, new)
@@ -404,33 +405,53 @@ class SlotDecoder:
     def _with_columns(self, state: SlotState, slots: Integers, new: int) -> SlotState:
         """Moves the cache of some slots into one that has room for so many more columns of each.
 
-        Only the columns that a row descends from go along: of beams few do, however long they are.
-
         Args:
             state: All but the cache is of `slots` already.
             slots: Which slots of the cache to take [slots].
             new: Columns of a slot that are written next.
         """
-        if not state.past:
-            capacity = _rounded(new, GROWTH * state.positions.shape[1])
-            bias = np.full((*state.positions.shape, capacity), -np.inf, np.float32)
-            return replace(state, past=self._buffers("past", len(slots), capacity), bias=bias)
-        live = _live(state)
-        counts = live.sum(axis=1)
-        capacity = _rounded(int(counts.max()) + new, GROWTH * state.positions.shape[1])
-        order = np.argsort(~live, axis=1, kind="stable")[:, :capacity]
+        capacity = _rounded(int(state.write.max()) + new, GROWTH * state.positions.shape[1])
         bias = np.full((*state.positions.shape, capacity), -np.inf, np.float32)
-        bias[..., : order.shape[1]] = np.take_along_axis(state.bias, order[:, None], axis=2)
+        if not state.past:
+            return replace(state, past=self._buffers("past", len(slots), capacity), bias=bias)
+        old = state.bias.shape[-1]
+        kept = min(old, capacity)
+        bias[..., :kept] = state.bias[..., :kept]
         # What lies in columns that are not seen is of no consequence, as long as it is finite.
-        columns = np.zeros((len(slots), capacity), np.int64)
-        columns[:, : order.shape[1]] = order
-        old = state.past[0].shape()[2]
+        columns = np.tile(np.minimum(np.arange(capacity), old - 1), (len(slots), 1))
+        return replace(state, past=self._gather(state, slots, columns), bias=bias, calls={})
+
+    def _without_gaps(self, state: SlotState) -> SlotState:
+        """Moves the columns that are still seen to the front of their slot, every few steps.
+
+        Of beams few columns stay in sight, however long they are. Sums are rounded as the columns
+        lie, so each sentence moves its own after so many steps of its own, whatever others need.
+        """
+        steps = state.positions[:, 0] - state.prompt
+        slots = np.flatnonzero(steps % GROWTH == 0)
+        live = (state.bias[slots] == 0).any(axis=1)
+        counts = live.sum(axis=1)
+        moving = counts < state.write[slots]
+        slots, live, counts = slots[moving], live[moving], counts[moving]
+        if not len(slots):
+            return state
+        order = np.argsort(~live, axis=1, kind="stable")[:, : counts.max()]
+        bias, write = state.bias.copy(), state.write.copy()
+        bias[slots] = -np.inf
+        bias[slots, :, : order.shape[1]] = np.take_along_axis(
+            state.bias[slots], order[:, None], axis=2
+        )
+        write[slots] = counts
+        self._place(state.past, slots, self._gather(state, slots, order), np.arange(len(slots)))
+        return replace(state, bias=bias, write=write)
+
+    def _gather(self, state: SlotState, slots: Integers, columns: Integers) -> Sequence[OrtValue]:
+        """Copies columns [slots, columns] of the cache of some slots."""
         heads = np.arange(self._heads)[:, None]
-        index = (slots[:, None, None] * self._heads + heads) * old + columns[:, None]
+        index = (slots[:, None, None] * self._heads + heads) * state.past[0].shape()[2]
         gather = self._runners["gather"]
-        inputs = {"index": [gather.value(index)], "state": state.past}
-        past = gather.run(inputs, "gathered")
-        return replace(state, past=past, bias=bias, write=counts, calls={})
+        inputs = {"index": [gather.value(index + columns[:, None])], "state": state.past}
+        return gather.run(inputs, "gathered")
 
     def _with_room(self, state: SlotState, new: int) -> SlotState:
         """Returns a state whose cache has room for so many more columns of every slot."""
@@ -455,12 +476,6 @@ class SlotDecoder:
         cross = self._buffers("cross", len(lengths), needed)
         self._place(cross, slots, state.cross, slots)
         return replace(state, cross=cross, source_bias=bias, calls={})
-
-
-def _live(state: SlotState) -> NDArray[np.bool_]:
-    """The columns of each slot that a row descends from [slots, capacity]."""
-    seen: NDArray[np.bool_] = (state.bias == 0).any(axis=1)
-    return seen
 
 
 def _rounded(columns: int, unit: int) -> int:

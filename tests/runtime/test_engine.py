@@ -308,6 +308,35 @@ def test_a_thousand_real_rows(
     assert len({row[0] for row in expected.values()}) > 100, "the answers must tell rows apart"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        GenerationOptions(max_length=8, min_length=5, no_repeat_ngram=1),
+        GenerationOptions(max_length=8, scores=False),
+        GenerationOptions(max_length=8, min_length=5, no_repeat_ngram=1, beam=4, n_best=4),
+    ],
+    ids=["greedy", "greedy without scores", "beam"],
+)
+def test_a_thousand_real_rows_in_place_are_the_same_bit_for_bit(
+    fast_bundle_folder: Path, real_texts: list[str], options: GenerationOptions
+) -> None:
+    """Scores as well, whether a row is alone or among many; and as the portable variant's."""
+    found = []
+    order = list(range(len(real_texts)))
+    for number, (variant, rows) in enumerate([("cpu-fp32", 64), ("cpu-fp32", 1), ("portable", 64)]):
+        random.Random(number).shuffle(order)
+        engine = Engine.load(fast_bundle_folder, variant=variant, replicas=1)
+        engine.batches = BatchOptions(rows=rows * options.beam, window=300)
+        results = engine.generate((real_texts[index] for index in order), options)
+        found.append(dict(zip(order, results, strict=True)))
+    many, alone, portable = found
+    # As text: a score that is not asked for is NaN, which equals nothing.
+    assert [i for i in order if repr(many[i]) != repr(alone[i])] == []
+    tokens = [answers([each[i] for i in range(len(order))]) for each in (many, portable)]
+    assert tokens[0] == tokens[1]
+    assert len({row[0] for row in tokens[0]}) > 100, "the answers must tell rows apart"
+
+
 def test_bad_rows_are_errors_of_their_own(engine: Engine, alone: Alone, texts: list[str]) -> None:
     good = texts[:4]
     mixed = ["", good[0], " \t\u3000", good[1], good[2], "word " * 5000, good[3]]

@@ -779,15 +779,13 @@ def test_slots_stay_full_while_sentences_wait(beam: int, samples: int, slots: in
     decoder = Watched(extra=beam)
     stream(decoder, counted(lengths, 50), options, slots)
     # The last sentence of all has come in with the last refill.
-    waiting = slice(beam > 1, decoder.steps_before_refill[-1])
+    waiting = slice(decoder.steps_before_refill[-1])
     assert set(decoder.rows_stepped[waiting]) == {slots * width}
     assert len(decoder.rows_stepped[waiting]) > 0.8 * (sum(lengths) + 25 * slots * beam) / slots
     # Less than a sixteenth waits for more to end.
     assert max(decoder.idle[waiting]) < max(1, slots * width / 16)
     useful = sum(length + beam for length in lengths) * width
-    assert useful - slots * (width - 1) * (beam > 1) == sum(decoder.rows_stepped) - sum(
-        decoder.idle
-    )
+    assert useful == sum(decoder.rows_stepped) - sum(decoder.idle)
     assert sum(decoder.rows_stepped) < useful * (1 + 1 / 16) + slots * width * 30 / 3
     assert decoder.begun[0] == slots
     assert set(decoder.begun[1:-1]) == {READ_TOGETHER}
@@ -829,8 +827,8 @@ def test_ended_rows_leave_a_refilling_decoder_in_quarters() -> None:
 
     decoder = RefillingFake(tokens_given, 5)
     stream(decoder, counted(range(7)), GenerationOptions(beam=2, max_length=9), 7)
-    # The first step scores no second beam. Source (n,) ends for the second time in step n + 2.
-    assert decoder.rows_stepped == [7, 14, 14, 10, 10, 6, 4, 2]
+    # Source (n,) ends for the second time in step n + 2.
+    assert decoder.rows_stepped == [14, 14, 14, 10, 10, 6, 4, 2]
 
 
 def test_what_ends_at_its_greatest_length_is_stepped_no_further() -> None:
@@ -859,7 +857,7 @@ def test_what_ends_at_its_greatest_length_is_refilled_however_few_they_are(beam:
     stream(decoder, requests, options, 64)
     assert min(decoder.refilled) < 4, "fewer than a sixteenth"
     assert sum(decoder.refilled) == 600 - 64, "no second batch had to begin"
-    waiting = decoder.rows_stepped[beam > 1 : sum(limits) // 64 - 30]
+    waiting = decoder.rows_stepped[: sum(limits) // 64 - 30]
     assert set(waiting) == {64 * beam}
 
 

@@ -477,6 +477,29 @@ def test_a_stream_is_answered_as_by_the_portable_decoder(
     assert len({row[0].tokens for row in expected}) > 50, "the answers must tell rows apart"
 
 
+@pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.parametrize("model", ["both", "writers"])
+def test_a_stream_answers_the_same_bit_for_bit_in_any_number_of_slots(
+    model: str, name: str, request: pytest.FixtureRequest
+) -> None:
+    """Sentences begin together or in the place of others, and are padded or not."""
+    decoder = request.getfixturevalue(model).fast
+    rng = np.random.default_rng(1)
+    sources = random_rows(80, 19, 13)
+    lengths = rng.integers(4, 21, 80).tolist()
+    answers = []
+    for slots in (80, 1, 5, 20):
+        requests = [
+            Request(key, sources[key], lengths[key], row_id=key) for key in rng.permutation(80)
+        ]
+        found = search_stream(
+            decoder, Listed(requests), SEARCHES[name], SpecialTokens(0, 1, 2), slots=slots
+        )
+        # As text: a score that is not asked for is NaN, which equals nothing.
+        answers.append({key: repr(hypotheses) for key, hypotheses in found})
+    assert answers[1:] == answers[:1] * 3
+
+
 @pytest.mark.parametrize("beam", [1, 3])
 def test_threads_share_it(both: Both, beam: int) -> None:
     """Two threads at work at once answer as one does."""
