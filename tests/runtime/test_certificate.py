@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from transferry.runtime import certificate as certificate_module
-from transferry.runtime.bundle import MANIFEST, Bundle
+from transferry.runtime.bundle import IN_PLACE, MANIFEST, Bundle
 from transferry.runtime.certificate import (
     FOLDER,
     Certificate,
@@ -270,7 +270,8 @@ def with_variants(folder: Path, *names: str) -> Bundle:
     """The bundle as if it had these variants too: only what the manifest says of them matters."""
     bundle = Bundle.load(folder)
     portable = bundle.variant("portable")
-    graphs = {**portable.graphs, "place": portable.graphs["select"]}
+    in_place = dict.fromkeys(IN_PLACE, portable.graphs["select"])
+    graphs = {**portable.graphs, **in_place}
     providers: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("cuda",)}
     precisions = {"fp32": "float32", "int8": "int8", "fp16": "float16"}
     variants = {"portable": portable}
