@@ -331,7 +331,7 @@ def fastest(bundle: Bundle, options: SessionOptions) -> Variant:
         each for each in bundle.manifest.variants.values() if options.provider in each.providers
     ]
     # Fewer bits are faster, and so is what was made for this provider alone.
-    variants.sort(key=lambda each: (each.exact, len(each.providers)))
+    variants.sort(key=lambda each: (each.exact, len(each.providers), not each.in_place))
     for status in ("verified", "elsewhere"):
         for variant in variants:
             if standing(bundle, variant, options).status == status:
