@@ -9,8 +9,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from transferry.runtime.engine import NOT_FINITE, Engine, RowError
+from transferry.runtime.engine import Engine
 from transferry.runtime.pipeline import Todo
+from transferry.runtime.rows import NOT_FINITE, RowError
 from transferry.runtime.search import pad_sources
 
 Pooling = Literal["mean", "first"]

@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import MANIFEST, Bundle
@@ -30,32 +30,9 @@ from transferry.runtime.pipeline import (
 )
 from transferry.runtime.processor import usable_cores
 from transferry.runtime.reference import verify_recorded
+from transferry.runtime.rows import NOT_FINITE, RowError
 from transferry.runtime.search import search_stream
 from transferry.runtime.session import Optimisation, Provider, SessionOptions
-
-RowErrorKind = Literal["empty", "too-long", "too-short", "no-mask", "not-finite"]
-
-
-@dataclass(frozen=True)
-class RowError:
-    """Why a row has no answer.
-
-    Attributes:
-        kind: A word for programs.
-        message: A sentence for people.
-    """
-
-    kind: RowErrorKind
-    message: str
-
-    def record(self) -> dict[str, str]:
-        """Returns the error as JSON values."""
-        return {"kind": self.kind, "message": self.message}
-
-
-NOT_FINITE = RowError(
-    "not-finite", "the model gave NaN or infinity; verify the bundle on this provider"
-)
 
 
 @dataclass(frozen=True)

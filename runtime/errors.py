@@ -33,3 +33,9 @@ class ProviderError(TransferryError):
     """The execution provider that was asked for cannot run here."""
 
     exit_code = 5
+
+
+class BadRowsError(TransferryError):
+    """A job is finished, but some of its rows hold an error instead of an answer."""
+
+    exit_code = 6

@@ -19,11 +19,12 @@ from typing import Any, BinaryIO, Generic, Literal, Protocol, TypeVar, cast
 
 from transferry.runtime.canary import Canary, share
 from transferry.runtime.embedding import embed
-from transferry.runtime.engine import Engine, Output, Result, RowError
+from transferry.runtime.engine import Engine, Output, Result
 from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.files import atomic_file, read_lines
 from transferry.runtime.fill_mask import fill_masks
 from transferry.runtime.options import GenerationOptions
+from transferry.runtime.rows import RowError
 from transferry.runtime.scoring import Score, score
 from transferry.runtime.writers import NpyVectors, ParquetVectors, Writer, lines_of
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from transferry.runtime.engine import NOT_FINITE, Engine, RowError
+from transferry.runtime.engine import Engine
 from transferry.runtime.logits import log_sum_exp
 from transferry.runtime.pipeline import Todo
+from transferry.runtime.rows import NOT_FINITE, RowError
 from transferry.runtime.search import pad_sources
 
 # Most logits of a batch: 256 MB of float32.

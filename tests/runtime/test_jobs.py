@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 
 import pytest
 
-from transferry.runtime.engine import Engine, Output, Result, RowError
+from transferry.runtime.engine import Engine, Output, Result
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs import (
     STANDARD_STREAM,
@@ -23,6 +23,7 @@ from transferry.runtime.jobs import (
     guess_format,
 )
 from transferry.runtime.options import GenerationOptions
+from transferry.runtime.rows import RowError
 
 LINES = ["eins zwei", "", "drei", "Straße \u2028 東京"]
 

@@ -8,8 +8,8 @@ import pytest
 
 from transferry.runtime import writers
 from transferry.runtime.embedding import Embedding
-from transferry.runtime.engine import RowError
 from transferry.runtime.errors import UsageError
+from transferry.runtime.rows import RowError
 from transferry.runtime.writers import Lines, NpyVectors, ParquetVectors
 
 WIDTH = 3
