@@ -42,7 +42,7 @@ from transferry.runtime.session import SessionOptions
 from transferry.runtime.tables import table
 
 # Of a decoder, as far as it has them.
-METHODS = ("start", "step", "likeliest", "log_sum_exp", "select", "refill")
+METHODS = ("start", "step", "likeliest", "normalise", "select", "refill")
 IN_ONNXRUNTIME = "in onnxruntime"
 BETWEEN = "between operators"
 

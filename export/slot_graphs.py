@@ -26,6 +26,7 @@ from transferry.export.graphs import (
     silenced,
 )
 from transferry.runtime.bundle import GraphSpec, Role, TensorSpec
+from transferry.runtime.logits import SEGMENT
 
 # The first that has TensorScatter.
 OPSET = 24
@@ -124,11 +125,18 @@ class BestGraph(nn.Module):
 
 
 class SumsGraph(nn.Module):
-    """logits -> sums: of the exponentials of each row, which make probabilities of them."""
+    """logits -> sums, peaks: what makes probabilities of them, and where the likeliest are."""
 
-    def forward(self, logits: Tensor) -> Tensor:
-        """Sums up [rows, vocabulary] to [rows]."""
-        return logits.exp().sum(dim=1)
+    def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums up the exponentials of [rows, vocabulary] to [rows], and finds their `Peaks`."""
+        segments, left = divmod(logits.shape[1], SEGMENT)
+        peaks = logits
+        if segments:
+            whole = logits[:, : segments * SEGMENT] if left else logits
+            peaks = whole.reshape(-1, segments, SEGMENT).amax(dim=2)
+            if left:
+                peaks = torch.cat([peaks, logits[:, segments * SEGMENT :]], dim=1)
+        return logits.exp().sum(dim=1), peaks
 
 
 class CrossGraph(nn.Module):
@@ -245,6 +253,8 @@ def export_slot_graphs(
 
     past, present = past_as("past", "batch", "capacity"), past_as("present", "batch", "capacity")
 
+    whole, left = divmod(config.vocabulary_size, SEGMENT)
+    segments = whole + left
     source = ids("source", "batch", "source")
     mask = TensorSpec("source_mask", "source_mask", "bool", ("batch", "source"))
     read = (floats("source_bias", "batch", 1, 1, "source"), *cross)
@@ -272,7 +282,7 @@ def export_slot_graphs(
         "sums": (
             SumsGraph(),
             (floats("logits", "rows", config.vocabulary_size),),
-            (floats("sums", "rows"),),
+            (floats("sums", "rows"), floats("peaks", "rows", segments)),
         ),
         "select": (
             SelectGraph(),

@@ -7,12 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.hypothesis import FAILED, Hypothesis, length_normalised, ranked
-from transferry.runtime.logits import BLOCK_ENTRIES
+from transferry.runtime.logits import Normaliser, Peaks
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.outputs import Choice, Normalise, Outputs, Request
 
-# Segments of the vocabulary whose maxima a threshold is taken from: short ones cost numpy more,
-# few leave more candidates above it.
+# Segments of the vocabulary whose maxima a threshold is taken from, where numpy finds them: short
+# ones cost it more, few leave more candidates above it.
 SEGMENTS = 16
 
 
@@ -71,7 +71,8 @@ class Beams(Outputs):
         width = len(rows) // len(slots)
         totals = self.totals[slots, :width]
         normaliser = self.normalise(logits)
-        failed = (np.isnan(normaliser.reshape(-1, width)) & (totals > -np.inf)).any(axis=1)
+        normalised = ~np.isnan(normaliser.log_sum_exp).reshape(-1, width)
+        failed = (~normalised & (totals > -np.inf)).any(axis=1)
         totals, parents, tokens = best_candidates(logits, allowed, normaliser, totals, 2 * beam)
         parents += np.arange(len(slots))[:, None] * width
 
@@ -140,7 +141,7 @@ class Beams(Outputs):
 def best_candidates(
     logits: NDArray[np.floating[Any]],
     allowed: NDArray[np.floating[Any]],
-    normaliser: NDArray[np.float64],
+    normaliser: Normaliser,
     totals: NDArray[np.float64],
     count: int,
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
@@ -150,8 +151,8 @@ def best_candidates(
 
     Args:
         logits: of the next token, as the model gave them `[sentences * width, vocabulary]`.
-        allowed: the same after the processors.
-        normaliser: `log_sum_exp` of the logits `[sentences * width]`.
+        allowed: the same after the processors; the same array where there were none.
+        normaliser: of the logits.
         totals: log-probabilities of the beams `[sentences, width]`.
         count: candidates wanted of each sentence.
 
@@ -161,15 +162,11 @@ def best_candidates(
     """
     sentences, width = totals.shape
     vocabulary = logits.shape[1]
-    offsets = totals.reshape(-1) - normaliser
-    # As many rows at a time as stay in the processor's cache from one pass to the next.
-    block = max(1, BLOCK_ENTRIES // (width * vocabulary)) * width
-    places = []
-    for first in range(0, len(offsets), block):
-        part = slice(first, first + block)
-        places.append(_contenders(allowed[part], offsets[part], width, count))
-        places[-1] += first * vocabulary
-    row, token = np.divmod(np.concatenate(places), vocabulary)
+    offsets = totals.reshape(-1) - normaliser.log_sum_exp
+    peaks = normaliser.peaks
+    if peaks is None or allowed is not logits:
+        peaks = Peaks.of(allowed, max(1, vocabulary // max(2 * count, SEGMENTS)))
+    row, token = _contenders(allowed, peaks, offsets, width, count)
     value = logits[row, token] + offsets[row]
 
     # Side by side in the order of beam and token, which a stable sort keeps among equals.
@@ -186,45 +183,52 @@ def best_candidates(
 
 
 def _contenders(
-    allowed: NDArray[np.floating[Any]], offsets: NDArray[np.float64], width: int, count: int
-) -> NDArray[np.int64]:
-    """The candidates of a sentence that reach the `count` largest of some of its candidates.
+    allowed: NDArray[np.floating[Any]],
+    peaks: Peaks,
+    offsets: NDArray[np.float64],
+    width: int,
+    count: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The candidates of each sentence that reach the `count`-th largest of its peaks.
 
-    These some are the maxima of segments of the vocabulary: `count` candidates at least reach the
-    `count`-th largest of them, and few more.
+    `count` candidates at least reach it, and few more; and only segments whose peak does hold any.
 
     Args:
         allowed: `[sentences * width, vocabulary]`
+        peaks: of the same.
         offsets: what makes logits comparable within a sentence; not finite where a beam does not
             exist or failed, whatever its logits `[sentences * width]`.
         width: beams of a sentence.
         count: candidates wanted of a sentence.
 
     Returns:
-        Row times vocabulary plus token, in rising order; none with a logit of minus infinity.
+        Rows and tokens, in rising order of row and then token; none with a logit of minus infinity.
     """
     lowest = np.finfo(allowed.dtype).min
     with np.errstate(invalid="ignore", over="ignore"):
-        peaks = _segment_maxima(allowed, 2 * count) + offsets[:, None]
-        peaks[~np.isfinite(offsets)] = -np.inf
-        reach = peaks.reshape(len(allowed) // width, -1)
-        kth = max(0, reach.shape[1] - count)
-        threshold = np.partition(reach, kth, axis=1)[:, kth].repeat(width)
+        reach = peaks.maxima + offsets[:, None]
+        reach[~np.isfinite(offsets)] = -np.inf
+        reach = reach.reshape(len(allowed) // width, -1)
+        kth = reach.shape[1] - count
+        threshold = np.full(len(allowed), -np.inf)  # where all are needed
+        if kth >= 0:
+            threshold = np.partition(reach, kth, axis=1)[:, kth].repeat(width)
         # Lowered by what the sums may be rounded, so that none is left out.
         rounding = 2 * np.finfo(np.float64).eps * (np.abs(threshold) + np.abs(offsets))
         enough = np.maximum(threshold - offsets - rounding, lowest)
     # Nothing reaches NaN, infinity neither.
     enough[~np.isfinite(offsets)] = np.nan
     # In the logits' own precision: the nearest number there has none between it and the exact one.
-    return np.flatnonzero(allowed >= enough.astype(allowed.dtype)[:, None])
-
-
-def _segment_maxima(logits: NDArray[np.floating[Any]], least: int) -> NDArray[np.floating[Any]]:
-    """The maxima of at least so many segments of each row, if it is long enough."""
-    rows, vocabulary = logits.shape
-    length = max(1, vocabulary // max(least, SEGMENTS))
-    whole = vocabulary - vocabulary % length
-    maxima: NDArray[np.floating[Any]] = logits[:, :whole].reshape(rows, -1, length).max(axis=2)
-    if whole == vocabulary:
-        return maxima
-    return np.column_stack([maxima, logits[:, whole:].max(axis=1)])
+    enough = enough.astype(allowed.dtype)
+    row, segment = np.divmod(np.flatnonzero(peaks.maxima >= enough[:, None]), peaks.maxima.shape[1])
+    # Behind the whole segments each token is one by itself.
+    whole, length = allowed.shape[1] // peaks.length, peaks.length
+    single = segment >= whole
+    single_row, single_token = row[single], segment[single] + whole * (length - 1)
+    row, segment = row[~single], segment[~single]
+    segments = allowed[:, : whole * length].reshape(len(allowed), whole, length)
+    place, offset = np.divmod(np.flatnonzero(segments[row, segment] >= enough[row, None]), length)
+    row = np.concatenate([row[place], single_row])
+    token = np.concatenate([segment[place] * length + offset, single_token])
+    order = np.argsort(row, kind="stable")
+    return row[order], token[order]

@@ -54,6 +54,7 @@ Role = Literal[
     "rough",  # [batch * target, vocabulary]: the logits as int8 gives them, for screening
     "best",  # int64 [rows]: the likeliest tokens, -1 where the logits are not finite
     "sums",  # [rows]: of the exponentials of the logits
+    "peaks",  # [rows, segments]: the largest of each 64 neighbouring logits, then those left over
     "logits",  # [batch, target, vocabulary], or of an encoder alone [batch, source, vocabulary];
     #            where the cache lies in place [batch * target, vocabulary]
     "hidden",  # [batch, source, d_model]: what an encoder alone makes of the source; of a decoder

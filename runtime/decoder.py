@@ -6,6 +6,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from transferry.runtime.logits import Normaliser
+
 State = TypeVar("State")
 # Sets scores `[rows, vocabulary]` to minus infinity in place where a token is forbidden.
 Forbid = Callable[[NDArray[np.floating[Any]]], None]
@@ -124,8 +126,8 @@ class GreedyDecoder(Decoder[State], Protocol[State]):
 class NormalisingDecoder(Protocol):
     """A decoder that normalises logits faster than numpy."""
 
-    def log_sum_exp(self, logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-        """As `logits.log_sum_exp`: `[rows, vocabulary]` -> `[rows]`."""
+    def normalise(self, logits: NDArray[np.floating[Any]]) -> Normaliser:
+        """As `logits.normalise`, of `[rows, vocabulary]`."""
         ...
 
 

@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.hypothesis import Hypothesis
+from transferry.runtime.logits import Normaliser
 from transferry.runtime.options import GenerationOptions
 
 Key = TypeVar("Key")
-# `logits.log_sum_exp`, or what a decoder has for it.
-Normalise = Callable[[NDArray[np.floating[Any]]], NDArray[np.float64]]
+# `logits.normalise`, or what a decoder has for it.
+Normalise = Callable[[NDArray[np.floating[Any]]], Normaliser]
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Picks(Outputs):
             tokens = self.sampler(allowed, rows, self.lengths[rows // self.width])
         picked = np.arange(len(rows)), tokens
         if self.options.scores:
-            gains = logits[picked] - self.normalise(logits)
+            gains = logits[picked] - self.normalise(logits).log_sum_exp
         elif allowed is logits:
             gains = logits[picked]
         else:

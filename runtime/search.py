@@ -27,7 +27,7 @@ from transferry.runtime.decoder import (
 )
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.hypothesis import Hypothesis
-from transferry.runtime.logits import log_sum_exp
+from transferry.runtime.logits import normalise
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.outputs import Key, Outputs, Request
 from transferry.runtime.processors import build_processors, forbid, restrict
@@ -189,10 +189,8 @@ class _Batch(Generic[State, Key]):
         if isinstance(decoder, GreedyDecoder) and not options.scores:
             self.greedy = decoder
         kind = Beams if options.beam > 1 else Picks
-        normalise = log_sum_exp
-        if isinstance(decoder, NormalisingDecoder):
-            normalise = decoder.log_sum_exp
-        self.outputs: Outputs = kind(count, options, special.eos_id, normalise)
+        normaliser = decoder.normalise if isinstance(decoder, NormalisingDecoder) else normalise
+        self.outputs: Outputs = kind(count, options, special.eos_id, normaliser)
         self.busy = np.zeros(count, np.bool_)
         self.keys = [request.key for request in requests]
         self.prefixes = [request.prefix for request in requests]

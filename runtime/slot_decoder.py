@@ -20,15 +20,16 @@ from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import Bundle, Role, Variant
 from transferry.runtime.decoder import Forbid
 from transferry.runtime.graph_runner import BoundCall, GraphRunner, describe
-from transferry.runtime.logits import log_sum_exp
+from transferry.runtime.logits import SEGMENT, Normaliser, Peaks, log_sum_exp, normalise
 from transferry.runtime.screen import Screen
 from transferry.runtime.session import Provider, SessionOptions
 
 # Sentences that the encoder reads at once: of similar length, so that little is padding, and few
 # enough for the hidden states of all of them to stay in the processor's cache.
 CHUNK = 32
-# Steps by which a cache grows. Every step reads all of it, and growing copies it.
-GROWTH = 8
+# Steps that a cache may have room for beyond the next. Every step reads all of it, making it
+# longer or shorter copies it.
+GROWTH = 6
 # How much is computed at once where nothing is said: rows that share the reading of the weights.
 BATCHES: dict[Provider, BatchOptions] = {
     "cpu": BatchOptions(rows=256, tokens=1 << 15),
@@ -37,8 +38,6 @@ BATCHES: dict[Provider, BatchOptions] = {
 # Sources and caches have a multiple of so many columns: the product of one row with a matrix sums
 # its last one to three terms in another order, so that else the padding would show.
 UNIT = 4
-# Columns for the source that may go unused before the others are moved together.
-SPARE = 8
 
 # Sums of exponentials that float32 holds in full precision, their largest terms included.
 SMALLEST_SUM, LARGEST_SUM = 1e-30, 1e38
@@ -140,7 +139,7 @@ class SlotDecoder:
         self, state: SlotState, sentences: Integers, fresh: SlotState, chosen: Integers
     ) -> SlotState:
         """Puts new sentences into slots; see `RefillingDecoder.refill`."""
-        width, columns = state.positions.shape[1], fresh.bias.shape[-1]
+        columns = fresh.bias.shape[-1]
         bias, positions = state.bias.copy(), state.positions.copy()
         write, prompt, padding = state.write.copy(), state.prompt.copy(), state.padding.copy()
         bias[sentences], positions[sentences] = -np.inf, fresh.positions[chosen]
@@ -149,10 +148,8 @@ class SlotDecoder:
         state = replace(
             state, bias=bias, positions=positions, write=write, prompt=prompt, padding=padding
         )
-        # Long sentences have ended: what the others need may be much less now, or more.
-        new = max(width, columns - int(write.max()))
-        needed = _rounded(int(write.max()) + new, GROWTH * width)
-        if 2 * needed <= bias.shape[-1] or columns > bias.shape[-1]:
+        if columns > bias.shape[-1]:
+            new = columns - int(write.max())
             state = self._with_columns(state, np.arange(len(write)), new)
         if self.has_encoder:
             source_bias = state.source_bias.copy()
@@ -201,20 +198,22 @@ class SlotDecoder:
             forbid(rough)
         return self._screen.likeliest(heads.hidden.numpy(), rough), state
 
-    def log_sum_exp(self, logits: Floats) -> NDArray[np.float64]:
-        """Normalises logits [rows, vocabulary]; see `NormalisingDecoder.log_sum_exp`."""
+    def normalise(self, logits: Floats) -> Normaliser:
+        """Normalises logits [rows, vocabulary]; see `NormalisingDecoder.normalise`."""
         runner = self._runners["sums"]
         if runner.on_device:
-            return log_sum_exp(logits)
+            return normalise(logits)
         sums = np.empty(len(logits), np.float32)
-        runner.run({"logits": [runner.value(logits)]}, host={"sums": sums})
+        segments = int(runner.graph.tensor("peaks").shape[-1])
+        peaks = np.empty((len(logits), segments), np.float32)
+        runner.run({"logits": [runner.value(logits)]}, host={"sums": sums, "peaks": peaks})
         # Exponentials of the logits as they are: where float32 could not hold them, the slow way.
         extreme = ~((sums > SMALLEST_SUM) & (sums < LARGEST_SUM))
         with np.errstate(divide="ignore", invalid="ignore"):
             result = np.log(sums, dtype=np.float64)
         if extreme.any():
             result[extreme] = log_sum_exp(logits[extreme])
-        return result
+        return Normaliser(result, Peaks(peaks, SEGMENT))
 
     def _step(self, tokens: Integers, state: SlotState) -> tuple[_Heads, SlotState]:
         slots, width = state.positions.shape
@@ -410,7 +409,7 @@ class SlotDecoder:
             slots: Which slots of the cache to take [slots].
             new: Columns of a slot that are written next.
         """
-        capacity = _rounded(int(state.write.max()) + new, GROWTH * state.positions.shape[1])
+        capacity = _rounded(int(state.write.max()) + new, UNIT * state.positions.shape[1])
         bias = np.full((*state.positions.shape, capacity), -np.inf, np.float32)
         if not state.past:
             return replace(state, past=self._buffers("past", len(slots), capacity), bias=bias)
@@ -454,20 +453,25 @@ class SlotDecoder:
         return gather.run(inputs, "gathered")
 
     def _with_room(self, state: SlotState, new: int) -> SlotState:
-        """Returns a state whose cache has room for so many more columns of every slot."""
-        if int(state.write.max()) + new <= state.bias.shape[-1]:
+        """Returns a state whose cache has room for so many more columns of every slot.
+
+        And not for many more: each step reads all of it, and what is needed becomes less with every
+        long sentence that ends.
+        """
+        needed, room = int(state.write.max()) + new, state.bias.shape[-1]
+        if needed <= room <= needed + GROWTH * new:
             return state
         return self._with_columns(state, np.arange(len(state.write)), new)
 
     def _with_source(self, state: SlotState, length: int) -> SlotState:
-        """Returns a state with room for sources of some length, and not much more than is needed.
+        """Returns a state with room for sources of some length, and no more than is needed.
 
         Its source bias is its own.
         """
         lengths = (state.source_bias == 0).sum(axis=-1)
         needed = _rounded(max(length, int(lengths.max())), UNIT)
         room = state.source_bias.shape[-1]
-        if needed <= room < needed + SPARE:
+        if needed == room:
             return replace(state, source_bias=state.source_bias.copy())
         bias = np.full((len(lengths), 1, 1, needed), -np.inf, np.float32)
         kept = min(needed, room)

@@ -17,7 +17,7 @@ from transferry.runtime.beam import Beams, best_candidates
 from transferry.runtime.decoder import Forbid
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.hypothesis import FAILED
-from transferry.runtime.logits import log_sum_exp, top_k
+from transferry.runtime.logits import SEGMENT, Normaliser, Peaks, log_sum_exp, top_k
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.sampling import Sampler, draw_uniforms
 from transferry.runtime.search import (
@@ -495,7 +495,7 @@ def test_a_beam_that_does_not_exist_may_score_anything() -> None:
 
     logits = np.stack([log_of(0.5, 0.3, 0.2), np.array([9.0, 0.0, np.nan])])
     totals, parents, tokens = best_candidates(
-        logits, logits, np.array([0.0, np.nan]), np.array([[-1.0, -np.inf]]), 4
+        logits, logits, Normaliser(np.array([0.0, np.nan])), np.array([[-1.0, -np.inf]]), 4
     )
     np.testing.assert_allclose(totals, [[*(np.log([0.5, 0.3, 0.2]) - 1), -np.inf]])
     assert parents[0, :3].tolist() == [0, 0, 0]
@@ -554,20 +554,35 @@ def test_the_best_candidates_are_those_of_a_plain_sort(
     strange[...] = rng.choice([np.nan, np.inf, -np.inf, 50.0], strange.shape)
     allowed.reshape(sentences, width, vocabulary)[3, 1:] = strange
     normaliser.reshape(sentences, width)[3, 1:] = log_sum_exp(strange.reshape(-1, vocabulary))
-    values, parents, tokens = best_candidates(logits, allowed, normaliser, totals, count)
-    assert values.shape == parents.shape == tokens.shape == (sentences, count)
-    expected = plain_candidates(logits, allowed, normaliser, totals, count)
-    for sentence, best in enumerate(expected):
-        found = zip(values[sentence], parents[sentence], tokens[sentence], strict=True)
-        assert list(found)[: len(best)] == best
-        assert np.isneginf(values[sentence, len(best) :]).all()
+    for usable, length in ((allowed, 1), (logits, 1), (logits, 7), (logits, SEGMENT)):
+        peaks = Peaks.of(logits, length)
+        values, parents, tokens = best_candidates(
+            logits, usable, Normaliser(normaliser, peaks), totals, count
+        )
+        assert values.shape == parents.shape == tokens.shape == (sentences, count)
+        expected = plain_candidates(logits, usable, normaliser, totals, count)
+        for sentence, best in enumerate(expected):
+            found = zip(values[sentence], parents[sentence], tokens[sentence], strict=True)
+            assert list(found)[: len(best)] == best
+            assert np.isneginf(values[sentence, len(best) :]).all()
+
+
+def test_only_segments_whose_peak_is_among_the_best_are_looked_at() -> None:
+    logits = np.zeros((2, 130), np.float32)
+    logits[0, 70], logits[1, 129] = 5.0, 4.0
+    peaks = Peaks.of(logits, 64)
+    assert peaks.maxima.tolist() == [[0, 5, 0, 0], [0, 0, 0, 4]]
+    logits[0, 3] = 9.0  # which the peaks do not know of
+    totals = np.zeros((1, 2))
+    _, parents, tokens = best_candidates(logits, logits, Normaliser(np.zeros(2), peaks), totals, 2)
+    assert list(zip(parents[0], tokens[0], strict=True)) == [(0, 70), (1, 129)]
 
 
 class Normalising(RefillingFake):
     """Takes half as much again off every token, so that its own sums can be told."""
 
-    def log_sum_exp(self, logits: Logits) -> NDArray[np.float64]:
-        return log_sum_exp(logits) + 0.5
+    def normalise(self, logits: Logits) -> Normaliser:
+        return Normaliser(log_sum_exp(logits) + 0.5)
 
 
 @pytest.mark.parametrize("name", ["greedy", "beam", "patient beam", "sampling", "filtered"])

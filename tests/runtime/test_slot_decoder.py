@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from tests.conftest import make_bundle, make_run
 from transferry.runtime.bundle import Bundle
-from transferry.runtime.logits import log_sum_exp
+from transferry.runtime.logits import Peaks, log_sum_exp
 from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.search import Hypothesis, Request, search, search_stream
 from transferry.runtime.session import SessionOptions
-from transferry.runtime.slot_decoder import CHUNK, GROWTH, SlotDecoder, SlotState
+from transferry.runtime.slot_decoder import CHUNK, UNIT, SlotDecoder, SlotState
 from transferry.runtime.tokenizer import SOURCES, SpecialTokens
 
 Logits = NDArray[np.floating[Any]]
@@ -109,7 +109,7 @@ def test_the_tensors_are_those_of_the_portable_decoder(both: Both) -> None:
 def test_a_cache_grows_as_long_as_it_must(both: Both) -> None:
     states = both.step(TARGET[:, :1], both.start())
     first = capacity(states[0])
-    assert first == GROWTH
+    assert first == UNIT
     states = both.fed(TARGET[:, 1:], states)
     assert capacity(states[0]) == TARGET.shape[1]
     both.compare_tensors(states)
@@ -283,6 +283,7 @@ def test_what_long_sentences_needed_is_given_back(both: Both) -> None:
     slots.steps(2)
     slots.refill([0], [[5, 6, 7, 2]])
     assert slots.state.source_bias.shape[-1] < 10
+    slots.steps(1)
     assert capacity(slots.state) < capacity(before)
     slots.steps(10)
 
@@ -410,14 +411,19 @@ def test_the_sums_are_those_of_numpy(both: Both) -> None:
     logits[14, 7] = 88.9  # what follows the rest in float32, but not its sum
     logits[14, 8:11] = 88.0
     np.testing.assert_allclose(
-        both.fast.log_sum_exp(logits), log_sum_exp(logits), rtol=1e-6, atol=2e-6
+        both.fast.normalise(logits).log_sum_exp, log_sum_exp(logits), rtol=1e-6, atol=2e-6
     )
     for one in (logits[3:4], logits[:1]):
-        np.testing.assert_allclose(both.fast.log_sum_exp(one), log_sum_exp(one), rtol=1e-6)
+        np.testing.assert_allclose(
+            both.fast.normalise(one).log_sum_exp, log_sum_exp(one), rtol=1e-6
+        )
+    peaks = both.fast.normalise(logits).peaks
+    assert peaks is not None
+    np.testing.assert_array_equal(peaks.maxima, Peaks.of(logits, peaks.length).maxima)
     logits[5, 3] = np.nan
     logits[6, 3] = np.inf
     logits[7] = -np.inf
-    found = both.fast.log_sum_exp(logits)
+    found = both.fast.normalise(logits).log_sum_exp
     assert np.flatnonzero(np.isnan(found)).tolist() == [5, 6, 7]
 
 
