@@ -29,7 +29,7 @@ from transferry.runtime.options import GenerationOptions, options_of_json
 from transferry.runtime.tables import table
 from transferry.runtime.tokenizer import AnyTokenizer, load_tokenizer
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 REFERENCE = "reference.npz"
 # Which graphs a variant has at least, by architecture.
