@@ -1,5 +1,6 @@
 """Text files as streams of lines, and files that appear whole or not at all."""
 
+import errno
 import gzip
 import hashlib
 import io
@@ -95,14 +96,43 @@ def _shown(path: Path | str) -> str:
 
 
 @contextmanager
-def atomic_file(path: Path, kept: tuple[type[Exception], Path] | None = None) -> Iterator[BinaryIO]:
+def durable_file(path: Path, part: Path) -> Iterator[BinaryIO]:
+    """Write `part`, and let it take the name `path` once all of it is on the disk.
+
+    A power cut right after leaves the whole file; where something fails, `part` stays as it is.
+
+    Args:
+        path: the file.
+        part: where it is written to, on the same file system.
+    """
+    with part.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the names of a folder's files survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot do it
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Write a file that appears whole or not at all, whenever the process is interrupted.
 
     The bytes go to a file beside it, which takes the name once all of them are on the disk.
 
     Args:
         path: the file.
-        kept: an exception that does not throw away what is written, and the name that it gets.
 
     Raises:
         InputError: the disk is full, the folder is read-only or does not exist.
@@ -110,15 +140,8 @@ def atomic_file(path: Path, kept: tuple[type[Exception], Path] | None = None) ->
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         try:
-            with part.open("wb") as file:
+            with durable_file(path, part) as file:
                 yield file
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        except Exception as error:
-            if kept is not None and isinstance(error, kept[0]):
-                part.replace(kept[1])
-            raise
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
