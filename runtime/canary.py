@@ -86,11 +86,12 @@ class Canary:
         # A log-probability is a logit less the logits' log-sum-exp: each may be off.
         self.of_log_probabilities = 2 * self.tolerance.budget(0.0) * largest
 
-    def check(self, number: int, row: Row) -> None:
+    def check(self, number: int, item: Any, row: Row) -> None:
         """Answers a row again, if it is its turn.
 
         Args:
             number: Of the row in the job, from 0.
+            item: What the engine was given.
             row: What the job answers.
 
         Raises:
@@ -99,7 +100,7 @@ class Canary:
         if number % self.every:
             return
         self.rows += 1
-        (again,) = self.ask(self.reference, iter([row.source]), number)
+        (again,) = self.ask(self.reference, iter([item]), number)
         if (row.error and row.error.kind) != (again.error and again.error.kind):
             difference = f"{row.error or 'an answer'}, but {again.error or 'an answer'}"
         elif row.error is not None:

@@ -150,7 +150,7 @@ class Journal:
             UsageError: The folder is none of a job.
         """
         self._require_own()
-        former, note = self._former(), ""
+        former, note = self.former(), ""
         if former is not None:
             note = self._read()
             changes = differences(former, fingerprint)
@@ -213,7 +213,7 @@ class Journal:
                     "it, or name another output"
                 )
 
-    def _former(self) -> Fingerprint | None:
+    def former(self) -> Fingerprint | None:
         """What the job went by that was interrupted, if one was."""
         try:
             former = json.loads((self.folder / JOB).read_bytes())

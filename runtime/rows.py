@@ -18,6 +18,10 @@ RowErrorKind = Literal[
     "not-finite",
 ]
 
+SourceFormat = Literal["text", "tsv", "csv", "jsonl", "parquet"]
+SinkFormat = Literal["text", "tsv", "csv", "jsonl", "parquet", "npy"]
+TooLong = Literal["error", "truncate", "split"]
+
 
 @dataclass(frozen=True)
 class RowError:
