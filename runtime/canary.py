@@ -99,6 +99,9 @@ class Canary:
         if number % self.every:
             return
         self.rows += 1
+        if row.error is not None and not row.source:
+            self.identical += 1  # there was no text to answer
+            return
         (again,) = self.ask(self.reference, iter([row.source]), number)
         if (row.error and row.error.kind) != (again.error and again.error.kind):
             difference = f"{row.error or 'an answer'}, but {again.error or 'an answer'}"
