@@ -86,12 +86,11 @@ class Canary:
         # A log-probability is a logit less the logits' log-sum-exp: each may be off.
         self.of_log_probabilities = 2 * self.tolerance.budget(0.0) * largest
 
-    def check(self, number: int, item: Any, row: Row) -> None:
+    def check(self, number: int, row: Row) -> None:
         """Answers a row again, if it is its turn.
 
         Args:
             number: Of the row in the job, from 0.
-            item: What the engine was given.
             row: What the job answers.
 
         Raises:
@@ -100,7 +99,10 @@ class Canary:
         if number % self.every:
             return
         self.rows += 1
-        (again,) = self.ask(self.reference, iter([item]), number)
+        if row.error is not None and not row.source:
+            self.identical += 1  # there was no text to answer
+            return
+        (again,) = self.ask(self.reference, iter([row.source]), number)
         if (row.error and row.error.kind) != (again.error and again.error.kind):
             difference = f"{row.error or 'an answer'}, but {again.error or 'an answer'}"
         elif row.error is not None:

@@ -29,6 +29,7 @@ from transferry.runtime.pipeline import (
     in_order,
 )
 from transferry.runtime.processor import usable_cores
+from transferry.runtime.reading import Reader, Reading
 from transferry.runtime.reference import verify_recorded
 from transferry.runtime.rows import NOT_FINITE, RowError
 from transferry.runtime.search import search_stream
@@ -60,7 +61,7 @@ class Result:
     """What became of one row: answers, best first, or an error.
 
     Attributes:
-        source: The text that came in.
+        source: The text that came in; nothing where an error came in.
         source_tokens: Its length, the end token included.
         outputs: `n_best` answers, or fewer where the search found fewer; none on an error.
         error: None where there is an answer.
@@ -111,6 +112,8 @@ class Engine:
         self.batches = batches or model.batches
         self.certificate = certificate
         self.max_positions = int(bundle.manifest.model["max_positions"])
+        tokenizer = bundle.tokenizer
+        self.reader = Reader(tokenizer.encode_batch, tokenizer.special, self.max_positions)
 
     @classmethod
     def load(
@@ -223,20 +226,20 @@ class Engine:
 
     def generate(
         self,
-        texts: Iterable[str],
+        items: Iterable[str | RowError],
         options: GenerationOptions | None = None,
         *,
         first_row: int = 0,
     ) -> Iterator[Result]:
         """Answers each text, in order; reads ahead by at most two windows.
 
-        An answer depends on its text and the options alone, for samples also on its place in
-        `texts`; never on its neighbours or on how much is computed at once.
+        An answer depends on its text and the options alone, for samples also on its place among
+        the items; never on its neighbours or on how much is computed at once.
 
         Args:
-            texts: Any iterable, however long.
+            items: Any iterable, however long, of texts; an error is the result of its own row.
             options: How to search; the bundle's defaults if not given.
-            first_row: The place of the first text, which seeds its samples.
+            first_row: The place of the first item, which seeds its samples.
 
         Raises:
             UsageError: The options ask for more positions than the model has.
@@ -247,29 +250,27 @@ class Engine:
                 f"max_length is {options.max_length}, but the model has {self.max_positions} "
                 "positions; lower max_length"
             )
-        decoder, tokenizer = self.decoder, self.bundle.tokenizer
+        decoder, special = self.decoder, self.bundle.tokenizer.special
 
-        def prepare(first: int, texts: list[str]) -> list[Todo[_Row] | Result]:
+        def prepare(first: int, items: list[str | RowError]) -> list[Todo[_Row] | Result]:
             rows = [
-                self._prepared(number, text, tokenizer.special.wrap(ids), options)
-                for number, (text, ids) in enumerate(
-                    zip(texts, tokenizer.encode_batch(texts), strict=True), start=first_row + first
-                )
+                self._prepared(number, reading, options)
+                for number, reading in enumerate(self.reader.read(items), start=first_row + first)
             ]
             if options.sample:
                 return rows
             # What does not depend on the number of its row is the same for the same text.
-            once: dict[str, Todo[_Row] | Result] = {}
-            return [once.setdefault(text, row) for text, row in zip(texts, rows, strict=True)]
+            once: dict[str | RowError, Todo[_Row] | Result] = {}
+            return [once.setdefault(item, row) for item, row in zip(items, rows, strict=True)]
 
         def work(supply: Supply[_Row, Result]) -> Iterator[tuple[Todo[_Row], Result]]:
             slots = max(1, self.batches.rows // max(options.beam, options.n_best))
             requests = _Requests(supply, options.prefix)
-            found = search_stream(decoder, requests, options, tokenizer.special, slots=slots)
+            found = search_stream(decoder, requests, options, special, slots=slots)
             for todo, hypotheses in found:
                 yield todo, self._result(todo.task, hypotheses)
 
-        return self._in_order(texts, prepare, work)
+        return self._in_order(items, prepare, work)
 
     def map(
         self,
@@ -295,10 +296,10 @@ class Engine:
         return in_order(items, prepare, worker, options=self.batches, replicas=self.replicas)
 
     def _prepared(
-        self, number: int, text: str, source: list[int], options: GenerationOptions
+        self, number: int, reading: Reading, options: GenerationOptions
     ) -> Todo[_Row] | Result:
+        text, source, error = reading.text, reading.ids, reading.error
         room = self._room(len(source), options)
-        error = self.refusal(text, len(source))
         if error is None and len(options.prefix) > room:
             error = RowError(
                 "too-long",
@@ -314,18 +315,6 @@ class Engine:
         if self.decoder.has_encoder:
             return options.max_length
         return max(1, min(options.max_length, self.max_positions - tokens + 1))
-
-    def refusal(self, text: str, tokens: int) -> RowError | None:
-        """Why the model cannot take a text of so many tokens, if it cannot."""
-        if not text.strip():
-            return RowError("empty", "there is no text to work on")
-        if tokens > self.max_positions:
-            return RowError(
-                "too-long",
-                f"{tokens} tokens, but the model has {self.max_positions} positions; shorten or "
-                "split the text",
-            )
-        return None
 
     def _result(self, row: _Row, hypotheses: Sequence[Hypothesis]) -> Result:
         usable = [item for item in hypotheses if item.finish_reason != "error"]
@@ -356,7 +345,7 @@ class _Row:
 
     number: int
     text: str
-    source: list[int]
+    source: Sequence[int]
     room: int
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from transferry.runtime.engine import Engine
 from transferry.runtime.errors import UsageError
 from transferry.runtime.logits import log_sum_exp, top_k
 from transferry.runtime.pipeline import Todo
+from transferry.runtime.reading import Reading
 from transferry.runtime.rows import NOT_FINITE, RowError
 from transferry.runtime.search import pad_sources
 
@@ -38,7 +39,7 @@ class Filled:
     """What became of one row.
 
     Attributes:
-        source: The text that came in.
+        source: The text that came in; nothing where an error came in.
         source_tokens: Its length, the tokens that wrap it included.
         text: The text with the likeliest token in the place of each mask.
         candidates: For each mask the likeliest tokens, best first.
@@ -71,13 +72,13 @@ class Filled:
 
 
 def fill_masks(
-    engine: Engine, texts: Iterable[str], *, mask: str = MASK, top: int = 5
+    engine: Engine, items: Iterable[str | RowError], *, mask: str = MASK, top: int = 5
 ) -> Iterator[Filled]:
     """Fills the masks of each text, in order; each mask is filled as if the others stayed.
 
     Args:
         engine: Of an encoder-only bundle.
-        texts: Any iterable, however long.
+        items: Any iterable, however long, of texts; an error is the result of its own row.
         mask: What stands for a hidden token in the texts. One blank before it belongs to it: words
             have their blank in front.
         top: How many candidates are given for each mask.
@@ -102,30 +103,29 @@ def fill_masks(
             if number:
                 ids.append(mask_id)
             ids += tokenizer.encode(part if number == len(parts) - 1 else part.removesuffix(" "))
-        return special.wrap(ids)
+        return ids
 
-    def prepare(first: int, texts: list[str]) -> list[Todo[tuple[str, list[int]]] | Filled]:
-        rows: list[Todo[tuple[str, list[int]]] | Filled] = []
-        for text in texts:
-            source = encode(text)
-            error = engine.refusal(text, len(source))
-            if error is None and mask not in text:
+    reader = replace(engine.reader, encode_batch=lambda texts: [encode(text) for text in texts])
+
+    def prepare(first: int, items: list[str | RowError]) -> list[Todo[Reading] | Filled]:
+        rows: list[Todo[Reading] | Filled] = []
+        for row in reader.read(items):
+            error = row.error
+            if error is None and mask_id not in row.ids:
                 error = RowError("no-mask", f"there is no {mask} to fill in")
             if error is None:
-                rows.append(Todo((text, source), len(source)))
+                rows.append(Todo(row, len(row.ids)))
             else:
-                rows.append(Filled(text, len(source), error=error))
+                rows.append(Filled(row.text, len(row.ids), error=error))
         return rows
 
-    def compute(rows: list[tuple[str, list[int]]]) -> list[Filled]:
-        sources = [source for _, source in rows]
+    def compute(rows: list[Reading]) -> list[Filled]:
+        sources = [row.ids for row in rows]
         found = encoder.encode(*pad_sources(sources, special.pad_id), ("logits",))
-        return [
-            _fill(text, source, logits)
-            for (text, source), logits in zip(rows, found["logits"], strict=True)
-        ]
+        return [_fill(row, logits) for row, logits in zip(rows, found["logits"], strict=True)]
 
-    def _fill(text: str, source: list[int], logits: np.ndarray[Any, Any]) -> Filled:
+    def _fill(row: Reading, logits: np.ndarray[Any, Any]) -> Filled:
+        text, source = row.text, row.ids
         places = np.flatnonzero(np.array(source) == mask_id)
         scores = logits[places]
         if not np.isfinite(scores).all():
@@ -143,4 +143,4 @@ def fill_masks(
         whole[places] = tokens[:, 0]
         return Filled(text, len(source), tokenizer.decode(whole.tolist()), candidates)
 
-    return engine.map(texts, prepare, compute)
+    return engine.map(items, prepare, compute)

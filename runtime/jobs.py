@@ -317,7 +317,7 @@ class Job:
         writer, digest, before = self.sink.open(file), hashlib.sha256(), time.monotonic()
         for row, answer in answered:
             if self.canary is not None:
-                self.canary.check(row.number, item_of(row, self.options.task), answer)
+                self.canary.check(row.number, answer)
             writer.write(record_of(row, answer, self.answering.n_best))
             _update(digest, row)
             now = time.monotonic()

@@ -13,6 +13,7 @@ from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.jobs import Job, job_of
 from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.onnx_encoder import OnnxEncoder
+from transferry.runtime.rows import RowError
 
 OPTIONS: dict[str, Any] = {
     "task": "generate",
@@ -82,6 +83,14 @@ def test_tasks_of_an_encoder(reader_bundle_folder: Path, lines: Path, task: str)
     done = job(reader_bundle_folder, lines, task=task, canary="1/1")
     done.run()
     assert tally(done)["canaries_identical"] == 9
+
+
+def test_an_error_that_came_in_is_not_asked_about(bundle_folder: Path, lines: Path) -> None:
+    done = job(bundle_folder, lines, canary="1/1")
+    assert done.canary is not None
+    (row,) = Engine.load(bundle_folder).generate([RowError("undecodable", "no UTF-8")])
+    done.canary.check(0, row)
+    assert tally(done)["canaries_identical"] == 1
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:

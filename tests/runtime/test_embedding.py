@@ -13,6 +13,7 @@ from transferry.runtime.batching import BatchOptions
 from transferry.runtime.embedding import embed
 from transferry.runtime.engine import Engine
 from transferry.runtime.errors import UsageError
+from transferry.runtime.rows import RowError
 
 TEXTS = ["a", *(pair.source for pair in builtin_pairs(25, seed=6))]
 
@@ -63,6 +64,19 @@ def test_bad_rows_are_nan_and_say_why(engine: Engine) -> None:
     assert empty.vector.shape == good.vector.shape
     assert empty.record()["error"]["kind"] == "empty"
     assert len(good.record()["vector"]) == 32
+
+
+def test_an_error_that_came_in_comes_out_in_its_place(engine: Engine) -> None:
+    broken = RowError("undecodable", "byte 3 is no UTF-8")
+    rows = list(embed(engine, [broken, "a", broken, "b"]))
+    assert [(row.source, row.error) for row in rows] == [
+        ("", broken),
+        ("a", None),
+        ("", broken),
+        ("b", None),
+    ]
+    assert np.isnan(rows[2].vector).all()
+    np.testing.assert_array_equal(rows[3].vector, next(embed(engine, ["b"])).vector)
 
 
 def test_a_decoder_embeds_nothing(bundle_folder: Path) -> None:

@@ -23,6 +23,7 @@ from transferry.runtime.files import read_lines
 from transferry.runtime.onnx_decoder import OnnxDecoder, OnnxState
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.processor import usable_cores
+from transferry.runtime.rows import RowError
 from transferry.runtime.search import search
 from transferry.runtime.session import SessionOptions
 from transferry.runtime.tokenizer import SpecialTokens
@@ -355,6 +356,35 @@ def test_bad_rows_are_errors_of_their_own(engine: Engine, alone: Alone, texts: l
         f"{long.source_tokens} tokens, but the model has 64 positions; shorten or split the text"
     )
     assert long.error.message == expected
+
+
+def test_an_error_that_came_in_comes_out_in_its_place(
+    bundle: Bundle, decoder: OnnxDecoder, alone: Alone, texts: list[str]
+) -> None:
+    broken = RowError("undecodable", "byte 3 is no UTF-8")
+    strange = RowError("no-text", "there is no such field")
+    mixed: list[str | RowError] = [
+        broken,
+        texts[0],
+        strange,
+        texts[1],
+        broken,
+        *texts[2:4],
+        strange,
+    ]
+    refilling = Refilling(decoder)
+    engine = Engine(bundle, refilling, replicas=2, batches=BatchOptions(rows=4, window=3))
+    for options in (GREEDY, SAMPLING):
+        results = list(engine.generate(mixed, options))
+        assert len(results) == len(mixed)
+        for item, result in zip(mixed, results, strict=True):
+            if isinstance(item, RowError):
+                assert result == Result("", 0, (), item)
+            else:
+                assert (result.source, result.error) == (item, None)
+    found = [row for row in engine.generate(mixed, GREEDY) if row.error is None]
+    assert answers(found) == alone(texts[:4], GREEDY)
+    assert len(refilling.read) == 3 * 4, "errors never reach the model"
 
 
 def test_a_row_may_fill_every_position(bundle: Bundle, engine: Engine) -> None:

@@ -12,6 +12,7 @@ from transferry.runtime.batching import BatchOptions
 from transferry.runtime.engine import Engine
 from transferry.runtime.errors import UsageError
 from transferry.runtime.fill_mask import fill_masks
+from transferry.runtime.rows import RowError
 
 TEXTS = [
     f"{' '.join(words[:place])} [MASK] {' '.join(words[place + 1 :])}".strip()
@@ -70,6 +71,13 @@ def test_bad_rows_are_errors_of_their_own(engine: Engine) -> None:
     rows = fill_masks(engine, ["", "no mask", "[MASK]", "[MASK] " * 99])
     kinds = [row.error and row.error.kind for row in rows]
     assert kinds == ["empty", "no-mask", None, "too-long"]
+
+
+def test_an_error_that_came_in_comes_out_in_its_place(engine: Engine) -> None:
+    broken = RowError("malformed", "3 columns, expected 2")
+    error, filled = fill_masks(engine, [broken, "a [MASK]"])
+    assert (error.source, error.source_tokens, error.text, error.error) == ("", 0, "", broken)
+    assert filled == next(fill_masks(engine, ["a [MASK]"]))
 
 
 def test_refusals(engine: Engine, bundle_folder: Path) -> None:

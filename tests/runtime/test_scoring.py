@@ -14,6 +14,7 @@ from transferry.runtime.batching import BatchOptions
 from transferry.runtime.engine import Engine
 from transferry.runtime.errors import UsageError
 from transferry.runtime.options import GenerationOptions
+from transferry.runtime.rows import RowError
 from transferry.runtime.scoring import Score, score
 
 PAIRS = builtin_pairs(30, seed=4)
@@ -94,6 +95,20 @@ def test_bad_rows_are_errors_of_their_own(translator: Engine, writer: Engine) ->
     assert kinds == [None, "empty", "empty", "too-long", "too-long"]
     kinds = [row.error and row.error.kind for row in score(writer, [("a", None), ("a b", None)])]
     assert kinds == ["too-short", None]
+
+
+def test_an_error_on_either_side_comes_out_in_its_place(translator: Engine, writer: Engine) -> None:
+    left, right = RowError("no-text", "no source"), RowError("no-text", "no target")
+    rows = list(score(translator, [(left, "b"), ("a", right), (left, right), ("a", "b")]))
+    assert [(row.source, row.target, row.error) for row in rows] == [
+        ("", "b", left),
+        ("a", "", right),
+        ("", "", left),
+        ("a", "b", None),
+    ]
+    assert rows[3] == next(score(translator, [("a", "b")]))
+    error, scored = score(writer, [(left, None), ("a b", None)])
+    assert (error.source, error.target, error.error, scored.error) == ("", None, left, None)
 
 
 def test_an_encoder_alone_scores_nothing(reader_bundle_folder: Path) -> None:
