@@ -69,6 +69,8 @@ class JobOptions:
             raise UsageError(
                 f"task {self.task} generates nothing, so {name} has no effect; leave it out"
             )
+        if self.task == "score" and self.canary is not None:
+            raise UsageError("task score has no canary; leave it out")
         if self.shard_rows < 1:
             raise UsageError(f"shard-rows must be at least 1, not {self.shard_rows}")
         if self.max_errors is not None and self.max_errors < 0:

@@ -107,7 +107,7 @@ class Job:
         bundle: Engine | Path | str,
         source: Path | str,
         sink: Path | str,
-        options: JobOptions = JobOptions(),
+        options: JobOptions | None = None,
     ) -> None:
         """Opens everything, and changes nothing yet.
 
@@ -115,13 +115,13 @@ class Job:
             bundle: What answers.
             source: Where the rows come from; "-" is stdin.
             sink: Where the answers go; "-" is stdout, which cannot be gone on with.
-            options: Settings.
+            options: Settings; all by default if not given.
 
         Raises:
             InputError: The bundle or the source cannot be used.
             UsageError: The options do not fit each other, the bundle or the files.
         """
-        self.options = options
+        self.options = options = options or JobOptions()
         self.path = Path(sink)
         self._check_path(Path(source))
         if options.share is not None and Path(source) == STANDARD_STREAM:
@@ -316,7 +316,7 @@ class Job:
         """Writes rows into one file, counts them, and returns the hash of what came in."""
         writer, digest, before = self.sink.open(file), hashlib.sha256(), time.monotonic()
         for row, answer in answered:
-            if self.canary is not None:
+            if self.canary is not None and not isinstance(answer, Score):
                 self.canary.check(row.number, answer)
             writer.write(record_of(row, answer, self.answering.n_best))
             _update(digest, row)
