@@ -57,8 +57,7 @@ class Summary(Tally):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the counts, with rates a second, and what explains them."""
-        seconds = max(self.seconds, 1e-9)
-        record: dict[str, Any] = {
+        return {
             "rows": self.rows,
             "bad_rows": self.bad_rows,
             "errors": self.errors,
@@ -66,16 +65,33 @@ class Summary(Tally):
             "truncated": self.truncated,
             "source_tokens": self.source_tokens,
             "target_tokens": self.target_tokens,
+            "log_probability": self.log_probability,
             "seconds": round(self.seconds, 3),
-            "rows_per_second": round(self.rows / seconds, 1),
-            "target_tokens_per_second": round(self.target_tokens / seconds, 1),
+            "rows_per_second": round(self.rows / max(self.seconds, 1e-9), 1),
+            "target_tokens_per_second": round(self.target_tokens / max(self.seconds, 1e-9), 1),
             "resumed": self.resumed,
+            **self.marks(),
+            **self.made,
         }
+
+    def marks(self) -> dict[str, float]:
+        """What there is to be told of scores or of a canary, besides the counts."""
+        marks = {name: self.made[name] for name in self.made if name.startswith("canaries")}
         if self.made.get("fingerprint", {}).get("task") == "score":
-            mean = -self.log_probability / self.target_tokens if self.target_tokens else None
-            record["log_probability"] = round(self.log_probability, 6)
-            record["perplexity"] = None if mean is None else round(math.exp(mean), 6)
-        return record | self.made
+            marks["scored_tokens"] = self.target_tokens
+            marks["log_probability"] = round(self.log_probability, 6)
+            if self.target_tokens:
+                mean = -self.log_probability / self.target_tokens
+                marks["perplexity"] = round(math.exp(mean), 6)
+        return marks
+
+    def __str__(self) -> str:
+        """Says in a line how far it is."""
+        seconds = max(self.seconds, 1e-9)
+        return (
+            f"{self.rows} rows in {self.seconds:.1f} s, {self.bad_rows} errors, "
+            f"{self.rows / seconds:,.0f} rows/s, {self.target_tokens / seconds:,.0f} tokens/s"
+        )
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Summary:
