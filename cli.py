@@ -341,33 +341,60 @@ def export(
     say(f"{out}: {len(bundle.manifest.files) + 1} files, {size / 1e6:.1f} MB, verified")
 
 
-def session_options(command: Command) -> Command:
-    """Adds what says how a bundle is opened."""
-    for decorator in reversed(
-        [
-            click.option(
-                "--provider",
-                type=click.Choice(["cpu", "cuda"]),
-                default="cpu",
-                show_default=True,
-                help="Where to run; where it cannot, the exit code is 5.",
-            ),
-            click.option("--device-id", type=int, default=0, help="Which GPU."),
-            click.option("--variant", help="By default the fastest that was verified."),
-            click.option(
-                "--threads", type=int, default=1, show_default=True, help="Threads a replica."
-            ),
-            click.option(
-                "--optimisation",
-                type=click.Choice(["disable", "basic", "extended", "all"]),
-                default="all",
-                show_default=True,
-                help="How far onnxruntime may rewrite the graphs; part of what is verified.",
-            ),
-        ]
-    ):
-        command = decorator(command)
-    return command
+def together(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator, in the order of --help."""
+
+    def add(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return add
+
+
+# How a bundle is opened.
+session_options = together(
+    click.option(
+        "--provider",
+        type=click.Choice(["cpu", "cuda"]),
+        default="cpu",
+        show_default=True,
+        help="Where to run; where it cannot, the exit code is 5.",
+    ),
+    click.option("--device-id", type=int, default=0, help="Which GPU."),
+    click.option("--variant", help="By default the fastest that was verified."),
+    click.option("--threads", type=int, default=1, show_default=True, help="Threads a replica."),
+    click.option(
+        "--optimisation",
+        type=click.Choice(["disable", "basic", "extended", "all"]),
+        default="all",
+        show_default=True,
+        help="How far onnxruntime may rewrite the graphs; part of what is verified.",
+    ),
+)
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="The summary as JSON on stdout.")
+QUIET = click.option("--quiet", is_flag=True, help="No progress and no summary.")
+# What a job is run with, besides its own options.
+job_options = together(
+    configurable,
+    click.argument("bundle_folder", metavar="BUNDLE", type=FILE),
+    click.argument("text", metavar="INPUT", type=FILE),
+    click.option("-o", "--out", type=FILE, default=Path("-"), help="Answers; - is stdout."),
+    session_options,
+    click.option("--replicas", type=int, help="Batches in progress; one a core by default."),
+    click.option(
+        "--batch-rows",
+        type=int,
+        help="Rows stepped together, a beam of 4 being 4; by default what suits the variant.",
+    ),
+    click.option(
+        "--require-certificate",
+        is_flag=True,
+        help="Refuse, with exit code 4, what was not verified for this way of computing.",
+    ),
+    AS_JSON,
+    QUIET,
+)
 
 
 def _session(options: dict[str, Any]) -> SessionOptions:
@@ -375,24 +402,6 @@ def _session(options: dict[str, Any]) -> SessionOptions:
 
     names = ("provider", "threads", "device_id", "optimisation")
     return SessionOptions(**{name: options[name] for name in names})
-
-
-def engine_options(command: Command) -> Command:
-    """Adds what an engine is opened with."""
-    replicas = click.option(
-        "--replicas", type=int, help="Batches in progress; one a core by default."
-    )
-    rows = click.option(
-        "--batch-rows",
-        type=int,
-        help="Rows stepped together, a beam of 4 being 4; by default what suits the variant.",
-    )
-    certificate = click.option(
-        "--require-certificate",
-        is_flag=True,
-        help="Refuse, with exit code 4, what was not verified for this way of computing.",
-    )
-    return replicas(rows(certificate(command)))
 
 
 @main.command(
@@ -522,16 +531,19 @@ def replay(fault: Path) -> None:
 
 
 @contextlib.contextmanager
-def _progress(label: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+def _progress(label: str, quiet: bool) -> Iterator[Callable[..., None]]:
     """A bar on stderr that is told how many of how many are done; silent where nobody looks."""
     if quiet or not sys.stderr.isatty():
-        yield lambda done, total: None
+        yield lambda done, total, note="": None
         return
-    with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
+    bar: Any
+    with click.progressbar(
+        length=1, label=label, file=sys.stderr, item_show_func=lambda item: str(item or "")
+    ) as bar:
 
-        def show(done: int, total: int) -> None:
+        def show(done: int, total: int, note: str = "") -> None:
             bar.length = total
-            bar.update(done - bar.pos)
+            bar.update(done - bar.pos, note)
 
         yield show
 
@@ -539,32 +551,21 @@ def _progress(label: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
 @contextlib.contextmanager
 def _watching(job: Job, quiet: bool) -> Iterator[Callable[[Summary], None]]:
     """A bar on stderr, or a line now and then where that is no terminal; silent if wanted."""
-    shown = time.monotonic()
-    if quiet:
-        yield lambda summary: None
-    elif not sys.stderr.isatty() or str(job.source.path) == "-":
+    bar = sys.stderr.isatty() and str(job.source.path) != "-" and not quiet
+    every, total, shown = (SHOW_EVERY if bar else LOG_EVERY), bar and job.count(), time.monotonic()
+    with _progress("running", not bar) as show:
 
-        def tell(summary: Summary) -> None:
+        def watch(summary: Summary) -> None:
             nonlocal shown
-            if time.monotonic() - shown >= LOG_EVERY:
-                shown = time.monotonic()
+            if time.monotonic() - shown < every and summary.rows != total:
+                return
+            shown = time.monotonic()
+            if bar:
+                show(summary.rows, total, summary)
+            elif not quiet:
                 say(str(summary))
 
-        yield tell
-    else:
-        with click.progressbar(
-            length=job.count(),
-            file=sys.stderr,
-            item_show_func=lambda summary: str(summary or ""),
-        ) as bar:
-
-            def show(summary: Summary) -> None:
-                nonlocal shown
-                if time.monotonic() - shown >= SHOW_EVERY or summary.rows == bar.length:
-                    shown = time.monotonic()
-                    bar.update(summary.rows - bar.pos, summary)
-
-            yield show
+        yield watch
 
 
 @main.command(
@@ -575,10 +576,7 @@ Example:
   cat test.en | transferry run bundles/ende - -o - > test.de
 """
 )
-@configurable
-@click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
-@click.argument("text", metavar="INPUT", type=FILE)
-@click.option("-o", "--out", type=FILE, default=Path("-"), help="Answers; - is stdout.")
+@job_options
 @click.option(
     "--task",
     type=click.Choice(["generate", "embed", "fill-mask"]),
@@ -587,12 +585,8 @@ Example:
     help="embed and fill-mask are an encoder-only bundle's.",
 )
 @fields_as_options(JobOptions, leave_out=OWN)
-@session_options
-@engine_options
-@click.option("--json", "as_json", is_flag=True, help="The summary as JSON on stdout.")
-@click.option("--quiet", is_flag=True, help="No progress and no summary.")
 @fields_as_options(GenerationOptions, leave_out=TOKENS)
-def run(bundle_folder: Path, text: Path, out: Path, **options: Any) -> None:
+def run(**options: Any) -> None:
     """Answer every row of INPUT with BUNDLE, in order; - is stdin.
 
     What is finished is saved in OUT.job, so the same command again goes on where it was stopped,
@@ -603,7 +597,7 @@ def run(bundle_folder: Path, text: Path, out: Path, **options: Any) -> None:
     chosen = given(options, GenerationOptions, leave_out=TOKENS)
     GenerationOptions(**chosen)  # refuse a conflict before the bundle is opened
     common = given(options, JobOptions, leave_out=OWN)
-    _do(bundle_folder, text, out, JobOptions(options["task"], chosen, **common), options)
+    _do(JobOptions(options["task"], chosen, **common), options)
 
 
 @main.command(
@@ -613,17 +607,10 @@ Example:
   transferry score bundles/book text.txt
 """
 )
-@configurable
-@click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
-@click.argument("text", metavar="INPUT", type=FILE)
+@job_options
 @click.option("--target", type=FILE, help="The other side of the pairs, of an encoder-decoder.")
-@click.option("-o", "--out", type=FILE, default=Path("-"), help="Scores; - is stdout.")
 @fields_as_options(JobOptions, leave_out=NOT_OF_SCORE)
-@session_options
-@engine_options
-@click.option("--json", "as_json", is_flag=True, help="The summary as JSON on stdout.")
-@click.option("--quiet", is_flag=True, help="No progress and no summary.")
-def score(bundle_folder: Path, text: Path, out: Path, **options: Any) -> None:
+def score(**options: Any) -> None:
     """Tell how likely BUNDLE finds each row of INPUT, or each pair, without generating.
 
     A row has the log-probability of each token after those before it, and their total, in nats.
@@ -631,41 +618,35 @@ def score(bundle_folder: Path, text: Path, out: Path, **options: Any) -> None:
     after an interruption as `run` does.
     """
     common = {"format": "jsonl"} | given(options, JobOptions, leave_out=NOT_OF_SCORE)
-    job = JobOptions("score", target=options["target"], **common)
-    _do(bundle_folder, text, out, job, options)
+    _do(JobOptions("score", target=options["target"], **common), options)
 
 
-def _do(
-    bundle_folder: Path, text: Path, out: Path, job_options: JobOptions, options: dict[str, Any]
-) -> None:
+def _do(chosen: JobOptions, options: dict[str, Any]) -> None:
     """Runs a job, and tells a person how it went."""
     from transferry.runtime.jobs import Job
 
-    quiet, as_json = options["quiet"], options["as_json"]
+    out, quiet, as_json = (options[name] for name in ("out", "quiet", "as_json"))
     if as_json and str(out) == "-":
         raise UsageError("--json and the answers cannot both go to standard output; add --out")
-    job = Job(_engine(bundle_folder, options), text, out, job_options)
-    asked = {"bundle_folder": bundle_folder, "text": text, "out": out, **options}
+    job = Job(_engine(options), options["text"], out, chosen)
     settings = {
         name: str(value) if isinstance(value, Path) else value
-        for name, value in asked.items()
+        for name, value in options.items()
         if name not in ("quiet", "force", "as_json")
     }
     try:
         with _watching(job, quiet) as watch:
             summary = job.run(watch, say=(lambda line: None) if quiet else say, settings=settings)
     except KeyboardInterrupt as error:
-        if error.args:
-            command = click.get_current_context().meta[__name__]
-            raise KeyboardInterrupt(f"{error}; continue with: {command}") from error
-        raise
+        command = click.get_current_context().meta[__name__]
+        again = (f"{error}; continue with: {command}",) if error.args else ()
+        raise KeyboardInterrupt(*again) from error
     _finish(out, summary, quiet=quiet, as_json=as_json)
 
 
 def _finish(out: Path, summary: Summary, *, quiet: bool, as_json: bool) -> None:
     if not quiet:
-        before = f"{out} was finished before: " if summary.finished_before else ""
-        say(f"{before}{summary}")
+        say(f"{out} was finished before: {summary}" if summary.finished_before else str(summary))
         if marks := summary.marks():
             say(", ".join(f"{name} {value}" for name, value in marks.items()))
     if as_json:
@@ -686,8 +667,8 @@ Example:
 @click.argument("parts", metavar="PART...", nargs=-1, required=True, type=FILE)
 @click.option("-o", "--out", type=FILE, required=True, help="The answers of all shards.")
 @click.option("--force", is_flag=True, help="Replace the output if it exists.")
-@click.option("--json", "as_json", is_flag=True, help="The summary as JSON on stdout.")
-@click.option("--quiet", is_flag=True, help="No summary.")
+@AS_JSON
+@QUIET
 def merge(parts: tuple[Path, ...], out: Path, force: bool, as_json: bool, quiet: bool) -> None:
     """Join what `run --shard` wrote on several machines, in any order given.
 
@@ -699,13 +680,13 @@ def merge(parts: tuple[Path, ...], out: Path, force: bool, as_json: bool, quiet:
     _finish(out, join(parts, out, force=force), quiet=quiet, as_json=as_json)
 
 
-def _engine(bundle_folder: Path, options: dict[str, Any]) -> Engine:
+def _engine(options: dict[str, Any]) -> Engine:
     from transferry.runtime.batching import BatchOptions
     from transferry.runtime.engine import Engine
 
     rows = options["batch_rows"]
     engine = Engine.load(
-        bundle_folder,
+        options["bundle_folder"],
         provider=options["provider"],
         variant=options["variant"],
         threads=options["threads"],

@@ -40,11 +40,13 @@ class Answering:
         ask: Answers items with an engine, in order, given the number of the first.
         settings: What the answers go by, as far as the task has a choice.
         generation: How it generates, if it does.
+        width: How many numbers each answer is, if it is a vector.
     """
 
     ask: Callable[[Engine, Iterator[Any], int], Iterator[Any]]
     settings: dict[str, Any]
     generation: GenerationOptions | None = None
+    width: int = 0
 
     @property
     def n_best(self) -> int:
@@ -70,6 +72,7 @@ class Answering:
                     engine, items, pooling=pooling, normalise=normalise
                 ),
                 {"pooling": pooling, "normalise": normalise},
+                width=int(engine.bundle.manifest.model["d_model"]),
             )
         mask, top = options.mask, options.top
         return cls(
@@ -119,6 +122,8 @@ def record_of(row: SourceRow, answer: Answer, n_best: int = 1) -> dict[str, Any]
         record |= answer.record()
         if isinstance(answer, Embedding) and answer.error is None:
             record["vector"] = answer.vector
+    if getattr(answer, "truncated", False):
+        record["truncated"] = True
     return record
 
 
@@ -134,8 +139,6 @@ def _add_result(record: dict[str, Any], result: Result, n_best: int) -> None:
     if result.error is not None:
         record["error"] = result.error.record()
     record["source_tokens"] = result.source_tokens
-    if getattr(result, "truncated", False):
-        record["truncated"] = True
     if n_best > 1:
         record["n_best"] = [
             {

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from transferry.runtime.errors import UsageError
-from transferry.runtime.rows import SinkFormat, SourceFormat, TooLong
 
-TaskName = Literal["generate", "embed", "fill-mask", "score"]
+Task = Literal["generate", "embed", "fill-mask", "score"]
+SourceFormat = Literal["text", "tsv", "csv", "jsonl", "parquet"]
+SinkFormat = Literal["text", "jsonl", "tsv", "csv", "parquet", "npy"]
+LongRows = Literal["error", "truncate", "split"]
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,11 @@ class JobOptions:
         mask: of fill-mask: what is filled in.
         top: of fill-mask: candidates for each mask.
         target: of score: the other side of the pairs, in a file of the same format.
-        column: the field that holds the text; the others pass through. By default "text", or
-            the only one.
+        column: the field that holds the text; the others pass through. By default text or
+            source, or the only one.
         format_in: how the input is written; by default as its name ends, else text.
         format: how the output is written; by default as its name ends, else text.
-        too_long: what happens to a row that is longer than the model's positions: it is an error,
+        long_rows: what happens to a row that is longer than the model's positions: it is an error,
             it is cut, or it is split into sentences and their answers are joined.
         shard: I/N: only the I-th of N parts of the input, for N machines.
         shard_rows: rows that are saved together; what an interruption may cost.
@@ -40,7 +42,7 @@ class JobOptions:
         force: replace the output if it exists, and an interrupted job that does not fit.
     """
 
-    task: TaskName = "generate"
+    task: Task = "generate"
     generation: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = ""
     pooling: Literal["mean", "first"] = "mean"
@@ -51,7 +53,7 @@ class JobOptions:
     column: str | None = None
     format_in: SourceFormat | None = None
     format: SinkFormat | None = None
-    too_long: TooLong = "error"
+    long_rows: LongRows = "error"
     shard: str | None = None
     shard_rows: int = 16384
     max_errors: int | None = None

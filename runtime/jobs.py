@@ -29,7 +29,7 @@ from transferry.runtime.rows import SourceRow
 from transferry.runtime.scoring import Score
 from transferry.runtime.settings import to_toml
 from transferry.runtime.sinks import open_sink
-from transferry.runtime.sources import Source, open_source
+from transferry.runtime.sources import Source, named_format, open_source
 
 STANDARD_STREAM = Path("-")
 # Of what describes an engine: what decides the numbers and is not the machine's own.
@@ -149,14 +149,17 @@ class Job:
         if options.target is not None:
             self.target = open_source(options.target, format=options.format_in)
         self.sink = open_sink(
-            self.path, format=options.format, source=self.source, task=options.task
+            self.path,
+            format=options.format,
+            source=self.source,
+            task=options.task,
+            n_best=self.answering.n_best > 1,
+            width=self.answering.width,
         )
         self.canary = None
         if options.canary is not None:
             generation = self.answering.generation
-            self.canary = Canary(
-                self.engine, share(options.canary), self.answering.ask, generation
-            )
+            self.canary = Canary(self.engine, share(options.canary), self.answering.ask, generation)
 
     def _check_path(self, source: Path) -> None:
         """Refuses to lose a file."""
@@ -176,10 +179,14 @@ class Job:
             **{name: described.get(name) for name in DECISIVE},
             "task": options.task,
             **self.answering.settings,
-            "too_long": options.too_long,
+            "long_rows": options.long_rows,
             "input_format": self.source.format,
             "column": options.column,
-            "output_format": self.sink.describe(),
+            "columns": self.source.columns,
+            "has_id": self.source.has_id,
+            "output_format": self.sink.format,
+            "compression": named_format(self.path)[1],
+            "width": self.answering.width,
             "shard_rows": options.shard_rows,
         }
         if options.share is not None:
@@ -315,7 +322,7 @@ class Job:
         self, rows: Iterator[SourceRow], first: int
     ) -> Generator[tuple[SourceRow, Answer], None, None]:
         """Each row with its answer, in order."""
-        kept, asked = tee(rows)
+        kept, asked = tee(map(self.sink.admit, rows))
         items = (item_of(row, self.options.task) for row in asked)
         answers = self.answering.ask(self.engine, items, first)
         with closing(cast("Generator[Answer, None, None]", answers)):
@@ -394,7 +401,7 @@ class Job:
         while count == most:
             count, found = hash_rows(islice(rows, most))
             sources.append(found)
-        if _hash_of_hashes(sources) != record["source_sha256"]:
+        if _hash_of_hashes(sources) != record.get("source_sha256"):
             raise UsageError(f"{refusal}, and {self.source.path} has changed since; {remedy}")
         summary = Summary.from_dict(record)
         summary.finished_before = True
@@ -452,7 +459,7 @@ def read_summary(output: Path) -> dict[str, Any] | None:
         record = json.loads(output.with_name(f"{output.name}.summary.json").read_bytes())
     except (OSError, ValueError):
         return None
-    needed = {"fingerprint", "source_sha256", "sha256", "rows"}
+    needed = {"fingerprint", "sha256", "rows"}
     return record if isinstance(record, dict) and needed <= record.keys() else None
 
 

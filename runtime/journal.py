@@ -260,9 +260,7 @@ def differences(former: Fingerprint, now: Fingerprint) -> list[str]:
 
 
 def _is_intact(part: Path, shard: Shard) -> bool:
-    return (
-        part.is_file() and part.stat().st_size == shard.size and sha256(part) == shard.sha256
-    )
+    return part.is_file() and part.stat().st_size == shard.size and sha256(part) == shard.sha256
 
 
 def _lock(folder: Path) -> BinaryIO:

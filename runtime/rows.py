@@ -18,10 +18,6 @@ RowErrorKind = Literal[
     "not-finite",
 ]
 
-SourceFormat = Literal["text", "tsv", "csv", "jsonl", "parquet"]
-SinkFormat = Literal["text", "tsv", "csv", "jsonl", "parquet", "npy"]
-TooLong = Literal["error", "truncate", "split"]
-
 
 @dataclass(frozen=True)
 class RowError:

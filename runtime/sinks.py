@@ -19,6 +19,7 @@ import numpy as np
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import Compression, packed, read_chunks
+from transferry.runtime.job_options import SinkFormat, Task
 from transferry.runtime.rows import RowError, SourceRow
 from transferry.runtime.sources import (
     Source,
@@ -29,8 +30,6 @@ from transferry.runtime.sources import (
     opened_parquet,
 )
 
-SinkFormat = Literal["text", "jsonl", "tsv", "csv", "parquet", "npy"]
-Task = Literal["generate", "embed", "fill-mask", "score"]
 _Kind = Literal["text", "integer", "float", "boolean", "json", "vector"]
 # What each task can write.
 FORMATS: dict[Task, tuple[SinkFormat, ...]] = {

@@ -11,15 +11,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
+from typing import Any, NamedTuple, Protocol, cast, get_args
 
 import numpy as np
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import Compression, read_raw_lines
+from transferry.runtime.job_options import SourceFormat
 from transferry.runtime.rows import RowError, SourceRow
 
-SourceFormat = Literal["text", "tsv", "csv", "jsonl", "parquet"]
 # In characters. What is longer was opened by a quotation mark that nothing closes.
 MOST_FIELD = 1 << 24
 # Deeper JSON is refused, since writing it again could exceed Python's stack.

@@ -34,7 +34,6 @@ OPTIONAL_LIBRARIES = {
     "runtime.files": frozenset({"zstandard"}),
     "runtime.sinks": frozenset({"pyarrow"}),
     "runtime.sources": frozenset({"pyarrow"}),
-    "runtime.writers": frozenset({"pyarrow"}),
     "runtime.original_tokenizers": frozenset({"tokenizers", "sentencepiece"}),
 }
 GRAPH_LIBRARIES = frozenset({"onnx", "onnx_ir", "onnxscript", "onnxruntime"})

@@ -89,7 +89,7 @@ def forked(work: Callable[[], Any], after: float | None = None) -> int:
         try:
             work()
             os._exit(0)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the parent looks at the status
             print(repr(error), flush=True)
             os._exit(1)
     if after is not None:

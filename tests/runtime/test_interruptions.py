@@ -135,7 +135,7 @@ def test_an_output_of_something_else_is_not_taken_for_the_jobs(source: Path, cha
         ({"generation": {"beam": 5}}, "beam was 1, is 5"),
         ({"shard_rows": 4}, "shard_rows was 3, is 4"),
         ({"prefix": "a"}, r"prefix was \[\], is \[97\]"),
-        ({"too_long": "truncate"}, "too_long was error, is truncate"),
+        ({"long_rows": "truncate"}, "long_rows was error, is truncate"),
         ({"shard": "1/1"}, "shard was not set, is 1/1; input_rows was not set, is 11"),
         ({"format": "text"}, "was jsonl.*, is text"),
     ],
@@ -225,7 +225,9 @@ def test_two_at_once(source: Path) -> None:
 
 def test_too_many_errors_stop_it(source: Path) -> None:
     source.write_text("a\n\nb\n\nc\n\nd\n")
-    with pytest.raises(InputError, match="more than 1 rows are bad, the first .* row 2: .*; 3 row"):
+    with pytest.raises(
+        InputError, match=r"more than 1 rows are bad, the first .* row 2: .*; 3 row"
+    ):
         job(source, max_errors=1).run()
     assert names(source.parent) == {"input.txt", "out.jsonl.job"}
     with pytest.raises(InputError, match="more than 0 rows are bad"):
@@ -254,7 +256,7 @@ def test_an_interruption_before_anything_is_saved_leaves_nothing(source: Path) -
     def watch(summary: Summary) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt, match="^$"):
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
         job(source).run(watch)
     assert names(source.parent) == {"input.txt"}
 

@@ -50,7 +50,7 @@ def test_what_was_finished_is_found_again(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "tail",
-    [b'{"first": 6, "rows"', b"\0\0\0\0", b"\0\0\0\n", b"17\n", b'{"first": 6, "lines": 2}\n']
+    [b'{"first": 6, "rows"', b"\0\0\0\0", b"\0\0\0\n", b"17\n", b'{"first": 6, "lines": 2}\n'],
 )
 def test_a_torn_line_is_no_finished_shard(folder: Path, tail: bytes) -> None:
     whole = (folder / JOURNAL).read_bytes()
