@@ -67,14 +67,14 @@ def read_raw_lines(path: Path | str, *, keep_ends: bool = False) -> Iterator[byt
 
 
 def read_chunks(path: Path | str) -> Iterator[bytes]:
-    """Stream a file as pieces of at most a megabyte, unpacked where it is gzip or zstd.
+    """Stream a file as pieces of a few hundred kilobytes, unpacked where it is gzip or zstd.
 
     Raises:
         InputError: the file cannot be read or is damaged gzip or zstd.
         UsageError: zstd needs a package that is not installed.
     """
     with _unpacked(path) as file:
-        yield from iter(partial(file.read, 1 << 20), b"")
+        yield from iter(partial(file.read, 1 << 18), b"")
 
 
 @contextmanager

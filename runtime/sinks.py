@@ -182,6 +182,8 @@ def open_sink(
         kinds.pop("n_best", None)
     columns = tuple(name for name in source.columns if name not in clash)
     if format == "parquet":
+        if task == "embed":
+            del kinds["source"]
         return _ParquetSink(
             format=format, columns=columns, schema=_schema(source, columns, kinds, width)
         )
@@ -250,7 +252,10 @@ def _json_line(record: Mapping[str, Any]) -> str:
         for name, value in record.items()
         if name != "truncated" or value
     }
-    return json.dumps(finite, ensure_ascii=False, allow_nan=False, default=json_value) + "\n"
+    return _to_json(finite) + "\n"
+
+
+_to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=json_value).encode
 
 
 def _table_line(

@@ -227,12 +227,7 @@ class _JsonlSource(_LineSource):
         if isinstance(text, RowError):
             return text
         try:
-            fields = json.loads(
-                text,
-                object_pairs_hook=_object,
-                parse_constant=_refuse_number,
-                parse_float=_finite,
-            )
+            fields = _JSON.decode(text)
             if not isinstance(fields, dict):
                 raise ValueError(f"it is a {type(fields).__name__}")
             if _depth(fields) > MOST_NESTED:
@@ -263,6 +258,11 @@ def _finite(number: str) -> float:
 
 def _refuse_number(number: str) -> float:
     raise ValueError(f"{number} is no number that JSON and float64 share")
+
+
+_JSON = json.JSONDecoder(
+    object_pairs_hook=_object, parse_constant=_refuse_number, parse_float=_finite
+)
 
 
 def _depth(value: Any) -> int:
@@ -320,13 +320,13 @@ def _parquet_fields(batch: Any) -> Iterator[tuple[Fields | RowError, bytes]]:
     except ValueError as error:
         if batch.num_rows > 1:
             for place in range(batch.num_rows):
-                yield from _parquet_fields(batch.slice(place, 1))
+                yield from _parquet_fields(batch.take([place]))
         else:
             yield RowError("undecodable", str(error)), batch.serialize().to_pybytes()
         return
     for values in zip(*map(_values, batch.columns), strict=True):
         fields = dict(zip(batch.schema.names, values, strict=True))
-        yield fields, json.dumps(values, default=json_value).encode()
+        yield fields, _to_json(values).encode()
 
 
 def _values(column: Any) -> list[Any]:
@@ -416,7 +416,10 @@ def as_text(value: Any) -> str:
         value = json_value(value)
     if isinstance(value, str):
         return value
-    return json.dumps(value, ensure_ascii=False, default=json_value)
+    return _to_json(value)
+
+
+_to_json = json.JSONEncoder(ensure_ascii=False, default=json_value).encode
 
 
 def _row(number: int, fields: Fields | RowError, column: str, raw: bytes) -> SourceRow:
