@@ -156,14 +156,19 @@ def packed(file: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
     """
     if compression == "":
         yield file
-    elif compression == ".gz":
-        # No name and no time inside.
-        with gzip.GzipFile("", "wb", 6, file, mtime=0) as stream:
-            yield cast(BinaryIO, stream)
     else:
-        compressor = _zstandard().ZstdCompressor(write_checksum=True)
-        with compressor.stream_writer(file, closefd=False) as stream:
-            yield stream
+        # Not closed where writing failed: that would write more.
+        stream = _packer(file, compression)
+        yield stream
+        stream.close()
+
+
+def _packer(file: BinaryIO, compression: Compression) -> BinaryIO:
+    if compression == ".gz":
+        # No name and no time inside.
+        return cast(BinaryIO, gzip.GzipFile("", "wb", 6, file, mtime=0))
+    compressor = _zstandard().ZstdCompressor(write_checksum=True)
+    return cast(BinaryIO, compressor.stream_writer(file, closefd=False))
 
 
 def decode_line(line: bytes, path: Path | str, number: int) -> str:
