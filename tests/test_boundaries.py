@@ -32,6 +32,7 @@ RUNTIME_LIBRARIES = STANDARD_LIBRARY | {"numpy", "onnxruntime", "tiktoken"}
 # What a part of the runtime may use where it is installed.
 OPTIONAL_LIBRARIES = {
     "runtime.writers": frozenset({"pyarrow"}),
+    "runtime.reading": frozenset({"sentencex"}),
     "runtime.original_tokenizers": frozenset({"tokenizers", "sentencepiece"}),
 }
 GRAPH_LIBRARIES = frozenset({"onnx", "onnx_ir", "onnxscript", "onnxruntime"})

@@ -1,18 +1,22 @@
 """A row that is answered wrongly stops the job, and what was answered before is kept."""
 
 import json
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from transferry.runtime.canary import share
-from transferry.runtime.engine import Engine
+from transferry.runtime.canary import Canary, share
+from transferry.runtime.engine import Engine, Result
 from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.jobs import Job, job_of
 from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.onnx_encoder import OnnxEncoder
+from transferry.runtime.options import GenerationOptions
+from transferry.runtime.reading import LongRows
 from transferry.runtime.rows import RowError
 
 OPTIONS: dict[str, Any] = {
@@ -83,6 +87,29 @@ def test_tasks_of_an_encoder(reader_bundle_folder: Path, lines: Path, task: str)
     done = job(reader_bundle_folder, lines, task=task, canary="1/1")
     done.run()
     assert tally(done)["canaries_identical"] == 9
+
+
+@pytest.mark.parametrize("long_rows", ["truncate", "split"])
+@pytest.mark.parametrize("factor", [1.0, -1.0])
+def test_long_rows_are_answered_again(
+    bundle_folder: Path, monkeypatch: pytest.MonkeyPatch, long_rows: LongRows, factor: float
+) -> None:
+    spoil(monkeypatch, factor)
+    engine = Engine.load(bundle_folder)
+    options = GenerationOptions(max_length=8)
+    ask = partial(ask_for, options=options, long_rows=long_rows)
+    canary = Canary(engine, 1, ask, options)
+    (row,) = ask(engine, iter(["One two three. Four five six. " * 6]), 0)
+    if factor == 1.0:
+        canary.check(0, row)
+        assert canary.tally()["canaries_identical"] == 1
+        return
+    with pytest.raises(ParityError, match=r"line 1 .*a defect"):
+        canary.check(0, row)
+
+
+def ask_for(engine: Engine, lines: Iterator[str], first: int, **options: Any) -> Iterator[Result]:
+    return engine.generate(lines, first_row=first, **options)
 
 
 def test_an_error_that_came_in_is_not_asked_about(bundle_folder: Path, lines: Path) -> None:
