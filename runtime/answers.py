@@ -65,19 +65,19 @@ class Answering:
         if options.task == "score":
             return cls._score(engine, options)
         _ = engine.encoder  # refuses another architecture before anything is opened
+        chosen: dict[str, Any]
+        long_rows = options.long_rows
         if options.task == "embed":
-            pooling, normalise = options.pooling, options.normalise
+            chosen = {"pooling": options.pooling, "normalise": options.normalise}
             return cls(
-                lambda engine, items, first: embed(
-                    engine, items, pooling=pooling, normalise=normalise
-                ),
-                {"pooling": pooling, "normalise": normalise},
+                lambda engine, items, first: embed(engine, items, long_rows=long_rows, **chosen),
+                chosen,
                 width=int(engine.bundle.manifest.model["d_model"]),
             )
-        mask, top = options.mask, options.top
+        chosen = {"mask": options.mask, "top": options.top}
         return cls(
-            lambda engine, items, first: fill_masks(engine, items, mask=mask, top=top),
-            {"mask": mask, "top": top},
+            lambda engine, items, first: fill_masks(engine, items, long_rows=long_rows, **chosen),
+            chosen,
         )
 
     @classmethod
@@ -85,7 +85,9 @@ class Answering:
         prefix = tuple(engine.bundle.tokenizer.encode_target(options.prefix))
         chosen = replace(engine.default_options(), **options.generation, prefix=prefix)
         return cls(
-            lambda engine, items, first: engine.generate(items, chosen, first_row=first),
+            lambda engine, items, first: engine.generate(
+                items, chosen, first_row=first, long_rows=options.long_rows
+            ),
             asdict(chosen),
             chosen,
         )
@@ -96,7 +98,8 @@ class Answering:
             need = "needs --target" if options.target is None else "takes no --target"
             architecture = engine.bundle.manifest.architecture
             raise UsageError(f"{engine.bundle.folder} is {architecture} and {need}")
-        return cls(lambda engine, items, first: score(engine, items), {})
+        long_rows = options.long_rows
+        return cls(lambda engine, items, first: score(engine, items, long_rows=long_rows), {})
 
 
 def item_of(row: SourceRow, task: str) -> Item:
@@ -118,11 +121,11 @@ def record_of(row: SourceRow, answer: Answer, n_best: int = 1) -> dict[str, Any]
     record: dict[str, Any] = {"id": row.id, **row.fields, "source": text}
     if isinstance(answer, Result):
         _add_result(record, answer, n_best)
+    elif isinstance(answer, Embedding) and answer.error is None:
+        record["vector"] = answer.vector  # as numbers, which the output may keep to the bit
     else:
         record |= answer.record()
-        if isinstance(answer, Embedding) and answer.error is None:
-            record["vector"] = answer.vector
-    if getattr(answer, "truncated", False):
+    if answer.truncated:
         record["truncated"] = True
     return record
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from transferry.runtime.engine import Engine
 from transferry.runtime.pipeline import Todo
-from transferry.runtime.reading import Reading
+from transferry.runtime.reading import LongRows, Reading, check_long_rows
 from transferry.runtime.rows import NOT_FINITE, RowError
 from transferry.runtime.search import pad_sources
 
@@ -24,9 +24,11 @@ class Embedding:
 
     Attributes:
         source: The text that came in; nothing where an error came in.
-        source_tokens: Its length, the tokens that wrap it included.
+        source_tokens: How much of it was read, the tokens that wrap it included; on an error its
+            length, or at least so much of it.
         vector: [d_model] float32; NaN where there is an error.
         error: None where there is a vector.
+        truncated: Whether the text was cut short.
     """
 
     source: str
@@ -34,6 +36,7 @@ class Embedding:
     vector: NDArray[np.float32]
     error: RowError | None = None
     target_tokens: int = 0
+    truncated: bool = False
 
     def record(self) -> dict[str, Any]:
         """Returns the row as JSON values."""
@@ -48,6 +51,7 @@ def embed(
     *,
     pooling: Pooling = "mean",
     normalise: bool = False,
+    long_rows: LongRows = "error",
 ) -> Iterator[Embedding]:
     """Embeds each text, in order, in bounded memory; a row never depends on its neighbours.
 
@@ -56,19 +60,22 @@ def embed(
         items: Any iterable, however long, of texts; an error is the result of its own row.
         pooling: "mean" over all tokens, those that wrap the text included, or the "first" one.
         normalise: Divide each vector by its length.
+        long_rows: What becomes of texts of more tokens than the model has positions: an "error",
+            or "truncate", which embeds their beginning.
 
     Raises:
-        UsageError: The bundle holds no encoder-only model.
+        UsageError: The bundle holds no encoder-only model, or long rows are to be split.
     """
     encoder, pad_id = engine.encoder, engine.bundle.tokenizer.special.pad_id
+    check_long_rows(long_rows, "task embed")
     nothing = np.full(int(engine.bundle.manifest.model["d_model"]), np.nan, np.float32)
 
     def prepare(first: int, items: list[str | RowError]) -> list[Todo[Reading] | Embedding]:
         return [
             Todo(row, len(row.ids))
             if row.error is None
-            else Embedding(row.text, len(row.ids), nothing, row.error)
-            for row in engine.reader.read(items)
+            else Embedding(row.text, row.tokens, nothing, row.error)
+            for row in engine.reader.read(items, long_rows)
         ]
 
     def compute(rows: list[Reading]) -> list[Embedding]:
@@ -82,7 +89,9 @@ def embed(
                 vector /= max(float(np.linalg.norm(vector)), np.finfo(np.float64).tiny)
             error = None if np.isfinite(vector).all() else NOT_FINITE
             vector = nothing if error else vector.astype(np.float32)
-            embeddings.append(Embedding(row.text, len(row.ids), vector, error))
+            embeddings.append(
+                Embedding(row.text, len(row.ids), vector, error, truncated=row.truncated)
+            )
         return embeddings
 
     return engine.map(items, prepare, compute)

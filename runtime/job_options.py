@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from transferry.runtime.errors import UsageError
+from transferry.runtime.reading import LongRows
 
 Task = Literal["generate", "embed", "fill-mask", "score"]
 SourceFormat = Literal["text", "tsv", "csv", "jsonl", "parquet"]
 SinkFormat = Literal["text", "jsonl", "tsv", "csv", "parquet", "npy"]
-LongRows = Literal["error", "truncate", "split"]
 
 
 @dataclass(frozen=True)

@@ -189,6 +189,8 @@ class Job:
             "width": self.answering.width,
             "shard_rows": options.shard_rows,
         }
+        if options.long_rows == "split":
+            values["sentencex"] = described.get("sentencex")
         if options.share is not None:
             rows, digest = self._whole
             values |= {"shard": options.shard, "input_rows": rows, "input_sha256": digest}
@@ -412,7 +414,7 @@ def tally_of(row: SourceRow, answer: Answer, seconds: float) -> Tally:
     """Counts one row."""
     tally = Tally(
         rows=1,
-        truncated=int(getattr(answer, "truncated", False)),
+        truncated=int(answer.truncated),
         source_tokens=answer.source_tokens,
         target_tokens=answer.target_tokens,
         seconds=seconds,

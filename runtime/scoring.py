@@ -11,7 +11,7 @@ import numpy as np
 from transferry.runtime.engine import Engine
 from transferry.runtime.logits import log_sum_exp
 from transferry.runtime.pipeline import Todo
-from transferry.runtime.reading import Reading
+from transferry.runtime.reading import LongRows, Reading, check_long_rows
 from transferry.runtime.rows import NOT_FINITE, RowError
 from transferry.runtime.search import pad_sources
 
@@ -26,11 +26,12 @@ class Score:
     Attributes:
         source: The text that came in; of a pair the source. Nothing where an error came in.
         target: The target of a pair, likewise; else None.
-        source_tokens: Tokens that were read.
+        source_tokens: Tokens that were read; on an error how many there are, or at least are.
         tokens: Ids of the tokens that were scored: of a pair the target's and the end token, of a
             text all that follow its first token.
         log_probabilities: Of each of them after those before it, in nats.
         error: None where there is a score.
+        truncated: Whether a text was cut short; what goes on has no end token to be scored.
     """
 
     source: str
@@ -39,6 +40,7 @@ class Score:
     tokens: tuple[int, ...] = ()
     log_probabilities: tuple[float, ...] = ()
     error: RowError | None = None
+    truncated: bool = False
 
     @property
     def target_tokens(self) -> int:
@@ -72,10 +74,14 @@ class _Row:
     read: Sequence[int]
     given: Sequence[int]
     wanted: Sequence[int]
+    truncated: bool
 
 
 def score(
-    engine: Engine, rows: Iterable[tuple[str | RowError, str | RowError | None]]
+    engine: Engine,
+    rows: Iterable[tuple[str | RowError, str | RowError | None]],
+    *,
+    long_rows: LongRows = "error",
 ) -> Iterator[Score]:
     """Scores each row, in order, in bounded memory; a row never depends on its neighbours.
 
@@ -83,13 +89,16 @@ def score(
         engine: Of an encoder-decoder bundle for pairs, of a decoder-only one for texts.
         rows: Source and target, or a text and None; any iterable, however long. An error on either
             side is the result of its own row.
+        long_rows: What becomes of texts of more tokens than the model has positions: an "error",
+            or "truncate", which scores their beginning.
 
     Raises:
-        UsageError: The bundle holds an encoder alone.
+        UsageError: The bundle holds an encoder alone, or long rows are to be split.
     """
     decoder, tokenizer = engine.decoder, engine.bundle.tokenizer
     special = tokenizer.special
 
+    check_long_rows(long_rows, "score")
     targets = replace(
         engine.reader,
         encode_batch=lambda texts: [tokenizer.encode_target(text) for text in texts],
@@ -99,20 +108,22 @@ def score(
     def prepare(
         first: int, rows: list[tuple[str | RowError, str | RowError | None]]
     ) -> list[Todo[_Row] | Score]:
-        sources = engine.reader.read([source for source, _ in rows])
+        sources = engine.reader.read([source for source, _ in rows], long_rows)
         if not decoder.has_encoder:
             return [_of_text(row) for row in sources]
-        wanted = targets.read(["" if target is None else target for _, target in rows])
+        wanted = targets.read(["" if target is None else target for _, target in rows], long_rows)
         return [_of_pair(*pair) for pair in zip(sources, wanted, strict=True)]
 
     def _of_pair(source: Reading, target: Reading) -> Todo[_Row] | Score:
         error = source.error or target.error
         if error is not None:
-            return Score(source.text, target.text, len(source.ids), error=error)
-        given = [special.bos_id, *target.ids[:-1]]
+            return Score(source.text, target.text, source.tokens, error=error)
+        wanted = target.ids[:-1] if target.truncated else target.ids
+        given = [special.bos_id, *wanted[:-1]]
+        truncated = source.truncated or target.truncated
         return Todo(
-            _Row(source.text, target.text, source.ids, given, target.ids),
-            max(len(source.ids), len(target.ids)),
+            _Row(source.text, target.text, source.ids, given, wanted, truncated),
+            max(len(source.ids), len(wanted)),
         )
 
     def _of_text(row: Reading) -> Todo[_Row] | Score:
@@ -120,8 +131,9 @@ def score(
         if error is None and len(row.ids) == 1:
             error = RowError("too-short", "a text of one token has nothing to be scored after it")
         if error is not None:
-            return Score(row.text, None, len(row.ids), error=error)
-        return Todo(_Row(row.text, None, (), row.ids[:-1], row.ids[1:]), len(row.ids))
+            return Score(row.text, None, row.tokens, error=error)
+        given, wanted = row.ids[:-1], row.ids[1:]
+        return Todo(_Row(row.text, None, (), given, wanted, row.truncated), len(row.ids))
 
     def compute(rows: list[_Row]) -> list[Score]:
         scores: list[Score] = []
@@ -150,6 +162,7 @@ def score(
                     tuple(row.wanted) if finite else (),
                     tuple(values.tolist()) if finite else (),
                     None if finite else NOT_FINITE,
+                    row.truncated,
                 )
             )
         return scores

@@ -34,6 +34,7 @@ OPTIONAL_LIBRARIES = {
     "runtime.files": frozenset({"zstandard"}),
     "runtime.sinks": frozenset({"pyarrow"}),
     "runtime.sources": frozenset({"pyarrow"}),
+    "runtime.reading": frozenset({"sentencex"}),
     "runtime.original_tokenizers": frozenset({"tokenizers", "sentencepiece"}),
 }
 GRAPH_LIBRARIES = frozenset({"onnx", "onnx_ir", "onnxscript", "onnxruntime"})

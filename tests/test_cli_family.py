@@ -67,7 +67,7 @@ def test_a_decoder_alone_from_nothing_to_answers(book: Path, tmp_path: Path) -> 
     assert "beam 4: 200 of 200 rows token for token" in verified.stdout
     done("verify", bundle)
     answered = call("run", bundle, prompts, "-o", out, "--max-length", "5")
-    assert answered.exit_code == 3  # for the empty prompt, which is an error on its own row
+    assert answered.exit_code == 6  # for the empty prompt, which is an error on its own row
     assert [row["finish_reason"] for row in rows(out)] == ["length", "error", "length"]
     assert "decoder-only" in done("inspect", bundle).stdout
     resumed = done("train", "--out", run, "--resume", "--max-steps", "3")
@@ -190,7 +190,7 @@ def test_masks_are_filled(reader_bundle_folder: Path, tmp_path: Path) -> None:
     text, out = tmp_path / "text", tmp_path / "filled.jsonl"
     text.write_text("the [MASK] of\nno mask\n")
     result = call("run", reader_bundle_folder, text, "--task", "fill-mask", "-o", out, "--top", "3")
-    assert result.exit_code == 3
+    assert result.exit_code == 6
     filled, bare = rows(out)
     assert len(filled["masks"][0]) == 3
     assert bare["error"]["kind"] == "no-mask"

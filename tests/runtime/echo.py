@@ -51,6 +51,7 @@ class Echo(Engine):
         options: GenerationOptions | None = None,
         *,
         first_row: int = 0,
+        long_rows: str = "error",
     ) -> Iterator[Result]:
         for number, item in enumerate(items, start=first_row):
             if self.computed is not None:

@@ -66,6 +66,18 @@ def test_bad_rows_are_nan_and_say_why(engine: Engine) -> None:
     assert len(good.record()["vector"]) == 32
 
 
+def test_long_rows_are_cut_short_and_say_so(engine: Engine) -> None:
+    tokenizer = engine.bundle.tokenizer
+    text = "a b " * 99
+    beginning = tokenizer.decode(tokenizer.encode(text)[:62])
+    cut, whole = embed(engine, [text, beginning], long_rows="truncate")
+    assert (cut.source, cut.source_tokens, cut.truncated, cut.error) == (text, 64, True, None)
+    assert whole.truncated is False
+    np.testing.assert_array_equal(cut.vector, whole.vector)
+    with pytest.raises(UsageError, match="long_rows=split and task embed exclude each other"):
+        embed(engine, [], long_rows="split")
+
+
 def test_an_error_that_came_in_comes_out_in_its_place(engine: Engine) -> None:
     broken = RowError("undecodable", "byte 3 is no UTF-8")
     rows = list(embed(engine, [broken, "a", broken, "b"]))

@@ -73,6 +73,31 @@ def test_bad_rows_are_errors_of_their_own(engine: Engine) -> None:
     assert kinds == ["empty", "no-mask", None, "too-long"]
 
 
+def test_long_rows_are_cut_short_and_say_so(engine: Engine) -> None:
+    tokenizer = engine.bundle.tokenizer
+    text = "a [MASK] b" + " a b" * 99
+    ids = [*tokenizer.encode("a"), 3, *tokenizer.encode(" b" + " a b" * 99)][:62]
+    beginning = "a [MASK]" + tokenizer.decode(ids[2:])
+    cut, whole, late = fill_masks(
+        engine, [text, beginning, "a b " * 99 + "[MASK]"], long_rows="truncate"
+    )
+    assert (cut.source, cut.source_tokens, cut.truncated) == (text, 64, True)
+    assert (cut.text, cut.candidates) == (whole.text, whole.candidates)
+    assert (whole.truncated, late.error) == (
+        False,
+        RowError("no-mask", "there is no [MASK] to fill in among the first 64 tokens"),
+    )
+    with pytest.raises(UsageError, match="long_rows=split and task fill-mask exclude each other"):
+        fill_masks(engine, [], long_rows="split")
+
+
+def test_a_long_word_for_a_mask_makes_no_text_too_long(engine: Engine) -> None:
+    mask = "[" + "MASK" * 300 + "]"
+    (row,) = fill_masks(engine, [f"a {mask} b {mask}"], mask=mask)
+    (same,) = fill_masks(engine, ["a [MASK] b [MASK]"])
+    assert (row.error, row.candidates) == (None, same.candidates)
+
+
 def test_an_error_that_came_in_comes_out_in_its_place(engine: Engine) -> None:
     broken = RowError("malformed", "3 columns, expected 2")
     error, filled = fill_masks(engine, [broken, "a [MASK]"])

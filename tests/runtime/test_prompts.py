@@ -44,6 +44,26 @@ def outputs(results: list[Result]) -> list[list[tuple[int, ...]]]:
     return [[output.tokens for output in result.outputs] for result in results]
 
 
+@pytest.mark.parametrize("prefix", ["", "a b"])
+def test_a_prompt_cut_short_leaves_room_for_an_answer(engine: Engine, prefix: str) -> None:
+    tokenizer = engine.bundle.tokenizer
+    forced = tuple(tokenizer.encode_target(prefix))
+    options = GenerationOptions(max_length=12, prefix=forced)
+    text = "one two three " * 40
+    error, *_ = engine.generate([text], options)
+    assert error.error is not None
+    result, short = engine.generate([text, "one"], options, long_rows="truncate")
+    assert (result.error, result.truncated, short.truncated) == (None, True, False)
+    assert result.source_tokens == 64 - len(forced)
+    (output,) = result.outputs
+    assert output.tokens[: len(forced)] == forced
+    assert len(output.tokens) + (output.finish_reason == "end") == len(forced) + 1
+    source = tokenizer.encode(text)[: 64 - len(forced)]
+    fitted = engine.fitted(options, len(source))
+    (hypotheses,) = search(engine.decoder, [source], fitted, tokenizer.special)
+    assert outputs([result]) == [[hypotheses[0].tokens]]
+
+
 def test_prompts_are_of_many_lengths(checkpoint: Checkpoint, prompts: list[str]) -> None:
     lengths = {len(checkpoint.tokenizer.encode(prompt)) for prompt in prompts}
     assert len(lengths) >= 12
