@@ -440,7 +440,7 @@ def pairs(
             longer = f"{target.path} goes on" if row is None else f"{target.path} ends"
             number = (row or other).number
             raise InputError(
-                f"{longer} behind row {number} of the other input; give inputs of equal length"
+                f"{longer} behind row {number} of the other input; give files of equal length"
             )
         raw = b"%d %b%b" % (len(row.raw), row.raw, other.raw)
         yield Pair(row.number, row.id, row.text, row.fields, raw, other.text)

@@ -147,10 +147,14 @@ def test_pairs_are_scored(bundle_folder: Path, lines: Path, tmp_path: Path) -> N
     assert said == pytest.approx(perplexity, rel=1e-4)
     settings = (tmp_path / "scores.jsonl.settings.toml").read_text()
     assert f"perplexity = {said}" in settings
-    assert call("score", bundle_folder, lines, "--target", lines, "-o", out).exit_code == 2
-    again = tmp_path / "again.jsonl"
-    done("score", bundle_folder, lines, "--target", lines, "-o", again, "--batch-rows", "2")
-    assert [row["tokens"] for row in rows(again)] == [row["tokens"] for row in found]
+    again = done("score", bundle_folder, lines, "--target", lines, "-o", out)
+    assert "scores.jsonl was finished before: 9 rows" in again.stderr
+    shorter = out.with_name("shorter")
+    shorter.write_text("".join(lines.read_text().splitlines(keepends=True)[:-1]))
+    assert call("score", bundle_folder, shorter, "--target", shorter, "-o", out).exit_code == 2
+    other = tmp_path / "other.jsonl"
+    done("score", bundle_folder, lines, "--target", lines, "-o", other, "--batch-rows", "2")
+    assert [row["tokens"] for row in rows(other)] == [row["tokens"] for row in found]
 
 
 def test_texts_are_scored_on_stdout(writer_bundle_folder: Path, lines: Path) -> None:
@@ -222,7 +226,10 @@ def test_vectors_are_written(
     [
         (["--task", "embed"], "task embed writes npy or parquet or jsonl, not text"),
         (["--task", "embed", "--format", "npy"], "npy cannot go to standard output"),
-        (["--task", "fill-mask", "--format", "npy"], "fill-mask writes jsonl or text, not npy"),
+        (
+            ["--task", "fill-mask", "--format", "npy"],
+            "fill-mask writes jsonl or text or tsv or csv or parquet, not npy",
+        ),
         (["--task", "fill-mask", "--beam", "4"], "generates nothing, so beam has no effect"),
         (["--task", "fill-mask", "--top", "0"], "top must be at least 1, not 0"),
         ([], "its tasks are embed and fill-mask"),

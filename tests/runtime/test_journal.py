@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -196,9 +197,9 @@ def test_a_lock_that_was_removed_while_it_was_opened_is_none(
     """Another job ends, and removes the folder, between the opening and the locking."""
     import fcntl
 
-    flock, calls = fcntl.flock, []
+    flock, calls = fcntl.flock, list[Any]()
 
-    def late(*arguments: int) -> None:
+    def late(*arguments: Any) -> None:
         if not calls:
             (folder / LOCK).unlink()
         calls.append(arguments)
