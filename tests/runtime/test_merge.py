@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from transferry.runtime.errors import InputError, UsageError
@@ -142,14 +143,24 @@ def test_a_merge_that_was_done_is_done(source: Path, tmp_path: Path) -> None:
     assert not merge(parts, out, force=True).finished_before
 
 
-def test_vectors_are_joined(reader_bundle_folder: Path, source: Path, tmp_path: Path) -> None:
-    for suffix in (".npy", ".parquet"):
-        parts = []
-        for shard in (None, "1/2", "2/2"):
-            sink = tmp_path / f"{(shard or 'whole').replace('/', 'of')}{suffix}"
-            options = JobOptions("embed", shard=shard, shard_rows=2)
-            Job(reader_bundle_folder, source, sink, options).run()
-            parts.append(sink)
-        whole, *parts = parts
-        merge(parts, tmp_path / f"out{suffix}")
-        assert (tmp_path / f"out{suffix}").read_bytes() == whole.read_bytes()
+@pytest.mark.parametrize("suffix", [".npy", ".parquet"])
+def test_vectors_are_joined(
+    reader_bundle_folder: Path, source: Path, tmp_path: Path, suffix: str
+) -> None:
+    parts = []
+    for shard in (None, "1/2", "2/2"):
+        parts.append(tmp_path / f"{(shard or 'whole').replace('/', 'of')}{suffix}")
+        options = JobOptions("embed", shard=shard, shard_rows=2)
+        Job(reader_bundle_folder, source, parts[-1], options).run()
+    out = tmp_path / f"out{suffix}"
+    merge(parts[1:], out)
+    np.testing.assert_allclose(vectors(out), vectors(parts[0]), atol=1e-5)
+    assert np.isnan(vectors(out)).any(axis=1).tolist() == [row == 4 for row in range(ROWS)]
+
+
+def vectors(path: Path) -> Any:
+    if path.suffix == ".npy":
+        return np.load(path)
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is an optional extra")
+    column = parquet.read_table(path)["vector"].to_pylist()
+    return np.array([[np.nan] * 32 if vector is None else vector for vector in column])

@@ -16,8 +16,9 @@ import pytest
 
 from transferry.runtime import sinks
 from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.job_options import Task
 from transferry.runtime.rows import RowError
-from transferry.runtime.sinks import FORMATS, Sink, Task, open_sink
+from transferry.runtime.sinks import FORMATS, Sink, open_sink
 from transferry.runtime.sources import Source, open_source
 
 zstandard = pytest.importorskip("zstandard", reason="zstandard is an optional extra")
