@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import random
+import re
 import sys
 import tracemalloc
 from collections.abc import Mapping, Sequence
@@ -551,3 +552,13 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         open_sink(tmp_path / "a.parquet", source=source)
     with pytest.raises(UsageError, match=r'pip install "transferry\[jobs\]"'):
         write(open_sink(tmp_path / "a.txt.zst", source=source), tmp_path / "a", [])
+
+
+def test_the_example_of_the_document_is_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = Path(__file__).parents[2] / "docs" / "formats.md"
+    code, shown = re.findall(r"^```\w+\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, page.name, "exec"), {})
+    assert capsys.readouterr().out.strip() == shown.strip()
