@@ -388,11 +388,11 @@ class _ParquetSink(Sink):
 
 
 def _row_groups(batches: Iterable[Any]) -> Iterator[list[Any]]:
-    """Cuts anew, so that each list but the last has `ROW_GROUP` rows."""
+    """Cuts batches of at most `ROW_GROUP` rows anew: each list but the last has that many."""
     group: list[Any] = []
     room = ROW_GROUP
     for batch in batches:
-        while batch.num_rows >= room:
+        if batch.num_rows >= room:
             yield [*group, batch.slice(0, room)]
             batch, group, room = batch.slice(room), [], ROW_GROUP
         if batch.num_rows:

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import random
+import re
 import sys
 import tracemalloc
 from collections.abc import Mapping, Sequence
@@ -434,6 +435,16 @@ def test_no_byte_tells_how_rows_were_cut(
     assert join(sink, tmp_path / name, [empty, empty]).read_bytes() == empty.read_bytes()
 
 
+def test_pages_of_parquet_do_not_tell_either(tmp_path: Path) -> None:
+    """They end by size, which has to be looked at at the same rows."""
+    sink = open_sink(tmp_path / "out.parquet", source=source_of(tmp_path))
+    chance = random.Random(0)
+    rows = records(5000, [chance.randbytes(500).hex() for _ in range(5000)])
+    whole = write(sink, tmp_path / "whole", rows).read_bytes()
+    for cuts in ([700], [1500, 1501, 4500]):
+        assert in_parts(sink, tmp_path / "out.parquet", rows, cuts).read_bytes() == whole
+
+
 def test_gzip_holds_neither_time_nor_name(tmp_path: Path) -> None:
     sink = open_sink(tmp_path / "out.txt.gz", source=source_of(tmp_path))
     packed = write(sink, tmp_path / "out.txt.gz", [{"text": "a"}]).read_bytes()
@@ -542,3 +553,13 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         open_sink(tmp_path / "a.parquet", source=source)
     with pytest.raises(UsageError, match=r'pip install "transferry\[jobs\]"'):
         write(open_sink(tmp_path / "a.txt.zst", source=source), tmp_path / "a", [])
+
+
+def test_the_example_of_the_document_is_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = Path(__file__).parents[2] / "docs" / "formats.md"
+    code, shown = re.findall(r"^```\w+\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, page.name, "exec"), {})
+    assert capsys.readouterr().out.strip() == shown.strip()

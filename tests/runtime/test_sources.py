@@ -438,6 +438,16 @@ def test_batches_of_long_rows_are_small(tmp_path: Path, monkeypatch: pytest.Monk
     assert max(sizes) <= 16
 
 
+def test_a_large_group_of_rows_is_read_in_pieces(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": ["x" * 1000] * 60_000})
+    parquet.write_table(table, path, use_dictionary=False, compression="none")
+    del table
+    before = pyarrow.total_allocated_bytes()
+    most = max(pyarrow.total_allocated_bytes() for _ in open_source(path).rows())
+    assert most - before < 20 << 20
+
+
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path, "a.zst", PACK[".zst"](b"a"))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
