@@ -195,8 +195,6 @@ class Journal:
     def clear(self) -> None:
         """Throws away all that is finished; the lock stays."""
         self.shards = []
-        # First what gives the rest its meaning: what a kill leaves behind is then no job.
-        (self.folder / JOB).unlink(missing_ok=True)
         for path in self.folder.iterdir():
             if OWN.fullmatch(path.name):
                 path.unlink()
