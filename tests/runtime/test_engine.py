@@ -264,6 +264,24 @@ def test_a_row_is_answered_the_same_wherever_it_stands(
         assert answers(results) == [expected[text] for text in shuffled]
 
 
+@pytest.mark.parametrize("options", [GREEDY, BEAM, SAMPLING], ids=["greedy", "beam", "sampling"])
+def test_scores_are_the_same_bit_for_bit_in_any_batch(
+    bundle: Bundle, decoder: OnnxDecoder, texts: list[str], options: GenerationOptions
+) -> None:
+    """Alone, among a few, among many; and whatever the others' lengths."""
+    found = []
+    for seed, rows in enumerate((64, 7, 1)):
+        order = list(range(len(texts)))
+        if not options.sample:
+            random.Random(seed).shuffle(order)
+        engine = Engine(bundle, decoder, batches=BatchOptions(rows=rows, window=[40, 9, 5][seed]))
+        results = engine.generate((texts[index] for index in order), options)
+        found.append(dict(zip(order, results, strict=True)))
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+    assert len({len(bundle.tokenizer.encode(text)) % 4 for text in texts}) == 4
+
+
 def test_samples_of_a_row_depend_on_its_place(engine: Engine, texts: list[str]) -> None:
     """So that a text that occurs twice is not answered twice alike."""
     results = list(engine.generate([texts[9]] * 8, SAMPLING))
@@ -322,18 +340,21 @@ def test_a_thousand_real_rows(
 def test_a_thousand_real_rows_in_place_are_the_same_bit_for_bit(
     fast_bundle_folder: Path, real_texts: list[str], options: GenerationOptions
 ) -> None:
-    """Scores as well, whether a row is alone or among many; and as the portable variant's."""
+    """Scores as well, whether a row is alone or among many; tokens as the portable variant's."""
     found = []
     order = list(range(len(real_texts)))
-    for number, (variant, rows) in enumerate([("cpu-fp32", 64), ("cpu-fp32", 1), ("portable", 64)]):
+    for number, (variant, rows) in enumerate(
+        [("cpu-fp32", 64), ("cpu-fp32", 1), ("portable", 64), ("portable", 7)]
+    ):
         random.Random(number).shuffle(order)
         engine = Engine.load(fast_bundle_folder, variant=variant, replicas=1)
         engine.batches = BatchOptions(rows=rows * options.beam, window=300)
         results = engine.generate((real_texts[index] for index in order), options)
         found.append(dict(zip(order, results, strict=True)))
-    many, alone, portable = found
+    many, alone, portable, few = found
     # As text: a score that is not asked for is NaN, which equals nothing.
     assert [i for i in order if repr(many[i]) != repr(alone[i])] == []
+    assert [i for i in order if repr(portable[i]) != repr(few[i])] == []
     tokens = [answers([each[i] for i in range(len(order))]) for each in (many, portable)]
     assert tokens[0] == tokens[1]
     assert len({row[0] for row in tokens[0]}) > 100, "the answers must tell rows apart"
