@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import islice, tee, zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast, get_args
 
 from transferry.runtime.answers import Answer, Answering, Pair, item_of, record_of
 from transferry.runtime.canary import Canary, share
 from transferry.runtime.engine import Engine
 from transferry.runtime.errors import InputError, TransferryError, UsageError
 from transferry.runtime.files import durable_file, sha256
-from transferry.runtime.job_options import JobOptions
+from transferry.runtime.job_options import JobOptions, SinkFormat, Task
 from transferry.runtime.journal import BESIDE, OUTPUT, Journal, Shard, Tally, differences
 from transferry.runtime.rows import SourceRow
 from transferry.runtime.scoring import Score
@@ -150,7 +150,7 @@ class Job:
             self.target = open_source(options.target, format=options.format_in)
         self.sink = open_sink(
             self.path,
-            format=options.format,
+            format=options.format or _named_sink(self.path, options.task),
             source=self.source,
             task=options.task,
             n_best=self.answering.n_best > 1,
@@ -408,6 +408,12 @@ class Job:
         summary = Summary.from_dict(record)
         summary.finished_before = True
         return summary
+
+
+def _named_sink(path: Path, task: Task) -> SinkFormat | None:
+    """The format where a name says none: scores are no text, so JSONL is the plainest."""
+    known = named_format(path)[0] in get_args(SinkFormat)
+    return "jsonl" if task == "score" and not known else None
 
 
 def tally_of(row: SourceRow, answer: Answer, seconds: float) -> Tally:
