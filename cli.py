@@ -9,8 +9,10 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
@@ -18,18 +20,20 @@ from click.core import ParameterSource as Origin
 
 from transferry.build_model.config import PRESETS, ModelConfig, TrainConfig
 from transferry.runtime.errors import (
+    BadRowsError,
     InputError,
     ParityError,
     ProviderError,
     TransferryError,
     UsageError,
 )
+from transferry.runtime.job_options import JobOptions
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.settings import field_helps
 
 if TYPE_CHECKING:
     from transferry.runtime.engine import Engine
-    from transferry.runtime.jobs import Summary
+    from transferry.runtime.jobs import Job, Summary
     from transferry.runtime.report import ParityReport
     from transferry.runtime.session import SessionOptions
 
@@ -37,12 +41,17 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 EPILOG = """\b
 Exit codes: 0 done, 2 wrong usage, 3 bad input, checkpoint or bundle, 4 parity failed,
-5 the provider asked for cannot run, 130 interrupted.
+5 the provider asked for cannot run, 6 finished, but some rows hold an error, 130 interrupted.
 """
 FILE = click.Path(path_type=Path)
 # Of GenerationOptions what holds ids: the first is said as text, the other by the bundle.
 TOKENS = ("prefix", "suppress")
 CERTIFICATE = ("date", "against", "cell", "rows", "worth")
+# Of JobOptions what a command says in its own way.
+OWN = ("task", "generation", "target")
+NOT_OF_SCORE = (*OWN, "prefix", "pooling", "normalise", "mask", "top", "canary")
+# Between two lines where there is no terminal, and between two looks of a bar, in seconds.
+LOG_EVERY, SHOW_EVERY = 30.0, 0.2
 
 
 class Failure(click.ClickException):
@@ -55,6 +64,11 @@ class Failure(click.ClickException):
 
 class Commands(click.Group):
     """Turns what goes wrong into a message and an exit code, in this one place."""
+
+    def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
+        """Keeps what was said, for whoever has to say it again."""
+        context.meta[__name__] = shlex.join(["transferry", *arguments])
+        return super().parse_args(context, arguments)
 
     def invoke(self, context: click.Context) -> Any:
         """Runs the command."""
@@ -120,12 +134,14 @@ def fields_as_options(
             if field.name in leave_out:
                 continue
             hint = hints[field.name]
+            if NoneType in get_args(hint):
+                (hint,) = (item for item in get_args(hint) if item is not NoneType)
             flag = f"--{field.name.replace('_', '-')}"
             kind: Any = click.Choice(get_args(hint)) if get_origin(hint) is Literal else hint
             text = helps[field.name]
             if field.name in by_preset:
                 text = f"{text} The preset's by default."
-            elif field.default is not False:
+            elif field.default is not False and field.default not in (None, ""):
                 text = f"{text} Default {field.default}."
             if hint is bool:
                 either = field.default or field.name in by_preset
@@ -325,33 +341,60 @@ def export(
     say(f"{out}: {len(bundle.manifest.files) + 1} files, {size / 1e6:.1f} MB, verified")
 
 
-def session_options(command: Command) -> Command:
-    """Adds what says how a bundle is opened."""
-    for decorator in reversed(
-        [
-            click.option(
-                "--provider",
-                type=click.Choice(["cpu", "cuda"]),
-                default="cpu",
-                show_default=True,
-                help="Where to run; where it cannot, the exit code is 5.",
-            ),
-            click.option("--device-id", type=int, default=0, help="Which GPU."),
-            click.option("--variant", help="By default the fastest that was verified."),
-            click.option(
-                "--threads", type=int, default=1, show_default=True, help="Threads a replica."
-            ),
-            click.option(
-                "--optimisation",
-                type=click.Choice(["disable", "basic", "extended", "all"]),
-                default="all",
-                show_default=True,
-                help="How far onnxruntime may rewrite the graphs; part of what is verified.",
-            ),
-        ]
-    ):
-        command = decorator(command)
-    return command
+def together(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator, in the order of --help."""
+
+    def add(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return add
+
+
+# How a bundle is opened.
+session_options = together(
+    click.option(
+        "--provider",
+        type=click.Choice(["cpu", "cuda"]),
+        default="cpu",
+        show_default=True,
+        help="Where to run; where it cannot, the exit code is 5.",
+    ),
+    click.option("--device-id", type=int, default=0, help="Which GPU."),
+    click.option("--variant", help="By default the fastest that was verified."),
+    click.option("--threads", type=int, default=1, show_default=True, help="Threads a replica."),
+    click.option(
+        "--optimisation",
+        type=click.Choice(["disable", "basic", "extended", "all"]),
+        default="all",
+        show_default=True,
+        help="How far onnxruntime may rewrite the graphs; part of what is verified.",
+    ),
+)
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="The summary as JSON on stdout.")
+QUIET = click.option("--quiet", is_flag=True, help="No progress and no summary.")
+# What a job is run with, besides its own options.
+job_options = together(
+    configurable,
+    click.argument("bundle_folder", metavar="BUNDLE", type=FILE),
+    click.argument("text", metavar="INPUT", type=FILE),
+    click.option("-o", "--out", type=FILE, default=Path("-"), help="Answers; - is stdout."),
+    session_options,
+    click.option("--replicas", type=int, help="Batches in progress; one a core by default."),
+    click.option(
+        "--batch-rows",
+        type=int,
+        help="Rows stepped together, a beam of 4 being 4; by default what suits the variant.",
+    ),
+    click.option(
+        "--require-certificate",
+        is_flag=True,
+        help="Refuse, with exit code 4, what was not verified for this way of computing.",
+    ),
+    AS_JSON,
+    QUIET,
+)
 
 
 def _session(options: dict[str, Any]) -> SessionOptions:
@@ -359,24 +402,6 @@ def _session(options: dict[str, Any]) -> SessionOptions:
 
     names = ("provider", "threads", "device_id", "optimisation")
     return SessionOptions(**{name: options[name] for name in names})
-
-
-def engine_options(command: Command) -> Command:
-    """Adds what an engine is opened with."""
-    replicas = click.option(
-        "--replicas", type=int, help="Batches in progress; one a core by default."
-    )
-    rows = click.option(
-        "--batch-rows",
-        type=int,
-        help="Rows stepped together, a beam of 4 being 4; by default what suits the variant.",
-    )
-    certificate = click.option(
-        "--require-certificate",
-        is_flag=True,
-        help="Refuse, with exit code 4, what was not verified for this way of computing.",
-    )
-    return replicas(rows(certificate(command)))
 
 
 @main.command(
@@ -506,36 +531,52 @@ def replay(fault: Path) -> None:
 
 
 @contextlib.contextmanager
-def _progress(label: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+def _progress(label: str, quiet: bool) -> Iterator[Callable[..., None]]:
     """A bar on stderr that is told how many of how many are done; silent where nobody looks."""
     if quiet or not sys.stderr.isatty():
-        yield lambda done, total: None
+        yield lambda done, total, note="": None
         return
-    with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
+    bar: Any
+    with click.progressbar(
+        length=1, label=label, file=sys.stderr, item_show_func=lambda item: str(item or "")
+    ) as bar:
 
-        def show(done: int, total: int) -> None:
+        def show(done: int, total: int, note: str = "") -> None:
             bar.length = total
-            bar.update(done - bar.pos)
+            bar.update(done - bar.pos, note)
 
         yield show
+
+
+@contextlib.contextmanager
+def _watching(job: Job, quiet: bool) -> Iterator[Callable[[Summary], None]]:
+    """A bar on stderr, or a line now and then where that is no terminal; silent if wanted."""
+    bar = sys.stderr.isatty() and str(job.source.path) != "-" and not quiet
+    every, total, shown = (SHOW_EVERY if bar else LOG_EVERY), bar and job.count(), time.monotonic()
+    with _progress("running", not bar) as show:
+
+        def watch(summary: Summary) -> None:
+            nonlocal shown
+            if time.monotonic() - shown < every and summary.rows != total:
+                return
+            shown = time.monotonic()
+            if bar:
+                show(summary.rows, total, summary)
+            elif not quiet:
+                say(str(summary))
+
+        yield watch
 
 
 @main.command(
     epilog="""\b
 Example:
   transferry run bundles/ende test.en.gz -o test.de.jsonl --beam 4
+  transferry run bundles/ende rows.parquet --column en -o rows.de.parquet
   cat test.en | transferry run bundles/ende - -o - > test.de
 """
 )
-@configurable
-@click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
-@click.argument("text", metavar="INPUT", type=FILE)
-@click.option("-o", "--out", type=FILE, default=Path("-"), help="Answers; - is stdout.")
-@click.option(
-    "--format",
-    type=click.Choice(["jsonl", "text", "npy", "parquet"]),
-    help="By default as the output's name ends, else text, a line an answer.",
-)
+@job_options
 @click.option(
     "--task",
     type=click.Choice(["generate", "embed", "fill-mask"]),
@@ -543,54 +584,20 @@ Example:
     show_default=True,
     help="embed and fill-mask are an encoder-only bundle's.",
 )
-@click.option(
-    "--pooling",
-    type=click.Choice(["mean", "first"]),
-    default="mean",
-    show_default=True,
-    help="Of embed: over all tokens, or the first one.",
-)
-@click.option("--normalise", is_flag=True, help="Of embed: vectors of length 1.")
-@click.option(
-    "--mask", default="[MASK]", show_default=True, help="Of fill-mask: what is filled in."
-)
-@click.option("--top", type=int, default=5, show_default=True, help="Of fill-mask: candidates.")
-@click.option(
-    "--canary", metavar="1/N", help="Answer one row in N again on the reference, and compare."
-)
-@click.option("--force", is_flag=True, help="Replace the output if it exists.")
-@session_options
-@engine_options
-@click.option("--prefix", default="", help="Text that every answer begins with.")
-@click.option("--quiet", is_flag=True, help="No progress and no summary.")
+@fields_as_options(JobOptions, leave_out=OWN)
 @fields_as_options(GenerationOptions, leave_out=TOKENS)
-def run(bundle_folder: Path, text: Path, out: Path, **options: Any) -> None:
-    """Answer every line of INPUT with BUNDLE, in order; - is stdin.
+def run(**options: Any) -> None:
+    """Answer every row of INPUT with BUNDLE, in order; - is stdin.
 
-    A line that cannot be answered (empty, longer than the model's positions) becomes an error on
-    its own row, and the exit code is 3 once all others are answered. What was used is written
-    beside the output, as OUT.settings.toml.
+    What is finished is saved in OUT.job, so the same command again goes on where it was stopped,
+    and ends with the same bytes. A row that cannot be answered (empty, longer than the model's
+    positions) becomes an error on its own row, and the exit code is 6 once all others are
+    answered. OUT.summary.json tells what was done, OUT.settings.toml how to do it again.
     """
-    from transferry.runtime.jobs import job_of
-
     chosen = given(options, GenerationOptions, leave_out=TOKENS)
     GenerationOptions(**chosen)  # refuse a conflict before the bundle is opened
-    engine = _engine(bundle_folder, options)
-    job = job_of(engine, text, out, options, chosen)
-
-    total = 0
-    if str(text) != "-" and not options["quiet"] and sys.stderr.isatty():
-        from transferry.runtime.files import read_raw_lines
-
-        total = sum(1 for _ in read_raw_lines(text))
-    with _progress("running", options["quiet"] or not total) as show:
-        summary = job.run(lambda so_far: show(so_far.rows, total))
-    asked = {"bundle_folder": bundle_folder, "text": text, "out": out, **options}
-    tally = job.canary.tally() if job.canary else {}
-    made = engine.describe() | summary.to_dict() | tally
-    if tally and not options["quiet"]:
-        say(", ".join(f"{name} {count}" for name, count in tally.items()))
-    _finish(out, asked, made, summary, quiet=options["quiet"])
+    common = given(options, JobOptions, leave_out=OWN)
+    _do(JobOptions(options["task"], chosen, **common), options)
 
 
 @main.command(
@@ -600,40 +607,86 @@ Example:
   transferry score bundles/book text.txt
 """
 )
-@configurable
-@click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
-@click.argument("text", metavar="INPUT", type=FILE)
+@job_options
 @click.option("--target", type=FILE, help="The other side of the pairs, of an encoder-decoder.")
-@click.option("-o", "--out", type=FILE, default=Path("-"), help="Scores as JSONL; - is stdout.")
-@click.option("--force", is_flag=True, help="Replace the output if it exists.")
-@session_options
-@engine_options
-@click.option("--quiet", is_flag=True, help="No progress and no summary.")
-def score(bundle_folder: Path, text: Path, out: Path, **options: Any) -> None:
-    """Tell how likely BUNDLE finds each line of INPUT, or each pair, without generating.
+@fields_as_options(JobOptions, leave_out=NOT_OF_SCORE)
+def score(**options: Any) -> None:
+    """Tell how likely BUNDLE finds each row of INPUT, or each pair, without generating.
 
     A row has the log-probability of each token after those before it, and their total, in nats.
-    The perplexity of the whole file comes last on stderr, and into OUT.settings.toml.
+    The perplexity of the whole file comes last on stderr, and into OUT.summary.json. It goes on
+    after an interruption as `run` does.
     """
-    from transferry.runtime.jobs import scoring
-
-    engine = _engine(bundle_folder, options)
-    job = scoring(engine, text, options["target"], out, force=options["force"])
-    summary = job.run()
-    if not options["quiet"]:
-        say(", ".join(f"{name} {value}" for name, value in job.marks().items()))
-    asked = {"bundle_folder": bundle_folder, "text": text, "out": out, **options}
-    made = engine.describe() | summary.to_dict() | job.marks()
-    _finish(out, asked, made, summary, quiet=options["quiet"])
+    common = given(options, JobOptions, leave_out=NOT_OF_SCORE)
+    _do(JobOptions("score", target=options["target"], **common), options)
 
 
-def _engine(bundle_folder: Path, options: dict[str, Any]) -> Engine:
+def _do(chosen: JobOptions, options: dict[str, Any]) -> None:
+    """Runs a job, and tells a person how it went."""
+    from transferry.runtime.jobs import Job
+
+    out, quiet, as_json = (options[name] for name in ("out", "quiet", "as_json"))
+    if as_json and str(out) == "-":
+        raise UsageError("--json and the answers cannot both go to standard output; add --out")
+    job = Job(_engine(options), options["text"], out, chosen)
+    settings = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in options.items()
+        if name not in ("quiet", "force", "as_json")
+    }
+    try:
+        with _watching(job, quiet) as watch:
+            summary = job.run(watch, say=(lambda line: None) if quiet else say, settings=settings)
+    except KeyboardInterrupt as error:
+        command = click.get_current_context().meta[__name__]
+        again = (f"{error}; continue with: {command}",) if error.args else ()
+        raise KeyboardInterrupt(*again) from error
+    _finish(out, summary, quiet=quiet, as_json=as_json)
+
+
+def _finish(out: Path, summary: Summary, *, quiet: bool, as_json: bool) -> None:
+    if not quiet:
+        say(f"{out} was finished before: {summary}" if summary.finished_before else str(summary))
+        if marks := summary.marks():
+            say(", ".join(f"{name} {value}" for name, value in marks.items()))
+    if as_json:
+        click.echo(json.dumps(summary.to_dict(), indent=1))
+    if summary.bad_rows:
+        raise BadRowsError(
+            f"{summary.bad_rows} of {summary.rows} rows could not be answered and hold an error "
+            f"instead, the first of them: {summary.first_error}"
+        )
+
+
+@main.command(
+    epilog="""\b
+Example:
+  transferry merge test.de.1.jsonl test.de.2.jsonl test.de.3.jsonl -o test.de.jsonl
+"""
+)
+@click.argument("parts", metavar="PART...", nargs=-1, required=True, type=FILE)
+@click.option("-o", "--out", type=FILE, required=True, help="The answers of all shards.")
+@click.option("--force", is_flag=True, help="Replace the output if it exists.")
+@AS_JSON
+@QUIET
+def merge(parts: tuple[Path, ...], out: Path, force: bool, as_json: bool, quiet: bool) -> None:
+    """Join what `run --shard` wrote on several machines, in any order given.
+
+    Every shard must be there once, whole and unchanged, and of the same job: OUT is then what one
+    machine would have written. Each PART needs its PART.summary.json beside it.
+    """
+    from transferry.runtime.merge import merge as join
+
+    _finish(out, join(parts, out, force=force), quiet=quiet, as_json=as_json)
+
+
+def _engine(options: dict[str, Any]) -> Engine:
     from transferry.runtime.batching import BatchOptions
     from transferry.runtime.engine import Engine
 
     rows = options["batch_rows"]
     engine = Engine.load(
-        bundle_folder,
+        options["bundle_folder"],
         provider=options["provider"],
         variant=options["variant"],
         threads=options["threads"],
@@ -646,32 +699,6 @@ def _engine(bundle_folder: Path, options: dict[str, Any]) -> Engine:
     if not engine.certificate.startswith("none") and not options["quiet"]:
         say(f"certificate {engine.certificate}")
     return engine
-
-
-def _finish(
-    out: Path, asked: dict[str, Any], made: dict[str, Any], summary: Summary, *, quiet: bool
-) -> None:
-    """Records how a file was made, and tells a person how it went."""
-    if str(out) != "-":
-        from transferry.runtime.settings import write_settings
-
-        chosen = {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in asked.items()
-            if name not in ("quiet", "force")
-        }
-        write_settings(out.with_name(out.name + ".settings.toml"), chosen, made)
-    if not quiet:
-        say(
-            f"{summary.rows} rows in {summary.seconds:.1f} s, {summary.errors} errors, "
-            f"{summary.rows / max(summary.seconds, 1e-9):,.0f} rows/s, "
-            f"{summary.target_tokens / max(summary.seconds, 1e-9):,.0f} tokens/s"
-        )
-    if summary.errors:
-        raise InputError(
-            f"{summary.errors} of {summary.rows} rows could not be answered and hold an error "
-            f"instead, the first of them: {summary.first_error}"
-        )
 
 
 @main.command(

@@ -7,9 +7,21 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from transferry.runtime.errors import UsageError
 
 Item = TypeVar("Item")
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+# Sources are read in a multiple of so many columns: onnxruntime's product of one row with a matrix
+# sums its last one to three terms in another order, so that else the padding would show in the last
+# bits; and a source of one token would be computed by a kernel of its own.
+UNIT = 4
+# Prompts, in a multiple of so many: what follows comes behind the padding, and a softmax adds its
+# terms into as many sums as a vector has lanes, by their columns.
+LANES = 16
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,20 @@ class BatchOptions:
         for name in ("rows", "tokens", "window"):
             if getattr(self, name) < 1:
                 raise UsageError(f"batch {name} must be at least 1, not {getattr(self, name)}")
+
+
+def widened(array: NDArray[Scalar], unit: int, limit: int | None = None) -> NDArray[Scalar]:
+    """Pads with zeros up to the next multiple of so many columns.
+
+    Args:
+        array: [rows, columns]
+        unit: The columns will be a multiple of it.
+        limit: Most columns, where there is a limit.
+    """
+    extra = -array.shape[1] % unit
+    if limit is not None:
+        extra = max(0, min(extra, limit - array.shape[1]))
+    return np.pad(array, ((0, 0), (0, extra)))
 
 
 def windows(items: Iterable[Item], size: int) -> Iterator[list[Item]]:

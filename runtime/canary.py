@@ -18,12 +18,13 @@ from transferry.runtime.bundle import REFERENCE
 from transferry.runtime.compare import Tolerance
 from transferry.runtime.divergence import explain
 from transferry.runtime.embedding import Embedding
-from transferry.runtime.engine import Engine, Result
+from transferry.runtime.engine import PIECE, Engine, Result
 from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.fill_mask import Filled
 from transferry.runtime.hypothesis import Hypothesis
 from transferry.runtime.model import open_model
 from transferry.runtime.options import GenerationOptions
+from transferry.runtime.reading import LongRows
 from transferry.runtime.reference import Reference
 from transferry.runtime.session import SessionOptions
 
@@ -99,6 +100,9 @@ class Canary:
         if number % self.every:
             return
         self.rows += 1
+        if row.error is not None and not row.source:
+            self.identical += 1  # there was no text to answer
+            return
         (again,) = self.ask(self.reference, iter([row.source]), number)
         if (row.error and row.error.kind) != (again.error and again.error.kind):
             difference = f"{row.error or 'an answer'}, but {again.error or 'an answer'}"
@@ -137,10 +141,13 @@ class Canary:
                         f"score {one.score:.6f}, but {other.score:.6f}, at most {allowed:.1e} apart"
                     )
             return ""
-        source = self.served.source_of(row.source)
+        long_rows: LongRows = "truncate" if row.truncated else "error"
+        (reading,) = self.served.read([row.source], self.options, long_rows)
+        if reading.error is not None:
+            return self._of_pieces(number, row)
         divergence = explain(
-            source,
-            self.served.fitted(self.options, len(source)),
+            reading.ids,
+            self.served.fitted(self.options, len(reading.ids)),
             _hypotheses(again),
             _hypotheses(row),
             self.reference.decoder,
@@ -154,6 +161,19 @@ class Canary:
             self.ties += 1
             return ""
         return f"{row.text!r}, but {again.text!r} ({divergence})"
+
+    def _of_pieces(self, number: int, row: Result) -> str:
+        """As `_of_answers`, of a row that was split: what is joined tells nothing of near ties."""
+        ties = self.ties
+        for place, piece in enumerate(self.served.reader.pieces(row.source)):
+            first = number + place * PIECE
+            (one,), (again,) = (
+                self.ask(engine, iter([piece]), first) for engine in (self.served, self.reference)
+            )
+            if difference := self._of_answers(first, one, again):
+                return f"piece {place + 1}: {difference}"
+        self.ties = min(self.ties, ties + 1)
+        return ""
 
     def _of_vectors(self, row: Embedding, again: Embedding) -> str:
         largest = np.abs(again.vector).max(initial=0.0)

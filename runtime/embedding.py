@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from transferry.runtime.engine import Engine
 from transferry.runtime.pipeline import Todo
+from transferry.runtime.reading import LongRows, Reading, check_long_rows
 from transferry.runtime.rows import NOT_FINITE, RowError
 from transferry.runtime.search import pad_sources
 
@@ -22,10 +23,12 @@ class Embedding:
     """What became of one row.
 
     Attributes:
-        source: The text that came in.
-        source_tokens: Its length, the tokens that wrap it included.
+        source: The text that came in; nothing where an error came in.
+        source_tokens: How much of it was read, the tokens that wrap it included; on an error its
+            length, or at least so much of it.
         vector: [d_model] float32; NaN where there is an error.
         error: None where there is a vector.
+        truncated: Whether the text was cut short.
     """
 
     source: str
@@ -33,6 +36,7 @@ class Embedding:
     vector: NDArray[np.float32]
     error: RowError | None = None
     target_tokens: int = 0
+    truncated: bool = False
 
     def record(self) -> dict[str, Any]:
         """Returns the row as JSON values."""
@@ -42,45 +46,52 @@ class Embedding:
 
 
 def embed(
-    engine: Engine, texts: Iterable[str], *, pooling: Pooling = "mean", normalise: bool = False
+    engine: Engine,
+    items: Iterable[str | RowError],
+    *,
+    pooling: Pooling = "mean",
+    normalise: bool = False,
+    long_rows: LongRows = "error",
 ) -> Iterator[Embedding]:
     """Embeds each text, in order, in bounded memory; a row never depends on its neighbours.
 
     Args:
         engine: Of an encoder-only bundle.
-        texts: Any iterable, however long.
+        items: Any iterable, however long, of texts; an error is the result of its own row.
         pooling: "mean" over all tokens, those that wrap the text included, or the "first" one.
         normalise: Divide each vector by its length.
+        long_rows: What becomes of texts of more tokens than the model has positions: an "error",
+            or "truncate", which embeds their beginning.
 
     Raises:
-        UsageError: The bundle holds no encoder-only model.
+        UsageError: The bundle holds no encoder-only model, or long rows are to be split.
     """
-    encoder, tokenizer = engine.encoder, engine.bundle.tokenizer
+    encoder, pad_id = engine.encoder, engine.bundle.tokenizer.special.pad_id
+    check_long_rows(long_rows, "task embed")
     nothing = np.full(int(engine.bundle.manifest.model["d_model"]), np.nan, np.float32)
 
-    def prepare(first: int, texts: list[str]) -> list[Todo[tuple[str, list[int]]] | Embedding]:
-        rows: list[Todo[tuple[str, list[int]]] | Embedding] = []
-        for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-            source = tokenizer.special.wrap(ids)
-            error = engine.refusal(text, len(source))
-            if error is None:
-                rows.append(Todo((text, source), len(source)))
-            else:
-                rows.append(Embedding(text, len(source), nothing, error))
-        return rows
+    def prepare(first: int, items: list[str | RowError]) -> list[Todo[Reading] | Embedding]:
+        return [
+            Todo(row, len(row.ids))
+            if row.error is None
+            else Embedding(row.text, row.tokens, nothing, row.error)
+            for row in engine.reader.read(items, long_rows)
+        ]
 
-    def compute(rows: list[tuple[str, list[int]]]) -> list[Embedding]:
-        sources = [source for _, source in rows]
-        hidden = encoder.encode(*pad_sources(sources, tokenizer.special.pad_id), ("hidden",))
+    def compute(rows: list[Reading]) -> list[Embedding]:
+        sources = [row.ids for row in rows]
+        hidden = encoder.encode(*pad_sources(sources, pad_id), ("hidden",))
         embeddings = []
-        for (text, source), states in zip(rows, hidden["hidden"], strict=True):
-            pooled = states[: len(source)] if pooling == "mean" else states[:1]
+        for row, states in zip(rows, hidden["hidden"], strict=True):
+            pooled = states[: len(row.ids)] if pooling == "mean" else states[:1]
             vector = pooled.mean(axis=0, dtype=np.float64)
             if normalise:
                 vector /= max(float(np.linalg.norm(vector)), np.finfo(np.float64).tiny)
             error = None if np.isfinite(vector).all() else NOT_FINITE
             vector = nothing if error else vector.astype(np.float32)
-            embeddings.append(Embedding(text, len(source), vector, error))
+            embeddings.append(
+                Embedding(row.text, len(row.ids), vector, error, truncated=row.truncated)
+            )
         return embeddings
 
-    return engine.map(texts, prepare, compute)
+    return engine.map(items, prepare, compute)

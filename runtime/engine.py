@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,7 +17,7 @@ from transferry.runtime.bundle import MANIFEST, Bundle
 from transferry.runtime.certificate import fastest, require_standing, standing
 from transferry.runtime.errors import UsageError
 from transferry.runtime.files import sha256
-from transferry.runtime.hypothesis import FinishReason, Hypothesis
+from transferry.runtime.hypothesis import FinishReason, Hypothesis, length_normalised
 from transferry.runtime.model import Model, ServedDecoder, open_model
 from transferry.runtime.onnx_encoder import OnnxEncoder
 from transferry.runtime.options import GenerationOptions
@@ -29,10 +33,14 @@ from transferry.runtime.pipeline import (
     in_order,
 )
 from transferry.runtime.processor import usable_cores
+from transferry.runtime.reading import LongRows, Reader, Reading, check_long_rows, sentences_version
 from transferry.runtime.reference import verify_recorded
 from transferry.runtime.rows import NOT_FINITE, RowError
 from transferry.runtime.search import search_stream
 from transferry.runtime.session import Optimisation, Provider, SessionOptions
+
+# By how much the numbers of a row's pieces differ: more than there are rows.
+PIECE = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -60,16 +68,19 @@ class Result:
     """What became of one row: answers, best first, or an error.
 
     Attributes:
-        source: The text that came in.
-        source_tokens: Its length, the end token included.
+        source: The text that came in; nothing where an error came in.
+        source_tokens: How much of it was read, the end token included; on an error its length, or
+            at least so much of it.
         outputs: `n_best` answers, or fewer where the search found fewer; none on an error.
         error: None where there is an answer.
+        truncated: Whether the text was cut short before it was answered.
     """
 
     source: str
     source_tokens: int
     outputs: tuple[Output, ...]
     error: RowError | None = None
+    truncated: bool = False
 
     @property
     def text(self) -> str:
@@ -111,6 +122,10 @@ class Engine:
         self.batches = batches or model.batches
         self.certificate = certificate
         self.max_positions = int(bundle.manifest.model["max_positions"])
+        tokenizer = bundle.tokenizer
+        self.reader = Reader(
+            tokenizer.encode_batch, tokenizer.special, self.max_positions, tokenizer.longest_token
+        )
 
     @classmethod
     def load(
@@ -208,13 +223,20 @@ class Engine:
             "manifest_sha256": sha256(self.bundle.folder / MANIFEST),
             "certificate": self.certificate,
             "replicas": self.replicas,
+            "sentencex": sentences_version(),
             **self.model.describe(),
         }
 
-    def source_of(self, text: str) -> list[int]:
-        """Returns what the model reads of a text."""
-        tokenizer = self.bundle.tokenizer
-        return tokenizer.special.wrap(tokenizer.encode(text))
+    def read(
+        self,
+        items: Sequence[str | RowError],
+        options: GenerationOptions,
+        long_rows: LongRows = "error",
+    ) -> list[Reading]:
+        """Returns what the model reads of rows that it is to answer."""
+        # A prompt that is cut short leaves positions for the prefix and one token of an answer.
+        reserve = 0 if self.decoder.has_encoder else len(options.prefix)
+        return self.reader.read(items, long_rows, reserve)
 
     def fitted(self, options: GenerationOptions, tokens: int) -> GenerationOptions:
         """Returns the options for a source of so many tokens: an answer needs positions too."""
@@ -223,23 +245,29 @@ class Engine:
 
     def generate(
         self,
-        texts: Iterable[str],
+        items: Iterable[str | RowError],
         options: GenerationOptions | None = None,
         *,
         first_row: int = 0,
+        long_rows: LongRows = "error",
     ) -> Iterator[Result]:
         """Answers each text, in order; reads ahead by at most two windows.
 
-        An answer depends on its text and the options alone, for samples also on its place in
-        `texts`; never on its neighbours or on how much is computed at once.
+        An answer depends on its text and the options alone, for samples also on its place among
+        the items; never on its neighbours or on how much is computed at once.
 
         Args:
-            texts: Any iterable, however long.
+            items: Any iterable, however long, of texts; an error is the result of its own row.
             options: How to search; the bundle's defaults if not given.
-            first_row: The place of the first text, which seeds its samples.
+            first_row: The place of the first item, which seeds its samples.
+            long_rows: What becomes of texts of more tokens than the model has positions: an
+                "error"; or "truncate", which answers their beginning; or "split", which answers
+                them piece by piece, sentences as far as they fit together, and joins the answers.
+                Each piece's answer has the options' lengths and begins with their prefix.
 
         Raises:
-            UsageError: The options ask for more positions than the model has.
+            UsageError: The options ask for more positions than the model has, or exclude that
+                rows are split.
         """
         options = options or self.default_options()
         if options.max_length > self.max_positions:
@@ -247,29 +275,34 @@ class Engine:
                 f"max_length is {options.max_length}, but the model has {self.max_positions} "
                 "positions; lower max_length"
             )
-        decoder, tokenizer = self.decoder, self.bundle.tokenizer
+        decoder, special = self.decoder, self.bundle.tokenizer.special
+        conflict = "" if decoder.has_encoder else "a decoder-only bundle"
+        check_long_rows(long_rows, f"n_best={options.n_best}" if options.n_best > 1 else conflict)
+        cuts: deque[tuple[str, int]] = deque()
 
-        def prepare(first: int, texts: list[str]) -> list[Todo[_Row] | Result]:
-            rows = [
-                self._prepared(number, text, tokenizer.special.wrap(ids), options)
-                for number, (text, ids) in enumerate(
-                    zip(texts, tokenizer.encode_batch(texts), strict=True), start=first_row + first
-                )
-            ]
-            if options.sample:
-                return rows
+        def prepare(first: int, items: list[str | RowError]) -> list[Todo[_Row] | Result]:
+            rows: list[Todo[_Row] | Result] = []
             # What does not depend on the number of its row is the same for the same text.
-            once: dict[str, Todo[_Row] | Result] = {}
-            return [once.setdefault(text, row) for text, row in zip(texts, rows, strict=True)]
+            once: dict[str | RowError, list[Todo[_Row] | Result]] = {}
+            readings = self.read(items, options, long_rows)
+            for number, item in enumerate(items):
+                if options.sample or item not in once:
+                    row = first_row + first + number
+                    once[item] = self._pieces(row, readings[number], options, long_rows)
+                rows += once[item]
+                if long_rows == "split":
+                    cuts.append((readings[number].text, len(once[item])))
+            return rows
 
         def work(supply: Supply[_Row, Result]) -> Iterator[tuple[Todo[_Row], Result]]:
             slots = max(1, self.batches.rows // max(options.beam, options.n_best))
             requests = _Requests(supply, options.prefix)
-            found = search_stream(decoder, requests, options, tokenizer.special, slots=slots)
+            found = search_stream(decoder, requests, options, special, slots=slots)
             for todo, hypotheses in found:
                 yield todo, self._result(todo.task, hypotheses)
 
-        return self._in_order(texts, prepare, work)
+        results = self._in_order(items, prepare, work)
+        return _joined(results, cuts, options.length_penalty) if long_rows == "split" else results
 
     def map(
         self,
@@ -294,11 +327,24 @@ class Engine:
     ) -> Iterator[Done]:
         return in_order(items, prepare, worker, options=self.batches, replicas=self.replicas)
 
+    def _pieces(
+        self, number: int, reading: Reading, options: GenerationOptions, long_rows: LongRows
+    ) -> list[Todo[_Row] | Result]:
+        """What is to be answered of a row, or why nothing is."""
+        if long_rows != "split" or reading.error is None or reading.error.kind != "too-long":
+            return [self._prepared(number, reading, options)]
+        pieces = self.read(self.reader.pieces(reading.text), options)
+        # Each piece has samples of its own, the first those of its row.
+        return [
+            self._prepared(number + place * PIECE, piece, options)
+            for place, piece in enumerate(pieces)
+        ]
+
     def _prepared(
-        self, number: int, text: str, source: list[int], options: GenerationOptions
+        self, number: int, reading: Reading, options: GenerationOptions
     ) -> Todo[_Row] | Result:
+        text, source, error = reading.text, reading.ids, reading.error
         room = self._room(len(source), options)
-        error = self.refusal(text, len(source))
         if error is None and len(options.prefix) > room:
             error = RowError(
                 "too-long",
@@ -306,26 +352,14 @@ class Engine:
                 f"positions, but the prefix has {len(options.prefix)}; shorten either",
             )
         if error is not None:
-            return Result(text, len(source), (), error)
-        return Todo(_Row(number, text, source, room), len(source))
+            return Result(text, reading.tokens, (), error)
+        return Todo(_Row(number, text, source, room, reading.truncated), len(source))
 
     def _room(self, tokens: int, options: GenerationOptions) -> int:
         """How long an answer may get; a prompt takes up positions, but for the last answer's."""
         if self.decoder.has_encoder:
             return options.max_length
         return max(1, min(options.max_length, self.max_positions - tokens + 1))
-
-    def refusal(self, text: str, tokens: int) -> RowError | None:
-        """Why the model cannot take a text of so many tokens, if it cannot."""
-        if not text.strip():
-            return RowError("empty", "there is no text to work on")
-        if tokens > self.max_positions:
-            return RowError(
-                "too-long",
-                f"{tokens} tokens, but the model has {self.max_positions} positions; shorten or "
-                "split the text",
-            )
-        return None
 
     def _result(self, row: _Row, hypotheses: Sequence[Hypothesis]) -> Result:
         usable = [item for item in hypotheses if item.finish_reason != "error"]
@@ -340,7 +374,45 @@ class Engine:
             for item in usable
         )
         error = None if usable else NOT_FINITE
-        return Result(row.text, len(row.source), outputs, error)
+        return Result(row.text, len(row.source), outputs, error, row.truncated)
+
+
+def _joined(
+    results: Iterator[Result], cuts: deque[tuple[str, int]], length_penalty: float
+) -> Iterator[Result]:
+    """Puts together what became of the pieces of rows.
+
+    Args:
+        results: Of all pieces, in order.
+        cuts: The text of each row and the number of its pieces, known before its results are.
+        length_penalty: Of the search.
+    """
+    with contextlib.closing(results):  # type: ignore[type-var]  # a generator
+        for first in results:
+            text, count = cuts.popleft()
+            pieces = [first, *islice(results, count - 1)]
+            yield first if count == 1 else join(text, pieces, length_penalty)
+
+
+def join(text: str, pieces: Sequence[Result], length_penalty: float) -> Result:
+    """Returns the result of a text out of those of its pieces, one answer each."""
+    source_tokens = sum(piece.source_tokens for piece in pieces)
+    for number, piece in enumerate(pieces, start=1):
+        if piece.error is not None:
+            message = f"piece {number} of {len(pieces)}: {piece.error.message}"
+            return Result(text, source_tokens, (), replace(piece.error, message=message))
+    outputs = [piece.outputs[0] for piece in pieces]
+    ends = [output.finish_reason == "end" for output in outputs]
+    log_probability = math.fsum(output.log_probability for output in outputs)
+    length = sum(len(output.tokens) for output in outputs) + sum(ends)
+    joined = Output(
+        " ".join(output.text for output in outputs if output.text),
+        tuple(token for output in outputs for token in output.tokens),
+        length_normalised(log_probability, length, length_penalty),
+        log_probability,
+        "end" if all(ends) else "length",
+    )
+    return Result(text, source_tokens, (joined,))
 
 
 @dataclass(frozen=True)
@@ -352,12 +424,14 @@ class _Row:
         text: What came in.
         source: What the model reads of it.
         room: Most tokens of its answer.
+        truncated: Whether the text goes on after that.
     """
 
     number: int
     text: str
-    source: list[int]
+    source: Sequence[int]
     room: int
+    truncated: bool
 
 
 @dataclass(frozen=True)

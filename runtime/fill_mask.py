@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from transferry.runtime.engine import Engine
 from transferry.runtime.errors import UsageError
 from transferry.runtime.logits import log_sum_exp, top_k
 from transferry.runtime.pipeline import Todo
+from transferry.runtime.reading import LongRows, Reading, check_long_rows
 from transferry.runtime.rows import NOT_FINITE, RowError
 from transferry.runtime.search import pad_sources
 
@@ -38,11 +39,13 @@ class Filled:
     """What became of one row.
 
     Attributes:
-        source: The text that came in.
-        source_tokens: Its length, the tokens that wrap it included.
-        text: The text with the likeliest token in the place of each mask.
+        source: The text that came in; nothing where an error came in.
+        source_tokens: How much of it was read, the tokens that wrap it included; on an error its
+            length, or at least so much of it.
+        text: The text, as far as it was read, with the likeliest token in the place of each mask.
         candidates: For each mask the likeliest tokens, best first.
         error: None where the masks are filled.
+        truncated: Whether the text was cut short.
     """
 
     source: str
@@ -50,6 +53,7 @@ class Filled:
     text: str = ""
     candidates: tuple[tuple[Candidate, ...], ...] = ()
     error: RowError | None = None
+    truncated: bool = False
 
     @property
     def target_tokens(self) -> int:
@@ -71,19 +75,27 @@ class Filled:
 
 
 def fill_masks(
-    engine: Engine, texts: Iterable[str], *, mask: str = MASK, top: int = 5
+    engine: Engine,
+    items: Iterable[str | RowError],
+    *,
+    mask: str = MASK,
+    top: int = 5,
+    long_rows: LongRows = "error",
 ) -> Iterator[Filled]:
     """Fills the masks of each text, in order; each mask is filled as if the others stayed.
 
     Args:
         engine: Of an encoder-only bundle.
-        texts: Any iterable, however long.
+        items: Any iterable, however long, of texts; an error is the result of its own row.
         mask: What stands for a hidden token in the texts. One blank before it belongs to it: words
             have their blank in front.
         top: How many candidates are given for each mask.
+        long_rows: What becomes of texts of more tokens than the model has positions: an "error",
+            or "truncate", which fills the masks of their beginning.
 
     Raises:
-        UsageError: The bundle holds no encoder-only model, or its tokenizer has no mask.
+        UsageError: The bundle holds no encoder-only model, its tokenizer has no mask, or long rows
+            are to be split.
     """
     encoder, tokenizer = engine.encoder, engine.bundle.tokenizer
     special = tokenizer.special
@@ -92,6 +104,7 @@ def fill_masks(
         raise UsageError(
             f"the tokenizer of {engine.bundle.folder} has no mask, so nothing is hidden"
         )
+    check_long_rows(long_rows, "task fill-mask")
     if top < 1:
         raise UsageError(f"top must be at least 1, not {top}")
 
@@ -102,34 +115,39 @@ def fill_masks(
             if number:
                 ids.append(mask_id)
             ids += tokenizer.encode(part if number == len(parts) - 1 else part.removesuffix(" "))
-        return special.wrap(ids)
+        return ids
 
-    def prepare(first: int, texts: list[str]) -> list[Todo[tuple[str, list[int]]] | Filled]:
-        rows: list[Todo[tuple[str, list[int]]] | Filled] = []
-        for text in texts:
-            source = encode(text)
-            error = engine.refusal(text, len(source))
-            if error is None and mask not in text:
-                error = RowError("no-mask", f"there is no {mask} to fill in")
+    longest = engine.reader.longest_token
+    reader = replace(
+        engine.reader,
+        encode_batch=lambda texts: [encode(text) for text in texts],
+        longest_token=longest and max(longest, len(mask) + 1),
+    )
+
+    def prepare(first: int, items: list[str | RowError]) -> list[Todo[Reading] | Filled]:
+        rows: list[Todo[Reading] | Filled] = []
+        for row in reader.read(items, long_rows):
+            error = row.error
+            if error is None and mask_id not in row.ids:
+                where = f" among the first {len(row.ids)} tokens" if row.truncated else ""
+                error = RowError("no-mask", f"there is no {mask} to fill in{where}")
             if error is None:
-                rows.append(Todo((text, source), len(source)))
+                rows.append(Todo(row, len(row.ids)))
             else:
-                rows.append(Filled(text, len(source), error=error))
+                rows.append(Filled(row.text, row.tokens, error=error))
         return rows
 
-    def compute(rows: list[tuple[str, list[int]]]) -> list[Filled]:
-        sources = [source for _, source in rows]
+    def compute(rows: list[Reading]) -> list[Filled]:
+        sources = [row.ids for row in rows]
         found = encoder.encode(*pad_sources(sources, special.pad_id), ("logits",))
-        return [
-            _fill(text, source, logits)
-            for (text, source), logits in zip(rows, found["logits"], strict=True)
-        ]
+        return [_fill(row, logits) for row, logits in zip(rows, found["logits"], strict=True)]
 
-    def _fill(text: str, source: list[int], logits: np.ndarray[Any, Any]) -> Filled:
+    def _fill(row: Reading, logits: np.ndarray[Any, Any]) -> Filled:
+        text, source = row.text, row.ids
         places = np.flatnonzero(np.array(source) == mask_id)
         scores = logits[places]
         if not np.isfinite(scores).all():
-            return Filled(text, len(source), error=NOT_FINITE)
+            return Filled(text, len(source), error=NOT_FINITE, truncated=row.truncated)
         values, tokens = top_k(scores, min(top, scores.shape[1]))
         values = values - log_sum_exp(scores)[:, None]
         candidates = tuple(
@@ -141,6 +159,7 @@ def fill_masks(
         )
         whole = np.array(source)
         whole[places] = tokens[:, 0]
-        return Filled(text, len(source), tokenizer.decode(whole.tolist()), candidates)
+        filled = tokenizer.decode(whole.tolist())
+        return Filled(text, len(source), filled, candidates, truncated=row.truncated)
 
-    return engine.map(texts, prepare, compute)
+    return engine.map(items, prepare, compute)

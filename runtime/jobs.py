@@ -1,404 +1,488 @@
-"""A job: every line of a file answered, in order, in another file, with a record of how."""
+"""A job: every row of a file answered, in order, in another file, and nothing lost on the way."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import gzip
+import hashlib
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import repeat
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from itertools import islice, tee, zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Literal, Protocol, TypeVar, cast
+from typing import Any, BinaryIO, cast, get_args
 
+from transferry.runtime.answers import Answer, Answering, Pair, item_of, record_of
 from transferry.runtime.canary import Canary, share
-from transferry.runtime.embedding import embed
-from transferry.runtime.engine import Engine, Output, Result
-from transferry.runtime.errors import InputError, ParityError, UsageError
-from transferry.runtime.files import atomic_file, read_lines
-from transferry.runtime.fill_mask import fill_masks
-from transferry.runtime.options import GenerationOptions
-from transferry.runtime.rows import RowError
-from transferry.runtime.scoring import Score, score
-from transferry.runtime.writers import NpyVectors, ParquetVectors, Writer, lines_of
+from transferry.runtime.engine import Engine
+from transferry.runtime.errors import InputError, TransferryError, UsageError
+from transferry.runtime.files import durable_file, sha256
+from transferry.runtime.job_options import JobOptions, SinkFormat, Task
+from transferry.runtime.journal import BESIDE, OUTPUT, Journal, Shard, Tally, differences
+from transferry.runtime.rows import SourceRow
+from transferry.runtime.scoring import Score
+from transferry.runtime.settings import to_toml
+from transferry.runtime.sinks import open_sink
+from transferry.runtime.sources import Source, named_format, open_source
 
-Format = Literal["jsonl", "text", "npy", "parquet"]
-# What each task can write.
-FORMATS: dict[str, tuple[Format, ...]] = {
-    "generate": ("jsonl", "text"),
-    "fill-mask": ("jsonl", "text"),
-    "embed": ("npy", "parquet", "jsonl"),
-}
 STANDARD_STREAM = Path("-")
+# Of what describes an engine: what decides the numbers and is not the machine's own.
+DECISIVE = (
+    *("manifest_sha256", "variant", "provider", "threads", "optimisation", "tf32"),
+    *("transferry", "onnxruntime"),
+)
 
 
 @dataclass
-class Summary:
-    """What a job has done so far.
+class Summary(Tally):
+    """What a job has done so far, or in all.
 
     Attributes:
-        rows: Lines answered, errors included.
-        errors: Of them, those that have an error instead of an answer.
-        source_tokens: Tokens read, end tokens included.
-        target_tokens: Tokens of the best answers, end tokens left out.
-        seconds: Since the first line was asked for.
-        first_error: Where and what the first error is.
+        saved: Rows of finished shards: those that an interruption cannot lose.
+        resumed: How often a run of the job went on with what another had finished.
+        finished_before: Whether there was nothing to do.
+        made: What explains the output, as JSON values: fingerprint, versions, hashes.
     """
 
-    rows: int = 0
-    errors: int = 0
-    source_tokens: int = 0
-    target_tokens: int = 0
-    seconds: float = 0.0
-    first_error: str = ""
+    saved: int = 0
+    resumed: int = 0
+    finished_before: bool = False
+    made: dict[str, Any] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, float]:
-        """Returns the counts, with rates a second."""
-        seconds = max(self.seconds, 1e-9)
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the counts, with rates a second, and what explains them."""
         return {
             "rows": self.rows,
+            "bad_rows": self.bad_rows,
             "errors": self.errors,
+            "first_error": self.first_error,
+            "truncated": self.truncated,
             "source_tokens": self.source_tokens,
             "target_tokens": self.target_tokens,
+            "log_probability": self.log_probability,
             "seconds": round(self.seconds, 3),
-            "rows_per_second": round(self.rows / seconds, 1),
-            "target_tokens_per_second": round(self.target_tokens / seconds, 1),
+            "rows_per_second": round(self.rows / max(self.seconds, 1e-9), 1),
+            "target_tokens_per_second": round(self.target_tokens / max(self.seconds, 1e-9), 1),
+            "resumed": self.resumed,
+            **self.marks(),
+            **self.made,
+        }
+
+    def marks(self) -> dict[str, float]:
+        """What there is to be told of scores or of a canary, besides the counts."""
+        marks = {name: self.made[name] for name in self.made if name.startswith("canaries")}
+        if self.made.get("fingerprint", {}).get("task") == "score":
+            marks["scored_tokens"] = self.target_tokens
+            marks["log_probability"] = round(self.log_probability, 6)
+            if self.target_tokens:
+                mean = -self.log_probability / self.target_tokens
+                marks["perplexity"] = round(math.exp(mean), 6)
+        return marks
+
+    def __str__(self) -> str:
+        """Says in a line how far it is."""
+        seconds = max(self.seconds, 1e-9)
+        return (
+            f"{self.rows} rows in {self.seconds:.1f} s, {self.bad_rows} errors, "
+            f"{self.rows / seconds:,.0f} rows/s, {self.target_tokens / seconds:,.0f} tokens/s"
+        )
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Summary:
+        """Returns the summary that `to_dict` made the record of."""
+        known = {item.name for item in fields(cls)}
+        made = {name: value for name, value in record.items() if name not in known}
+        return cls(**{name: record[name] for name in known & record.keys()}, made=made)
+
+    def plain(self) -> dict[str, Any]:
+        """Returns what a flat file can hold of `to_dict`."""
+        return {
+            name: value
+            for name, value in self.to_dict().items()
+            if value is not None and not isinstance(value, dict)
         }
 
 
-class Row(Protocol):
-    """What became of a line, whatever the task."""
-
-    @property
-    def error(self) -> RowError | None:
-        """None where there is an answer."""
-        ...
-
-    @property
-    def source_tokens(self) -> int:
-        """Tokens read."""
-        ...
-
-    @property
-    def target_tokens(self) -> int:
-        """Tokens given or scored."""
-        ...
-
-
-AnyRow = TypeVar("AnyRow", bound=Row)
-
-
-@dataclass(frozen=True)
-class Job(Generic[AnyRow]):
+class Job:
     """One run over a file.
 
-    Attributes:
-        answer: Turns lines into as many rows, in order.
-        source: Plain or gzip lines; "-" is stdin.
-        sink: Where the answers go, gzip if its name ends in .gz; "-" is stdout. A file appears
-            only when the last answer is in it.
-        writer: Writes rows to the opened sink.
-        force: Replace a sink that exists.
-        canary: Answers some of the rows again.
+    The work is cut into shards. A finished shard is on the disk and in the journal, in the folder
+    OUT.job, before the next is begun; the output appears when all are finished, together with
+    OUT.summary.json. Whatever stops a job, another with the same arguments goes on where it was,
+    and the output is the same to the byte.
     """
 
-    answer: Callable[[Iterator[str]], Iterator[AnyRow]]
-    source: Path
-    sink: Path
-    writer: Callable[[BinaryIO], Writer[AnyRow]]
-    force: bool = False
-    canary: Canary | None = None
+    def __init__(
+        self,
+        bundle: Engine | Path | str,
+        source: Path | str,
+        sink: Path | str,
+        options: JobOptions | None = None,
+    ) -> None:
+        """Opens everything, and changes nothing yet.
 
-    def __post_init__(self) -> None:
-        """Refuses to lose a file.
+        Args:
+            bundle: What answers.
+            source: Where the rows come from; "-" is stdin.
+            sink: Where the answers go; "-" is stdout, which cannot be gone on with.
+            options: Settings; all by default if not given.
 
         Raises:
-            UsageError: The sink exists and `force` is off, or it is the source, or it is a folder
-                or a device.
+            InputError: The bundle or the source cannot be used.
+            UsageError: The options do not fit each other, the bundle or the files.
         """
-        if self.sink == STANDARD_STREAM:
-            return
-        if not self.sink.exists():
-            return
-        if self.source.exists() and self.sink.samefile(self.source):
-            raise UsageError(f"{self.sink} is the input; name another file for the output")
-        if not self.sink.is_file():
-            raise UsageError(f"{self.sink} is no file, so it is not replaced; name another")
-        if not self.force:
-            raise UsageError(f"{self.sink} exists already; add --force to replace it")
+        self.options = options = options or JobOptions()
+        self.path = Path(sink)
+        self._check_path(Path(source))
+        if options.share is not None and Path(source) == STANDARD_STREAM:
+            raise UsageError("a shard is counted out of the whole input, so it cannot be stdin")
+        self.engine = bundle if isinstance(bundle, Engine) else Engine.load(bundle)
+        self.answering = Answering.of(self.engine, options)
+        self.source = open_source(Path(source), format=options.format_in, column=options.column)
+        self.target = None
+        if options.target is not None:
+            self.target = open_source(options.target, format=options.format_in)
+        self.sink = open_sink(
+            self.path,
+            format=options.format or _named_sink(self.path, options.task),
+            source=self.source,
+            task=options.task,
+            n_best=self.answering.n_best > 1,
+            width=self.answering.width,
+        )
+        self.canary = None
+        if options.canary is not None:
+            generation = self.answering.generation
+            self.canary = Canary(self.engine, share(options.canary), self.answering.ask, generation)
 
-    def run(self, watch: Callable[[Summary], None] = lambda summary: None) -> Summary:
-        """Answers every line.
+    def _check_path(self, source: Path) -> None:
+        """Refuses to lose a file."""
+        if self.path == STANDARD_STREAM or not self.path.exists():
+            return
+        if source.exists() and self.path.samefile(source):
+            raise UsageError(f"{self.path} is the input; name another file for the output")
+        if not self.path.is_file():
+            raise UsageError(f"{self.path} is no file, so it is not replaced; name another")
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What may change a byte of the output, as JSON values."""
+        described = self.engine.describe()
+        options = self.options
+        values = {
+            **{name: described.get(name) for name in DECISIVE},
+            "task": options.task,
+            **self.answering.settings,
+            "long_rows": options.long_rows,
+            "input_format": self.source.format,
+            "column": options.column,
+            "columns": self.source.columns,
+            "has_id": self.source.has_id,
+            "output_format": self.sink.format,
+            "compression": named_format(self.path)[1],
+            "width": self.answering.width,
+            "shard_rows": options.shard_rows,
+        }
+        if options.long_rows == "split":
+            values["sentencex"] = described.get("sentencex")
+        if options.share is not None:
+            rows, digest = self._whole
+            values |= {"shard": options.shard, "input_rows": rows, "input_sha256": digest}
+        return cast(dict[str, Any], json.loads(json.dumps(values)))
+
+    @cached_property
+    def _whole(self) -> tuple[int, str]:
+        return hash_rows(self._rows())
+
+    @cached_property
+    def _range(self) -> tuple[int, int | None]:
+        """The first row of the job, and that after the last if it is not the input's end."""
+        if self.options.share is None:
+            return 0, None
+        number, shards = self.options.share
+        rows, _ = self._whole
+        return rows * (number - 1) // shards, rows * number // shards
+
+    def count(self) -> int:
+        """Returns how many rows the job has, by reading them all; of stdin that cannot be."""
+        first, last = self._range
+        return (self._whole[0] if last is None else last) - first
+
+    def run(
+        self,
+        watch: Callable[[Summary], None] = lambda summary: None,
+        *,
+        say: Callable[[str], None] = lambda line: None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> Summary:
+        """Answers every row that is not answered yet.
 
         Args:
             watch: Called with the counts so far after each answer.
+            say: Told what a person should know of an earlier run.
+            settings: What to write into OUT.settings.toml, if anything.
 
         Raises:
-            InputError: The source cannot be read or the sink cannot be written; no sink appears.
-            ParityError: The canary found a defect. What was answered before is kept, in a file
-                whose name ends in .partial.
+            InputError: The source cannot be read or the sink cannot be written, too many rows are
+                bad, or an interrupted job does not fit.
+            KeyboardInterrupt: It was interrupted, and what it saved is in OUT.job.
+            ParityError: The canary found a defect.
+            UsageError: The output exists, or another job writes it.
         """
+        if self.path == STANDARD_STREAM:
+            return self._run_through(watch)
+        folder = self._beside(".job")
         summary = Summary()
-        started = time.monotonic()
-        with _opened(self.sink) as file:
-            writer = self.writer(file)
-            for number, row in enumerate(self.answer(read_lines(self.source))):
-                self._check(number, row, writer)
-                writer.write(number, row)
-                summary.rows += 1
-                if row.error is not None:
-                    summary.errors += 1
-                    where = f"line {number + 1}: {row.error.message}"
-                    summary.first_error = summary.first_error or where
-                summary.source_tokens += row.source_tokens
-                summary.target_tokens += row.target_tokens
-                summary.seconds = time.monotonic() - started
-                watch(summary)
-            writer.close()
+        try:
+            with Journal.locked(folder) as journal:
+                return self._run(journal, summary, watch, say, settings)
+        except OSError as error:
+            kept, remedy = "nothing was written", "Free some space or choose another place."
+            if summary.saved:
+                kept, remedy = self._kept(summary), "Free some space, and run the same again."
+            raise InputError(
+                f"{self.path}: cannot be written: {error.strerror or error}; {kept}. {remedy}"
+            ) from error
+        except (KeyboardInterrupt, TransferryError) as error:
+            if not summary.saved:
+                raise
+            message = "; ".join(filter(None, (str(error), self._kept(summary))))
+            raise type(error)(message) from error
+
+    def _kept(self, summary: Summary) -> str:
+        of = f" of {self.count()}" if "_whole" in vars(self) else ""
+        return f"{summary.saved}{of} rows are saved in {self._beside('.job')}"
+
+    def _beside(self, suffix: str) -> Path:
+        return self.path.with_name(self.path.name + suffix)
+
+    def _run_through(self, watch: Callable[[Summary], None]) -> Summary:
+        summary = Summary(made=self._made())
+        rows = self._rows(*self._range)
+        with _standard_output() as file, closing(self._answered(rows, self._range[0])) as answered:
+            self._write(answered, file, summary, summary, watch)
         return summary
 
-    def _check(self, number: int, row: Any, writer: Writer[AnyRow]) -> None:
-        if self.canary is None:
-            return
-        try:
-            self.canary.check(number, row)
-        except ParityError as error:
-            writer.close()
-            if self.sink == STANDARD_STREAM:
-                raise
-            raise ParityError(
-                f"{error}; the {number} rows before it are kept in {_partial(self.sink)}"
-            ) from error
+    def _run(
+        self,
+        journal: Journal,
+        summary: Summary,
+        watch: Callable[[Summary], None],
+        say: Callable[[str], None],
+        settings: Mapping[str, Any] | None,
+    ) -> Summary:
+        if self.path.exists() and not self.options.force:
+            finished = self._finished()
+            if journal.former() in (None, self.fingerprint):
+                journal.clear()
+            return finished
+        if note := journal.begin(self.fingerprint, force=self.options.force):
+            say(note)
+        rows = self._rows(*self._range)
+        self._skip(rows, journal)
+        for shard in journal.shards:
+            summary.add(shard)
+        summary.resumed, summary.saved = journal.session, journal.rows
+        if summary.saved:
+            say(f"{self._kept(summary)}; this run goes on behind them")
+        self._check_errors(summary)
+        first, most = self._range[0], self.options.shard_rows
+        with closing(self._answered(rows, first + journal.rows)) as answered:
+            while not _is_complete(journal, most):
+                shard = Shard(first=first + journal.rows)
+                with journal.part() as file:
+                    some = islice(answered, most)
+                    shard.source_sha256 = self._write(some, file, shard, summary, watch)
+                journal.append(shard)
+                summary.saved = journal.rows
+        self._publish(journal, summary, settings)
+        return summary
 
+    def _rows(self, first: int = 0, last: int | None = None) -> Iterator[SourceRow]:
+        rows = self.source.rows(first, last)
+        return rows if self.target is None else pairs(rows, self.target, first, last)
 
-def generation(
-    engine: Engine,
-    source: Path,
-    sink: Path,
-    options: GenerationOptions,
-    format: Format = "jsonl",
-    force: bool = False,
-) -> Job[Result]:
-    """Returns the job that answers each line by generation, an object or a text a line."""
-    to_line = partial(to_json, n_best=options.n_best) if format == "jsonl" else to_text
-    return Job(
-        lambda lines: engine.generate(lines, options), source, sink, lines_of(to_line), force
-    )
+    def _skip(self, rows: Iterator[SourceRow], journal: Journal) -> None:
+        """Reads the rows that are finished, which must be those that were answered."""
+        message = "Restore it, or add --force to throw away what was saved"
+        for shard in journal.shards:
+            if hash_rows(islice(rows, shard.rows)) != (shard.rows, shard.source_sha256):
+                raise InputError(
+                    f"{self.source.path} has changed: rows {shard.first + 1} to "
+                    f"{shard.first + shard.rows} are not those that were answered. {message}"
+                )
+        if _is_complete(journal, self.options.shard_rows) and next(rows, None) is not None:
+            raise InputError(f"{self.source.path} has grown since its end was answered. {message}")
 
+    def _answered(
+        self, rows: Iterator[SourceRow], first: int
+    ) -> Generator[tuple[SourceRow, Answer], None, None]:
+        """Each row with its answer, in order."""
+        kept, asked = tee(map(self.sink.admit, rows))
+        items = (item_of(row, self.options.task) for row in asked)
+        answers = self.answering.ask(self.engine, items, first)
+        with closing(cast("Generator[Answer, None, None]", answers)):
+            yield from zip(kept, answers, strict=True)
 
-def job_of(
-    engine: Engine,
-    source: Path,
-    sink: Path,
-    options: Mapping[str, Any],
-    generation_options: Mapping[str, Any],
-) -> Job[Any]:
-    """Returns the job that the options of `transferry run` describe.
+    def _write(
+        self,
+        answered: Iterable[tuple[SourceRow, Answer]],
+        file: BinaryIO,
+        shard: Tally,
+        summary: Summary,
+        watch: Callable[[Summary], None],
+    ) -> str:
+        """Writes rows into one file, counts them, and returns the hash of what came in."""
+        writer, digest, before = self.sink.open(file), hashlib.sha256(), time.monotonic()
+        for row, answer in answered:
+            if self.canary is not None and not isinstance(answer, Score):
+                self.canary.check(row.number, answer)
+            writer.write(record_of(row, answer, self.answering.n_best))
+            _update(digest, row)
+            now = time.monotonic()
+            tally = tally_of(row, answer, now - before)
+            before = now
+            shard.add(tally)
+            if summary is not shard:
+                summary.add(tally)
+            self._check_errors(summary)
+            watch(summary)
+        writer.close()
+        return digest.hexdigest()
 
-    Args:
-        engine: What answers.
-        source: The lines.
-        sink: Where the answers go.
-        options: format, task, prefix, pooling, normalise, mask, top, canary and force.
-        generation_options: Fields of GenerationOptions that were given.
-
-    Raises:
-        UsageError: The task is not the bundle's, the format is not the task's, or the sink would
-            be lost.
-    """
-    task = options["task"]
-    format = options["format"] or guess_format(sink)
-    if format not in FORMATS[task]:
-        raise UsageError(
-            f"task {task} writes {' or '.join(FORMATS[task])}, not {format}; name another --out or "
-            "--format"
-        )
-    if task != "generate" and generation_options:
-        name = next(iter(generation_options))
-        raise UsageError(f"task {task} generates nothing, so {name} has no effect; leave it out")
-    chosen, force = engine.default_options(), options["force"]
-    ask: Callable[[Engine, Iterator[str], int], Iterator[Any]]
-    job: Job[Any]
-    if task == "generate":
-        prefix = tuple(engine.bundle.tokenizer.encode_target(options["prefix"]))
-        chosen = replace(chosen, **generation_options, prefix=prefix)
-        job = generation(engine, source, sink, chosen, format, force)
-
-        def ask(engine: Engine, lines: Iterator[str], first: int) -> Iterator[Any]:
-            return engine.generate(lines, chosen, first_row=first)
-
-    else:
-        _ = engine.encoder  # refuses another architecture before anything is opened
-        if task == "fill-mask":
-            answer: Callable[..., Iterator[Any]] = partial(
-                fill_masks, mask=options["mask"], top=options["top"]
-            )
-            writer = lines_of(to_record if format == "jsonl" else to_text)
-        else:
-            answer = partial(embed, pooling=options["pooling"], normalise=options["normalise"])
-            writer = _vectors(engine, sink, format)
-        job = Job(partial(answer, engine), source, sink, writer, force)
-
-        def ask(engine: Engine, lines: Iterator[str], first: int) -> Iterator[Any]:
-            return answer(engine, lines)
-
-    if options["canary"]:
-        job = replace(job, canary=Canary(engine, share(options["canary"]), ask, chosen))
-    return job
-
-
-def _vectors(engine: Engine, sink: Path, format: Format) -> Callable[[BinaryIO], Writer[Any]]:
-    if format == "jsonl":
-        return lines_of(to_record)
-    if sink == STANDARD_STREAM:
-        raise UsageError(f"{format} cannot go to standard output; name a file with --out")
-    width = int(engine.bundle.manifest.model["d_model"])
-    vectors = NpyVectors if format == "npy" else ParquetVectors
-    return lambda file: vectors(file, width)
-
-
-@dataclass(frozen=True)
-class Scoring(Job[Score]):
-    """The job that scores each line."""
-
-    counts: list[float] = field(default_factory=lambda: [0.0, 0.0])
-
-    def marks(self) -> dict[str, float]:
-        """Tokens scored, their log-probability in nats, and the perplexity of all together."""
-        total, tokens = self.counts
-        perplexity = math.exp(-total / tokens) if tokens else math.nan
-        return {
-            "scored_tokens": int(tokens),
-            "log_probability": round(total, 6),
-            "perplexity": round(perplexity, 6),
-        }
-
-
-def scoring(
-    engine: Engine, source: Path, target: Path | None, sink: Path, *, force: bool
-) -> Scoring:
-    """Returns the job that scores texts, or pairs where the bundle has an encoder.
-
-    Raises:
-        UsageError: A target is missing or too much, or the sink would be lost.
-    """
-    if engine.decoder.has_encoder is (target is None):
-        need = "needs --target" if target is None else "takes no --target"
-        architecture = engine.bundle.manifest.architecture
-        raise UsageError(f"{engine.bundle.folder} is {architecture} and {need}")
-    counts = [0.0, 0.0]
-
-    def answer(lines: Iterator[str]) -> Iterator[Score]:
-        targets: Iterator[str | None] = repeat(None) if target is None else read_lines(target)
-        for row in score(engine, _pairs(lines, targets, source, target)):
-            counts[0] += row.total
-            counts[1] += row.target_tokens
-            yield row
-
-    return Scoring(answer, source, sink, lines_of(to_record), force, counts=counts)
-
-
-def _pairs(
-    lines: Iterator[str], targets: Iterator[str | None], source: Path, target: Path | None
-) -> Iterator[tuple[str, str | None]]:
-    missing = object()
-    for number, line in enumerate(lines, start=1):
-        other = next(targets, missing)
-        if other is missing:
+    def _check_errors(self, summary: Summary) -> None:
+        most = self.options.max_errors
+        if most is not None and summary.bad_rows > most:
             raise InputError(
-                f"{target} ends before line {number} of {source}; give files of equal length"
+                f"more than {most} rows are bad, the first of them: {summary.first_error}. Mend "
+                "the input, or allow more with --max-errors"
             )
-        yield line, cast("str | None", other)
-    if target is not None and next(targets, missing) is not missing:
-        raise InputError(f"{source} ends before {target}; give files of equal length")
 
-
-def guess_format(sink: Path) -> Format:
-    """Returns the format that a file's name tells, and "text" where it tells none."""
-    suffix = Path(sink.name.removesuffix(".gz")).suffix.removeprefix(".")
-    return cast(Format, suffix) if suffix in ("jsonl", "npy", "parquet") else "text"
-
-
-def to_json(number: int, result: Result, n_best: int) -> str:
-    """Returns a result as one line of JSON; `n_best` is there only if more than one was asked."""
-    record: dict[str, Any] = {"id": number, "source": result.source, "text": result.text}
-    if result.outputs:
-        best = result.outputs[0]
-        record["score"] = _score(best)
-        record["finish_reason"] = best.finish_reason
-        record["target_tokens"] = len(best.tokens)
-    else:
-        record["finish_reason"] = "error"
-    if result.error is not None:
-        record["error"] = result.error.record()
-    record["source_tokens"] = result.source_tokens
-    if n_best > 1:
-        record["n_best"] = [
-            {
-                "text": output.text,
-                "score": _score(output),
-                "finish_reason": output.finish_reason,
+    def _publish(
+        self, journal: Journal, summary: Summary, settings: Mapping[str, Any] | None
+    ) -> None:
+        """Gives the output its name, last of all: where it is, all is."""
+        joined = journal.folder / OUTPUT
+        with durable_file(self.path, joined) as file:
+            self.sink.join(journal.parts, file)
+            file.flush()
+            sources = [shard.source_sha256 for shard in journal.shards]
+            summary.made = self._made() | {
+                "source_sha256": _hash_of_hashes(sources),
+                "sha256": sha256(joined),
             }
-            for output in result.outputs
-        ]
-    return json.dumps(record, ensure_ascii=False)
+            texts = {".summary.json": f"{json.dumps(summary.to_dict(), indent=1)}\n"}
+            if settings is not None:
+                texts[".settings.toml"] = to_toml(settings, summary.plain())
+            for suffix, text in texts.items():
+                with durable_file(self._beside(suffix), journal.folder / BESIDE) as beside:
+                    beside.write(text.encode(errors="replace"))
+        journal.clear()
+
+    def _made(self) -> dict[str, Any]:
+        tally = self.canary.tally() if self.canary is not None else {}
+        return {"fingerprint": self.fingerprint, **self.engine.describe(), **tally}
+
+    def _finished(self) -> Summary:
+        """The summary of the output that exists, which this very job must have made."""
+        refusal = f"{self.path} exists already"
+        remedy = "add --force to replace it"
+        record = read_summary(self.path)
+        if record is None or record["sha256"] != sha256(self.path):
+            raise UsageError(f"{refusal}; {remedy}")
+        if changes := differences(record["fingerprint"], self.fingerprint):
+            raise UsageError(f"{refusal}, and {'; '.join(changes)}; {remedy}")
+        rows, sources = self._rows(*self._range), []
+        count = most = self.options.shard_rows
+        while count == most:
+            count, found = hash_rows(islice(rows, most))
+            sources.append(found)
+        if _hash_of_hashes(sources) != record.get("source_sha256"):
+            raise UsageError(f"{refusal}, and {self.source.path} has changed since; {remedy}")
+        summary = Summary.from_dict(record)
+        summary.finished_before = True
+        return summary
 
 
-def _score(output: Output) -> float | None:
-    """Returns the score; None where there is none, since JSON has no NaN."""
-    return None if math.isnan(output.score) else round(output.score, 6)
+def _named_sink(path: Path, task: Task) -> SinkFormat | None:
+    """The format where a name says none: scores are no text, so JSONL is the plainest."""
+    known = named_format(path)[0] in get_args(SinkFormat)
+    return "jsonl" if task == "score" and not known else None
 
 
-def to_text(number: int, row: HasText) -> str:
-    """Returns the best answer as one line: a line break inside it becomes a space."""
-    return " ".join(row.text.splitlines())
+def tally_of(row: SourceRow, answer: Answer, seconds: float) -> Tally:
+    """Counts one row."""
+    tally = Tally(
+        rows=1,
+        truncated=int(answer.truncated),
+        source_tokens=answer.source_tokens,
+        target_tokens=answer.target_tokens,
+        seconds=seconds,
+    )
+    if isinstance(answer, Score):
+        tally.log_probability = answer.total
+    if answer.error is not None:
+        tally.errors = {answer.error.kind: 1}
+        tally.first_error = f"row {row.number + 1}: {answer.error.message}"
+    return tally
 
 
-def to_record(number: int, row: HasRecord) -> str:
-    """Returns a row as one line of JSON."""
-    return json.dumps({"id": number, **row.record()}, ensure_ascii=False)
+def pairs(
+    rows: Iterator[SourceRow], target: Source, first: int, last: int | None
+) -> Iterator[Pair]:
+    """Joins rows with those of another input.
+
+    Raises:
+        InputError: One input ends before the other.
+    """
+    for row, other in zip_longest(rows, target.rows(first, last)):
+        if row is None or other is None:
+            longer = f"{target.path} goes on" if row is None else f"{target.path} ends"
+            number = (row or other).number
+            raise InputError(
+                f"{longer} behind row {number} of the other input; give files of equal length"
+            )
+        raw = b"%d %b%b" % (len(row.raw), row.raw, other.raw)
+        yield Pair(row.number, row.id, row.text, row.fields, raw, other.text)
 
 
-class HasText(Row, Protocol):
-    """A row whose answer is a text."""
-
-    @property
-    def text(self) -> str:
-        """The answer, or nothing on an error."""
-        ...
-
-
-class HasRecord(Row, Protocol):
-    """A row that can be written as JSON."""
-
-    def record(self) -> dict[str, Any]:
-        """Returns the row as JSON values."""
-        ...
+def hash_rows(rows: Iterable[SourceRow]) -> tuple[int, str]:
+    """Returns the number of rows and the hash of what they were read from."""
+    digest, count = hashlib.sha256(), 0
+    for row in rows:
+        _update(digest, row)
+        count += 1
+    return count, digest.hexdigest()
 
 
-def _partial(sink: Path) -> Path:
-    return sink.with_name(sink.name + ".partial")
+def read_summary(output: Path) -> dict[str, Any] | None:
+    """Reads what lies beside an output; None where that is nothing, or no summary of a job."""
+    try:
+        record = json.loads(output.with_name(f"{output.name}.summary.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    needed = {"fingerprint", "sha256", "rows"}
+    return record if isinstance(record, dict) and needed <= record.keys() else None
 
 
-@contextlib.contextmanager
-def _opened(sink: Path) -> Iterator[BinaryIO]:
-    if sink == STANDARD_STREAM:
-        with _standard_output() as file:
-            yield file
-        return
-    with atomic_file(sink, kept=(ParityError, _partial(sink))) as file:
-        if sink.suffix != ".gz":
-            yield file
-            return
-        # No name and no time inside, so that the same answers are the same bytes.
-        with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed:
-            yield cast(BinaryIO, packed)
+def _update(digest: hashlib._Hash, row: SourceRow) -> None:
+    digest.update(b"%d " % len(row.raw))
+    digest.update(row.raw)
+
+
+def _hash_of_hashes(hashes: Iterable[str]) -> str:
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def _is_complete(journal: Journal, shard_rows: int) -> bool:
+    """Whether the last shard is finished, which is the one with fewer rows than the others."""
+    return bool(journal.shards) and journal.shards[-1].rows < shard_rows
 
 
 @contextlib.contextmanager

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from onnxruntime import OrtValue
 
-from transferry.runtime.batching import BatchOptions
+from transferry.runtime.batching import LANES, UNIT, BatchOptions, widened
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.decoder import longer
 from transferry.runtime.graph_runner import GraphRunner, describe
@@ -21,6 +21,8 @@ from transferry.runtime.session import SessionOptions
 class OnnxState:
     """What a step reads besides the tokens; all of it lies on the device.
 
+    The source is padded as `batching.UNIT` wants, a prompt as `LANES`.
+
     Attributes:
         mask: [rows, source] bool, True at a token; without an encoder of the past, [rows, past].
         cross: Keys and values of the source, two a layer, [rows, heads, source, d_head] each;
@@ -29,6 +31,7 @@ class OnnxState:
         host_mask: The mask once more, in numpy.
         sentences: [rows] int64, which row of `start` each row stems from. The rows of a beam share
             their sentence's cross, which thus stays where it is when only they change places.
+        columns: How many the source has without that padding.
         scratch: The logits of the last step, [rows, target, vocabulary], written over by the next.
     """
 
@@ -37,6 +40,7 @@ class OnnxState:
     past: Sequence[OrtValue]
     host_mask: NDArray[np.bool_]
     sentences: NDArray[np.int64]
+    columns: int
     scratch: NDArray[np.floating[Any]]
 
 
@@ -66,6 +70,8 @@ class OnnxDecoder:
         self._past_type = np.dtype(past.type)
         self._past_shape = past.shape
         self._layers = len(graphs["decoder"].names("past"))
+        self._unit = UNIT if self.has_encoder else LANES
+        self._max_positions = int(bundle.manifest.model["max_positions"])
 
     def describe(self) -> dict[str, Any]:
         """What decides the numbers: the settings, and where the nodes of the graphs really ran."""
@@ -73,24 +79,30 @@ class OnnxDecoder:
 
     def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> OnnxState:
         """Encodes the source; see `Decoder.start`."""
-        device_mask, cross = self._decoder.value(mask), []
-        if self.has_encoder:
-            encoder = self._runners["encoder"]
-            inputs = {"source": [encoder.value(source)], "source_mask": [device_mask]}
-            cross = encoder.run(inputs, "cross")
-        rows = len(source)
+        rows, columns = source.shape
+        source = widened(source, self._unit, self._max_positions)
+        mask = widened(mask, self._unit, self._max_positions)
         _, heads, _, d_head = self._past_shape
         empty = self._decoder.value(np.zeros((rows, int(heads), 0, int(d_head)), self._past_type))
-        past = [empty] * self._layers
-        if not self.has_encoder and source.shape[1]:
+        past, cross = [empty] * self._layers, []
+        if self.has_encoder:
+            encoder = self._runners["encoder"]
+            inputs = {"source": [encoder.value(source)], "source_mask": [encoder.value(mask)]}
+            cross = encoder.run(inputs, "cross")
+        elif columns:
             inputs = {
                 "target": [self._decoder.value(source)],
                 "past_mask": [self._decoder.value(mask[:, :0])],
                 "past": past,
             }
             past = self._decoder.run(inputs, "present")
+            mask = widened(mask, self._unit)
+            if extra := mask.shape[1] - source.shape[1]:  # beyond the positions of the model
+                around = ((0, 0), (0, 0), (0, extra), (0, 0))
+                past = [self._decoder.value(np.pad(value.numpy(), around)) for value in past]
         scratch = np.empty((0, 0, 0), self._logits_type)
-        return OnnxState(device_mask, cross, past, mask, np.arange(rows), scratch)
+        sentences = np.arange(rows)
+        return OnnxState(self._decoder.value(mask), cross, past, mask, sentences, columns, scratch)
 
     def step(
         self, tokens: NDArray[np.int64], state: OnnxState
@@ -114,7 +126,9 @@ class OnnxDecoder:
         if not self.has_encoder:
             mask = longer(mask, tokens)
             device_mask = self._decoder.value(mask)
-        return logits, OnnxState(device_mask, state.cross, present, mask, state.sentences, logits)
+        return logits, replace(
+            state, mask=device_mask, past=present, host_mask=mask, scratch=logits
+        )
 
     def select(self, state: OnnxState, rows: NDArray[np.int64]) -> OnnxState:
         """Takes rows of the state; see `Decoder.select`."""
@@ -124,19 +138,30 @@ class OnnxDecoder:
         if past[0].shape()[2] or len(rows) != len(state.sentences):
             past = self._select.run({"rows": [chosen], "state": past}, "selected")
         if np.array_equal(sentences, state.sentences):
-            return OnnxState(
-                state.mask, state.cross, past, state.host_mask, sentences, state.scratch
-            )
+            return replace(state, past=past)
         cross = state.cross
         if self.has_encoder:
             cross = self._select.run({"rows": [chosen], "state": cross}, "selected")
         mask = state.host_mask[rows]
-        return OnnxState(self._decoder.value(mask), cross, past, mask, sentences, state.scratch)
+        return replace(
+            state,
+            mask=self._decoder.value(mask),
+            cross=cross,
+            past=past,
+            host_mask=mask,
+            sentences=sentences,
+        )
 
     def tensors(self, state: OnnxState) -> dict[str, NDArray[np.floating[Any]]]:
-        """Copies the cross and past of a state to the host, by their names in the graph."""
+        """Copies the cross and past of a state to the host, by their names in the graph.
+
+        The source is as long as it was given.
+        """
         graph = self._decoder.graph
         names = [*graph.names("cross"), *graph.names("past")]
-        values = [*state.cross, *state.past]
-        # On the CPU `numpy()` is a view of what the next step reads.
-        return {name: value.numpy().copy() for name, value in zip(names, values, strict=True)}
+        # On the CPU `numpy()` is a view of what the next step reads; `delete` copies.
+        cross = [value.numpy()[:, :, : state.columns].copy() for value in state.cross]
+        padded = state.columns if self.has_encoder else state.columns + -state.columns % self._unit
+        padding = np.arange(state.columns, padded)
+        past = [np.delete(value.numpy(), padding, axis=2) for value in state.past]
+        return dict(zip(names, (*cross, *past), strict=True))

@@ -37,11 +37,13 @@ class OriginalTokenizer(ABC):
         kind: What tokenizer.json calls it.
         names: Its files.
         library: What reads them; the extra has the same name.
+        longest_token: Unknown: white space may be dropped, and a word or more be one unknown token.
     """
 
     kind: ClassVar[str]
     names: ClassVar[tuple[str, ...]]
     library: ClassVar[str]
+    longest_token: ClassVar[None] = None
 
     def __init__(
         self, files: Mapping[str, bytes], special: SpecialTokens, vocabulary_size: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from transferry.runtime.engine import Engine
 from transferry.runtime.logits import log_sum_exp
 from transferry.runtime.pipeline import Todo
+from transferry.runtime.reading import LongRows, Reading, check_long_rows
 from transferry.runtime.rows import NOT_FINITE, RowError
 from transferry.runtime.search import pad_sources
 
@@ -23,13 +24,14 @@ class Score:
     """What became of one row.
 
     Attributes:
-        source: The text that came in; of a pair the source.
-        target: The target of a pair, else None.
-        source_tokens: Tokens that were read.
+        source: The text that came in; of a pair the source. Nothing where an error came in.
+        target: The target of a pair, likewise; else None.
+        source_tokens: Tokens that were read; on an error how many there are, or at least are.
         tokens: Ids of the tokens that were scored: of a pair the target's and the end token, of a
             text all that follow its first token.
         log_probabilities: Of each of them after those before it, in nats.
         error: None where there is a score.
+        truncated: Whether a text was cut short; what goes on has no end token to be scored.
     """
 
     source: str
@@ -38,6 +40,7 @@ class Score:
     tokens: tuple[int, ...] = ()
     log_probabilities: tuple[float, ...] = ()
     error: RowError | None = None
+    truncated: bool = False
 
     @property
     def target_tokens(self) -> int:
@@ -68,44 +71,69 @@ class Score:
 class _Row:
     source: str
     target: str | None
-    read: list[int]
-    given: list[int]
-    wanted: list[int]
+    read: Sequence[int]
+    given: Sequence[int]
+    wanted: Sequence[int]
+    truncated: bool
 
 
-def score(engine: Engine, rows: Iterable[tuple[str, str | None]]) -> Iterator[Score]:
+def score(
+    engine: Engine,
+    rows: Iterable[tuple[str | RowError, str | RowError | None]],
+    *,
+    long_rows: LongRows = "error",
+) -> Iterator[Score]:
     """Scores each row, in order, in bounded memory; a row never depends on its neighbours.
 
     Args:
         engine: Of an encoder-decoder bundle for pairs, of a decoder-only one for texts.
-        rows: Source and target, or a text and None; any iterable, however long.
+        rows: Source and target, or a text and None; any iterable, however long. An error on either
+            side is the result of its own row.
+        long_rows: What becomes of texts of more tokens than the model has positions: an "error",
+            or "truncate", which scores their beginning.
 
     Raises:
-        UsageError: The bundle holds an encoder alone.
+        UsageError: The bundle holds an encoder alone, or long rows are to be split.
     """
     decoder, tokenizer = engine.decoder, engine.bundle.tokenizer
     special = tokenizer.special
 
-    def prepare(first: int, rows: list[tuple[str, str | None]]) -> list[Todo[_Row] | Score]:
-        return [_prepare(source, target) for source, target in rows]
+    check_long_rows(long_rows, "score")
+    targets = replace(
+        engine.reader,
+        encode_batch=lambda texts: [tokenizer.encode_target(text) for text in texts],
+        special=replace(special, before=(), after=(special.eos_id,)),
+    )
 
-    def _prepare(source: str, target: str | None) -> Todo[_Row] | Score:
-        read = special.wrap(tokenizer.encode(source))
-        error = engine.refusal(source, len(read))
-        if decoder.has_encoder:
-            wanted = [*tokenizer.encode_target(target or ""), special.eos_id]
-            given = [special.bos_id, *wanted[:-1]]
-            error = error or engine.refusal(target or "", len(wanted))
-        else:
-            read, given, wanted = [], read[:-1], read[1:]
-            if error is None and not wanted:
-                error = RowError(
-                    "too-short", "a text of one token has nothing to be scored after it"
-                )
-        tokens = max(len(read), len(wanted))
+    def prepare(
+        first: int, rows: list[tuple[str | RowError, str | RowError | None]]
+    ) -> list[Todo[_Row] | Score]:
+        sources = engine.reader.read([source for source, _ in rows], long_rows)
+        if not decoder.has_encoder:
+            return [_of_text(row) for row in sources]
+        wanted = targets.read(["" if target is None else target for _, target in rows], long_rows)
+        return [_of_pair(*pair) for pair in zip(sources, wanted, strict=True)]
+
+    def _of_pair(source: Reading, target: Reading) -> Todo[_Row] | Score:
+        error = source.error or target.error
         if error is not None:
-            return Score(source, target, len(read) or len(given) + 1, error=error)
-        return Todo(_Row(source, target, read, given, wanted), tokens)
+            return Score(source.text, target.text, source.tokens, error=error)
+        wanted = target.ids[:-1] if target.truncated else target.ids
+        given = [special.bos_id, *wanted[:-1]]
+        truncated = source.truncated or target.truncated
+        return Todo(
+            _Row(source.text, target.text, source.ids, given, wanted, truncated),
+            max(len(source.ids), len(wanted)),
+        )
+
+    def _of_text(row: Reading) -> Todo[_Row] | Score:
+        error = row.error
+        if error is None and len(row.ids) == 1:
+            error = RowError("too-short", "a text of one token has nothing to be scored after it")
+        if error is not None:
+            return Score(row.text, None, row.tokens, error=error)
+        given, wanted = row.ids[:-1], row.ids[1:]
+        return Todo(_Row(row.text, None, (), given, wanted, row.truncated), len(row.ids))
 
     def compute(rows: list[_Row]) -> list[Score]:
         scores: list[Score] = []
@@ -134,6 +162,7 @@ def score(engine: Engine, rows: Iterable[tuple[str, str | None]]) -> Iterator[Sc
                     tuple(row.wanted) if finite else (),
                     tuple(values.tolist()) if finite else (),
                     None if finite else NOT_FINITE,
+                    row.truncated,
                 )
             )
         return scores

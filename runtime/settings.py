@@ -33,18 +33,22 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def write_settings(path: Path, settings: Mapping[str, Any], made: Mapping[str, Any]) -> None:
-    """Writes what was chosen, in the form that `read_settings` takes, and what was found.
+    """Writes what `to_toml` makes of them."""
+    with atomic_file(path) as file:
+        # The name of a file may hold bytes that are no UTF-8, which TOML cannot express.
+        file.write(to_toml(settings, made).encode(errors="replace"))
+
+
+def to_toml(settings: Mapping[str, Any], made: Mapping[str, Any]) -> str:
+    """Returns what was chosen, in the form that `read_settings` takes, and what was found.
 
     Args:
-        path: The file.
         settings: Option names and values; None stands for an option that was not given.
         made: Versions, hashes, counts: what explains the result but is no option.
     """
     lines = [f"{name} = {_toml(value)}\n" for name, value in settings.items() if value is not None]
     lines += [f"\n[{MADE}]\n", *(f"{name} = {_toml(value)}\n" for name, value in made.items())]
-    with atomic_file(path) as file:
-        # The name of a file may hold bytes that are no UTF-8, which TOML cannot express.
-        file.write("".join(lines).encode(errors="replace"))
+    return "".join(lines)
 
 
 def field_helps(config: type[Any]) -> dict[str, str]:

@@ -62,6 +62,11 @@ class AnyTokenizer(Protocol):
         """How many ids there are, the special ones included."""
         ...
 
+    @property
+    def longest_token(self) -> int | None:
+        """Most characters that one id stands for; None where an id may stand for any number."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text that the model reads, without those around it."""
         ...
@@ -183,6 +188,11 @@ class Tokenizer:
     def vocabulary_size(self) -> int:
         """How many ids there are, the special ones included."""
         return max(self.first_ordinary_id + len(self._pieces), *(i + 1 for i in self.special.ids()))
+
+    @property
+    def longest_token(self) -> int:
+        """Most bytes of one id, and so characters: no byte of a text is dropped."""
+        return max(map(len, self._pieces))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without begin and end of sentence."""

@@ -174,6 +174,7 @@ def change_weight(place: Path, change: Callable[[float], float]) -> None:
     "nothing to resume",
     "unknown variant",
     "int8 without calibration",
+    "shard that is none",
 )
 def leave_as_it_is(place: Path) -> None:
     """The command itself is what is bad."""
@@ -214,9 +215,42 @@ def empty_input(place: Path) -> None:
     (place / "lines.txt").write_bytes(b"")
 
 
-@spoils("empty line")
+@spoils("empty line", "more bad rows than allowed")
 def empty_line(place: Path) -> None:
     replace_line(place / "lines.txt", 2, "")
+
+
+def interrupt(place: Path) -> None:
+    """Leaves a job of which the first of two shards is finished."""
+    from transferry.runtime.job_options import JobOptions
+    from transferry.runtime.jobs import Job, Summary
+
+    def stop(summary: Summary) -> None:
+        if summary.rows == 3:
+            raise KeyboardInterrupt
+
+    job = Job("bundle", "lines.txt", "answers.jsonl", JobOptions(shard_rows=2))
+    with pytest.raises(KeyboardInterrupt):
+        job.run(stop)
+
+
+@spoils("interrupted job with another option")
+def interrupt_only(place: Path) -> None:
+    interrupt(place)
+
+
+@spoils("interrupted job with another input")
+def change_answered_line(place: Path) -> None:
+    interrupt(place)
+    replace_line(place / "lines.txt", 2, "seven hundred")
+
+
+@spoils("missing shard", "shard that was changed")
+def make_shards(place: Path) -> None:
+    for number in (1, 2, 3):
+        command = f"transferry run bundle lines.txt -o {number}.jsonl --shard {number}/3"
+        assert execute(command)[0] == 0
+    truncate(place / "2.jsonl")
 
 
 @spoils("1 MB line")

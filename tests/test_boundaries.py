@@ -31,7 +31,10 @@ STANDARD_LIBRARY = frozenset(sys.stdlib_module_names)
 RUNTIME_LIBRARIES = STANDARD_LIBRARY | {"numpy", "onnxruntime", "tiktoken"}
 # What a part of the runtime may use where it is installed.
 OPTIONAL_LIBRARIES = {
-    "runtime.writers": frozenset({"pyarrow"}),
+    "runtime.files": frozenset({"zstandard"}),
+    "runtime.sinks": frozenset({"pyarrow"}),
+    "runtime.sources": frozenset({"pyarrow"}),
+    "runtime.reading": frozenset({"sentencex"}),
     "runtime.original_tokenizers": frozenset({"tokenizers", "sentencepiece"}),
 }
 GRAPH_LIBRARIES = frozenset({"onnx", "onnx_ir", "onnxscript", "onnxruntime"})
@@ -215,7 +218,8 @@ def test_the_runtime_imports_on_a_host_without_torch_and_onnx() -> None:
     script = """
 import importlib, pathlib, sys
 for absent in ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "tokenizers", "click",
-               "pyarrow", "sentencepiece", "transferry.build_model", "transferry.export"):
+               "pyarrow", "sentencepiece", "zstandard", "transferry.build_model",
+               "transferry.export"):
     sys.modules[absent] = None  # what the import system takes for "not to be found"
 import transferry.runtime
 folder = pathlib.Path(transferry.runtime.__file__).parent

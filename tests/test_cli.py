@@ -78,6 +78,7 @@ class TestRun:
         assert sorted(path.name for path in tmp_path.iterdir()) == [
             "answers.jsonl",
             "answers.jsonl.settings.toml",
+            "answers.jsonl.summary.json",
         ]
 
     @pytest.mark.parametrize("chosen", ["--beam 3 --n-best 2", "--sample --seed 5 --top-k 9"])
@@ -91,7 +92,7 @@ class TestRun:
         assert call("run", "--config", settings, "-o", second).exit_code == 0
         assert second.read_bytes() == first.read_bytes()
         # What was not said again was found in the settings; what is said wins.
-        assert call("run", "--config", settings).exit_code == 2
+        assert call("run", "--config", settings, "--max-length", "9").exit_code == 2
         assert call("run", "--config", settings, "--force", "--max-length", "9").exit_code == 0
         assert second.read_bytes() != first.read_bytes()
 
@@ -146,7 +147,7 @@ class TestRun:
     ) -> None:
         out = tmp_path / "answers.jsonl"
         result = call("run", bundle_folder, "-", "-o", out, stdin=b"seven\n\neight\n")
-        assert result.exit_code == 3
+        assert result.exit_code == 6
         assert "1 of 3 rows" in result.stderr
         rows = read_json_lines(out)
         assert [row.get("error", {}).get("kind") for row in rows] == [None, "empty", None]

@@ -67,7 +67,7 @@ def test_a_decoder_alone_from_nothing_to_answers(book: Path, tmp_path: Path) -> 
     assert "beam 4: 200 of 200 rows token for token" in verified.stdout
     done("verify", bundle)
     answered = call("run", bundle, prompts, "-o", out, "--max-length", "5")
-    assert answered.exit_code == 3  # for the empty prompt, which is an error on its own row
+    assert answered.exit_code == 6  # for the empty prompt, which is an error on its own row
     assert [row["finish_reason"] for row in rows(out)] == ["length", "error", "length"]
     assert "decoder-only" in done("inspect", bundle).stdout
     resumed = done("train", "--out", run, "--resume", "--max-steps", "3")
@@ -147,10 +147,17 @@ def test_pairs_are_scored(bundle_folder: Path, lines: Path, tmp_path: Path) -> N
     assert said == pytest.approx(perplexity, rel=1e-4)
     settings = (tmp_path / "scores.jsonl.settings.toml").read_text()
     assert f"perplexity = {said}" in settings
-    assert call("score", bundle_folder, lines, "--target", lines, "-o", out).exit_code == 2
-    again = tmp_path / "again.jsonl"
-    done("score", bundle_folder, lines, "--target", lines, "-o", again, "--batch-rows", "2")
-    assert [row["tokens"] for row in rows(again)] == [row["tokens"] for row in found]
+    again = done("score", bundle_folder, lines, "--target", lines, "-o", out)
+    assert "scores.jsonl was finished before: 9 rows" in again.stderr
+    shorter = out.with_name("shorter")
+    shorter.write_text("".join(lines.read_text().splitlines(keepends=True)[:-1]))
+    assert call("score", bundle_folder, shorter, "--target", shorter, "-o", out).exit_code == 2
+    table = tmp_path / "scores.tsv"
+    done("score", bundle_folder, lines, "--target", lines, "-o", table)
+    assert table.read_text().splitlines()[0].split("\t")[:4] == ["id", "source", "target", "total"]
+    other = tmp_path / "other.jsonl"
+    done("score", bundle_folder, lines, "--target", lines, "-o", other, "--batch-rows", "2")
+    assert [row["tokens"] for row in rows(other)] == [row["tokens"] for row in found]
 
 
 def test_texts_are_scored_on_stdout(writer_bundle_folder: Path, lines: Path) -> None:
@@ -190,7 +197,7 @@ def test_masks_are_filled(reader_bundle_folder: Path, tmp_path: Path) -> None:
     text, out = tmp_path / "text", tmp_path / "filled.jsonl"
     text.write_text("the [MASK] of\nno mask\n")
     result = call("run", reader_bundle_folder, text, "--task", "fill-mask", "-o", out, "--top", "3")
-    assert result.exit_code == 3
+    assert result.exit_code == 6
     filled, bare = rows(out)
     assert len(filled["masks"][0]) == 3
     assert bare["error"]["kind"] == "no-mask"
@@ -222,7 +229,10 @@ def test_vectors_are_written(
     [
         (["--task", "embed"], "task embed writes npy or parquet or jsonl, not text"),
         (["--task", "embed", "--format", "npy"], "npy cannot go to standard output"),
-        (["--task", "fill-mask", "--format", "npy"], "fill-mask writes jsonl or text, not npy"),
+        (
+            ["--task", "fill-mask", "--format", "npy"],
+            "fill-mask writes jsonl or text or tsv or csv or parquet, not npy",
+        ),
         (["--task", "fill-mask", "--beam", "4"], "generates nothing, so beam has no effect"),
         (["--task", "fill-mask", "--top", "0"], "top must be at least 1, not 0"),
         ([], "its tasks are embed and fill-mask"),

@@ -3,10 +3,24 @@
 import random
 from itertools import count
 
+import numpy as np
 import pytest
 
-from transferry.runtime.batching import BatchOptions, fitting, length_batches, windows
+from transferry.runtime.batching import BatchOptions, fitting, length_batches, widened, windows
 from transferry.runtime.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("columns", "limit", "wide"),
+    [(0, None, 0), (1, None, 4), (4, None, 4), (5, None, 8), (5, 6, 6), (6, 6, 6), (7, 6, 7)],
+)
+def test_columns_are_a_multiple_as_far_as_there_is_room(
+    columns: int, limit: int | None, wide: int
+) -> None:
+    mask = np.ones((3, columns), np.bool_)
+    found = widened(mask, 4, limit)
+    assert (found.shape, found.dtype, found.sum()) == ((3, wide), mask.dtype, 3 * columns)
+    np.testing.assert_array_equal(found[:, :columns], mask)
 
 
 def test_windows_cut_a_stream_in_order() -> None:

@@ -1,30 +1,24 @@
 """A row that is answered wrongly stops the job, and what was answered before is kept."""
 
 import json
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from transferry.runtime.canary import share
-from transferry.runtime.engine import Engine
+from transferry.runtime.canary import Canary, share
+from transferry.runtime.engine import Engine, Result
 from transferry.runtime.errors import ParityError, UsageError
-from transferry.runtime.jobs import Job, job_of
+from transferry.runtime.job_options import JobOptions
+from transferry.runtime.jobs import Job
 from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.onnx_encoder import OnnxEncoder
-
-OPTIONS: dict[str, Any] = {
-    "task": "generate",
-    "format": None,
-    "prefix": "",
-    "pooling": "mean",
-    "normalise": False,
-    "mask": "[MASK]",
-    "top": 3,
-    "force": False,
-    "canary": "1/3",
-}
+from transferry.runtime.options import GenerationOptions
+from transferry.runtime.reading import LongRows
+from transferry.runtime.rows import RowError
 
 
 @pytest.fixture
@@ -35,15 +29,14 @@ def lines(run_folder: Path, tmp_path: Path) -> Path:
     return path
 
 
-def job(folder: Path, lines: Path, name: str = "out.jsonl", **changes: Any) -> Job[Any]:
-    generation = {"max_length": 12, **changes.pop("generation", {})}
-    if changes.get("task", "generate") != "generate":
-        generation = {}
-    options = OPTIONS | changes
-    return job_of(Engine.load(folder), lines, lines.with_name(name), options, generation)
+def job(folder: Path, lines: Path, name: str = "out.jsonl", **changes: Any) -> Job:
+    options: dict[str, Any] = {"canary": "1/3", "shard_rows": 4, **changes}
+    if options.get("task", "generate") == "generate":
+        options["generation"] = {"max_length": 12, **changes.get("generation", {})}
+    return Job(folder, lines, lines.with_name(name), JobOptions(**options))
 
 
-def tally(done: Job[Any]) -> dict[str, int]:
+def tally(done: Job) -> dict[str, int]:
     assert done.canary is not None
     return done.canary.tally()
 
@@ -82,6 +75,37 @@ def test_tasks_of_an_encoder(reader_bundle_folder: Path, lines: Path, task: str)
     done = job(reader_bundle_folder, lines, task=task, canary="1/1")
     done.run()
     assert tally(done)["canaries_identical"] == 9
+
+
+@pytest.mark.parametrize("long_rows", ["truncate", "split"])
+@pytest.mark.parametrize("factor", [1.0, -1.0])
+def test_long_rows_are_answered_again(
+    bundle_folder: Path, monkeypatch: pytest.MonkeyPatch, long_rows: LongRows, factor: float
+) -> None:
+    spoil(monkeypatch, factor)
+    engine = Engine.load(bundle_folder)
+    options = GenerationOptions(max_length=8)
+    ask = partial(ask_for, options=options, long_rows=long_rows)
+    canary = Canary(engine, 1, ask, options)
+    (row,) = ask(engine, iter(["One two three. Four five six. " * 6]), 0)
+    if factor == 1.0:
+        canary.check(0, row)
+        assert canary.tally()["canaries_identical"] == 1
+        return
+    with pytest.raises(ParityError, match=r"line 1 .*a defect"):
+        canary.check(0, row)
+
+
+def ask_for(engine: Engine, lines: Iterator[str], first: int, **options: Any) -> Iterator[Result]:
+    return engine.generate(lines, first_row=first, **options)
+
+
+def test_an_error_that_came_in_is_not_asked_about(bundle_folder: Path, lines: Path) -> None:
+    done = job(bundle_folder, lines, canary="1/1")
+    assert done.canary is not None
+    (row,) = Engine.load(bundle_folder).generate([RowError("undecodable", "no UTF-8")])
+    done.canary.check(0, row)
+    assert tally(done)["canaries_identical"] == 1
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
@@ -124,12 +148,13 @@ def test_what_was_answered_before_is_kept(
         check(number, row)
 
     monkeypatch.setattr(stopped.canary, "check", wrong_at_six)
-    with pytest.raises(ParityError, match=r"the 6 rows before it are kept in .*out.jsonl.partial"):
+    with pytest.raises(ParityError, match=r"differently; 4 rows are saved in .*out\.jsonl\.job$"):
         stopped.run()
-    names = {path.name for path in lines.parent.iterdir()}
-    assert names == {"lines.txt", "whole.jsonl", "out.jsonl.partial"}
-    kept = lines.with_name("out.jsonl.partial").read_bytes().splitlines()
-    assert kept == lines.with_name("whole.jsonl").read_bytes().splitlines()[:6]
+    assert not lines.with_name("out.jsonl").exists()
+    kept = (lines.with_name("out.jsonl.job") / "00000000.part").read_bytes().splitlines()
+    assert kept == lines.with_name("whole.jsonl").read_bytes().splitlines()[:4]
+    assert job(bundle_folder, lines).run().resumed == 1
+    assert lines.with_name("out.jsonl").read_bytes() == whole.path.read_bytes()
 
 
 def test_a_wrong_vector_stops_the_job(
@@ -146,8 +171,7 @@ def test_a_wrong_vector_stops_the_job(
     monkeypatch.setattr(OnnxEncoder, "encode", wrong)
     with pytest.raises(ParityError, match=r"line 1 .*a vector 1\.0e-03 of its largest entry away"):
         job(reader_bundle_folder, lines, "out.npy", task="embed").run()
-    kept = np.load(lines.with_name("out.npy.partial"))
-    assert kept.shape == (0, 32)
+    assert {path.name for path in lines.parent.iterdir()} == {"lines.txt"}
 
 
 @pytest.mark.parametrize("text", ["", "1000", "2/3", "1/0", "1/-4", "1/x"])

@@ -13,6 +13,7 @@ from transferry.runtime.batching import BatchOptions
 from transferry.runtime.embedding import embed
 from transferry.runtime.engine import Engine
 from transferry.runtime.errors import UsageError
+from transferry.runtime.rows import RowError
 
 TEXTS = ["a", *(pair.source for pair in builtin_pairs(25, seed=6))]
 
@@ -51,7 +52,7 @@ def test_a_vector_does_not_depend_on_the_batch(engine: Engine) -> None:
         batches = BatchOptions(rows=rows, tokens=tokens, window=11)
         cut = Engine(engine.bundle, engine.model, batches=batches)
         for left, right in zip(alone, embed(cut, TEXTS), strict=True):
-            np.testing.assert_allclose(left, right.vector, atol=2e-6)
+            np.testing.assert_array_equal(left, right.vector)
 
 
 def test_bad_rows_are_nan_and_say_why(engine: Engine) -> None:
@@ -63,6 +64,31 @@ def test_bad_rows_are_nan_and_say_why(engine: Engine) -> None:
     assert empty.vector.shape == good.vector.shape
     assert empty.record()["error"]["kind"] == "empty"
     assert len(good.record()["vector"]) == 32
+
+
+def test_long_rows_are_cut_short_and_say_so(engine: Engine) -> None:
+    tokenizer = engine.bundle.tokenizer
+    text = "a b " * 99
+    beginning = tokenizer.decode(tokenizer.encode(text)[:62])
+    cut, whole = embed(engine, [text, beginning], long_rows="truncate")
+    assert (cut.source, cut.source_tokens, cut.truncated, cut.error) == (text, 64, True, None)
+    assert whole.truncated is False
+    np.testing.assert_array_equal(cut.vector, whole.vector)
+    with pytest.raises(UsageError, match="long_rows=split and task embed exclude each other"):
+        embed(engine, [], long_rows="split")
+
+
+def test_an_error_that_came_in_comes_out_in_its_place(engine: Engine) -> None:
+    broken = RowError("undecodable", "byte 3 is no UTF-8")
+    rows = list(embed(engine, [broken, "a", broken, "b"]))
+    assert [(row.source, row.error) for row in rows] == [
+        ("", broken),
+        ("a", None),
+        ("", broken),
+        ("b", None),
+    ]
+    assert np.isnan(rows[2].vector).all()
+    np.testing.assert_array_equal(rows[3].vector, next(embed(engine, ["b"])).vector)
 
 
 def test_a_decoder_embeds_nothing(bundle_folder: Path) -> None:

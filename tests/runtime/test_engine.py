@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from transferry.build_model.corpus import builtin_pairs
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import Bundle
-from transferry.runtime.engine import Engine, Result
+from transferry.runtime.engine import PIECE, Engine, Output, Result, join
 from transferry.runtime.errors import UsageError
 from transferry.runtime.files import read_lines
+from transferry.runtime.hypothesis import FinishReason
 from transferry.runtime.onnx_decoder import OnnxDecoder, OnnxState
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.processor import usable_cores
+from transferry.runtime.rows import RowError
 from transferry.runtime.search import search
 from transferry.runtime.session import SessionOptions
 from transferry.runtime.tokenizer import SpecialTokens
@@ -262,6 +264,24 @@ def test_a_row_is_answered_the_same_wherever_it_stands(
         assert answers(results) == [expected[text] for text in shuffled]
 
 
+@pytest.mark.parametrize("options", [GREEDY, BEAM, SAMPLING], ids=["greedy", "beam", "sampling"])
+def test_scores_are_the_same_bit_for_bit_in_any_batch(
+    bundle: Bundle, decoder: OnnxDecoder, texts: list[str], options: GenerationOptions
+) -> None:
+    """Alone, among a few, among many; and whatever the others' lengths."""
+    found = []
+    for seed, rows in enumerate((64, 7, 1)):
+        order = list(range(len(texts)))
+        if not options.sample:
+            random.Random(seed).shuffle(order)
+        engine = Engine(bundle, decoder, batches=BatchOptions(rows=rows, window=[40, 9, 5][seed]))
+        results = engine.generate((texts[index] for index in order), options)
+        found.append(dict(zip(order, results, strict=True)))
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+    assert len({len(bundle.tokenizer.encode(text)) % 4 for text in texts}) == 4
+
+
 def test_samples_of_a_row_depend_on_its_place(engine: Engine, texts: list[str]) -> None:
     """So that a text that occurs twice is not answered twice alike."""
     results = list(engine.generate([texts[9]] * 8, SAMPLING))
@@ -320,18 +340,21 @@ def test_a_thousand_real_rows(
 def test_a_thousand_real_rows_in_place_are_the_same_bit_for_bit(
     fast_bundle_folder: Path, real_texts: list[str], options: GenerationOptions
 ) -> None:
-    """Scores as well, whether a row is alone or among many; and as the portable variant's."""
+    """Scores as well, whether a row is alone or among many; tokens as the portable variant's."""
     found = []
     order = list(range(len(real_texts)))
-    for number, (variant, rows) in enumerate([("cpu-fp32", 64), ("cpu-fp32", 1), ("portable", 64)]):
+    for number, (variant, rows) in enumerate(
+        [("cpu-fp32", 64), ("cpu-fp32", 1), ("portable", 64), ("portable", 7)]
+    ):
         random.Random(number).shuffle(order)
         engine = Engine.load(fast_bundle_folder, variant=variant, replicas=1)
         engine.batches = BatchOptions(rows=rows * options.beam, window=300)
         results = engine.generate((real_texts[index] for index in order), options)
         found.append(dict(zip(order, results, strict=True)))
-    many, alone, portable = found
+    many, alone, portable, few = found
     # As text: a score that is not asked for is NaN, which equals nothing.
     assert [i for i in order if repr(many[i]) != repr(alone[i])] == []
+    assert [i for i in order if repr(portable[i]) != repr(few[i])] == []
     tokens = [answers([each[i] for i in range(len(order))]) for each in (many, portable)]
     assert tokens[0] == tokens[1]
     assert len({row[0] for row in tokens[0]}) > 100, "the answers must tell rows apart"
@@ -352,9 +375,148 @@ def test_bad_rows_are_errors_of_their_own(engine: Engine, alone: Alone, texts: l
     long = results[5]
     assert long.error is not None
     expected = (
-        f"{long.source_tokens} tokens, but the model has 64 positions; shorten or split the text"
+        f"at least {long.source_tokens} tokens, but the model has 64 positions; shorten or split "
+        "the text"
     )
     assert long.error.message == expected
+
+
+def test_an_error_that_came_in_comes_out_in_its_place(
+    bundle: Bundle, decoder: OnnxDecoder, alone: Alone, texts: list[str]
+) -> None:
+    broken = RowError("undecodable", "byte 3 is no UTF-8")
+    strange = RowError("no-text", "there is no such field")
+    mixed: list[str | RowError] = [
+        broken,
+        texts[0],
+        strange,
+        texts[1],
+        broken,
+        *texts[2:4],
+        strange,
+    ]
+    refilling = Refilling(decoder)
+    engine = Engine(bundle, refilling, replicas=2, batches=BatchOptions(rows=4, window=3))
+    for options in (GREEDY, SAMPLING):
+        results = list(engine.generate(mixed, options))
+        assert len(results) == len(mixed)
+        for item, result in zip(mixed, results, strict=True):
+            if isinstance(item, RowError):
+                assert result == Result("", 0, (), item)
+            else:
+                assert (result.source, result.error) == (item, None)
+    found = [row for row in engine.generate(mixed, GREEDY) if row.error is None]
+    assert answers(found) == alone(texts[:4], GREEDY)
+    assert len(refilling.read) == 3 * 4, "errors never reach the model"
+
+
+@pytest.fixture(scope="module")
+def long_texts(texts: list[str]) -> list[str]:
+    """Some short texts, and some of several sentences that no model position is left for."""
+    generator = random.Random(5)
+    long = [
+        " ".join(f"{text.capitalize()}." for text in generator.sample(texts, count))
+        for count in (9, 20, 5, 40)
+    ]
+    return [texts[3], long[0], long[1], texts[4], "", long[2], long[3], texts[5]]
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAM], ids=["greedy", "beam"])
+def test_long_rows_are_cut_short_and_say_so(
+    bundle: Bundle, engine: Engine, long_texts: list[str], options: GenerationOptions
+) -> None:
+    plain = list(engine.generate(long_texts, options))
+    results = list(engine.generate(long_texts, options, long_rows="truncate"))
+    special, tokenizer = bundle.tokenizer.special, bundle.tokenizer
+    cut = 0
+    for text, one, result in zip(long_texts, plain, results, strict=True):
+        if one.error is None or one.error.kind != "too-long":
+            assert result == one
+            continue
+        source = [*tokenizer.encode(text)[:63], special.eos_id]
+        (hypotheses,) = search(engine.decoder, [source], options, special)
+        assert answers([result]) == [[hypothesis.tokens for hypothesis in hypotheses]]
+        assert (result.source, result.source_tokens, result.truncated) == (text, 64, True)
+        assert result.error is None
+        cut += 1
+    assert cut == 4
+
+
+@pytest.mark.parametrize(
+    "options", [GREEDY, replace(BEAM, n_best=1), replace(SAMPLING, n_best=1)], ids=str
+)
+@pytest.mark.parametrize(("batches", "replicas"), CUTS[::2])
+def test_long_rows_are_answered_in_pieces(
+    bundle: Bundle,
+    decoder: OnnxDecoder,
+    long_texts: list[str],
+    options: GenerationOptions,
+    batches: BatchOptions,
+    replicas: int,
+) -> None:
+    engine = Engine(bundle, decoder, replicas=replicas, batches=batches)
+    results = list(engine.generate(long_texts, options, long_rows="split", first_row=7))
+    assert [result.source for result in results] == long_texts
+    reasons = set()
+    for number, (text, result) in enumerate(zip(long_texts, results, strict=True), start=7):
+        pieces = engine.reader.pieces(text) or [text]
+        parts = [
+            next(engine.generate([piece], options, first_row=number + place * PIECE))
+            for place, piece in enumerate(pieces)
+        ]
+        assert result.source_tokens == sum(part.source_tokens for part in parts)
+        if len(pieces) == 1:
+            assert result == parts[0]
+            continue
+        assert (result.error, result.truncated) == (None, False)
+        (joined,), outputs = result.outputs, [part.outputs[0] for part in parts]
+        assert joined.text == " ".join(output.text for output in outputs if output.text)
+        assert joined.tokens == tuple(token for output in outputs for token in output.tokens)
+        total = sum(output.log_probability for output in outputs)
+        assert joined.log_probability == pytest.approx(total)
+        ends = [output.finish_reason == "end" for output in outputs]
+        length = len(joined.tokens) + sum(ends)
+        assert joined.score == pytest.approx(total / length**options.length_penalty)
+        assert joined.finish_reason == ("end" if all(ends) else "length")
+        reasons.add(joined.finish_reason)
+    assert sum(len(engine.reader.pieces(text)) > 1 for text in long_texts) == 4
+    assert "length" in reasons
+
+
+def test_pieces_are_sampled_each_for_itself(engine: Engine, texts: list[str]) -> None:
+    """A sentence three times as long as it may be, of equal sentences."""
+    text = f"{texts[3]} " * 3
+    assert engine.reader.pieces(text) == [texts[3]] * 3
+    options = replace(SAMPLING, n_best=1)
+    (result,) = engine.generate([text], options, long_rows="split")
+    tokens = result.outputs[0].tokens
+    third = len(tokens) // 3
+    assert tokens[:third] != tokens[third : 2 * third]
+
+
+def piece(text: str, reason: FinishReason, *tokens: int) -> Result:
+    return Result("x", 3, (Output(text, tokens, -0.5, -1.5, reason),))
+
+
+def test_pieces_that_ended_join_to_an_answer_that_ended() -> None:
+    ended, cut = piece("b", "end", 7, 8), piece("c", "length", 9)
+    assert join("x y", [ended, ended], 1.0) == Result(
+        "x y", 6, (Output("b b", (7, 8, 7, 8), -3.0 / 6, -3.0, "end"),)
+    )
+    assert join("x y", [cut, ended, piece("", "end")], 0.0) == Result(
+        "x y", 9, (Output("c b", (9, 7, 8), -4.5, -4.5, "length"),)
+    )
+    failed = Result("x", 3, (), RowError("not-finite", "NaN"))
+    assert join("x y", [ended, failed, failed], 1.0) == Result(
+        "x y", 9, (), RowError("not-finite", "piece 2 of 3: NaN")
+    )
+
+
+def test_what_cannot_be_joined_is_not_split(engine: Engine, writer_bundle_folder: Path) -> None:
+    with pytest.raises(UsageError, match="long_rows=split and n_best=4 exclude each other"):
+        engine.generate([], BEAM, long_rows="split")
+    with pytest.raises(UsageError, match="long_rows=split and a decoder-only bundle exclude"):
+        Engine.load(writer_bundle_folder).generate([], GREEDY, long_rows="split")
 
 
 def test_a_row_may_fill_every_position(bundle: Bundle, engine: Engine) -> None:

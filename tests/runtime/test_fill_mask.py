@@ -12,6 +12,7 @@ from transferry.runtime.batching import BatchOptions
 from transferry.runtime.engine import Engine
 from transferry.runtime.errors import UsageError
 from transferry.runtime.fill_mask import fill_masks
+from transferry.runtime.rows import RowError
 
 TEXTS = [
     f"{' '.join(words[:place])} [MASK] {' '.join(words[place + 1 :])}".strip()
@@ -62,14 +63,45 @@ def test_an_answer_does_not_depend_on_the_batch(engine: Engine) -> None:
     alone = [next(iter(fill_masks(engine, [text]))) for text in TEXTS]
     for rows in (3, 64):
         cut = Engine(engine.bundle, engine.model, batches=BatchOptions(rows=rows))
-        for left, right in zip(alone, fill_masks(cut, TEXTS), strict=True):
-            assert left.text == right.text
+        assert list(fill_masks(cut, TEXTS)) == alone, "log-probabilities to the bit"
 
 
 def test_bad_rows_are_errors_of_their_own(engine: Engine) -> None:
     rows = fill_masks(engine, ["", "no mask", "[MASK]", "[MASK] " * 99])
     kinds = [row.error and row.error.kind for row in rows]
     assert kinds == ["empty", "no-mask", None, "too-long"]
+
+
+def test_long_rows_are_cut_short_and_say_so(engine: Engine) -> None:
+    tokenizer = engine.bundle.tokenizer
+    text = "a [MASK] b" + " a b" * 99
+    ids = [*tokenizer.encode("a"), 3, *tokenizer.encode(" b" + " a b" * 99)][:62]
+    beginning = "a [MASK]" + tokenizer.decode(ids[2:])
+    cut, whole, late = fill_masks(
+        engine, [text, beginning, "a b " * 99 + "[MASK]"], long_rows="truncate"
+    )
+    assert (cut.source, cut.source_tokens, cut.truncated) == (text, 64, True)
+    assert (cut.text, cut.candidates) == (whole.text, whole.candidates)
+    assert (whole.truncated, late.error) == (
+        False,
+        RowError("no-mask", "there is no [MASK] to fill in among the first 64 tokens"),
+    )
+    with pytest.raises(UsageError, match="long_rows=split and task fill-mask exclude each other"):
+        fill_masks(engine, [], long_rows="split")
+
+
+def test_a_long_word_for_a_mask_makes_no_text_too_long(engine: Engine) -> None:
+    mask = "[" + "MASK" * 300 + "]"
+    (row,) = fill_masks(engine, [f"a {mask} b {mask}"], mask=mask)
+    (same,) = fill_masks(engine, ["a [MASK] b [MASK]"])
+    assert (row.error, row.candidates) == (None, same.candidates)
+
+
+def test_an_error_that_came_in_comes_out_in_its_place(engine: Engine) -> None:
+    broken = RowError("malformed", "3 columns, expected 2")
+    error, filled = fill_masks(engine, [broken, "a [MASK]"])
+    assert (error.source, error.source_tokens, error.text, error.error) == ("", 0, "", broken)
+    assert filled == next(fill_masks(engine, ["a [MASK]"]))
 
 
 def test_refusals(engine: Engine, bundle_folder: Path) -> None:

@@ -13,10 +13,13 @@ from transferry.build_model.corpus import builtin_pairs
 from transferry.build_model.transformer import continue_greedily
 from transferry.export.torch_decoder import TorchDecoder
 from transferry.runtime.batching import BatchOptions
+from transferry.runtime.bundle import Bundle
 from transferry.runtime.engine import Engine, Result
 from transferry.runtime.errors import UsageError
+from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.search import begin, search
+from transferry.runtime.session import SessionOptions
 
 GREEDY = GenerationOptions(max_length=12, no_repeat_ngram=1)
 BEAM = GenerationOptions(max_length=12, no_repeat_ngram=1, beam=3, n_best=3)
@@ -42,6 +45,63 @@ def prompts() -> list[str]:
 
 def outputs(results: list[Result]) -> list[list[tuple[int, ...]]]:
     return [[output.tokens for output in result.outputs] for result in results]
+
+
+@pytest.mark.parametrize("prefix", ["", "a b"])
+def test_a_prompt_cut_short_leaves_room_for_an_answer(engine: Engine, prefix: str) -> None:
+    tokenizer = engine.bundle.tokenizer
+    forced = tuple(tokenizer.encode_target(prefix))
+    options = GenerationOptions(max_length=12, prefix=forced)
+    text = "one two three " * 40
+    error, *_ = engine.generate([text], options)
+    assert error.error is not None
+    result, short = engine.generate([text, "one"], options, long_rows="truncate")
+    assert (result.error, result.truncated, short.truncated) == (None, True, False)
+    assert result.source_tokens == 64 - len(forced)
+    (output,) = result.outputs
+    assert output.tokens[: len(forced)] == forced
+    assert len(output.tokens) + (output.finish_reason == "end") == len(forced) + 1
+    source = tokenizer.encode(text)[: 64 - len(forced)]
+    fitted = engine.fitted(options, len(source))
+    (hypotheses,) = search(engine.decoder, [source], fitted, tokenizer.special)
+    assert outputs([result]) == [[hypotheses[0].tokens]]
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAM, SAMPLING], ids=["greedy", "beam", "sampling"])
+def test_scores_are_the_same_bit_for_bit_in_any_batch(
+    engine: Engine, prompts: list[str], options: GenerationOptions
+) -> None:
+    found = []
+    for seed, rows in enumerate((64, 7, 1)):
+        order = list(range(len(prompts)))
+        if not options.sample:
+            random.Random(seed).shuffle(order)
+        batches = BatchOptions(rows=rows, window=[40, 9, 5][seed])
+        cut = Engine(engine.bundle, engine.model, batches=batches)
+        results = cut.generate((prompts[index] for index in order), options)
+        found.append(dict(zip(order, results, strict=True)))
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
+def test_a_prompt_is_padded_beyond_the_positions_of_the_model(
+    writer_bundle_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest prompts leave less than a vector's lanes, and short ones beside them as much."""
+    bundle = Bundle.load(writer_bundle_folder)
+    monkeypatch.setitem(bundle.manifest.model, "max_positions", 60)
+    decoder = OnnxDecoder(bundle, bundle.variant(), SessionOptions())
+    prompts = np.random.default_rng(0).integers(3, 200, (2, 59))
+    both = decoder.start(prompts, np.arange(59) < np.array([[59], [5]]))
+    assert both.past[0].shape()[2] == 64
+    alone = decoder.start(prompts[1:, :5], np.ones((1, 5), np.bool_))
+    assert alone.past[0].shape()[2] == 16
+    for token in (7, 30, 41):
+        logits, both = decoder.step(np.full((2, 1), token), both)
+        expected, alone = decoder.step(np.full((1, 1), token), alone)
+        np.testing.assert_array_equal(logits[1], expected[0])
+    shapes = {tensor.shape[2] for tensor in decoder.tensors(both).values()}
+    assert shapes == {59 + 3}, "as torch has it"
 
 
 def test_prompts_are_of_many_lengths(checkpoint: Checkpoint, prompts: list[str]) -> None:

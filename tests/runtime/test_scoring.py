@@ -14,6 +14,7 @@ from transferry.runtime.batching import BatchOptions
 from transferry.runtime.engine import Engine
 from transferry.runtime.errors import UsageError
 from transferry.runtime.options import GenerationOptions
+from transferry.runtime.rows import RowError
 from transferry.runtime.scoring import Score, score
 
 PAIRS = builtin_pairs(30, seed=4)
@@ -80,9 +81,7 @@ def test_a_score_does_not_depend_on_the_batch(
     expected = [next(iter(score(translator, [pair]))) for pair in pairs]
     monkeypatch.setattr(scoring, "MOST_LOGITS", most)
     cut = Engine(translator.bundle, translator.model, batches=BatchOptions(rows=rows))
-    for left, right in zip(expected, score(cut, pairs), strict=True):
-        assert left.tokens == right.tokens
-        np.testing.assert_allclose(left.log_probabilities, right.log_probabilities, atol=1e-5)
+    assert list(score(cut, pairs)) == expected, "log-probabilities to the bit"
 
 
 def test_bad_rows_are_errors_of_their_own(translator: Engine, writer: Engine) -> None:
@@ -94,6 +93,43 @@ def test_bad_rows_are_errors_of_their_own(translator: Engine, writer: Engine) ->
     assert kinds == [None, "empty", "empty", "too-long", "too-long"]
     kinds = [row.error and row.error.kind for row in score(writer, [("a", None), ("a b", None)])]
     assert kinds == ["too-short", None]
+
+
+def test_long_rows_are_cut_short_and_say_so(translator: Engine, writer: Engine) -> None:
+    """What goes on has not ended, so no end token is scored."""
+    tokenizer = translator.bundle.tokenizer
+    long = "one two " * 60
+    pairs: list[tuple[str, str | None]] = [("a", long), (long, "b"), (long, long), ("a", "b")]
+    rows = list(score(translator, pairs, long_rows="truncate"))
+    assert [row.truncated for row in rows] == [True, True, True, False]
+    ids = tuple(tokenizer.encode(long)[:63])
+    assert (rows[0].tokens, rows[2].tokens) == (ids, ids)
+    assert rows[1].tokens == (*tokenizer.encode("b"), tokenizer.special.eos_id)
+    assert [row.source_tokens for row in rows] == [2, 64, 64, 2]
+    beginning = tokenizer.decode(ids[:-1])
+    (shorter,) = score(translator, [("a", beginning)])
+    np.testing.assert_allclose(
+        rows[0].log_probabilities[:62], shorter.log_probabilities[:62], atol=1e-5
+    )
+    (text,) = score(writer, [(long, None)], long_rows="truncate")
+    assert text.tokens == tuple(writer.bundle.tokenizer.encode(long)[1:64])
+    assert text.truncated
+    with pytest.raises(UsageError, match="long_rows=split and score exclude each other"):
+        score(translator, [], long_rows="split")
+
+
+def test_an_error_on_either_side_comes_out_in_its_place(translator: Engine, writer: Engine) -> None:
+    left, right = RowError("no-text", "no source"), RowError("no-text", "no target")
+    rows = list(score(translator, [(left, "b"), ("a", right), (left, right), ("a", "b")]))
+    assert [(row.source, row.target, row.error) for row in rows] == [
+        ("", "b", left),
+        ("a", "", right),
+        ("", "", left),
+        ("a", "b", None),
+    ]
+    assert rows[3] == next(score(translator, [("a", "b")]))
+    error, scored = score(writer, [(left, None), ("a b", None)])
+    assert (error.source, error.target, error.error, scored.error) == ("", None, left, None)
 
 
 def test_an_encoder_alone_scores_nothing(reader_bundle_folder: Path) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from transferry.build_model.huggingface.vocabularies import GPT2_PATTERN
+from transferry.build_model.vocabulary import WORD_PATTERN
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer import SINGLE_BYTES, Tokenizer
 
@@ -17,6 +19,22 @@ RANKS = {token: rank for rank, token in enumerate([*SINGLE_BYTES, *MERGES])}
 ANNA, BC, ABC = (RANKS[token] for token in (b"anna", b"bc", b"abc"))
 KEPT = [*range(256), ANNA, ABC]
 
+# As tiktoken's openai_public.py has them, which cannot be asked without a network.
+CL100K_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+O200K_PATTERN = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
 TEXTS = [
     "",
     "anna",
@@ -52,6 +70,21 @@ def test_text_survives(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert all(3 <= token_id < tokenizer.vocabulary_size for token_id in ids)
+
+
+def test_no_token_is_longer_than_the_longest(tokenizer: Tokenizer) -> None:
+    assert tokenizer.longest_token == 4
+    assert len(tokenizer.encode("anna" * 100)) == 100
+    for text in TEXTS:
+        assert len(text) <= len(tokenizer.encode(text)) * tokenizer.longest_token
+
+
+@pytest.mark.parametrize("pattern", [WORD_PATTERN, GPT2_PATTERN, CL100K_PATTERN, O200K_PATTERN])
+def test_no_pattern_drops_a_character(pattern: str) -> None:
+    """Each alone, where no neighbour can help it into a word."""
+    made = Tokenizer("test", pattern, RANKS)
+    for code in [*range(0xD800), *range(0xE000, 0x110000, 97)]:
+        assert made.decode(made.encode(chr(code))) == chr(code)
 
 
 def test_every_character_survives(tokenizer: Tokenizer) -> None:

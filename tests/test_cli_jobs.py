@@ -1,0 +1,201 @@
+"""Jobs as a person or a scheduler runs them: stopped, gone on with, cut into shards, merged."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from transferry.build_model.corpus import builtin_pairs
+from transferry.cli import main
+
+
+def call(*arguments: str | Path, stdin: bytes = b"") -> Result:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def done(*arguments: str | Path, stdin: bytes = b"") -> Result:
+    result = call(*arguments, stdin=stdin)
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("lines") / "lines.txt"
+    path.write_text("".join(f"{pair.source}\n" for pair in builtin_pairs(300, seed=7)))
+    return path
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_job_that_is_stopped_is_gone_on_with(
+    bundle_folder: Path, lines: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out name.jsonl"
+    command: list[str | Path] = ["run", bundle_folder, lines, "--shard-rows", "4"]
+    done(*command, "-o", whole)
+    command += ["-o", out]
+    # Slow enough to be stopped in the middle.
+    slow = [*command, "--batch-rows", "1", "--replicas", "1"]
+    arguments = [sys.executable, "-m", "transferry.cli", *map(str, slow)]
+    journal = tmp_path / "out name.jsonl.job" / "journal.jsonl"
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
+        while not (journal.exists() and journal.read_bytes()):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+    assert not out.exists()
+    saved = sum(json.loads(line)["rows"] for line in journal.read_text().splitlines())
+    assert 0 < saved < 300
+    if number == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 130
+        said, _, again = stderr.partition("; continue with: ")
+        assert said.endswith(f"interrupted: {saved} rows are saved in {out}.job")
+        assert shlex.split(again) == ["transferry", *map(str, slow)]
+    resumed = done(*command)
+    assert f"{saved} rows are saved in {out}.job; this run goes on behind them" in resumed.stderr
+    assert out.read_bytes() == whole.read_bytes()
+    assert json.loads(Path(f"{out}.summary.json").read_bytes())["resumed"] == 1
+    assert not journal.parent.exists()
+
+
+def test_a_job_that_was_done_is_not_done_again(
+    bundle_folder: Path, lines: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    command: list[str | Path] = ["run", bundle_folder, lines, "-o", out]
+    done(*command)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    again = done(*command)
+    assert again.stderr.startswith(f"{out} was finished before: 300 rows in ")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    changed = call(*command, "--beam", "2")
+    assert changed.exit_code == 2
+    assert "exists already, and beam was 1, is 2; add --force to replace it" in changed.stderr
+
+
+def test_bad_rows_are_told_again_when_nothing_is_left_to_do(
+    bundle_folder: Path, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "source.txt", tmp_path / "out.jsonl"
+    source.write_text("seven\n\neight\n")
+    for _ in range(2):
+        assert call("run", bundle_folder, source, "-o", out).exit_code == 6
+    assert call("run", bundle_folder, source, "-o", out, "--force", "--quiet").exit_code == 6
+
+
+def test_the_summary_is_printed_as_json(bundle_folder: Path, lines: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    result = done("run", bundle_folder, lines, "-o", out, "--json", "--quiet")
+    record = json.loads(result.stdout)
+    assert record == json.loads((tmp_path / "out.jsonl.summary.json").read_bytes())
+    assert record["rows"] == 300
+    assert record["certificate"]
+    assert record["fingerprint"]["variant"] == "portable"
+    assert result.stderr == ""
+    refused = call("run", bundle_folder, lines, "--json")
+    assert refused.exit_code == 2
+    assert "cannot both go to standard output" in refused.stderr
+
+
+def test_too_many_errors(bundle_folder: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "source.txt", tmp_path / "out.jsonl"
+    source.write_text("seven\n\neight\n\n")
+    command: list[str | Path] = ["run", bundle_folder, source, "-o", out, "--max-errors"]
+    stopped = call(*command, "1")
+    assert stopped.exit_code == 3
+    assert "more than 1 rows are bad, the first of them: row 2" in stopped.stderr
+    assert names(tmp_path) == {"source.txt"}
+    assert call(*command, "2").exit_code == 6
+
+
+def test_shards_are_merged(bundle_folder: Path, lines: Path, tmp_path: Path) -> None:
+    options = ["--sample", "--seed", "3"]
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    done("run", bundle_folder, lines, "-o", whole, *options)
+    parts = [tmp_path / f"{number}.jsonl" for number in (1, 2, 3)]
+    for number, part in enumerate(parts, start=1):
+        done("run", bundle_folder, lines, "-o", part, *options, "--shard", f"{number}/3")
+    merged = done("merge", *reversed(parts), "-o", out)
+    assert merged.stderr.startswith("300 rows in ")
+    assert out.read_bytes() == whole.read_bytes()
+    missing = call("merge", parts[0], parts[2], "-o", tmp_path / "other.jsonl")
+    assert missing.exit_code == 3
+    assert "shard 2/3 is missing" in missing.stderr
+
+
+def test_standard_input_is_gone_on_with(
+    bundle_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same lines have to come again."""
+    from transferry.runtime.jobs import Job
+
+    out, stdin = tmp_path / "out.jsonl", b"one\ntwo\nthree\nfour\nfive\n"
+    command: list[str | Path] = ["run", bundle_folder, "-", "-o", out, "--shard-rows", "2"]
+
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "_publish", stop)
+        stopped = call(*command, stdin=stdin)
+    assert stopped.exit_code == 130
+    assert "interrupted: 5 rows are saved in" in stopped.stderr
+    changed = call(*command, stdin=stdin.replace(b"two", b"too"))
+    assert changed.exit_code == 3
+    assert "has changed: rows 1 to 2 are not those that were answered" in changed.stderr
+    done(*command, stdin=stdin)
+    assert [json.loads(line)["source"] for line in out.open()][:2] == ["one", "two"]
+    assert "was finished before" in done(*command, stdin=stdin).stderr
+    refused = call(*command, stdin=stdin + b"six\n")
+    assert refused.exit_code == 2
+    assert "has changed since; add --force" in refused.stderr
+    shard = call("run", bundle_folder, "-", "-o", tmp_path / "x", "--shard", "1/2", stdin=stdin)
+    assert shard.exit_code == 2
+
+
+def test_a_long_job_says_how_far_it_is(
+    bundle_folder: Path, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transferry.cli.LOG_EVERY", 0.0)
+    result = done("run", bundle_folder, lines, "-o", tmp_path / "out.jsonl")
+    said = result.stderr.splitlines()
+    assert len(said) == 301
+    assert said[149].startswith("150 rows in ")
+    assert done("run", bundle_folder, lines, "-o", tmp_path / "o.jsonl", "--quiet").stderr == ""
+
+
+def test_a_terminal_has_a_bar(bundle_folder: Path, lines: Path, tmp_path: Path) -> None:
+    import pty
+
+    main_end, terminal = pty.openpty()
+    command = [sys.executable, "-m", "transferry.cli", "run", str(bundle_folder), str(lines)]
+    with subprocess.Popen([*command, "-o", str(tmp_path / "out.jsonl")], stderr=terminal) as run:
+        os.close(terminal)
+        shown = b""
+        while run.poll() is None or not shown.endswith(b"\n"):
+            try:
+                shown += os.read(main_end, 1 << 16)
+            except OSError:  # the other end is closed
+                break
+    os.close(main_end)
+    assert run.returncode == 0
+    assert b"100%" in shown
+    assert b"300 rows in " in shown
+    assert b"tokens/s" in shown
