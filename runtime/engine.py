@@ -25,12 +25,13 @@ from transferry.runtime.outputs import Request
 from transferry.runtime.pipeline import (
     Done,
     Item,
-    Supply,
     Task,
+    Tasks,
     Todo,
     Worker,
     batch_worker,
     in_order,
+    sparing,
 )
 from transferry.runtime.processor import usable_cores
 from transferry.runtime.reading import LongRows, Reader, Reading, check_long_rows, sentences_version
@@ -294,14 +295,14 @@ class Engine:
                     cuts.append((readings[number].text, len(once[item])))
             return rows
 
-        def work(supply: Supply[_Row, Result]) -> Iterator[tuple[Todo[_Row], Result]]:
-            slots = max(1, self.batches.rows // max(options.beam, options.n_best))
-            requests = _Requests(supply, options.prefix)
+        def work(rows: Tasks[_Row], slots: int) -> Iterator[tuple[Todo[_Row], Result]]:
+            requests = _Requests(rows, options.prefix)
             found = search_stream(decoder, requests, options, special, slots=slots)
             for todo, hypotheses in found:
                 yield todo, self._result(todo.task, hypotheses)
 
-        results = self._in_order(items, prepare, work)
+        slots = max(1, self.batches.rows // max(options.beam, options.n_best))
+        results = self._in_order(items, prepare, sparing(work, slots))
         return _joined(results, cuts, options.length_penalty) if long_rows == "split" else results
 
     def map(
@@ -438,7 +439,7 @@ class _Row:
 class _Requests:
     """The supply of a search out of that of the pipeline."""
 
-    rows: Supply[_Row, Result]
+    rows: Tasks[_Row]
     prefix: tuple[int, ...]
 
     def take(self, most: int, *, wait: bool) -> list[Request[Todo[_Row]]]:

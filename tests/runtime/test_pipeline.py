@@ -5,12 +5,22 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
 from transferry.runtime.batching import BatchOptions
-from transferry.runtime.pipeline import Supply, Todo, Worker, batch_worker, in_order
+from transferry.runtime.errors import InputError
+from transferry.runtime.pipeline import (
+    Supply,
+    Tasks,
+    Todo,
+    Worker,
+    batch_worker,
+    in_order,
+    sparing,
+)
 
 # What a test waits for at most where a defect would have it wait for ever, in seconds.
 PATIENCE = 60.0
@@ -155,6 +165,83 @@ def test_what_is_there_twice_is_computed_once() -> None:
     found = list(in_order(items, once, batch_worker(compute, 2), options=options, replicas=1))
     assert found == names(items)
     assert sorted(seen) == [1, 2, 3, 3, 4]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("most", [1, 3, 7])
+def test_where_memory_runs_out_half_as_much_is_computed_at_once(most: int, replicas: int) -> None:
+    sizes, computed = [], []
+
+    def compute(batch: list[int]) -> list[str]:
+        sizes.append(len(batch))
+        if len(batch) > most:
+            raise MemoryError("no room")
+        computed.extend(batch)
+        return names(batch)
+
+    found = list(run(range(200), compute, rows=32, window=50, replicas=replicas))
+    assert found == names(list(range(200)))
+    assert sorted(computed) == list(range(200)), "each once"
+    failed = [size for size in sizes if size > most]
+    # 32, 16, 8, ... until it fits, once a replica, or fewer where fewer were waiting.
+    assert 1 <= len(failed) <= 5 * replicas
+
+
+def test_what_ran_out_of_memory_is_computed_before_all_else() -> None:
+    batches: list[list[int]] = []
+
+    def compute(batch: list[int]) -> list[str]:
+        batches.append(batch)
+        if len(batches) == 1:
+            raise MemoryError
+        return names(batch)
+
+    list(run([5, 4, 3, 2, 1, 0], compute, rows=4, window=6))
+    assert batches == [[5, 4, 3, 2], [5, 4], [3, 2], [1, 0]]
+
+
+def test_what_was_done_before_memory_ran_out_is_not_done_again() -> None:
+    given = []
+
+    def work(tasks: Tasks[int], rows: int) -> Iterator[tuple[Todo[int], str]]:
+        while todos := tasks.take(rows, wait=True):
+            for todo in todos:
+                given.append(todo.task)
+                if len(given) == 6:
+                    raise MemoryError
+                yield todo, str(todo.task)
+
+    found = list(run(range(20), worker=sparing(work, 4), window=20))
+    assert found == names(list(range(20)))
+    assert len(given) == 21
+
+
+def test_no_memory_for_a_single_row_is_an_error_with_a_remedy() -> None:
+    def compute(batch: list[int]) -> list[str]:
+        raise MemoryError("no room for 4 GB")
+
+    with pytest.raises(
+        InputError, match=r"memory for a single row \(no room for 4 GB\); shorten"
+    ) as caught:
+        list(run(range(9), compute))
+    assert isinstance(caught.value.__cause__, MemoryError)
+
+
+def test_what_was_computed_with_is_freed_before_the_rest_is_computed() -> None:
+    class Buffer:
+        pass
+
+    alive: list[weakref.ref[Buffer]] = []
+
+    def compute(batch: list[int]) -> list[str]:
+        assert [reference() for reference in alive] == [None] * len(alive)
+        buffer = Buffer()
+        alive.append(weakref.ref(buffer))
+        if len(batch) > 1:
+            raise MemoryError
+        return names(batch)
+
+    assert list(run(range(5), compute)) == names(list(range(5)))
 
 
 def test_an_error_of_a_worker_is_raised_where_its_row_is_read() -> None:
