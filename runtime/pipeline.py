@@ -228,10 +228,9 @@ def batch_worker(compute: Callable[[list[Task]], list[Done]], rows: int) -> Work
 def in_order(
     items: Iterable[Item],
     prepare: Callable[[int, list[Item]], list[Todo[Task] | Done]],
-    worker: Worker[Task, Done],
+    workers: Sequence[Worker[Task, Done]],
     *,
     options: BatchOptions,
-    replicas: int,
 ) -> Iterator[Done]:
     """Computes every item, and yields what became of each in order.
 
@@ -239,14 +238,13 @@ def in_order(
         items: Any iterable, however long; it is read ahead by at most two windows.
         prepare: Makes rows of a window of items, given the number of the first: what is to be
             computed, and what is done already, such as an error.
-        worker: Takes from a supply and computes; `replicas` threads call it, once each.
+        workers: Each takes from the supply and computes, in a thread of its own.
         options: Sizes of windows, and of what a supply hands out, in tokens.
-        replicas: Threads that compute.
     """
     supply = Supply[Task, Done](options.tokens)
     threads = [
         threading.Thread(target=supply.work, args=(worker,), name=f"replica {number}")
-        for number in range(replicas)
+        for number, worker in enumerate(workers)
     ]
     for thread in threads:
         thread.start()

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from transferry.build_model.corpus import builtin_pairs
 from transferry.runtime.batching import BatchOptions
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.engine import PIECE, Engine, Output, Result, join
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import read_lines
@@ -768,6 +768,54 @@ def test_more_positions_than_the_model_has_are_refused_at_once(engine: Engine) -
     assert len(list(engine.generate(["a"], GenerationOptions(max_length=64)))) == 1
 
 
+class Meeting(Refilling):
+    """Begins only when another is at work at the same time."""
+
+    def __init__(self, inner: OnnxDecoder, meeting: threading.Barrier) -> None:
+        super().__init__(inner)
+        self.meeting = meeting
+
+    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> Any:
+        if not self.read:
+            self.meeting.wait(60)
+        return super().start(source, mask)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("options", [GREEDY, BEAM, SAMPLING], ids=["greedy", "beam", "sampling"])
+def test_several_devices_share_the_rows(
+    bundle: Bundle,
+    decoder: OnnxDecoder,
+    alone: Alone,
+    texts: list[str],
+    options: GenerationOptions,
+    replicas: int,
+) -> None:
+    meeting = threading.Barrier(2)
+    devices = [Meeting(decoder, meeting), Meeting(decoder, meeting)]
+    batches = BatchOptions(rows=4, window=25)
+    engine = Engine(bundle, *devices, replicas=replicas, batches=batches)
+    results = list(engine.generate(texts, options))
+    assert [result.source for result in results] == texts
+    assert answers(results) == alone(texts, options)
+    assert all(device.read for device in devices)
+    assert sum(len(device.read) for device in devices) == len(texts), "each row once"
+
+
+def test_every_device_is_opened(bundle_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+
+    def open_here(bundle: Bundle, variant: Variant, options: SessionOptions) -> OnnxDecoder:
+        opened.append((options.provider, options.device_id))
+        return OnnxDecoder(bundle, variant, SessionOptions())
+
+    monkeypatch.setattr("transferry.runtime.engine.open_model", open_here)
+    engine = Engine.load(bundle_folder, provider="cuda", device_ids=[2, 0])
+    assert opened == [("cuda", 2), ("cuda", 0)]
+    assert (engine.describe()["devices"], engine.replicas) == (2, 1)
+    assert len(list(engine.generate(["a", "two"]))) == 2
+
+
 def test_load_opens_what_is_asked_for(bundle_folder: Path) -> None:
     engine = Engine.load(str(bundle_folder), threads=1)
     assert engine.replicas == usable_cores()
@@ -785,6 +833,9 @@ def test_load_opens_what_is_asked_for(bundle_folder: Path) -> None:
         (lambda folder: Engine.load(folder, replicas=0), "replicas must be at least 1, not 0"),
         (lambda folder: Engine.load(folder, variant="int8"), "no variant 'int8'; it has portable"),
         (lambda folder: Engine.load(folder, threads=0), "threads must be 1 or more"),
+        (lambda folder: Engine.load(folder, device_ids=[]), r"each of them once, found \[\]"),
+        (lambda folder: Engine.load(folder, device_ids=[1, 1]), r"once, found \[1, 1\]"),
+        (lambda folder: Engine.load(folder, device_ids=[0, 1]), "provider cpu is one device"),
     ],
 )
 def test_load_refuses(bundle_folder: Path, load: Callable[[Path], Engine], message: str) -> None:

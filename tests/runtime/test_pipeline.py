@@ -54,9 +54,8 @@ def run(
     return in_order(
         items,
         prepare,
-        worker or batch_worker(compute, rows),
+        [worker or batch_worker(compute, rows)] * replicas,
         options=BatchOptions(tokens=tokens, window=window),
-        replicas=replicas,
     )
 
 
@@ -162,7 +161,7 @@ def test_what_is_there_twice_is_computed_once() -> None:
 
     items = [1, 2, 1, 1, 3, 3, 4, 3]
     options = BatchOptions(window=5)
-    found = list(in_order(items, once, batch_worker(compute, 2), options=options, replicas=1))
+    found = list(in_order(items, once, [batch_worker(compute, 2)], options=options))
     assert found == names(items)
     assert sorted(seen) == [1, 2, 3, 3, 4]
 
@@ -331,7 +330,7 @@ def test_a_program_may_end_without_closing_its_stream() -> None:
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.pipeline import Todo, batch_worker, in_order
 stream = in_order(iter(int, 1), lambda first, items: [Todo(item, 1) for item in items],
-                  batch_worker(list, 2), options=BatchOptions(window=4), replicas=2)
+                  [batch_worker(list, 2)] * 2, options=BatchOptions(window=4))
 print(next(stream))
 """
     done = subprocess.run(
