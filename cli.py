@@ -361,7 +361,6 @@ session_options = together(
         show_default=True,
         help="Where to run; where it cannot, the exit code is 5.",
     ),
-    click.option("--device-id", type=int, default=0, help="Which GPU."),
     click.option("--variant", help="By default the fastest that was verified."),
     click.option("--threads", type=int, default=1, show_default=True, help="Threads a replica."),
     click.option(
@@ -381,7 +380,15 @@ job_options = together(
     click.argument("text", metavar="INPUT", type=FILE),
     click.option("-o", "--out", type=FILE, default=Path("-"), help="Answers; - is stdout."),
     session_options,
-    click.option("--replicas", type=int, help="Batches in progress; one a core by default."),
+    click.option(
+        "--device",
+        default="0",
+        show_default=True,
+        help="Which GPUs, such as 0,1; all share the work.",
+    ),
+    click.option(
+        "--replicas", type=int, help="Batches in progress a device; one a core by default."
+    ),
     click.option(
         "--batch-rows",
         type=int,
@@ -404,6 +411,15 @@ def _session(options: dict[str, Any]) -> SessionOptions:
     return SessionOptions(**{name: options[name] for name in names})
 
 
+def _devices(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in str(text).split(","))
+    except ValueError as error:
+        raise UsageError(
+            f"--device must be numbers of GPUs, such as 0 or 0,1, found {text!r}"
+        ) from error
+
+
 @main.command(
     epilog="""\b
 Example:
@@ -423,6 +439,7 @@ Example:
 )
 @click.option("--target", type=FILE, help="Their right answers, for BLEU and perplexity.")
 @session_options
+@click.option("--device-id", type=int, default=0, help="Which GPU.")
 @click.option("--self-test", is_flag=True, help="Plant faults in copies: is each one caught?")
 @click.option("--opinions", is_flag=True, help="Ask other runtimes too: graph or runtime wrong?")
 @click.option(
@@ -691,7 +708,7 @@ def _engine(options: dict[str, Any]) -> Engine:
         variant=options["variant"],
         threads=options["threads"],
         replicas=options["replicas"],
-        device_id=options["device_id"],
+        device_ids=_devices(options["device"]),
         optimisation=options["optimisation"],
         batches=BatchOptions(rows=rows, tokens=rows << 7) if rows is not None else None,
         require_certificate=options["require_certificate"],

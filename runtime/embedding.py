@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.engine import Engine
+from transferry.runtime.onnx_encoder import OnnxEncoder
 from transferry.runtime.pipeline import Todo
 from transferry.runtime.reading import LongRows, Reading, check_long_rows
 from transferry.runtime.rows import NOT_FINITE, RowError
@@ -66,7 +67,7 @@ def embed(
     Raises:
         UsageError: The bundle holds no encoder-only model, or long rows are to be split.
     """
-    encoder, pad_id = engine.encoder, engine.bundle.tokenizer.special.pad_id
+    encoders, pad_id = engine.encoders, engine.bundle.tokenizer.special.pad_id
     check_long_rows(long_rows, "task embed")
     nothing = np.full(int(engine.bundle.manifest.model["d_model"]), np.nan, np.float32)
 
@@ -78,7 +79,7 @@ def embed(
             for row in engine.reader.read(items, long_rows)
         ]
 
-    def compute(rows: list[Reading]) -> list[Embedding]:
+    def compute(encoder: OnnxEncoder, rows: list[Reading]) -> list[Embedding]:
         sources = [row.ids for row in rows]
         hidden = encoder.encode(*pad_sources(sources, pad_id), ("hidden",))
         embeddings = []
@@ -94,4 +95,4 @@ def embed(
             )
         return embeddings
 
-    return engine.map(items, prepare, compute)
+    return engine.map(items, prepare, compute, encoders)

@@ -8,9 +8,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import MANIFEST, Bundle
@@ -25,12 +26,13 @@ from transferry.runtime.outputs import Request
 from transferry.runtime.pipeline import (
     Done,
     Item,
-    Supply,
     Task,
+    Tasks,
     Todo,
     Worker,
     batch_worker,
     in_order,
+    sparing,
 )
 from transferry.runtime.processor import usable_cores
 from transferry.runtime.reading import LongRows, Reader, Reading, check_long_rows, sentences_version
@@ -38,6 +40,8 @@ from transferry.runtime.reference import verify_recorded
 from transferry.runtime.rows import NOT_FINITE, RowError
 from transferry.runtime.search import search_stream
 from transferry.runtime.session import Optimisation, Provider, SessionOptions
+
+AnyModel = TypeVar("AnyModel", bound=Model)
 
 # By how much the numbers of a row's pieces differ: more than there are rows.
 PIECE = 1 << 40
@@ -99,8 +103,7 @@ class Engine:
     def __init__(
         self,
         bundle: Bundle,
-        model: Model,
-        *,
+        *models: Model,
         replicas: int = 1,
         batches: BatchOptions | None = None,
         certificate: str = "not looked for",
@@ -109,17 +112,19 @@ class Engine:
 
         Args:
             bundle: Gives the tokenizer and the model's limits.
-            model: Computes; it is called by `replicas` threads at once.
-            replicas: Batches in progress at a time.
+            models: The same variant, opened on a device each. Each is called by `replicas` threads
+                at once; all of them take from the same rows.
+            replicas: Batches in progress at a time, on each device.
             batches: How much each computes at once; by default what suits the model.
             certificate: What is known of the bundle here, for whoever reads a result.
         """
         if replicas < 1:
             raise UsageError(f"replicas must be at least 1, not {replicas}")
         self.bundle = bundle
-        self.model = model
+        self.models = models
+        self.model = models[0]
         self.replicas = replicas
-        self.batches = batches or model.batches
+        self.batches = batches or self.model.batches
         self.certificate = certificate
         self.max_positions = int(bundle.manifest.model["max_positions"])
         tokenizer = bundle.tokenizer
@@ -136,7 +141,7 @@ class Engine:
         variant: str | None = None,
         threads: int = 1,
         replicas: int | None = None,
-        device_id: int = 0,
+        device_ids: Sequence[int] = (0,),
         optimisation: Optimisation = "all",
         provider_options: Mapping[str, str] | None = None,
         batches: BatchOptions | None = None,
@@ -154,8 +159,8 @@ class Engine:
             threads: Threads that share one operator. Two replicas of one thread are faster than
                 one of two (docs/performance.md).
             replicas: Batches in progress at a time; by default one a usable core over threads on
-                the CPU, and one on CUDA.
-            device_id: Which GPU.
+                the CPU, and one on each device of CUDA.
+            device_ids: Which GPUs; all of them work on the same rows.
             optimisation: How far onnxruntime may rewrite the graphs.
             provider_options: Passed to the provider as they are.
             batches: How much is computed at once; by default what suits the variant.
@@ -169,48 +174,75 @@ class Engine:
             UsageError: An option is out of range, or there is no such variant.
         """
         bundle = Bundle.load(Path(folder))
-        options = SessionOptions(provider, threads, device_id, optimisation, provider_options or {})
+        if len(set(device_ids)) != len(device_ids) or not device_ids:
+            raise UsageError(f"expected devices, each of them once, found {list(device_ids)}")
+        if provider == "cpu" and len(device_ids) > 1:
+            raise UsageError(
+                f"provider cpu is one device, found {list(device_ids)}; choose provider cuda, or "
+                "more replicas"
+            )
+        devices = [
+            SessionOptions(provider, threads, device, optimisation, provider_options or {})
+            for device in device_ids
+        ]
         if replicas is None:
             replicas = max(1, usable_cores() // threads) if provider == "cpu" else 1
-        chosen = bundle.variant(variant) if variant else fastest(bundle, options)
-        found = standing(bundle, chosen, options)
-        if require_certificate:
-            require_standing(found, bundle)
-        model = open_model(bundle, chosen, options)
-        certificate = found.cite()
-        if found.status == "elsewhere":
-            verify_recorded(bundle, model).require()
-            certificate += "; the recorded answers came out here too"
-        return cls(bundle, model, replicas=replicas, batches=batches, certificate=certificate)
+        chosen = bundle.variant(variant) if variant else fastest(bundle, devices[0])
+        models: list[Model] = []
+        certificates: dict[str, None] = {}
+        for options in devices:  # which may be of several kinds
+            found = standing(bundle, chosen, options)
+            if require_certificate:
+                require_standing(found, bundle)
+            models.append(open_model(bundle, chosen, options))
+            certificate = found.cite()
+            if found.status == "elsewhere":
+                verify_recorded(bundle, models[-1]).require()
+                certificate += "; the recorded answers came out here too"
+            certificates[certificate] = None
+        certificate = "; ".join(certificates)
+        return cls(bundle, *models, replicas=replicas, batches=batches, certificate=certificate)
 
     @property
     def decoder(self) -> ServedDecoder:
-        """What generates.
+        """What generates, on the first device.
 
         Raises:
             UsageError: The model is an encoder alone.
         """
-        if isinstance(self.model, OnnxEncoder):
+        return self.decoders[0]
+
+    @property
+    def decoders(self) -> Sequence[ServedDecoder]:
+        """What generates, on each device; see `decoder`."""
+        decoders = [model for model in self.models if not isinstance(model, OnnxEncoder)]
+        if not decoders:
             raise UsageError(
                 f"{self.bundle.folder} holds an encoder-only model, which generates nothing; its "
                 "tasks are embed and fill-mask"
             )
-        return self.model
+        return decoders
 
     @property
     def encoder(self) -> OnnxEncoder:
-        """What embeds and fills in.
+        """What embeds and fills in, on the first device.
 
         Raises:
             UsageError: The model is not an encoder alone.
         """
-        if not isinstance(self.model, OnnxEncoder):
+        return self.encoders[0]
+
+    @property
+    def encoders(self) -> Sequence[OnnxEncoder]:
+        """What embeds and fills in, on each device; see `encoder`."""
+        encoders = [model for model in self.models if isinstance(model, OnnxEncoder)]
+        if not encoders:
             raise UsageError(
                 f"{self.bundle.folder} holds a model of architecture "
                 f"{self.bundle.manifest.architecture}, which neither embeds nor fills in; its task "
                 "is generate"
             )
-        return self.model
+        return encoders
 
     def default_options(self) -> GenerationOptions:
         """Returns the options that the bundle's maker set."""
@@ -222,6 +254,7 @@ class Engine:
             "transferry": importlib.metadata.version("transferry"),
             "manifest_sha256": sha256(self.bundle.folder / MANIFEST),
             "certificate": self.certificate,
+            "devices": len(self.models),
             "replicas": self.replicas,
             "sentencex": sentences_version(),
             **self.model.describe(),
@@ -275,8 +308,8 @@ class Engine:
                 f"max_length is {options.max_length}, but the model has {self.max_positions} "
                 "positions; lower max_length"
             )
-        decoder, special = self.decoder, self.bundle.tokenizer.special
-        conflict = "" if decoder.has_encoder else "a decoder-only bundle"
+        special = self.bundle.tokenizer.special
+        conflict = "" if self.decoder.has_encoder else "a decoder-only bundle"
         check_long_rows(long_rows, f"n_best={options.n_best}" if options.n_best > 1 else conflict)
         cuts: deque[tuple[str, int]] = deque()
 
@@ -294,38 +327,44 @@ class Engine:
                     cuts.append((readings[number].text, len(once[item])))
             return rows
 
-        def work(supply: Supply[_Row, Result]) -> Iterator[tuple[Todo[_Row], Result]]:
-            slots = max(1, self.batches.rows // max(options.beam, options.n_best))
-            requests = _Requests(supply, options.prefix)
+        def work(
+            decoder: ServedDecoder, rows: Tasks[_Row], slots: int
+        ) -> Iterator[tuple[Todo[_Row], Result]]:
+            requests = _Requests(rows, options.prefix)
             found = search_stream(decoder, requests, options, special, slots=slots)
             for todo, hypotheses in found:
                 yield todo, self._result(todo.task, hypotheses)
 
-        results = self._in_order(items, prepare, work)
+        slots = max(1, self.batches.rows // max(options.beam, options.n_best))
+        workers = [sparing(partial(work, decoder), slots) for decoder in self.decoders]
+        results = self._in_order(items, prepare, workers)
         return _joined(results, cuts, options.length_penalty) if long_rows == "split" else results
 
     def map(
         self,
         items: Iterable[Item],
         prepare: Callable[[int, list[Item]], list[Todo[Task] | Done]],
-        compute: Callable[[list[Task]], list[Done]],
+        compute: Callable[[AnyModel, list[Task]], list[Done]],
+        models: Sequence[AnyModel],
     ) -> Iterator[Done]:
         """Computes items in batches, as this engine is set up, and in order.
 
         Args:
             items: See `pipeline.in_order`.
             prepare: See there.
-            compute: Computes a batch.
+            compute: Computes a batch on one of the models.
+            models: `decoders` or `encoders`.
         """
-        return self._in_order(items, prepare, batch_worker(compute, self.batches.rows))
+        workers = [batch_worker(partial(compute, model), self.batches.rows) for model in models]
+        return self._in_order(items, prepare, workers)
 
     def _in_order(
         self,
         items: Iterable[Item],
         prepare: Callable[[int, list[Item]], list[Todo[Task] | Done]],
-        worker: Worker[Task, Done],
+        workers: Sequence[Worker[Task, Done]],
     ) -> Iterator[Done]:
-        return in_order(items, prepare, worker, options=self.batches, replicas=self.replicas)
+        return in_order(items, prepare, [*workers] * self.replicas, options=self.batches)
 
     def _pieces(
         self, number: int, reading: Reading, options: GenerationOptions, long_rows: LongRows
@@ -438,7 +477,7 @@ class _Row:
 class _Requests:
     """The supply of a search out of that of the pipeline."""
 
-    rows: Supply[_Row, Result]
+    rows: Tasks[_Row]
     prefix: tuple[int, ...]
 
     def take(self, most: int, *, wait: bool) -> list[Request[Todo[_Row]]]:

@@ -23,6 +23,10 @@ class InputError(TransferryError):
     exit_code = 3
 
 
+class AllocationError(InputError, MemoryError):
+    """Memory that onnxruntime needs and cannot have; for numpy's own see its base MemoryError."""
+
+
 class ParityError(TransferryError):
     """What ONNX Runtime answers is not what the reference answers."""
 

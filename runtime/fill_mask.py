@@ -11,6 +11,7 @@ import numpy as np
 from transferry.runtime.engine import Engine
 from transferry.runtime.errors import UsageError
 from transferry.runtime.logits import log_sum_exp, top_k
+from transferry.runtime.onnx_encoder import OnnxEncoder
 from transferry.runtime.pipeline import Todo
 from transferry.runtime.reading import LongRows, Reading, check_long_rows
 from transferry.runtime.rows import NOT_FINITE, RowError
@@ -97,7 +98,7 @@ def fill_masks(
         UsageError: The bundle holds no encoder-only model, its tokenizer has no mask, or long rows
             are to be split.
     """
-    encoder, tokenizer = engine.encoder, engine.bundle.tokenizer
+    encoders, tokenizer = engine.encoders, engine.bundle.tokenizer
     special = tokenizer.special
     mask_id = special.mask_id
     if mask_id is None:
@@ -137,7 +138,7 @@ def fill_masks(
                 rows.append(Filled(row.text, row.tokens, error=error))
         return rows
 
-    def compute(rows: list[Reading]) -> list[Filled]:
+    def compute(encoder: OnnxEncoder, rows: list[Reading]) -> list[Filled]:
         sources = [row.ids for row in rows]
         found = encoder.encode(*pad_sources(sources, special.pad_id), ("logits",))
         return [_fill(row, logits) for row, logits in zip(rows, found["logits"], strict=True)]
@@ -162,4 +163,4 @@ def fill_masks(
         filled = tokenizer.decode(whole.tolist())
         return Filled(text, len(source), filled, candidates, truncated=row.truncated)
 
-    return engine.map(items, prepare, compute)
+    return engine.map(items, prepare, compute, encoders)

@@ -11,13 +11,21 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 from onnxruntime import OrtValue
+from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from transferry.runtime.bundle import Bundle, GraphSpec, Role, Variant
-from transferry.runtime.errors import InputError
+from transferry.runtime.errors import AllocationError, InputError
 from transferry.runtime.processor import instruction_sets, processor_name
 from transferry.runtime.session import SessionOptions, assigned_nodes, open_session, tf32
 
 BFLOAT16 = 16  # TensorProto.DataType of onnx
+# What onnxruntime raises while it works, and what is said where memory is short: by its arena, when
+# it gets no more or may not grow, by C++ of either compiler, by CUDA, by CUDA's libraries.
+ERRORS = (RuntimeError, native.EPFail, native.Fail, native.RuntimeException)
+SHORTAGES = (
+    *("Failed to allocate memory", "is smaller than requested bytes"),
+    *("bad_alloc", "bad allocation", "out of memory", "ALLOC_FAILED"),
+)
 
 
 class GraphRunner:
@@ -31,9 +39,16 @@ class GraphRunner:
         self._device_id = options.device_id if options.provider != "cpu" else 0
 
     def value(self, array: NDArray[Any]) -> OrtValue:
-        """Puts an array on the device."""
+        """Puts an array on the device.
+
+        Raises:
+            AllocationError: It has no memory for it.
+        """
         contiguous = np.ascontiguousarray(array)
-        return OrtValue.ortvalue_from_numpy(contiguous, self._device, self._device_id)
+        try:
+            return OrtValue.ortvalue_from_numpy(contiguous, self._device, self._device_id)
+        except ERRORS as error:
+            raise self._failure(error) from error
 
     def zeros(self, role: Role, shape: Sequence[int]) -> OrtValue:
         """Returns a buffer of zeros on the device, of the type that tensors of a role have."""
@@ -64,7 +79,8 @@ class GraphRunner:
             in_place: Where yet other outputs go, by role: buffers on the device, such as inputs.
 
         Raises:
-            InputError: onnxruntime cannot run the graph on these inputs, or has no memory for it.
+            AllocationError: There is no memory for it.
+            InputError: onnxruntime cannot run the graph on these inputs.
         """
         binding = self._bound(inputs, host or {}, in_place or {})
         for name in (name for role in outputs for name in self.graph.names(role)):
@@ -99,15 +115,25 @@ class GraphRunner:
         """Runs what is bound.
 
         Raises:
+            AllocationError: As `run`.
             InputError: As `run`.
         """
         try:
             self.session.run_with_iobinding(binding)
-        except RuntimeError as error:
-            raise InputError(
-                f"expected {self.graph.file} to run, found: {' '.join(str(error).split())}. Where "
-                "memory ran out, make batches smaller; else export the bundle again"
-            ) from error
+        except ERRORS as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> InputError:
+        found = " ".join(str(error).split())
+        if any(shortage in found for shortage in SHORTAGES):
+            return AllocationError(
+                f"there is not enough memory to run {self.graph.file}: {found}. Make batches "
+                "smaller"
+            )
+        return InputError(
+            f"expected {self.graph.file} to run, found: {found}. Verify the bundle here, or export "
+            "it again"
+        )
 
     def _bound(
         self,
@@ -147,6 +173,7 @@ class BoundCall:
         """Runs the graph on new values of the changing inputs, given by role.
 
         Raises:
+            AllocationError: As `GraphRunner.run`.
             InputError: As `GraphRunner.run`.
         """
         for role, array in inputs.items():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from transferry.runtime.batching import BatchOptions, fitting, windows
+from transferry.runtime.errors import InputError
 
 Item = TypeVar("Item")
 Task = TypeVar("Task")
@@ -31,23 +33,8 @@ class Todo(Generic[Task]):
     tokens: int
 
 
-class Supply(Generic[Task, Done]):
-    """What waits to be computed and what has been: where the reader and the replicas meet."""
-
-    def __init__(self, tokens: int) -> None:
-        """Begins empty.
-
-        Args:
-            tokens: Most tokens that are handed out at once, padding counted.
-        """
-        self._tokens = tokens
-        self._waiting: deque[Todo[Task]] = deque()
-        self._done: dict[Todo[Task], Done] = {}
-        self._closed = self._stopped = False
-        self._error: BaseException | None = None
-        self._reader = threading.current_thread()
-        lock = threading.Lock()
-        self._added, self._finished = threading.Condition(lock), threading.Condition(lock)
+class Tasks(Protocol[Task]):
+    """Where a worker gets what is to be computed."""
 
     def take(self, most: int, *, wait: bool) -> list[Todo[Task]]:
         """Hands out what is to be computed next, of similar length.
@@ -57,20 +44,50 @@ class Supply(Generic[Task, Done]):
             wait: Where there is nothing, wait until there is; then nothing means that nothing
                 more will come.
         """
+        ...
+
+    def ready(self, most: int) -> int:
+        """How many `take` would hand out now."""
+        ...
+
+
+class Supply(Generic[Task, Done]):
+    """What waits to be computed and what has been: where the reader and the replicas meet."""
+
+    def __init__(self, tokens: int, workers: int = 1) -> None:
+        """Begins empty.
+
+        Args:
+            tokens: Most tokens that are handed out at once, padding counted.
+            workers: Among how many it is shared out. None gets more than its share of what waits:
+                of the last rows one would otherwise take all, and the others have nothing to do.
+        """
+        self._tokens, self._workers = tokens, workers
+        self._waiting: deque[Todo[Task]] = deque()
+        self._done: dict[Todo[Task], Done] = {}
+        self._closed = self._stopped = False
+        self._error: BaseException | None = None
+        self._reader = threading.current_thread()
+        lock = threading.Lock()
+        self._added, self._finished = threading.Condition(lock), threading.Condition(lock)
+
+    def take(self, most: int, *, wait: bool) -> list[Todo[Task]]:
+        """Hands out what is to be computed next; see `Tasks.take`."""
         with self._added:
             while wait and not (self._waiting or self._closed or self._abandoned()):
                 self._added.wait(LOOK_UP)
             return [self._waiting.popleft() for _ in range(self._fitting(most))]
 
     def ready(self, most: int) -> int:
-        """How many `take` would hand out now."""
+        """How many `take` would hand out now; see `Tasks.ready`."""
         with self._added:
             return self._fitting(most)
 
     def _fitting(self, most: int) -> int:
         if self._stopped or self._abandoned():
             return 0
-        return fitting((todo.tokens for todo in self._waiting), most, self._tokens)
+        share = -(-len(self._waiting) // self._workers)
+        return fitting((todo.tokens for todo in self._waiting), min(most, share), self._tokens)
 
     def _abandoned(self) -> bool:
         """Whether the program ends without having closed its stream of results."""
@@ -80,6 +97,12 @@ class Supply(Generic[Task, Done]):
         """Lets something be computed, after all else."""
         with self._added:
             self._waiting.extend(todos)
+            self._added.notify_all()
+
+    def give_back(self, todos: Sequence[Todo[Task]]) -> None:
+        """Takes back what could not be computed, to be computed before all else."""
+        with self._added:
+            self._waiting.extendleft(reversed(todos))
             self._added.notify_all()
 
     def close(self) -> None:
@@ -133,6 +156,61 @@ class Supply(Generic[Task, Done]):
 
 
 Worker: TypeAlias = Callable[[Supply[Task, Done]], Iterable[tuple[Todo[Task], Done]]]
+# A worker that is told how much to compute at once.
+Work: TypeAlias = Callable[[Tasks[Task], int], Iterable[tuple[Todo[Task], Done]]]
+
+
+class _Loan(Generic[Task]):
+    """What a worker has taken and not computed yet."""
+
+    def __init__(self, supply: Supply[Task, Done], most: int) -> None:
+        self._supply: Tasks[Task] = supply
+        self._most = most
+        self.taken: dict[Todo[Task], None] = {}
+
+    def take(self, most: int, *, wait: bool) -> list[Todo[Task]]:
+        todos = self._supply.take(min(most, self._most), wait=wait)
+        self.taken.update(dict.fromkeys(todos))
+        return todos
+
+    def ready(self, most: int) -> int:
+        return self._supply.ready(min(most, self._most))
+
+
+def sparing(work: Work[Task, Done], rows: int) -> Worker[Task, Done]:
+    """Returns a worker that goes on with half as much at once where memory runs out.
+
+    What it was at is given back and computed again: no answer depends on what is beside it.
+
+    Args:
+        work: Computes so many at once.
+        rows: How many at first.
+
+    Raises:
+        InputError: There is not enough memory for one.
+    """
+
+    def worker(supply: Supply[Task, Done]) -> Iterator[tuple[Todo[Task], Done]]:
+        rows_now, most = rows, sys.maxsize
+        while True:
+            loan = _Loan(supply, most)
+            try:
+                for todo, done in work(loan, rows_now):
+                    del loan.taken[todo]
+                    yield todo, done
+                return
+            except MemoryError as error:
+                taken = list(loan.taken)
+                rows_now = most = min(rows_now, len(taken)) // 2
+                if most == 0:
+                    raise InputError(
+                        f"there is not enough memory for a single row ({error}); shorten the "
+                        "longest rows, run fewer replicas, or end other programs"
+                    ) from error
+            # Not before the error is forgotten, which holds all that was computed with.
+            supply.give_back(taken)
+
+    return worker
 
 
 def batch_worker(compute: Callable[[list[Task]], list[Done]], rows: int) -> Worker[Task, Done]:
@@ -143,20 +221,19 @@ def batch_worker(compute: Callable[[list[Task]], list[Done]], rows: int) -> Work
         rows: Most rows of a batch.
     """
 
-    def work(supply: Supply[Task, Done]) -> Iterator[tuple[Todo[Task], Done]]:
-        while todos := supply.take(rows, wait=True):
+    def work(tasks: Tasks[Task], rows: int) -> Iterator[tuple[Todo[Task], Done]]:
+        while todos := tasks.take(rows, wait=True):
             yield from zip(todos, compute([todo.task for todo in todos]), strict=True)
 
-    return work
+    return sparing(work, rows)
 
 
 def in_order(
     items: Iterable[Item],
     prepare: Callable[[int, list[Item]], list[Todo[Task] | Done]],
-    worker: Worker[Task, Done],
+    workers: Sequence[Worker[Task, Done]],
     *,
     options: BatchOptions,
-    replicas: int,
 ) -> Iterator[Done]:
     """Computes every item, and yields what became of each in order.
 
@@ -164,14 +241,13 @@ def in_order(
         items: Any iterable, however long; it is read ahead by at most two windows.
         prepare: Makes rows of a window of items, given the number of the first: what is to be
             computed, and what is done already, such as an error.
-        worker: Takes from a supply and computes; `replicas` threads call it, once each.
+        workers: Each takes from the supply and computes, in a thread of its own.
         options: Sizes of windows, and of what a supply hands out, in tokens.
-        replicas: Threads that compute.
     """
-    supply = Supply[Task, Done](options.tokens)
+    supply = Supply[Task, Done](options.tokens, len(workers))
     threads = [
         threading.Thread(target=supply.work, args=(worker,), name=f"replica {number}")
-        for number in range(replicas)
+        for number, worker in enumerate(workers)
     ]
     for thread in threads:
         thread.start()

@@ -10,6 +10,7 @@ import numpy as np
 
 from transferry.runtime.engine import Engine
 from transferry.runtime.logits import log_sum_exp
+from transferry.runtime.model import ServedDecoder
 from transferry.runtime.pipeline import Todo
 from transferry.runtime.reading import LongRows, Reading, check_long_rows
 from transferry.runtime.rows import NOT_FINITE, RowError
@@ -95,7 +96,7 @@ def score(
     Raises:
         UsageError: The bundle holds an encoder alone, or long rows are to be split.
     """
-    decoder, tokenizer = engine.decoder, engine.bundle.tokenizer
+    decoders, tokenizer = engine.decoders, engine.bundle.tokenizer
     special = tokenizer.special
 
     check_long_rows(long_rows, "score")
@@ -109,7 +110,7 @@ def score(
         first: int, rows: list[tuple[str | RowError, str | RowError | None]]
     ) -> list[Todo[_Row] | Score]:
         sources = engine.reader.read([source for source, _ in rows], long_rows)
-        if not decoder.has_encoder:
+        if not decoders[0].has_encoder:
             return [_of_text(row) for row in sources]
         wanted = targets.read(["" if target is None else target for _, target in rows], long_rows)
         return [_of_pair(*pair) for pair in zip(sources, wanted, strict=True)]
@@ -135,15 +136,15 @@ def score(
         given, wanted = row.ids[:-1], row.ids[1:]
         return Todo(_Row(row.text, None, (), given, wanted, row.truncated), len(row.ids))
 
-    def compute(rows: list[_Row]) -> list[Score]:
+    def compute(decoder: ServedDecoder, rows: list[_Row]) -> list[Score]:
         scores: list[Score] = []
         longest = max(len(row.given) for row in rows)
         most = max(1, MOST_LOGITS // (longest * decoder.vocabulary_size))
         for first in range(0, len(rows), most):
-            scores += _compute(rows[first : first + most])
+            scores += _compute(decoder, rows[first : first + most])
         return scores
 
-    def _compute(rows: Sequence[_Row]) -> list[Score]:
+    def _compute(decoder: ServedDecoder, rows: Sequence[_Row]) -> list[Score]:
         state = decoder.start(*pad_sources([row.read for row in rows], special.pad_id))
         # What is padded lies behind what is scored, and the state is not used again.
         given, _ = pad_sources([row.given for row in rows], special.pad_id)
@@ -167,4 +168,4 @@ def score(
             )
         return scores
 
-    return engine.map(rows, prepare, compute)
+    return engine.map(rows, prepare, compute, decoders)

@@ -167,6 +167,8 @@ def change_weight(place: Path, change: Callable[[float], float]) -> None:
     "folder that is no bundle",
     "unknown option",
     "conflicting options",
+    "several devices of the CPU",
+    "device that is no number",
     "missing input file",
     "output that is the input",
     "full disk",

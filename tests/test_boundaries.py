@@ -12,7 +12,7 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parent.parent
 PACKAGES = ("build_model", "export", "runtime")
 MAX_LINES = 520
-CLI_MAX_LINES = 760  # the top level is fixed, so cli.py cannot become two
+CLI_MAX_LINES = 820  # the top level is fixed, so cli.py cannot become two
 
 # Leaf modules of the runtime that training shares with it: the files that both read, the errors
 # that both raise, the settings that both write, the tokenizers that one writes and the other reads.

@@ -1,7 +1,8 @@
 """A vector is torch's hidden states pooled over the row's own tokens, whatever the batch."""
 
+import threading
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from transferry.runtime.batching import BatchOptions
 from transferry.runtime.embedding import embed
 from transferry.runtime.engine import Engine
 from transferry.runtime.errors import UsageError
+from transferry.runtime.onnx_encoder import OnnxEncoder
 from transferry.runtime.rows import RowError
 
 TEXTS = ["a", *(pair.source for pair in builtin_pairs(25, seed=6))]
@@ -64,6 +66,27 @@ def test_bad_rows_are_nan_and_say_why(engine: Engine) -> None:
     assert empty.vector.shape == good.vector.shape
     assert empty.record()["error"]["kind"] == "empty"
     assert len(good.record()["vector"]) == 32
+
+
+def test_several_devices_share_the_rows(
+    engine: Engine, reader_bundle_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [row.vector for row in embed(engine, TEXTS)]
+    devices = [Engine.load(reader_bundle_folder).encoder for _ in range(2)]
+    meeting, encode = threading.Barrier(2), OnnxEncoder.encode
+    at_work = []
+
+    def together(self: OnnxEncoder, *arguments: Any) -> Any:
+        if self not in at_work:
+            at_work.append(self)
+            meeting.wait(60)
+        return encode(self, *arguments)
+
+    monkeypatch.setattr(OnnxEncoder, "encode", together)
+    shared = Engine(engine.bundle, *devices, batches=BatchOptions(rows=4))
+    for vector, row in zip(expected, embed(shared, TEXTS), strict=True):
+        np.testing.assert_array_equal(row.vector, vector)
+    assert len(at_work) == 2
 
 
 def test_long_rows_are_cut_short_and_say_so(engine: Engine) -> None:

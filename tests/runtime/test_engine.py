@@ -2,8 +2,11 @@
 
 import functools
 import itertools
+import json
 import math
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +19,9 @@ from numpy.typing import NDArray
 
 from transferry.build_model.corpus import builtin_pairs
 from transferry.runtime.batching import BatchOptions
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.engine import PIECE, Engine, Output, Result, join
-from transferry.runtime.errors import UsageError
+from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import read_lines
 from transferry.runtime.hypothesis import FinishReason
 from transferry.runtime.onnx_decoder import OnnxDecoder, OnnxState
@@ -578,6 +581,130 @@ def test_nan_is_never_an_answer(
             assert answers([result]) == [expected[index]]
 
 
+class Scarce(Refilling):
+    """Has memory for so many rows at a time, whatever they are."""
+
+    def __init__(self, inner: OnnxDecoder, most: int) -> None:
+        super().__init__(inner)
+        self.most = most
+        self.failures = 0
+
+    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> Any:
+        self.check(len(source))
+        return super().start(source, mask)
+
+    def step(self, tokens: NDArray[np.int64], state: Any) -> tuple[NDArray[np.floating[Any]], Any]:
+        self.check(len(tokens))
+        return super().step(tokens, state)
+
+    def check(self, rows: int) -> None:
+        if rows > self.most:
+            self.failures += 1
+            raise MemoryError(f"no room for {rows} rows")
+
+
+class ScarceBatches(Ending):
+    """Likewise, but each batch ends before the next begins; and it runs out in the middle."""
+
+    def __init__(self, bundle: Bundle, most: int) -> None:
+        super().__init__(bundle)
+        self.most = most
+        self.failures = 0
+
+    def step(
+        self, tokens: NDArray[np.int64], state: OnnxState
+    ) -> tuple[NDArray[np.floating[Any]], OnnxState]:
+        if len(tokens) > self.most and state.past[0].shape()[2] == 3:
+            self.failures += 1
+            raise MemoryError(f"no room for {len(tokens)} rows")
+        return super().step(tokens, state)
+
+
+@pytest.mark.parametrize("most", [4, 13])
+@pytest.mark.parametrize("options", [GREEDY, BEAM, SAMPLING], ids=["greedy", "beam", "sampling"])
+def test_where_memory_runs_out_the_answers_are_the_same(
+    bundle: Bundle, decoder: OnnxDecoder, texts: list[str], options: GenerationOptions, most: int
+) -> None:
+    expected = list(Engine(bundle, decoder).generate(texts, options))
+    kinds: list[Scarce | ScarceBatches] = [Scarce(decoder, most), ScarceBatches(bundle, most)]
+    for scarce in kinds:
+        batches = BatchOptions(rows=64, window=30)
+        engine = Engine(bundle, scarce, replicas=2, batches=batches)
+        assert list(engine.generate(texts, options)) == expected
+        assert scarce.failures > 0
+
+
+def test_no_memory_for_a_single_row_is_an_error(
+    bundle: Bundle, decoder: OnnxDecoder, texts: list[str]
+) -> None:
+    engine = Engine(bundle, Scarce(decoder, 3), batches=BatchOptions(rows=64))
+    with pytest.raises(
+        InputError, match=r"not enough memory for a single row \(no room for 4 rows\)"
+    ):
+        list(engine.generate(texts, BEAM))
+    assert not replica_threads()
+
+
+def test_where_onnxruntime_has_no_more_memory_the_answers_are_the_same(
+    bundle_folder: Path, texts: list[str]
+) -> None:
+    """A process in which onnxruntime may not have what a large batch takes, and says so itself."""
+    script = f"""
+import json, sys
+import onnxruntime
+from onnxruntime.capi import onnxruntime_pybind11_state as native
+from transferry.runtime.batching import BatchOptions
+from transferry.runtime.engine import Engine
+from transferry.runtime.options import GenerationOptions
+from transferry.runtime.pipeline import Supply
+
+rows, limit = map(int, sys.argv[1:])
+if limit:
+    kind, place = native.OrtAllocatorType.ORT_ARENA_ALLOCATOR, native.OrtMemType.DEFAULT
+    arena = native.OrtArenaCfg({{"max_mem": limit, "arena_extend_strategy": 1}})
+    onnxruntime.create_and_register_allocator(native.OrtMemoryInfo("Cpu", kind, 0, place), arena)
+    settings = onnxruntime.SessionOptions
+
+    def limited():
+        made = settings()
+        made.add_session_config_entry("session.use_env_allocators", "1")
+        return made
+
+    onnxruntime.SessionOptions = limited
+
+back, give_back = [], Supply.give_back
+
+def told(supply, todos):
+    back.append(len(todos))
+    give_back(supply, todos)
+
+Supply.give_back = told
+texts = json.load(sys.stdin)
+texts = [f"{{number}} {{text}}" for number in range(10) for text in texts]
+batches = BatchOptions(rows=rows, tokens=1 << 24)
+engine = Engine.load({str(bundle_folder)!r}, replicas=2, batches=batches)
+results = engine.generate(texts, GenerationOptions(max_length=4))
+print(json.dumps([back, [repr(result.outputs) for result in results]]))
+"""
+
+    def answered(rows: int, limit: int) -> tuple[list[int], list[str]]:
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(rows), str(limit)],
+            input=json.dumps(texts),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        back, outputs = json.loads(done.stdout)
+        return back, outputs
+
+    never, expected = answered(32, 0)
+    back, found = answered(1000, 10_000_000)
+    assert (never, found) == ([], expected)
+    assert len(back) > 0, "memory ran out"
+
+
 def replica_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
 
@@ -641,6 +768,54 @@ def test_more_positions_than_the_model_has_are_refused_at_once(engine: Engine) -
     assert len(list(engine.generate(["a"], GenerationOptions(max_length=64)))) == 1
 
 
+class Meeting(Refilling):
+    """Begins only when another is at work at the same time."""
+
+    def __init__(self, inner: OnnxDecoder, meeting: threading.Barrier) -> None:
+        super().__init__(inner)
+        self.meeting = meeting
+
+    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> Any:
+        if not self.read:
+            self.meeting.wait(60)
+        return super().start(source, mask)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("options", [GREEDY, BEAM, SAMPLING], ids=["greedy", "beam", "sampling"])
+def test_several_devices_share_the_rows(
+    bundle: Bundle,
+    decoder: OnnxDecoder,
+    alone: Alone,
+    texts: list[str],
+    options: GenerationOptions,
+    replicas: int,
+) -> None:
+    meeting = threading.Barrier(2)
+    devices = [Meeting(decoder, meeting), Meeting(decoder, meeting)]
+    batches = BatchOptions(rows=4, window=25)
+    engine = Engine(bundle, *devices, replicas=replicas, batches=batches)
+    results = list(engine.generate(texts, options))
+    assert [result.source for result in results] == texts
+    assert answers(results) == alone(texts, options)
+    assert all(device.read for device in devices)
+    assert sum(len(device.read) for device in devices) == len(texts), "each row once"
+
+
+def test_every_device_is_opened(bundle_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+
+    def open_here(bundle: Bundle, variant: Variant, options: SessionOptions) -> OnnxDecoder:
+        opened.append((options.provider, options.device_id))
+        return OnnxDecoder(bundle, variant, SessionOptions())
+
+    monkeypatch.setattr("transferry.runtime.engine.open_model", open_here)
+    engine = Engine.load(bundle_folder, provider="cuda", device_ids=[2, 0])
+    assert opened == [("cuda", 2), ("cuda", 0)]
+    assert (engine.describe()["devices"], engine.replicas) == (2, 1)
+    assert len(list(engine.generate(["a", "two"]))) == 2
+
+
 def test_load_opens_what_is_asked_for(bundle_folder: Path) -> None:
     engine = Engine.load(str(bundle_folder), threads=1)
     assert engine.replicas == usable_cores()
@@ -658,6 +833,9 @@ def test_load_opens_what_is_asked_for(bundle_folder: Path) -> None:
         (lambda folder: Engine.load(folder, replicas=0), "replicas must be at least 1, not 0"),
         (lambda folder: Engine.load(folder, variant="int8"), "no variant 'int8'; it has portable"),
         (lambda folder: Engine.load(folder, threads=0), "threads must be 1 or more"),
+        (lambda folder: Engine.load(folder, device_ids=[]), r"each of them once, found \[\]"),
+        (lambda folder: Engine.load(folder, device_ids=[1, 1]), r"once, found \[1, 1\]"),
+        (lambda folder: Engine.load(folder, device_ids=[0, 1]), "provider cpu is one device"),
     ],
 )
 def test_load_refuses(bundle_folder: Path, load: Callable[[Path], Engine], message: str) -> None:

@@ -1,5 +1,8 @@
 """The graphs as a decoder: the cache is a value, and it always belongs to the right rows."""
 
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.errors import InputError
@@ -190,6 +194,72 @@ def test_describes_what_decides_the_numbers(decoder: OnnxDecoder) -> None:
     name, count = nodes.split()
     assert name == "CPUExecutionProvider"
     assert int(count) > 20
+
+
+def test_a_process_that_may_have_no_more_memory_is_told_so(bundle_folder: Path) -> None:
+    script = f"""
+import resource
+from pathlib import Path
+import numpy as np
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.errors import AllocationError
+from transferry.runtime.onnx_decoder import OnnxDecoder
+from transferry.runtime.session import SessionOptions
+
+bundle = Bundle.load(Path({str(bundle_folder)!r}))
+decoder = OnnxDecoder(bundle, bundle.variant(), SessionOptions())
+source = np.full((1 << 17, 60), 5)
+mask = np.ones(source.shape, np.bool_)
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+room = used + (1 << 29)
+resource.setrlimit(resource.RLIMIT_AS, (room, room))
+try:
+    decoder.start(source, mask)  # the embeddings alone take 1 GB
+except AllocationError as error:
+    print(error)
+decoder.start(source[:9], mask[:9])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("there is not enough memory to run portable/encoder.onnx: Error")
+    assert done.stdout.endswith("Make batches smaller\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "short"),
+    [
+        (native.RuntimeException, "BFCArena: Failed to allocate memory for requested buffer", True),
+        (native.Fail, "Available memory of 4 is smaller than requested bytes of 8", True),
+        (native.EPFail, "CUDA failure 2: out of memory ; GPU=0", True),
+        (RuntimeError, "CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED", True),
+        (native.RuntimeException, "std::bad_alloc", True),
+        (native.Fail, "bad allocation", True),
+        (native.Fail, "indices element out of data bounds", False),
+    ],
+)
+def test_what_onnxruntime_says_of_memory_is_understood(
+    bundle_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Exception],
+    said: str,
+    short: bool,
+) -> None:
+    bundle = Bundle.load(bundle_folder)
+    decoder = OnnxDecoder(bundle, bundle.variant(), SessionOptions())
+
+    class Failing:
+        def __init__(self, session: Any) -> None:
+            self.io_binding = session.io_binding
+
+        def run_with_iobinding(self, binding: Any) -> None:
+            raise kind(said)
+
+    runner = decoder._runners["encoder"]
+    monkeypatch.setattr(runner, "session", Failing(runner.session))
+    with pytest.raises(InputError, match=re.escape(said)) as caught:
+        decoder.start(SOURCE, MASK)
+    assert isinstance(caught.value, MemoryError) is short
+    assert isinstance(caught.value.__cause__, kind)
 
 
 def test_graph_that_cannot_run_is_named(bundle_folder: Path) -> None:

@@ -5,12 +5,22 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
 from transferry.runtime.batching import BatchOptions
-from transferry.runtime.pipeline import Supply, Todo, Worker, batch_worker, in_order
+from transferry.runtime.errors import InputError
+from transferry.runtime.pipeline import (
+    Supply,
+    Tasks,
+    Todo,
+    Worker,
+    batch_worker,
+    in_order,
+    sparing,
+)
 
 # What a test waits for at most where a defect would have it wait for ever, in seconds.
 PATIENCE = 60.0
@@ -44,9 +54,8 @@ def run(
     return in_order(
         items,
         prepare,
-        worker or batch_worker(compute, rows),
+        [worker or batch_worker(compute, rows)] * replicas,
         options=BatchOptions(tokens=tokens, window=window),
-        replicas=replicas,
     )
 
 
@@ -152,9 +161,86 @@ def test_what_is_there_twice_is_computed_once() -> None:
 
     items = [1, 2, 1, 1, 3, 3, 4, 3]
     options = BatchOptions(window=5)
-    found = list(in_order(items, once, batch_worker(compute, 2), options=options, replicas=1))
+    found = list(in_order(items, once, [batch_worker(compute, 2)], options=options))
     assert found == names(items)
     assert sorted(seen) == [1, 2, 3, 3, 4]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("most", [1, 3, 7])
+def test_where_memory_runs_out_half_as_much_is_computed_at_once(most: int, replicas: int) -> None:
+    sizes, computed = [], []
+
+    def compute(batch: list[int]) -> list[str]:
+        sizes.append(len(batch))
+        if len(batch) > most:
+            raise MemoryError("no room")
+        computed.extend(batch)
+        return names(batch)
+
+    found = list(run(range(200), compute, rows=32, window=50, replicas=replicas))
+    assert found == names(list(range(200)))
+    assert sorted(computed) == list(range(200)), "each once"
+    failed = [size for size in sizes if size > most]
+    # 32, 16, 8, ... until it fits, once a replica, or fewer where fewer were waiting.
+    assert 1 <= len(failed) <= 5 * replicas
+
+
+def test_what_ran_out_of_memory_is_computed_before_all_else() -> None:
+    batches: list[list[int]] = []
+
+    def compute(batch: list[int]) -> list[str]:
+        batches.append(batch)
+        if len(batches) == 1:
+            raise MemoryError
+        return names(batch)
+
+    list(run([5, 4, 3, 2, 1, 0], compute, rows=4, window=6))
+    assert batches == [[5, 4, 3, 2], [5, 4], [3, 2], [1, 0]]
+
+
+def test_what_was_done_before_memory_ran_out_is_not_done_again() -> None:
+    given = []
+
+    def work(tasks: Tasks[int], rows: int) -> Iterator[tuple[Todo[int], str]]:
+        while todos := tasks.take(rows, wait=True):
+            for todo in todos:
+                given.append(todo.task)
+                if len(given) == 6:
+                    raise MemoryError
+                yield todo, str(todo.task)
+
+    found = list(run(range(20), worker=sparing(work, 4), window=20))
+    assert found == names(list(range(20)))
+    assert len(given) == 21
+
+
+def test_no_memory_for_a_single_row_is_an_error_with_a_remedy() -> None:
+    def compute(batch: list[int]) -> list[str]:
+        raise MemoryError("no room for 4 GB")
+
+    with pytest.raises(
+        InputError, match=r"memory for a single row \(no room for 4 GB\); shorten"
+    ) as caught:
+        list(run(range(9), compute))
+    assert isinstance(caught.value.__cause__, MemoryError)
+
+
+def test_what_was_computed_with_is_freed_before_the_rest_is_computed() -> None:
+    class Buffer:
+        pass
+
+    alive: list[weakref.ref[Buffer]] = []
+
+    def compute(batch: list[int]) -> list[str]:
+        assert [reference() for reference in alive] == [None] * len(alive)
+        buffer = Buffer()
+        alive.append(weakref.ref(buffer))
+        if len(batch) > 1:
+            raise MemoryError
+        return names(batch)
+
+    assert list(run(range(5), compute)) == names(list(range(5)))
 
 
 def test_an_error_of_a_worker_is_raised_where_its_row_is_read() -> None:
@@ -224,6 +310,15 @@ def test_closing_early_ends_what_a_worker_has_begun(monkeypatch: pytest.MonkeyPa
     assert len(given) <= 2
 
 
+def test_the_last_rows_are_shared_out() -> None:
+    supply = Supply[int, str](1000, workers=3)
+    supply.add([Todo(row, 1) for row in range(20)])
+    assert supply.ready(100) == 7
+    assert [len(supply.take(most, wait=True)) for most in (4, 100, 100, 1)] == [4, 6, 4, 1]
+    supply.add([Todo(row, 1) for row in range(300)])
+    assert len(supply.take(100, wait=True)) == 100
+
+
 def test_nothing_is_handed_out_once_nobody_wants_more() -> None:
     supply = Supply[int, str](100)
     supply.add([Todo(1, 1), Todo(2, 2)])
@@ -244,7 +339,7 @@ def test_a_program_may_end_without_closing_its_stream() -> None:
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.pipeline import Todo, batch_worker, in_order
 stream = in_order(iter(int, 1), lambda first, items: [Todo(item, 1) for item in items],
-                  batch_worker(list, 2), options=BatchOptions(window=4), replicas=2)
+                  [batch_worker(list, 2)] * 2, options=BatchOptions(window=4))
 print(next(stream))
 """
     done = subprocess.run(
