@@ -22,6 +22,9 @@ UNIT = 4
 # Prompts, in a multiple of so many: what follows comes behind the padding, and a softmax adds its
 # terms into as many sums as a vector has lanes, by their columns.
 LANES = 16
+# Texts that are read ahead at a time have no more characters than this, and those of one text more:
+# megabytes a row, or few at all, take the same memory.
+WINDOW_CHARACTERS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class BatchOptions:
         rows: Most rows that the decoder steps together; each beam of a sentence is a row.
         tokens: Most source tokens that are read at once, padding counted; a longer row is read by
             itself.
-        window: Sentences that are read ahead and sorted by length.
+        window: Sentences that are read ahead and sorted by length; fewer where they are huge.
     """
 
     rows: int = 64
@@ -59,11 +62,32 @@ def widened(array: NDArray[Scalar], unit: int, limit: int | None = None) -> NDAr
     return np.pad(array, ((0, 0), (0, extra)))
 
 
-def windows(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    """Cuts a stream into lists of `size`, the last one shorter; reads no further than needed."""
-    iterator = iter(items)
-    while window := list(islice(iterator, size)):
+def windows(
+    items: Iterable[Item], size: int, characters: int = WINDOW_CHARACTERS
+) -> Iterator[list[Item]]:
+    """Cuts a stream into lists; reads no further than needed.
+
+    Args:
+        items: Texts, tuples that hold texts, or what takes no room to speak of.
+        size: Items of a list, but for the last one.
+        characters: A list that has so many is not added to.
+    """
+    window: list[Item] = []
+    held = 0
+    for item in items:
+        window.append(item)
+        held += _characters(item)
+        if len(window) == size or held >= characters:
+            yield window
+            window, held = [], 0
+    if window:
         yield window
+
+
+def _characters(item: object) -> int:
+    if isinstance(item, tuple):
+        return sum(map(_characters, item))
+    return len(item) if isinstance(item, str) else 0
 
 
 def fitting(lengths: Iterable[int], rows: int, tokens: int) -> int:

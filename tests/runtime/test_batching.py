@@ -10,6 +10,17 @@ from transferry.runtime.batching import BatchOptions, fitting, length_batches, w
 from transferry.runtime.errors import UsageError
 
 
+def test_windows_of_huge_items_are_shorter() -> None:
+    """No list is added to that has enough, and an item is never cut."""
+    items = ["aaa", "bb", "c" * 50, "d", ("ee", None), ("f", "ggg"), 7, 8, "h" * 9, "i"]
+    found = list(windows(iter(items), 4, characters=5))
+    assert found == [items[:2], items[2:3], items[3:6], items[6:9], items[9:]]
+    megabytes = count()
+    stream = windows(("x" * (1 << 20) for _ in megabytes), 4096)
+    assert len(next(stream)) == 16
+    assert next(megabytes) == 16, "no more are read than are given"
+
+
 @pytest.mark.parametrize(
     ("columns", "limit", "wide"),
     [(0, None, 0), (1, None, 4), (4, None, 4), (5, None, 8), (5, 6, 6), (6, 6, 6), (7, 6, 7)],
