@@ -653,6 +653,7 @@ def test_where_onnxruntime_has_no_more_memory_the_answers_are_the_same(
 import json, sys
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as native
+from transferry.runtime import session
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.engine import Engine
 from transferry.runtime.options import GenerationOptions
@@ -663,14 +664,7 @@ if limit:
     kind, place = native.OrtAllocatorType.ORT_ARENA_ALLOCATOR, native.OrtMemType.DEFAULT
     arena = native.OrtArenaCfg({{"max_mem": limit, "arena_extend_strategy": 1}})
     onnxruntime.create_and_register_allocator(native.OrtMemoryInfo("Cpu", kind, 0, place), arena)
-    settings = onnxruntime.SessionOptions
-
-    def limited():
-        made = settings()
-        made.add_session_config_entry("session.use_env_allocators", "1")
-        return made
-
-    onnxruntime.SessionOptions = limited
+    session._share_arena = lambda: None  # this one is shared
 
 back, give_back = [], Supply.give_back
 
