@@ -767,11 +767,13 @@ class Meeting(Refilling):
 
     def __init__(self, inner: OnnxDecoder, meeting: threading.Barrier) -> None:
         super().__init__(inner)
-        self.meeting = meeting
+        self.meeting, self.met, self.door = meeting, False, threading.Lock()
 
     def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> Any:
-        if not self.read:
-            self.meeting.wait(60)
+        with self.door:  # of several replicas the first meets the other device's
+            if not self.met:
+                self.meeting.wait(60)
+            self.met = True
         return super().start(source, mask)
 
 
