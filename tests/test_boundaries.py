@@ -12,7 +12,7 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parent.parent
 PACKAGES = ("build_model", "export", "runtime")
 MAX_LINES = 520
-CLI_MAX_LINES = 760  # the top level is fixed, so cli.py cannot become two
+CLI_MAX_LINES = 780  # the top level is fixed, so cli.py cannot become two
 
 # Leaf modules of the runtime that training shares with it: the files that both read, the errors
 # that both raise, the settings that both write, the tokenizers that one writes and the other reads.
@@ -34,6 +34,7 @@ OPTIONAL_LIBRARIES = {
     "runtime.files": frozenset({"zstandard"}),
     "runtime.sinks": frozenset({"pyarrow"}),
     "runtime.sources": frozenset({"pyarrow"}),
+    "runtime.ray_job": frozenset({"pyarrow", "ray"}),
     "runtime.reading": frozenset({"sentencex"}),
     "runtime.original_tokenizers": frozenset({"tokenizers", "sentencepiece"}),
 }
@@ -218,7 +219,7 @@ def test_the_runtime_imports_on_a_host_without_torch_and_onnx() -> None:
     script = """
 import importlib, pathlib, sys
 for absent in ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "tokenizers", "click",
-               "pyarrow", "sentencepiece", "zstandard", "transferry.build_model",
+               "pyarrow", "ray", "sentencepiece", "zstandard", "transferry.build_model",
                "transferry.export"):
     sys.modules[absent] = None  # what the import system takes for "not to be found"
 import transferry.runtime
