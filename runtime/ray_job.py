@@ -225,7 +225,9 @@ class RayJob(Job):
         shard = Shard(first=first, session=session)
         with folder.writing(name) as file:
             answered = self._answered(iter(rows), first)
-            shard.source_sha256 = self._write(answered, file, shard, shard, lambda summary: None)
+            shard.source_sha256 = self._write(
+                answered, file, shard, Summary(), lambda summary: None
+            )
         # Of the time that passes while all of them are at work.
         shard.seconds /= workers
         folder.finish(name, shard)
@@ -305,21 +307,22 @@ class RayJob(Job):
 
     def _datasource(self, ranges: Sequence[tuple[int, int | None]]) -> Any:
         """What Ray Data reads: the rows of the source, by shards."""
+        from ray.data import Datasource
+        from ray.data.block import BlockMetadata
+        from ray.data.datasource import ReadTask
+
         read = partial(read_shards, self.source, self.target, self.options.shard_rows, self._range)
-        nothing_known = (None, None, [str(self.source.path)], None)
+        about = BlockMetadata(None, None, [str(self.source.path)], None)
+        tasks = [ReadTask(partial(read, *part), about) for part in ranges]
 
-        class ShardDatasource(self._ray.data.Datasource):  # type: ignore[misc]  # it has no types
-            def get_read_tasks(self, parallelism: int, *arguments: Any, **named: Any) -> list[Any]:
-                from ray.data.block import BlockMetadata
-                from ray.data.datasource import ReadTask
-
-                metadata = BlockMetadata(*nothing_known)
-                return [ReadTask(partial(read, *part), metadata) for part in ranges]
+        class Shards(Datasource):  # type: ignore[misc]  # Any where Ray is not installed
+            def get_read_tasks(self, *arguments: Any, **named: Any) -> list[Any]:
+                return tasks
 
             def estimate_inmemory_data_size(self) -> int | None:
                 return None
 
-        return ShardDatasource()
+        return Shards()
 
     def _ranges(self) -> list[tuple[int, int | None]]:
         """The first shard of each reader, and how many it reads; None is all that there are.
@@ -423,13 +426,14 @@ class _Worker:
         ((first, content),) = zip(batch["first"].to_pylist(), batch["rows"], strict=True)
         rows = pickle.loads(content.as_buffer())
         # Ray passes errors on as text, and what went wrong shall be what the job says.
+        done: Shard | Exception
         try:
             if isinstance(rows, Exception):
                 raise rows
-            shard = self._job.answer(first, rows, self._session, self._workers)
+            done = self._job.answer(first, rows, self._session, self._workers)
         except (TransferryError, OSError) as error:
-            shard = error
-        return pyarrow.table({"shard": [pickle.dumps(shard)]})
+            done = error
+        return pyarrow.table({"shard": [pickle.dumps(done)]})
 
 
 def read_shards(
