@@ -150,7 +150,7 @@ def test_a_job_goes_on_where_it_was_stopped(source: Path, tmp_path: Path) -> Non
     assert 9 not in saved
     with pytest.raises(InputError, match="long_rows was error, is truncate"):
         job(source, long_rows="truncate").run()
-    with pytest.raises(UsageError, match="holds (notes|shards), so it is not the folder of a job"):
+    with pytest.raises(UsageError, match=r"holds (notes|shards), so it is not the folder of a job"):
         Job(Echo(), source, tmp_path / "out.jsonl").run()
     (folder / "shards" / f"{min(saved):012d}.jsonl").write_bytes(b"damaged")
     summary = job(source, load=partial(Echo, computed=computed)).run(say=said.append)
