@@ -619,7 +619,7 @@ def score(**options: Any) -> None:
     The perplexity of the whole file comes last on stderr, and into OUT.summary.json. It goes on
     after an interruption as `run` does.
     """
-    common = {"format": "jsonl"} | given(options, JobOptions, leave_out=NOT_OF_SCORE)
+    common = given(options, JobOptions, leave_out=NOT_OF_SCORE)
     _do(JobOptions("score", target=options["target"], **common), options)
 
 

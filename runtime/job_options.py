@@ -32,7 +32,8 @@ class JobOptions:
         column: the field that holds the text; the others pass through. By default text or
             source, or the only one.
         format_in: how the input is written; by default as its name ends, else text.
-        format: how the output is written; by default as its name ends, else text.
+        format: how the output is written; by default as its name ends, else text, or JSONL of
+            scores.
         long_rows: what happens to a row that is longer than the model's positions: it is an error,
             it is cut, or it is split into sentences and their answers are joined.
         shard: I/N: only the I-th of N parts of the input, for N machines.

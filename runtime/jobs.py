@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
 import math
-import os
-import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -16,14 +12,14 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import islice, tee, zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast, get_args
 
 from transferry.runtime.answers import Answer, Answering, Pair, item_of, record_of
 from transferry.runtime.canary import Canary, share
 from transferry.runtime.engine import Engine
 from transferry.runtime.errors import InputError, TransferryError, UsageError
-from transferry.runtime.files import durable_file, sha256
-from transferry.runtime.job_options import JobOptions
+from transferry.runtime.files import durable_file, sha256, standard_output
+from transferry.runtime.job_options import JobOptions, SinkFormat, Task
 from transferry.runtime.journal import (
     BESIDE,
     OUTPUT,
@@ -161,7 +157,7 @@ class Job:
             self.target = open_source(options.target, format=options.format_in)
         self.sink = open_sink(
             self.path,
-            format=options.format,
+            format=options.format or _named_sink(self.path, options.task),
             source=self.source,
             task=options.task,
             n_best=self.answering.n_best > 1,
@@ -276,7 +272,7 @@ class Job:
     def _run_through(self, watch: Callable[[Summary], None]) -> Summary:
         summary = Summary(made=self._made())
         rows = self._rows(*self._range)
-        with _standard_output() as file, closing(self._answered(rows, self._range[0])) as answered:
+        with standard_output() as file, closing(self._answered(rows, self._range[0])) as answered:
             self._write(answered, file, summary, summary, watch)
         return summary
 
@@ -438,6 +434,12 @@ class Job:
         return summary
 
 
+def _named_sink(path: Path, task: Task) -> SinkFormat | None:
+    """The format where a name says none: scores are no text, so JSONL is the plainest."""
+    known = named_format(path)[0] in get_args(SinkFormat)
+    return "jsonl" if task == "score" and not known else None
+
+
 def tally_of(row: SourceRow, answer: Answer, seconds: float) -> Tally:
     """Counts one row."""
     tally = Tally(
@@ -501,19 +503,3 @@ def _update(digest: hashlib._Hash, row: SourceRow) -> None:
 def _is_complete(journal: Journal, shard_rows: int) -> bool:
     """Whether the last shard is finished, which is the one with fewer rows than the others."""
     return bool(journal.shards) and journal.shards[-1].rows < shard_rows
-
-
-@contextlib.contextmanager
-def _standard_output() -> Iterator[BinaryIO]:
-    try:
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
-    except OSError as error:
-        if error.errno == errno.EPIPE:  # whoever reads has had enough
-            raise
-        # Python writes what is left once more when it ends, and must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise InputError(
-            f"standard output: cannot be written: {error.strerror}. Free some space or choose "
-            "another place."
-        ) from error

@@ -152,6 +152,9 @@ def test_pairs_are_scored(bundle_folder: Path, lines: Path, tmp_path: Path) -> N
     shorter = out.with_name("shorter")
     shorter.write_text("".join(lines.read_text().splitlines(keepends=True)[:-1]))
     assert call("score", bundle_folder, shorter, "--target", shorter, "-o", out).exit_code == 2
+    table = tmp_path / "scores.tsv"
+    done("score", bundle_folder, lines, "--target", lines, "-o", table)
+    assert table.read_text().splitlines()[0].split("\t")[:4] == ["id", "source", "target", "total"]
     other = tmp_path / "other.jsonl"
     done("score", bundle_folder, lines, "--target", lines, "-o", other, "--batch-rows", "2")
     assert [row["tokens"] for row in rows(other)] == [row["tokens"] for row in found]

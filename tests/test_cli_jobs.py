@@ -42,10 +42,10 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_job_that_is_stopped_is_gone_on_with(
-    fast_bundle_folder: Path, lines: Path, tmp_path: Path, number: signal.Signals
+    bundle_folder: Path, lines: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out name.jsonl"
-    command: list[str | Path] = ["run", fast_bundle_folder, lines, "--shard-rows", "4"]
+    command: list[str | Path] = ["run", bundle_folder, lines, "--shard-rows", "4"]
     done(*command, "-o", whole)
     command += ["-o", out]
     # Slow enough to be stopped in the middle.
@@ -125,13 +125,13 @@ def test_too_many_errors(bundle_folder: Path, tmp_path: Path) -> None:
     assert call(*command, "2").exit_code == 6
 
 
-def test_shards_are_merged(fast_bundle_folder: Path, lines: Path, tmp_path: Path) -> None:
+def test_shards_are_merged(bundle_folder: Path, lines: Path, tmp_path: Path) -> None:
     options = ["--sample", "--seed", "3"]
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    done("run", fast_bundle_folder, lines, "-o", whole, *options)
+    done("run", bundle_folder, lines, "-o", whole, *options)
     parts = [tmp_path / f"{number}.jsonl" for number in (1, 2, 3)]
     for number, part in enumerate(parts, start=1):
-        done("run", fast_bundle_folder, lines, "-o", part, *options, "--shard", f"{number}/3")
+        done("run", bundle_folder, lines, "-o", part, *options, "--shard", f"{number}/3")
     merged = done("merge", *reversed(parts), "-o", out)
     assert merged.stderr.startswith("300 rows in ")
     assert out.read_bytes() == whole.read_bytes()

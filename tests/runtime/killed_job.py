@@ -1,8 +1,8 @@
 """Kills a job at every step that changes a file, goes on with it, and says what came of it.
 
 A program of its own: it forks for each kill, which a process with threads had better not.
-Usage: killed_job.py FOLDER NAME [SEED]; FOLDER holds the input, NAME is that of the output. The
-last line that it prints is JSON.
+Usage: killed_job.py FOLDER NAME EVERY; FOLDER holds the input, NAME is that of the output, and one
+step in so many is tried. The last line that it prints is JSON.
 """
 
 import functools
@@ -138,14 +138,15 @@ def clear(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    folder, name = Path(sys.argv[1]), sys.argv[2]
+    folder, name, every = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     ROWS = len((folder / "input.txt").read_bytes().splitlines())
     counted = folder.parent / "steps"
     assert forked(lambda: counted.write_text(str(run(folder, name)))) == 0
     steps = int(counted.read_text())
     EXPECTED = (folder / name).read_bytes()
+    tried = range(0, steps, every)
     same = killed = 0
-    for fatal in range(steps):
+    for fatal in tried:
         clear(folder)
         killed += forked(functools.partial(run, folder, name, fatal)) == signal.SIGKILL
         same += whole(folder, name)
@@ -164,5 +165,6 @@ if __name__ == "__main__":
         slow = functools.partial(run, folder, name, None, 0.005)
         times += forked(slow, draw.uniform(0, 0.006 * ROWS)) in (0, signal.SIGKILL)
         times -= not whole(folder, name)
-    report = {"steps": steps, "killed": killed, "same": same, "chains": chains, "times": times}
+    report = {"killed": killed, "same": same, "chains": chains, "times": times}
+    report |= {"steps": steps, "tried": len(tried)}
     print(json.dumps(report))

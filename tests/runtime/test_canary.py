@@ -154,6 +154,7 @@ def test_what_was_answered_before_is_kept(
     kept = (lines.with_name("out.jsonl.job") / "00000000.part").read_bytes().splitlines()
     assert kept == lines.with_name("whole.jsonl").read_bytes().splitlines()[:4]
     assert job(bundle_folder, lines).run().resumed == 1
+    assert lines.with_name("out.jsonl").read_bytes() == whole.path.read_bytes()
 
 
 def test_a_wrong_vector_stops_the_job(
