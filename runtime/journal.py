@@ -159,7 +159,7 @@ class Journal:
         self._require_own()
         former, note = self.former(), ""
         if former is not None:
-            note = self._read()
+            note = self.read()
             changes = differences(former, fingerprint)
             if not changes and self.shards:
                 self.session = 1 + max(shard.session for shard in self.shards)
@@ -228,8 +228,12 @@ class Journal:
             return {}
         return former if isinstance(former, dict) else {}
 
-    def _read(self) -> str:
-        """Reads the finished shards, and cuts off what is torn or damaged."""
+    def read(self) -> str:
+        """Reads the finished shards, and cuts off what is torn or damaged.
+
+        Returns:
+            What a person should know of it, or nothing.
+        """
         path = self.folder / JOURNAL
         content = path.read_bytes() if path.exists() else b""
         lines, end = content.split(b"\n")[:-1], 0

@@ -119,7 +119,8 @@ class ShardFolder(Journal):
     def _temporary(self) -> Path:
         return self.notes / f"{uuid.uuid4().hex}.tmp"
 
-    def _read(self) -> str:
+    def read(self) -> str:
+        """Looks what is finished."""
         # Whether a part is still what its note says, a worker looks when it is its turn.
         found = map(self._noted, sorted(self.notes.glob("*.json")))
         self.shards = [shard for shard in found if shard is not None]
@@ -260,17 +261,18 @@ class RayJob(Job):
         summary.resumed, summary.saved = journal.session, journal.rows
         if summary.saved:
             say(f"{self._kept(summary)}; this run goes on with the others")
-        saved = {shard.first for shard in journal.shards}
         shards: list[Shard] = []
-        with self._connected(), closing(self._shards(journal.session)) as finished:
-            for shard in finished:
-                shards.append(shard)
-                if shard.first not in saved:
-                    journal.shards.append(shard)
-                    summary.saved += shard.rows
-                summary.add(shard)
-                self._check_errors(summary)
-                watch(summary)
+        try:
+            with self._connected(), closing(self._shards(journal.session)) as finished:
+                for shard in finished:
+                    shards.append(shard)
+                    summary.add(shard)
+                    self._check_errors(summary)
+                    watch(summary)
+        finally:
+            # More may be finished than has come back.
+            journal.read()
+            summary.saved = journal.rows
         journal.shards = sorted(shards, key=lambda shard: shard.first)
         self._require_all(journal.shards, cast(ShardFolder, journal))
         # Once more, in order: so that nothing of it depends on which shard was finished first.
