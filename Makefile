@@ -32,7 +32,7 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile
 
 demo: setup
 	rm -rf $(DEMO)/run $(DEMO)/bundle $(DEMO)/answers.jsonl

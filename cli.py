@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -27,7 +28,7 @@ from transferry.runtime.errors import (
     TransferryError,
     UsageError,
 )
-from transferry.runtime.job_options import JobOptions
+from transferry.runtime.job_options import JobOptions, RayOptions
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.settings import field_helps
 
@@ -399,6 +400,7 @@ job_options = together(
         is_flag=True,
         help="Refuse, with exit code 4, what was not verified for this way of computing.",
     ),
+    fields_as_options(RayOptions),
     AS_JSON,
     QUIET,
 )
@@ -645,7 +647,16 @@ def _do(chosen: JobOptions, options: dict[str, Any]) -> None:
     out, quiet, as_json = (options[name] for name in ("out", "quiet", "as_json"))
     if as_json and str(out) == "-":
         raise UsageError("--json and the answers cannot both go to standard output; add --out")
-    job = Job(_engine(options), options["text"], out, chosen)
+    fleet = RayOptions(**given(options, RayOptions))
+    load = _loader(options)
+    if fleet.engine == "ray":
+        from transferry.runtime.ray_job import RayJob
+
+        job: Job = RayJob(load, options["text"], out, chosen, fleet)
+    else:
+        job = Job(load(), options["text"], out, chosen)
+    if not job.engine.certificate.startswith("none") and not quiet:
+        say(f"certificate {job.engine.certificate}")
     settings = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in options.items()
@@ -697,25 +708,25 @@ def merge(parts: tuple[Path, ...], out: Path, force: bool, as_json: bool, quiet:
     _finish(out, join(parts, out, force=force), quiet=quiet, as_json=as_json)
 
 
-def _engine(options: dict[str, Any]) -> Engine:
+def _loader(options: dict[str, Any]) -> Callable[[], Engine]:
+    """Opens the bundle, here or where a worker is."""
     from transferry.runtime.batching import BatchOptions
     from transferry.runtime.engine import Engine
 
     rows = options["batch_rows"]
-    engine = Engine.load(
-        options["bundle_folder"],
+    by_ray = options["engine"] == "ray"
+    return partial(
+        Engine.load,
+        options["bundle_folder"].absolute() if by_ray else options["bundle_folder"],
         provider=options["provider"],
         variant=options["variant"],
         threads=options["threads"],
-        replicas=options["replicas"],
+        replicas=options["replicas"] or (1 if by_ray else None),
         device_ids=_devices(options["device"]),
         optimisation=options["optimisation"],
         batches=BatchOptions(rows=rows, tokens=rows << 7) if rows is not None else None,
         require_certificate=options["require_certificate"],
     )
-    if not engine.certificate.startswith("none") and not options["quiet"]:
-        say(f"certificate {engine.certificate}")
-    return engine
 
 
 @main.command(

@@ -254,6 +254,27 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
+def standard_output() -> Iterator[BinaryIO]:
+    """Standard output, for bytes.
+
+    Raises:
+        InputError: It is full; where whoever reads has had enough, the OSError stays as it is.
+    """
+    try:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # whoever reads has had enough
+            raise
+        # Python writes what is left once more when it ends, and must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise InputError(
+            f"standard output: cannot be written: {error.strerror}. Free some space or choose "
+            "another place."
+        ) from error
+
+
+@contextmanager
 def staged_folder(out: Path) -> Iterator[Path]:
     """A folder beside `out` to be filled and renamed; it is gone afterwards, whatever happens.
 

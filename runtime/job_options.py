@@ -89,3 +89,34 @@ class JobOptions:
         if not found or int(found[1]) > int(found[2]):
             raise UsageError(f"shard must be I/N, such as 1/4 up to 4/4, found {self.shard!r}")
         return int(found[1]), int(found[2])
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """Which processes do the work of a job.
+
+    Attributes:
+        engine: plain is this process; ray are the workers of Ray, which write shards into the
+            folder --out.
+        ray_address: of a Ray cluster; by default RAY_ADDRESS, or Ray on this machine alone.
+        workers: of ray: how many processes open the bundle; by default as many as there are cores
+            or GPUs for.
+    """
+
+    engine: Literal["plain", "ray"] = "plain"
+    ray_address: str | None = None
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be.
+
+        Raises:
+            UsageError: A value is out of its range, or has no effect.
+        """
+        if self.engine == "plain":
+            for name in ("ray_address", "workers"):
+                if getattr(self, name) is not None:
+                    option = name.replace("_", "-")
+                    raise UsageError(f"{option} has no effect without Ray; add --engine ray")
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(f"workers must be at least 1, not {self.workers}")

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
 import math
-import os
-import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -22,9 +18,18 @@ from transferry.runtime.answers import Answer, Answering, Pair, item_of, record_
 from transferry.runtime.canary import Canary, share
 from transferry.runtime.engine import Engine
 from transferry.runtime.errors import InputError, TransferryError, UsageError
-from transferry.runtime.files import durable_file, sha256
+from transferry.runtime.files import durable_file, sha256, standard_output
 from transferry.runtime.job_options import JobOptions, SinkFormat, Task
-from transferry.runtime.journal import BESIDE, OUTPUT, Journal, Shard, Tally, differences
+from transferry.runtime.journal import (
+    BESIDE,
+    OUTPUT,
+    Journal,
+    Shard,
+    Tally,
+    differences,
+    hash_of_hashes,
+    hash_output,
+)
 from transferry.runtime.rows import SourceRow
 from transferry.runtime.scoring import Score
 from transferry.runtime.settings import to_toml
@@ -117,6 +122,8 @@ class Job:
     OUT.summary.json. Whatever stops a job, another with the same arguments goes on where it was,
     and the output is the same to the byte.
     """
+
+    journal: type[Journal] = Journal
 
     def __init__(
         self,
@@ -240,7 +247,7 @@ class Job:
         folder = self._beside(".job")
         summary = Summary()
         try:
-            with Journal.locked(folder) as journal:
+            with self.journal.locked(folder) as journal:
                 return self._run(journal, summary, watch, say, settings)
         except OSError as error:
             kept, remedy = "nothing was written", "Free some space or choose another place."
@@ -265,7 +272,7 @@ class Job:
     def _run_through(self, watch: Callable[[Summary], None]) -> Summary:
         summary = Summary(made=self._made())
         rows = self._rows(*self._range)
-        with _standard_output() as file, closing(self._answered(rows, self._range[0])) as answered:
+        with standard_output() as file, closing(self._answered(rows, self._range[0])) as answered:
             self._write(answered, file, summary, summary, watch)
         return summary
 
@@ -284,6 +291,18 @@ class Job:
             return finished
         if note := journal.begin(self.fingerprint, force=self.options.force):
             say(note)
+        self._answer_rest(journal, summary, watch, say)
+        self._publish(journal, summary, settings)
+        return summary
+
+    def _answer_rest(
+        self,
+        journal: Journal,
+        summary: Summary,
+        watch: Callable[[Summary], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """Finishes every shard that is not finished yet."""
         rows = self._rows(*self._range)
         self._skip(rows, journal)
         for shard in journal.shards:
@@ -301,8 +320,6 @@ class Job:
                     shard.source_sha256 = self._write(some, file, shard, summary, watch)
                 journal.append(shard)
                 summary.saved = journal.rows
-        self._publish(journal, summary, settings)
-        return summary
 
     def _rows(self, first: int = 0, last: int | None = None) -> Iterator[SourceRow]:
         rows = self.source.rows(first, last)
@@ -372,18 +389,25 @@ class Job:
         with durable_file(self.path, joined) as file:
             self.sink.join(journal.parts, file)
             file.flush()
-            sources = [shard.source_sha256 for shard in journal.shards]
-            summary.made = self._made() | {
-                "source_sha256": _hash_of_hashes(sources),
-                "sha256": sha256(joined),
-            }
-            texts = {".summary.json": f"{json.dumps(summary.to_dict(), indent=1)}\n"}
-            if settings is not None:
-                texts[".settings.toml"] = to_toml(settings, summary.plain())
-            for suffix, text in texts.items():
-                with durable_file(self._beside(suffix), journal.folder / BESIDE) as beside:
-                    beside.write(text.encode(errors="replace"))
+            self._explain(journal, summary, settings, sha256(joined))
         journal.clear()
+
+    def _explain(
+        self,
+        journal: Journal,
+        summary: Summary,
+        settings: Mapping[str, Any] | None,
+        output_sha256: str,
+    ) -> None:
+        """Writes what lies beside the output."""
+        sources = hash_of_hashes(shard.source_sha256 for shard in journal.shards)
+        summary.made = self._made() | {"source_sha256": sources, "sha256": output_sha256}
+        texts = {".summary.json": f"{json.dumps(summary.to_dict(), indent=1)}\n"}
+        if settings is not None:
+            texts[".settings.toml"] = to_toml(settings, summary.plain())
+        for suffix, text in texts.items():
+            with durable_file(self._beside(suffix), journal.folder / BESIDE) as beside:
+                beside.write(text.encode(errors="replace"))
 
     def _made(self) -> dict[str, Any]:
         tally = self.canary.tally() if self.canary is not None else {}
@@ -394,7 +418,7 @@ class Job:
         refusal = f"{self.path} exists already"
         remedy = "add --force to replace it"
         record = read_summary(self.path)
-        if record is None or record["sha256"] != sha256(self.path):
+        if record is None or record["sha256"] != hash_output(self.path):
             raise UsageError(f"{refusal}; {remedy}")
         if changes := differences(record["fingerprint"], self.fingerprint):
             raise UsageError(f"{refusal}, and {'; '.join(changes)}; {remedy}")
@@ -403,7 +427,7 @@ class Job:
         while count == most:
             count, found = hash_rows(islice(rows, most))
             sources.append(found)
-        if _hash_of_hashes(sources) != record.get("source_sha256"):
+        if hash_of_hashes(sources) != record.get("source_sha256"):
             raise UsageError(f"{refusal}, and {self.source.path} has changed since; {remedy}")
         summary = Summary.from_dict(record)
         summary.finished_before = True
@@ -476,26 +500,6 @@ def _update(digest: hashlib._Hash, row: SourceRow) -> None:
     digest.update(row.raw)
 
 
-def _hash_of_hashes(hashes: Iterable[str]) -> str:
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()
-
-
 def _is_complete(journal: Journal, shard_rows: int) -> bool:
     """Whether the last shard is finished, which is the one with fewer rows than the others."""
     return bool(journal.shards) and journal.shards[-1].rows < shard_rows
-
-
-@contextlib.contextmanager
-def _standard_output() -> Iterator[BinaryIO]:
-    try:
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
-    except OSError as error:
-        if error.errno == errno.EPIPE:  # whoever reads has had enough
-            raise
-        # Python writes what is left once more when it ends, and must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise InputError(
-            f"standard output: cannot be written: {error.strerror}. Free some space or choose "
-            "another place."
-        ) from error

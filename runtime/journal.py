@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -95,7 +96,13 @@ class Shard(Tally):
 
 
 class Journal:
-    """The folder of a job, and what it says is finished."""
+    """The folder of a job, and what it says is finished.
+
+    Attributes:
+        own: What the names of its files match.
+    """
+
+    own = OWN
 
     def __init__(self, folder: Path) -> None:
         """Looks at nothing yet; see `locked`."""
@@ -152,10 +159,10 @@ class Journal:
         self._require_own()
         former, note = self.former(), ""
         if former is not None:
-            note = self._read()
+            note = self.read()
             changes = differences(former, fingerprint)
             if not changes and self.shards:
-                self.session = self.shards[-1].session + 1
+                self.session = 1 + max(shard.session for shard in self.shards)
                 return note
             if self.shards and not force:
                 raise InputError(
@@ -196,7 +203,7 @@ class Journal:
         """Throws away all that is finished; the lock stays."""
         self.shards = []
         for path in self.folder.iterdir():
-            if OWN.fullmatch(path.name):
+            if self.own.fullmatch(path.name):
                 path.unlink()
 
     def _part(self, number: int) -> Path:
@@ -205,7 +212,7 @@ class Journal:
     def _require_own(self) -> None:
         """Refuses a folder in which something of somebody else would be thrown away."""
         for path in self.folder.iterdir():
-            if path.name != LOCK and not OWN.fullmatch(path.name):
+            if path.name != LOCK and not self.own.fullmatch(path.name):
                 raise UsageError(
                     f"{self.folder} holds {path.name}, so it is not the folder of a job; remove "
                     "it, or name another output"
@@ -221,8 +228,12 @@ class Journal:
             return {}
         return former if isinstance(former, dict) else {}
 
-    def _read(self) -> str:
-        """Reads the finished shards, and cuts off what is torn or damaged."""
+    def read(self) -> str:
+        """Reads the finished shards, and cuts off what is torn or damaged.
+
+        Returns:
+            What a person should know of it, or nothing.
+        """
         path = self.folder / JOURNAL
         content = path.read_bytes() if path.exists() else b""
         lines, end = content.split(b"\n")[:-1], 0
@@ -233,7 +244,7 @@ class Journal:
             except (ValueError, TypeError):
                 break
             part = self._part(len(self.shards))
-            if first not in (None, shard.first) or not _is_intact(part, shard):
+            if first not in (None, shard.first) or not is_intact(part, shard):
                 break
             self.shards.append(shard)
             first = shard.first + shard.rows
@@ -257,7 +268,20 @@ def differences(former: Fingerprint, now: Fingerprint) -> list[str]:
     ]
 
 
-def _is_intact(part: Path, shard: Shard) -> bool:
+def hash_of_hashes(hashes: Iterable[str]) -> str:
+    """Returns what stands for several hashes, in order."""
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def hash_output(path: Path) -> str:
+    """Returns the hash of a file, or that of a folder's files in the order of their names."""
+    if path.is_dir():
+        return hash_of_hashes(sha256(part) for part in sorted(path.iterdir()))
+    return sha256(path)
+
+
+def is_intact(part: Path, shard: Shard) -> bool:
+    """Whether a part is as it was finished."""
     return part.is_file() and part.stat().st_size == shard.size and sha256(part) == shard.sha256
 
 

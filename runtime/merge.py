@@ -12,17 +12,17 @@ from typing import Any, cast
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import atomic_file, sha256
 from transferry.runtime.jobs import Summary, read_summary
-from transferry.runtime.journal import differences
+from transferry.runtime.journal import differences, hash_output
 from transferry.runtime.sinks import Sink, open_sink
 from transferry.runtime.sources import Source, named_format, opened_parquet
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The output of one shard.
+    """The output of one job: of a shard, or all of them where workers of Ray wrote it.
 
     Attributes:
-        path: Of the output.
+        path: Of the output, a file or a folder of files.
         number: Of the shard, from 1.
         shards: How many there are.
         fingerprint: What it went by, without the number.
@@ -41,10 +41,12 @@ class _Part:
         if record is None:
             raise InputError(
                 f"{path} has no {path.name}.summary.json beside it that tells how it was made; "
-                "give what `transferry run --shard` wrote, with its summary"
+                "give what `transferry run` wrote, with its summary"
             )
         fingerprint = dict(record["fingerprint"])
         shard = fingerprint.pop("shard", None)
+        if shard is None and path.is_dir():
+            return cls(path, 1, 1, fingerprint, record)
         if shard is None:
             raise InputError(f"{path} is no shard: its job ran without --shard")
         number, shards = map(int, shard.split("/"))
@@ -52,15 +54,18 @@ class _Part:
 
     def check(self) -> None:
         """Refuses an output that is not as its job left it."""
-        first, last = (
-            self.fingerprint["input_rows"] * number // self.shards
-            for number in (self.number - 1, self.number)
-        )
-        if sha256(self.path) != self.record["sha256"] or self.record["rows"] != last - first:
+        rows = self.fingerprint.get("input_rows", self.record["rows"])
+        first, last = (rows * number // self.shards for number in (self.number - 1, self.number))
+        if hash_output(self.path) != self.record["sha256"] or self.record["rows"] != last - first:
             raise InputError(
                 f"{self.path} has changed since its job wrote it; copy it again, or run "
                 f"--shard {self.number}/{self.shards} again"
             )
+
+    @property
+    def files(self) -> list[Path]:
+        """The output, in the order of the rows."""
+        return sorted(self.path.iterdir()) if self.path.is_dir() else [self.path]
 
 
 def merge(paths: Sequence[Path], out: Path, *, force: bool = False) -> Summary:
@@ -97,7 +102,7 @@ def merge(paths: Sequence[Path], out: Path, *, force: bool = False) -> Summary:
         summary.add(shard)
         summary.resumed += shard.resumed
     with atomic_file(out) as file:
-        sink.join([part.path for part in parts], file)
+        sink.join([path for part in parts for path in part.files], file)
         file.flush()
         summary.made = {
             "fingerprint": parts[0].fingerprint,
@@ -138,7 +143,7 @@ def _sink(part: _Part, out: Path) -> Sink:
     format, compression = fingerprint["output_format"], fingerprint["compression"]
     types, columns = None, tuple(fingerprint["columns"])
     if format == "parquet":
-        with opened_parquet(part.path) as file:
+        with opened_parquet(part.files[0]) as file:
             schema = file.schema_arrow
             types = {name: schema.field(name).type for name in ("id", *columns)}
     if named_format(out)[1] != compression:

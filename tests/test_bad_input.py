@@ -177,6 +177,7 @@ def change_weight(place: Path, change: Callable[[float], float]) -> None:
     "unknown variant",
     "int8 without calibration",
     "shard that is none",
+    "workers of nothing",
 )
 def leave_as_it_is(place: Path) -> None:
     """The command itself is what is bad."""

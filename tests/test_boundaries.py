@@ -34,6 +34,7 @@ OPTIONAL_LIBRARIES = {
     "runtime.files": frozenset({"zstandard"}),
     "runtime.sinks": frozenset({"pyarrow"}),
     "runtime.sources": frozenset({"pyarrow"}),
+    "runtime.ray_job": frozenset({"pyarrow", "ray"}),
     "runtime.reading": frozenset({"sentencex"}),
     "runtime.original_tokenizers": frozenset({"tokenizers", "sentencepiece"}),
 }
@@ -218,7 +219,7 @@ def test_the_runtime_imports_on_a_host_without_torch_and_onnx() -> None:
     script = """
 import importlib, pathlib, sys
 for absent in ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "tokenizers", "click",
-               "pyarrow", "sentencepiece", "zstandard", "transferry.build_model",
+               "pyarrow", "ray", "sentencepiece", "zstandard", "transferry.build_model",
                "transferry.export"):
     sys.modules[absent] = None  # what the import system takes for "not to be found"
 import transferry.runtime

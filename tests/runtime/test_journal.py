@@ -153,7 +153,7 @@ def test_an_error_before_anything_is_read_loses_nothing(
     with Journal.locked(folder) as journal, pytest.raises(KeyboardInterrupt):
         if where == "before":
             raise KeyboardInterrupt
-        monkeypatch.setattr("transferry.runtime.journal._is_intact", stop)
+        monkeypatch.setattr("transferry.runtime.journal.is_intact", stop)
         journal.begin(FINGERPRINT, force=False)
     assert names(folder) == before
 
