@@ -721,7 +721,7 @@ def _loader(options: dict[str, Any]) -> Callable[[], Engine]:
         provider=options["provider"],
         variant=options["variant"],
         threads=options["threads"],
-        replicas=options["replicas"] or (1 if by_ray else None),
+        replicas=1 if by_ray and options["replicas"] is None else options["replicas"],
         device_ids=_devices(options["device"]),
         optimisation=options["optimisation"],
         batches=BatchOptions(rows=rows, tokens=rows << 7) if rows is not None else None,
