@@ -222,13 +222,13 @@ def test_what_a_worker_finds_wrong_is_what_the_job_says(source: Path, tmp_path: 
 
 def answered(source: Path, **options: Any) -> tuple[RayJob, ShardFolder, list[Any]]:
     """Everything but Ray: the shards of a job, with what was counted of each."""
-    here = job(source, **options)
-    folder = ShardFolder(tmp := source.parent / "out.jsonl.job")
-    tmp.mkdir(exist_ok=True)
+    here, worker = job(source, **options), job(source, **{**options, "shard": None})
+    folder = ShardFolder(here.path.with_name(f"{here.path.name}.job"))
+    folder.folder.mkdir(exist_ok=True)
     folder.begin(here.fingerprint, force=False)
-    rows = read_shards(here.source, None, 3, (0, None), 0, None)
+    rows = read_shards(here.source, None, 3, here._range, 0, None)
     done = [
-        here.answer(table["first"][0].as_py(), pickle.loads(table["rows"][0].as_py()), 0, 2)
+        worker.answer(table["first"][0].as_py(), pickle.loads(table["rows"][0].as_py()), 0, 2)
         for table in rows
     ]
     return here, folder, done
@@ -291,6 +291,19 @@ def test_a_last_shard_without_rows_is_no_file(source: Path) -> None:
         assert (again.finished_before, again.rows) == (True, 99)
         with pytest.raises(UsageError, match="exists already, and long_rows was"):
             job(source, long_rows="truncate").run()
+
+
+def test_folders_of_several_jobs_are_merged(source: Path, tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        here, folder, done = answered(source, name=f"{number}.jsonl", shard=f"{number}/3")
+        folder.shards = done
+        here._publish(folder, Summary(rows=sum(shard.rows for shard in done)), None)
+    parts = [tmp_path / f"{number}.jsonl" for number in (3, 1, 2)]
+    merge(parts, tmp_path / "merged.jsonl")
+    assert (tmp_path / "merged.jsonl").read_bytes() == plain(source)
+    next(parts[0].iterdir()).write_bytes(b"changed")
+    with pytest.raises(InputError, match=r"3\.jsonl has changed since its job wrote it"):
+        merge(parts, tmp_path / "again.jsonl")
 
 
 def test_a_worker_refuses_what_is_not_the_job(source: Path) -> None:
