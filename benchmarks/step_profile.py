@@ -42,7 +42,7 @@ from transferry.runtime.session import SessionOptions
 from transferry.runtime.tables import table
 
 # Of a decoder, as far as it has them.
-METHODS = ("start", "step", "likeliest", "normalise", "select", "refill")
+METHODS = ("start", "step", "likeliest", "normalise", "select")
 IN_ONNXRUNTIME = "in onnxruntime"
 BETWEEN = "between operators"
 
@@ -81,7 +81,7 @@ def clocked(engine: Engine, clock: Clock) -> Iterator[None]:
         *((tokenizer, name, "tokenizer") for name in ("encode_batch", "decode")),
         *((session, name, IN_ONNXRUNTIME) for name in ("run", "run_with_iobinding")),
         (search_module._Batch, "step", "picking"),
-        (search_module._Batch, "turn_over", "turning over"),
+        (search_module._Batch, "drop_ended", "dropping ended rows"),
     ]
     with ExitStack() as stack:
         for place, name, stage in places:

@@ -8,6 +8,7 @@ width]: what works on the last dimension alone (sums, norms, activations) does n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,14 +28,16 @@ ELEMENTWISE = frozenset(
 
 @dataclass(frozen=True)
 class Linear:
-    """x W^T + b, perhaps with a ReLU behind it, as the exporter writes it.
+    """x W^T + b, perhaps with a ReLU or a division behind it, as the exporter writes it.
 
     Attributes:
-        nodes: MatMul, and what of Add and Relu follows, in order.
+        nodes: MatMul, and what of Add and Relu or Div follows, in order.
         x: [batch, length, inputs] or [rows, inputs].
         weight: [outputs, inputs], as torch has it.
         bias: [outputs] or None.
         relu: Whether the last node is a Relu.
+        divisor: What the layer is divided by, a power of two: dividing before the sums are rounded
+            gives the same bits as after.
     """
 
     nodes: list[ir.Node]
@@ -42,6 +45,7 @@ class Linear:
     weight: ir.Value
     bias: ir.Value | None
     relu: bool
+    divisor: float = 1.0
 
     @property
     def output(self) -> ir.Value:
@@ -69,9 +73,21 @@ def find_linear(node: ir.Node) -> Linear | None:
         return None
     following = _only_consumer(nodes[-1].outputs[0])
     relu = following is not None and following.op_type == "Relu"
-    if following is not None and relu:
+    divisor = _divisor(following, nodes[-1].outputs[0])
+    if following is not None and (relu or divisor != 1):
         nodes.append(following)
-    return Linear(nodes, x, weight, bias, relu)
+    return Linear(nodes, x, weight, bias, relu, divisor)
+
+
+def _divisor(node: ir.Node | None, dividend: ir.Value) -> float:
+    """What a node divides some value by, if that is a constant power of two; else 1."""
+    if node is None or node.op_type != "Div" or node.inputs[0] is not dividend:
+        return 1.0
+    constant = node.inputs[1].const_value if node.inputs[1] is not None else None
+    if constant is None or constant.size != 1:
+        return 1.0
+    divisor = float(constant.numpy().item())
+    return divisor if math.frexp(divisor)[0] == 0.5 else 1.0
 
 
 def _transposed(value: ir.Value | None) -> ir.Value | None:
@@ -113,7 +129,8 @@ class FloatKernels:
             return [
                 ir.node("FusedGemm", inputs, {"transB": 1, "activation": "Relu"}, domain=CONTRIB)
             ]
-        nodes = [ir.node("Gemm", inputs, {"transB": 1})]
+        factor = 1 / linear.divisor
+        nodes = [ir.node("Gemm", inputs, {"transB": 1, "alpha": factor, "beta": factor})]
         if linear.relu:
             nodes.append(ir.node("Relu", nodes[0].outputs))
         return nodes

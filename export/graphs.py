@@ -186,10 +186,7 @@ def export_graph(module: nn.Module, spec: GraphSpec, opset: int = OPSET) -> Grap
     """Traces the module with sizes that no two dimensions share, each dynamic."""
     inputs, outputs = spec.inputs, spec.outputs
     sizes = {"batch": 2, "source": 7, "target": 3, "past": 5, "length": 5, "selected": 3}
-    sizes |= {"capacity": 11, "new": 4, "rows": 6, "columns": 12, "fresh": 9}
-    sizes |= {"keys length": 17, "keys width": 18, "values length": 19, "values width": 20}
-    sizes |= {"new keys length": 13, "new keys width": 14}
-    sizes |= {"new values length": 15, "new values width": 16}
+    sizes |= {"capacity": 11, "new": 4, "rows": 6, "columns": 12}
     examples = [_example(spec, sizes) for spec in inputs]
     dynamic = [
         {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)}

@@ -41,7 +41,15 @@ class Int8Kernels:
             self._inputs[key] = nodes[-1].outputs[0]
         # onnxruntime folds the Transpose when it opens the graph.
         nodes.append(ir.node("Transpose", [weight], {"perm": [1, 0]}))
-        inputs = [self._inputs[key], nodes[-1].outputs[0], scale, scales, zero, None, linear.bias]
+        bias = linear.bias
+        if linear.divisor != 1:
+            divided = np.float32(activation.scale / linear.divisor)
+            scale = register(graph, f"{name}.divided_scale", divided)
+            if bias is not None:
+                assert bias.const_value is not None
+                array = bias.const_value.numpy() / np.float32(linear.divisor)
+                bias = register(graph, f"{name}.divided_bias", array)
+        inputs = [self._inputs[key], nodes[-1].outputs[0], scale, scales, zero, None, bias]
         nodes.append(ir.node("MatMulIntegerToFloat", inputs, domain=CONTRIB))
         if linear.relu and not self._clamped(linear):
             nodes.append(ir.node("Relu", [nodes[-1].outputs[0]]))

@@ -52,6 +52,15 @@ def rough_graph(head: Graph) -> Graph:
     return Graph(model, replace(head.spec, file=file, outputs=outputs))
 
 
+def peaks_graph(sums: Graph) -> Graph:
+    """Makes the graph that finds the peaks of rough scores, of the one that also sums up logits."""
+    model = sums.model.clone()
+    model.graph.outputs.pop(0)
+    drop_unused(model.graph)
+    file = sums.spec.file.replace("sums.onnx", "peaks.onnx")
+    return Graph(model, replace(sums.spec, file=file, outputs=sums.spec.outputs[1:]))
+
+
 def screen_tensors(head: Graph, rough: Graph) -> Mapping[str, StoredTensor]:
     """Tells where the projection and its rough form lie, once both are written."""
     (product,) = head.model.graph

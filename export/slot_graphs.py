@@ -42,15 +42,8 @@ class CacheInPlace:
 
     def append(self, newer: KeyValues) -> KeyValues:
         """Returns the buffers after the new columns were written into them."""
-        return KeyValues(self._scatter(self.keys, newer[0]), self._scatter(self.values, newer[1]))
-
-    def _scatter(self, buffer: Tensor, newer: Tensor) -> Tensor:
-        return torch.onnx.ops.symbolic(
-            "TensorScatter",
-            (buffer, newer, self.write),
-            dtype=buffer.dtype,
-            shape=buffer.shape,
-            version=OPSET,
+        return KeyValues(
+            _scatter(self.keys, newer[0], self.write), _scatter(self.values, newer[1], self.write)
         )
 
 
@@ -130,7 +123,7 @@ class SumsGraph(nn.Module):
     def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Sums up the exponentials of [rows, vocabulary] to [rows], and finds their `Peaks`."""
         segments, left = divmod(logits.shape[1], SEGMENT)
-        peaks = logits
+        peaks = logits.clone()  # an output is no input
         if segments:
             whole = logits[:, : segments * SEGMENT] if left else logits
             peaks = whole.reshape(-1, segments, SEGMENT).amax(dim=2)
@@ -173,31 +166,32 @@ class GatherGraph(nn.Module):
 
 
 class PlaceGraph(nn.Module):
-    """rows, chosen, fresh and state -> state with rows of fresh in it, written in place."""
+    """write, fresh and state -> state with fresh in it, written in place.
 
-    def forward(self, rows: Tensor, chosen: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Puts the chosen rows of each fresh into its state's rows, both [new].
+    Both are cross, as `CrossGraph` gives it.
+    """
 
-        A fresh is [fresh, heads, m, n] and a state [batch, heads, M, N]; what is more than fits is
-        left out, and where it is less the rest becomes zero.
-        """
+    def forward(self, write: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Puts the columns of each fresh into its state, from column write [batch] on."""
         half = len(tensors) // 2
-        return tuple(
-            _put(rows, fresh.index_select(0, chosen), state)
-            for fresh, state in zip(tensors[:half], tensors[half:], strict=True)
-        )
+        placed = [
+            KeyValues(
+                _scatter(state.keys, fresh.keys, write, axis=-1),
+                _scatter(state.values, fresh.values, write),
+            )
+            for fresh, state in zip(pair(tensors[:half]), pair(tensors[half:]), strict=True)
+        ]
+        return flatten(placed)
 
 
-def _put(rows: Tensor, fresh: Tensor, state: Tensor) -> Tensor:
-    fresh = fresh[:, :, : state.shape[2], : state.shape[3]]
-    length, width = (state.shape[axis] - fresh.shape[axis] for axis in (2, 3))
-    filled = F.pad(fresh, (0, width, 0, length))
+def _scatter(buffer: Tensor, newer: Tensor, write: Tensor, axis: int = -2) -> Tensor:
     return torch.onnx.ops.symbolic(
-        "ScatterND",
-        (state, rows[:, None], filled),
-        dtype=state.dtype,
-        shape=state.shape,
-        version=18,
+        "TensorScatter",
+        (buffer, newer, write),
+        attrs={"axis": axis},
+        dtype=buffer.dtype,
+        shape=buffer.shape,
+        version=OPSET,
     )
 
 
@@ -236,16 +230,10 @@ def export_slot_graphs(
             for part, shape in (("keys", keys), ("values", values))
         )
 
-    def any_cache(role: Role, batch: str, prefix: str = "") -> tuple[TensorSpec, ...]:
-        """Past or cross, whose last dimensions differ."""
-        keys, values = (
-            (batch, config.kv_heads, f"{prefix}{part} length", f"{prefix}{part} width")
-            for part in ("keys", "values")
-        )
-        return cache(role, keys, values)
-
     heads, d_head = config.kv_heads, config.d_head
-    cross = cache("cross", ("batch", heads, d_head, "source"), ("batch", heads, "source", d_head))
+
+    def cross_as(role: Role, batch: str, source: str) -> tuple[TensorSpec, ...]:
+        return cache(role, (batch, heads, d_head, source), (batch, heads, source, d_head))
 
     def past_as(role: Role, batch: str, columns: str) -> tuple[TensorSpec, ...]:
         shape = (batch, heads, columns, d_head)
@@ -257,6 +245,7 @@ def export_slot_graphs(
     segments = whole + left
     source = ids("source", "batch", "source")
     mask = TensorSpec("source_mask", "source_mask", "bool", ("batch", "source"))
+    cross = cross_as("cross", "batch", "source")
     read = (floats("source_bias", "batch", 1, 1, "source"), *cross)
     modules: dict[str, tuple[nn.Module, tuple[TensorSpec, ...], tuple[TensorSpec, ...]]] = {
         "decoder": (
@@ -284,35 +273,30 @@ def export_slot_graphs(
             (floats("logits", "rows", config.vocabulary_size),),
             (floats("sums", "rows"), floats("peaks", "rows", segments)),
         ),
-        "select": (
-            SelectGraph(),
-            (ids("rows", "selected"), *any_cache("state", "batch")),
-            any_cache("selected", "selected"),
-        ),
         "gather": (
             GatherGraph(),
             (ids("index", "selected", heads, "columns"), *past_as("state", "batch", "capacity")),
             past_as("gathered", "selected", "columns"),
-        ),
-        "place": (
-            PlaceGraph(),
-            (
-                ids("rows", "new"),
-                ids("chosen", "new"),
-                *any_cache("fresh", "fresh", "new "),
-                *any_cache("state", "batch"),
-            ),
-            any_cache("placed", "batch"),
         ),
     }
     if on_device:
         hidden = TensorSpec("hidden", "hidden", precision, ("rows", config.d_model))
         modules["best"] = (BestGraph(model), (hidden,), (ids("best", "rows"),))
     if has_encoder:
-        modules["encoder"] = (
-            CrossGraph(model),
-            (source, mask),
-            cross,
+        modules["encoder"] = (CrossGraph(model), (source, mask), cross)
+        modules["select"] = (
+            SelectGraph(),
+            (ids("rows", "selected"), *cross_as("state", "batch", "source")),
+            cross_as("selected", "selected", "source"),
+        )
+        modules["place"] = (
+            PlaceGraph(),
+            (
+                ids("write", "batch"),
+                *cross_as("fresh", "batch", "new"),
+                *cross_as("state", "batch", "source"),
+            ),
+            cross_as("placed", "batch", "source"),
         )
     with silenced():
         return {

@@ -13,7 +13,12 @@ from transferry.export.calibration import Activation
 from transferry.export.fusion import FloatKernels, Fusion, Kernels, drop_unused
 from transferry.export.graphs import OPSET, Graph, export_graphs
 from transferry.export.int8 import Int8Kernels, quantise_embedding
-from transferry.export.screening import SMALLEST_VOCABULARY, rough_graph, screen_tensors
+from transferry.export.screening import (
+    SMALLEST_VOCABULARY,
+    peaks_graph,
+    rough_graph,
+    screen_tensors,
+)
 from transferry.export.slot_graphs import OPSET as SLOT_OPSET
 from transferry.export.slot_graphs import export_slot_graphs
 from transferry.runtime.bundle import StoredTensor, Variant
@@ -134,6 +139,7 @@ def make_variant(
         )
     if _screened(recipe, graphs, model):
         graphs["rough"] = rough_graph(graphs["head"])
+        graphs["peaks"] = peaks_graph(graphs["sums"])
     return MadeVariant(name, opset, graphs)
 
 

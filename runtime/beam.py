@@ -29,35 +29,29 @@ class Beams(Outputs):
     of a sentence that has ended, which therefore ends nothing twice.
 
     Attributes:
-        totals: log-probabilities of the beams `[slots, beam]`.
-        best: the best `beam` hypotheses of each slot that have ended, best first.
-        worst_score: of them; minus infinity until there are `beam` `[slots]`.
-        reach: what divides the log-probability of an output of the greatest length `[slots]`.
-        failed: where the model gave no usable scores `[slots]`.
+        totals: log-probabilities of the beams `[sentences, beam]`.
+        best: the best `beam` hypotheses of each sentence that have ended, best first.
+        worst_score: of them; minus infinity until there are `beam` `[sentences]`.
+        reach: what divides the log-probability of an output of the greatest length `[sentences]`.
+        failed: where the model gave no usable scores `[sentences]`.
     """
 
     rows_at_first = 1
 
     def __init__(
-        self, slots: int, options: GenerationOptions, eos_id: int, normalise: Normalise
+        self,
+        requests: Sequence[Request[Any]],
+        options: GenerationOptions,
+        eos_id: int,
+        normalise: Normalise,
     ) -> None:
-        super().__init__(slots, options.beam, options, eos_id, normalise)
-        self.totals = np.zeros((slots, self.width))
-        self.best: list[list[Hypothesis]] = [[] for _ in range(slots)]
-        self.worst_score = np.zeros(slots)
-        self.reach = np.ones(slots)
-        self.failed = np.zeros(slots, np.bool_)
-
-    def admit(self, slots: NDArray[np.int64], requests: Sequence[Request[Any]]) -> None:
-        """Begins sentences with one beam each; see `Outputs.admit`."""
-        super().admit(slots, requests)
-        self.totals[slots] = -np.inf
-        self.totals[slots, 0] = 0.0
-        self.worst_score[slots] = -np.inf
-        self.failed[slots] = False
-        for slot, request in zip(slots.tolist(), requests, strict=True):
-            self.best[slot] = []
-            self.reach[slot] = request.max_length**self.options.length_penalty
+        super().__init__(requests, options.beam, options, eos_id, normalise)
+        self.totals = np.full((len(requests), self.width), -np.inf)
+        self.totals[:, 0] = 0.0  # each begins with one beam
+        self.best: list[list[Hypothesis]] = [[] for _ in requests]
+        self.worst_score = np.full(len(requests), -np.inf)
+        self.reach = self.limits**options.length_penalty
+        self.failed = np.zeros(len(requests), np.bool_)
 
     def choose(
         self,
@@ -67,30 +61,30 @@ class Beams(Outputs):
     ) -> Choice:
         """Ranks what may follow the beams; see `Outputs.choose`."""
         beam = self.width
-        slots = rows[rows % beam == 0] // beam
-        width = len(rows) // len(slots)
-        totals = self.totals[slots, :width]
+        sentences = rows[rows % beam == 0] // beam
+        width = len(rows) // len(sentences)
+        totals = self.totals[sentences, :width]
         normaliser = self.normalise(logits)
         normalised = ~np.isnan(normaliser.log_sum_exp).reshape(-1, width)
         failed = (~normalised & (totals > -np.inf)).any(axis=1)
         totals, parents, tokens = best_candidates(logits, allowed, normaliser, totals, 2 * beam)
-        parents += np.arange(len(slots))[:, None] * width
+        parents += np.arange(len(sentences))[:, None] * width
 
         exists = totals > -np.inf
         ends = exists & (tokens == self.eos_id)
-        at_limit = self.lengths[slots] + 1 == self.limits[slots]
+        at_limit = self.lengths[sentences] + 1 == self.limits[sentences]
         complete = np.where(at_limit[:, None], exists, ends)[:, :beam]
         for sentence, rank in np.argwhere(complete):
             place = sentence, rank
-            self._add(slots[sentence], rows[parents[place]], int(tokens[place]), totals[place])
+            self._add(sentences[sentence], rows[parents[place]], int(tokens[place]), totals[place])
 
         going_on = np.argsort(ends, axis=1, kind="stable")[:, :beam]
         totals = np.take_along_axis(totals, going_on, axis=1)
-        done = failed | at_limit | self._settled(slots, totals.max(axis=1))
+        done = failed | at_limit | self._settled(sentences, totals.max(axis=1))
         totals[done] = -np.inf
-        self.totals[slots] = totals
-        self.failed[slots] |= failed
-        rows = self.rows_of(slots)
+        self.totals[sentences] = totals
+        self.failed[sentences] |= failed
+        rows = self.rows_of(sentences)
         self.ended[rows] |= done.repeat(beam)
         return Choice(
             rows,
@@ -98,9 +92,9 @@ class Beams(Outputs):
             np.take_along_axis(tokens, going_on, axis=1).ravel(),
         )
 
-    def _add(self, slot: int, row: int, token: int, log_probability: float) -> None:
+    def _add(self, sentence: int, row: int, token: int, log_probability: float) -> None:
         """Adds a hypothesis: the output in `row` and one token more."""
-        length = int(self.lengths[slot])
+        length = int(self.lengths[sentence])
         score = length_normalised(log_probability, length + 1, self.options.length_penalty)
         tokens = tuple(self.tokens[row, :length].tolist())
         log_probability = float(log_probability)
@@ -108,34 +102,34 @@ class Beams(Outputs):
             hypothesis = Hypothesis(tokens, log_probability, score, "end")
         else:
             hypothesis = Hypothesis((*tokens, token), log_probability, score, "length")
-        best = self.best[slot] = ranked([*self.best[slot], hypothesis])[: self.width]
+        best = self.best[sentence] = ranked([*self.best[sentence], hypothesis])[: self.width]
         if len(best) == self.width:
-            self.worst_score[slot] = best[-1].score
+            self.worst_score[sentence] = best[-1].score
 
     def _settled(
-        self, slots: NDArray[np.int64], log_probability: NDArray[np.float64]
+        self, sentences: NDArray[np.int64], log_probability: NDArray[np.float64]
     ) -> NDArray[np.bool_]:
         """Whether nothing more is to come that would be wanted.
 
         Args:
-            slots: the slots asked about `[slots]`.
-            log_probability: of the best live beam of each `[slots]`.
+            sentences: the sentences asked about `[sentences]`.
+            log_probability: of the best live beam of each `[sentences]`.
         """
-        worst = self.worst_score[slots]
+        worst = self.worst_score[sentences]
         settled: NDArray[np.bool_]
         if self.options.early_stopping:
             settled = (log_probability == -np.inf) | (worst > -np.inf)
             return settled
         # A log-probability is negative and only falls, and division by a power of the length
         # raises it: no continuation scores above what the beam would at the greatest length.
-        settled = log_probability / self.reach[slots] <= worst
+        settled = log_probability / self.reach[sentences] <= worst
         return settled
 
-    def hypotheses(self, slot: int) -> list[Hypothesis]:
+    def hypotheses(self, sentence: int) -> list[Hypothesis]:
         """The best `n_best`; see `Outputs.hypotheses`."""
-        if self.failed[slot] or not self.best[slot]:
+        if self.failed[sentence] or not self.best[sentence]:
             return [FAILED]
-        return self.best[slot][: self.options.n_best]
+        return self.best[sentence][: self.options.n_best]
 
 
 def best_candidates(
@@ -219,16 +213,4 @@ def _contenders(
     # Nothing reaches NaN, infinity neither.
     enough[~np.isfinite(offsets)] = np.nan
     # In the logits' own precision: the nearest number there has none between it and the exact one.
-    enough = enough.astype(allowed.dtype)
-    row, segment = np.divmod(np.flatnonzero(peaks.maxima >= enough[:, None]), peaks.maxima.shape[1])
-    # Behind the whole segments each token is one by itself.
-    whole, length = allowed.shape[1] // peaks.length, peaks.length
-    single = segment >= whole
-    single_row, single_token = row[single], segment[single] + whole * (length - 1)
-    row, segment = row[~single], segment[~single]
-    segments = allowed[:, : whole * length].reshape(len(allowed), whole, length)
-    place, offset = np.divmod(np.flatnonzero(segments[row, segment] >= enough[row, None]), length)
-    row = np.concatenate([row[place], single_row])
-    token = np.concatenate([segment[place] * length + offset, single_token])
-    order = np.argsort(row, kind="stable")
-    return row[order], token[order]
+    return peaks.reaching(allowed, enough.astype(allowed.dtype))

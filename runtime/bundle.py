@@ -29,7 +29,7 @@ from transferry.runtime.options import GenerationOptions, options_of_json
 from transferry.runtime.tables import table
 from transferry.runtime.tokenizer import AnyTokenizer, load_tokenizer
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 REFERENCE = "reference.npz"
 # Which graphs a variant has at least, by architecture.
@@ -38,8 +38,11 @@ GRAPHS = {
     "decoder-only": ("decoder", "select"),
     "encoder-only": ("encoder",),
 }
-# And besides, where the cache lies in place.
-IN_PLACE = ("head", "sums", "gather", "place")
+# The same where the cache lies in place.
+IN_PLACE = {
+    "encoder-decoder": ("encoder", "decoder", "head", "sums", "gather", "place", "select"),
+    "decoder-only": ("decoder", "head", "sums", "gather"),
+}
 
 Role = Literal[
     "source",  # int64 [batch, source]: token ids
@@ -60,14 +63,15 @@ Role = Literal[
     "hidden",  # [batch, source, d_model]: what an encoder alone makes of the source; of a decoder
     #            [batch * target, d_model], what its logits are made of
     "positions",  # int64 [batch, target]: of the target; where the cache lies in place
-    "write",  # int64 [batch]: the cache's column that the first target token writes; likewise
+    "write",  # int64 [batch]: the cache's column that the first target token writes; likewise. Or
+    #           the column from which what is fresh is written into a state
     "bias",  # [batch, 1, target, capacity]: 0 at columns that a token sees, else minus infinity
     "source_bias",  # [batch, 1, 1, source]: the same for the source
-    "rows",  # int64 [selected] or [new]: which rows to take, or to put something into
+    "rows",  # int64 [selected]: which rows to take
     "index",  # int64 [selected, heads, columns]: which columns of the cache to take
     "gathered",  # [selected, heads, columns, d_head]: the cache with these columns
-    "chosen",  # int64 [new]: which rows of what is fresh are put into a state
-    "fresh",  # [fresh, heads, new length, d_head]: cross or past of sentences that are to join
+    "fresh",  # [batch, heads, columns, d_head]: cross of a few sentences, to be written into
+    #           that of all
     "placed",  # [batch, heads, length, d_head]: the state after that
     "state",  # [batch, heads, length, d_head]: past or cross, before a selection
     "selected",  # [selected, heads, length, d_head]: and after it
@@ -138,8 +142,8 @@ class Variant:
         precision: Type of weights and arithmetic.
         providers: Where it is meant to run.
         opset: Version of the standard ONNX operators that the graphs use.
-        graphs: Those that `GRAPHS` lists, by name; where the cache lies in place "head", "sums",
-            "gather" and "place" too, and where greedy search is screened "rough".
+        graphs: Those that `GRAPHS` lists, by name, or where the cache lies in place `IN_PLACE`; and
+            where greedy search is screened "rough".
         screen: What `runtime.screen` reads of the vocabulary projection, by its names there; empty
             where greedy search does without.
     """
@@ -159,7 +163,7 @@ class Variant:
     @property
     def in_place(self) -> bool:
         """Whether the cache lies in place; else every step makes a longer one."""
-        return "place" in self.graphs
+        return "gather" in self.graphs
 
 
 @dataclass(frozen=True)
@@ -266,7 +270,7 @@ def _check_graphs(manifest: Manifest) -> None:
     if not manifest.variants:
         raise ValueError("it has no variant")
     for variant in manifest.variants.values():
-        for name in (*GRAPHS[manifest.architecture], *(IN_PLACE if variant.in_place else ())):
+        for name in (IN_PLACE if variant.in_place else GRAPHS)[manifest.architecture]:
             if name not in variant.graphs:
                 raise ValueError(f"variant {variant.name!r} has no graph {name!r}")
         for graph in variant.graphs.values():

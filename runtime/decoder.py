@@ -1,7 +1,7 @@
 """What a search needs of a model: the decoder protocol."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,36 +69,15 @@ class Decoder(Protocol[State]):
 
 
 @runtime_checkable
-class RefillingDecoder(Decoder[State], Protocol[State]):
-    """A decoder whose rows may be at different lengths, so that new sources join those at work.
+class SentenceDecoder(Decoder[State], Protocol[State]):
+    """A decoder whose rows share the cache of their sentence, so that reordering copies nothing.
 
     The rows of a state are grouped by sentence, as many neighbouring rows each: 1 after `start`,
-    more once a `select` has taken each sentence's row so many times. The search keeps to that: it
-    drops whole sentences, and reorders rows inside their sentence alone.
+    more once a `select` has taken each sentence's row so many times. The search keeps to that where
+    it can: it drops whole sentences, and reorders rows inside their sentence alone.
     """
 
-    def refill(
-        self,
-        state: State,
-        sentences: NDArray[np.int64],
-        fresh: State,
-        chosen: NDArray[np.int64],
-    ) -> State:
-        """Puts new sentences in the place of ended ones.
-
-        Sentence `sentences[i]` of the state becomes row `chosen[i]` of `fresh`, in all its rows:
-        the search steps them with the same token, so that they score the same. All other rows go
-        on undisturbed, each at its own length. An ended sentence that is not refilled yet is
-        stepped on with any tokens, never more often than its own greatest length.
-
-        Args:
-            state: what `step` or `select` returned.
-            sentences: which sentences of the state to replace, in rising order `[new]`.
-            fresh: what `start` returned; it may be asked for other rows later. Its sources may be
-                longer than any of the state's.
-            chosen: which rows of it come in `[new]`.
-        """
-        ...
+    shares_cache: Literal[True]
 
 
 @runtime_checkable

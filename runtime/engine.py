@@ -480,11 +480,8 @@ class _Requests:
     rows: Tasks[_Row]
     prefix: tuple[int, ...]
 
-    def take(self, most: int, *, wait: bool) -> list[Request[Todo[_Row]]]:
+    def take(self, most: int) -> list[Request[Todo[_Row]]]:
         return [
             Request(todo, todo.task.source, todo.task.room, self.prefix, todo.task.number)
-            for todo in self.rows.take(most, wait=wait)
+            for todo in self.rows.take(most)
         ]
-
-    def ready(self, most: int) -> int:
-        return self.rows.ready(most)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnxruntime
@@ -26,6 +26,36 @@ SHORTAGES = (
     *("Failed to allocate memory", "is smaller than requested bytes"),
     *("bad_alloc", "bad allocation", "out of memory", "ALLOC_FAILED"),
 )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Neighbouring rows of a buffer, bound where they lie.
+
+    Attributes:
+        buffer: [rows, ...], on the device.
+        first: The first of them.
+        count: How many.
+    """
+
+    buffer: OrtValue
+    first: int
+    count: int
+
+    def where(self) -> tuple[int, list[int], int]:
+        """Type of element as ONNX numbers it, shape and address."""
+        rows, *shape = self.buffer.shape()
+        offset = self.buffer.tensor_size_in_bytes() // rows * self.first
+        address = self.buffer.data_ptr() + offset
+        return self.buffer.element_type(), [self.count, *shape], address
+
+    def numpy(self) -> NDArray[Any]:
+        """Copies them to the host."""
+        rows: NDArray[Any] = self.buffer.numpy()[self.first : self.first + self.count]
+        return rows
+
+
+Bindable: TypeAlias = OrtValue | Rows
 
 
 class GraphRunner:
@@ -64,10 +94,10 @@ class GraphRunner:
 
     def run(
         self,
-        inputs: Mapping[Any, Sequence[OrtValue]],
+        inputs: Mapping[Any, Sequence[Bindable]],
         *outputs: Any,
         host: Mapping[Any, NDArray[Any]] | None = None,
-        in_place: Mapping[Any, Sequence[OrtValue]] | None = None,
+        in_place: Mapping[Any, Sequence[Bindable]] | None = None,
     ) -> list[OrtValue]:
         """Runs the graph.
 
@@ -93,9 +123,9 @@ class GraphRunner:
     def bind(
         self,
         *,
-        fixed: Mapping[Any, Sequence[OrtValue]],
+        fixed: Mapping[Any, Sequence[Bindable]],
         changing: Mapping[str, NDArray[Any]] | None = None,
-        in_place: Mapping[Any, Sequence[OrtValue]] | None = None,
+        in_place: Mapping[Any, Sequence[Bindable]] | None = None,
         host: Mapping[Any, NDArray[Any]] | None = None,
     ) -> BoundCall:
         """Binds all inputs and outputs once, for many runs.
@@ -137,20 +167,26 @@ class GraphRunner:
 
     def _bound(
         self,
-        inputs: Mapping[Any, Sequence[OrtValue]],
+        inputs: Mapping[Any, Sequence[Bindable]],
         host: Mapping[Any, NDArray[Any]],
-        in_place: Mapping[Any, Sequence[OrtValue]],
+        in_place: Mapping[Any, Sequence[Bindable]],
     ) -> onnxruntime.IOBinding:
-        binding = self.session.io_binding()
+        binding, device = self.session.io_binding(), (self._device, self._device_id)
         for role, values in inputs.items():
             for name, value in zip(self.graph.names(role), values, strict=True):
-                binding.bind_ortvalue_input(name, value)
+                if isinstance(value, Rows):
+                    binding.bind_input(name, *device, *value.where())
+                else:
+                    binding.bind_ortvalue_input(name, value)
         for role, array in host.items():
             (name,) = self.graph.names(role)
             binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         for role, values in in_place.items():
             for name, value in zip(self.graph.names(role), values, strict=True):
-                binding.bind_ortvalue_output(name, value)
+                if isinstance(value, Rows):
+                    binding.bind_output(name, *device, *value.where())
+                else:
+                    binding.bind_ortvalue_output(name, value)
         return binding
 
 

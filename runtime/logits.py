@@ -35,6 +35,33 @@ class Peaks:
         maxima = logits[:, :whole].reshape(rows, -1, length).max(axis=2)
         return cls(np.concatenate([maxima, logits[:, whole:]], axis=1), length)
 
+    def reaching(
+        self, logits: NDArray[np.floating[Any]], least: NDArray[np.floating[Any]]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Finds the logits that reach what is wanted of their row: only where a peak does, any do.
+
+        Args:
+            logits: what the peaks are of `[rows, vocabulary]`.
+            least: in the precision of the logits; NaN where none are wanted `[rows]`.
+
+        Returns:
+            Rows and tokens, in rising order of row and then token.
+        """
+        rows, vocabulary = logits.shape
+        segments = self.maxima.shape[1]
+        row, segment = np.divmod(np.flatnonzero(self.maxima >= least[:, None]), segments)
+        # Behind the whole segments each token is one by itself.
+        whole, length = vocabulary // self.length, self.length
+        single = segment >= whole
+        single_row, single_token = row[single], segment[single] + whole * (length - 1)
+        row, segment = row[~single], segment[~single]
+        parts = logits[:, : whole * length].reshape(rows, whole, length)[row, segment]
+        place, offset = np.divmod(np.flatnonzero(parts >= least[row, None]), length)
+        row = np.concatenate([row[place], single_row])
+        token = np.concatenate([segment[place] * length + offset, single_token])
+        order = np.argsort(row, kind="stable")
+        return row[order], token[order]
+
 
 @dataclass(frozen=True)
 class Normaliser:

@@ -55,23 +55,23 @@ class Choice:
 class Outputs(ABC):
     """The outputs of the sentences that are answered together.
 
-    A slot holds one sentence after another. Each has `width` outputs, those of slot s in the rows
-    from `s * width` on. They grow by a token a step, ended ones too while they are stepped.
+    Each has `width` outputs, those of sentence s in the rows from `s * width` on. They grow by a
+    token a step, ended ones too while they are stepped.
 
     Attributes:
         width: outputs of a sentence.
         rows_at_first: rows of a sentence in the first step after `Decoder.start`.
-        lengths: tokens of the outputs in each slot `[slots]`.
-        limits: most tokens of an output in each slot `[slots]`.
-        tokens: the outputs, without meaning beyond their lengths `[slots * width, max_length]`.
-        ended: which outputs are complete, or have failed `[slots * width]`.
+        lengths: tokens of the outputs of each sentence `[sentences]`.
+        limits: most tokens of an output of each `[sentences]`.
+        tokens: the outputs, without meaning beyond their lengths `[sentences * width, max_length]`.
+        ended: which outputs are complete, or have failed `[sentences * width]`.
     """
 
     rows_at_first: int
 
     def __init__(
         self,
-        slots: int,
+        requests: Sequence[Request[Any]],
         width: int,
         options: GenerationOptions,
         eos_id: int,
@@ -81,25 +81,15 @@ class Outputs(ABC):
         self.normalise = normalise
         self.options = options
         self.eos_id = eos_id
-        self.lengths = np.zeros(slots, np.int64)
-        self.limits = np.zeros(slots, np.int64)
-        self.tokens = np.zeros((slots * width, options.max_length), np.int64)
-        self.ended = np.ones(slots * width, np.bool_)
+        rows = len(requests) * width
+        self.lengths = np.zeros(len(requests), np.int64)
+        self.limits = np.array([request.max_length for request in requests])
+        self.tokens = np.zeros((rows, options.max_length), np.int64)
+        self.ended = np.zeros(rows, np.bool_)
 
-    def rows_of(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rows of some slots, those of a slot side by side `[slots * width]`."""
-        return (slots[:, None] * self.width + np.arange(self.width)).ravel()
-
-    def admit(self, slots: NDArray[np.int64], requests: Sequence[Request[Any]]) -> None:
-        """Begins new sentences in some slots, whatever was there.
-
-        Args:
-            slots: a slot for each request `[requests]`.
-            requests: the sentences.
-        """
-        self.lengths[slots] = 0
-        self.limits[slots] = [request.max_length for request in requests]
-        self.ended[self.rows_of(slots)] = False
+    def rows_of(self, sentences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows of some sentences, those of each side by side `[sentences * width]`."""
+        return (sentences[:, None] * self.width + np.arange(self.width)).ravel()
 
     @abstractmethod
     def choose(
@@ -123,15 +113,15 @@ class Outputs(ABC):
             rows: the rows that were stepped `[stepped rows]`.
             choice: what follows them.
         """
-        slots = choice.rows // self.width
-        lengths = self.lengths[slots]
+        sentences = choice.rows // self.width
+        lengths = self.lengths[sentences]
         parents = rows[choice.parents]
         if not np.array_equal(parents, choice.rows):
             longest = int(lengths.max())
             self.tokens[choice.rows, :longest] = self.tokens[parents, :longest]
         self.tokens[choice.rows, lengths] = choice.tokens
-        self.lengths[slots] = lengths + 1
+        self.lengths[sentences] = lengths + 1
 
     @abstractmethod
-    def hypotheses(self, slot: int) -> list[Hypothesis]:
-        """The outputs of a slot whose sentence has ended: at most `n_best`, best first."""
+    def hypotheses(self, sentence: int) -> list[Hypothesis]:
+        """The outputs of a sentence that has ended: at most `n_best`, best first."""

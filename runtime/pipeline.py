@@ -18,6 +18,8 @@ Done = TypeVar("Done")
 
 # How often a replica that waits looks whether anybody is left to wait for, in seconds.
 LOOK_UP = 1.0
+# What one replica takes at least, if there is as much: fewer rows hardly fill its products.
+SMALLEST_SHARE = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,18 +38,15 @@ class Todo(Generic[Task]):
 class Tasks(Protocol[Task]):
     """Where a worker gets what is to be computed."""
 
-    def take(self, most: int, *, wait: bool) -> list[Todo[Task]]:
-        """Hands out what is to be computed next, of similar length.
+    def take(self, most: int) -> list[Todo[Task]]:
+        """Hands out what is to be computed next, of similar length, once there is anything.
 
         Args:
             most: How many are wanted.
-            wait: Where there is nothing, wait until there is; then nothing means that nothing
-                more will come.
-        """
-        ...
 
-    def ready(self, most: int) -> int:
-        """How many `take` would hand out now."""
+        Returns:
+            What is to be computed; nothing if nothing more will come.
+        """
         ...
 
 
@@ -59,8 +58,9 @@ class Supply(Generic[Task, Done]):
 
         Args:
             tokens: Most tokens that are handed out at once, padding counted.
-            workers: Among how many it is shared out. None gets more than its share of what waits:
-                of the last rows one would otherwise take all, and the others have nothing to do.
+            workers: Among how many it is shared out. None gets more than its share of what waits,
+                unless that is hardly worth computing: of the last rows one would otherwise take
+                all, and the others have nothing to do.
         """
         self._tokens, self._workers = tokens, workers
         self._waiting: deque[Todo[Task]] = deque()
@@ -71,22 +71,17 @@ class Supply(Generic[Task, Done]):
         lock = threading.Lock()
         self._added, self._finished = threading.Condition(lock), threading.Condition(lock)
 
-    def take(self, most: int, *, wait: bool) -> list[Todo[Task]]:
+    def take(self, most: int) -> list[Todo[Task]]:
         """Hands out what is to be computed next; see `Tasks.take`."""
         with self._added:
-            while wait and not (self._waiting or self._closed or self._abandoned()):
+            while not (self._waiting or self._closed or self._abandoned()):
                 self._added.wait(LOOK_UP)
             return [self._waiting.popleft() for _ in range(self._fitting(most))]
-
-    def ready(self, most: int) -> int:
-        """How many `take` would hand out now; see `Tasks.ready`."""
-        with self._added:
-            return self._fitting(most)
 
     def _fitting(self, most: int) -> int:
         if self._stopped or self._abandoned():
             return 0
-        share = -(-len(self._waiting) // self._workers)
+        share = max(-(-len(self._waiting) // self._workers), SMALLEST_SHARE)
         return fitting((todo.tokens for todo in self._waiting), min(most, share), self._tokens)
 
     def _abandoned(self) -> bool:
@@ -168,13 +163,10 @@ class _Loan(Generic[Task]):
         self._most = most
         self.taken: dict[Todo[Task], None] = {}
 
-    def take(self, most: int, *, wait: bool) -> list[Todo[Task]]:
-        todos = self._supply.take(min(most, self._most), wait=wait)
+    def take(self, most: int) -> list[Todo[Task]]:
+        todos = self._supply.take(min(most, self._most))
         self.taken.update(dict.fromkeys(todos))
         return todos
-
-    def ready(self, most: int) -> int:
-        return self._supply.ready(min(most, self._most))
 
 
 def sparing(work: Work[Task, Done], rows: int) -> Worker[Task, Done]:
@@ -222,7 +214,7 @@ def batch_worker(compute: Callable[[list[Task]], list[Done]], rows: int) -> Work
     """
 
     def work(tasks: Tasks[Task], rows: int) -> Iterator[tuple[Todo[Task], Done]]:
-        while todos := tasks.take(rows, wait=True):
+        while todos := tasks.take(rows):
             yield from zip(todos, compute([todo.task for todo in todos]), strict=True)
 
     return sparing(work, rows)

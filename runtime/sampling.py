@@ -16,36 +16,29 @@ class Picks(Outputs):
     """Greedy search and sampling: the outputs of a sentence grow each for itself.
 
     Attributes:
-        counts: tokens of each output up to its end, that token included `[slots * n_best]`.
-        totals: their log-probabilities; NaN where none are wanted `[slots * n_best]`.
-        failed: where the model gave no usable scores `[slots * n_best]`.
+        counts: tokens of each output up to its end, that token included `[sentences * n_best]`.
+        totals: their log-probabilities; NaN where none are wanted `[sentences * n_best]`.
+        failed: where the model gave no usable scores `[sentences * n_best]`.
     """
 
     def __init__(
-        self, slots: int, options: GenerationOptions, eos_id: int, normalise: Normalise
+        self,
+        requests: Sequence[Request[Any]],
+        options: GenerationOptions,
+        eos_id: int,
+        normalise: Normalise,
     ) -> None:
-        super().__init__(slots, options.n_best, options, eos_id, normalise)
+        super().__init__(requests, options.n_best, options, eos_id, normalise)
         self.rows_at_first = self.width
-        rows = slots * self.width
+        rows = len(self.ended)
         self.counts = np.zeros(rows, np.int64)
-        self.totals = np.zeros(rows)
+        self.totals = np.full(rows, 0.0 if options.scores else math.nan)
         self.failed = np.zeros(rows, np.bool_)
         self.sampler: Sampler | None = None
         if options.sample:
-            self.sampler = Sampler(options, np.zeros((rows, options.max_length)))
-
-    def admit(self, slots: NDArray[np.int64], requests: Sequence[Request[Any]]) -> None:
-        """Begins sentences and draws their random numbers; see `Outputs.admit`."""
-        super().admit(slots, requests)
-        rows = self.rows_of(slots)
-        self.counts[rows] = 0
-        self.totals[rows] = 0.0 if self.options.scores else math.nan
-        self.failed[rows] = False
-        if self.sampler is not None:
             row_ids = [request.row_id for request in requests]
-            self.sampler.uniforms[rows] = draw_uniforms(
-                self.options.seed, row_ids, self.width, self.options.max_length
-            )
+            uniforms = draw_uniforms(options.seed, row_ids, self.width, options.max_length)
+            self.sampler = Sampler(options, uniforms)
 
     def choose(
         self,
@@ -84,18 +77,18 @@ class Picks(Outputs):
             usable: False where the model's scores were not `[rows]`.
             gains: the tokens' log-probabilities, without effect where none are wanted `[rows]`.
         """
-        slots = rows // self.width
+        sentences = rows // self.width
         growing = ~self.ended[rows]
         self.counts[rows] += growing
         self.totals[rows] += np.where(growing, gains, 0.0)
         self.failed[rows] |= growing & ~usable
-        at_limit = self.lengths[slots] + 1 == self.limits[slots]
+        at_limit = self.lengths[sentences] + 1 == self.limits[sentences]
         self.ended[rows] |= (tokens == self.eos_id) | at_limit | ~usable
         return Choice(rows, np.arange(len(rows)), tokens)
 
-    def hypotheses(self, slot: int) -> list[Hypothesis]:
-        """All outputs of a slot; see `Outputs.hypotheses`."""
-        first = slot * self.width
+    def hypotheses(self, sentence: int) -> list[Hypothesis]:
+        """All outputs of a sentence; see `Outputs.hypotheses`."""
+        first = sentence * self.width
         return ranked(self._hypothesis(row) for row in range(first, first + self.width))
 
     def _hypothesis(self, row: int) -> Hypothesis:

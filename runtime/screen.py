@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.errors import InputError
-from transferry.runtime.logits import BLOCK_ENTRIES
+from transferry.runtime.logits import SEGMENT, Peaks
 
 Floats = NDArray[np.float32]
 
@@ -110,7 +110,9 @@ class Screen:
         self._radii = (radii * self._slack).astype(np.float32)
         self._largest_radii = self._radii.max(axis=1)
 
-    def likeliest(self, hidden: Floats, rough: Floats) -> NDArray[np.int64]:
+    def likeliest(
+        self, hidden: Floats, rough: Floats, peaks: Peaks | None = None
+    ) -> NDArray[np.int64]:
         """Returns the token of the highest exact score of each row, the lowest id of equals.
 
         Args:
@@ -118,6 +120,7 @@ class Screen:
                 quantised by DynamicQuantizeLinear, since its range is that of all rows.
             rough: The int8 product's scores, bias included, minus infinity where a token is
                 forbidden [rows, vocabulary].
+            peaks: Of these scores, where they are known.
 
         Returns:
             [rows]; -1 where the hidden state is not finite, or every token is forbidden.
@@ -135,7 +138,8 @@ class Screen:
 
         row = token = np.empty(0, np.int64)
         if SMALLEST_STEP < step < np.inf:
-            row, token, full = self._contenders(rough, parts)
+            peaks = peaks or Peaks.of(rough, SEGMENT)
+            row, token, full = self._contenders(rough, peaks, parts)
         else:
             # A row that is not finite spoils the scale of all.
             full = np.asarray(np.isfinite(hidden).all(axis=1))
@@ -159,24 +163,15 @@ class Screen:
         return tokens
 
     def _contenders(
-        self, rough: Floats, parts: Floats
+        self, rough: Floats, peaks: Peaks, parts: Floats
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """The tokens that may be the best: row and token of each, and rows with too many."""
-        rows, vocabulary = rough.shape
         largest = parts @ self._largest_radii
-        reach = np.empty(rows, np.float32)
-        places = []
-        block = max(1, BLOCK_ENTRIES // vocabulary)
-        for first in range(0, rows, block):
-            part = slice(first, first + block)
-            reach[part] = rough[part].max(axis=1) - largest[part]
-            # First by the largest radius of all tokens, which costs one comparison a score.
-            enough = reach[part] - largest[part]
-            near = np.flatnonzero(rough[part] >= enough[:, None])
-            places.append(near + first * vocabulary)
-        place = np.concatenate(places)
-        row, token = np.divmod(place, vocabulary)
-        full = (np.bincount(row, minlength=rows) > MOST) | ~np.isfinite(reach)
+        reach = peaks.maxima.max(axis=1) - largest
+        # First by the largest radius of all tokens, which costs one comparison a segment.
+        least = np.where(np.isfinite(reach), reach - largest, np.float32(np.nan))
+        row, token = peaks.reaching(rough, least)
+        full = (np.bincount(row, minlength=len(rough)) > MOST) | np.isnan(least)
         if full.any():
             kept = ~full[row]
             row, token = row[kept], token[kept]

@@ -1,16 +1,14 @@
 """The search: greedy, sampling and beam over any decoder.
 
 What scores is a `Decoder`, what filters a `LogitsProcessor`, what picks is `Picks`, what ranks
-`Beams`. Sentences are answered together, each at its own length: one that has ended makes room for
-the next where the decoder can take it in. A row's answer depends on nothing but the row: not on the
-other rows, their number or their order.
+`Beams`. Sentences are answered together, a batch after another; those that have ended leave theirs.
+A row's answer depends on nothing but the row: not on the other rows, their number or their order.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol
 
@@ -22,7 +20,7 @@ from transferry.runtime.decoder import (
     Decoder,
     GreedyDecoder,
     NormalisingDecoder,
-    RefillingDecoder,
+    SentenceDecoder,
     State,
 )
 from transferry.runtime.errors import InputError, UsageError
@@ -40,27 +38,13 @@ __all__ = ["Hypothesis", "Request", "Supply", "search", "search_stream"]
 # wastes a row of every step. A quarter bounds both: at most a third of the useful work is wasted,
 # and a batch of n rows that drains copies its cache at most log(n) / log(4/3) times (64 rows: 14).
 LEAVING_SHARE = 0.25
-# Taking in a sentence that was read already costs little; doing it for each alone would still cost
-# more than a few rows of a step.
-REFILLING_SHARE = 1 / 16
-# Sentences that are read at a time: few together leave the encoder's products small.
-READ_TOGETHER = 32
 
 
 class Supply(Protocol[Key]):
     """Where a search gets its sentences from."""
 
-    def take(self, most: int, *, wait: bool) -> Sequence[Request[Key]]:
-        """Hands out sentences, those that are encoded together.
-
-        Args:
-            most: how many are wanted.
-            wait: where there are none, wait until there are; then none means that none will come.
-        """
-        ...
-
-    def ready(self, most: int) -> int:
-        """How many `take` would hand out now."""
+    def take(self, most: int) -> Sequence[Request[Key]]:
+        """Hands out sentences that are to be answered together; none means that none will come."""
         ...
 
 
@@ -70,11 +54,8 @@ class _Listed(Generic[Key]):
     def __init__(self, requests: Iterable[Request[Key]]) -> None:
         self.requests = deque(requests)
 
-    def take(self, most: int, *, wait: bool) -> list[Request[Key]]:
-        return [self.requests.popleft() for _ in range(self.ready(most))]
-
-    def ready(self, most: int) -> int:
-        return min(most, len(self.requests))
+    def take(self, most: int) -> list[Request[Key]]:
+        return [self.requests.popleft() for _ in range(min(most, len(self.requests)))]
 
 
 def search(
@@ -129,10 +110,7 @@ def search_stream(
     *,
     slots: int,
 ) -> Iterator[tuple[Key, list[Hypothesis]]]:
-    """Generates for one sentence after another, `slots` of them at a time.
-
-    A `RefillingDecoder` takes new sentences in while it works on others; with any other each batch
-    ends before the next begins.
+    """Generates for one batch of sentences after another, `slots` of them at most.
 
     Args:
         decoder: the model.
@@ -154,25 +132,23 @@ def search_stream(
             f"suppress holds token {max(options.suppress)}, expected tokens from 0 to "
             f"{decoder.vocabulary_size - 1}: give ids of the bundle's tokenizer"
         )
-    while requests := supply.take(slots, wait=True):
+    while requests := supply.take(slots):
         batch = _Batch(decoder, requests, options, special)
         while len(batch.rows):
             batch.step()
             yield from batch.answers()
-            batch.turn_over(supply, slots)
+            batch.drop_ended()
 
 
 class _Batch(Generic[State, Key]):
-    """Sentences that are stepped together, in as many slots as it begins with.
+    """Sentences that are stepped together.
 
     Attributes:
         state: the decoder's, of `rows`.
-        rows: which rows of `outputs` are stepped `[rows]`.
+        rows: which rows of `outputs` are stepped, those of a sentence side by side `[rows]`.
         tokens: what each is fed next `[rows]`.
-        keys: of the request in each slot.
-        prefixes: the forced prefix of each slot.
-        reserve: sentences that were read and wait for a slot.
-        busy: which slots hold a sentence that is not answered yet `[slots]`.
+        keys: of the requests.
+        waiting: which sentences are not answered yet `[requests]`.
     """
 
     def __init__(
@@ -182,169 +158,78 @@ class _Batch(Generic[State, Key]):
         options: GenerationOptions,
         special: SpecialTokens,
     ) -> None:
-        count = len(requests)
-        self.decoder, self.options, self.special = decoder, options, special
-        self.refilling = decoder if isinstance(decoder, RefillingDecoder) else None
+        _check_requests(requests, options, decoder.vocabulary_size, special.eos_id)
+        self.decoder = decoder
+        self.by_sentence = isinstance(decoder, SentenceDecoder)
         self.greedy: GreedyDecoder[State] | None = None
         if isinstance(decoder, GreedyDecoder) and not options.scores:
             self.greedy = decoder
         kind = Beams if options.beam > 1 else Picks
         normaliser = decoder.normalise if isinstance(decoder, NormalisingDecoder) else normalise
-        self.outputs: Outputs = kind(count, options, special.eos_id, normaliser)
-        self.busy = np.zeros(count, np.bool_)
+        self.outputs: Outputs = kind(requests, options, special.eos_id, normaliser)
         self.keys = [request.key for request in requests]
-        self.prefixes = [request.prefix for request in requests]
-        self.reserve: _Fresh[State, Key] | None = None
-        self._admit(np.arange(count), requests)
+        self.waiting = np.ones(len(requests), np.bool_)
+        prefixes = [request.prefix for request in requests]
+        self.processors = build_processors(options, prefixes, special.eos_id)
 
         self.state, first = begin(decoder, [request.source for request in requests], special)
-        each = self.outputs.rows_at_first
-        if self.refilling is not None:  # as a refill begins, so that scores are the same to the bit
-            each = self.outputs.width
-        self.rows = self.outputs.rows_of(np.arange(count)).reshape(count, -1)[:, :each].ravel()
+        width, each = self.outputs.width, self.outputs.rows_at_first
+        self.rows = np.arange(len(requests) * width).reshape(-1, width)[:, :each].ravel()
         self.tokens = first.repeat(each)
         if each > 1:
-            self.state = decoder.select(self.state, np.arange(count).repeat(each))
-
-    def _admit(self, slots: NDArray[np.int64], requests: Sequence[Request[Key]]) -> None:
-        _check_requests(requests, self.options, self.decoder.vocabulary_size, self.special.eos_id)
-        self.outputs.admit(slots, requests)
-        self.busy[slots] = True
-        for slot, request in zip(slots.tolist(), requests, strict=True):
-            self.keys[slot], self.prefixes[slot] = request.key, request.prefix
-        self.processors = build_processors(self.options, self.prefixes, self.special.eos_id)
+            self.state = decoder.select(self.state, np.arange(len(requests)).repeat(each))
 
     def step(self) -> None:
         """Lengthens every output by one token."""
         outputs = self.outputs
-        slots = self.rows // outputs.width
-        lengths = outputs.lengths[slots]
+        sentences = self.rows // outputs.width
+        lengths = outputs.lengths[sentences]
         active = [processor for processor in self.processors if processor.active(lengths)]
         fed = self.tokens[:, None]
         history = outputs.tokens[self.rows, : lengths.max()] if active else outputs.tokens[:0]
         if self.greedy is not None and isinstance(outputs, Picks):
-            filters = partial(forbid, active, slots, history, lengths) if active else None
+            filters = partial(forbid, active, sentences, history, lengths) if active else None
             tokens, self.state = self.greedy.likeliest(fed, self.state, filters)
             self.choice = outputs.follow(self.rows, np.maximum(tokens, 0), tokens >= 0)
         else:
             logits, self.state = self.decoder.step(fed, self.state)
             last = allowed = logits[:, -1]
             if active:
-                allowed = restrict(last, active, slots, history, lengths)
+                allowed = restrict(last, active, sentences, history, lengths)
             self.choice = outputs.choose(last, allowed, self.rows)
         outputs.extend(self.rows, self.choice)
 
     def answers(self) -> Iterator[tuple[Key, list[Hypothesis]]]:
         """The sentences that ended with the last step."""
         over = self.outputs.ended.reshape(-1, self.outputs.width).all(axis=1)
-        for slot in np.flatnonzero(over & self.busy).tolist():
-            self.busy[slot] = False
-            yield self.keys[slot], self.outputs.hypotheses(slot)
+        for sentence in np.flatnonzero(over & self.waiting).tolist():
+            self.waiting[sentence] = False
+            yield self.keys[sentence], self.outputs.hypotheses(sentence)
 
-    def turn_over(self, supply: Supply[Key], slots: int) -> None:
-        """Readies the rows for the next step: ended ones are refilled, or leave.
-
-        Args:
-            supply: where new sentences come from.
-            slots: how many sentences a batch may begin with.
-        """
+    def drop_ended(self) -> None:
+        """Readies the rows for the next step, which ended ones may leave before."""
         choice, width = self.choice, self.outputs.width
-        free = self.outputs.ended[choice.rows]
-        if self.refilling is not None:  # it takes in and drops sentences, not rows
-            free = free.reshape(-1, width).all(axis=1).repeat(width)
-        places = np.flatnonzero(free)
-        fresh: list[_Fresh[State, Key]] = []
-        if len(places) >= REFILLING_SHARE * len(free) or self._due(places):
-            fresh = self._fresh(supply, len(places) // width, slots)
-        left = places[sum(map(len, fresh)) * width :]
-        staying = np.ones(len(free), np.bool_)
-        staying[left] = not self._due(left)
+        ended = self.outputs.ended[choice.rows]
+        if self.by_sentence:
+            ended = ended.reshape(-1, width).all(axis=1).repeat(width)
+        staying = ~ended if self._due(ended) else np.ones(len(ended), np.bool_)
         parents = choice.parents[staying]
         if len(parents) and not np.array_equal(parents, np.arange(len(self.rows))):
             self.state = self.decoder.select(self.state, parents)
         self.rows, self.tokens = choice.rows[staying], choice.tokens[staying]
-        sentences = np.flatnonzero(free[staying])[::width] // width
-        for some in fresh:
-            self._refill(sentences[: len(some)], some)
-            sentences = sentences[len(some) :]
 
-    def _due(self, free: NDArray[np.int64]) -> bool:
-        """Whether the rows at some places, which have ended, are to leave now."""
-        if len(free) == 0:
+    def _due(self, ended: NDArray[np.bool_]) -> bool:
+        """Whether those of the rows that have ended are to leave now."""
+        if not ended.any():
             return False
-        if len(free) >= LEAVING_SHARE * len(self.choice.rows):
+        if ended.mean() >= LEAVING_SHARE:
             return True
-        if self.refilling is None and isinstance(self.outputs, Beams):
+        if not self.by_sentence and isinstance(self.outputs, Beams):
             return True  # beams change places, which copies the cache anyway
         # There may be no position left for what is stepped beyond its greatest length.
-        slots = self.choice.rows[free] // self.outputs.width
-        return bool((self.outputs.lengths[slots] == self.outputs.limits[slots]).any())
-
-    def _fresh(self, supply: Supply[Key], most: int, slots: int) -> list[_Fresh[State, Key]]:
-        """At most `most` new sentences; none where a batch of up to `slots` had better begin."""
-        if self.refilling is None:
-            return []
-        opened = len(self.choice.rows) // self.outputs.width
-        fresh = []
-        while most:
-            # A batch can shrink but not grow: where it has become small, a new one is better.
-            if self.reserve is None and opened > (1 - LEAVING_SHARE) * supply.ready(slots):
-                requests = supply.take(max(most, READ_TOGETHER), wait=False)
-                self.reserve = _Fresh.read(self.decoder, requests, self.special)
-            if self.reserve is None:
-                break
-            some, self.reserve = self.reserve.split(most)
-            fresh.append(some)
-            most -= len(some)
-        return fresh
-
-    def _refill(self, sentences: NDArray[np.int64], fresh: _Fresh[State, Key]) -> None:
-        """Puts new sentences in the places of some of the state, `sentences [fresh]`."""
-        assert self.refilling is not None
-        width = self.outputs.width
-        self.state = self.refilling.refill(self.state, sentences, fresh.state, fresh.chosen)
-        self.tokens.reshape(-1, width)[sentences] = fresh.first[:, None]
-        self._admit(self.rows[sentences * width] // width, fresh.requests)
-
-
-@dataclass(frozen=True)
-class _Fresh(Generic[State, Key]):
-    """Sentences that were read together and wait for room.
-
-    Attributes:
-        state: of all that were read, these and others.
-        chosen: which rows of the state they are `[sentences]`.
-        first: the token that each output follows `[sentences]`.
-        requests: what they are.
-    """
-
-    state: State
-    chosen: NDArray[np.int64]
-    first: NDArray[np.int64]
-    requests: Sequence[Request[Key]]
-
-    def __len__(self) -> int:
-        return len(self.requests)
-
-    @classmethod
-    def read(
-        cls, decoder: Decoder[State], requests: Sequence[Request[Key]], special: SpecialTokens
-    ) -> _Fresh[State, Key] | None:
-        """Lets the decoder read new sentences; none where there are none."""
-        if not requests:
-            return None
-        state, first = begin(decoder, [request.source for request in requests], special)
-        return cls(state, np.arange(len(requests)), first, requests)
-
-    def split(self, most: int) -> tuple[_Fresh[State, Key], _Fresh[State, Key] | None]:
-        """The first `most` of the sentences, and the others if there are any."""
-        some, others = (
-            replace(
-                self, chosen=self.chosen[part], first=self.first[part], requests=self.requests[part]
-            )
-            for part in (slice(most), slice(most, None))
-        )
-        return some, others if len(others) else None
+        sentences = self.choice.rows[ended] // self.outputs.width
+        at_limit = self.outputs.lengths[sentences] == self.outputs.limits[sentences]
+        return bool(at_limit.any())
 
 
 def begin(

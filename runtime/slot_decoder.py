@@ -8,9 +8,10 @@ when sentences leave altogether, or a buffer becomes too short, does a buffer mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from onnxruntime import OrtValue
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import Bundle, Role, Variant
 from transferry.runtime.decoder import Forbid
-from transferry.runtime.graph_runner import BoundCall, GraphRunner, describe
+from transferry.runtime.graph_runner import BoundCall, GraphRunner, Rows, describe
 from transferry.runtime.logits import SEGMENT, Normaliser, Peaks, log_sum_exp, normalise
 from transferry.runtime.screen import Screen
 from transferry.runtime.session import Provider, SessionOptions
@@ -50,9 +51,31 @@ Integers = NDArray[np.int64]
 class _Heads:
     """What is made of the hidden states of some rows, bound to where the decoder writes these."""
 
-    hidden: OrtValue
-    head: BoundCall
-    rough: BoundCall | None
+    hidden: Rows
+    calls: Mapping[str, BoundCall]
+
+    def run(self, name: str) -> Mapping[str, NDArray[Any]]:
+        """Runs a graph and returns what it gives, by role; the next run writes over it."""
+        self.calls[name].run()
+        return self.calls[name].host
+
+
+class _Workspace(threading.local):
+    """Where a thread computes logits.
+
+    Kept from step to step and from batch to batch: memory of which the system hands out page by
+    page is dear.
+
+    Attributes:
+        heads: By the number of rows, all in the same memory.
+        hidden: [rows, d_model], on the device.
+        logits: [rows, vocabulary], rough ones too, since either is wanted.
+    """
+
+    def __init__(self) -> None:
+        self.heads: dict[int, _Heads] = {}
+        self.hidden: OrtValue | None = None
+        self.logits = np.empty((0, 0), np.float32)
 
 
 @dataclass(frozen=True)
@@ -71,9 +94,8 @@ class SlotState:
         write: The column of a slot that is written next [slots].
         prompt: Tokens of the prompt in a slot [slots].
         padding: How much shorter it is than the longest that was read with it [slots].
-        heads: By the number of rows. Memory of which the system hands out page by page is dear, so
-            it stays when the cache moves.
-        calls: Steps bound to these buffers, by how many tokens of a slot they read.
+        calls: Steps bound to these buffers, by how many tokens of a slot they read and by what
+            holds the hidden states.
     """
 
     cross: Sequence[OrtValue]
@@ -84,12 +106,13 @@ class SlotState:
     write: Integers
     prompt: Integers
     padding: Integers
-    heads: dict[int, _Heads] = field(default_factory=dict)
-    calls: dict[int, BoundCall] = field(default_factory=dict)
+    calls: dict[tuple[int, int], BoundCall] = field(default_factory=dict)
 
 
 class SlotDecoder:
     """Runs a fused variant of a bundle; may be used by several threads at once."""
+
+    shares_cache: Literal[True] = True
 
     def __init__(self, bundle: Bundle, variant: Variant, options: SessionOptions) -> None:
         """Opens the graphs.
@@ -105,7 +128,8 @@ class SlotDecoder:
         }
         self._decoder = self._runners["decoder"]
         self.has_encoder = "encoder" in variant.graphs
-        self._heads = int(variant.graphs["decoder"].tensor("past").shape[1])
+        self._kv_heads = int(variant.graphs["decoder"].tensor("past").shape[1])
+        self._own = _Workspace()
         self.vocabulary_size = int(variant.graphs["head"].tensor("logits").shape[-1])
         self._screen = None
         if variant.screen:
@@ -135,78 +159,48 @@ class SlotDecoder:
             return replace(state, cross=self._encode(source, mask))
         return self._read_prompts(state, source, mask) if length else state
 
-    def refill(
-        self, state: SlotState, sentences: Integers, fresh: SlotState, chosen: Integers
-    ) -> SlotState:
-        """Puts new sentences into slots; see `RefillingDecoder.refill`."""
-        columns = fresh.bias.shape[-1]
-        bias, positions = state.bias.copy(), state.positions.copy()
-        write, prompt, padding = state.write.copy(), state.prompt.copy(), state.padding.copy()
-        bias[sentences], positions[sentences] = -np.inf, fresh.positions[chosen]
-        write[sentences], prompt[sentences] = 0, fresh.prompt[chosen]
-        padding[sentences] = fresh.padding[chosen]
-        state = replace(
-            state, bias=bias, positions=positions, write=write, prompt=prompt, padding=padding
-        )
-        if columns > bias.shape[-1]:
-            new = columns - int(write.max())
-            state = self._with_columns(state, np.arange(len(write)), new)
-        if self.has_encoder:
-            source_bias = state.source_bias.copy()
-            source_bias[sentences] = -np.inf
-            length = int((fresh.source_bias[chosen] == 0).sum(axis=-1).max())
-            state = self._with_source(replace(state, source_bias=source_bias), length)
-            state.source_bias[sentences, ..., :length] = fresh.source_bias[chosen, ..., :length]
-            self._place(state.cross, sentences, fresh.cross, chosen)
-        elif columns:
-            self._place(state.past, sentences, fresh.past, chosen)
-            state.bias[sentences, :, :columns] = fresh.bias[chosen]
-            state.write[sentences] = fresh.write[chosen]
-        return state
-
     def step(self, tokens: Integers, state: SlotState) -> tuple[Floats, SlotState]:
         """Reads target tokens; see `Decoder.step`."""
-        heads, state = self._step(tokens, state)
-        heads.head.run()
-        return heads.head.host["logits"].reshape(*tokens.shape, -1), state
+        state = self._step(tokens, state)
+        logits = self._heads_of(tokens.size).run("head")["logits"]
+        return logits.reshape(*tokens.shape, -1), state
 
     def likeliest(
         self, tokens: Integers, state: SlotState, forbid: Forbid | None = None
     ) -> tuple[Integers, SlotState]:
         """Reads one token a row; see `GreedyDecoder.likeliest`."""
+        state, rows = self._step(tokens, state), tokens.size
         if "best" in self._runners and forbid is None:
-            heads, state = self._step(tokens, state)
-            best = np.empty(tokens.size, np.int64)
-            inputs = {"hidden": [heads.hidden]}
+            best = np.empty(rows, np.int64)
+            inputs = {"hidden": [self._hidden(rows)]}
             self._runners["best"].run(inputs, host={"best": best})
             return best, state
+        heads = self._heads_of(rows)
         if self._screen is None:
-            logits, state = self.step(tokens, state)
-            scores = logits[:, 0]
+            logits = heads.run("head")["logits"]
             usable: NDArray[np.bool_] | bool = True
             if forbid is not None:  # which may hide a score that is not finite
-                usable = np.isfinite(scores.max(axis=1))
-                forbid(scores)
-            best = scores.argmax(axis=1)
-            usable &= np.isfinite(scores[np.arange(len(best)), best])
+                usable = np.isfinite(logits.max(axis=1))
+                forbid(logits)
+            best = logits.argmax(axis=1)
+            usable &= np.isfinite(logits[np.arange(len(best)), best])
             return np.where(usable, best, -1), state
-        heads, state = self._step(tokens, state)
-        assert heads.rough is not None
-        heads.rough.run()
-        rough = heads.rough.host["rough"]
+        rough, peaks = heads.run("rough")["rough"], None
         if forbid is not None:
             forbid(rough)
-        return self._screen.likeliest(heads.hidden.numpy(), rough), state
+        else:
+            peaks = Peaks(heads.run("peaks")["peaks"], SEGMENT)
+        return self._screen.likeliest(heads.hidden.numpy(), rough, peaks), state
 
     def normalise(self, logits: Floats) -> Normaliser:
         """Normalises logits [rows, vocabulary]; see `NormalisingDecoder.normalise`."""
-        runner = self._runners["sums"]
-        if runner.on_device:
+        if self._decoder.on_device:
             return normalise(logits)
-        sums = np.empty(len(logits), np.float32)
-        segments = int(runner.graph.tensor("peaks").shape[-1])
-        peaks = np.empty((len(logits), segments), np.float32)
-        runner.run({"logits": [runner.value(logits)]}, host={"sums": sums, "peaks": peaks})
+        heads = self._heads_of(len(logits))
+        if logits.ctypes.data != self._own.logits.ctypes.data:  # not those of the last step
+            self._own.logits[: len(logits)] = logits
+        found = heads.run("sums")
+        sums, peaks = found["sums"], found["peaks"]
         # Exponentials of the logits as they are: where float32 could not hold them, the slow way.
         extreme = ~((sums > SMALLEST_SUM) & (sums < LARGEST_SUM))
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -215,10 +209,11 @@ class SlotDecoder:
             result[extreme] = log_sum_exp(logits[extreme])
         return Normaliser(result, Peaks(peaks, SEGMENT))
 
-    def _step(self, tokens: Integers, state: SlotState) -> tuple[_Heads, SlotState]:
+    def _step(self, tokens: Integers, state: SlotState) -> SlotState:
+        """Reads tokens and leaves their hidden states in this thread's memory."""
         slots, width = state.positions.shape
         new = tokens.shape[1]
-        state = self._with_room(self._without_gaps(state), width * new)
+        state = self._with_room(state, width * new)
         # Row `row` of a slot writes its `new` tokens side by side, after those of the rows before.
         columns = state.write[:, None] + np.arange(width * new)
         own = columns.reshape(slots, width, new)
@@ -226,20 +221,20 @@ class SlotDecoder:
         slot, row = np.arange(slots)[:, None], np.arange(width)
         for token in range(new):
             bias[slot, row, token:, own[:, :, token]] = 0
-        if tokens.size not in state.heads:
-            state.heads[tokens.size] = self._bind_heads(tokens.size)
-        heads = state.heads[tokens.size]
-        if width * new not in state.calls:
-            state.calls[width * new] = self._bind(state, width * new, heads.hidden)
+        hidden = self._hidden(tokens.size)
+        # Another thread has other memory, and this one's may have grown.
+        key = width * new, id(hidden.buffer)
+        if key not in state.calls:
+            state.calls[key] = self._bind(state, width * new, hidden)
         positions = state.positions[:, :, None] + np.arange(new)
-        state.calls[width * new].run(
+        state.calls[key].run(
             target=tokens.reshape(slots, -1),
             positions=positions.reshape(slots, -1),
             write=state.write,
             bias=bias.reshape(slots, 1, width * new, -1),
             **({"source_bias": state.source_bias} if self.has_encoder else {}),
         )
-        return heads, replace(
+        return replace(
             state,
             bias=bias[:, :, -1],
             positions=state.positions + new,
@@ -277,7 +272,8 @@ class SlotDecoder:
             state.prompt[chosen],
             state.padding[chosen],
         )
-        return self._with_columns(taken, chosen, shape[1])
+        columns = np.tile(np.arange(bias.shape[-1]), (len(chosen), 1))
+        return self._with_columns(taken, chosen, columns, shape[1])
 
     def tensors(self, state: SlotState) -> dict[str, Floats]:
         """Copies cross and past to the host as the portable graphs have them, a cache a row.
@@ -314,7 +310,7 @@ class SlotDecoder:
             if spec.role == role
         ]
 
-    def _bind(self, state: SlotState, new: int, hidden: OrtValue) -> BoundCall:
+    def _bind(self, state: SlotState, new: int, hidden: Rows) -> BoundCall:
         """Binds a step of `new` tokens a slot to the buffers of a state."""
         slots = len(state.write)
         fixed: dict[Role, Sequence[OrtValue]] = {"past": state.past}
@@ -330,23 +326,39 @@ class SlotDecoder:
         in_place = {"present": state.past, "hidden": [hidden]}
         return self._decoder.bind(fixed=fixed, changing=changing, in_place=in_place)
 
-    def _bind_heads(self, rows: int) -> _Heads:
-        """Allocates the hidden states of some rows, and binds to them what reads them."""
-        width = int(self._decoder.graph.tensor("hidden").shape[-1])
-        hidden = self._decoder.zeros("hidden", (rows, width))
-        bound = {
-            name: self._runners[name].bind(
-                fixed={"hidden": [hidden]},
-                host={role: np.empty((rows, self.vocabulary_size), np.float32)},
-            )
-            for name, role in (("head", "logits"), ("rough", "rough"))
-            if name in self._runners
-        }
-        return _Heads(hidden, bound["head"], bound.get("rough"))
+    def _heads_of(self, rows: int) -> _Heads:
+        """Returns what is bound to the hidden states of so many rows in this thread's memory."""
+        own = self._own
+        hidden, logits = self._hidden(rows), own.logits[:rows]
+        if rows not in own.heads:
+            segments = int(self._runners["sums"].graph.tensor("peaks").shape[-1])
+            sums, peaks = np.empty(rows, np.float32), np.empty((rows, segments), np.float32)
+            read = {"hidden": hidden, "logits": self._runners["sums"].value(logits)}
+            written = {"logits": logits, "rough": logits, "sums": sums, "peaks": peaks}
+            calls = {}
+            for name in {"head", "rough", "sums", "peaks"} & self._runners.keys():
+                runner = self._runners[name]
+                calls[name] = runner.bind(
+                    fixed={one.role: [read[one.role]] for one in runner.graph.inputs},
+                    host={one.role: written[one.role] for one in runner.graph.outputs},
+                )
+            own.heads[rows] = _Heads(hidden, calls)
+        return own.heads[rows]
+
+    def _hidden(self, rows: int) -> Rows:
+        """Returns where this thread's steps of so many rows leave their hidden states."""
+        own = self._own
+        if rows > len(own.logits):
+            width = int(self._decoder.graph.tensor("hidden").shape[-1])
+            own.heads.clear()
+            own.hidden = self._decoder.zeros("hidden", (rows, width))
+            own.logits = np.empty((rows, self.vocabulary_size), np.float32)
+        assert own.hidden is not None
+        return Rows(own.hidden, 0, rows)
 
     def _encode(self, source: Integers, mask: NDArray[np.bool_]) -> Sequence[OrtValue]:
         """Returns cross keys and values of sources, read a few at a time."""
-        encoder = self._runners["encoder"]
+        encoder, place = self._runners["encoder"], self._runners["place"]
         rows, longest = len(source), _rounded(source.shape[1], UNIT)
         cross = self._buffers("cross", rows, longest)
         for first in range(0, rows, CHUNK):
@@ -357,8 +369,10 @@ class SlotDecoder:
                 "source_mask": [encoder.value(mask[part, :length])],
             }
             encoded = encoder.run(inputs, "cross")
-            slots = np.arange(rows)[part]
-            self._place(cross, slots, encoded, slots - first)
+            places = [Rows(buffer, first, len(source[part])) for buffer in cross]
+            write = place.value(np.zeros(len(source[part]), np.int64))
+            inputs = {"write": [write], "fresh": encoded, "state": places}
+            place.run(inputs, in_place={"placed": places})
         return cross
 
     def _read_prompts(
@@ -389,97 +403,54 @@ class SlotDecoder:
             padding=length - lengths,
         )
 
-    def _place(
-        self,
-        state: Sequence[OrtValue],
-        slots: Integers,
-        fresh: Sequence[OrtValue],
-        chosen: Integers,
-    ) -> None:
-        """Writes chosen rows of fresh buffers into slots of others, where they lie."""
-        place = self._runners["place"]
-        rows = {"rows": [place.value(slots)], "chosen": [place.value(chosen)]}
-        place.run({**rows, "fresh": fresh, "state": state}, in_place={"placed": state})
+    def _with_room(self, state: SlotState, new: int) -> SlotState:
+        """Returns a state whose cache has room for so many more columns of every slot.
 
-    def _with_columns(self, state: SlotState, slots: Integers, new: int) -> SlotState:
-        """Moves the cache of some slots into one that has room for so many more columns of each.
+        And not for many more: each step reads all of it. Of beams few columns stay in sight,
+        however long they are; every few steps these move to the front of their slot. Sums are
+        rounded as the columns lie, so each sentence moves its own after so many steps of its own,
+        whatever others need.
+        """
+        slots, room, write = np.arange(len(state.write)), state.bias.shape[-1], state.write
+        due = (state.positions[:, 0] - state.prompt) % GROWTH == 0
+        if due.any():
+            live = (state.bias == 0).any(axis=1)
+            write = np.where(due, live.sum(axis=1), write)
+        needed = int(write.max()) + new
+        if np.array_equal(write, state.write) and needed <= room <= needed + GROWTH * new:
+            return state
+        columns = np.tile(np.arange(room), (len(slots), 1))
+        moving = write < state.write
+        if moving.any():
+            columns[moving] = np.argsort(~live[moving], axis=1, kind="stable")
+        return self._with_columns(replace(state, write=write), slots, columns, new)
+
+    def _with_columns(
+        self, state: SlotState, slots: Integers, columns: Integers, new: int
+    ) -> SlotState:
+        """Moves the cache of some slots into one with room for so many more columns of each.
 
         Args:
-            state: All but the cache is of `slots` already.
+            state: All but the cache is of `slots` already, and all but the bias as it will be.
             slots: Which slots of the cache to take [slots].
+            columns: Their columns in the order in which they will lie [slots, columns].
             new: Columns of a slot that are written next.
         """
         capacity = _rounded(int(state.write.max()) + new, UNIT * state.positions.shape[1])
         bias = np.full((*state.positions.shape, capacity), -np.inf, np.float32)
         if not state.past:
             return replace(state, past=self._buffers("past", len(slots), capacity), bias=bias)
-        old = state.bias.shape[-1]
-        kept = min(old, capacity)
-        bias[..., :kept] = state.bias[..., :kept]
+        columns = columns[:, :capacity]
+        kept = columns.shape[1]
+        bias[..., :kept] = np.take_along_axis(state.bias, columns[:, None], axis=2)
         # What lies in columns that are not seen is of no consequence, as long as it is finite.
-        columns = np.tile(np.minimum(np.arange(capacity), old - 1), (len(slots), 1))
-        return replace(state, past=self._gather(state, slots, columns), bias=bias, calls={})
-
-    def _without_gaps(self, state: SlotState) -> SlotState:
-        """Moves the columns that are still seen to the front of their slot, every few steps.
-
-        Of beams few columns stay in sight, however long they are. Sums are rounded as the columns
-        lie, so each sentence moves its own after so many steps of its own, whatever others need.
-        """
-        steps = state.positions[:, 0] - state.prompt
-        slots = np.flatnonzero(steps % GROWTH == 0)
-        live = (state.bias[slots] == 0).any(axis=1)
-        counts = live.sum(axis=1)
-        moving = counts < state.write[slots]
-        slots, live, counts = slots[moving], live[moving], counts[moving]
-        if not len(slots):
-            return state
-        order = np.argsort(~live, axis=1, kind="stable")[:, : counts.max()]
-        bias, write = state.bias.copy(), state.write.copy()
-        bias[slots] = -np.inf
-        bias[slots, :, : order.shape[1]] = np.take_along_axis(
-            state.bias[slots], order[:, None], axis=2
-        )
-        write[slots] = counts
-        self._place(state.past, slots, self._gather(state, slots, order), np.arange(len(slots)))
-        return replace(state, bias=bias, write=write)
-
-    def _gather(self, state: SlotState, slots: Integers, columns: Integers) -> Sequence[OrtValue]:
-        """Copies columns [slots, columns] of the cache of some slots."""
-        heads = np.arange(self._heads)[:, None]
-        index = (slots[:, None, None] * self._heads + heads) * state.past[0].shape()[2]
+        columns = np.pad(columns, ((0, 0), (0, capacity - kept)))
+        heads = np.arange(self._kv_heads)[:, None]
+        index = (slots[:, None, None] * self._kv_heads + heads) * state.past[0].shape()[2]
         gather = self._runners["gather"]
         inputs = {"index": [gather.value(index + columns[:, None])], "state": state.past}
-        return gather.run(inputs, "gathered")
-
-    def _with_room(self, state: SlotState, new: int) -> SlotState:
-        """Returns a state whose cache has room for so many more columns of every slot.
-
-        And not for many more: each step reads all of it, and what is needed becomes less with every
-        long sentence that ends.
-        """
-        needed, room = int(state.write.max()) + new, state.bias.shape[-1]
-        if needed <= room <= needed + GROWTH * new:
-            return state
-        return self._with_columns(state, np.arange(len(state.write)), new)
-
-    def _with_source(self, state: SlotState, length: int) -> SlotState:
-        """Returns a state with room for sources of some length, and no more than is needed.
-
-        Its source bias is its own.
-        """
-        lengths = (state.source_bias == 0).sum(axis=-1)
-        needed = _rounded(max(length, int(lengths.max())), UNIT)
-        room = state.source_bias.shape[-1]
-        if needed == room:
-            return replace(state, source_bias=state.source_bias.copy())
-        bias = np.full((len(lengths), 1, 1, needed), -np.inf, np.float32)
-        kept = min(needed, room)
-        bias[..., :kept] = state.source_bias[..., :kept]
-        slots = np.arange(len(lengths))
-        cross = self._buffers("cross", len(lengths), needed)
-        self._place(cross, slots, state.cross, slots)
-        return replace(state, cross=cross, source_bias=bias, calls={})
+        past = gather.run(inputs, "gathered")
+        return replace(state, past=past, bias=bias, calls={})
 
 
 def _rounded(columns: int, unit: int) -> int:

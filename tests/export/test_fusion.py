@@ -202,6 +202,48 @@ def test_a_value_may_be_read_as_a_matrix_and_in_three_dimensions(tmp_path: Path)
             np.testing.assert_allclose(one, other.numpy(), rtol=1e-5, atol=1e-6)
 
 
+class Divided(nn.Module):
+    """A linear layer whose result is divided, or divides: tokens -> result."""
+
+    def __init__(self, linear: nn.Linear, divisor: float | None, inverse: bool) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(9, 4), linear
+        self.divisor, self.inverse = divisor, inverse
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.linear(self.embedding(tokens))
+        if self.divisor is None:
+            return x
+        return torch.tensor(self.divisor) / x if self.inverse else x / self.divisor
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("divisor", "inverse", "left"),
+    [(8.0, False, 0), (0.25, False, 0), (-2.0, False, 1), (3.0, False, 1), (8.0, True, 1)],
+)
+def test_a_power_of_two_divides_within_the_product_to_the_bit(
+    tmp_path: Path, divisor: float, bias: bool, inverse: bool, left: int
+) -> None:
+    linear = nn.Linear(4, 6, bias=bias)
+    tokens = TensorSpec("tokens", "source", "int64", ("batch", "source"))
+    output = TensorSpec("result", "hidden", "float32", ("batch", "source", 6))
+    results = []
+    for value in (None, divisor):
+        torch.manual_seed(0)  # the same embedding
+        module = Divided(linear, value, inverse)
+        graph = export_graph(module, GraphSpec("divided.onnx", (tokens,), (output,)))
+        Fusion(graph.model, FloatKernels(with_relu=True), []).run()
+        ir.save(graph.model, tmp_path / "divided.onnx")
+        session = onnxruntime.InferenceSession(tmp_path / "divided.onnx")
+        results += session.run(None, {"tokens": np.arange(9).reshape(3, 3)})
+    count = Counter(node.op_type for node in graph.model.graph)
+    assert (count["Gemm"], count["Div"]) == (1, left)
+    whole, found = results
+    expected = np.float32(divisor) / whole if inverse else whole / np.float32(divisor)
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_nodes_that_nothing_reads_are_dropped() -> None:
     """A chain that ends nowhere goes whole, and its weights with it; inputs stay."""
     x = ir.Value(name="x", shape=ir.Shape([2, 2]), type=ir.TensorType(ir.DataType.FLOAT))

@@ -48,7 +48,7 @@ def test_variants_say_what_they_are(all_variants: Bundle) -> None:
         "cpu-fp32"
     }
     slots = {"encoder", "decoder", "head", "sums", "select", "gather", "place"}
-    for name, graphs in {"cpu-fp32": slots | {"rough"}, "cpu-int8": slots}.items():
+    for name, graphs in {"cpu-fp32": slots | {"rough", "peaks"}, "cpu-int8": slots}.items():
         specs = all_variants.variant(name).graphs
         assert specs.keys() == graphs
         assert {spec.file for spec in specs.values()} == {

@@ -270,7 +270,7 @@ def with_variants(folder: Path, *names: str) -> Bundle:
     """The bundle as if it had these variants too: only what the manifest says of them matters."""
     bundle = Bundle.load(folder)
     portable = bundle.variant("portable")
-    in_place = dict.fromkeys(IN_PLACE, portable.graphs["select"])
+    in_place = dict.fromkeys(IN_PLACE["encoder-decoder"], portable.graphs["select"])
     graphs = {**portable.graphs, **in_place}
     providers: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("cuda",)}
     precisions = {"fp32": "float32", "int8": "int8", "fp16": "float16"}

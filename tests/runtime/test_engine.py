@@ -75,15 +75,14 @@ class Rows:
     width: int
 
 
-class Refilling(OnnxDecoder):
-    """Steps each row alone, and so takes new sentences in at any time."""
+class Watched(OnnxDecoder):
+    """Steps each row alone, and keeps what was read."""
 
     def __init__(self, inner: OnnxDecoder) -> None:
         self.inner = inner
         self.has_encoder, self.vocabulary_size = inner.has_encoder, inner.vocabulary_size
         self.batches = inner.batches
         self.read: list[Tokens] = []
-        self.refilled = 0
 
     def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> Any:
         rows = [row[real][None] for row, real in zip(source, mask, strict=True)]
@@ -101,15 +100,6 @@ class Refilling(OnnxDecoder):
     def select(self, state: Any, rows: NDArray[np.int64]) -> Any:
         sentences = len(set((rows // state.width).tolist()))
         return Rows([state.states[row] for row in rows], len(rows) // sentences)
-
-    def refill(
-        self, state: Any, sentences: NDArray[np.int64], fresh: Any, chosen: NDArray[np.int64]
-    ) -> Any:
-        states, width = list(state.states), state.width
-        for sentence, row in zip(sentences.tolist(), chosen.tolist(), strict=True):
-            states[sentence * width : (sentence + 1) * width] = [fresh.states[row]] * width
-            self.refilled += 1
-        return Rows(states, width)
 
 
 @pytest.fixture(scope="module")
@@ -209,21 +199,10 @@ def test_a_row_that_takes_the_place_of_another_is_answered_as_it_is_alone(
     batches: BatchOptions,
     replicas: int,
 ) -> None:
-    refilling = Refilling(decoder)
-    engine = Engine(bundle, refilling, replicas=replicas, batches=batches)
+    watched = Watched(decoder)
+    engine = Engine(bundle, watched, replicas=replicas, batches=batches)
     assert answers(list(engine.generate(texts, options))) == alone(texts, options)
-    assert len(refilling.read) == len(texts)
-
-
-def test_a_batch_drains_only_at_the_end(
-    bundle: Bundle, decoder: OnnxDecoder, texts: list[str]
-) -> None:
-    """Two windows, and one batch that takes in the sentences of both."""
-    refilling = Refilling(decoder)
-    batches = BatchOptions(rows=4, window=(len(texts) + 1) // 2)
-    list(Engine(bundle, refilling, batches=batches).generate(texts, GREEDY))
-    assert len(refilling.read) == len(texts)
-    assert refilling.refilled == len(texts) - 4
+    assert len(watched.read) == len(texts)
 
 
 @pytest.mark.parametrize("options", [GREEDY, BEAM], ids=["greedy", "beam"])
@@ -233,18 +212,18 @@ def test_equal_texts_of_a_window_are_read_once(
     repeated = [*texts[:5], *texts[3:8], "", *texts[:2], "", *texts[:3]]
     alone = Engine(bundle, decoder)
     expected = {text: next(alone.generate([text], options)) for text in set(repeated)}
-    refilling = Refilling(decoder)
-    results = list(Engine(bundle, refilling).generate(repeated, options))
+    watched = Watched(decoder)
+    results = list(Engine(bundle, watched).generate(repeated, options))
     assert results == [expected[text] for text in repeated]
-    assert len(refilling.read) == len(set(refilling.read)) == 8
+    assert len(watched.read) == len(set(watched.read)) == 8
 
 
 def test_equal_texts_are_sampled_each_for_itself(
     bundle: Bundle, decoder: OnnxDecoder, texts: list[str]
 ) -> None:
-    refilling = Refilling(decoder)
-    list(Engine(bundle, refilling).generate([texts[0]] * 5, SAMPLING))
-    assert len(refilling.read) == 5
+    watched = Watched(decoder)
+    list(Engine(bundle, watched).generate([texts[0]] * 5, SAMPLING))
+    assert len(watched.read) == 5
 
 
 def test_answers_without_scores_are_the_same(engine: Engine, texts: list[str]) -> None:
@@ -398,8 +377,8 @@ def test_an_error_that_came_in_comes_out_in_its_place(
         *texts[2:4],
         strange,
     ]
-    refilling = Refilling(decoder)
-    engine = Engine(bundle, refilling, replicas=2, batches=BatchOptions(rows=4, window=3))
+    watched = Watched(decoder)
+    engine = Engine(bundle, watched, replicas=2, batches=BatchOptions(rows=4, window=3))
     for options in (GREEDY, SAMPLING):
         results = list(engine.generate(mixed, options))
         assert len(results) == len(mixed)
@@ -410,7 +389,7 @@ def test_an_error_that_came_in_comes_out_in_its_place(
                 assert (result.source, result.error) == (item, None)
     found = [row for row in engine.generate(mixed, GREEDY) if row.error is None]
     assert answers(found) == alone(texts[:4], GREEDY)
-    assert len(refilling.read) == 3 * 4, "errors never reach the model"
+    assert len(watched.read) == 3 * 4, "errors never reach the model"
 
 
 @pytest.fixture(scope="module")
@@ -581,7 +560,7 @@ def test_nan_is_never_an_answer(
             assert answers([result]) == [expected[index]]
 
 
-class Scarce(Refilling):
+class Scarce(Watched):
     """Has memory for so many rows at a time, whatever they are."""
 
     def __init__(self, inner: OnnxDecoder, most: int) -> None:
@@ -762,7 +741,7 @@ def test_more_positions_than_the_model_has_are_refused_at_once(engine: Engine) -
     assert len(list(engine.generate(["a"], GenerationOptions(max_length=64)))) == 1
 
 
-class Meeting(Refilling):
+class Meeting(Watched):
     """Begins only when another is at work at the same time."""
 
     def __init__(self, inner: OnnxDecoder, meeting: threading.Barrier) -> None:

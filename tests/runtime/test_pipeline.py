@@ -82,7 +82,7 @@ def test_batches_are_of_similar_length_where_windows_meet_too() -> None:
         return names(batch)
 
     def worker(supply: Supply[int, str]) -> Iterator[tuple[Todo[int], str]]:
-        while supply.ready(10) < 10:  # until two windows are there
+        while len(supply._waiting) < 10:  # until two windows are there
             time.sleep(0.001)
         yield from batch_worker(compute, 4)(supply)
 
@@ -135,7 +135,7 @@ def test_a_worker_has_rows_of_the_next_window_before_it_gives_up_those_of_the_la
         taken = 0
         while taken < len(items) or held:
             while len(held) < 4 and taken < len(items):
-                more = supply.take(4 - len(held), wait=True)
+                more = supply.take(4 - len(held))
                 assert more
                 held += more
                 taken += len(more)
@@ -203,7 +203,7 @@ def test_what_was_done_before_memory_ran_out_is_not_done_again() -> None:
     given = []
 
     def work(tasks: Tasks[int], rows: int) -> Iterator[tuple[Todo[int], str]]:
-        while todos := tasks.take(rows, wait=True):
+        while todos := tasks.take(rows):
             for todo in todos:
                 given.append(todo.task)
                 if len(given) == 6:
@@ -298,7 +298,7 @@ def test_closing_early_ends_what_a_worker_has_begun(monkeypatch: pytest.MonkeyPa
         stopped.set()
 
     def worker(supply: Supply[int, str]) -> Iterator[tuple[Todo[int], str]]:
-        for todo in supply.take(100, wait=True):
+        for todo in supply.take(100):
             given.append(todo)
             yield todo, str(todo.task)
             assert stopped.wait(PATIENCE)
@@ -312,20 +312,19 @@ def test_closing_early_ends_what_a_worker_has_begun(monkeypatch: pytest.MonkeyPa
 
 def test_the_last_rows_are_shared_out() -> None:
     supply = Supply[int, str](1000, workers=3)
-    supply.add([Todo(row, 1) for row in range(20)])
-    assert supply.ready(100) == 7
-    assert [len(supply.take(most, wait=True)) for most in (4, 100, 100, 1)] == [4, 6, 4, 1]
+    supply.add([Todo(row, 1) for row in range(200)])
+    # A third of what is left each time, until that is not worth a batch.
+    taken = [len(supply.take(most)) for most in (50, 100, 100, 100, 100, 7, 100, 100)]
+    assert taken == [50, 50, 34, 22, 16, 7, 16, 5]
     supply.add([Todo(row, 1) for row in range(300)])
-    assert len(supply.take(100, wait=True)) == 100
+    assert len(supply.take(100)) == 100
 
 
 def test_nothing_is_handed_out_once_nobody_wants_more() -> None:
     supply = Supply[int, str](100)
     supply.add([Todo(1, 1), Todo(2, 2)])
-    assert supply.ready(9) == 2
     supply.stop()
-    assert supply.ready(9) == 0
-    assert supply.take(9, wait=True) == []
+    assert supply.take(9) == []
 
 
 def test_workers_that_wait_are_stopped_too() -> None:

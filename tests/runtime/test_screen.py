@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from transferry.export.quantise import quantised
 from transferry.runtime.errors import InputError
+from transferry.runtime.logits import Peaks
 from transferry.runtime.screen import MOST, Screen, ScreenCounts
 
 Floats = NDArray[np.float32]
@@ -109,6 +110,15 @@ def test_random_scores_are_screened_exactly(vocabulary: int, fused: bool) -> Non
     projection = Projection(normal(0, vocabulary, 48), fused=fused)
     for seed in range(1, 6):
         projection.check(normal(seed, 64, 48))
+
+
+@pytest.mark.parametrize("vocabulary", [5, 64, 1000])
+def test_peaks_that_are_known_change_nothing(vocabulary: int) -> None:
+    projection = Projection(normal(0, vocabulary, 48))
+    hidden = normal(1, 64, 48)
+    rough = projection.rough(hidden)
+    found = projection.screen.likeliest(hidden, rough, Peaks.of(rough, 32))
+    assert found.tolist() == projection.likeliest(hidden).tolist()
 
 
 def test_rough_scores_alone_would_choose_otherwise() -> None:

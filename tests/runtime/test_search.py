@@ -7,7 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -21,7 +21,6 @@ from transferry.runtime.logits import SEGMENT, Normaliser, Peaks, log_sum_exp, t
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.sampling import Sampler, draw_uniforms
 from transferry.runtime.search import (
-    READ_TOGETHER,
     Hypothesis,
     Request,
     search,
@@ -116,24 +115,23 @@ class FakeDecoder:
         return FakeState(*(tuple(values[row] for row in rows) for values in chosen))
 
 
-class RefillingFake(FakeDecoder):
-    """The same model, but rows are at lengths of their own.
+class SentenceFake(FakeDecoder):
+    """The same model, but rows share what their sentence has.
 
     It holds the search to the rules for rows and sentences, and counts the sentences that it reads
-    at a time and those that it takes in at a time.
+    at a time.
     """
+
+    shares_cache: Literal[True] = True
 
     def __init__(self, model: Model, vocabulary: int, positions: int = 1 << 30) -> None:
         super().__init__(model, vocabulary)
         self.positions = positions
         self.begun: list[int] = []
-        self.refilled: list[int] = []
-        self.taken_in: set[int] = set()
 
     def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> FakeState:
-        read = sum(self.begun)
         self.begun.append(len(source))
-        return replace(super().start(source, mask), sentences=tuple(range(read, sum(self.begun))))
+        return replace(super().start(source, mask), sentences=tuple(range(len(source))))
 
     def step(self, tokens: NDArray[np.int64], state: FakeState) -> tuple[Logits, FakeState]:
         assert max(map(len, state.histories)) < self.positions
@@ -146,31 +144,8 @@ class RefillingFake(FakeDecoder):
         assert len({length for _, length in groups}) == 1, "sentences have as many rows each"
         return selected
 
-    def refill(
-        self,
-        state: FakeState,
-        sentences: NDArray[np.int64],
-        fresh: FakeState,
-        chosen: NDArray[np.int64],
-    ) -> FakeState:
-        assert len(sentences) == len(chosen) > 0
-        assert (np.diff(sentences) > 0).all()
-        assert set(fresh.histories) == {()}, "fresh is what start returned"
-        self.refilled.append(len(chosen))
-        news = {fresh.sentences[row] for row in chosen.tolist()}
-        assert len(news) == len(chosen)
-        assert not news & (self.taken_in | set(state.sentences)), "each is taken in once"
-        self.taken_in |= news
-        width = len(state.sources) // len(set(state.sentences))
-        columns = [list(getattr(state, field.name)) for field in fields(state)]
-        fresh_columns = [getattr(fresh, field.name) for field in fields(fresh)]
-        for sentence, row in zip(sentences.tolist(), chosen.tolist(), strict=True):
-            for column, values in zip(columns, fresh_columns, strict=True):
-                column[sentence * width : (sentence + 1) * width] = [values[row]] * width
-        return FakeState(*map(tuple, columns))
 
-
-class GreedyFake(RefillingFake):
+class GreedyFake(SentenceFake):
     """One that also picks."""
 
     picked = 0
@@ -195,14 +170,11 @@ class Requests:
         self.visible = list(visible) or [len(self.requests)]
         self.waiting_at: list[int] = []
 
-    def ready(self, most: int) -> int:
-        return min(most, self.visible[0], len(self.requests))
-
-    def take(self, most: int, *, wait: bool) -> list[Request[int]]:
+    def take(self, most: int) -> list[Request[int]]:
         assert most > 0
-        if wait and self.visible[0] == 0 and len(self.visible) > 1:
+        if self.visible[0] == 0 and len(self.visible) > 1:
             del self.visible[0]
-        taken = self.requests[: self.ready(most)]
+        taken = self.requests[: min(most, self.visible[0])]
         del self.requests[: len(taken)]
         self.visible[0] -= len(taken)
         return taken
@@ -578,7 +550,7 @@ def test_only_segments_whose_peak_is_among_the_best_are_looked_at() -> None:
     assert list(zip(parents[0], tokens[0], strict=True)) == [(0, 70), (1, 129)]
 
 
-class Normalising(RefillingFake):
+class Normalising(SentenceFake):
     """Takes half as much again off every token, so that its own sums can be told."""
 
     def normalise(self, logits: Logits) -> Normaliser:
@@ -646,7 +618,7 @@ def test_a_step_selects_at_most_once() -> None:
     assert len(decoder.selected) < len(decoder.rows_stepped)
 
 
-# A stream of sentences, each in the place of one that has ended
+# A stream of sentences, one batch after another
 
 
 def requests_of(count: int, longest: int, seed: int = 0) -> list[Request[int]]:
@@ -684,11 +656,10 @@ def test_a_stream_answers_as_each_sentence_is_answered_alone(name: str) -> None:
     reasons = Counter(hypotheses[0].finish_reason for hypotheses in alone)
     assert min(reasons["end"], reasons["length"]) > 20
     for slots in (1, 3, 8, 64):
-        decoder = RefillingFake(model, 40, positions=options.max_length)
+        decoder = SentenceFake(model, 40, positions=options.max_length)
         assert stream(decoder, requests, options, slots) == alone, slots
-        assert decoder.begun[0] == slots
+        assert set(decoder.begun[:-1]) == {slots}
         assert sum(decoder.begun) == 200, "none is read twice"
-        assert sum(decoder.refilled) == 200 - slots, "all others took the place of another"
     static = FakeDecoder(model, 40)
     assert stream(static, requests, options, 8) == alone
 
@@ -703,8 +674,8 @@ def test_a_stream_of_equal_lengths_is_the_batch(name: str) -> None:
         for row, source in enumerate(sources)
     ]
     expected = run(FakeDecoder(model, 40), sources, options)
-    assert stream(RefillingFake(model, 40), requests, options, 8) == expected
-    assert run(RefillingFake(model, 40), sources, options) == expected
+    assert stream(SentenceFake(model, 40), requests, options, 8) == expected
+    assert run(SentenceFake(model, 40), sources, options) == expected
 
 
 @pytest.mark.parametrize("name", ["greedy", "beam", "sampling"])
@@ -714,10 +685,9 @@ def test_a_stream_goes_on_with_each_prompt(name: str) -> None:
     requests = requests_of(60, options.max_length)
     assert min(len(request.source) for request in requests) == 1
     expected = stream(FakeDecoder(model, 40), requests, options, 60)
-    decoder = RefillingFake(model, 40)
+    decoder = SentenceFake(model, 40)
     decoder.has_encoder = False
     assert stream(decoder, requests, options, 8) == expected
-    assert sum(decoder.refilled) == 52
 
 
 @pytest.mark.parametrize("name", STREAMS)
@@ -734,7 +704,7 @@ def test_bad_sentences_leave_those_beside_and_after_them_alone(name: str) -> Non
         return np.full(40, values[bad[source]] if len(history) >= bad[source] else 0.0)
 
     expected = stream(FakeDecoder(good, 40), requests, options, 60)
-    found = stream(RefillingFake(model, 40), requests, options, 8)
+    found = stream(SentenceFake(model, 40), requests, options, 8)
     for request, answer, wanted in zip(requests, found, expected, strict=True):
         if request.source in bad:
             assert {hypothesis.finish_reason for hypothesis in answer} == {"error"}
@@ -752,7 +722,7 @@ def test_what_an_ended_output_is_stepped_on_with_is_nothing_to_it(name: str) -> 
     options = STREAMS[name]
     requests = requests_of(60, options.max_length)
     expected = stream(FakeDecoder(good, 40), requests, options, 60)
-    for kind in (FakeDecoder, RefillingFake):
+    for kind in (FakeDecoder, SentenceFake):
         assert stream(kind(model, 40), requests, options, 8) == expected
 
 
@@ -765,85 +735,21 @@ def counted(lengths: Sequence[int], max_length: int = 9) -> list[Request[int]]:
     return [Request(key, (length,), max_length) for key, length in enumerate(lengths)]
 
 
-class Watched(RefillingFake):
-    """Counts the rows of each step whose sentence, of source (n,), ended n + `extra` steps in."""
-
-    def __init__(self, extra: int) -> None:
-        super().__init__(tokens_given, 5)
-        self.extra = extra
-        self.idle: list[int] = []
-        self.steps_before_refill: list[int] = []
-
-    def step(self, tokens: NDArray[np.int64], state: FakeState) -> tuple[Logits, FakeState]:
-        rows = zip(state.sources, state.histories, strict=True)
-        self.idle.append(sum(len(history) >= n + self.extra for (n,), history in rows))
-        return super().step(tokens, state)
-
-    def refill(self, *arguments: Any) -> FakeState:
-        self.steps_before_refill.append(len(self.rows_stepped))
-        return super().refill(*arguments)
-
-
-@pytest.mark.parametrize("slots", [8, 64])
-@pytest.mark.parametrize(("beam", "samples"), [(1, 1), (2, 1), (1, 3)])
-def test_slots_stay_full_while_sentences_wait(beam: int, samples: int, slots: int) -> None:
-    options = GenerationOptions(beam=beam, n_best=samples, sample=samples > 1, max_length=50)
-    width = max(beam, samples)
-    lengths = np.random.default_rng(0).integers(1, 30, 25 * slots).tolist()
-    # With two beams, a sentence of length n ends for the second time in step n + 2.
-    decoder = Watched(extra=beam)
-    stream(decoder, counted(lengths, 50), options, slots)
-    # The last sentence of all has come in with the last refill.
-    waiting = slice(decoder.steps_before_refill[-1])
-    assert set(decoder.rows_stepped[waiting]) == {slots * width}
-    assert len(decoder.rows_stepped[waiting]) > 0.8 * (sum(lengths) + 25 * slots * beam) / slots
-    # Less than a sixteenth waits for more to end.
-    assert max(decoder.idle[waiting]) < max(1, slots * width / 16)
-    useful = sum(length + beam for length in lengths) * width
-    assert useful == sum(decoder.rows_stepped) - sum(decoder.idle)
-    assert sum(decoder.rows_stepped) < useful * (1 + 1 / 16) + slots * width * 30 / 3
-    assert decoder.begun[0] == slots
-    assert set(decoder.begun[1:-1]) == {READ_TOGETHER}
-    assert sum(decoder.begun) == len(lengths), "none is read twice"
-
-
-def test_new_sentences_are_taken_in_once_a_sixteenth_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """They are read more at a time than that, and wait."""
-    monkeypatch.setattr("transferry.runtime.search.READ_TOGETHER", 16)
-    decoder = RefillingFake(tokens_given, 5)
-    lengths = [0, 1, *[6] * 30, *[2] * 20]
-    answers = stream(decoder, counted(lengths), GenerationOptions(max_length=9), 32)
-    assert [len(hypotheses[0].tokens) for hypotheses in answers] == lengths
-    # Two have ended after two steps, and the two in their places after three more. After seven
-    # the others end: the twelve that are left of sixteen come in, and the four that were not read.
-    assert decoder.begun == [32, 16, 4]
-    assert decoder.refilled == [2, 2, 12, 4]
-    assert decoder.rows_stepped == [32] * 7 + [18] * 3
-    assert len(decoder.selected) == 1
-
-
-def test_one_slot_is_refilled_from_what_was_read_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("transferry.runtime.search.READ_TOGETHER", 16)
-    decoder = RefillingFake(tokens_given, 5)
-    stream(decoder, counted([2, 0, 1] * 12), GenerationOptions(max_length=9), 1)
-    assert decoder.begun == [1, 16, 16, 3]
-    assert decoder.refilled == [1] * 35
-    assert decoder.rows_stepped == [1] * (3 + 1 + 2) * 12
-
-
-def test_ended_rows_leave_a_refilling_decoder_in_quarters() -> None:
-    decoder = RefillingFake(tokens_given, 5)
+def test_whole_sentences_leave_in_quarters_where_rows_share_a_cache() -> None:
+    decoder = SentenceFake(tokens_given, 5)
     stream(decoder, counted(range(8)), GenerationOptions(max_length=9), 8)
     assert decoder.rows_stepped == [8, 8, 6, 6, 4, 3, 2, 1]
 
-    decoder = RefillingFake(tokens_given, 5)
+    decoder = SentenceFake(tokens_given, 5)
     stream(decoder, counted(range(7)), GenerationOptions(beam=2, max_length=9), 7)
     # Source (n,) ends for the second time in step n + 2.
-    assert decoder.rows_stepped == [14, 14, 14, 10, 10, 6, 4, 2]
+    assert decoder.rows_stepped == [7, 14, 14, 10, 10, 6, 4, 2]
+
+    # Of three samples of each some end before the others, and are stepped on.
+    decoder = SentenceFake(random_model(12, end=1.0), 12)
+    options = GenerationOptions(max_length=9, sample=True, n_best=3)
+    stream(decoder, requests_of(9, 9), options, 9)
+    assert all(rows % 3 == 0 for rows in decoder.rows_stepped)
 
 
 def test_what_ends_at_its_greatest_length_is_stepped_no_further() -> None:
@@ -851,81 +757,25 @@ def test_what_ends_at_its_greatest_length_is_stepped_no_further() -> None:
         return peak(3, 20.0)
 
     requests = [Request(key, (5,), 4 if key == 2 else 9) for key in range(20)]
-    for kind in (FakeDecoder, RefillingFake):
+    for kind in (FakeDecoder, SentenceFake):
         static = kind(model, 5)
         answers = stream(static, requests[:8], GenerationOptions(max_length=9), 8)
         assert [len(row[0].tokens) for row in answers] == [9, 9, 4, 9, 9, 9, 9, 9]
         assert static.rows_stepped == [8] * 4 + [7] * 5
-    decoder = RefillingFake(model, 5)
-    stream(decoder, requests, GenerationOptions(max_length=9), 8)
-    assert decoder.begun == [8, 12]
-    assert decoder.refilled == [1, 7, 1, 3]
 
 
-@pytest.mark.parametrize("beam", [1, 2])
-def test_what_ends_at_its_greatest_length_is_refilled_however_few_they_are(beam: int) -> None:
-    """It may be stepped no further, but a row that left could not come back."""
-    limits = np.random.default_rng(0).integers(3, 30, 600).tolist()
-    requests = [Request(key, (40,), limit) for key, limit in enumerate(limits)]
-    decoder = RefillingFake(tokens_given, 5, positions=29)
-    options = GenerationOptions(beam=beam, max_length=29)
-    stream(decoder, requests, options, 64)
-    assert min(decoder.refilled) < 4, "fewer than a sixteenth"
-    assert sum(decoder.refilled) == 600 - 64, "no second batch had to begin"
-    waiting = decoder.rows_stepped[: sum(limits) // 64 - 30]
-    assert set(waiting) == {64 * beam}
-
-
-def test_a_decoder_that_cannot_refill_ends_a_batch_before_the_next() -> None:
-    decoder = FakeDecoder(tokens_given, 5)
+@pytest.mark.parametrize("kind", [FakeDecoder, SentenceFake])
+def test_a_batch_ends_before_the_next_begins(kind: type[FakeDecoder]) -> None:
+    decoder = kind(tokens_given, 5)
     stream(decoder, counted([1, 1, 2, 1]), GenerationOptions(max_length=9), 2)
     assert decoder.rows_stepped == [2, 2, 2, 2, 1]
-
-
-class Growing(Requests):
-    """Gives two sentences at first, and then as many as are wanted."""
-
-    def take(self, most: int, *, wait: bool) -> list[Request[int]]:
-        taken = super().take(most, wait=wait)
-        self.visible = [len(self.requests)]
-        return taken
-
-
-def test_a_batch_that_began_small_gives_way_to_a_larger_one() -> None:
-    supply = Growing(counted([1, 5, *[5] * 18]), 2)
-    decoder = RefillingFake(tokens_given, 5)
-    options = GenerationOptions(max_length=9)
-    found = dict(search_stream(decoder, supply, options, SPECIAL, slots=8))
-    assert sorted(found) == list(range(20))
-    assert decoder.begun == [2, 8, 10]
-    assert decoder.refilled == [8, 2]
-    assert decoder.rows_stepped == [2] * 2 + [1] * 4 + [8] * 12 + [2] * 6
-
-
-@pytest.mark.parametrize("later", [0, 16], ids=["supply runs dry", "larger batch waits"])
-def test_what_was_read_is_answered_before_the_batch_gives_way(later: int) -> None:
-    """Two are read for one slot; the other has to wait for it in this batch."""
-    supply = Requests(counted([0, 9, 0, 0, 0, *[3] * later]), 2)
-    decoder = RefillingFake(tokens_given, 5)
-    options = GenerationOptions(max_length=10)
-    found = search_stream(decoder, supply, options, SPECIAL, slots=3)
-    assert next(found)[0] == 0
-    supply.visible = [2]  # two wait: no more than the batch has slots
-    assert next(found)[0] == 2
-    supply.visible = [later]
-    assert next(found)[0] == 3
-    assert decoder.begun == [2, 2]
-    supply.visible = [1 + later]
-    rest = [key for key, _ in found]
-    assert sorted(rest) == [1, *range(4, 5 + later)]
-    assert sum(decoder.begun) == 5 + later
 
 
 def test_no_sentence_waits_for_one_that_is_not_there_yet() -> None:
     """An answer is handed out when it ends, before more is asked for."""
     supply = Requests(counted([3, 1, 4]), 1, 1, 1)
     found = search_stream(
-        RefillingFake(tokens_given, 5), supply, GenerationOptions(max_length=9), SPECIAL, slots=4
+        SentenceFake(tokens_given, 5), supply, GenerationOptions(max_length=9), SPECIAL, slots=4
     )
     for key in range(3):
         assert next(found)[0] == key
@@ -940,7 +790,7 @@ def test_a_request_for_more_than_the_options_allow_is_refused() -> None:
 # Without scores
 
 
-@pytest.mark.parametrize("kind", [FakeDecoder, RefillingFake, GreedyFake])
+@pytest.mark.parametrize("kind", [FakeDecoder, SentenceFake, GreedyFake])
 @pytest.mark.parametrize(
     "settings", [{}, {"min_length": 4}, {"no_repeat_ngram": 2}, {"suppress": (5, 3)}]
 )
