@@ -6,7 +6,7 @@
 
 On the CPU, text in and text out on both sides, with the same tokenizer, search and sentences. The
 CTranslate2 model is made of RUN, whose export BUNDLE must be. For each variant and beam: both
-answer, and their answers are held against each other; each is tuned on the first sentences (batch
+answer, and their answers are held against each other; each is tuned on the sentences (batch
 size; replicas of one thread or one of all); rounds are interleaved; processes of their own tell
 what opening takes, memory and disk. A `ratio` is the engine's tokens a second over
 CTranslate2's, by the medians. The last line is JSON.
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--beams", type=numbers, default=[1, 4])
     parser.add_argument("--rows", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--tune-rows", type=int, default=256, help="sentences to tune on")
+    parser.add_argument("--tune-rows", type=int, help="sentences to tune on; by default all")
     parser.add_argument("--max-length", type=int, default=100)
     parser.add_argument(
         "--fixed-length",
