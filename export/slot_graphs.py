@@ -1,10 +1,9 @@
 """The graphs of the fused variants: a cache in place, in slots of sentences.
 
 The portable decoder makes a longer cache at every step. This one writes into buffers of a given
-capacity, each sentence at its own place, and reads what a bias lets it see. So sentences of one
-batch may stand at different lengths, new ones may take the place of those that ended, and the
-beams of a sentence share one cache: which of its columns a beam descends from is in the bias, and
-no column ever moves.
+capacity, each sentence at its own place, and reads what a bias lets it see. So prompts of one batch
+may be of different lengths, and the beams of a sentence share one cache: which of its columns a
+beam descends from is in the bias, and no column moves because beams do.
 """
 
 from __future__ import annotations

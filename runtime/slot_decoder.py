@@ -2,8 +2,8 @@
 
 The graphs write new keys and values into buffers that stay where they are, and read the columns
 that a bias lets them see. What a search does to the cache is thus done to the bias, a small array
-on the host: beams that change places, a sentence that ends, another that begins in its slot. Only
-when sentences leave altogether, or a buffer becomes too short, does a buffer move.
+on the host: beams that change places, or that are taken twice. Only when sentences leave, or a
+buffer becomes too short, does a buffer move.
 """
 
 from __future__ import annotations
@@ -336,7 +336,9 @@ class SlotDecoder:
             read = {"hidden": hidden, "logits": self._runners["sums"].value(logits)}
             written = {"logits": logits, "rough": logits, "sums": sums, "peaks": peaks}
             calls = {}
-            for name in {"head", "rough", "sums", "peaks"} & self._runners.keys():
+            # Where logits are made on a device the host sums them up.
+            on_host = () if self._decoder.on_device else ("rough", "sums", "peaks")
+            for name in {"head", *on_host} & self._runners.keys():
                 runner = self._runners[name]
                 calls[name] = runner.bind(
                     fixed={one.role: [read[one.role]] for one in runner.graph.inputs},
