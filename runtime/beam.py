@@ -74,9 +74,9 @@ class Beams(Outputs):
         ends = exists & (tokens == self.eos_id)
         at_limit = self.lengths[sentences] + 1 == self.limits[sentences]
         complete = np.where(at_limit[:, None], exists, ends)[:, :beam]
-        for sentence, rank in np.argwhere(complete):
-            place = sentence, rank
-            self._add(sentences[sentence], rows[parents[place]], int(tokens[place]), totals[place])
+        for index, rank in np.argwhere(complete):
+            place = index, rank
+            self._add(sentences[index], rows[parents[place]], int(tokens[place]), totals[place])
 
         going_on = np.argsort(ends, axis=1, kind="stable")[:, :beam]
         totals = np.take_along_axis(totals, going_on, axis=1)
