@@ -11,9 +11,9 @@ import onnx
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.config import ModelConfig
-from transferry.export import calibration
 from transferry.export.backends import ReferenceBackend
-from transferry.export.calibration import Activation
+from transferry.export.calibration import Calibration
+from transferry.export.calibration import calibrate as calibrate_model
 from transferry.export.cases import fitting, random_sources, room, source_of
 from transferry.export.judge import Judge
 from transferry.export.plain_decoder import plain_model
@@ -168,14 +168,14 @@ def _write(
 ) -> Bundle:
     """Writes everything but the manifest."""
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
-    activations = None
+    calibration = None
     if calibrate:
         say(f"calibrating on {len(calibrate)} sentences")
-        activations = calibrated(checkpoint, calibrate)
+        calibration = calibrated(checkpoint, calibrate)
     made: list[MadeVariant] = []
     for name in dict.fromkeys(names):
         say(f"exporting variant {name}")
-        made.append(make_variant(model, name, activations))
+        made.append(make_variant(model, name, calibration))
     write_graphs(
         [
             (graph.model, folder / graph.spec.file)
@@ -212,7 +212,7 @@ def _write(
     return Bundle(folder, manifest, tokenizer)
 
 
-def calibrated(checkpoint: Checkpoint, texts: Sequence[str]) -> dict[str, Activation]:
+def calibrated(checkpoint: Checkpoint, texts: Sequence[str]) -> Calibration:
     """Measures what ranges activations have on texts; see `calibration.calibrate`."""
     tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
     sources = [
@@ -220,7 +220,7 @@ def calibrated(checkpoint: Checkpoint, texts: Sequence[str]) -> dict[str, Activa
         for number, text in enumerate(fitting(texts, tokenizer, config), start=1)
     ]
     length = room(config, sources, RECORDED_LENGTH) if sources else 0
-    return calibration.calibrate(checkpoint.model, tokenizer.special, sources, length)
+    return calibrate_model(checkpoint.model, tokenizer.special, sources, length)
 
 
 def _versions() -> dict[str, str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from transferry.build_model.transformer import Transformer
 from transferry.export.torch_decoder import TorchDecoder
+from transferry.export.units import Ranges, Units, in_units
 from transferry.runtime.errors import InputError
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.search import search
@@ -24,6 +26,8 @@ from transferry.runtime.special_tokens import SpecialTokens
 BINS = 2048
 CLIPS = 100  # how many ranges are tried: this many equal steps up to the largest value
 ROWS = 32  # sentences that are searched together
+# Rows and tokens of each in which the vocabulary is run through.
+SWEPT_ROWS, SWEPT_LENGTH = 256, 64
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,20 @@ class Activation:
     largest: float
     clipped: float
     values: int
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What an int8 variant is made with.
+
+    Attributes:
+        activations: How to round the inputs of linear layers, by the name of the weight, in a model
+            whose keys and values count in `units`.
+        units: By the name of the attention; none where there is no decoder.
+    """
+
+    activations: Mapping[str, Activation]
+    units: Mapping[str, Units]
 
 
 class Histogram:
@@ -111,13 +129,14 @@ class Histogram:
         )
 
 
-class LinearInputs(TorchFunctionMode):
-    """Sees the input of every product with a parameter of the model, wherever it is computed."""
+class Linears(TorchFunctionMode):
+    """Sees every product with a parameter of the model, wherever it is computed."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer, see: Callable[[str, Tensor, Tensor], None]) -> None:
+        """Takes what is told of each: the parameter's name, what came in and what came out."""
         super().__init__()
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.histograms: dict[str, Histogram] = {}
+        self.see = see
 
     def __torch_function__(
         self,
@@ -126,16 +145,16 @@ class LinearInputs(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Counts the input of F.linear, then computes what was asked for."""
+        """Computes what was asked for, and tells of it where it is F.linear."""
         kwargs = kwargs or {}
+        found = func(*args, **kwargs)
         if func is F.linear:
             given: dict[str, Tensor] = dict(zip(("input", "weight"), args, strict=False))
             given.update(kwargs)
             name = self.names.get(id(given["weight"]))
             if name is not None:
-                values = given["input"].detach().cpu().numpy()
-                self.histograms.setdefault(name, Histogram()).add(values)
-        return func(*args, **kwargs)
+                self.see(name, given["input"], found)
+        return found
 
 
 @torch.inference_mode()
@@ -144,7 +163,7 @@ def calibrate(
     special: SpecialTokens,
     sentences: Sequence[Sequence[int]],
     max_length: int,
-) -> dict[str, Activation]:
+) -> Calibration:
     """Runs the model over sentences and its own greedy answers to them, a row at a time.
 
     Alone, a row has no padding, of which nothing shall be counted.
@@ -157,7 +176,7 @@ def calibrate(
         max_length: Most tokens of an answer.
 
     Returns:
-        By the name of its weight, how to round the input of every linear product; of the output
+        Units, and with them how to round the input of every linear product; of the output
         projection where it is tied, by the name of the embedding.
 
     Raises:
@@ -170,8 +189,8 @@ def calibrate(
             "empty: give sentences like those that will be run"
         )
     decoder = TorchDecoder(model)
-    device = model.embedding.weight.device
-    inputs = LinearInputs(model)
+    ranges = Ranges(model)
+    texts: list[tuple[Tensor, Tensor]] = []
     for first in range(0, len(sentences), ROWS):
         part = sentences[first : first + ROWS]
         answers: list[Sequence[int]] = [()] * len(part)
@@ -184,9 +203,40 @@ def calibrate(
             begin = [special.bos_id] if model.encoder else list(sentence)
             # What the search feeds: of an answer that it cut off all but the last token.
             target = [*begin, *answer[: max_length - 1]]
-            ids, texts = (
-                torch.tensor([row], dtype=torch.int64, device=device) for row in (source, target)
-            )
-            with inputs:
-                model(ids, torch.ones_like(ids, dtype=torch.bool), texts)
-    return {name: histogram.activation() for name, histogram in inputs.histograms.items()}
+            texts.append((_row(source, model), _row(target, model)))
+    # All sizes of keys and values count, not only frequent ones; answers hold few of the tokens.
+    swept = [*texts, *_vocabulary(model)]
+    _run(model, swept, lambda name, _, found: ranges.see(name, found))
+    units = ranges.units()
+    # In other units the heads find other numbers, which the output layers round.
+    inputs = collections.defaultdict[str, Histogram](Histogram)
+    _run(
+        in_units(model, units),
+        texts,
+        lambda name, given, _: inputs[name].add(given.detach().cpu().numpy()),
+    )
+    return Calibration({name: found.activation() for name, found in inputs.items()}, units)
+
+
+def _vocabulary(model: Transformer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields sources and targets of tokens in random order, each of a small vocabulary once."""
+    length = min(SWEPT_LENGTH, model.config.max_positions)
+    tokens = np.random.default_rng(0).permutation(model.config.vocabulary_size)
+    for row in range(min(SWEPT_ROWS, -(-len(tokens) // length))):
+        ids = tokens[row * length : (row + 1) * length].tolist()
+        yield _row(ids if model.encoder else [], model), _row(ids, model)
+
+
+def _row(ids: Sequence[int], model: Transformer) -> Tensor:
+    return torch.tensor([ids], dtype=torch.int64, device=model.embedding.weight.device)
+
+
+def _run(
+    model: Transformer,
+    texts: Iterable[tuple[Tensor, Tensor]],
+    see: Callable[[str, Tensor, Tensor], None],
+) -> None:
+    """Runs a model over sources and targets, a row at a time."""
+    with Linears(model, see):
+        for source, target in texts:
+            model(source, torch.ones_like(source, dtype=torch.bool), target)

@@ -64,7 +64,7 @@ def find_linear(node: ir.Node) -> Linear | None:
         following = _only_consumer(node.outputs[0])
         if following is not None and following.op_type == "Add":
             other = next(value for value in following.inputs if value is not node.outputs[0])
-            if other is not None and other.is_initializer() and _rank(other) == 1:
+            if other is not None and other.is_initializer() and rank(other) == 1:
                 bias = other
                 nodes.append(following)
     else:
@@ -167,7 +167,7 @@ class Fusion:
                 self._restore_inputs(node)
         for index, value in enumerate(self.graph.outputs):
             wanted = value.name in self.matrix_outputs
-            if wanted != (_rank(value) == 2) and (wanted or self._is_matrix(value)):
+            if wanted != (rank(value) == 2) and (wanted or self._is_matrix(value)):
                 change = self._matrix if wanted else self._restored
                 name, value.name = value.name, f"{value.name}.before"
                 self.graph.outputs[index] = change(value, before=None)
@@ -179,7 +179,7 @@ class Fusion:
         first, old, name = linear.nodes[0], linear.output, linear.output.name
         nodes = self.kernels.emit(linear, self._matrix(linear.x, before=first), self.graph)
         output = nodes[-1].outputs[0]
-        already = _rank(old) == 2
+        already = rank(old) == 2
         output.type, output.shape = old.type, old.shape if already else _matrix_shape(old)
         self.graph.insert_before(first, nodes)
         old.replace_all_uses_with(output, replace_graph_outputs=True)
@@ -192,7 +192,7 @@ class Fusion:
     def _works_on_matrices(self, node: ir.Node) -> bool:
         """Gives a node matrices if it can do with them, and tells whether it now does."""
         output = node.outputs[0]
-        tensors = [value for value in node.inputs if value is not None and _rank(value) > 1]
+        tensors = [value for value in node.inputs if value is not None and rank(value) > 1]
         if not (
             _is_pointwise(node)
             and any(self._is_matrix(value) for value in tensors)
@@ -217,10 +217,10 @@ class Fusion:
         return self._matrices.get(value) is value
 
     def _matrix(self, value: ir.Value, before: ir.Node | None) -> ir.Value:
-        if _rank(value) == 2:
+        if rank(value) == 2:
             return value
         if value not in self._matrices:
-            shape = self._constant("matrix", [-1, _width(value)])
+            shape = constant(self.graph, "matrix", [-1, width(value)])
             producer = value.producer()
             reshaped = producer is not None and producer.op_type == "Reshape"
             origin = producer.inputs[0] if producer is not None and reshaped else value
@@ -234,12 +234,12 @@ class Fusion:
         if self._batch_and_length is None:
             ids = self.graph.inputs[0]
             (self._batch_and_length,) = self._insert(ir.node("Shape", [ids]), self.graph[0])
-        width = self._constant("width", [_width(value)])
+        last = constant(self.graph, "width", [width(value)])
         axis = {"axis": 0}
-        (shape,) = self._insert(ir.node("Concat", [self._batch_and_length, width], axis), before)
+        (shape,) = self._insert(ir.node("Concat", [self._batch_and_length, last], axis), before)
         (restored,) = self._insert(ir.node("Reshape", [value, shape]), before)
         restored.type = value.type
-        restored.shape = ir.Shape(["batch", "length", _width(value)])
+        restored.shape = ir.Shape(["batch", "length", width(value)])
         return restored
 
     def _insert(self, node: ir.Node, before: ir.Node | None) -> Sequence[ir.Value]:
@@ -249,11 +249,17 @@ class Fusion:
             self.graph.insert_before(before, node)
         return node.outputs
 
-    def _constant(self, name: str, numbers: list[int]) -> ir.Value:
-        name = f"{name}.{'x'.join(map(str, numbers))}"
-        if name not in self.graph.initializers:
-            register(self.graph, name, np.array(numbers, np.int64))
-        return self.graph.initializers[name]
+
+def constant(graph: ir.Graph, name: str, numbers: Sequence[int]) -> ir.Value:
+    """Returns an initializer of int64 [numbers], the same for the same name and numbers."""
+    return shared(graph, f"{name}.{'x'.join(map(str, numbers))}", np.array(numbers, np.int64))
+
+
+def shared(graph: ir.Graph, name: str, array: NDArray[Any] | np.generic) -> ir.Value:
+    """Returns the initializer of a name, which is added if there is none."""
+    if name not in graph.initializers:
+        register(graph, name, array)
+    return graph.initializers[name]
 
 
 def register(graph: ir.Graph, name: str, array: NDArray[Any] | np.generic) -> ir.Value:
@@ -290,17 +296,19 @@ def drop_unused(graph: ir.Graph) -> None:
             del graph.initializers[name]
 
 
-def _rank(value: ir.Value) -> int:
+def rank(value: ir.Value) -> int:
+    """Returns how many dimensions a value has."""
     if value.shape is None:
         raise ValueError(f"value {value.name!r} of the exported graph has no known shape")
     return len(value.shape)
 
 
-def _width(value: ir.Value) -> int:
-    width = value.shape[-1] if value.shape is not None else None
-    if not isinstance(width, int):
+def width(value: ir.Value) -> int:
+    """Returns the size of a value's last dimension."""
+    size = value.shape[-1] if value.shape is not None else None
+    if not isinstance(size, int):
         raise ValueError(f"value {value.name!r} of the exported graph has no known width")
-    return width
+    return size
 
 
 def _matrix_shape(value: ir.Value) -> ir.Shape:

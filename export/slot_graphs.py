@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transferry.build_model.attention import KeyValues
 from transferry.build_model.transformer import Transformer
 from transferry.export.graphs import (
+    EncoderGraph,
     Graph,
     SelectGraph,
     export_graph,
@@ -65,14 +66,14 @@ class SlotDecoderGraph(nn.Module):
             bias: [batch, 1, target, capacity]: 0 at the columns that a token sees, its own
                 included, and minus infinity elsewhere.
             cache: Where there is an encoder, the same for the source [batch, 1, 1, source] and
-                all of cross, as `CrossGraph` gives it; then all of past [batch, kv_heads,
+                all of cross, as `EncoderGraph` gives it; then all of past [batch, kv_heads,
                 capacity, d_head].
         """
         cross_bias, cross = None, []
         if self.model.encoder:
             crosses = 2 * len(self.model.decoder)
             cross_bias, columns, cache = cache[0], cache[1 : 1 + crosses], cache[1 + crosses :]
-            cross = [KeyValues(each.keys.transpose(2, 3), each.values) for each in pair(columns)]
+            cross = pair(columns)
         dtype = self.model.embedding.weight.dtype
         hidden, present = self.model.decode_at(
             target,
@@ -131,23 +132,6 @@ class SumsGraph(nn.Module):
         return logits.exp().sum(dim=1), peaks
 
 
-class CrossGraph(nn.Module):
-    """source, source_mask -> cross keys and values, the keys as columns.
-
-    Keys [batch, kv_heads, d_head, source] are what the product with a query reads in order; each
-    step multiplies with them, and transposes them otherwise.
-    """
-
-    def __init__(self, model: Transformer) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, source: Tensor, source_mask: Tensor) -> tuple[Tensor, ...]:
-        """See `Transformer.encode` and `Transformer.cross`."""
-        cross = self.model.cross(self.model.encode(source, source_mask))
-        return flatten([KeyValues(each.keys.transpose(2, 3), each.values) for each in cross])
-
-
 class GatherGraph(nn.Module):
     """index, state -> the chosen columns of every tensor of the cache."""
 
@@ -164,30 +148,32 @@ class GatherGraph(nn.Module):
         return tuple(F.embedding(index, each.reshape(-1, each.shape[-1])) for each in state)
 
 
+class MoveGraph(nn.Module):
+    """rows, places and state -> state with some rows in other places too, written in place."""
+
+    def forward(self, rows: Tensor, places: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        """Copies rows [selected] of each state to places [selected], none of which are rows."""
+        return tuple(each.index_put((places,), each[rows]) for each in state)
+
+
 class PlaceGraph(nn.Module):
     """write, fresh and state -> state with fresh in it, written in place.
 
-    Both are cross, as `CrossGraph` gives it.
+    Both are cross, as `EncoderGraph` gives it.
     """
 
     def forward(self, write: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Puts the columns of each fresh into its state, from column write [batch] on."""
         half = len(tensors) // 2
-        placed = [
-            KeyValues(
-                _scatter(state.keys, fresh.keys, write, axis=-1),
-                _scatter(state.values, fresh.values, write),
-            )
-            for fresh, state in zip(pair(tensors[:half]), pair(tensors[half:]), strict=True)
-        ]
-        return flatten(placed)
+        fresh, state = tensors[:half], tensors[half:]
+        return tuple(_scatter(*each, write) for each in zip(state, fresh, strict=True))
 
 
-def _scatter(buffer: Tensor, newer: Tensor, write: Tensor, axis: int = -2) -> Tensor:
+def _scatter(buffer: Tensor, newer: Tensor, write: Tensor) -> Tensor:
     return torch.onnx.ops.symbolic(
         "TensorScatter",
         (buffer, newer, write),
-        attrs={"axis": axis},
+        attrs={"axis": -2},
         dtype=buffer.dtype,
         shape=buffer.shape,
         version=OPSET,
@@ -195,7 +181,7 @@ def _scatter(buffer: Tensor, newer: Tensor, write: Tensor, axis: int = -2) -> Te
 
 
 def export_slot_graphs(
-    model: Transformer, prefix: str, *, on_device: bool = False
+    model: Transformer, prefix: str, *, on_device: bool = False, stored: str | None = None
 ) -> dict[str, Graph]:
     """Exports the graphs of a fused variant, before any rewriting.
 
@@ -206,6 +192,8 @@ def export_slot_graphs(
         model: Encoder-decoder or decoder-only, in eval mode and in the variant's precision.
         prefix: What the names of the files begin with, a folder included.
         on_device: Add what picks the likeliest token where the scores are.
+        stored: What the cache is stored in, "int8" or else the model's precision. The encoder and
+            the decoder are written for the model's all the same.
 
     Returns:
         The graphs by name.
@@ -213,6 +201,7 @@ def export_slot_graphs(
     config = model.config
     has_encoder = bool(config.encoder_layers)
     precision = str(model.embedding.weight.dtype).removeprefix("torch.")
+    stored = stored or precision
 
     def ids(role: Role, *shape: str | int) -> TensorSpec:
         return TensorSpec(role, role, "int64", shape)
@@ -221,30 +210,22 @@ def export_slot_graphs(
         return TensorSpec(role, role, "float32", shape)
 
     def cache(
-        role: Role, keys: tuple[str | int, ...], values: tuple[str | int, ...]
+        role: Role, batch: str, columns: str, kind: str = precision, prefix: str = ""
     ) -> tuple[TensorSpec, ...]:
+        shape = (batch, config.kv_heads, columns, config.d_head)
         return tuple(
-            TensorSpec(f"{role}.{layer}.{part}", role, precision, shape)
+            TensorSpec(f"{prefix}{role}.{layer}.{part}", role, kind, shape)
             for layer in range(config.decoder_layers)
-            for part, shape in (("keys", keys), ("values", values))
+            for part in ("keys", "values")
         )
 
-    heads, d_head = config.kv_heads, config.d_head
-
-    def cross_as(role: Role, batch: str, source: str) -> tuple[TensorSpec, ...]:
-        return cache(role, (batch, heads, d_head, source), (batch, heads, source, d_head))
-
-    def past_as(role: Role, batch: str, columns: str) -> tuple[TensorSpec, ...]:
-        shape = (batch, heads, columns, d_head)
-        return cache(role, shape, shape)
-
-    past, present = past_as("past", "batch", "capacity"), past_as("present", "batch", "capacity")
+    past, present = cache("past", "batch", "capacity"), cache("present", "batch", "capacity")
 
     whole, left = divmod(config.vocabulary_size, SEGMENT)
     segments = whole + left
     source = ids("source", "batch", "source")
     mask = TensorSpec("source_mask", "source_mask", "bool", ("batch", "source"))
-    cross = cross_as("cross", "batch", "source")
+    cross = cache("cross", "batch", "source")
     read = (floats("source_bias", "batch", 1, 1, "source"), *cross)
     modules: dict[str, tuple[nn.Module, tuple[TensorSpec, ...], tuple[TensorSpec, ...]]] = {
         "decoder": (
@@ -274,28 +255,39 @@ def export_slot_graphs(
         ),
         "gather": (
             GatherGraph(),
-            (ids("index", "selected", heads, "columns"), *past_as("state", "batch", "capacity")),
-            past_as("gathered", "selected", "columns"),
+            (
+                ids("index", "selected", config.kv_heads, "columns"),
+                *cache("state", "batch", "capacity", stored),
+            ),
+            cache("gathered", "selected", "columns", stored),
         ),
     }
+    both = cache("state", "batch", "capacity", stored)
+    if has_encoder:
+        both = (*cache("state", "batch", "source", stored, "cross."), *both)
+    modules["move"] = (
+        MoveGraph(),
+        (ids("rows", "selected"), ids("places", "selected"), *both),
+        tuple(TensorSpec(f"moved.{each.name}", "moved", each.type, each.shape) for each in both),
+    )
     if on_device:
         hidden = TensorSpec("hidden", "hidden", precision, ("rows", config.d_model))
         modules["best"] = (BestGraph(model), (hidden,), (ids("best", "rows"),))
     if has_encoder:
-        modules["encoder"] = (CrossGraph(model), (source, mask), cross)
+        modules["encoder"] = (EncoderGraph(model), (source, mask), cross)
         modules["select"] = (
             SelectGraph(),
-            (ids("rows", "selected"), *cross_as("state", "batch", "source")),
-            cross_as("selected", "selected", "source"),
+            (ids("rows", "selected"), *cache("state", "batch", "source", stored)),
+            cache("selected", "selected", "source", stored),
         )
         modules["place"] = (
             PlaceGraph(),
             (
                 ids("write", "batch"),
-                *cross_as("fresh", "batch", "new"),
-                *cross_as("state", "batch", "source"),
+                *cache("fresh", "batch", "new", stored),
+                *cache("state", "batch", "source", stored),
             ),
-            cross_as("placed", "batch", "source"),
+            cache("placed", "batch", "source", stored),
         )
     with silenced():
         return {

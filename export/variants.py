@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from transferry.build_model.transformer import Transformer
-from transferry.export.calibration import Activation
+from transferry.export.cache_int8 import round_cache
+from transferry.export.calibration import Activation, Calibration
 from transferry.export.fusion import FloatKernels, Fusion, Kernels, drop_unused
 from transferry.export.graphs import OPSET, Graph, export_graphs
 from transferry.export.int8 import Int8Kernels, quantise_embedding
@@ -21,6 +22,7 @@ from transferry.export.screening import (
 )
 from transferry.export.slot_graphs import OPSET as SLOT_OPSET
 from transferry.export.slot_graphs import export_slot_graphs
+from transferry.export.units import Units, in_units
 from transferry.runtime.bundle import StoredTensor, Variant
 from transferry.runtime.errors import ParityError, UsageError
 
@@ -102,30 +104,38 @@ class MadeVariant:
 
 
 def make_variant(
-    model: Transformer, name: str, activations: Mapping[str, Activation] | None = None
+    model: Transformer, name: str, calibration: Calibration | None = None
 ) -> MadeVariant:
     """Exports the graphs of a variant, and fuses them where its recipe says so.
 
     Args:
         model: The model in float32, in eval mode.
         name: One of `RECIPES`.
-        activations: What an int8 variant quantises the inputs of linear layers with, by the name
-            of the weight; see `calibration.calibrate`.
+        calibration: What an int8 variant is made with.
 
     Raises:
         UsageError: There is no such variant, or an int8 variant is not calibrated.
-        ParityError: Not every linear layer was fused.
+        ParityError: Not every linear layer was fused, or not every attention reads integers.
     """
-    recipe = recipe_of(name, calibrated=activations is not None)
+    recipe = recipe_of(name, calibrated=calibration is not None)
     if not recipe.fused:
         return MadeVariant(name, OPSET, export_graphs(model, recipe.prefix))
     if recipe.dtype != torch.float32:
         model = copy.deepcopy(model).to(recipe.dtype)
+    activations, units = None, dict[str, Units]()
+    if recipe.precision == "int8" and calibration is not None:
+        activations, units = calibration.activations, dict(calibration.units)
+        model = in_units(model, units)
     opset, graphs = OPSET, dict[str, Graph]()
     if model.config.decoder_layers:
         opset, graphs = (
             SLOT_OPSET,
-            export_slot_graphs(model, recipe.prefix, on_device="cpu" not in recipe.providers),
+            export_slot_graphs(
+                model,
+                recipe.prefix,
+                on_device="cpu" not in recipe.providers,
+                stored="int8" if units else None,
+            ),
         )
     else:
         graphs = export_graphs(model, recipe.prefix)
@@ -136,6 +146,11 @@ def make_variant(
         raise ParityError(
             f"variant {name}: expected {expected} linear layers in the graphs, found {linears}; "
             "the exporter wrote some in another way"
+        )
+    if units and (rounded := round_cache(graphs, units)) != len(units):
+        raise ParityError(
+            f"variant {name}: expected {len(units)} attentions of the decoder to read integers, "
+            f"found {rounded}; the exporter wrote some in another way"
         )
     if _screened(recipe, graphs, model):
         graphs["rough"] = rough_graph(graphs["head"])

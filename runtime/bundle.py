@@ -29,7 +29,7 @@ from transferry.runtime.options import GenerationOptions, options_of_json
 from transferry.runtime.tables import table
 from transferry.runtime.tokenizer import AnyTokenizer, load_tokenizer
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 REFERENCE = "reference.npz"
 # Which graphs a variant has at least, by architecture.
@@ -40,15 +40,15 @@ GRAPHS = {
 }
 # The same where the cache lies in place.
 IN_PLACE = {
-    "encoder-decoder": ("encoder", "decoder", "head", "sums", "gather", "place", "select"),
-    "decoder-only": ("decoder", "head", "sums", "gather"),
+    "encoder-decoder": ("encoder", "decoder", "head", "sums", "gather", "move", "place", "select"),
+    "decoder-only": ("decoder", "head", "sums", "gather", "move"),
 }
 
 Role = Literal[
     "source",  # int64 [batch, source]: token ids
     "source_mask",  # bool [batch, source]: True at a token
-    "cross",  # [batch, heads, source, d_head]: keys or values of the source; where the cache lies
-    #           in place the keys are [batch, heads, d_head, source]
+    "cross",  # [batch, heads, source, d_head]: keys or values of the source; like past in units
+    #           that graph "unrounded" knows where it is int8
     "target",  # int64 [batch, target]: token ids
     "past_mask",  # bool [batch, past]: True at a token; where there is no encoder
     "past",  # [batch, heads, past, d_head]: keys or values of earlier positions
@@ -67,7 +67,12 @@ Role = Literal[
     #           the column from which what is fresh is written into a state
     "bias",  # [batch, 1, target, capacity]: 0 at columns that a token sees, else minus infinity
     "source_bias",  # [batch, 1, 1, source]: the same for the source
+    "source_length",  # int64 [batch]: tokens of the source; where the cache is int8
+    "single",  # bool []: whether the target is one token, which sees all columns before; likewise
+    "kept",  # [batch, heads, source, d_head]: cross once more, where it lies; likewise
     "rows",  # int64 [selected]: which rows to take
+    "places",  # int64 [selected]: and where to put them
+    "moved",  # [batch, heads, length, d_head]: the state after that
     "index",  # int64 [selected, heads, columns]: which columns of the cache to take
     "gathered",  # [selected, heads, columns, d_head]: the cache with these columns
     "fresh",  # [batch, heads, columns, d_head]: cross of a few sentences, to be written into
@@ -143,7 +148,8 @@ class Variant:
         providers: Where it is meant to run.
         opset: Version of the standard ONNX operators that the graphs use.
         graphs: Those that `GRAPHS` lists, by name, or where the cache lies in place `IN_PLACE`; and
-            where greedy search is screened "rough".
+            where greedy search is screened "rough" and "peaks"; where the cache is int8
+            "unrounded", which tells what its integers stand for.
         screen: What `runtime.screen` reads of the vocabulary projection, by its names there; empty
             where greedy search does without.
     """

@@ -42,12 +42,19 @@ class Rows:
     first: int
     count: int
 
+    @classmethod
+    def of(cls, buffer: OrtValue) -> Rows:
+        """All rows of a buffer."""
+        return cls(buffer, 0, int(buffer.shape()[0]))
+
+    def shape(self) -> list[int]:
+        """The shape of these rows alone."""
+        return [self.count, *self.buffer.shape()[1:]]
+
     def where(self) -> tuple[int, list[int], int]:
         """Type of element as ONNX numbers it, shape and address."""
-        rows, *shape = self.buffer.shape()
-        offset = self.buffer.tensor_size_in_bytes() // rows * self.first
-        address = self.buffer.data_ptr() + offset
-        return self.buffer.element_type(), [self.count, *shape], address
+        offset = self.buffer.tensor_size_in_bytes() // self.buffer.shape()[0] * self.first
+        return self.buffer.element_type(), self.shape(), self.buffer.data_ptr() + offset
 
     def numpy(self) -> NDArray[Any]:
         """Copies them to the host."""

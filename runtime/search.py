@@ -38,6 +38,8 @@ __all__ = ["Hypothesis", "Request", "Supply", "search", "search_stream"]
 # wastes a row of every step. A quarter bounds both: at most a third of the useful work is wasted,
 # and a batch of n rows that drains copies its cache at most log(n) / log(4/3) times (64 rows: 14).
 LEAVING_SHARE = 0.25
+# The same where only as many rows move as leave.
+CLOSING_SHARE = 0.25
 
 
 class Supply(Protocol[Key]):
@@ -212,7 +214,9 @@ class _Batch(Generic[State, Key]):
         ended = self.outputs.ended[choice.rows]
         if self.by_sentence:
             ended = ended.reshape(-1, width).all(axis=1).repeat(width)
-        staying = ~ended if self._due(ended) else np.ones(len(ended), np.bool_)
+        staying = np.arange(len(ended))
+        if self._due(ended):
+            staying = _closed_up(ended) if self.by_sentence else np.flatnonzero(~ended)
         parents = choice.parents[staying]
         if len(parents) and not np.array_equal(parents, np.arange(len(self.rows))):
             self.state = self.decoder.select(self.state, parents)
@@ -222,7 +226,7 @@ class _Batch(Generic[State, Key]):
         """Whether those of the rows that have ended are to leave now."""
         if not ended.any():
             return False
-        if ended.mean() >= LEAVING_SHARE:
+        if ended.mean() >= (CLOSING_SHARE if self.by_sentence else LEAVING_SHARE):
             return True
         if not self.by_sentence and isinstance(self.outputs, Beams):
             return True  # beams change places, which copies the cache anyway
@@ -230,6 +234,14 @@ class _Batch(Generic[State, Key]):
         sentences = self.choice.rows[ended] // self.outputs.width
         at_limit = self.outputs.lengths[sentences] == self.outputs.limits[sentences]
         return bool(at_limit.any())
+
+
+def _closed_up(ended: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """The rows that have not ended, the last of them in the places of those that have."""
+    left = np.flatnonzero(~ended)
+    order = np.arange(len(left))
+    order[ended[: len(left)]] = left[left >= len(left)]
+    return order
 
 
 def begin(

@@ -20,7 +20,7 @@ from onnxruntime import OrtValue
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import Bundle, Role, Variant
 from transferry.runtime.decoder import Forbid
-from transferry.runtime.graph_runner import BoundCall, GraphRunner, Rows, describe
+from transferry.runtime.graph_runner import Bindable, BoundCall, GraphRunner, Rows, describe
 from transferry.runtime.logits import SEGMENT, Normaliser, Peaks, log_sum_exp, normalise
 from transferry.runtime.screen import Screen
 from transferry.runtime.session import Provider, SessionOptions
@@ -31,6 +31,8 @@ CHUNK = 32
 # Steps that a cache may have room for beyond the next. Every step reads all of it, making it
 # longer or shorter copies it.
 GROWTH = 6
+# The same where a step of one token reads its own columns alone: room costs nothing but memory.
+AHEAD = 8
 # How much is computed at once where nothing is said: rows that share the reading of the weights.
 BATCHES: dict[Provider, BatchOptions] = {
     "cpu": BatchOptions(rows=256, tokens=1 << 15),
@@ -85,28 +87,28 @@ class SlotState:
     Rows are grouped by slot, `width` neighbouring rows each.
 
     Attributes:
-        cross: Keys and values of the sources, [slots, heads, d_head, source] and [slots, heads,
-            source, d_head], on the device.
+        cross: Keys and values of the sources, [slots, heads, source, d_head] each, on the device.
         past: Keys and values of earlier positions, [slots, heads, capacity, d_head] each, there.
+            Both may be the first rows of longer buffers.
         source_bias: [slots, 1, 1, source]: 0 at a token of the source, minus infinity elsewhere.
         bias: [slots, width, capacity]: 0 at the columns that a row descends from, likewise.
         positions: Of the next tokens [slots, width].
         write: The column of a slot that is written next [slots].
         prompt: Tokens of the prompt in a slot [slots].
         padding: How much shorter it is than the longest that was read with it [slots].
-        calls: Steps bound to these buffers, by how many tokens of a slot they read and by what
-            holds the hidden states.
+        calls: Steps bound to these buffers, by how many tokens of a slot they read, whether that is
+            one without gaps before it, and by what holds the hidden states.
     """
 
-    cross: Sequence[OrtValue]
-    past: Sequence[OrtValue]
+    cross: Sequence[Rows]
+    past: Sequence[Rows]
     source_bias: Floats
     bias: Floats
     positions: Integers
     write: Integers
     prompt: Integers
     padding: Integers
-    calls: dict[tuple[int, int], BoundCall] = field(default_factory=dict)
+    calls: dict[tuple[int, bool, int], BoundCall] = field(default_factory=dict)
 
 
 class SlotDecoder:
@@ -129,6 +131,7 @@ class SlotDecoder:
         self._decoder = self._runners["decoder"]
         self.has_encoder = "encoder" in variant.graphs
         self._kv_heads = int(variant.graphs["decoder"].tensor("past").shape[1])
+        self._rounded = "unrounded" in variant.graphs  # the cache is in int8
         self._own = _Workspace()
         self.vocabulary_size = int(variant.graphs["head"].tensor("logits").shape[-1])
         self._screen = None
@@ -222,17 +225,18 @@ class SlotDecoder:
         for token in range(new):
             bias[slot, row, token:, own[:, :, token]] = 0
         hidden = self._hidden(tokens.size)
+        # One token a slot, and what it sees are the first columns.
+        single = width * new == 1 and np.array_equal(state.write, state.positions[:, 0])
         # Another thread has other memory, and this one's may have grown.
-        key = width * new, id(hidden.buffer)
+        key = width * new, single, id(hidden.buffer)
         if key not in state.calls:
-            state.calls[key] = self._bind(state, width * new, hidden)
+            state.calls[key] = self._bind(state, width * new, single, hidden)
         positions = state.positions[:, :, None] + np.arange(new)
         state.calls[key].run(
             target=tokens.reshape(slots, -1),
             positions=positions.reshape(slots, -1),
             write=state.write,
             bias=bias.reshape(slots, 1, width * new, -1),
-            **({"source_bias": state.source_bias} if self.has_encoder else {}),
         )
         return replace(
             state,
@@ -257,23 +261,44 @@ class SlotDecoder:
         positions = state.positions.reshape(-1)[rows].reshape(shape)
         if np.array_equal(chosen, np.arange(slots)):
             return replace(state, bias=bias, positions=positions)
-        cross = state.cross
+        taken = replace(
+            state,
+            source_bias=state.source_bias[chosen],
+            bias=bias,
+            positions=positions,
+            write=state.write[chosen],
+            prompt=state.prompt[chosen],
+            padding=state.padding[chosen],
+            calls={},
+        )
+        left = len(chosen)
+        places = np.flatnonzero(chosen != np.arange(left))
+        if state.past and (chosen[places] >= left).all():
+            return self._closed_up(taken, chosen[places], places)
         if self.has_encoder:
             select = self._runners["select"]
-            inputs = {"rows": [select.value(chosen)], "state": cross}
-            cross = select.run(inputs, "selected")
-        taken = SlotState(
-            cross,
-            state.past,
-            state.source_bias[chosen],
-            bias,
-            positions,
-            state.write[chosen],
-            state.prompt[chosen],
-            state.padding[chosen],
-        )
-        columns = np.tile(np.arange(bias.shape[-1]), (len(chosen), 1))
+            inputs = {"rows": [select.value(chosen)], "state": state.cross}
+            cross = [Rows.of(each) for each in select.run(inputs, "selected")]
+            taken = replace(taken, cross=cross)
+        columns = np.tile(np.arange(bias.shape[-1]), (left, 1))
         return self._with_columns(taken, chosen, columns, shape[1])
+
+    def _closed_up(self, state: SlotState, slots: Integers, places: Integers) -> SlotState:
+        """Moves some slots from behind into places among those that stay where they are.
+
+        Args:
+            state: All but cross and past is as it will be.
+            slots: Which slots of cross and past to move [slots].
+            places: Where to [slots].
+        """
+        buffers = [*state.cross, *state.past]
+        if len(slots):
+            move = self._runners["move"]
+            inputs = {"rows": [move.value(slots)], "places": [move.value(places)], "state": buffers}
+            move.run(inputs, in_place={"moved": buffers})
+        left = [Rows(each.buffer, each.first, len(state.write)) for each in buffers]
+        split = len(state.cross)
+        return replace(state, cross=left[:split], past=left[split:])
 
     def tensors(self, state: SlotState) -> dict[str, Floats]:
         """Copies cross and past to the host as the portable graphs have them, a cache a row.
@@ -288,32 +313,36 @@ class SlotDecoder:
         column = np.where(column < prompt, column, np.maximum(prompt - 1, column - padding))
         order = np.take_along_axis(np.argsort(~seen, axis=1, kind="stable"), column, axis=1)
         order = order[:, None, :, None]
-        buffers = state.past or self._buffers("past", slots, 0)
-        past = (np.take_along_axis(each, order, axis=2) for each in _by_row(buffers, width))
+        past, crosses = state.past or self._buffers("past", slots, 0), state.cross
+        if self._rounded:
+            state_read = {"state": [*crosses, *past]}
+            found = self._runners["unrounded"].run(state_read, "cross", "past")
+            floats = [Rows.of(each) for each in found]
+            crosses, past = floats[: len(crosses)], floats[len(crosses) :]
+        columns = (np.take_along_axis(each, order, axis=2) for each in _by_row(past, width))
         source = (state.source_bias == 0).sum(axis=-1).max()
-        cross = (
-            (each if number % 2 else each.swapaxes(2, 3))[:, :, :source]
-            for number, each in enumerate(_by_row(state.cross, width))
-        )
+        cross = (each[:, :, :source] for each in _by_row(crosses, width))
         names = [*self._names("cross"), *self._names("past")]
-        return dict(zip(names, (*cross, *past), strict=True))
+        return dict(zip(names, (*cross, *columns), strict=True))
 
     def _names(self, role: Role) -> list[str]:
         return self._decoder.graph.names(role)
 
-    def _buffers(self, role: Role, slots: int, length: int) -> list[OrtValue]:
+    def _buffers(self, role: Role, slots: int, length: int) -> list[Rows]:
         """Buffers of zeros, so that columns never written cannot be NaN."""
         sizes = {"batch": slots, "source": length, "capacity": length}
         return [
-            self._decoder.zeros(role, [int(sizes.get(str(size), size)) for size in spec.shape])
+            Rows.of(
+                self._decoder.zeros(role, [int(sizes.get(str(size), size)) for size in spec.shape])
+            )
             for spec in self._decoder.graph.inputs
             if spec.role == role
         ]
 
-    def _bind(self, state: SlotState, new: int, hidden: Rows) -> BoundCall:
+    def _bind(self, state: SlotState, new: int, single: bool, hidden: Rows) -> BoundCall:
         """Binds a step of `new` tokens a slot to the buffers of a state."""
-        slots = len(state.write)
-        fixed: dict[Role, Sequence[OrtValue]] = {"past": state.past}
+        slots, value = len(state.write), self._decoder.value
+        fixed: dict[Role, Sequence[Bindable]] = {"past": state.past}
         changing: dict[str, NDArray[Any]] = {
             "target": np.zeros((slots, new), np.int64),
             "positions": np.zeros((slots, new), np.int64),
@@ -321,9 +350,14 @@ class SlotDecoder:
             "bias": np.zeros((slots, 1, new, state.bias.shape[-1]), np.float32),
         }
         if self.has_encoder:
-            fixed |= {"cross": state.cross}
-            changing |= {"source_bias": np.zeros_like(state.source_bias)}
-        in_place = {"present": state.past, "hidden": [hidden]}
+            fixed |= {"cross": state.cross, "source_bias": [value(state.source_bias)]}
+        in_place: dict[Role, Sequence[Bindable]] = {"present": state.past, "hidden": [hidden]}
+        if self._rounded:
+            fixed |= {"single": [value(np.array(single))]}
+        if self._rounded and self.has_encoder:
+            lengths = (state.source_bias[:, 0, 0] == 0).sum(axis=1)
+            fixed |= {"source_length": [value(lengths)]}
+            in_place |= {"kept": state.cross}
         return self._decoder.bind(fixed=fixed, changing=changing, in_place=in_place)
 
     def _heads_of(self, rows: int) -> _Heads:
@@ -358,7 +392,7 @@ class SlotDecoder:
         assert own.hidden is not None
         return Rows(own.hidden, 0, rows)
 
-    def _encode(self, source: Integers, mask: NDArray[np.bool_]) -> Sequence[OrtValue]:
+    def _encode(self, source: Integers, mask: NDArray[np.bool_]) -> Sequence[Rows]:
         """Returns cross keys and values of sources, read a few at a time."""
         encoder, place = self._runners["encoder"], self._runners["place"]
         rows, longest = len(source), _rounded(source.shape[1], UNIT)
@@ -371,7 +405,7 @@ class SlotDecoder:
                 "source_mask": [encoder.value(mask[part, :length])],
             }
             encoded = encoder.run(inputs, "cross")
-            places = [Rows(buffer, first, len(source[part])) for buffer in cross]
+            places = [Rows(each.buffer, first, len(source[part])) for each in cross]
             write = place.value(np.zeros(len(source[part]), np.int64))
             inputs = {"write": [write], "fresh": encoded, "state": places}
             place.run(inputs, in_place={"placed": places})
@@ -393,10 +427,11 @@ class SlotDecoder:
             "write": [reader.value(np.zeros(rows, np.int64))],
             "bias": [reader.value(np.where(seen, 0, -np.inf).astype(np.float32)[:, None])],
             "past": self._buffers("past", rows, length),
+            **({"single": [reader.value(np.array(False))]} if self._rounded else {}),
         }
         return replace(
             state,
-            past=reader.run(inputs, "present"),
+            past=[Rows.of(each) for each in reader.run(inputs, "present")],
             bias=np.where(mask, 0, -np.inf).astype(np.float32)[:, None],
             positions=lengths[:, None],
             # Over its padding: a row's columns lie where they would if it had been read alone.
@@ -419,13 +454,18 @@ class SlotDecoder:
             live = (state.bias == 0).any(axis=1)
             write = np.where(due, live.sum(axis=1), write)
         needed = int(write.max()) + new
-        if np.array_equal(write, state.write) and needed <= room <= needed + GROWTH * new:
+        most = needed + GROWTH * new + self._ahead(state)
+        if np.array_equal(write, state.write) and needed <= room <= most:
             return state
         columns = np.tile(np.arange(room), (len(slots), 1))
         moving = write < state.write
         if moving.any():
             columns[moving] = np.argsort(~live[moving], axis=1, kind="stable")
         return self._with_columns(replace(state, write=write), slots, columns, new)
+
+    def _ahead(self, state: SlotState) -> int:
+        """For how many more columns there may be room at no cost."""
+        return AHEAD if self._rounded and state.positions.shape[1] == 1 else 0
 
     def _with_columns(
         self, state: SlotState, slots: Integers, columns: Integers, new: int
@@ -438,7 +478,8 @@ class SlotDecoder:
             columns: Their columns in the order in which they will lie [slots, columns].
             new: Columns of a slot that are written next.
         """
-        capacity = _rounded(int(state.write.max()) + new, UNIT * state.positions.shape[1])
+        needed = int(state.write.max()) + new + self._ahead(state)
+        capacity = _rounded(needed, UNIT * state.positions.shape[1])
         bias = np.full((*state.positions.shape, capacity), -np.inf, np.float32)
         if not state.past:
             return replace(state, past=self._buffers("past", len(slots), capacity), bias=bias)
@@ -451,7 +492,7 @@ class SlotDecoder:
         index = (slots[:, None, None] * self._kv_heads + heads) * state.past[0].shape()[2]
         gather = self._runners["gather"]
         inputs = {"index": [gather.value(index + columns[:, None])], "state": state.past}
-        past = gather.run(inputs, "gathered")
+        past = [Rows.of(each) for each in gather.run(inputs, "gathered")]
         return replace(state, past=past, bias=bias, calls={})
 
 
@@ -460,7 +501,7 @@ def _rounded(columns: int, unit: int) -> int:
     return -(-columns // unit) * unit
 
 
-def _by_row(buffers: Sequence[OrtValue], width: int) -> Iterator[Floats]:
+def _by_row(buffers: Sequence[Rows], width: int) -> Iterator[Floats]:
     return (buffer.numpy().repeat(width, axis=0) for buffer in buffers)
 
 

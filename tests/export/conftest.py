@@ -1,6 +1,7 @@
 """What the tests of the export share: the random run and its bundle, and both as decoders."""
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,16 +9,18 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 import torch
+from torch import Tensor
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.build_model.transformer import Transformer
 from transferry.export import bundle as exporting
 from transferry.export import variants
 from transferry.export.bundle import export_bundle
-from transferry.export.calibration import Activation, LinearInputs
+from transferry.export.calibration import Calibration, Histogram, Linears
 from transferry.export.graphs import Graph
 from transferry.export.judge import Judge
 from transferry.export.slot_graphs import export_slot_graphs
+from transferry.export.units import Ranges, in_units
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.compare import Tolerance
 from transferry.runtime.onnx_decoder import OnnxDecoder
@@ -62,8 +65,7 @@ Exporter = Callable[..., dict[str, Graph]]
 def copied(graphs: dict[str, Graph]) -> Exporter:
     """Stands for an exporter: tracing takes seconds, and what was traced fits all weights."""
 
-    def export(model: Transformer, prefix: str, *, on_device: bool = False) -> dict[str, Graph]:
-        assert not on_device, "what picks on a device was not traced"
+    def export(model: Transformer, prefix: str) -> dict[str, Graph]:
         weights = {f"model.{name}": tensor.numpy() for name, tensor in model.state_dict().items()}
         copies = {}
         for name, graph in graphs.items():
@@ -85,8 +87,19 @@ def portable_traced(bundle: Bundle) -> Exporter:
 
 @pytest.fixture(scope="session")
 def slots_traced(checkpoint: Checkpoint) -> Exporter:
-    """The graphs of the run with the cache in place, traced once for all variants in float32."""
-    return copied(export_slot_graphs(checkpoint.model, ""))
+    """The graphs of the run with the cache in place, traced once for each type of the cache."""
+    traced = {
+        stored: copied(export_slot_graphs(checkpoint.model, "", stored=stored))
+        for stored in (None, "int8")
+    }
+
+    def export(
+        model: Transformer, prefix: str, *, on_device: bool = False, stored: str | None = None
+    ) -> dict[str, Graph]:
+        assert not on_device, "what picks on a device was not traced"
+        return traced[stored](model, prefix)
+
+    return export
 
 
 @pytest.fixture(scope="session")
@@ -102,29 +115,39 @@ def calm(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, model=model)
 
 
-def widest(checkpoint: Checkpoint, texts: Sequence[str]) -> dict[str, Activation]:
+def widest(checkpoint: Checkpoint, texts: Sequence[str]) -> Calibration:
     """Stands for `calibrated`: ranges that clip nothing, of tokens from the whole vocabulary.
 
     What is verified are random tokens, and to random weights no text is typical of them.
     """
     assert texts
-    inputs = LinearInputs(checkpoint.model)
     generator = torch.Generator().manual_seed(0)
     vocabulary = checkpoint.model.config.vocabulary_size
-    with torch.inference_mode(), inputs:
-        for length in range(8, 24):
-            source, target = torch.randint(0, vocabulary, (2, 8, length), generator=generator)
-            checkpoint.model(source, torch.ones_like(source, dtype=torch.bool), target)
-    found = {name: histogram.activation() for name, histogram in inputs.histograms.items()}
-    return {
+    pairs = [
+        torch.randint(0, vocabulary, (2, 8, length), generator=generator) for length in range(8, 24)
+    ]
+
+    def run(model: Transformer, see: Callable[[str, Tensor, Tensor], None]) -> None:
+        with torch.inference_mode(), Linears(model, see):
+            for source, target in pairs:
+                model(source, torch.ones_like(source, dtype=torch.bool), target)
+
+    ranges, inputs = Ranges(checkpoint.model), defaultdict[str, Histogram](Histogram)
+    run(checkpoint.model, lambda name, _, found: ranges.see(name, found))
+    units = ranges.units()
+    scaled = in_units(checkpoint.model, units)
+    run(scaled, lambda name, given, _: inputs[name].add(given.numpy()))
+    found = {name: histogram.activation() for name, histogram in inputs.items()}
+    activations = {
         name: replace(each, scale=1.1 * each.largest / (127 if each.zero_point else 255))
         for name, each in found.items()
     }
+    return Calibration(activations, units)
 
 
 @pytest.fixture(scope="session")
-def activations(calm: Checkpoint, texts: list[str]) -> dict[str, Activation]:
-    """What the int8 variant of `export_all` is quantised with."""
+def calibration(calm: Checkpoint, texts: list[str]) -> Calibration:
+    """What the int8 variant of `export_all` is made with."""
     return widest(calm, texts)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
-from transferry.export.calibration import BINS, Activation, Histogram, calibrate
+from transferry.export.calibration import BINS, Activation, Calibration, Histogram, calibrate
 from transferry.export.torch_decoder import TorchDecoder
 from transferry.runtime.errors import InputError
 from transferry.runtime.options import GenerationOptions
@@ -26,7 +26,7 @@ def sources_of(checkpoint: Checkpoint, folder: Path) -> list[list[int]]:
     return sources
 
 
-def calibrated(folder: Path) -> tuple[Checkpoint, list[list[int]], dict[str, Activation]]:
+def calibrated(folder: Path) -> tuple[Checkpoint, list[list[int]], Calibration]:
     checkpoint = load_checkpoint(folder)
     sources = sources_of(checkpoint, folder)
     found = calibrate(checkpoint.model, checkpoint.tokenizer.special, sources, LENGTH)
@@ -90,8 +90,8 @@ def test_every_linear_weight_is_calibrated(run: str, request: pytest.FixtureRequ
     }
     if model.output is None:
         expected.add("embedding.weight")
-    assert set(found) == expected
-    for activation in found.values():
+    assert set(found.activations) == expected
+    for activation in found.activations.values():
         levels = 127 if activation.zero_point else 255
         assert 0 < activation.scale * levels <= activation.largest * 1.000001
         assert 0 <= activation.clipped < 0.01
@@ -106,10 +106,10 @@ def test_products_of_one_input_have_one_scale(run: str, request: pytest.FixtureR
     groups += [("cross_attention.key", "cross_attention.value")]
     groups += [("feed_forward.inner", "feed_forward.gate")]
     compared = 0
-    for name, activation in found.items():
+    for name, activation in found.activations.items():
         for first, *others in groups:
             for other in others:
-                sibling = found.get(name.replace(first, other))
+                sibling = found.activations.get(name.replace(first, other))
                 if first in name and sibling is not None:
                     assert sibling == activation
                     compared += 1
@@ -119,7 +119,7 @@ def test_products_of_one_input_have_one_scale(run: str, request: pytest.FixtureR
 def test_only_what_follows_relu_has_zero_point_0(run_folder: Path) -> None:
     checkpoint, _, found = calibrated(run_folder)
     assert checkpoint.model.config.activation == "relu"
-    for name, activation in found.items():
+    for name, activation in found.activations.items():
         assert activation.zero_point == (0 if name.endswith("feed_forward.outer.weight") else 128)
 
 
@@ -151,7 +151,7 @@ def test_padding_does_not_count(run_folder: Path) -> None:
         model(*map(torch.from_numpy, (source, source_mask, target)))
     assert len(seen) == 6
     for name, histogram in seen.items():
-        batch, alone = histogram.activation(), found[f"{name}.weight"]
+        batch, alone = histogram.activation(), found.activations[f"{name}.weight"]
         assert alone.values == batch.values
         assert alone.largest == pytest.approx(batch.largest, rel=1e-5)
         assert alone.scale == pytest.approx(batch.scale, rel=0.03)
@@ -160,8 +160,14 @@ def test_padding_does_not_count(run_folder: Path) -> None:
 def test_the_order_of_sentences_does_not_matter(run_folder: Path) -> None:
     checkpoint, sources, found = calibrated(run_folder)
     special = checkpoint.tokenizer.special
-    assert calibrate(checkpoint.model, special, sources[::-1], LENGTH) == found
-    assert calibrate(checkpoint.model, special, sources[:1], LENGTH) != found
+    again = calibrate(checkpoint.model, special, sources[::-1], LENGTH)
+    assert again.activations == found.activations
+    assert again.units.keys() == found.units.keys()
+    for name, unit in again.units.items():
+        assert torch.equal(unit.keys, found.units[name].keys)
+        assert torch.equal(unit.values, found.units[name].values)
+    fewer = calibrate(checkpoint.model, special, sources[:1], LENGTH)
+    assert fewer.activations != found.activations
 
 
 def test_a_prompt_counts_with_what_follows_it(writer_run_folder: Path) -> None:
@@ -173,7 +179,7 @@ def test_a_prompt_counts_with_what_follows_it(writer_run_folder: Path) -> None:
         len(prompt) + min(len(answer[0].tokens), LENGTH - 1)
         for prompt, answer in zip(prompts, answers, strict=True)
     )
-    assert found["output.weight"].values == tokens * checkpoint.model.config.d_model
+    assert found.activations["output.weight"].values == tokens * checkpoint.model.config.d_model
 
 
 def test_nothing_to_calibrate_with_is_refused(run_folder: Path) -> None:

@@ -47,8 +47,9 @@ def test_variants_say_what_they_are(all_variants: Bundle) -> None:
     assert {name for name, variant in all_variants.manifest.variants.items() if variant.screen} == {
         "cpu-fp32"
     }
-    slots = {"encoder", "decoder", "head", "sums", "select", "gather", "place"}
-    for name, graphs in {"cpu-fp32": slots | {"rough", "peaks"}, "cpu-int8": slots}.items():
+    slots = {"encoder", "decoder", "head", "sums", "select", "gather", "move", "place"}
+    more = {"cpu-fp32": {"rough", "peaks"}, "cpu-int8": {"unrounded"}}
+    for name, graphs in {name: slots | added for name, added in more.items()}.items():
         specs = all_variants.variant(name).graphs
         assert specs.keys() == graphs
         assert {spec.file for spec in specs.values()} == {
