@@ -205,7 +205,7 @@ def calibrate(
             target = [*begin, *answer[: max_length - 1]]
             texts.append((_row(source, model), _row(target, model)))
     # All sizes of keys and values count, not only frequent ones; answers hold few of the tokens.
-    swept = [*texts, *_vocabulary(model)]
+    swept = [*texts, *vocabulary_texts(model)]
     _run(model, swept, lambda name, _, found: ranges.see(name, found))
     units = ranges.units()
     # In other units the heads find other numbers, which the output layers round.
@@ -218,7 +218,7 @@ def calibrate(
     return Calibration({name: found.activation() for name, found in inputs.items()}, units)
 
 
-def _vocabulary(model: Transformer) -> Iterator[tuple[Tensor, Tensor]]:
+def vocabulary_texts(model: Transformer) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields sources and targets of tokens in random order, each of a small vocabulary once."""
     length = min(SWEPT_LENGTH, model.config.max_positions)
     tokens = np.random.default_rng(0).permutation(model.config.vocabulary_size)
