@@ -27,7 +27,7 @@ BINS = 2048
 CLIPS = 100  # how many ranges are tried: this many equal steps up to the largest value
 ROWS = 32  # sentences that are searched together
 # Rows and tokens of each in which the vocabulary is run through.
-SWEPT_ROWS, SWEPT_LENGTH = 256, 64
+SWEPT_ROWS, SWEPT_LENGTH = 128, 64
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,10 @@ def score(
         state = decoder.start(*pad_sources([row.read for row in rows], special.pad_id))
         # What is padded lies behind what is scored, and the state is not used again.
         given, _ = pad_sources([row.given for row in rows], special.pad_id)
+        if given.shape[1] == 1:
+            # A decoder may read a single token by other kernels than several, and which it is shall
+            # not depend on the rows beside it.
+            given = np.pad(given, ((0, 0), (0, 1)), constant_values=special.pad_id)
         logits, _ = decoder.step(given, state)
         scores = []
         for row, found in zip(rows, logits, strict=True):

@@ -2,6 +2,8 @@
 
 import math
 from pathlib import Path
+from string import ascii_letters
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from transferry.runtime import scoring
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.engine import Engine
 from transferry.runtime.errors import UsageError
+from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.rows import RowError
 from transferry.runtime.scoring import Score, score
@@ -82,6 +85,28 @@ def test_a_score_does_not_depend_on_the_batch(
     monkeypatch.setattr(scoring, "MOST_LOGITS", most)
     cut = Engine(translator.bundle, translator.model, batches=BatchOptions(rows=rows))
     assert list(score(cut, pairs)) == expected, "log-probabilities to the bit"
+
+
+def test_a_single_token_is_never_read_alone(
+    writer: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some decoders have other kernels for it, and its neighbours may be longer."""
+    tokenizer = writer.bundle.tokenizer
+    texts = [first + second for first in ascii_letters for second in ascii_letters]
+    text = next(each for each in texts if len(tokenizer.encode(each)) == 2)
+    read: list[int] = []
+    step = OnnxDecoder.step
+
+    def watched(self: OnnxDecoder, tokens: Any, state: Any) -> Any:
+        read.append(tokens.shape[1])
+        return step(self, tokens, state)
+
+    monkeypatch.setattr(OnnxDecoder, "step", watched)
+    (alone,) = score(writer, [(text, None)])
+    beside = list(score(writer, [(text, None), (text * 4, None)]))
+    assert read == [2, len(tokenizer.encode(text * 4)) - 1]
+    assert beside[0] == alone
+    assert len(alone.tokens) == 1
 
 
 def test_bad_rows_are_errors_of_their_own(translator: Engine, writer: Engine) -> None:
