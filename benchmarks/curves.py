@@ -12,7 +12,7 @@ from sentences import search_options
 from sides import Tuned
 from transferry.runtime.options import GenerationOptions
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+BATCHES = (1, 4, 16, 64, 128, 256)
 LENGTHS = (8, 16, 32, 64, 128)
 ROUNDS = 3
 
