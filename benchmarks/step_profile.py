@@ -153,7 +153,11 @@ def read_trace(graph: str, events: Sequence[dict[str, Any]]) -> dict[str, dict[s
     for event in events:
         if event["name"] == "model_run":
             whole += event["dur"] / 1e6
-        elif event["cat"] == "Node" and event["name"].endswith("_kernel_time"):
+        elif (
+            event["cat"] == "Node"
+            and event["name"].endswith("_kernel_time")
+            and event["args"]["op_name"] != "If"  # whose branches are in the trace themselves
+        ):
             seconds[event["args"]["op_name"]] += event["dur"] / 1e6
             calls[event["args"]["op_name"]] += 1
     seconds[BETWEEN] = whole - sum(seconds.values())

@@ -20,7 +20,7 @@ from matrices import least_seconds, matrices, multiply_adds
 from rounds import compare, fastest, interleaved
 from sentences import Answer, engine_answers, fixed_sentences, search_options
 from sides import Side
-from step_profile import Clock, by_operator, by_stage, open_engine
+from step_profile import Clock, by_operator, by_stage, open_engine, read_trace
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.corpus import builtin_pairs
@@ -335,6 +335,20 @@ def test_stages_and_operators_of_a_run(bundle_folder: Path) -> None:
     # Three batches of eight, each encoded once.
     assert operators["encoder"]["Gather"]["calls"] == 3
     assert operators["decoder"]["between operators"]["seconds"] >= 0
+
+
+def test_nodes_of_a_branch_are_not_counted_twice() -> None:
+    def ran(operator: str, microseconds: int) -> dict[str, Any]:
+        name = f"node_{operator}_kernel_time"
+        return {"cat": "Node", "name": name, "dur": microseconds, "args": {"op_name": operator}}
+
+    run = {"cat": "Session", "name": "model_run", "dur": 100}
+    found = read_trace("decoder", [ran("Gather", 10), ran("Softmax", 50), ran("If", 55), run])
+    assert found == {
+        "Softmax": {"seconds": 5e-05, "calls": 1},
+        "between operators": {"seconds": 4e-05, "calls": 0},
+        "Gather": {"seconds": 1e-05, "calls": 1},
+    }
 
 
 def test_the_bytes_of_a_bundle_of_one_variant_are_all_of_it(bundle_folder: Path) -> None:
