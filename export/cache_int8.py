@@ -90,9 +90,9 @@ def _meaning(decoder: GraphSpec, units: Mapping[str, Units]) -> Graph:
         product = ir.node("Mul", [floats.outputs[0], factors])
         graph.inputs.append(state)
         graph.extend([floats, product])
-        (cross,) = product.outputs
-        cross.name, cross.type, cross.shape = spec.name, FLOAT, state.shape
-        graph.outputs.append(cross)
+        (real,) = product.outputs
+        real.name, real.type, real.shape = spec.name, FLOAT, state.shape
+        graph.outputs.append(real)
     inputs = tuple(replace(each, name=f"state.{each.name}", role="state") for each in specs)
     outputs = tuple(replace(each, type="float32") for each in specs)
     file = decoder.file.replace("decoder.onnx", "unrounded.onnx")
@@ -111,8 +111,8 @@ def _reading(decoder: Graph) -> tuple[Graph, int]:
         of = ir.TensorType(ir.DataType[each.type.upper()])
         graph.inputs.append(ir.Value(name=each.name, type=of, shape=ir.Shape(each.shape)))
     values = {value.name: value for value in graph.inputs}
-    for each in (*spec.inputs, *spec.outputs):
-        if each.role in CACHE and each.name in values:
+    for each in spec.inputs:
+        if each.role in CACHE:
             values[each.name].type = INT8
     first = graph[0]
 
@@ -125,7 +125,8 @@ def _reading(decoder: Graph) -> tuple[Graph, int]:
     # many there is room for, and where it is to write nothing new ones of no length.
     int32 = int(ir.DataType.INT32)
     past = add("Cast", [values["write"]], to=int32)
-    room = add("Shape", [values[_first(spec, "past").name]], start=2, end=3)
+    cache = next(each for each in spec.inputs if each.role == "past")
+    room = add("Shape", [values[cache.name]], start=2, end=3)
     columns = {"self": [past, add("Cast", [room], to=int32)]}
     nothing: list[ir.Value] = []
     if crosses:
@@ -143,10 +144,6 @@ def _reading(decoder: Graph) -> tuple[Graph, int]:
     )
     inputs, outputs = (*_int8(spec.inputs), *added), (*_int8(spec.outputs), *kept)
     return replace(decoder, spec=replace(spec, inputs=inputs, outputs=outputs)), len(attentions)
-
-
-def _first(spec: GraphSpec, role: Role) -> TensorSpec:
-    return next(each for each in spec.inputs if each.role == role)
 
 
 class _Attention:

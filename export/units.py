@@ -105,11 +105,12 @@ def in_units(model: Transformer, units: Mapping[str, Units]) -> Transformer:
         _scale(attention.key, 1 / unit.keys.flatten())
         _scale(attention.value, 1 / unit.values.flatten())
         _scale(attention.query, keys)
-        attention.output.weight.mul_(values)
+        attention.output.weight.mul_(values.to(attention.output.weight.device))
     return model
 
 
 def _scale(linear: nn.Linear, factors: Tensor) -> None:
     """Multiplies each output of a linear layer."""
     for parameter in linear.parameters():
-        parameter.mul_(factors.reshape(-1, *[1] * (parameter.dim() - 1)))
+        shape = (-1, *[1] * (parameter.dim() - 1))
+        parameter.mul_(factors.to(parameter.device).reshape(shape))

@@ -225,8 +225,9 @@ class SlotDecoder:
         for token in range(new):
             bias[slot, row, token:, own[:, :, token]] = 0
         hidden = self._hidden(tokens.size)
-        # One token a slot, and what it sees are the first columns.
-        single = width * new == 1 and np.array_equal(state.write, state.positions[:, 0])
+        # One token a slot, and what it sees are the first columns: only a cache in int8 asks.
+        single = self._rounded and width * new == 1
+        single = single and np.array_equal(state.write, state.positions[:, 0])
         # Another thread has other memory, and this one's may have grown.
         key = width * new, single, id(hidden.buffer)
         if key not in state.calls:
