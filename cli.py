@@ -228,11 +228,11 @@ def train(context: click.Context, /, **options: Any) -> None:
         }
         options = run_folder.recall(out, options, said)
     recipe = Recipe.from_options(options)
-    if leader():
-        if not resume:
-            run_folder.make_folder(out, force=options["force"])
-        run_folder.remember(out, options)
+    if leader() and not resume:
+        run_folder.make_folder(out, force=options["force"])
     try:
+        if leader():
+            run_folder.remember(out, options)
         marks = recipe.follow(
             out,
             device=options["device"],
