@@ -26,6 +26,7 @@ from transferry.runtime.errors import ParityError
 
 IR_VERSION = 10  # as torch's exporter writes it
 CACHE: tuple[Role, ...] = ("cross", "past", "present")
+FRESH = 2  # the input of ScatterND that holds what it writes
 FLOAT, INT8 = ir.TensorType(ir.DataType.FLOAT), ir.TensorType(ir.DataType.INT8)
 
 
@@ -124,7 +125,8 @@ def _reading(decoder: Graph) -> tuple[Graph, int]:
     # What GroupQueryAttention wants: how many columns a slot has with the new one, less one, how
     # many there is room for, and where it is to write nothing new ones of no length.
     int32 = int(ir.DataType.INT32)
-    past = add("Cast", [values["write"]], to=int32)
+    earliest = shared(graph, "earliest", np.int64(0))
+    past = add("Cast", [add("Gather", [values["positions"], earliest], axis=1)], to=int32)
     cache = next(each for each in spec.inputs if each.role == "past")
     room = add("Shape", [values[cache.name]], start=2, end=3)
     columns = {"self": [past, add("Cast", [room], to=int32)]}
@@ -134,7 +136,7 @@ def _reading(decoder: Graph) -> tuple[Graph, int]:
         room = add("Shape", [values[crosses[0].name]], start=2, end=3)
         columns["cross"] = [add("Cast", [each], to=int32) for each in (last, room)]
         narrow = attentions[0].kv_heads * attentions[0].d_head
-        shape = [add("Shape", [values["write"]]), constant(graph, "nothing", [0, narrow])]
+        shape = [add("Shape", [past]), constant(graph, "nothing", [0, narrow])]
         nothing = [add("ConstantOfShape", [add("Concat", shape, axis=0)])] * 2
     for attention in attentions:
         kind = "self" if attention.writers else "cross"
@@ -216,7 +218,7 @@ class _Attention:
         """Returns the branch for a single query a slot."""
         wide, narrow = self.heads * self.d_head, self.kv_heads * self.d_head
         given = [(self.query, wide)]
-        given += [(_unsplit(writer.inputs[1]), narrow) for writer in self.writers]
+        given += [(_fresh(writer), narrow) for writer in self.writers]
         rows = [
             ir.node("Reshape", [value, constant(graph, "row", [-1, 1, size])])
             for value, size in given
@@ -252,10 +254,9 @@ class _Attention:
             for node, index in readers:
                 node.replace_input_with(index, cast.outputs[0])
         for writer in self.writers:
-            assert writer.inputs[1] is not None
-            rounded = _rounded(graph, writer.inputs[1])
+            rounded = _rounded(graph, _fresh(writer))
             graph.insert_before(writer, rounded)
-            writer.replace_input_with(1, rounded.outputs[0])
+            writer.replace_input_with(FRESH, rounded.outputs[0])
             writer.outputs[0].type = INT8
         if self.writers:
             return self.memory
@@ -301,6 +302,13 @@ def _producer(value: ir.Value | None) -> ir.Node:
             "exporter wrote it in another way"
         )
     return node
+
+
+def _fresh(writer: ir.Node) -> ir.Value:
+    """Returns the new keys or values that a node writes [batch, target, kv_heads, d_head]."""
+    value = writer.inputs[FRESH]
+    assert value is not None
+    return value
 
 
 def _of_four(value: ir.Value | None) -> ir.Value:

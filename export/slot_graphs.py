@@ -1,14 +1,16 @@
 """The graphs of the fused variants: a cache in place, in slots of sentences.
 
 The portable decoder makes a longer cache at every step. This one writes into buffers of a given
-capacity, each sentence at its own place, and reads what a bias lets it see. So prompts of one batch
-may be of different lengths, and the beams of a sentence share one cache: which of its columns a
-beam descends from is in the bias, and no column moves because beams do.
+capacity, where the host says, and reads what a bias lets it see. So prompts of one batch may be of
+different lengths, and the beams of a sentence share one cache: which of its columns a beam descends
+from is in the bias, no column moves because beams do, and one that no beam descends from is written
+again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,35 +36,43 @@ OPSET = 24
 
 @dataclass(frozen=True)
 class CacheInPlace:
-    """Keys and values [batch, kv_heads, capacity, d_head], and where new ones go [batch]."""
+    """Keys and values [batch, kv_heads, capacity, d_head], and the cells that new ones go to.
+
+    Attributes:
+        cells: Slot, head and column [batch, target, kv_heads, 3].
+    """
 
     keys: Tensor
     values: Tensor
-    write: Tensor
+    cells: Tensor
 
     def append(self, newer: KeyValues) -> KeyValues:
         """Returns the buffers after the new columns were written into them."""
-        return KeyValues(
-            _scatter(self.keys, newer[0], self.write), _scatter(self.values, newer[1], self.write)
-        )
+        return KeyValues(self._written(self.keys, newer[0]), self._written(self.values, newer[1]))
+
+    def _written(self, buffer: Tensor, newer: Tensor) -> Tensor:
+        # As they were before they were split into heads, which then need not be done.
+        rows = newer.transpose(1, 2)
+        return _in_place("ScatterND", buffer, self.cells, rows)
 
 
 class SlotDecoderGraph(nn.Module):
-    """target, positions, write, bias, cross and past -> hidden and present, written in place."""
+    """target, positions, cells, bias, cross and past -> hidden and present, written in place."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.model = model
 
     def forward(
-        self, target: Tensor, positions: Tensor, write: Tensor, bias: Tensor, *cache: Tensor
+        self, target: Tensor, positions: Tensor, cells: Tensor, bias: Tensor, *cache: Tensor
     ) -> tuple[Tensor, ...]:
         """Runs the decoder over new tokens of every sentence.
 
         Args:
             target: [batch, target] int64: of each sentence its beams' tokens, or a prompt's.
             positions: Of the tokens [batch, target] int64.
-            write: The column of the first token's keys and values [batch] int64.
+            cells: Where in the cache each token's keys and values go: slot, head and column
+                [batch, target, kv_heads, 3] int64.
             bias: [batch, 1, target, capacity]: 0 at the columns that a token sees, its own
                 included, and minus infinity elsewhere.
             cache: Where there is an encoder, the same for the source [batch, 1, 1, source] and
@@ -81,7 +91,7 @@ class SlotDecoderGraph(nn.Module):
             bias.to(dtype),
             None if cross_bias is None else cross_bias.to(dtype),
             cross,
-            [CacheInPlace(*tensors, write) for tensors in pair(cache)],
+            [CacheInPlace(*tensors, cells) for tensors in pair(cache)],
         )
         return hidden, *flatten(present)
 
@@ -166,14 +176,18 @@ class PlaceGraph(nn.Module):
         """Puts the columns of each fresh into its state, from column write [batch] on."""
         half = len(tensors) // 2
         fresh, state = tensors[:half], tensors[half:]
-        return tuple(_scatter(*each, write) for each in zip(state, fresh, strict=True))
+        return tuple(
+            _in_place("TensorScatter", *each, write, axis=-2)
+            for each in zip(state, fresh, strict=True)
+        )
 
 
-def _scatter(buffer: Tensor, newer: Tensor, write: Tensor) -> Tensor:
+def _in_place(kind: str, buffer: Tensor, *inputs: Tensor, **attributes: Any) -> Tensor:
+    """Returns what an operator makes of a buffer, which onnxruntime lets it write into."""
     return torch.onnx.ops.symbolic(
-        "TensorScatter",
-        (buffer, newer, write),
-        attrs={"axis": -2},
+        kind,
+        (buffer, *inputs),
+        attrs=attributes,
         dtype=buffer.dtype,
         shape=buffer.shape,
         version=OPSET,
@@ -233,7 +247,7 @@ def export_slot_graphs(
             (
                 ids("target", "batch", "target"),
                 ids("positions", "batch", "target"),
-                ids("write", "batch"),
+                ids("cells", "batch", "target", config.kv_heads, 3),
                 floats("bias", "batch", 1, "target", "capacity"),
                 *(read if has_encoder else ()),
                 *past,

@@ -61,8 +61,8 @@ class Beams(Outputs):
     ) -> Choice:
         """Ranks what may follow the beams; see `Outputs.choose`."""
         beam = self.width
-        sentences = rows[rows % beam == 0] // beam
-        width = len(rows) // len(sentences)
+        width = beam if rows[-1] % beam else 1  # at first each sentence has one
+        sentences = rows[::width] // beam
         totals = self.totals[sentences, :width]
         normaliser = self.normalise(logits)
         normalised = ~np.isnan(normaliser.log_sum_exp).reshape(-1, width)
@@ -74,30 +74,29 @@ class Beams(Outputs):
         ends = exists & (tokens == self.eos_id)
         at_limit = self.lengths[sentences] + 1 == self.limits[sentences]
         complete = np.where(at_limit[:, None], exists, ends)[:, :beam]
-        for index, rank in np.argwhere(complete):
-            place = index, rank
-            self._add(sentences[index], rows[parents[place]], int(tokens[place]), totals[place])
+        place = complete.nonzero()
+        found = sentences[place[0]], rows[parents[place]], tokens[place], totals[place]
+        for one in zip(*(each.tolist() for each in found), strict=True):
+            self._add(*one)
 
-        going_on = np.argsort(ends, axis=1, kind="stable")[:, :beam]
-        totals = np.take_along_axis(totals, going_on, axis=1)
+        order = np.argsort(ends, axis=1, kind="stable")[:, :beam]
+        going_on = np.arange(len(sentences))[:, None], order
+        totals = totals[going_on]
         done = failed | at_limit | self._settled(sentences, totals.max(axis=1))
         totals[done] = -np.inf
         self.totals[sentences] = totals
         self.failed[sentences] |= failed
         rows = self.rows_of(sentences)
         self.ended[rows] |= done.repeat(beam)
-        return Choice(
-            rows,
-            np.take_along_axis(parents, going_on, axis=1).ravel(),
-            np.take_along_axis(tokens, going_on, axis=1).ravel(),
-        )
+        return Choice(rows, parents[going_on].ravel(), tokens[going_on].ravel())
 
     def _add(self, sentence: int, row: int, token: int, log_probability: float) -> None:
         """Adds a hypothesis: the output in `row` and one token more."""
         length = int(self.lengths[sentence])
         score = length_normalised(log_probability, length + 1, self.options.length_penalty)
+        if score <= self.worst_score[sentence]:
+            return  # behind as many as are kept
         tokens = tuple(self.tokens[row, :length].tolist())
-        log_probability = float(log_probability)
         if token == self.eos_id:
             hypothesis = Hypothesis(tokens, log_probability, score, "end")
         else:
@@ -168,12 +167,11 @@ def best_candidates(
     column = np.arange(len(row)) - np.searchsorted(sentence, sentence)
     columns = max(count, int(column.max(initial=0)) + 1)
     values = np.full((sentences, columns), -np.inf)
-    candidates = np.zeros((sentences, columns), np.int64)
+    candidates = np.zeros((2, sentences, columns), np.int64)
     values[sentence, column] = value
-    candidates[sentence, column] = row % width * vocabulary + token
-    order = np.argsort(-values, axis=1, kind="stable")[:, :count]
-    parents, tokens = np.divmod(np.take_along_axis(candidates, order, axis=1), vocabulary)
-    return np.take_along_axis(values, order, axis=1), parents, tokens
+    candidates[:, sentence, column] = row - sentence * width, token
+    best = np.arange(sentences)[:, None], np.argsort(-values, axis=1, kind="stable")[:, :count]
+    return values[best], candidates[0][best], candidates[1][best]
 
 
 def _contenders(

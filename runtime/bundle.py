@@ -29,7 +29,7 @@ from transferry.runtime.options import GenerationOptions, options_of_json
 from transferry.runtime.tables import table
 from transferry.runtime.tokenizer import AnyTokenizer, load_tokenizer
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST = "manifest.json"
 REFERENCE = "reference.npz"
 # Which graphs a variant has at least, by architecture.
@@ -63,8 +63,9 @@ Role = Literal[
     "hidden",  # [batch, source, d_model]: what an encoder alone makes of the source; of a decoder
     #            [batch * target, d_model], what its logits are made of
     "positions",  # int64 [batch, target]: of the target; where the cache lies in place
-    "write",  # int64 [batch]: the cache's column that the first target token writes; likewise. Or
-    #           the column from which what is fresh is written into a state
+    "cells",  # int64 [batch, target, heads, 3]: where in the cache the keys and values of the
+    #           target go, by slot, head and column; likewise
+    "write",  # int64 [batch]: the column from which what is fresh is written into a state
     "bias",  # [batch, 1, target, capacity]: 0 at columns that a token sees, else minus infinity
     "source_bias",  # [batch, 1, 1, source]: the same for the source
     "source_length",  # int64 [batch]: tokens of the source; where the cache is int8

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -51,6 +52,7 @@ class Rows:
         """The shape of these rows alone."""
         return [self.count, *self.buffer.shape()[1:]]
 
+    @cached_property
     def where(self) -> tuple[int, list[int], int]:
         """Type of element as ONNX numbers it, shape and address."""
         offset = self.buffer.tensor_size_in_bytes() // self.buffer.shape()[0] * self.first
@@ -182,7 +184,7 @@ class GraphRunner:
         for role, values in inputs.items():
             for name, value in zip(self.graph.names(role), values, strict=True):
                 if isinstance(value, Rows):
-                    binding.bind_input(name, *device, *value.where())
+                    binding.bind_input(name, *device, *value.where)
                 else:
                     binding.bind_ortvalue_input(name, value)
         for role, array in host.items():
@@ -191,7 +193,7 @@ class GraphRunner:
         for role, values in in_place.items():
             for name, value in zip(self.graph.names(role), values, strict=True):
                 if isinstance(value, Rows):
-                    binding.bind_output(name, *device, *value.where())
+                    binding.bind_output(name, *device, *value.where)
                 else:
                     binding.bind_ortvalue_output(name, value)
         return binding

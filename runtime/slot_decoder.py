@@ -28,10 +28,11 @@ from transferry.runtime.session import Provider, SessionOptions
 # Sentences that the encoder reads at once: of similar length, so that little is padding, and few
 # enough for the hidden states of all of them to stay in the processor's cache.
 CHUNK = 32
-# Steps that a cache may have room for beyond the next. Every step reads all of it, making it
-# longer or shorter copies it.
-GROWTH = 6
-# The same where a step of one token reads its own columns alone: room costs nothing but memory.
+# Columns that a cache may have beyond those in use. Every step reads all of it, making it shorter
+# copies it.
+SPARE = 32
+# Steps that it has room for beyond the next, where one of one token reads its own columns alone:
+# room costs nothing but memory.
 AHEAD = 8
 # How much is computed at once where nothing is said: rows that share the reading of the weights.
 BATCHES: dict[Provider, BatchOptions] = {
@@ -84,6 +85,9 @@ class _Workspace(threading.local):
 class SlotState:
     """What a step reads besides the tokens. Buffers are shared with the states before and after.
 
+    A step writes where no row of its state sees anything; so a state stays as it is until rows that
+    were selected from it step.
+
     Rows are grouped by slot, `width` neighbouring rows each.
 
     Attributes:
@@ -93,7 +97,7 @@ class SlotState:
         source_bias: [slots, 1, 1, source]: 0 at a token of the source, minus infinity elsewhere.
         bias: [slots, width, capacity]: 0 at the columns that a row descends from, likewise.
         positions: Of the next tokens [slots, width].
-        write: The column of a slot that is written next [slots].
+        held: The position of what lies in a column, where a row sees it [slots, capacity].
         prompt: Tokens of the prompt in a slot [slots].
         padding: How much shorter it is than the longest that was read with it [slots].
         calls: Steps bound to these buffers, by how many tokens of a slot they read, whether that is
@@ -105,7 +109,7 @@ class SlotState:
     source_bias: Floats
     bias: Floats
     positions: Integers
-    write: Integers
+    held: Integers
     prompt: Integers
     padding: Integers
     calls: dict[tuple[int, bool, int], BoundCall] = field(default_factory=dict)
@@ -154,7 +158,7 @@ class SlotDecoder:
             source_bias,
             np.full((slots, 1, 0), -np.inf, np.float32),
             np.zeros((slots, 1), np.int64),
-            np.zeros(slots, np.int64),
+            np.zeros((slots, 0), np.int64),
             np.zeros(slots, np.int64),
             np.zeros(slots, np.int64),
         )
@@ -200,51 +204,56 @@ class SlotDecoder:
         if self._decoder.on_device:
             return normalise(logits)
         heads = self._heads_of(len(logits))
-        if logits.ctypes.data != self._own.logits.ctypes.data:  # not those of the last step
+        if _address(logits) != _address(self._own.logits):  # not those of the last step
             self._own.logits[: len(logits)] = logits
         found = heads.run("sums")
-        sums, peaks = found["sums"], found["peaks"]
+        sums, peaks = found["sums"], Peaks(found["peaks"], SEGMENT)
+        if sums.min() > SMALLEST_SUM and sums.max() < LARGEST_SUM:
+            return Normaliser(np.log(sums, dtype=np.float64), peaks)
         # Exponentials of the logits as they are: where float32 could not hold them, the slow way.
         extreme = ~((sums > SMALLEST_SUM) & (sums < LARGEST_SUM))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            result = np.log(sums, dtype=np.float64)
-        if extreme.any():
-            result[extreme] = log_sum_exp(logits[extreme])
-        return Normaliser(result, Peaks(peaks, SEGMENT))
+        result = np.empty(len(sums))
+        result[extreme] = log_sum_exp(logits[extreme])
+        result[~extreme] = np.log(sums[~extreme], dtype=np.float64)
+        return Normaliser(result, peaks)
 
     def _step(self, tokens: Integers, state: SlotState) -> SlotState:
         """Reads tokens and leaves their hidden states in this thread's memory."""
         slots, width = state.positions.shape
         new = tokens.shape[1]
-        state = self._with_room(state, width * new)
+        columns = _unseen(state.bias, width * new)
+        state = self._with_room(state, columns)
         # Row `row` of a slot writes its `new` tokens side by side, after those of the rows before.
-        columns = state.write[:, None] + np.arange(width * new)
         own = columns.reshape(slots, width, new)
         bias = np.repeat(state.bias, new, axis=1).reshape(slots, width, new, -1)
         slot, row = np.arange(slots)[:, None], np.arange(width)
         for token in range(new):
             bias[slot, row, token:, own[:, :, token]] = 0
+        positions = (state.positions[:, :, None] + np.arange(new)).reshape(slots, -1)
+        held = state.held.copy()
+        held[slot, columns] = positions
         hidden = self._hidden(tokens.size)
         # One token a slot, and what it sees are the first columns: only a cache in int8 asks.
-        single = self._rounded and width * new == 1
-        single = single and np.array_equal(state.write, state.positions[:, 0])
+        single = self._rounded and width * new == 1 and np.array_equal(columns, positions)
         # Another thread has other memory, and this one's may have grown.
         key = width * new, single, id(hidden.buffer)
         if key not in state.calls:
             state.calls[key] = self._bind(state, width * new, single, hidden)
-        positions = state.positions[:, :, None] + np.arange(new)
         state.calls[key].run(
             target=tokens.reshape(slots, -1),
-            positions=positions.reshape(slots, -1),
-            write=state.write,
+            positions=positions,
+            cells=self._cells(columns),
             bias=bias.reshape(slots, 1, width * new, -1),
         )
-        return replace(
-            state,
-            bias=bias[:, :, -1],
-            positions=state.positions + new,
-            write=state.write + width * new,
-        )
+        return replace(state, bias=bias[:, :, -1], positions=state.positions + new, held=held)
+
+    def _cells(self, columns: Integers) -> Integers:
+        """Slot, head and column of what goes to columns [slots, new], [slots, new, heads, 3]."""
+        cells = np.empty((*columns.shape, self._kv_heads, 3), np.int64)
+        cells[..., 0] = np.arange(len(columns))[:, None, None]
+        cells[..., 1] = np.arange(self._kv_heads)
+        cells[..., 2] = columns[..., None]
+        return cells
 
     def select(self, state: SlotState, rows: Integers) -> SlotState:
         """Takes rows of the state; see `Decoder.select`.
@@ -254,7 +263,7 @@ class SlotDecoder:
         slots, width = state.positions.shape
         of_row = rows // width
         chosen, counts = _runs(of_row)
-        if len(set(counts)) != 1 or len(np.unique(chosen)) != len(chosen):
+        if (counts != counts[0]).any() or np.bincount(chosen).max() > 1:
             # No common width: each row gets a slot of its own.
             chosen, counts = of_row, np.ones(len(rows), np.int64)
         shape = (len(chosen), int(counts[0]))
@@ -267,7 +276,7 @@ class SlotDecoder:
             source_bias=state.source_bias[chosen],
             bias=bias,
             positions=positions,
-            write=state.write[chosen],
+            held=state.held[chosen],
             prompt=state.prompt[chosen],
             padding=state.padding[chosen],
             calls={},
@@ -281,8 +290,7 @@ class SlotDecoder:
             inputs = {"rows": [select.value(chosen)], "state": state.cross}
             cross = [Rows.of(each) for each in select.run(inputs, "selected")]
             taken = replace(taken, cross=cross)
-        columns = np.tile(np.arange(bias.shape[-1]), (left, 1))
-        return self._with_columns(taken, chosen, columns, shape[1])
+        return self._with_columns(taken, chosen, bias.shape[-1])
 
     def _closed_up(self, state: SlotState, slots: Integers, places: Integers) -> SlotState:
         """Moves some slots from behind into places among those that stay where they are.
@@ -297,7 +305,7 @@ class SlotDecoder:
             move = self._runners["move"]
             inputs = {"rows": [move.value(slots)], "places": [move.value(places)], "state": buffers}
             move.run(inputs, in_place={"moved": buffers})
-        left = [Rows(each.buffer, each.first, len(state.write)) for each in buffers]
+        left = [Rows(each.buffer, each.first, len(state.prompt)) for each in buffers]
         split = len(state.cross)
         return replace(state, cross=left[:split], past=left[split:])
 
@@ -309,10 +317,11 @@ class SlotDecoder:
         slots, width = state.positions.shape
         seen = (state.bias == 0).reshape(slots * width, -1)
         prompt, padding = (each.repeat(width)[:, None] for each in (state.prompt, state.padding))
-        # The columns seen come first, in their order; after the prompt whatever pads it.
+        # The columns seen come first, by position; after the prompt whatever pads it.
         column = np.arange((seen.sum(axis=1, keepdims=True) + padding).max())
         column = np.where(column < prompt, column, np.maximum(prompt - 1, column - padding))
-        order = np.take_along_axis(np.argsort(~seen, axis=1, kind="stable"), column, axis=1)
+        position = np.where(seen, state.held.repeat(width, axis=0), seen.shape[1])
+        order = np.take_along_axis(np.argsort(position, axis=1, kind="stable"), column, axis=1)
         order = order[:, None, :, None]
         past, crosses = state.past or self._buffers("past", slots, 0), state.cross
         if self._rounded:
@@ -342,12 +351,12 @@ class SlotDecoder:
 
     def _bind(self, state: SlotState, new: int, single: bool, hidden: Rows) -> BoundCall:
         """Binds a step of `new` tokens a slot to the buffers of a state."""
-        slots, value = len(state.write), self._decoder.value
+        slots, value = len(state.prompt), self._decoder.value
         fixed: dict[Role, Sequence[Bindable]] = {"past": state.past}
         changing: dict[str, NDArray[Any]] = {
             "target": np.zeros((slots, new), np.int64),
             "positions": np.zeros((slots, new), np.int64),
-            "write": np.zeros(slots, np.int64),
+            "cells": np.zeros((slots, new, self._kv_heads, 3), np.int64),
             "bias": np.zeros((slots, 1, new, state.bias.shape[-1]), np.float32),
         }
         if self.has_encoder:
@@ -421,11 +430,11 @@ class SlotDecoder:
         seen = np.tril(np.ones((length, length), np.bool_)) & mask[:, None, :]
         # Padding sees its own column: a softmax over nothing would be NaN.
         seen |= np.eye(length, dtype=np.bool_)
-        reader = self._decoder
+        reader, columns = self._decoder, np.tile(np.arange(length), (rows, 1))
         inputs = {
             "target": [reader.value(source)],
-            "positions": [reader.value(np.tile(np.arange(length), (rows, 1)))],
-            "write": [reader.value(np.zeros(rows, np.int64))],
+            "positions": [reader.value(columns)],
+            "cells": [reader.value(self._cells(columns))],
             "bias": [reader.value(np.where(seen, 0, -np.inf).astype(np.float32)[:, None])],
             "past": self._buffers("past", rows, length),
             **({"single": [reader.value(np.array(False))]} if self._rounded else {}),
@@ -435,66 +444,80 @@ class SlotDecoder:
             past=[Rows.of(each) for each in reader.run(inputs, "present")],
             bias=np.where(mask, 0, -np.inf).astype(np.float32)[:, None],
             positions=lengths[:, None],
-            # Over its padding: a row's columns lie where they would if it had been read alone.
-            write=lengths,
+            held=columns,
             prompt=lengths,
             padding=length - lengths,
         )
 
-    def _with_room(self, state: SlotState, new: int) -> SlotState:
-        """Returns a state whose cache has room for so many more columns of every slot.
+    def _with_room(self, state: SlotState, columns: Integers) -> SlotState:
+        """Returns a state whose cache has these columns, which are written next.
 
-        And not for many more: each step reads all of it. Of beams few columns stay in sight,
-        however long they are; every few steps these move to the front of their slot. Sums are
-        rounded as the columns lie, so each sentence moves its own after so many steps of its own,
-        whatever others need.
+        And not many more than are in use: a step reads all of it, but for a single token of int8.
         """
-        slots, room, write = np.arange(len(state.write)), state.bias.shape[-1], state.write
-        due = (state.positions[:, 0] - state.prompt) % GROWTH == 0
-        if due.any():
-            live = (state.bias == 0).any(axis=1)
-            write = np.where(due, live.sum(axis=1), write)
-        needed = int(write.max()) + new
-        most = needed + GROWTH * new + self._ahead(state)
-        if np.array_equal(write, state.write) and needed <= room <= most:
+        room = state.bias.shape[-1]
+        needed = int(columns.max()) + 1
+        if needed <= room and not room > needed + SPARE:
             return state
-        columns = np.tile(np.arange(room), (len(slots), 1))
-        moving = write < state.write
-        if moving.any():
-            columns[moving] = np.argsort(~live[moving], axis=1, kind="stable")
-        return self._with_columns(replace(state, write=write), slots, columns, new)
+        seen = (state.bias == 0).any(axis=(0, 1)).nonzero()[0]
+        needed = max(needed, int(seen.max(initial=-1)) + 1)
+        if needed <= room <= needed + SPARE:
+            return state
+        ahead = AHEAD if self._rounded and columns.shape[1] == 1 else columns.shape[1]
+        return self._with_columns(state, np.arange(len(columns)), _rounded(needed + ahead, UNIT))
 
-    def _ahead(self, state: SlotState) -> int:
-        """For how many more columns there may be room at no cost."""
-        return AHEAD if self._rounded and state.positions.shape[1] == 1 else 0
-
-    def _with_columns(
-        self, state: SlotState, slots: Integers, columns: Integers, new: int
-    ) -> SlotState:
-        """Moves the cache of some slots into one with room for so many more columns of each.
+    def _with_columns(self, state: SlotState, slots: Integers, capacity: int) -> SlotState:
+        """Moves the cache of some slots into one of another capacity.
 
         Args:
-            state: All but the cache is of `slots` already, and all but the bias as it will be.
+            state: All but the cache is of `slots` already.
             slots: Which slots of the cache to take [slots].
-            columns: Their columns in the order in which they will lie [slots, columns].
-            new: Columns of a slot that are written next.
+            capacity: Columns of the new one, all that are seen among them.
         """
-        needed = int(state.write.max()) + new + self._ahead(state)
-        capacity = _rounded(needed, UNIT * state.positions.shape[1])
-        bias = np.full((*state.positions.shape, capacity), -np.inf, np.float32)
-        if not state.past:
-            return replace(state, past=self._buffers("past", len(slots), capacity), bias=bias)
-        columns = columns[:, :capacity]
-        kept = columns.shape[1]
-        bias[..., :kept] = np.take_along_axis(state.bias, columns[:, None], axis=2)
+        room = state.bias.shape[-1]
+        more = (0, max(0, capacity - room))
+        state = replace(
+            state,
+            bias=np.pad(
+                state.bias[..., :capacity], ((0, 0), (0, 0), more), constant_values=-np.inf
+            ),
+            held=np.pad(state.held[:, :capacity], ((0, 0), more)),
+            calls={},
+        )
+        if not room:
+            return replace(state, past=self._buffers("past", len(slots), capacity))
         # What lies in columns that are not seen is of no consequence, as long as it is finite.
-        columns = np.pad(columns, ((0, 0), (0, capacity - kept)))
+        columns = np.arange(capacity)
+        columns[room:] = 0
         heads = np.arange(self._kv_heads)[:, None]
-        index = (slots[:, None, None] * self._kv_heads + heads) * state.past[0].shape()[2]
+        index = (slots[:, None, None] * self._kv_heads + heads) * room + columns
         gather = self._runners["gather"]
-        inputs = {"index": [gather.value(index + columns[:, None])], "state": state.past}
-        past = [Rows.of(each) for each in gather.run(inputs, "gathered")]
-        return replace(state, past=past, bias=bias, calls={})
+        inputs = {"index": [gather.value(index)], "state": state.past}
+        return replace(state, past=[Rows.of(each) for each in gather.run(inputs, "gathered")])
+
+
+def _unseen(bias: Floats, count: int) -> Integers:
+    """The first columns of each slot that none of its rows sees.
+
+    So where a row's keys and values lie, and in which order sums over them are rounded, depends on
+    its own sentence alone.
+
+    Args:
+        bias: [slots, width, capacity]
+        count: Columns wanted of each slot; they may lie beyond the capacity.
+
+    Returns:
+        [slots, count], rising.
+    """
+    slots, _, capacity = bias.shape
+    columns = np.tile(np.arange(capacity + count), (slots, 1))
+    columns[:, :capacity][bias.max(axis=1) == 0] = capacity + count  # behind all others
+    columns.sort(axis=1)
+    return columns[:, :count]
+
+
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def _rounded(columns: int, unit: int) -> int:

@@ -118,13 +118,13 @@ def test_a_cache_grows_as_long_as_it_must(both: Both) -> None:
 def test_a_step_taken_again_is_the_same(both: Both) -> None:
     """The columns of the step that was dropped are written over."""
     states = both.fed(TARGET[:, :3], both.start())
-    bias, write = states[0].bias.copy(), states[0].write.copy()
+    bias, held = states[0].bias.copy(), states[0].held.copy()
     first = both.fast.step(TARGET[:, 3:4], states[0])[0].copy()
     other = both.fast.step(TARGET[:, 4:5], states[0])[0]
     assert (other != first).any()
     np.testing.assert_array_equal(both.fast.step(TARGET[:, 3:4], states[0])[0], first)
     np.testing.assert_array_equal(states[0].bias, bias)
-    np.testing.assert_array_equal(states[0].write, write)
+    np.testing.assert_array_equal(states[0].held, held)
     both.fed(TARGET[:, 3:6], states)
 
 
@@ -174,7 +174,7 @@ def test_beams_that_change_places_move_nothing(both: Both) -> None:
 
 
 @pytest.mark.parametrize("width", [2, 4])
-def test_columns_that_are_dropped_change_nothing(both: Both, width: int) -> None:
+def test_columns_that_nobody_sees_are_written_again(both: Both, width: int) -> None:
     """Forty steps of random parents; few columns stay in sight, and the cache stays small."""
     rng = np.random.default_rng(width)
     states = both.select(both.start(), np.arange(4).repeat(width).tolist())
@@ -185,7 +185,8 @@ def test_columns_that_are_dropped_change_nothing(both: Both, width: int) -> None
         states = both.select(states, parents.ravel().tolist())
         greatest = max(greatest, capacity(states[0]))
     both.compare_tensors(states)
-    assert greatest < 40 * width, "columns were dropped"
+    # Beams of random parents soon share all but their last few tokens.
+    assert greatest < 40 + 8 * width
 
 
 def test_sentences_leave_a_beam_search(both: Both) -> None:
@@ -227,7 +228,7 @@ def test_sentences_leave_as_if_they_had_been_alone(
     rows = [list(range(5, 35)), *random_rows(4, 6, 1)]
     states = pair.select(pair.start(*padded(rows)), np.arange(5).repeat(width).tolist())
     for staying in ([0, 1, 2, 3, 4], [1, 2, 3, 4], [0, 2, 3], [1]):
-        sentences = len(states[0].write)
+        sentences = len(states[0].prompt)
         for _ in range(8):
             states = pair.step(rng.integers(3, 350, (sentences * width, 1)), states)
             parents = rng.integers(0, width, (sentences, width))
