@@ -16,7 +16,7 @@ from transferry.runtime.processor import usable_cores
 
 # Texts, how to search, and how many rows to compute at once. For the engine a row is a beam, for
 # CTranslate2 a sentence: each counts as it does by itself, and each is tuned.
-BATCH_ROWS = {"engine": (64, 128, 192, 256, 384), "ctranslate2": (8, 16, 32, 64, 128)}
+BATCH_ROWS = {"engine": (64, 128, 192, 256, 384, 512, 768), "ctranslate2": (8, 16, 32, 64, 128)}
 Answering = Callable[[Sequence[str], GenerationOptions, int], list[Answer]]
 
 

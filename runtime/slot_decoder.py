@@ -8,21 +8,19 @@ buffer becomes too short, does a buffer move.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from onnxruntime import OrtValue
 
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import Bundle, Role, Variant
 from transferry.runtime.decoder import Forbid
 from transferry.runtime.graph_runner import Bindable, BoundCall, GraphRunner, Rows, describe
-from transferry.runtime.logits import SEGMENT, Normaliser, Peaks, log_sum_exp, normalise
-from transferry.runtime.screen import Screen
+from transferry.runtime.logits import Normaliser
+from transferry.runtime.output_layer import OutputLayer
 from transferry.runtime.session import Provider, SessionOptions
 
 # Sentences that the encoder reads at once: of similar length, so that little is padding, and few
@@ -43,42 +41,8 @@ BATCHES: dict[Provider, BatchOptions] = {
 # its last one to three terms in another order, so that else the padding would show.
 UNIT = 4
 
-# Sums of exponentials that float32 holds in full precision, their largest terms included.
-SMALLEST_SUM, LARGEST_SUM = 1e-30, 1e38
-
 Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class _Heads:
-    """What is made of the hidden states of some rows, bound to where the decoder writes these."""
-
-    hidden: Rows
-    calls: Mapping[str, BoundCall]
-
-    def run(self, name: str) -> Mapping[str, NDArray[Any]]:
-        """Runs a graph and returns what it gives, by role; the next run writes over it."""
-        self.calls[name].run()
-        return self.calls[name].host
-
-
-class _Workspace(threading.local):
-    """Where a thread computes logits.
-
-    Kept from step to step and from batch to batch: memory of which the system hands out page by
-    page is dear.
-
-    Attributes:
-        heads: By the number of rows, all in the same memory.
-        hidden: [rows, d_model], on the device.
-        logits: [rows, vocabulary], rough ones too, since either is wanted.
-    """
-
-    def __init__(self) -> None:
-        self.heads: dict[int, _Heads] = {}
-        self.hidden: OrtValue | None = None
-        self.logits = np.empty((0, 0), np.float32)
 
 
 @dataclass(frozen=True)
@@ -136,12 +100,8 @@ class SlotDecoder:
         self.has_encoder = "encoder" in variant.graphs
         self._kv_heads = int(variant.graphs["decoder"].tensor("past").shape[1])
         self._rounded = "unrounded" in variant.graphs  # the cache is in int8
-        self._own = _Workspace()
-        self.vocabulary_size = int(variant.graphs["head"].tensor("logits").shape[-1])
-        self._screen = None
-        if variant.screen:
-            parts = {name: stored.read(bundle.folder) for name, stored in variant.screen.items()}
-            self._screen = Screen(**parts)
+        self.output = OutputLayer(bundle, variant, self._runners)
+        self.vocabulary_size = self.output.vocabulary_size
 
     def describe(self) -> dict[str, Any]:
         """What decides the numbers: the settings, and where the nodes of the graphs really ran."""
@@ -169,53 +129,18 @@ class SlotDecoder:
     def step(self, tokens: Integers, state: SlotState) -> tuple[Floats, SlotState]:
         """Reads target tokens; see `Decoder.step`."""
         state = self._step(tokens, state)
-        logits = self._heads_of(tokens.size).run("head")["logits"]
-        return logits.reshape(*tokens.shape, -1), state
+        return self.output.logits(tokens.size).reshape(*tokens.shape, -1), state
 
     def likeliest(
         self, tokens: Integers, state: SlotState, forbid: Forbid | None = None
     ) -> tuple[Integers, SlotState]:
         """Reads one token a row; see `GreedyDecoder.likeliest`."""
-        state, rows = self._step(tokens, state), tokens.size
-        if "best" in self._runners and forbid is None:
-            best = np.empty(rows, np.int64)
-            inputs = {"hidden": [self._hidden(rows)]}
-            self._runners["best"].run(inputs, host={"best": best})
-            return best, state
-        heads = self._heads_of(rows)
-        if self._screen is None:
-            logits = heads.run("head")["logits"]
-            usable: NDArray[np.bool_] | bool = True
-            if forbid is not None:  # which may hide a score that is not finite
-                usable = np.isfinite(logits.max(axis=1))
-                forbid(logits)
-            best = logits.argmax(axis=1)
-            usable &= np.isfinite(logits[np.arange(len(best)), best])
-            return np.where(usable, best, -1), state
-        rough, peaks = heads.run("rough")["rough"], None
-        if forbid is not None:
-            forbid(rough)
-        else:
-            peaks = Peaks(heads.run("peaks")["peaks"], SEGMENT)
-        return self._screen.likeliest(heads.hidden.numpy(), rough, peaks), state
+        state = self._step(tokens, state)
+        return self.output.likeliest(tokens.size, forbid), state
 
     def normalise(self, logits: Floats) -> Normaliser:
         """Normalises logits [rows, vocabulary]; see `NormalisingDecoder.normalise`."""
-        if self._decoder.on_device:
-            return normalise(logits)
-        heads = self._heads_of(len(logits))
-        if _address(logits) != _address(self._own.logits):  # not those of the last step
-            self._own.logits[: len(logits)] = logits
-        found = heads.run("sums")
-        sums, peaks = found["sums"], Peaks(found["peaks"], SEGMENT)
-        if sums.min() > SMALLEST_SUM and sums.max() < LARGEST_SUM:
-            return Normaliser(np.log(sums, dtype=np.float64), peaks)
-        # Exponentials of the logits as they are: where float32 could not hold them, the slow way.
-        extreme = ~((sums > SMALLEST_SUM) & (sums < LARGEST_SUM))
-        result = np.empty(len(sums))
-        result[extreme] = log_sum_exp(logits[extreme])
-        result[~extreme] = np.log(sums[~extreme], dtype=np.float64)
-        return Normaliser(result, peaks)
+        return self.output.normalise(logits)
 
     def _step(self, tokens: Integers, state: SlotState) -> SlotState:
         """Reads tokens and leaves their hidden states in this thread's memory."""
@@ -232,7 +157,7 @@ class SlotDecoder:
         positions = (state.positions[:, :, None] + np.arange(new)).reshape(slots, -1)
         held = state.held.copy()
         held[slot, columns] = positions
-        hidden = self._hidden(tokens.size)
+        hidden = self.output.hidden(tokens.size)
         # One token a slot, and what it sees are the first columns: only a cache in int8 asks.
         single = self._rounded and width * new == 1 and np.array_equal(columns, positions)
         # Another thread has other memory, and this one's may have grown.
@@ -370,38 +295,6 @@ class SlotDecoder:
             in_place |= {"kept": state.cross}
         return self._decoder.bind(fixed=fixed, changing=changing, in_place=in_place)
 
-    def _heads_of(self, rows: int) -> _Heads:
-        """Returns what is bound to the hidden states of so many rows in this thread's memory."""
-        own = self._own
-        hidden, logits = self._hidden(rows), own.logits[:rows]
-        if rows not in own.heads:
-            segments = int(self._runners["sums"].graph.tensor("peaks").shape[-1])
-            sums, peaks = np.empty(rows, np.float32), np.empty((rows, segments), np.float32)
-            read = {"hidden": hidden, "logits": self._runners["sums"].value(logits)}
-            written = {"logits": logits, "rough": logits, "sums": sums, "peaks": peaks}
-            calls = {}
-            # Where logits are made on a device the host sums them up.
-            on_host = () if self._decoder.on_device else ("rough", "sums", "peaks")
-            for name in {"head", *on_host} & self._runners.keys():
-                runner = self._runners[name]
-                calls[name] = runner.bind(
-                    fixed={one.role: [read[one.role]] for one in runner.graph.inputs},
-                    host={one.role: written[one.role] for one in runner.graph.outputs},
-                )
-            own.heads[rows] = _Heads(hidden, calls)
-        return own.heads[rows]
-
-    def _hidden(self, rows: int) -> Rows:
-        """Returns where this thread's steps of so many rows leave their hidden states."""
-        own = self._own
-        if rows > len(own.logits):
-            width = int(self._decoder.graph.tensor("hidden").shape[-1])
-            own.heads.clear()
-            own.hidden = self._decoder.zeros("hidden", (rows, width))
-            own.logits = np.empty((rows, self.vocabulary_size), np.float32)
-        assert own.hidden is not None
-        return Rows(own.hidden, 0, rows)
-
     def _encode(self, source: Integers, mask: NDArray[np.bool_]) -> Sequence[Rows]:
         """Returns cross keys and values of sources, read a few at a time."""
         encoder, place = self._runners["encoder"], self._runners["place"]
@@ -513,11 +406,6 @@ def _unseen(bias: Floats, count: int) -> Integers:
     columns[:, :capacity][bias.max(axis=1) == 0] = capacity + count  # behind all others
     columns.sort(axis=1)
     return columns[:, :count]
-
-
-def _address(array: NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 def _rounded(columns: int, unit: int) -> int:

@@ -1,5 +1,7 @@
 """What variants there are, what each says of itself, and what they share on disk."""
 
+import shutil
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +11,19 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from click.testing import CliRunner, Result
 
-from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
+from transferry.build_model.checkpoint import WEIGHTS as RUN_WEIGHTS
+from transferry.build_model.checkpoint import (
+    Checkpoint,
+    load_checkpoint,
+    load_samples,
+    load_tensors,
+    save_tensors,
+)
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
+from transferry.cli import main
 from transferry.export import variants
 from transferry.export.bundle import export_bundle
 from transferry.export.cases import random_case
@@ -112,6 +123,37 @@ def test_screening_adds_the_projection_in_int8(all_variants: Bundle, bundle: Bun
     assert grown - alone == pages + vocabulary * d_model + 4 * vocabulary
     rough = external(all_variants.folder / "portable/fused-rough.onnx")
     assert sorted(length for _, length in rough.values()) == [4 * vocabulary, vocabulary * d_model]
+
+
+def test_int8_that_was_verified_is_what_runs(
+    all_variants: Bundle, calm: Checkpoint, run_folder: Path, texts: list[str], tmp_path: Path
+) -> None:
+    """From export to a result, on the command line: unverified it would have to be named."""
+
+    def call(*arguments: str | Path) -> Result:
+        result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+        assert result.exit_code == 0, result.output
+        return result
+
+    bundle = Path(shutil.copytree(all_variants.folder, tmp_path / "bundle"))
+    run = Path(shutil.copytree(run_folder, tmp_path / "run"))
+    weights, _ = load_tensors(run / RUN_WEIGHTS)
+    own = calm.model.state_dict()
+    save_tensors(run / RUN_WEIGHTS, {name: own[name] for name in weights})
+    lines = tmp_path / "lines.txt"
+    lines.write_text("".join(f"{text}\n" for text in texts[:6]), encoding="utf-8")
+
+    def certificate_of_a_run(*options: str) -> str:
+        out = tmp_path / "out.txt"
+        call("run", bundle, lines, "-o", out, "--force", *options)
+        made = tomllib.loads((tmp_path / "out.txt.settings.toml").read_text("utf-8"))["made"]
+        return str(made["certificate"])
+
+    assert "for variant cpu-fp32" in certificate_of_a_run()
+    proof = ("--checkpoint", run, "--text", lines, "--certify", "2026-11-22")
+    call("verify", bundle, "--variant", "cpu-int8", *proof)
+    certificate = certificate_of_a_run("--require-certificate")
+    assert certificate.startswith("of 2026-11-22 against the run, variant cpu-int8")
 
 
 def test_unknown_variants_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -313,10 +313,10 @@ def screened(tmp_path_factory: pytest.TempPathFactory) -> SlotDecoder:
 def picking(request: pytest.FixtureRequest) -> SlotDecoder:
     if request.param == "with a screen":
         decoder: SlotDecoder = request.getfixturevalue("screened")
-        assert decoder._screen is not None
+        assert decoder.output.screen is not None
         return decoder
     plain: SlotDecoder = request.getfixturevalue("both").fast
-    assert plain._screen is None
+    assert plain.output.screen is None
     return plain
 
 
@@ -333,8 +333,8 @@ def test_the_likeliest_is_the_argmax(picking: SlotDecoder) -> None:
         np.testing.assert_array_equal(found, expected)
         seen |= set(found.tolist())
     assert len(seen) > 10
-    if picking._screen is not None:
-        assert picking._screen.counts.rows == 480
+    if picking.output.screen is not None:
+        assert picking.output.screen.counts.rows == 480
 
 
 def test_no_token_is_likeliest_where_nothing_is_finite(picking: SlotDecoder) -> None:
