@@ -349,7 +349,7 @@ class SlotDecoder:
         """
         room = state.bias.shape[-1]
         needed = int(columns.max()) + 1
-        if needed <= room and not room > needed + SPARE:
+        if needed <= room <= needed + SPARE:
             return state
         seen = (state.bias == 0).any(axis=(0, 1)).nonzero()[0]
         needed = max(needed, int(seen.max(initial=-1)) + 1)
