@@ -120,17 +120,27 @@ class Journal:
             OSError: The folder cannot be made or locked.
             UsageError: Another job is at work there.
         """
-        journal, lock = cls(folder), _lock(folder)
+        journal, lock = cls(folder), None
         try:
+            lock = _lock(folder)
             yield journal
+        except KeyboardInterrupt:
+            if lock is None:  # the folder was just made, or is another's
+                with contextlib.suppress(OSError, UsageError):
+                    lock = _lock(folder)
+            raise
         finally:
-            # Where the disk is full or the folder read-only, there is something else to be told.
-            with lock, contextlib.suppress(OSError):
-                if journal._is_new and not journal.shards:
-                    journal.clear()
-                if not (folder / JOB).exists():
-                    (folder / LOCK).unlink(missing_ok=True)
-                    folder.rmdir()
+            if lock is not None:
+                journal._leave(lock)
+
+    def _leave(self, lock: BinaryIO) -> None:
+        # Where the disk is full or the folder read-only, there is something else to be told.
+        with lock, contextlib.suppress(OSError):
+            if self._is_new and not self.shards:
+                self.clear()
+            if not (self.folder / JOB).exists():
+                (self.folder / LOCK).unlink(missing_ok=True)
+                self.folder.rmdir()
 
     @property
     def rows(self) -> int:
@@ -305,4 +315,7 @@ def _lock(folder: Path) -> BinaryIO:
                 f"{folder} is in use: another job writes the same output; wait for it, or name "
                 "another output"
             ) from error
+        except KeyboardInterrupt:
+            file.close()  # or whoever cleans up would wait for this lock
+            raise
         file.close()
