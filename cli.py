@@ -371,6 +371,12 @@ session_options = together(
         show_default=True,
         help="How far onnxruntime may rewrite the graphs; part of what is verified.",
     ),
+    click.option(
+        "--cuda-graphs",
+        is_flag=True,
+        help="Record what a step does on the GPU, and play it back: variants made for a GPU, one "
+        "replica.",
+    ),
 )
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="The summary as JSON on stdout.")
 QUIET = click.option("--quiet", is_flag=True, help="No progress and no summary.")
@@ -409,7 +415,7 @@ job_options = together(
 def _session(options: dict[str, Any]) -> SessionOptions:
     from transferry.runtime.session import SessionOptions
 
-    names = ("provider", "threads", "device_id", "optimisation")
+    names = ("provider", "threads", "device_id", "optimisation", "cuda_graphs")
     return SessionOptions(**{name: options[name] for name in names})
 
 
@@ -724,6 +730,7 @@ def _loader(options: dict[str, Any]) -> Callable[[], Engine]:
         replicas=1 if by_ray and options["replicas"] is None else options["replicas"],
         device_ids=_devices(options["device"]),
         optimisation=options["optimisation"],
+        cuda_graphs=options["cuda_graphs"],
         batches=BatchOptions(rows=rows, tokens=rows << 7) if rows is not None else None,
         require_certificate=options["require_certificate"],
     )

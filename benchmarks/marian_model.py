@@ -133,8 +133,13 @@ def _tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def optimum_model(marian: Any, folder: Path) -> Any:
+def optimum_model(marian: Any, folder: Path, provider: str = "cpu") -> Any:
     """Exports a MarianMTModel with Optimum and opens it in ONNX Runtime, cache included.
+
+    Args:
+        marian: In float32, on the CPU.
+        folder: Where to.
+        provider: "cpu" or "cuda", which reads float32 too.
 
     Raises:
         ImportError: optimum-onnx is missing.
@@ -148,7 +153,9 @@ def optimum_model(marian: Any, folder: Path) -> Any:
         onnx_export_from_model(
             marian, folder, task="text2text-generation-with-past", do_validation=False
         )
-    model = ORTModelForSeq2SeqLM.from_pretrained(folder, use_cache=True)
+    model = ORTModelForSeq2SeqLM.from_pretrained(
+        folder, use_cache=True, provider=f"{provider.upper()}ExecutionProvider"
+    )
     model.generation_config = marian.generation_config
     return model
 
@@ -159,8 +166,8 @@ def transformers_rows(
     """Generates with transformers' own search, set up as ours."""
     with torch.inference_mode():
         found = model.generate(
-            input_ids=source,
-            attention_mask=mask.long(),
+            input_ids=source.to(model.device),
+            attention_mask=mask.long().to(model.device),
             num_beams=options.beam,
             do_sample=False,
             max_new_tokens=options.max_length,
@@ -181,10 +188,11 @@ def torch_rows(
 ) -> Rows:
     """Generates with the plain torch loop, which is greedy and keeps a cache."""
     special = checkpoint.tokenizer.special
+    device = checkpoint.model.embedding.weight.device
     return greedy(
         checkpoint.model,
-        source,
-        mask,
+        source.to(device),
+        mask.to(device),
         bos_id=special.bos_id,
         eos_id=special.eos_id,
         max_length=options.max_length,
@@ -201,7 +209,7 @@ def batched_answers(
     """Answers each text, in order: our tokenizer and length-sorted batches around a model."""
     sources = [tokenizer.special.wrap(ids) for ids in tokenizer.encode_batch(texts)]
     answers = [Answer("", ())] * len(sources)
-    for batch in length_batches([len(source) for source in sources], batch_rows, 4096):
+    for batch in length_batches([len(source) for source in sources], batch_rows, batch_rows << 7):
         ids, mask = pad_sources([sources[index] for index in batch], tokenizer.special.pad_id)
         rows = generate(torch.from_numpy(ids), torch.from_numpy(mask), options)
         for index, row in zip(batch, rows, strict=True):

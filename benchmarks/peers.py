@@ -2,12 +2,15 @@
 
     pip install "transferry[export,peers]"
     python benchmarks/peers.py RUN BUNDLE TEXT [--beams 1,4] [--rows 500] [--rounds 9]
+    python benchmarks/peers.py RUN BUNDLE TEXT --provider cuda --variant cuda-fp16 --rows 8000
 
 The peers: transformers' `generate` with a MarianMTModel, the same through Optimum and ONNX Runtime
 (exported with its cache), and the plain torch loop with a cache, which is greedy only. All hold
 RUN's weights; text in and text out, our tokenizer, length-sorted batches, the same search. Each is
 tuned on the first sentences (batch size); torch and Optimum use all cores on one batch, as they do
-by themselves. A peer that is missing is named and left out. `ratio` is the engine's tokens a second
+by themselves. With `--provider cuda` all of them run on the first GPU, torch and transformers in
+the variant's precision, Optimum in float32, and the share of the time in which the GPU was at work
+is told. A peer that is missing is named and left out. `ratio` is the engine's tokens a second
 over a peer's. The last line is JSON.
 
 Tried with optimum-onnx 0.1.0, optimum 2.1.0, transformers 4.57.6 and torch 2.13.0; optimum-onnx
@@ -29,6 +32,7 @@ from typing import Any
 
 import torch
 
+from busy import Busy, gpu_share
 from marian_model import (
     batched_answers,
     marian_model,
@@ -43,9 +47,10 @@ from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.errors import TransferryError
 from transferry.runtime.processor import processor_name, usable_cores
+from transferry.runtime.session import Provider
 from transferry.runtime.tables import table
 
-BATCH_SENTENCES = (8, 16, 32, 64)
+BATCH_SENTENCES = {"cpu": (8, 16, 32, 64), "cuda": (64, 128, 256, 512, 1024)}
 
 
 def numbers(text: str) -> list[int]:
@@ -53,8 +58,16 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def open_peers(checkpoint: Checkpoint, folder: Path) -> tuple[dict[str, Answering], dict[str, str]]:
+def open_peers(
+    checkpoint: Checkpoint, folder: Path, provider: Provider, precision: str
+) -> tuple[dict[str, Answering], dict[str, str]]:
     """Opens what is installed.
+
+    Args:
+        checkpoint: Whose weights they hold; its model is moved to where it runs.
+        folder: For Optimum's graphs.
+        provider: Where they run.
+        precision: What torch computes in, such as "float16".
 
     Returns:
         The peers, and why others are left out.
@@ -67,14 +80,19 @@ def open_peers(checkpoint: Checkpoint, folder: Path) -> tuple[dict[str, Answerin
         return partial(batched_answers, partial(generate, model), checkpoint.tokenizer)
 
     peers, missing = {"torch loop": around(torch_rows, checkpoint)}, {}
+    dtype = getattr(torch, precision) if provider == "cuda" else torch.float32
     try:
         marian = marian_model(checkpoint)
         peers["transformers"] = around(transformers_rows, marian)
-        peers["optimum"] = around(transformers_rows, optimum_model(marian, folder))
+        peers["optimum"] = around(transformers_rows, optimum_model(marian, folder, provider))
     except ImportError as error:
         for name, package in (("transformers", "transformers"), ("optimum", "optimum-onnx")):
             if name not in peers:
                 missing[name] = f"{error}; pip install {package}"
+    # After Optimum has exported it.
+    if "transformers" in peers:
+        marian.to(provider, dtype)
+    checkpoint.model.to(provider, dtype)
     return peers, missing
 
 
@@ -107,8 +125,9 @@ def run_cell(
     for name, answer in peers.items():
         if name == "torch loop" and options.beam > 1:
             continue
+        sizes = BATCH_SENTENCES[engine.provider]
         rows = fastest(
-            {rows: partial(answer, texts[:tune_rows], options, rows) for rows in BATCH_SENTENCES}, 2
+            {rows: partial(answer, texts[:tune_rows], options, rows) for rows in sizes}, 2
         )
         settings[name] = {"batch_rows": rows}
         work[name] = partial(answer, texts, options, rows)
@@ -121,6 +140,13 @@ def run_cell(
         if name != "engine"
     }
     print(f"beam {options.beam}: rows of {len(texts)} with the engine's tokens: {same}", flush=True)
+    busy: dict[str, float | None] = {}
+    if engine.provider == "cuda":
+        for name, run in work.items():
+            with Busy(gpu_share()) as measured:
+                run()
+            busy[name] = measured.mean
+        print(f"share of the time in which the GPU was at work: {busy}", flush=True)
     times = interleaved(work, rounds)
     tokens = {name: sum(len(one.tokens) for one in found) for name, found in answers.items()}
     found = {
@@ -133,6 +159,7 @@ def run_cell(
         "ratio_range": {name: one["ratio_range"]["engine"] for name, one in found.items()},
         "tokens_per_second": compare(times, tokens, len(texts), "engine")["tokens_per_second"],
         "rows_with_the_same_tokens": same,
+        "gpu_busy": busy,
         "settings": settings,
     }
 
@@ -144,6 +171,7 @@ def main() -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("--variant", help="of the bundle; the first by default")
+    parser.add_argument("--provider", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--beams", type=numbers, default=[1, 4])
     parser.add_argument("--rows", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=9)
@@ -155,10 +183,11 @@ def main() -> None:
         checkpoint = load_checkpoint(arguments.run)
         texts = read_sentences(arguments.text, arguments.rows)
         variant = Bundle.load(arguments.bundle).variant(arguments.variant)
-        engine = Side("engine", str(arguments.bundle), variant.name)
+        provider: Provider = arguments.provider
+        engine = Side("engine", str(arguments.bundle), variant.name, provider=provider)
         longest = min(arguments.max_length, checkpoint.model.config.max_positions)
         with tempfile.TemporaryDirectory() as folder:
-            peers, missing = open_peers(checkpoint, Path(folder))
+            peers, missing = open_peers(checkpoint, Path(folder), provider, variant.precision)
             for name, reason in missing.items():
                 print(f"left out: {name} ({reason})")
             cells = [

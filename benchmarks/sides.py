@@ -7,16 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rounds import fastest
 from sentences import Answer, engine_answers
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.processor import usable_cores
 
+if TYPE_CHECKING:  # a side loads nothing of the other's
+    from transferry.runtime.session import Provider
+
 # Texts, how to search, and how many rows to compute at once. For the engine a row is a beam, for
 # CTranslate2 a sentence: each counts as it does by itself, and each is tuned.
 BATCH_ROWS = {"engine": (64, 128, 192, 256, 384, 512, 768), "ctranslate2": (8, 16, 32, 64, 128)}
+CUDA_BATCH_ROWS = (256, 512, 1024, 2048, 4096)
 Answering = Callable[[Sequence[str], GenerationOptions, int], list[Answer]]
 
 
@@ -31,6 +35,8 @@ class Side:
         tokenizer: The folder of the tokenizer around a CTranslate2 model.
         replicas: Batches in progress at a time.
         threads: Threads of each.
+        provider: Where the engine runs.
+        cuda_graphs: Whether it plays back what a step does there.
     """
 
     name: Literal["engine", "ctranslate2"]
@@ -39,21 +45,32 @@ class Side:
     tokenizer: str = ""
     replicas: int = 1
     threads: int = 1
+    provider: Provider = "cpu"
+    cuda_graphs: bool = False
 
     def tune(self, texts: Sequence[str], options: GenerationOptions) -> Tuned:
         """Opens the side in each layout and returns the fastest, with its size of batches."""
-        cores = usable_cores()
-        layouts = dict.fromkeys([(cores, 1), (1, cores)])
-        sides = [replace(self, replicas=replicas, threads=threads) for replicas, threads in layouts]
-        opened = {side: side.open() for side in sides}
+        opened = {side: side.open() for side in self._layouts()}
+        sizes = CUDA_BATCH_ROWS if self.provider == "cuda" else BATCH_ROWS[self.name]
         side, rows = fastest(
             {
                 (side, rows): partial(answer, texts, options, rows)
                 for side, answer in opened.items()
-                for rows in BATCH_ROWS[self.name]
+                for rows in sizes
             }
         )
         return Tuned(side, rows, opened[side])
+
+    def _layouts(self) -> list[Side]:
+        if self.provider == "cpu":
+            cores = usable_cores()
+            layouts = dict.fromkeys([(cores, 1), (1, cores)])
+            return [replace(self, replicas=count, threads=threads) for count, threads in layouts]
+        # One waits for the GPU while another prepares a step; or one plays back what it recorded.
+        sides = [replace(self, replicas=replicas) for replicas in (1, 2)]
+        if self.kind.startswith("cuda"):
+            sides.append(replace(self, cuda_graphs=True))
+        return sides
 
     def load_library(self) -> None:
         """Imports what the side needs, so that `open` measures the model alone."""
@@ -75,7 +92,12 @@ class Side:
         from transferry.runtime.engine import Engine
 
         engine = Engine.load(
-            self.folder, variant=self.kind, threads=self.threads, replicas=self.replicas
+            self.folder,
+            provider=self.provider,
+            variant=self.kind,
+            threads=self.threads,
+            replicas=self.replicas,
+            cuda_graphs=self.cuda_graphs,
         )
 
         def answer(
@@ -97,8 +119,11 @@ class Tuned:
 
     def settings(self) -> dict[str, int]:
         """What was chosen."""
-        return {
+        chosen = {
             "replicas": self.side.replicas,
             "threads": self.side.threads,
             "batch_rows": self.batch_rows,
         }
+        if self.side.provider == "cuda":
+            chosen["cuda_graphs"] = self.side.cuda_graphs
+        return chosen

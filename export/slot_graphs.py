@@ -111,22 +111,6 @@ class HeadGraph(nn.Module):
         return self.model.logits(hidden).float()
 
 
-class BestGraph(nn.Module):
-    """hidden -> best: the likeliest tokens, where scores shall not leave the device."""
-
-    def __init__(self, model: Transformer) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Returns the likeliest token of each row [batch * target], -1 where none is finite."""
-        logits = self.model.logits(hidden).float()
-        best = logits.argmax(dim=1)
-        # NaN or infinity anywhere in the row shows in its sum, and nothing else of this size does.
-        finite = torch.isfinite((logits * 0.0).sum(dim=1))
-        return torch.where(finite, best, -1)
-
-
 class SumsGraph(nn.Module):
     """logits -> sums, peaks: what makes probabilities of them, and where the likeliest are."""
 
@@ -164,6 +148,14 @@ class MoveGraph(nn.Module):
     def forward(self, rows: Tensor, places: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         """Copies rows [selected] of each state to places [selected], none of which are rows."""
         return tuple(each.index_put((places,), each[rows]) for each in state)
+
+
+class ClearGraph(nn.Module):
+    """state -> cleared: zeros, written over the state, so that nothing goes to the device."""
+
+    def forward(self, *state: Tensor) -> tuple[Tensor, ...]:
+        """Returns zeros like each state [batch, heads, capacity, d_head]."""
+        return tuple(torch.zeros_like(each) for each in state)
 
 
 class PlaceGraph(nn.Module):
@@ -205,7 +197,7 @@ def export_slot_graphs(
     Args:
         model: Encoder-decoder or decoder-only, in eval mode and in the variant's precision.
         prefix: What the names of the files begin with, a folder included.
-        on_device: Add what picks the likeliest token where the scores are.
+        on_device: Add what clears buffers where they are.
         stored: What the cache is stored in, "int8" or else the model's precision. The encoder and
             the decoder are written for the model's all the same.
 
@@ -285,8 +277,11 @@ def export_slot_graphs(
         tuple(TensorSpec(f"moved.{each.name}", "moved", each.type, each.shape) for each in both),
     )
     if on_device:
-        hidden = TensorSpec("hidden", "hidden", precision, ("rows", config.d_model))
-        modules["best"] = (BestGraph(model), (hidden,), (ids("best", "rows"),))
+        modules["clear"] = (
+            ClearGraph(),
+            cache("state", "batch", "length"),
+            cache("cleared", "batch", "length"),
+        )
     if has_encoder:
         modules["encoder"] = (EncoderGraph(model), (source, mask), cross)
         modules["select"] = (

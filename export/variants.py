@@ -14,6 +14,7 @@ from transferry.export.calibration import Activation, Calibration
 from transferry.export.fusion import FloatKernels, Fusion, Kernels, drop_unused
 from transferry.export.graphs import OPSET, Graph, export_graphs
 from transferry.export.int8 import Int8Kernels, quantise_embedding
+from transferry.export.ranking import rank_graph
 from transferry.export.screening import (
     SMALLEST_VOCABULARY,
     peaks_graph,
@@ -140,7 +141,7 @@ def make_variant(
     else:
         graphs = export_graphs(model, recipe.prefix)
     fused = {name: _fuse(graph, recipe, activations) for name, graph in graphs.items()}
-    linears = sum(count for name, count in fused.items() if name != "best")  # the head once more
+    linears = sum(fused.values())
     expected = linear_layers(model)
     if linears != expected:
         raise ParityError(
@@ -152,6 +153,8 @@ def make_variant(
             f"variant {name}: expected {len(units)} attentions of the decoder to read integers, "
             f"found {rounded}; the exporter wrote some in another way"
         )
+    if "clear" in graphs:
+        graphs["rank"] = rank_graph(graphs["head"])
     if _screened(recipe, graphs, model):
         graphs["rough"] = rough_graph(graphs["head"])
         graphs["peaks"] = peaks_graph(graphs["sums"])

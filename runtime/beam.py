@@ -1,11 +1,13 @@
 """Beam search: what ranks. Numpy over all sentences at once, Python only where an output ends."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from transferry.runtime.decoder import Ranked
 from transferry.runtime.hypothesis import FAILED, Hypothesis, length_normalised, ranked
 from transferry.runtime.logits import Normaliser, Peaks
 from transferry.runtime.options import GenerationOptions
@@ -14,6 +16,8 @@ from transferry.runtime.outputs import Choice, Normalise, Outputs, Request
 # Segments of the vocabulary whose maxima a threshold is taken from, where numpy finds them: short
 # ones cost it more, few leave more candidates above it.
 SEGMENTS = 16
+# Log-probabilities, parent beams and tokens, as `best_candidates` returns them.
+Candidates: TypeAlias = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]
 
 
 class Beams(Outputs):
@@ -46,6 +50,7 @@ class Beams(Outputs):
         normalise: Normalise,
     ) -> None:
         super().__init__(requests, options.beam, options, eos_id, normalise)
+        self.wanted = 2 * options.beam
         self.totals = np.full((len(requests), self.width), -np.inf)
         self.totals[:, 0] = 0.0  # each begins with one beam
         self.best: list[list[Hypothesis]] = [[] for _ in requests]
@@ -60,14 +65,34 @@ class Beams(Outputs):
         rows: NDArray[np.int64],
     ) -> Choice:
         """Ranks what may follow the beams; see `Outputs.choose`."""
+        normaliser = self.normalise(logits)
+        candidates = partial(best_candidates, logits, allowed, normaliser)
+        return self._follow(rows, normaliser.log_sum_exp, candidates)
+
+    def choose_ranked(self, ranked: Ranked, rows: NDArray[np.int64]) -> Choice:
+        """Ranks what may follow the beams; see `Outputs.choose_ranked`."""
+        return self._follow(rows, ranked.log_sum_exp, partial(best_of_ranked, ranked))
+
+    def _follow(
+        self,
+        rows: NDArray[np.int64],
+        log_sum_exp: NDArray[np.float64],
+        candidates: Callable[[NDArray[np.float64], int], Candidates],
+    ) -> Choice:
+        """Takes the best candidates, and marks what they end.
+
+        Args:
+            rows: which rows were stepped `[rows]`.
+            log_sum_exp: of their logits `[rows]`.
+            candidates: `best_candidates`, given the rest.
+        """
         beam = self.width
         width = beam if rows[-1] % beam else 1  # at first each sentence has one
         sentences = rows[::width] // beam
         totals = self.totals[sentences, :width]
-        normaliser = self.normalise(logits)
-        normalised = ~np.isnan(normaliser.log_sum_exp).reshape(-1, width)
+        normalised = ~np.isnan(log_sum_exp).reshape(-1, width)
         failed = (~normalised & (totals > -np.inf)).any(axis=1)
-        totals, parents, tokens = best_candidates(logits, allowed, normaliser, totals, 2 * beam)
+        totals, parents, tokens = candidates(totals, self.wanted)
         parents += np.arange(len(sentences))[:, None] * width
 
         exists = totals > -np.inf
@@ -137,7 +162,7 @@ def best_candidates(
     normaliser: Normaliser,
     totals: NDArray[np.float64],
     count: int,
-) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
+) -> Candidates:
     """The best ways to lengthen the beams of each sentence by one token.
 
     Only those among which they must be are normalised and compared, in float64.
@@ -172,6 +197,32 @@ def best_candidates(
     candidates[:, sentence, column] = row - sentence * width, token
     best = np.arange(sentences)[:, None], np.argsort(-values, axis=1, kind="stable")[:, :count]
     return values[best], candidates[0][best], candidates[1][best]
+
+
+def best_of_ranked(ranked: Ranked, totals: NDArray[np.float64], count: int) -> Candidates:
+    """As `best_candidates`, where the likeliest tokens of each row are known.
+
+    Args:
+        ranked: `count` of each row, or all that there are.
+        totals: log-probabilities of the beams `[sentences, width]`.
+        count: candidates wanted of each sentence.
+    """
+    sentences = len(totals)
+    offsets = totals.reshape(-1) - ranked.log_sum_exp
+    with np.errstate(invalid="ignore"):
+        values = ranked.logits + offsets[:, None]
+    values[~np.isfinite(offsets)] = -np.inf
+    each = values.shape[1]
+    values = values.reshape(sentences, -1)
+    tokens = ranked.tokens.reshape(sentences, -1)
+    if (lacking := count - values.shape[1]) > 0:
+        values = np.pad(values, ((0, 0), (0, lacking)), constant_values=-np.inf)
+        tokens = np.pad(tokens, ((0, 0), (0, lacking)))
+    # In the order of beam, and in each of logit and then token, which a stable sort keeps.
+    order = np.argsort(-values, axis=1, kind="stable")[:, :count]
+    best = np.arange(sentences)[:, None], order
+    # Behind all tokens of all beams there is nothing, which no beam is the parent of.
+    return values[best], np.minimum(order // each, totals.shape[1] - 1), tokens[best]
 
 
 def _contenders(

@@ -29,7 +29,7 @@ from transferry.runtime.options import GenerationOptions, options_of_json
 from transferry.runtime.tables import table
 from transferry.runtime.tokenizer import AnyTokenizer, load_tokenizer
 
-FORMAT = 5
+FORMAT = 6
 MANIFEST = "manifest.json"
 REFERENCE = "reference.npz"
 # Which graphs a variant has at least, by architecture.
@@ -55,7 +55,10 @@ Role = Literal[
     "present",  # [batch, heads, past + target, d_head]: the next step's past; where the cache lies
     #             in place both are [batch, heads, capacity, d_head]
     "rough",  # [batch * target, vocabulary]: the logits as int8 gives them, for screening
-    "best",  # int64 [rows]: the likeliest tokens, -1 where the logits are not finite
+    "count",  # int64 [1]: how many tokens are wanted of each row, on the host
+    "top_logits",  # [rows, count]: the largest logits of each row, the largest first
+    "top_tokens",  # int64 [rows, count]: whose they are
+    "relative_sums",  # [rows]: of the exponentials of the logits less the largest
     "sums",  # [rows]: of the exponentials of the logits
     "peaks",  # [rows, segments]: the largest of each 64 neighbouring logits, then those left over
     "logits",  # [batch, target, vocabulary], or of an encoder alone [batch, source, vocabulary];
@@ -74,6 +77,7 @@ Role = Literal[
     "rows",  # int64 [selected]: which rows to take
     "places",  # int64 [selected]: and where to put them
     "moved",  # [batch, heads, length, d_head]: the state after that
+    "cleared",  # [batch, heads, length, d_head]: zeros in place of a state
     "index",  # int64 [selected, heads, columns]: which columns of the cache to take
     "gathered",  # [selected, heads, columns, d_head]: the cache with these columns
     "fresh",  # [batch, heads, columns, d_head]: cross of a few sentences, to be written into

@@ -1,6 +1,7 @@
 """What a search needs of a model: the decoder protocol."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -97,6 +98,42 @@ class GreedyDecoder(Decoder[State], Protocol[State]):
         Returns:
             The likeliest next tokens that are not forbidden, the lowest of equal ones, -1 where no
             score is finite or one is NaN `[rows]`; and the state grown by one position.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """The likeliest tokens of each row.
+
+    Attributes:
+        logits: Theirs, the largest first, equal ones by token [rows, count].
+        tokens: Which they are [rows, count].
+        log_sum_exp: Of all logits of a row, as the function `logits.log_sum_exp` has it [rows].
+    """
+
+    logits: NDArray[np.floating[Any]]
+    tokens: NDArray[np.int64]
+    log_sum_exp: NDArray[np.float64]
+
+
+@runtime_checkable
+class RankingDecoder(Decoder[State], Protocol[State]):
+    """A decoder that can rank tokens itself, so that only a few logits leave its device.
+
+    Attributes:
+        ranks: Whether it does.
+    """
+
+    ranks: bool
+
+    def rank(self, tokens: NDArray[np.int64], state: State, count: int) -> tuple[Ranked, State]:
+        """Does what `step` does for one token a row, and tells the likeliest next tokens alone.
+
+        Args:
+            tokens: the next target token of every row `[rows, 1]`.
+            state: as for `step`.
+            count: how many of each row are wanted, no more than there are tokens.
         """
         ...
 

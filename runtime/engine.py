@@ -144,6 +144,7 @@ class Engine:
         device_ids: Sequence[int] = (0,),
         optimisation: Optimisation = "all",
         provider_options: Mapping[str, str] | None = None,
+        cuda_graphs: bool = False,
         batches: BatchOptions | None = None,
         require_certificate: bool = False,
     ) -> Self:
@@ -163,6 +164,7 @@ class Engine:
             device_ids: Which GPUs; all of them work on the same rows.
             optimisation: How far onnxruntime may rewrite the graphs.
             provider_options: Passed to the provider as they are.
+            cuda_graphs: Record what a step does on the GPU, and play it back; see SessionOptions.
             batches: How much is computed at once; by default what suits the variant.
             require_certificate: Refuse what was not verified, or has changed since.
 
@@ -182,11 +184,23 @@ class Engine:
                 "more replicas"
             )
         devices = [
-            SessionOptions(provider, threads, device, optimisation, provider_options or {})
+            SessionOptions(
+                provider,
+                threads,
+                device,
+                optimisation,
+                provider_options or {},
+                cuda_graphs=cuda_graphs,
+            )
             for device in device_ids
         ]
         if replicas is None:
             replicas = max(1, usable_cores() // threads) if provider == "cpu" else 1
+        if cuda_graphs and replicas * len(devices) > 1:
+            raise UsageError(
+                "cuda_graphs are recorded while nothing else runs: expected one replica on one "
+                f"device, found {replicas} on each of {len(devices)}; leave one of the two out"
+            )
         chosen = bundle.variant(variant) if variant else fastest(bundle, devices[0])
         models: list[Model] = []
         certificates: dict[str, None] = {}

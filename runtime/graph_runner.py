@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -20,6 +20,10 @@ from transferry.runtime.processor import instruction_sets, processor_name
 from transferry.runtime.session import SessionOptions, assigned_nodes, open_session, tf32
 
 BFLOAT16 = 16  # TensorProto.DataType of onnx
+# What onnxruntime calls a run that is neither recorded nor played back; and how many of a graph it
+# may keep, each of which takes memory on the device.
+NOT_CAPTURED = -1
+MOST_CAPTURES = 256
 # What onnxruntime raises while it works, and what is said where memory is short: by its arena, when
 # it gets no more or may not grow, by C++ of either compiler, by CUDA, by CUDA's libraries.
 ERRORS = (RuntimeError, native.EPFail, native.Fail, native.RuntimeException)
@@ -37,16 +41,22 @@ class Rows:
         buffer: [rows, ...], on the device.
         first: The first of them.
         count: How many.
+        lent: Held as long as the buffer is wanted, where it belongs to a pool.
     """
 
     buffer: OrtValue
     first: int
     count: int
+    lent: object = None
 
     @classmethod
     def of(cls, buffer: OrtValue) -> Rows:
         """All rows of a buffer."""
         return cls(buffer, 0, int(buffer.shape()[0]))
+
+    def part(self, first: int, count: int) -> Rows:
+        """Other rows of the same buffer."""
+        return replace(self, first=first, count=count)
 
     def shape(self) -> list[int]:
         """The shape of these rows alone."""
@@ -70,9 +80,23 @@ Bindable: TypeAlias = OrtValue | Rows
 class GraphRunner:
     """One graph, run through IOBinding with tensors given and taken by role."""
 
-    def __init__(self, bundle: Bundle, graph: GraphSpec, options: SessionOptions) -> None:
+    def __init__(
+        self, bundle: Bundle, graph: GraphSpec, options: SessionOptions, *, captured: bool = False
+    ) -> None:
+        """Opens the graph.
+
+        Args:
+            bundle: Where it lies.
+            graph: Which one.
+            options: How to run it.
+            captured: Whether its bound calls are recorded and played back, if the options want
+                that of any.
+        """
         self.graph = graph
+        self.captured = captured and options.cuda_graphs
+        options = replace(options, cuda_graphs=self.captured)
         self.session = open_session(bundle.graph(graph), options)
+        self._captures = 0
         self._device = options.provider
         self.on_device = options.provider != "cpu"
         self._device_id = options.device_id if options.provider != "cpu" else 0
@@ -139,6 +163,9 @@ class GraphRunner:
     ) -> BoundCall:
         """Binds all inputs and outputs once, for many runs.
 
+        Where calls are captured, this is one that can be: nothing that it reads or writes on the
+        device ever moves.
+
         Args:
             fixed: Inputs that stay as they are, by role.
             changing: Inputs that each run is given anew, by role; these arrays are written over.
@@ -147,18 +174,41 @@ class GraphRunner:
         """
         values = {role: (array, self.value(array)) for role, array in (changing or {}).items()}
         inputs = {**fixed, **{role: [value] for role, (_, value) in values.items()}}
-        binding = self._bound(inputs, host or {}, in_place or {})
-        return BoundCall(self, binding, values, host or {}, (fixed, in_place))
+        if not self.captured:
+            binding = self._bound(inputs, host or {}, in_place or {})
+            return BoundCall(self, binding, values, host or {}, held=(fixed, in_place))
+        # What is played back copies nothing to the host.
+        copied = {
+            role: OrtValue.ortvalue_from_shape_and_type(
+                array.shape, array.dtype.type, self._device, self._device_id
+            )
+            for role, array in (host or {}).items()
+        }
+        in_place = {**(in_place or {}), **{role: [value] for role, value in copied.items()}}
+        self._captures += 1
+        number = self._captures if self._captures <= MOST_CAPTURES else NOT_CAPTURED
+        binding = self._bound(inputs, {}, in_place)
+        held = (fixed, in_place)
+        return BoundCall(self, binding, values, host or {}, held, copied, number)
 
-    def run_bound(self, binding: onnxruntime.IOBinding) -> None:
+    def run_bound(self, binding: onnxruntime.IOBinding, number: int = NOT_CAPTURED) -> None:
         """Runs what is bound.
+
+        Args:
+            binding: All inputs and outputs.
+            number: Where calls are captured, which of them this is.
 
         Raises:
             AllocationError: As `run`.
             InputError: As `run`.
         """
         try:
-            self.session.run_with_iobinding(binding)
+            if not self.captured:
+                self.session.run_with_iobinding(binding)
+                return
+            options = onnxruntime.RunOptions()
+            options.add_run_config_entry("gpu_graph_id", str(number))
+            self.session.run_with_iobinding(binding, options)
         except ERRORS as error:
             raise self._failure(error) from error
 
@@ -205,28 +255,38 @@ class BoundCall:
 
     Attributes:
         host: Outputs on the host, by role; the next run writes over them.
+        held: So that what is bound is not freed.
+        copied: Outputs that are copied to the host after a run, by role.
+        number: Of the captured call; see `GraphRunner.run_bound`.
     """
 
     runner: GraphRunner
     binding: onnxruntime.IOBinding
     changing: Mapping[str, tuple[NDArray[Any], OrtValue]]
     host: Mapping[str, NDArray[Any]]
-    # Held so that what is bound is not freed.
     held: Sequence[Any]
+    copied: Mapping[str, OrtValue] = field(default_factory=dict)
+    number: int = NOT_CAPTURED
+
+    def give(self, **inputs: NDArray[Any]) -> None:
+        """Gives new values of changing inputs, by role: of the first rows, if not of all."""
+        for role, array in inputs.items():
+            host, value = self.changing[role]
+            host[: len(array)] = array
+            if self.runner.on_device:
+                value.update_inplace(host)
 
     def run(self, **inputs: NDArray[Any]) -> None:
-        """Runs the graph on new values of the changing inputs, given by role.
+        """Runs the graph on new values of changing inputs; see `give`.
 
         Raises:
             AllocationError: As `GraphRunner.run`.
             InputError: As `GraphRunner.run`.
         """
-        for role, array in inputs.items():
-            host, value = self.changing[role]
-            np.copyto(host, array)
-            if self.runner.on_device:
-                value.update_inplace(host)
-        self.runner.run_bound(self.binding)
+        self.give(**inputs)
+        self.runner.run_bound(self.binding, self.number)
+        for role, value in self.copied.items():
+            np.copyto(self.host[role], value.numpy())
 
 
 def describe(
@@ -242,6 +302,7 @@ def describe(
         "threads": options.threads,
         "optimisation": options.optimisation,
         "tf32": tf32(options),
+        "cuda_graphs": options.cuda_graphs,
         "processor": processor_name(),
         "instruction_sets": list(instruction_sets()),
         "onnxruntime": onnxruntime.__version__,

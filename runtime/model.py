@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.compare import ObservableDecoder
+from transferry.runtime.errors import UsageError
 from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.onnx_encoder import OnnxEncoder
 from transferry.runtime.session import SessionOptions
@@ -34,7 +35,13 @@ def open_model(bundle: Bundle, variant: Variant, options: SessionOptions) -> Mod
     Raises:
         ProviderError: The provider asked for cannot run here.
         InputError: A graph cannot be opened.
+        UsageError: CUDA graphs are wanted of a variant that is not made for a GPU.
     """
+    if options.cuda_graphs and "rank" not in variant.graphs:
+        raise UsageError(
+            f"cuda_graphs expects a variant that is made for a GPU alone, such as cuda-fp16, found "
+            f"{variant.name}; choose another variant, or leave cuda_graphs out"
+        )
     if bundle.manifest.architecture == "encoder-only":
         return OnnxEncoder(bundle, variant, options)
     if variant.in_place:

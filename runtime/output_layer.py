@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from onnxruntime import OrtValue
 
 from transferry.runtime.bundle import Bundle, Variant
-from transferry.runtime.decoder import Forbid
+from transferry.runtime.decoder import Forbid, Ranked
 from transferry.runtime.graph_runner import BoundCall, GraphRunner, Rows
 from transferry.runtime.logits import SEGMENT, Normaliser, Peaks, log_sum_exp, normalise
+from transferry.runtime.pool import Pool
 from transferry.runtime.screen import Screen
 
 # Sums of exponentials that float32 holds in full precision, their largest terms included.
@@ -42,19 +43,30 @@ class _Bound:
         return self.calls[name].host
 
 
-class _Workspace(threading.local):
+class _Workspace:
     """The memory of a thread.
 
     Attributes:
         bound: By the number of rows, all in the same memory.
+        ranks: The graph that ranks tokens, bound to it, by the number of rows and of tokens.
         hidden: [rows, d_model], on the device.
+        stepped: Rows that the last step left there, those of empty slots included.
         logits: [rows, vocabulary], rough ones too, since either is wanted.
     """
 
     def __init__(self) -> None:
         self.bound: dict[int, _Bound] = {}
+        self.ranks: dict[tuple[int, int], BoundCall] = {}
         self.hidden: OrtValue | None = None
+        self.stepped = 0
         self.logits = np.empty((0, 0), np.float32)
+
+
+class _Own(threading.local):
+    """What a thread has borrowed, and gives back when it ends."""
+
+    def __init__(self, pool: Pool[_Workspace]) -> None:
+        self.lent = pool.lend(None, _Workspace)
 
 
 class OutputLayer:
@@ -71,22 +83,27 @@ class OutputLayer:
             runners: Its graphs, by name.
         """
         self._runners = runners
-        self._own = _Workspace()
+        self._lent = _Own(Pool())
+        self.ranks = "rank" in runners
         self.vocabulary_size = int(variant.graphs["head"].tensor("logits").shape[-1])
         self.screen = None
         if variant.screen:
             parts = {name: stored.read(bundle.folder) for name, stored in variant.screen.items()}
             self.screen = Screen(**parts)
 
+    @property
+    def _own(self) -> _Workspace:
+        return self._lent.lent.thing
+
     def hidden(self, rows: int) -> Rows:
-        """Returns where this thread's steps of so many rows leave their hidden states."""
+        """Returns where this thread's next step, of so many rows, leaves its hidden states."""
         own, decoder = self._own, self._runners["decoder"]
-        if rows > len(own.logits):
+        own.stepped = rows
+        if own.hidden is None or rows > own.hidden.shape()[0]:
             width = int(decoder.graph.tensor("hidden").shape[-1])
             own.bound.clear()
+            own.ranks.clear()
             own.hidden = decoder.zeros("hidden", (rows, width))
-            own.logits = np.empty((rows, self.vocabulary_size), np.float32)
-        assert own.hidden is not None
         return Rows(own.hidden, 0, rows)
 
     def logits(self, rows: int) -> Floats:
@@ -95,10 +112,9 @@ class OutputLayer:
 
     def likeliest(self, rows: int, forbid: Forbid | None) -> Integers:
         """Returns the likeliest tokens after the last step [rows]; see `GreedyDecoder`."""
-        if "best" in self._runners and forbid is None:
-            best = np.empty(rows, np.int64)
-            self._runners["best"].run({"hidden": [self.hidden(rows)]}, host={"best": best})
-            return best
+        if self.ranks and forbid is None:
+            ranked = self.rank(rows, 1)
+            return np.where(np.isfinite(ranked.log_sum_exp), ranked.tokens[:, 0], -1)
         bound = self._bound(rows)
         if self.screen is None:
             logits = bound.run("head")["logits"]
@@ -115,6 +131,29 @@ class OutputLayer:
         else:
             peaks = Peaks(bound.run("peaks")["peaks"], SEGMENT)
         return self.screen.likeliest(bound.hidden.numpy(), rough, peaks)
+
+    def rank(self, rows: int, count: int) -> Ranked:
+        """Returns the likeliest tokens after the last step; see `RankingDecoder.rank`."""
+        own, runner = self._own, self._runners["rank"]
+        bound, hidden = own.stepped, own.hidden
+        assert hidden is not None
+        if (bound, count) not in own.ranks:
+            # How many are wanted is read on the host, whatever the device.
+            wanted = OrtValue.ortvalue_from_numpy(np.array([count]))
+            own.ranks[bound, count] = runner.bind(
+                fixed={"hidden": [Rows(hidden, 0, bound)], "count": [wanted]},
+                host={
+                    "top_logits": np.empty((bound, count), np.float32),
+                    "top_tokens": np.empty((bound, count), np.int64),
+                    "relative_sums": np.empty(bound, np.float32),
+                },
+            )
+        call = own.ranks[bound, count]
+        call.run()
+        logits, tokens, sums = (
+            call.host[role][:rows] for role in ("top_logits", "top_tokens", "relative_sums")
+        )
+        return Ranked(logits, tokens, logits[:, 0] + np.log(sums, dtype=np.float64))
 
     def normalise(self, logits: Floats) -> Normaliser:
         """Normalises logits [rows, vocabulary]; see `NormalisingDecoder.normalise`."""
@@ -137,7 +176,11 @@ class OutputLayer:
     def _bound(self, rows: int) -> _Bound:
         """Returns what is bound to the hidden states of so many rows in this thread's memory."""
         own, sums = self._own, self._runners["sums"]
-        hidden, logits = self.hidden(rows), own.logits[:rows]
+        hidden = self.hidden(rows)
+        if rows > len(own.logits):
+            own.bound.clear()
+            own.logits = np.empty((hidden.buffer.shape()[0], self.vocabulary_size), np.float32)
+        logits = own.logits[:rows]
         if rows not in own.bound:
             segments = int(sums.graph.tensor("peaks").shape[-1])
             read = {"hidden": hidden, "logits": sums.value(logits)}

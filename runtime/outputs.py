@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from transferry.runtime.decoder import Ranked
 from transferry.runtime.hypothesis import Hypothesis
 from transferry.runtime.logits import Normaliser
 from transferry.runtime.options import GenerationOptions
@@ -61,6 +62,7 @@ class Outputs(ABC):
     Attributes:
         width: outputs of a sentence.
         rows_at_first: rows of a sentence in the first step after `Decoder.start`.
+        wanted: how many tokens of a row may matter.
         lengths: tokens of the outputs of each sentence `[sentences]`.
         limits: most tokens of an output of each `[sentences]`.
         tokens: the outputs, without meaning beyond their lengths `[sentences * width, max_length]`.
@@ -68,6 +70,7 @@ class Outputs(ABC):
     """
 
     rows_at_first: int
+    wanted: int
 
     def __init__(
         self,
@@ -103,6 +106,15 @@ class Outputs(ABC):
         Args:
             logits: of the next token, as the model gave them `[rows, vocabulary]`.
             allowed: the same after the processors; the same array where there were none.
+            rows: which rows were stepped `[rows]`.
+        """
+
+    @abstractmethod
+    def choose_ranked(self, ranked: Ranked, rows: NDArray[np.int64]) -> Choice:
+        """Does what `choose` does, of the likeliest tokens of each row.
+
+        Args:
+            ranked: as many of each row as `wanted`, or all.
             rows: which rows were stepped `[rows]`.
         """
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from transferry.runtime.decoder import Ranked
 from transferry.runtime.hypothesis import FAILED, Hypothesis, length_normalised, ranked
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.outputs import Choice, Normalise, Outputs, Request
@@ -30,6 +31,7 @@ class Picks(Outputs):
     ) -> None:
         super().__init__(requests, options.n_best, options, eos_id, normalise)
         self.rows_at_first = self.width
+        self.wanted = 1
         rows = len(self.ended)
         self.counts = np.zeros(rows, np.int64)
         self.totals = np.full(rows, 0.0 if options.scores else math.nan)
@@ -61,6 +63,11 @@ class Picks(Outputs):
             gains = logits.max(axis=1)
         usable = np.isfinite(gains) & np.isfinite(allowed[picked])
         return self.follow(rows, tokens, usable, gains)
+
+    def choose_ranked(self, ranked: Ranked, rows: NDArray[np.int64]) -> Choice:
+        """Picks the likeliest token a row; see `Outputs.choose_ranked`."""
+        gains = ranked.logits[:, 0] - ranked.log_sum_exp
+        return self.follow(rows, ranked.tokens[:, 0], np.isfinite(gains), gains)
 
     def follow(
         self,

@@ -20,6 +20,7 @@ from transferry.runtime.decoder import (
     Decoder,
     GreedyDecoder,
     NormalisingDecoder,
+    RankingDecoder,
     SentenceDecoder,
     State,
 )
@@ -163,6 +164,9 @@ class _Batch(Generic[State, Key]):
         _check_requests(requests, options, decoder.vocabulary_size, special.eos_id)
         self.decoder = decoder
         self.by_sentence = isinstance(decoder, SentenceDecoder)
+        self.ranking: RankingDecoder[State] | None = None
+        if isinstance(decoder, RankingDecoder) and decoder.ranks and not options.sample:
+            self.ranking = decoder
         self.greedy: GreedyDecoder[State] | None = None
         if isinstance(decoder, GreedyDecoder) and not options.scores:
             self.greedy = decoder
@@ -193,6 +197,10 @@ class _Batch(Generic[State, Key]):
             filters = partial(forbid, active, sentences, history, lengths) if active else None
             tokens, self.state = self.greedy.likeliest(fed, self.state, filters)
             self.choice = outputs.follow(self.rows, np.maximum(tokens, 0), tokens >= 0)
+        elif self.ranking is not None and not active:
+            count = min(outputs.wanted, self.decoder.vocabulary_size)
+            ranked, self.state = self.ranking.rank(fed, self.state, count)
+            self.choice = outputs.choose_ranked(ranked, self.rows)
         else:
             logits, self.state = self.decoder.step(fed, self.state)
             last = allowed = logits[:, -1]

@@ -62,6 +62,8 @@ class SessionOptions:
         device_id: Which GPU, counted as CUDA counts them; read by `cuda` only.
         optimisation: How far onnxruntime may rewrite the graph. Part of what is verified.
         provider_options: Passed to the provider as they are, over the defaults set here.
+        cuda_graphs: Record what a step does on the GPU, and play it back while shapes and places
+            stay the same. On a provider that cannot, steps are prepared alike and merely run.
         profile: A folder for onnxruntime's traces of where its time goes, one file a graph, whole
             once the session is gone; None traces nothing.
     """
@@ -71,6 +73,7 @@ class SessionOptions:
     device_id: int = 0
     optimisation: Optimisation = "all"
     provider_options: Mapping[str, str] = field(default_factory=dict)
+    cuda_graphs: bool = False
     profile: Path | None = None
 
     def __post_init__(self) -> None:
@@ -144,6 +147,8 @@ def provider_settings(options: SessionOptions) -> dict[str, str]:
         # TF32 rounds the factors of a product to 10 bits of mantissa: off, so that CPU, CUDA and
         # torch agree.
         defaults = {"device_id": str(options.device_id), "use_tf32": "0"}
+        if options.cuda_graphs:
+            defaults["enable_cuda_graph"] = "1"
     return {**defaults, **options.provider_options}
 
 

@@ -17,29 +17,29 @@ from numpy.typing import NDArray
 
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import Bundle, Role, Variant
-from transferry.runtime.decoder import Forbid
+from transferry.runtime.decoder import Forbid, Ranked
 from transferry.runtime.graph_runner import Bindable, BoundCall, GraphRunner, Rows, describe
 from transferry.runtime.logits import Normaliser
 from transferry.runtime.output_layer import OutputLayer
 from transferry.runtime.session import Provider, SessionOptions
+from transferry.runtime.slot_buffers import SlotBuffers
 
-# Sentences that the encoder reads at once: of similar length, so that little is padding, and few
-# enough for the hidden states of all of them to stay in the processor's cache.
-CHUNK = 32
-# Columns that a cache may have beyond those in use. Every step reads all of it, making it shorter
-# copies it.
-SPARE = 32
+# Sentences that the encoder reads at once: of similar length, so that little is padding, and on the
+# CPU few enough for the hidden states of all of them to stay in the processor's cache.
+CHUNKS: dict[Provider, int] = {"cpu": 32, "cuda": 256}
+# Units of columns that a cache may have beyond those in use. Every step reads all of it, making it
+# shorter copies it.
+SPARE = 8
 # Steps that it has room for beyond the next, where one of one token reads its own columns alone:
 # room costs nothing but memory.
 AHEAD = 8
+# Graphs that run at every step, and so are recorded where that is wanted.
+CAPTURED = frozenset({"decoder", "rank"})
 # How much is computed at once where nothing is said: rows that share the reading of the weights.
 BATCHES: dict[Provider, BatchOptions] = {
     "cpu": BatchOptions(rows=256, tokens=1 << 15),
     "cuda": BatchOptions(rows=1024, tokens=1 << 17),
 }
-# Sources and caches have a multiple of so many columns: the product of one row with a matrix sums
-# its last one to three terms in another order, so that else the padding would show.
-UNIT = 4
 
 Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.int64]
@@ -94,7 +94,8 @@ class SlotDecoder:
         self.variant, self.options = variant, options
         self.batches = BATCHES[options.provider]
         self._runners = {
-            name: GraphRunner(bundle, graph, options) for name, graph in variant.graphs.items()
+            name: GraphRunner(bundle, graph, options, captured=name in CAPTURED)
+            for name, graph in variant.graphs.items()
         }
         self._decoder = self._runners["decoder"]
         self.has_encoder = "encoder" in variant.graphs
@@ -102,6 +103,8 @@ class SlotDecoder:
         self._rounded = "unrounded" in variant.graphs  # the cache is in int8
         self.output = OutputLayer(bundle, variant, self._runners)
         self.vocabulary_size = self.output.vocabulary_size
+        self.ranks = self.output.ranks
+        self._buffers = SlotBuffers(self._runners)
 
     def describe(self) -> dict[str, Any]:
         """What decides the numbers: the settings, and where the nodes of the graphs really ran."""
@@ -110,7 +113,7 @@ class SlotDecoder:
     def start(self, source: Integers, mask: NDArray[np.bool_]) -> SlotState:
         """Reads the sources; see `Decoder.start`."""
         slots, length = source.shape
-        source_bias = np.full((slots, 1, 1, _rounded(length, UNIT)), -np.inf, np.float32)
+        source_bias = np.full((slots, 1, 1, self._buffers.columns(length)), -np.inf, np.float32)
         source_bias[:, 0, 0, :length][mask] = 0
         state = SlotState(
             [],
@@ -138,6 +141,11 @@ class SlotDecoder:
         state = self._step(tokens, state)
         return self.output.likeliest(tokens.size, forbid), state
 
+    def rank(self, tokens: Integers, state: SlotState, count: int) -> tuple[Ranked, SlotState]:
+        """Reads one token a row; see `RankingDecoder.rank`."""
+        state = self._step(tokens, state)
+        return self.output.rank(tokens.size, count), state
+
     def normalise(self, logits: Floats) -> Normaliser:
         """Normalises logits [rows, vocabulary]; see `NormalisingDecoder.normalise`."""
         return self.output.normalise(logits)
@@ -157,13 +165,13 @@ class SlotDecoder:
         positions = (state.positions[:, :, None] + np.arange(new)).reshape(slots, -1)
         held = state.held.copy()
         held[slot, columns] = positions
-        hidden = self.output.hidden(tokens.size)
+        hidden = self.output.hidden(self._buffers.slots(slots) * width * new)
         # One token a slot, and what it sees are the first columns: only a cache in int8 asks.
         single = self._rounded and width * new == 1 and np.array_equal(columns, positions)
         # Another thread has other memory, and this one's may have grown.
         key = width * new, single, id(hidden.buffer)
         if key not in state.calls:
-            state.calls[key] = self._bind(state, width * new, single, hidden)
+            state.calls[key] = self._call(state, width * new, single, hidden)
         state.calls[key].run(
             target=tokens.reshape(slots, -1),
             positions=positions,
@@ -211,9 +219,9 @@ class SlotDecoder:
         if state.past and (chosen[places] >= left).all():
             return self._closed_up(taken, chosen[places], places)
         if self.has_encoder:
-            select = self._runners["select"]
-            inputs = {"rows": [select.value(chosen)], "state": state.cross}
-            cross = [Rows.of(each) for each in select.run(inputs, "selected")]
+            inputs = {"rows": [self._decoder.value(chosen)], "state": state.cross}
+            shape = left, state.source_bias.shape[-1]
+            cross = self._buffers.filled("select", inputs, "selected", "cross", shape)
             taken = replace(taken, cross=cross)
         return self._with_columns(taken, chosen, bias.shape[-1])
 
@@ -230,7 +238,7 @@ class SlotDecoder:
             move = self._runners["move"]
             inputs = {"rows": [move.value(slots)], "places": [move.value(places)], "state": buffers}
             move.run(inputs, in_place={"moved": buffers})
-        left = [Rows(each.buffer, each.first, len(state.prompt)) for each in buffers]
+        left = [each.part(0, len(state.prompt)) for each in buffers]
         split = len(state.cross)
         return replace(state, cross=left[:split], past=left[split:])
 
@@ -248,7 +256,7 @@ class SlotDecoder:
         position = np.where(seen, state.held.repeat(width, axis=0), seen.shape[1])
         order = np.take_along_axis(np.argsort(position, axis=1, kind="stable"), column, axis=1)
         order = order[:, None, :, None]
-        past, crosses = state.past or self._buffers("past", slots, 0), state.cross
+        past, crosses = state.past or self._buffers.zeros("past", slots, 0), state.cross
         if self._rounded:
             state_read = {"state": [*crosses, *past]}
             found = self._runners["unrounded"].run(state_read, "cross", "past")
@@ -263,16 +271,27 @@ class SlotDecoder:
     def _names(self, role: Role) -> list[str]:
         return self._decoder.graph.names(role)
 
-    def _buffers(self, role: Role, slots: int, length: int) -> list[Rows]:
-        """Buffers of zeros, so that columns never written cannot be NaN."""
-        sizes = {"batch": slots, "source": length, "capacity": length}
-        return [
-            Rows.of(
-                self._decoder.zeros(role, [int(sizes.get(str(size), size)) for size in spec.shape])
+    def _call(self, state: SlotState, new: int, single: bool, hidden: Rows) -> BoundCall:
+        """Returns a step of `new` tokens a slot that is bound to the buffers of a state."""
+        if not self._buffers.pooled:
+            return self._bind(state, new, single, hidden)
+        slots, calls = self._buffers.slots(len(state.prompt)), self._buffers.calls
+        bound_to = [hidden, *state.cross, *state.past]
+        key = slots, new, *(id(each.buffer) for each in bound_to)
+        if key not in calls:
+            # Of the buffers alone: nobody is to wait for them to be given back.
+            wider = replace(
+                state,
+                cross=[Rows(each.buffer, 0, slots) for each in state.cross],
+                past=[Rows(each.buffer, 0, slots) for each in state.past],
+                source_bias=np.zeros((slots, *state.source_bias.shape[1:]), np.float32),
+                prompt=np.zeros(slots, np.int64),
             )
-            for spec in self._decoder.graph.inputs
-            if spec.role == role
-        ]
+            calls[key] = self._bind(wider, new, single, hidden)
+        call = calls[key]
+        if self.has_encoder:
+            call.give(source_bias=state.source_bias)
+        return call
 
     def _bind(self, state: SlotState, new: int, single: bool, hidden: Rows) -> BoundCall:
         """Binds a step of `new` tokens a slot to the buffers of a state."""
@@ -281,11 +300,13 @@ class SlotDecoder:
         changing: dict[str, NDArray[Any]] = {
             "target": np.zeros((slots, new), np.int64),
             "positions": np.zeros((slots, new), np.int64),
-            "cells": np.zeros((slots, new, self._kv_heads, 3), np.int64),
+            # A slot not in use writes into its own.
+            "cells": self._cells(np.zeros((slots, new), np.int64)),
             "bias": np.zeros((slots, 1, new, state.bias.shape[-1]), np.float32),
         }
         if self.has_encoder:
-            fixed |= {"cross": state.cross, "source_bias": [value(state.source_bias)]}
+            fixed |= {"cross": state.cross}
+            changing |= {"source_bias": state.source_bias}
         in_place: dict[Role, Sequence[Bindable]] = {"present": state.past, "hidden": [hidden]}
         if self._rounded:
             fixed |= {"single": [value(np.array(single))]}
@@ -298,17 +319,17 @@ class SlotDecoder:
     def _encode(self, source: Integers, mask: NDArray[np.bool_]) -> Sequence[Rows]:
         """Returns cross keys and values of sources, read a few at a time."""
         encoder, place = self._runners["encoder"], self._runners["place"]
-        rows, longest = len(source), _rounded(source.shape[1], UNIT)
-        cross = self._buffers("cross", rows, longest)
-        for first in range(0, rows, CHUNK):
-            part = slice(first, first + CHUNK)
+        rows, chunk = len(source), CHUNKS[self.options.provider]
+        cross = self._buffers.zeros("cross", rows, self._buffers.columns(source.shape[1]))
+        for first in range(0, rows, chunk):
+            part = slice(first, first + chunk)
             length = int(mask[part].sum(axis=1).max())
             inputs = {
                 "source": [encoder.value(source[part, :length])],
                 "source_mask": [encoder.value(mask[part, :length])],
             }
             encoded = encoder.run(inputs, "cross")
-            places = [Rows(each.buffer, first, len(source[part])) for each in cross]
+            places = [each.part(first, len(source[part])) for each in cross]
             write = place.value(np.zeros(len(source[part]), np.int64))
             inputs = {"write": [write], "fresh": encoded, "state": places}
             place.run(inputs, in_place={"placed": places})
@@ -320,24 +341,28 @@ class SlotDecoder:
         """Returns a state whose cache holds prompts."""
         rows, length = source.shape
         lengths = mask.sum(axis=1)
-        seen = np.tril(np.ones((length, length), np.bool_)) & mask[:, None, :]
+        columns = np.tile(np.arange(length), (rows, 1))
+        seen = np.zeros((rows, length, self._buffers.columns(length)), np.bool_)
+        seen[:, :, :length] = np.tril(np.ones((length, length), np.bool_)) & mask[:, None, :]
         # Padding sees its own column: a softmax over nothing would be NaN.
-        seen |= np.eye(length, dtype=np.bool_)
-        reader, columns = self._decoder, np.tile(np.arange(length), (rows, 1))
+        seen[:, :, :length] |= np.eye(length, dtype=np.bool_)
+        reader, past = self._decoder, self._buffers.zeros("past", rows, seen.shape[-1])
+        more = (0, seen.shape[-1] - length)
         inputs = {
             "target": [reader.value(source)],
             "positions": [reader.value(columns)],
             "cells": [reader.value(self._cells(columns))],
             "bias": [reader.value(np.where(seen, 0, -np.inf).astype(np.float32)[:, None])],
-            "past": self._buffers("past", rows, length),
+            "past": past,
             **({"single": [reader.value(np.array(False))]} if self._rounded else {}),
         }
+        reader.run(inputs, in_place={"present": past})
         return replace(
             state,
-            past=[Rows.of(each) for each in reader.run(inputs, "present")],
-            bias=np.where(mask, 0, -np.inf).astype(np.float32)[:, None],
+            past=past,
+            bias=np.where(np.pad(mask, ((0, 0), more)), 0, -np.inf).astype(np.float32)[:, None],
             positions=lengths[:, None],
-            held=columns,
+            held=np.pad(columns, ((0, 0), more)),
             prompt=lengths,
             padding=length - lengths,
         )
@@ -349,14 +374,16 @@ class SlotDecoder:
         """
         room = state.bias.shape[-1]
         needed = int(columns.max()) + 1
-        if needed <= room <= needed + SPARE:
+        spare = SPARE * self._buffers.columns(1)
+        if needed <= room <= needed + spare:
             return state
         seen = (state.bias == 0).any(axis=(0, 1)).nonzero()[0]
         needed = max(needed, int(seen.max(initial=-1)) + 1)
-        if needed <= room <= needed + SPARE:
+        if needed <= room <= needed + spare:
             return state
         ahead = AHEAD if self._rounded and columns.shape[1] == 1 else columns.shape[1]
-        return self._with_columns(state, np.arange(len(columns)), _rounded(needed + ahead, UNIT))
+        capacity = self._buffers.columns(needed + ahead)
+        return self._with_columns(state, np.arange(len(columns)), capacity)
 
     def _with_columns(self, state: SlotState, slots: Integers, capacity: int) -> SlotState:
         """Moves the cache of some slots into one of another capacity.
@@ -377,15 +404,16 @@ class SlotDecoder:
             calls={},
         )
         if not room:
-            return replace(state, past=self._buffers("past", len(slots), capacity))
+            return replace(state, past=self._buffers.zeros("past", len(slots), capacity))
         # What lies in columns that are not seen is of no consequence, as long as it is finite.
         columns = np.arange(capacity)
         columns[room:] = 0
         heads = np.arange(self._kv_heads)[:, None]
         index = (slots[:, None, None] * self._kv_heads + heads) * room + columns
-        gather = self._runners["gather"]
-        inputs = {"index": [gather.value(index)], "state": state.past}
-        return replace(state, past=[Rows.of(each) for each in gather.run(inputs, "gathered")])
+        inputs = {"index": [self._decoder.value(index)], "state": state.past}
+        shape = len(slots), capacity
+        past = self._buffers.filled("gather", inputs, "gathered", "past", shape)
+        return replace(state, past=past)
 
 
 def _unseen(bias: Floats, count: int) -> Integers:
@@ -406,11 +434,6 @@ def _unseen(bias: Floats, count: int) -> Integers:
     columns[:, :capacity][bias.max(axis=1) == 0] = capacity + count  # behind all others
     columns.sort(axis=1)
     return columns[:, :count]
-
-
-def _rounded(columns: int, unit: int) -> int:
-    """The next multiple of a unit."""
-    return -(-columns // unit) * unit
 
 
 def _by_row(buffers: Sequence[Rows], width: int) -> Iterator[Floats]:

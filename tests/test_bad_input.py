@@ -169,6 +169,8 @@ def change_weight(place: Path, change: Callable[[float], float]) -> None:
     "conflicting options",
     "several devices of the CPU",
     "device that is no number",
+    "CUDA graphs of several replicas",
+    "CUDA graphs of a variant for the CPU",
     "missing input file",
     "output that is the input",
     "full disk",

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from busy import Busy
 from ctranslate2_model import CTranslate2Model, write_ctranslate2
 from footprint import bundle_bytes, folder_bytes, footprint
 from marian_model import batched_answers, marian_model, torch_rows, transformers_rows
@@ -405,3 +407,22 @@ def test_throughput_ends_in_a_line_of_json(
     assert cell["same_tokens"] == {"engine portable and ctranslate2 float32": "6/6"}
     assert cell["tokens"] == {"engine": 72, "ctranslate2": 72}
     assert set(cell["footprint"]) == {"engine", "ctranslate2"}
+
+
+def test_a_share_is_the_mean_of_what_was_asked_meanwhile() -> None:
+    asked = threading.Event()
+    shares = iter([0.0, 0.5, 1.0])
+
+    def share() -> float:
+        try:
+            return next(shares)
+        except StopIteration:
+            asked.set()
+            return 0.5
+
+    with Busy(share, every=0.001) as busy:
+        assert asked.wait(60)
+    assert busy.mean == pytest.approx(0.5)
+    with Busy(share, every=60) as busy:
+        pass
+    assert busy.mean is None

@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.conftest import make_bundle
+from transferry.build_model.corpus import builtin_pairs
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.engine import Engine
 from transferry.runtime.model import open_model
@@ -53,3 +55,19 @@ def test_the_nodes_run_on_cuda(bundle_folder: Path) -> None:
     nodes = dict(entry.rsplit(" ", 1) for entry in decoder.describe()["nodes"])
     # Shapes are computed on the CPU by onnxruntime's choice; the bulk must not be.
     assert int(nodes["CUDAExecutionProvider"]) > int(nodes.get("CPUExecutionProvider", 0))
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_cuda_graphs_change_no_answer(
+    run_folder: Path, tmp_path_factory: pytest.TempPathFactory, beam: int
+) -> None:
+    folder = make_bundle(run_folder, tmp_path_factory.mktemp("device") / "bundle", "cuda-fp16")
+    options = GenerationOptions(beam=beam, n_best=beam, max_length=20)
+    texts = [pair.source for pair in builtin_pairs(200, seed=5)]
+    plain, recorded = (
+        Engine.load(folder, provider="cuda", variant="cuda-fp16", cuda_graphs=wanted)
+        for wanted in (False, True)
+    )
+    expected = [result.outputs for result in plain.generate(texts, options)]
+    for _ in range(3):  # onnxruntime records after a run or two
+        assert [result.outputs for result in recorded.generate(texts, options)] == expected

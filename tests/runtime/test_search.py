@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from transferry.runtime.beam import Beams, best_candidates
-from transferry.runtime.decoder import Forbid
+from transferry.runtime.beam import Beams, best_candidates, best_of_ranked
+from transferry.runtime.decoder import Forbid, Ranked
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.hypothesis import FAILED
 from transferry.runtime.logits import SEGMENT, Normaliser, Peaks, log_sum_exp, top_k
@@ -160,6 +160,23 @@ class GreedyFake(SentenceFake):
         if forbid is not None:
             forbid(last)
         return np.where(usable & np.isfinite(last.max(axis=1)), last.argmax(axis=1), -1), state
+
+
+class RankingFake(SentenceFake):
+    """One that also ranks, as a device does: with a row that is bad, it ranks as it likes."""
+
+    ranks = True
+    ranked = 0
+
+    def rank(
+        self, tokens: NDArray[np.int64], state: FakeState, count: int
+    ) -> tuple[Ranked, FakeState]:
+        self.ranked += 1
+        logits, state = self.step(tokens, state)
+        last = logits[:, -1]
+        order = np.argsort(-last, axis=1, kind="stable")[:, :count]
+        found = np.take_along_axis(last, order, axis=1)
+        return Ranked(found, order, log_sum_exp(last)), state
 
 
 class Requests:
@@ -569,6 +586,59 @@ def test_a_decoder_normalises_itself(name: str) -> None:
             path = (*one.tokens, EOS) if one.finish_reason == "end" else one.tokens
             total = sum(log_softmax(model(source, path[:n]))[token] for n, token in enumerate(path))
             assert one.log_probability == pytest.approx(total - 0.5 * len(path), abs=1e-4)
+
+
+# A decoder that ranks
+
+
+@pytest.mark.parametrize("vocabulary", [5, 40])
+@pytest.mark.parametrize("name", SEARCHES)
+def test_ranked_tokens_are_all_that_a_search_needs(name: str, vocabulary: int) -> None:
+    """Of 5 tokens no beam has as many as are wanted; some logits tie, some are bad."""
+    options = SEARCHES[name]
+    if vocabulary == 5:
+        options = replace(options, prefix=())
+    good = random_model(vocabulary, end=1.0)
+    sources = random_sources(60)
+
+    def model(source: Tokens, history: Tokens) -> Logits:
+        logits = np.round(good(source, history), 1)
+        if source == sources[3] and len(history) == 2:
+            logits[4] = np.nan
+        if source == sources[5] and len(history) == 1:
+            logits[:] = -np.inf
+        return logits
+
+    requests = [Request(row, source, 12, options.prefix, row) for row, source in enumerate(sources)]
+    expected = stream(SentenceFake(model, vocabulary), requests, options, 7)
+    decoder = RankingFake(model, vocabulary)
+    assert stream(decoder, requests, options, 7) == expected
+    assert sum(hypotheses == [FAILED] for hypotheses in expected) >= 1 or options.sample
+    steps = len(decoder.rows_stepped)
+    if options.sample:
+        assert decoder.ranked == 0
+    elif options.min_length:
+        assert 0 <= decoder.ranked < steps
+    else:
+        assert decoder.ranked == steps
+
+
+def test_ranked_tokens_of_a_beam_that_does_not_exist_are_none() -> None:
+    logits = np.array([[2.0, 1.0], [9.0, 0.0]])
+    ranked = Ranked(logits, np.array([[7, 4], [5, 6]]), np.array([0.5, np.nan]))
+    totals, parents, tokens = best_of_ranked(ranked, np.array([[-1.0, -np.inf]]), 5)
+    assert totals.tolist() == [[0.5, -0.5, -np.inf, -np.inf, -np.inf]]
+    assert parents[0, :2].tolist() == [0, 0]
+    assert parents.max() <= 1
+    assert tokens[0, :2].tolist() == [7, 4]
+
+
+def test_a_decoder_that_does_not_rank_is_asked_for_all_logits() -> None:
+    decoder = RankingFake(random_model(40, end=1.0), 40)
+    decoder.ranks = False
+    expected = run(SentenceFake(random_model(40, end=1.0), 40), random_sources(9), SEARCHES["beam"])
+    assert run(decoder, random_sources(9), SEARCHES["beam"]) == expected
+    assert decoder.ranked == 0
 
 
 # Leaving the batch

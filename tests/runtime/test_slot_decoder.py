@@ -16,7 +16,8 @@ from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.search import Hypothesis, Request, search, search_stream
 from transferry.runtime.session import SessionOptions
-from transferry.runtime.slot_decoder import CHUNK, UNIT, SlotDecoder, SlotState
+from transferry.runtime.slot_buffers import UNIT
+from transferry.runtime.slot_decoder import CHUNKS, SlotDecoder, SlotState
 from transferry.runtime.tokenizer import SOURCES, SpecialTokens
 
 Logits = NDArray[np.floating[Any]]
@@ -292,7 +293,7 @@ def test_prompts_of_any_length_are_begun_with(writers: Both) -> None:
 
 
 def test_more_sources_than_are_encoded_at_once(both: Both) -> None:
-    rows = random_rows(2 * CHUNK + 3, 14, 8)
+    rows = random_rows(2 * CHUNKS["cpu"] + 3, 14, 8)
     states = both.start(*padded(rows))
     both.step(numbered(rows), states)
 
