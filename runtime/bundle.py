@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,6 +28,7 @@ from numpy.typing import NDArray
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import sha256
 from transferry.runtime.options import GenerationOptions, options_of_json
+from transferry.runtime.processor import usable_cores
 from transferry.runtime.tables import table
 from transferry.runtime.tokenizer import AnyTokenizer, load_tokenizer
 
@@ -349,8 +352,9 @@ class Bundle:
                 "`transferry export` wrote"
             ) from error
         manifest = Manifest.from_json(text, str(path))
-        for name, record in manifest.files.items():
-            _check_file(folder, name, record)
+        files = manifest.files
+        with ThreadPoolExecutor(usable_cores()) as pool:  # hashing leaves Python alone
+            list(pool.map(partial(_check_file, folder), files, files.values()))
         return cls(folder, manifest, load_tokenizer(folder))
 
     def variant(self, name: str | None = None) -> Variant:

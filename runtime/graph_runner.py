@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from transferry.runtime.bundle import Bundle, GraphSpec, Role, Variant
 from transferry.runtime.errors import AllocationError, InputError
-from transferry.runtime.processor import instruction_sets, processor_name
+from transferry.runtime.processor import instruction_sets, processor_name, usable_cores
 from transferry.runtime.session import SessionOptions, assigned_nodes, open_session, tf32
 
 BFLOAT16 = 16  # TensorProto.DataType of onnx
@@ -287,6 +288,32 @@ class BoundCall:
         self.runner.run_bound(self.binding, self.number)
         for role, value in self.copied.items():
             np.copyto(self.host[role], value.numpy())
+
+
+def open_graphs(
+    bundle: Bundle,
+    graphs: Mapping[str, GraphSpec],
+    options: SessionOptions,
+    captured: Collection[str] = (),
+) -> dict[str, GraphRunner]:
+    """Opens graphs, as many at once as there are cores: laying out weights takes most of the time.
+
+    Args:
+        bundle: Where they lie.
+        graphs: By name.
+        options: How to run them.
+        captured: Names of those whose bound calls are recorded; see `GraphRunner`.
+
+    Raises:
+        ProviderError: The provider asked for cannot run here.
+        InputError: A graph cannot be opened.
+    """
+
+    def opened(name: str) -> GraphRunner:
+        return GraphRunner(bundle, graphs[name], options, captured=name in captured)
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        return dict(zip(graphs, pool.map(opened, graphs), strict=True))
 
 
 def describe(

@@ -13,7 +13,7 @@ from onnxruntime import OrtValue
 from transferry.runtime.batching import LANES, UNIT, BatchOptions, widened
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.decoder import longer
-from transferry.runtime.graph_runner import GraphRunner, describe
+from transferry.runtime.graph_runner import describe, open_graphs
 from transferry.runtime.session import SessionOptions
 
 
@@ -57,9 +57,7 @@ class OnnxDecoder:
         self.variant, self.options = variant, options
         self.batches = BatchOptions()
         graphs = variant.graphs
-        self._runners = {
-            name: GraphRunner(bundle, graph, options) for name, graph in graphs.items()
-        }
+        self._runners = open_graphs(bundle, graphs, options)
         self._decoder, self._select = self._runners["decoder"], self._runners["select"]
         self.has_encoder = "encoder" in graphs
         self._mask_role = "source_mask" if self.has_encoder else "past_mask"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import Bundle, Role, Variant
 from transferry.runtime.decoder import Forbid, Ranked
-from transferry.runtime.graph_runner import Bindable, BoundCall, GraphRunner, Rows, describe
+from transferry.runtime.graph_runner import Bindable, BoundCall, Rows, describe, open_graphs
 from transferry.runtime.logits import Normaliser
 from transferry.runtime.output_layer import OutputLayer
 from transferry.runtime.session import Provider, SessionOptions
@@ -93,10 +93,7 @@ class SlotDecoder:
         """
         self.variant, self.options = variant, options
         self.batches = BATCHES[options.provider]
-        self._runners = {
-            name: GraphRunner(bundle, graph, options, captured=name in CAPTURED)
-            for name, graph in variant.graphs.items()
-        }
+        self._runners = open_graphs(bundle, variant.graphs, options, CAPTURED)
         self._decoder = self._runners["decoder"]
         self.has_encoder = "encoder" in variant.graphs
         self._kv_heads = int(variant.graphs["decoder"].tensor("past").shape[1])
