@@ -128,6 +128,8 @@ def fields_as_options(
 ) -> Callable[[Command], Command]:
     """Adds an option for each field of a dataclass, its help taken from the docstring."""
     hints, helps = get_type_hints(config), field_helps(config)
+    # What has no default of its own to be told from: --no-... is for those of a bundle.
+    by_bundle = config is GenerationOptions
     by_preset = {name for preset in PRESETS.values() for name in preset.model | preset.train}
 
     def add(command: Command) -> Command:
@@ -145,7 +147,7 @@ def fields_as_options(
             elif field.default is not False and field.default not in (None, ""):
                 text = f"{text} Default {field.default}."
             if hint is bool:
-                either = field.default or field.name in by_preset
+                either = field.default or field.name in by_preset or by_bundle
                 name = f"{flag}/--no-{flag[2:]}" if either else flag
                 command = click.option(name, is_flag=True, default=None, help=text)(command)
             else:
@@ -281,7 +283,7 @@ def import_(huggingface: Path, out: Path, force: bool, quiet: bool) -> None:
 Example:
   transferry export runs/ende --out bundles/ende
   transferry export runs/ende --out bundles/ende --variant cpu-fp32 \\
-    --variant cpu-int8 --calibrate sample.en
+    --variant cpu-int8 --calibrate sample.en --shortlist train.en.gz train.de.gz
 """
 )
 @configurable
@@ -306,6 +308,14 @@ Example:
 @click.option(
     "--calibrate", type=FILE, help="Text like that to come, for the ranges that cpu-int8 rounds to."
 )
+@click.option(
+    "--shortlist",
+    type=FILE,
+    nargs=2,
+    metavar="SOURCE TARGET",
+    help="Parallel text, a sentence a line, to learn from it which tokens answers to a source "
+    "may hold where run --shortlist restricts them.",
+)
 @click.option("--quiet", is_flag=True, help="No progress.")
 def export(
     run_folder: Path,
@@ -314,6 +324,7 @@ def export(
     text: Path | None,
     variants: tuple[str, ...],
     calibrate: Path | None,
+    shortlist: tuple[Path, Path] | None,
     quiet: bool,
 ) -> None:
     """Export a trained RUN as a bundle: graphs, weights, tokenizer and reference answers.
@@ -324,6 +335,7 @@ def export(
     if out.exists() and not force:
         raise UsageError(f"{out} exists already; add --force to replace it, or name another folder")
     from transferry.build_model.checkpoint import load_checkpoint, load_samples
+    from transferry.build_model.data import read_pairs
     from transferry.export.bundle import export_bundle
     from transferry.runtime.files import read_lines
 
@@ -335,6 +347,7 @@ def export(
         texts=texts,
         variants=variants,
         calibrate=list(read_lines(calibrate)) if calibrate is not None else (),
+        shortlist=read_pairs(*shortlist, skip_bad=True)[0] if shortlist is not None else (),
         force=force,
         say=(lambda line: None) if quiet else say,
     )
@@ -661,8 +674,8 @@ def _do(chosen: JobOptions, options: dict[str, Any]) -> None:
         job: Job = RayJob(load, options["text"], out, chosen, fleet)
     else:
         job = Job(load(), options["text"], out, chosen)
-    if not job.engine.certificate.startswith("none") and not quiet:
-        say(f"certificate {job.engine.certificate}")
+    if not job.certificate.startswith("none") and not quiet:
+        say(f"certificate {job.certificate}")
     settings = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in options.items()

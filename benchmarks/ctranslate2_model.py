@@ -21,6 +21,7 @@ from transferry.runtime.tokenizer import AnyTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from transferry.build_model.checkpoint import Checkpoint
+    from transferry.runtime.shortlist import Shortlist
 
 # CTranslate2's names of the activations of its feed-forward layer.
 ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu-tanh": "GELUTanh", "swish": "SWISH"}
@@ -69,13 +70,17 @@ def require_shape(config: ModelConfig) -> None:
         )
 
 
-def write_ctranslate2(checkpoint: Checkpoint, folder: Path, precision: str) -> None:
+def write_ctranslate2(
+    checkpoint: Checkpoint, folder: Path, precision: str, shortlist: Shortlist | None = None
+) -> None:
     """Writes the checkpoint's weights as a CTranslate2 model.
 
     Args:
         checkpoint: What to carry over; its weights are not changed.
         folder: Where to; it is made.
         precision: "float32", or "int8" for its own dynamic quantisation of all matrices.
+        shortlist: What its answers may hold, where they are restricted: there by all sentences of
+            a batch together.
 
     Raises:
         UsageError: ctranslate2 is missing, or its specification cannot hold the model.
@@ -103,10 +108,18 @@ def write_ctranslate2(checkpoint: Checkpoint, folder: Path, precision: str) -> N
     # Sources come wrapped by our tokenizer.
     spec.config.add_source_bos = spec.config.add_source_eos = False
     spec.config.layer_norm_epsilon = config.norm_epsilon
+    folder.mkdir(parents=True, exist_ok=True)
+    if shortlist is not None:
+        # What is behind the empty key is for every source.
+        rows = enumerate(shortlist.likeliest.tolist())
+        found = {"": shortlist.frequent.tolist(), **{tokens[number]: row for number, row in rows}}
+        lines = (f"{key}\t{' '.join(tokens[one] for one in row)}\n" for key, row in found.items())
+        (folder / "lists.txt").write_text("".join(lines), encoding="utf-8")
+        spec.register_vocabulary_mapping(str(folder / "lists.txt"))
     spec.validate()
     spec.optimize(precision)
-    folder.mkdir(parents=True, exist_ok=True)
     spec.save(str(folder))
+    (folder / "lists.txt").unlink(missing_ok=True)
 
 
 class _Weights:
@@ -211,6 +224,7 @@ class CTranslate2Model:
                 for ids in self.tokenizer.encode_batch(texts)
             ],
             beam_size=options.beam,
+            use_vmap=getattr(options, "shortlist", False),
             num_hypotheses=1,
             max_batch_size=batch_rows,
             batch_type="examples",

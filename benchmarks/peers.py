@@ -112,7 +112,7 @@ def run_cell(
     peers: Mapping[str, Answering],
     texts: Sequence[str],
     tune_rows: int,
-    search: Mapping[str, int],
+    search: Mapping[str, Any],
     rounds: int,
 ) -> dict[str, Any]:
     """Times the engine and the peers with one beam."""

@@ -29,7 +29,9 @@ class Answer(NamedTuple):
     tokens: tuple[int, ...]
 
 
-def search_options(beam: int, max_length: int, min_length: int = 0) -> GenerationOptions:
+def search_options(
+    beam: int, max_length: int, min_length: int = 0, *, shortlist: bool = False
+) -> GenerationOptions:
     """Returns a search without what only some of its callers want.
 
     Greedy search needs no scores: where the engine can leave them out, it does, and so does the
@@ -38,6 +40,8 @@ def search_options(beam: int, max_length: int, min_length: int = 0) -> Generatio
     settings: dict[str, Any] = dict(beam=beam, max_length=max_length, min_length=min_length)
     if beam == 1 and "scores" in {field.name for field in dataclasses.fields(GenerationOptions)}:
         settings["scores"] = False
+    if shortlist:
+        settings["shortlist"] = True
     return GenerationOptions(**settings)
 
 

@@ -34,10 +34,11 @@ from transferry.build_model.config import ModelConfig
 from transferry.runtime import search as search_module
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import Bundle, Variant
-from transferry.runtime.engine import Engine, Result
+from transferry.runtime.engine import Engine
 from transferry.runtime.errors import TransferryError, UsageError
 from transferry.runtime.model import open_model
 from transferry.runtime.options import GenerationOptions
+from transferry.runtime.result import Result
 from transferry.runtime.session import SessionOptions
 from transferry.runtime.tables import table
 

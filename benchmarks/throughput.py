@@ -2,7 +2,7 @@
 
     pip install "transferry[export,peers]"
     python benchmarks/throughput.py RUN BUNDLE TEXT [--variants portable] [--beams 1,4]
-        [--rows 500] [--rounds 9] [--fixed-length 32] [--plot throughput.png]
+        [--rows 500] [--rounds 9] [--fixed-length 32] [--shortlist] [--plot throughput.png]
 
 On the CPU, text in and text out on both sides, with the same tokenizer, search and sentences. The
 CTranslate2 model is made of RUN, whose export BUNDLE must be. For each variant and beam: both
@@ -33,6 +33,7 @@ from transferry.build_model.checkpoint import load_checkpoint
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.errors import InputError, TransferryError, UsageError
 from transferry.runtime.processor import instruction_sets, processor_name, usable_cores
+from transferry.runtime.shortlist import Shortlist
 from transferry.runtime.tables import table
 
 
@@ -81,11 +82,12 @@ class Comparison:
         lines = read_sentences(self.arguments.text)
         return fixed_sentences(lines, self.bundle.tokenizer, rows, length)
 
-    def search(self, beam: int) -> dict[str, int]:
+    def search(self, beam: int) -> dict[str, Any]:
         """Arguments of `search_options`."""
         length = self.arguments.fixed_length
         longest = length or min(self.arguments.max_length, self.positions)
-        return {"beam": beam, "max_length": longest, "min_length": length}
+        wanted = {"beam": beam, "max_length": longest, "min_length": length}
+        return wanted | ({"shortlist": True} if self.arguments.shortlist else {})
 
     def precision(self, variant: str) -> str:
         """The compute type that a variant is held against."""
@@ -99,7 +101,8 @@ class Comparison:
         """CTranslate2's side, converted on first use."""
         folder = self.models / precision
         if not folder.exists():
-            write_ctranslate2(self.checkpoint, folder, precision)
+            shortlist = Shortlist.of(self.bundle) if self.arguments.shortlist else None
+            write_ctranslate2(self.checkpoint, folder, precision, shortlist)
         return Side("ctranslate2", str(folder), precision, str(self.arguments.bundle))
 
     def answers(self, side: Side, beam: int) -> list[Answer]:
@@ -260,6 +263,9 @@ def main() -> None:
         default=0,
         metavar="TOKENS",
         help="cut the text into sources of so many tokens, and make every answer as long",
+    )
+    parser.add_argument(
+        "--shortlist", action="store_true", help="of the bundle: both sides answer from it"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line there too")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="for the first of the beams")

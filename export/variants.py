@@ -14,6 +14,7 @@ from transferry.export.calibration import Activation, Calibration
 from transferry.export.fusion import FloatKernels, Fusion, Kernels, drop_unused
 from transferry.export.graphs import OPSET, Graph, export_graphs
 from transferry.export.int8 import Int8Kernels, quantise_embedding
+from transferry.export.narrowing import narrow_graphs
 from transferry.export.ranking import rank_graph
 from transferry.export.screening import (
     SMALLEST_VOCABULARY,
@@ -105,7 +106,11 @@ class MadeVariant:
 
 
 def make_variant(
-    model: Transformer, name: str, calibration: Calibration | None = None
+    model: Transformer,
+    name: str,
+    calibration: Calibration | None = None,
+    *,
+    narrow: bool = False,
 ) -> MadeVariant:
     """Exports the graphs of a variant, and fuses them where its recipe says so.
 
@@ -113,6 +118,7 @@ def make_variant(
         model: The model in float32, in eval mode.
         name: One of `RECIPES`.
         calibration: What an int8 variant is made with.
+        narrow: Add the graphs that score some tokens alone, for a shortlist.
 
     Raises:
         UsageError: There is no such variant, or an int8 variant is not calibrated.
@@ -158,6 +164,8 @@ def make_variant(
     if _screened(recipe, graphs, model):
         graphs["rough"] = rough_graph(graphs["head"])
         graphs["peaks"] = peaks_graph(graphs["sums"])
+    if narrow:
+        graphs |= narrow_graphs(graphs["head"])
     return MadeVariant(name, opset, graphs)
 
 

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transferry.runtime.embedding import Embedding, embed
-from transferry.runtime.engine import Engine, Output, Result
+from transferry.runtime.engine import Engine
 from transferry.runtime.errors import UsageError
 from transferry.runtime.fill_mask import Filled, fill_masks
 from transferry.runtime.job_options import JobOptions
 from transferry.runtime.options import GenerationOptions
+from transferry.runtime.result import Output, Result
 from transferry.runtime.rows import RowError, SourceRow
 from transferry.runtime.scoring import Score, score
 
@@ -84,6 +85,8 @@ class Answering:
     def _generate(cls, engine: Engine, options: JobOptions) -> Answering:
         prefix = tuple(engine.bundle.tokenizer.encode_target(options.prefix))
         chosen = replace(engine.default_options(), **options.generation, prefix=prefix)
+        if chosen.shortlist:
+            _ = engine.shortlist  # refuses what it cannot do before anything is opened
         return cls(
             lambda engine, items, first: engine.generate(
                 items, chosen, first_row=first, long_rows=options.long_rows

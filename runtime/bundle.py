@@ -6,6 +6,7 @@
       FOLDER/weights.bin       their weights, stored once and shared by the graphs
       tokenizer.json ...       the tokenizer: its settings, and the files of its kind
       reference.npz            inputs, and what torch answered to them
+      shortlist.npz            perhaps: which target tokens a sentence's answers may hold
 
 The runtime hard-codes no tensor name: each tensor of a graph has a role, and tensors of one role
 are matched in the order in which the manifest lists them (the i-th present is the next step's i-th
@@ -35,6 +36,7 @@ from transferry.runtime.tokenizer import AnyTokenizer, load_tokenizer
 FORMAT = 6
 MANIFEST = "manifest.json"
 REFERENCE = "reference.npz"
+SHORTLIST = "shortlist.npz"
 # Which graphs a variant has at least, by architecture.
 GRAPHS = {
     "encoder-decoder": ("encoder", "decoder", "select"),
@@ -46,6 +48,8 @@ IN_PLACE = {
     "encoder-decoder": ("encoder", "decoder", "head", "sums", "gather", "move", "place", "select"),
     "decoder-only": ("decoder", "head", "sums", "gather", "move"),
 }
+# What a variant has beside these where the bundle has a shortlist.
+NARROW = ("part", "narrow")
 
 Role = Literal[
     "source",  # int64 [batch, source]: token ids
@@ -65,7 +69,8 @@ Role = Literal[
     "sums",  # [rows]: of the exponentials of the logits
     "peaks",  # [rows, segments]: the largest of each 64 neighbouring logits, then those left over
     "logits",  # [batch, target, vocabulary], or of an encoder alone [batch, source, vocabulary];
-    #            where the cache lies in place [batch * target, vocabulary]
+    #            where the cache lies in place [batch * target, vocabulary], or of some tokens
+    #            alone [batch * target, tokens]
     "hidden",  # [batch, source, d_model]: what an encoder alone makes of the source; of a decoder
     #            [batch * target, d_model], what its logits are made of
     "positions",  # int64 [batch, target]: of the target; where the cache lies in place
@@ -78,6 +83,8 @@ Role = Literal[
     "single",  # bool []: whether the target is one token, which sees all columns before; likewise
     "kept",  # [batch, heads, source, d_head]: cross once more, where it lies; likewise
     "rows",  # int64 [selected]: which rows to take
+    "tokens",  # int64 [tokens]: which tokens to score
+    "part",  # [d_model, tokens] and [tokens]: what the output layer has of them
     "places",  # int64 [selected]: and where to put them
     "moved",  # [batch, heads, length, d_head]: the state after that
     "cleared",  # [batch, heads, length, d_head]: zeros in place of a state
@@ -157,7 +164,8 @@ class Variant:
         opset: Version of the standard ONNX operators that the graphs use.
         graphs: Those that `GRAPHS` lists, by name, or where the cache lies in place `IN_PLACE`; and
             where greedy search is screened "rough" and "peaks"; where the cache is int8
-            "unrounded", which tells what its integers stand for.
+            "unrounded", which tells what its integers stand for; where the bundle has a shortlist
+            `NARROW`.
         screen: What `runtime.screen` reads of the vocabulary projection, by its names there; empty
             where greedy search does without.
     """
@@ -284,7 +292,10 @@ def _check_graphs(manifest: Manifest) -> None:
     if not manifest.variants:
         raise ValueError("it has no variant")
     for variant in manifest.variants.values():
-        for name in (IN_PLACE if variant.in_place else GRAPHS)[manifest.architecture]:
+        needed = (IN_PLACE if variant.in_place else GRAPHS)[manifest.architecture]
+        if variant.in_place and SHORTLIST in manifest.files:
+            needed = (*needed, *NARROW)
+        for name in needed:
             if name not in variant.graphs:
                 raise ValueError(f"variant {variant.name!r} has no graph {name!r}")
         for graph in variant.graphs.values():

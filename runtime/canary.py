@@ -18,7 +18,7 @@ from transferry.runtime.bundle import REFERENCE
 from transferry.runtime.compare import Tolerance
 from transferry.runtime.divergence import explain
 from transferry.runtime.embedding import Embedding
-from transferry.runtime.engine import PIECE, Engine, Result
+from transferry.runtime.engine import PIECE, Engine
 from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.fill_mask import Filled
 from transferry.runtime.hypothesis import Hypothesis
@@ -26,6 +26,7 @@ from transferry.runtime.model import open_model
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.reading import LongRows
 from transferry.runtime.reference import Reference
+from transferry.runtime.result import Result
 from transferry.runtime.session import SessionOptions
 
 Row = Result | Embedding | Filled
@@ -63,7 +64,13 @@ class Canary:
 
         Raises:
             InputError: The bundle's record is damaged.
+            UsageError: Answers are restricted to a shortlist.
         """
+        if options is not None and options.shortlist:
+            raise UsageError(
+                "canary and shortlist exclude each other: how near answers are to a tie is known "
+                "over the whole vocabulary alone; leave either out"
+            )
         bundle, variant = engine.bundle, engine.model.variant
         model = open_model(bundle, variant, SessionOptions("cpu", 1, optimisation="disable"))
         self.served = engine

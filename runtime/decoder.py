@@ -139,6 +139,37 @@ class RankingDecoder(Decoder[State], Protocol[State]):
 
 
 @runtime_checkable
+class PartialDecoder(Decoder[State], Protocol[State]):
+    """A decoder that scores some tokens without all the others."""
+
+    def part(self, tokens: NDArray[np.int64]) -> Any:
+        """Readies what scoring some tokens takes, for many steps.
+
+        Args:
+            tokens: which, in rising order `[part]`.
+        """
+        ...
+
+    def step_part(
+        self, tokens: NDArray[np.int64], state: State, part: Any
+    ) -> tuple[NDArray[np.floating[Any]], State]:
+        """Does what `step` does, and scores these tokens alone.
+
+        A logit depends on its row alone, not on which others are scored. It may be rounded
+        otherwise than that of `step`.
+
+        Args:
+            tokens: as for `step`.
+            state: as for `step`.
+            part: what `part` returned.
+
+        Returns:
+            Logits `[rows, target, part]`, which may be written over, and the state, as of `step`.
+        """
+        ...
+
+
+@runtime_checkable
 class NormalisingDecoder(Protocol):
     """A decoder that normalises logits faster than numpy."""
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -18,7 +15,7 @@ from transferry.runtime.bundle import MANIFEST, Bundle
 from transferry.runtime.certificate import fastest, require_standing, standing
 from transferry.runtime.errors import UsageError
 from transferry.runtime.files import sha256
-from transferry.runtime.hypothesis import FinishReason, Hypothesis, length_normalised
+from transferry.runtime.hypothesis import Hypothesis
 from transferry.runtime.model import Model, ServedDecoder, open_model
 from transferry.runtime.onnx_encoder import OnnxEncoder
 from transferry.runtime.options import GenerationOptions
@@ -37,64 +34,16 @@ from transferry.runtime.pipeline import (
 from transferry.runtime.processor import usable_cores
 from transferry.runtime.reading import LongRows, Reader, Reading, check_long_rows, sentences_version
 from transferry.runtime.reference import verify_recorded
+from transferry.runtime.result import Output, Result, joined
 from transferry.runtime.rows import NOT_FINITE, RowError
 from transferry.runtime.search import search_stream
 from transferry.runtime.session import Optimisation, Provider, SessionOptions
+from transferry.runtime.shortlist import Shortlist
 
 AnyModel = TypeVar("AnyModel", bound=Model)
 
 # By how much the numbers of a row's pieces differ: more than there are rows.
 PIECE = 1 << 40
-
-
-@dataclass(frozen=True)
-class Output:
-    """One answer to a row.
-
-    Attributes:
-        text: The tokens as text.
-        tokens: Ids, without the start and end tokens.
-        score: What answers are ranked by: log-probability over length ** length_penalty; NaN where
-            the options want no scores.
-        log_probability: Of all tokens, the end token included, in nats; NaN likewise.
-        finish_reason: "end", or "length" where max_length cut it off.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    score: float
-    log_probability: float
-    finish_reason: FinishReason
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of one row: answers, best first, or an error.
-
-    Attributes:
-        source: The text that came in; nothing where an error came in.
-        source_tokens: How much of it was read, the end token included; on an error its length, or
-            at least so much of it.
-        outputs: `n_best` answers, or fewer where the search found fewer; none on an error.
-        error: None where there is an answer.
-        truncated: Whether the text was cut short before it was answered.
-    """
-
-    source: str
-    source_tokens: int
-    outputs: tuple[Output, ...]
-    error: RowError | None = None
-    truncated: bool = False
-
-    @property
-    def text(self) -> str:
-        """The best answer, or nothing on an error."""
-        return self.outputs[0].text if self.outputs else ""
-
-    @property
-    def target_tokens(self) -> int:
-        """Length of the best answer, without the end token."""
-        return len(self.outputs[0].tokens) if self.outputs else 0
 
 
 class Engine:
@@ -107,6 +56,7 @@ class Engine:
         replicas: int = 1,
         batches: BatchOptions | None = None,
         certificate: str = "not looked for",
+        require_certificate: bool = False,
     ) -> None:
         """Puts an engine together; `load` is the usual way.
 
@@ -117,6 +67,7 @@ class Engine:
             replicas: Batches in progress at a time, on each device.
             batches: How much each computes at once; by default what suits the model.
             certificate: What is known of the bundle here, for whoever reads a result.
+            require_certificate: Refuse to answer in ways that no certificate covers.
         """
         if replicas < 1:
             raise UsageError(f"replicas must be at least 1, not {replicas}")
@@ -126,6 +77,7 @@ class Engine:
         self.replicas = replicas
         self.batches = batches or self.model.batches
         self.certificate = certificate
+        self.require_certificate = require_certificate
         self.max_positions = int(bundle.manifest.model["max_positions"])
         tokenizer = bundle.tokenizer
         self.reader = Reader(
@@ -215,7 +167,14 @@ class Engine:
                 certificate += "; the recorded answers came out here too"
             certificates[certificate] = None
         certificate = "; ".join(certificates)
-        return cls(bundle, *models, replicas=replicas, batches=batches, certificate=certificate)
+        return cls(
+            bundle,
+            *models,
+            replicas=replicas,
+            batches=batches,
+            certificate=certificate,
+            require_certificate=require_certificate,
+        )
 
     @property
     def decoder(self) -> ServedDecoder:
@@ -257,6 +216,21 @@ class Engine:
                 "is generate"
             )
         return encoders
+
+    @cached_property
+    def shortlist(self) -> Shortlist:
+        """What `GenerationOptions.shortlist` restricts answers to.
+
+        Raises:
+            InputError: The file is damaged.
+            UsageError: The bundle has none, or a certificate is required.
+        """
+        if self.require_certificate:
+            raise UsageError(
+                "shortlist and require-certificate exclude each other, since a certificate is for "
+                "answers from the whole vocabulary; leave one of them out, or add --no-shortlist"
+            )
+        return Shortlist.of(self.bundle)
 
     def default_options(self) -> GenerationOptions:
         """Returns the options that the bundle's maker set."""
@@ -313,8 +287,8 @@ class Engine:
                 Each piece's answer has the options' lengths and begins with their prefix.
 
         Raises:
-            UsageError: The options ask for more positions than the model has, or exclude that
-                rows are split.
+            UsageError: The options ask for more positions than the model has, or for a shortlist
+                that the bundle does not have; or they exclude that rows are split.
         """
         options = options or self.default_options()
         if options.max_length > self.max_positions:
@@ -322,6 +296,7 @@ class Engine:
                 f"max_length is {options.max_length}, but the model has {self.max_positions} "
                 "positions; lower max_length"
             )
+        shortlist = self.shortlist if options.shortlist else None
         special = self.bundle.tokenizer.special
         conflict = "" if self.decoder.has_encoder else "a decoder-only bundle"
         check_long_rows(long_rows, f"n_best={options.n_best}" if options.n_best > 1 else conflict)
@@ -345,14 +320,16 @@ class Engine:
             decoder: ServedDecoder, rows: Tasks[_Row], slots: int
         ) -> Iterator[tuple[Todo[_Row], Result]]:
             requests = _Requests(rows, options.prefix)
-            found = search_stream(decoder, requests, options, special, slots=slots)
+            found = search_stream(
+                decoder, requests, options, special, slots=slots, shortlist=shortlist
+            )
             for todo, hypotheses in found:
                 yield todo, self._result(todo.task, hypotheses)
 
         slots = max(1, self.batches.rows // max(options.beam, options.n_best))
         workers = [sparing(partial(work, decoder), slots) for decoder in self.decoders]
         results = self._in_order(items, prepare, workers)
-        return _joined(results, cuts, options.length_penalty) if long_rows == "split" else results
+        return joined(results, cuts, options.length_penalty) if long_rows == "split" else results
 
     def map(
         self,
@@ -428,44 +405,6 @@ class Engine:
         )
         error = None if usable else NOT_FINITE
         return Result(row.text, len(row.source), outputs, error, row.truncated)
-
-
-def _joined(
-    results: Iterator[Result], cuts: deque[tuple[str, int]], length_penalty: float
-) -> Iterator[Result]:
-    """Puts together what became of the pieces of rows.
-
-    Args:
-        results: Of all pieces, in order.
-        cuts: The text of each row and the number of its pieces, known before its results are.
-        length_penalty: Of the search.
-    """
-    with contextlib.closing(results):  # type: ignore[type-var]  # a generator
-        for first in results:
-            text, count = cuts.popleft()
-            pieces = [first, *islice(results, count - 1)]
-            yield first if count == 1 else join(text, pieces, length_penalty)
-
-
-def join(text: str, pieces: Sequence[Result], length_penalty: float) -> Result:
-    """Returns the result of a text out of those of its pieces, one answer each."""
-    source_tokens = sum(piece.source_tokens for piece in pieces)
-    for number, piece in enumerate(pieces, start=1):
-        if piece.error is not None:
-            message = f"piece {number} of {len(pieces)}: {piece.error.message}"
-            return Result(text, source_tokens, (), replace(piece.error, message=message))
-    outputs = [piece.outputs[0] for piece in pieces]
-    ends = [output.finish_reason == "end" for output in outputs]
-    log_probability = math.fsum(output.log_probability for output in outputs)
-    length = sum(len(output.tokens) for output in outputs) + sum(ends)
-    joined = Output(
-        " ".join(output.text for output in outputs if output.text),
-        tuple(token for output in outputs for token in output.tokens),
-        length_normalised(log_probability, length, length_penalty),
-        log_probability,
-        "end" if all(ends) else "length",
-    )
-    return Result(text, source_tokens, (joined,))
 
 
 @dataclass(frozen=True)

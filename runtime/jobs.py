@@ -80,9 +80,12 @@ class Summary(Tally):
         }
 
     def marks(self) -> dict[str, float]:
-        """What there is to be told of scores or of a canary, besides the counts."""
+        """What there is to be told of scores, a shortlist or a canary, besides the counts."""
         marks = {name: self.made[name] for name in self.made if name.startswith("canaries")}
-        if self.made.get("fingerprint", {}).get("task") == "score":
+        fingerprint = self.made.get("fingerprint", {})
+        if fingerprint.get("shortlist"):
+            marks["shortlist"] = True
+        if fingerprint.get("task") == "score":
             marks["scored_tokens"] = self.target_tokens
             marks["log_probability"] = round(self.log_probability, 6)
             if self.target_tokens:
@@ -411,7 +414,17 @@ class Job:
 
     def _made(self) -> dict[str, Any]:
         tally = self.canary.tally() if self.canary is not None else {}
-        return {"fingerprint": self.fingerprint, **self.engine.describe(), **tally}
+        described = self.engine.describe()
+        if self.answering.settings.get("shortlist"):
+            described["certificate"] = self.certificate
+        return {"fingerprint": self.fingerprint, **described, **tally}
+
+    @property
+    def certificate(self) -> str:
+        """What is known of the answers, for whoever reads them; see `Engine.certificate`."""
+        if self.answering.settings.get("shortlist"):
+            return "none: it would be for answers from the whole vocabulary, not from a shortlist"
+        return self.engine.certificate
 
     def _finished(self) -> Summary:
         """The summary of the output that exists, which this very job must have made."""

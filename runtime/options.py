@@ -35,6 +35,8 @@ class GenerationOptions:
         prefix: tokens that every output begins with.
         scores: whether answers carry log-probability and score; without them greedy search may
             leave most scores uncomputed.
+        shortlist: answers hold only tokens of the bundle's shortlist for their source, which is
+            faster, and may change them.
     """
 
     beam: int = 1
@@ -52,6 +54,7 @@ class GenerationOptions:
     suppress: tuple[int, ...] = ()
     prefix: tuple[int, ...] = ()
     scores: bool = True
+    shortlist: bool = False
 
     def __post_init__(self) -> None:
         self._check_ranges()

@@ -8,7 +8,7 @@ is dear.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,28 @@ from transferry.runtime.screen import Screen
 
 # Sums of exponentials that float32 holds in full precision, their largest terms included.
 SMALLEST_SUM, LARGEST_SUM = 1e-30, 1e38
+# Rows, and tokens for each thread of a session, that a product of some tokens alone has at least.
+# onnxruntime sums up the product of a single row, and those of 64 columns or fewer, in another
+# order; so that else the score of a row would depend on the others.
+FEWEST_ROWS, FEWEST_TOKENS = 2, 128
 
 Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the output layer has of some tokens.
+
+    Attributes:
+        values: Its tensors, on the device, of `columns` tokens.
+        columns: How many tokens are scored.
+        count: How many of them are wanted; the others come behind them.
+    """
+
+    values: Sequence[OrtValue]
+    columns: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -52,6 +71,7 @@ class _Workspace:
         hidden: [rows, d_model], on the device.
         stepped: Rows that the last step left there, those of empty slots included.
         logits: [rows, vocabulary], rough ones too, since either is wanted.
+        part: Those of some tokens alone [rows * tokens].
     """
 
     def __init__(self) -> None:
@@ -60,6 +80,7 @@ class _Workspace:
         self.hidden: OrtValue | None = None
         self.stepped = 0
         self.logits = np.empty((0, 0), np.float32)
+        self.part = np.empty(0, np.float32)
 
 
 class _Own(threading.local):
@@ -73,7 +94,7 @@ class OutputLayer:
     """Makes tokens and scores of hidden states; may be used by several threads at once."""
 
     def __init__(
-        self, bundle: Bundle, variant: Variant, runners: Mapping[str, GraphRunner]
+        self, bundle: Bundle, variant: Variant, runners: Mapping[str, GraphRunner], threads: int
     ) -> None:
         """Reads what screening needs, where the variant is screened.
 
@@ -81,10 +102,12 @@ class OutputLayer:
             bundle: Where the variant lies.
             variant: One whose cache lies in place.
             runners: Its graphs, by name.
+            threads: Of their sessions.
         """
         self._runners = runners
         self._lent = _Own(Pool())
         self.ranks = "rank" in runners
+        self._threads = threads
         self.vocabulary_size = int(variant.graphs["head"].tensor("logits").shape[-1])
         self.screen = None
         if variant.screen:
@@ -103,12 +126,32 @@ class OutputLayer:
             width = int(decoder.graph.tensor("hidden").shape[-1])
             own.bound.clear()
             own.ranks.clear()
-            own.hidden = decoder.zeros("hidden", (rows, width))
+            own.hidden = decoder.zeros("hidden", (max(rows, FEWEST_ROWS), width))
         return Rows(own.hidden, 0, rows)
 
     def logits(self, rows: int) -> Floats:
         """Returns the logits of the last step [rows, vocabulary]; the next writes over them."""
         return self._bound(rows).run("head")["logits"]
+
+    def part(self, tokens: Integers) -> Part:
+        """Takes what scoring some tokens needs [tokens]."""
+        runner = self._runners["part"]
+        columns = max(len(tokens), FEWEST_TOKENS * self._threads)
+        padded = np.pad(tokens, (0, columns - len(tokens)), mode="edge")
+        values = runner.run({"tokens": [runner.value(padded)]}, "part")
+        return Part(values, columns, len(tokens))
+
+    def part_logits(self, rows: int, part: Part) -> Floats:
+        """Returns some tokens' logits of the last step [rows, tokens], as `logits` does."""
+        own, more = self._own, max(rows, FEWEST_ROWS)
+        self.hidden(rows)  # where they are
+        assert own.hidden is not None
+        if own.part.size < more * part.columns:
+            own.part = np.empty(more * part.columns, np.float32)
+        logits = own.part[: more * part.columns].reshape(more, part.columns)
+        inputs = {"hidden": [Rows(own.hidden, 0, more)], "part": part.values}
+        self._runners["narrow"].run(inputs, host={"logits": logits})
+        return logits[:rows, : part.count]
 
     def likeliest(self, rows: int, forbid: Forbid | None) -> Integers:
         """Returns the likeliest tokens after the last step [rows]; see `GreedyDecoder`."""

@@ -8,9 +8,10 @@ A row's answer depends on nothing but the row: not on the other rows, their numb
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ from transferry.runtime.options import GenerationOptions
 from transferry.runtime.outputs import Key, Outputs, Request
 from transferry.runtime.processors import build_processors, forbid, restrict
 from transferry.runtime.sampling import Picks
+from transferry.runtime.shortlist import ListedDecoder, Shortlist
 from transferry.runtime.tokenizer import SpecialTokens
 
 __all__ = ["Hypothesis", "Request", "Supply", "search", "search_stream"]
@@ -69,6 +71,7 @@ def search(
     *,
     row_ids: Sequence[int] | None = None,
     prefixes: Sequence[Sequence[int]] | None = None,
+    shortlist: Shortlist | None = None,
 ) -> list[list[Hypothesis]]:
     """Generates for a batch of sources.
 
@@ -81,6 +84,7 @@ def search(
         row_ids: a number for each source that seeds its samples, such as its line in the input;
             by default its place in `sources`.
         prefixes: the forced prefix of each source; by default `options.prefix` for all.
+        shortlist: what `options.shortlist` restricts the answers to.
 
     Returns:
         The hypotheses of each source, best first: `n_best`, or fewer where a beam search found
@@ -89,7 +93,8 @@ def search(
     Raises:
         InputError: a source has no tokens.
         UsageError: a prefix is longer than `max_length` or holds a token that it cannot hold, or
-            a token to suppress is none of the vocabulary.
+            a token to suppress is none of the vocabulary; or a shortlist is wanted and not given,
+            or the decoder has no encoder, and so no sources to list tokens for.
     """
     if row_ids is None:
         row_ids = range(len(sources))
@@ -100,7 +105,9 @@ def search(
         Request(place, source, options.max_length, prefix, row_id)
         for place, (source, prefix, row_id) in enumerate(rows)
     ]
-    stream = search_stream(decoder, _Listed(requests), options, special, slots=len(sources))
+    stream = search_stream(
+        decoder, _Listed(requests), options, special, slots=len(sources), shortlist=shortlist
+    )
     answers = dict(stream)
     return [answers[place] for place in range(len(sources))]
 
@@ -112,6 +119,7 @@ def search_stream(
     special: SpecialTokens,
     *,
     slots: int,
+    shortlist: Shortlist | None = None,
 ) -> Iterator[tuple[Key, list[Hypothesis]]]:
     """Generates for one batch of sentences after another, `slots` of them at most.
 
@@ -121,6 +129,7 @@ def search_stream(
         options: how to generate; greatest length and prefix are those of each request.
         special: the ids that pad, begin and end.
         slots: most sentences at a time.
+        shortlist: as for `search`.
 
     Yields:
         The key of each request and its hypotheses, as `search` returns them, in the order in which
@@ -135,12 +144,45 @@ def search_stream(
             f"suppress holds token {max(options.suppress)}, expected tokens from 0 to "
             f"{decoder.vocabulary_size - 1}: give ids of the bundle's tokenizer"
         )
+    if options.shortlist and (shortlist is None or not decoder.has_encoder):
+        raise UsageError(
+            "shortlist restricts answers to what a table lists for their source, found no "
+            f"{'source' if shortlist else 'table'}; leave shortlist out"
+        )
     while requests := supply.take(slots):
-        batch = _Batch(decoder, requests, options, special)
+        _check_requests(requests, options, decoder.vocabulary_size, special.eos_id)
+        if options.shortlist and shortlist is not None:
+            batch = _listed(decoder, requests, options, special, shortlist)
+        else:
+            batch = _Batch(decoder, requests, options, special)
         while len(batch.rows):
             batch.step()
             yield from batch.answers()
             batch.drop_ended()
+
+
+def _listed(
+    decoder: Decoder[Any],
+    requests: Sequence[Request[Key]],
+    options: GenerationOptions,
+    special: SpecialTokens,
+    shortlist: Shortlist,
+) -> _Batch[Any, Key]:
+    """A batch whose answers hold what is on the lists of their sources.
+
+    It goes by the numbers of a `ListedDecoder`, from its requests to its answers.
+    """
+    prefixes = [request.prefix for request in requests]
+    allowed = shortlist.allowed([request.source for request in requests], prefixes, special.eos_id)
+    listed = ListedDecoder(decoder, allowed, special.bos_id)
+    bos_id, eos_id = listed.numbers([special.bos_id]) + listed.numbers([special.eos_id])
+    return _Batch(
+        listed,
+        [replace(request, prefix=listed.numbers(request.prefix)) for request in requests],
+        replace(options, suppress=tuple(listed.numbers(options.suppress))),
+        replace(special, bos_id=bos_id, eos_id=eos_id),
+        lambda found: replace(found, tokens=listed.ids(found.tokens)),
+    )
 
 
 class _Batch(Generic[State, Key]):
@@ -152,6 +194,7 @@ class _Batch(Generic[State, Key]):
         tokens: what each is fed next `[rows]`.
         keys: of the requests.
         waiting: which sentences are not answered yet `[requests]`.
+        restored: gives a hypothesis the ids of its tokens, where the decoder numbers them anew.
     """
 
     def __init__(
@@ -160,9 +203,10 @@ class _Batch(Generic[State, Key]):
         requests: Sequence[Request[Key]],
         options: GenerationOptions,
         special: SpecialTokens,
+        restored: Callable[[Hypothesis], Hypothesis] = lambda found: found,
     ) -> None:
-        _check_requests(requests, options, decoder.vocabulary_size, special.eos_id)
         self.decoder = decoder
+        self.restored = restored
         self.by_sentence = isinstance(decoder, SentenceDecoder)
         self.ranking: RankingDecoder[State] | None = None
         if isinstance(decoder, RankingDecoder) and decoder.ranks and not options.sample:
@@ -214,7 +258,8 @@ class _Batch(Generic[State, Key]):
         over = self.outputs.ended.reshape(-1, self.outputs.width).all(axis=1)
         for sentence in np.flatnonzero(over & self.waiting).tolist():
             self.waiting[sentence] = False
-            yield self.keys[sentence], self.outputs.hypotheses(sentence)
+            found = self.outputs.hypotheses(sentence)
+            yield self.keys[sentence], [self.restored(hypothesis) for hypothesis in found]
 
     def drop_ended(self) -> None:
         """Readies the rows for the next step, which ended ones may leave before."""

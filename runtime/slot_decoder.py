@@ -20,7 +20,7 @@ from transferry.runtime.bundle import Bundle, Role, Variant
 from transferry.runtime.decoder import Forbid, Ranked
 from transferry.runtime.graph_runner import Bindable, BoundCall, Rows, describe, open_graphs
 from transferry.runtime.logits import Normaliser
-from transferry.runtime.output_layer import OutputLayer
+from transferry.runtime.output_layer import OutputLayer, Part
 from transferry.runtime.session import Provider, SessionOptions
 from transferry.runtime.slot_buffers import SlotBuffers
 
@@ -98,7 +98,7 @@ class SlotDecoder:
         self.has_encoder = "encoder" in variant.graphs
         self._kv_heads = int(variant.graphs["decoder"].tensor("past").shape[1])
         self._rounded = "unrounded" in variant.graphs  # the cache is in int8
-        self.output = OutputLayer(bundle, variant, self._runners)
+        self.output = OutputLayer(bundle, variant, self._runners, options.threads)
         self.vocabulary_size = self.output.vocabulary_size
         self.ranks = self.output.ranks
         self._buffers = SlotBuffers(self._runners)
@@ -142,6 +142,15 @@ class SlotDecoder:
         """Reads one token a row; see `RankingDecoder.rank`."""
         state = self._step(tokens, state)
         return self.output.rank(tokens.size, count), state
+
+    def part(self, tokens: Integers) -> Part:
+        """Readies the output layer of some tokens; see `PartialDecoder.part`."""
+        return self.output.part(tokens)
+
+    def step_part(self, tokens: Integers, state: SlotState, part: Part) -> tuple[Floats, SlotState]:
+        """Reads target tokens and scores some; see `PartialDecoder.step_part`."""
+        state = self._step(tokens, state)
+        return self.output.part_logits(tokens.size, part).reshape(*tokens.shape, -1), state
 
     def normalise(self, logits: Floats) -> Normaliser:
         """Normalises logits [rows, vocabulary]; see `NormalisingDecoder.normalise`."""

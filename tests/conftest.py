@@ -90,7 +90,7 @@ def make_run(
     return folder
 
 
-def make_bundle(run: Path, folder: Path, *variants: str) -> Path:
+def make_bundle(run: Path, folder: Path, *variants: str, shortlist: bool = False) -> Path:
     from transferry.build_model.checkpoint import load_checkpoint, load_samples
     from transferry.build_model.corpus import builtin_pairs
     from transferry.export.bundle import export_bundle
@@ -101,6 +101,7 @@ def make_bundle(run: Path, folder: Path, *variants: str) -> Path:
         texts=load_samples(run),
         variants=variants,
         calibrate=[pair.source for pair in builtin_pairs(300, seed=1)] if variants else (),
+        shortlist=builtin_pairs(300, seed=2) if shortlist else (),
     )
     return folder
 

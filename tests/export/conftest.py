@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import pytest
@@ -157,17 +158,17 @@ def export_all(
     texts: list[str],
     portable_traced: Exporter,
     slots_traced: Exporter,
-) -> Callable[[Path], Bundle]:
+) -> Callable[..., Bundle]:
     """Exports `calm` with every variant that a CPU runs; greedy search is screened."""
 
-    def export(out: Path) -> Bundle:
+    def export(out: Path, **options: Any) -> Bundle:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(variants, "export_graphs", portable_traced)
             patch.setattr(variants, "export_slot_graphs", slots_traced)
             patch.setattr(variants, "SMALLEST_VOCABULARY", 1)
             patch.setattr(exporting, "calibrated", widest)
             names = ["cpu-fp32", "cpu-int8"]
-            return export_bundle(calm, out, texts=texts, variants=names, calibrate=texts)
+            return export_bundle(calm, out, texts=texts, variants=names, calibrate=texts, **options)
 
     return export
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from transferry.runtime.engine import Engine, Output, Result
+from transferry.runtime.engine import Engine
 from transferry.runtime.options import GenerationOptions
+from transferry.runtime.result import Output, Result
 from transferry.runtime.rows import RowError
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from transferry.runtime.canary import Canary, share
-from transferry.runtime.engine import Engine, Result
+from transferry.runtime.engine import Engine
 from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.job_options import JobOptions
 from transferry.runtime.jobs import Job
@@ -18,6 +18,7 @@ from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.onnx_encoder import OnnxEncoder
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.reading import LongRows
+from transferry.runtime.result import Result
 from transferry.runtime.rows import RowError
 
 

@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 from transferry.build_model.corpus import builtin_pairs
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import Bundle, Variant
-from transferry.runtime.engine import PIECE, Engine, Output, Result, join
+from transferry.runtime.engine import PIECE, Engine
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import read_lines
 from transferry.runtime.hypothesis import FinishReason
 from transferry.runtime.onnx_decoder import OnnxDecoder, OnnxState
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.processor import usable_cores
+from transferry.runtime.result import Output, Result, join
 from transferry.runtime.rows import RowError
 from transferry.runtime.search import search
 from transferry.runtime.session import SessionOptions

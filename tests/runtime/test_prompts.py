@@ -14,10 +14,11 @@ from transferry.build_model.transformer import continue_greedily
 from transferry.export.torch_decoder import TorchDecoder
 from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import Bundle
-from transferry.runtime.engine import Engine, Result
+from transferry.runtime.engine import Engine
 from transferry.runtime.errors import UsageError
 from transferry.runtime.onnx_decoder import OnnxDecoder
 from transferry.runtime.options import GenerationOptions
+from transferry.runtime.result import Result
 from transferry.runtime.search import begin, search
 from transferry.runtime.session import SessionOptions
 

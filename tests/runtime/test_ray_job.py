@@ -21,13 +21,13 @@ from click.testing import CliRunner
 
 from transferry.build_model.corpus import builtin_pairs
 from transferry.cli import main
-from transferry.runtime.engine import Result
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.job_options import JobOptions, RayOptions
 from transferry.runtime.jobs import Job, Summary
 from transferry.runtime.merge import merge
 from transferry.runtime.options import GenerationOptions
 from transferry.runtime.ray_job import ENVIRONMENT, MOST_TRIES, RayJob, ShardFolder, read_shards
+from transferry.runtime.result import Result
 from transferry.runtime.rows import RowError
 from transferry.runtime.sources import open_source
 
