@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import make_bundle, make_run
+from tests.runtime.listed import Listed
 from tests.runtime.test_search import EOS, SPECIAL, FakeDecoder, Logits, SentenceFake, Tokens
 from tests.runtime.test_search import random_model as unlisted_model
 from transferry.runtime.bundle import SHORTLIST, Bundle
@@ -213,15 +214,6 @@ def test_a_cache_is_shared_where_the_decoder_shares_it() -> None:
 
 
 # No row sees another's list
-
-
-class Listed:
-    def __init__(self, requests: list[Request[int]]) -> None:
-        self.requests = requests
-
-    def take(self, most: int) -> list[Request[int]]:
-        taken, self.requests = self.requests[:most], self.requests[most:]
-        return taken
 
 
 def stream(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import make_bundle
+from tests.runtime.listed import Listed
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.engine import Engine
 from transferry.runtime.errors import AllocationError, UsageError
@@ -56,17 +57,6 @@ def kept(bundle: Bundle) -> SlotDecoder:
 def random_rows(count: int, longest: int, seed: int) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(3, 350, n).tolist() for n in rng.integers(1, longest + 1, count)]
-
-
-class Listed:
-    """A list as a supply."""
-
-    def __init__(self, requests: list[Request[int]]) -> None:
-        self.requests = requests
-
-    def take(self, most: int) -> list[Request[int]]:
-        taken, self.requests = self.requests[:most], self.requests[most:]
-        return taken
 
 
 def answers(

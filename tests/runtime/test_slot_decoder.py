@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.conftest import make_bundle, make_run
+from tests.runtime.listed import Listed
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.logits import Peaks, log_sum_exp
 from transferry.runtime.onnx_decoder import OnnxDecoder
@@ -384,17 +385,6 @@ SEARCHES = {
     "beam": GenerationOptions(max_length=20, beam=4, n_best=4),
     "sampling": GenerationOptions(max_length=20, sample=True, n_best=2, seed=3),
 }
-
-
-class Listed:
-    """A list as a supply."""
-
-    def __init__(self, requests: list[Request[int]]) -> None:
-        self.requests = requests
-
-    def take(self, most: int) -> list[Request[int]]:
-        taken, self.requests = self.requests[:most], self.requests[most:]
-        return taken
 
 
 @pytest.mark.parametrize("name", SEARCHES)
