@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from onnx import external_data_helper, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from transferry.export.program import value_error
-from transferry.runtime.errors import InputError
+from transferry.runtime.arrays import open_arrays
 from transferry.runtime.files import atomic_file
 from transferry.runtime.report import Origin
 from transferry.runtime.session import SessionOptions, open_session
@@ -79,33 +78,19 @@ class Replay:
         Raises:
             InputError: The file is missing or damaged.
         """
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                record = json.loads(file["index"].tobytes())
-                return cls(
-                    Origin(**record["origin"]),
-                    SessionOptions(**record["session"]),
-                    file["model"].tobytes(),
-                    {name: file[f"input/{n}"] for n, name in enumerate(record["inputs"])},
-                    file["oracle"],
-                    file["reference"],
-                    file["mask"],
-                    record["budget"],
-                )
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            EOFError,
-            RuntimeError,
-            TypeError,
-            AttributeError,
-            zipfile.BadZipFile,
-        ) as error:
-            raise InputError(
-                f"{path} is not the replay of a fault ({error}); write it again with "
-                "`transferry verify --checkpoint`"
-            ) from error
+        remedy = "write it again with `transferry verify --checkpoint`"
+        with open_arrays(path, "the replay of a fault", remedy) as file:
+            record = json.loads(file["index"].tobytes())
+            return cls(
+                Origin(**record["origin"]),
+                SessionOptions(**record["session"]),
+                file["model"].tobytes(),
+                {name: file[f"input/{n}"] for n, name in enumerate(record["inputs"])},
+                file["oracle"],
+                file["reference"],
+                file["mask"],
+                record["budget"],
+            )
 
 
 @dataclass(frozen=True)

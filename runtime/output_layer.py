@@ -144,7 +144,6 @@ class OutputLayer:
     def part_logits(self, rows: int, part: Part) -> Floats:
         """Returns some tokens' logits of the last step [rows, tokens], as `logits` does."""
         own, more = self._own, max(rows, FEWEST_ROWS)
-        self.hidden(rows)  # where they are
         assert own.hidden is not None
         if own.part.size < more * part.columns:
             own.part = np.empty(more * part.columns, np.float32)

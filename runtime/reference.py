@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from transferry.runtime.arrays import open_arrays
 from transferry.runtime.bundle import REFERENCE, Bundle
 from transferry.runtime.compare import (
     Case,
@@ -24,7 +24,6 @@ from transferry.runtime.compare import (
     compare,
     observe,
 )
-from transferry.runtime.errors import InputError
 from transferry.runtime.files import atomic_file
 from transferry.runtime.model import Model
 from transferry.runtime.options import GenerationOptions, options_of_json
@@ -94,34 +93,22 @@ class Reference:
         Raises:
             InputError: The file is missing or damaged.
         """
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                record = json.loads(file["index"].tobytes())
-                cases = []
-                for number, entry in enumerate(record["cases"]):
-                    case = Case(
-                        entry["name"],
-                        file[f"{number}/source"],
-                        file[f"{number}/mask"],
-                        file[f"{number}/target"],
-                        entry["past"],
-                        file.get(f"{number}/rows"),
-                    )
-                    oracle = {name: file[f"{number}/oracle/{name}"] for name in entry["errors"]}
-                    cases.append((case, Truth(oracle, entry["errors"])))
-                searches = [RecordedSearch(**item) for item in record["searches"]]
-                return cls(cases, record["sources"], searches)
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            EOFError,
-            RuntimeError,
-            zipfile.BadZipFile,
-        ) as error:
-            raise InputError(
-                f"{path} is not a bundle's reference ({error}); export the bundle again"
-            ) from error
+        with open_arrays(path, "a bundle's reference", "export the bundle again") as file:
+            record = json.loads(file["index"].tobytes())
+            cases = []
+            for number, entry in enumerate(record["cases"]):
+                case = Case(
+                    entry["name"],
+                    file[f"{number}/source"],
+                    file[f"{number}/mask"],
+                    file[f"{number}/target"],
+                    entry["past"],
+                    file.get(f"{number}/rows"),
+                )
+                oracle = {name: file[f"{number}/oracle/{name}"] for name in entry["errors"]}
+                cases.append((case, Truth(oracle, entry["errors"])))
+            searches = [RecordedSearch(**item) for item in record["searches"]]
+            return cls(cases, record["sources"], searches)
 
 
 def check_reference(

@@ -7,7 +7,6 @@ own: so that an answer still depends on its sentence alone.
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +15,10 @@ from typing import Any, Generic, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from transferry.runtime.arrays import open_arrays
 from transferry.runtime.bundle import SHORTLIST, Bundle
 from transferry.runtime.decoder import Decoder, PartialDecoder, SentenceDecoder, State
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import UsageError
 from transferry.runtime.files import atomic_file
 from transferry.runtime.logits import Normaliser
 
@@ -89,18 +89,13 @@ class Shortlist:
         Raises:
             InputError: The file is missing or damaged.
         """
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                found = cls(file["frequent"], file["likeliest"])
+        with open_arrays(path, "a bundle's shortlist", "export the bundle again") as file:
+            found = cls(file["frequent"], file["likeliest"])
             if (found.frequent.ndim, found.likeliest.ndim) != (1, 2):
                 raise ValueError("its tables have other dimensions")
             if max(found.frequent.max(), found.likeliest.max()) >= len(found.likeliest):
                 raise ValueError("it names tokens that there are not")
             return found
-        except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile) as error:
-            raise InputError(
-                f"{path} is not a bundle's shortlist ({error}); export the bundle again"
-            ) from error
 
 
 @dataclass(frozen=True)

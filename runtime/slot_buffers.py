@@ -28,6 +28,7 @@ class SlotBuffers:
 
     Attributes:
         pooled: Whether buffers are kept.
+        unit: Columns of a buffer are a multiple of this.
         calls: Calls that are bound to kept buffers, by what they are bound to.
     """
 
@@ -36,12 +37,12 @@ class SlotBuffers:
         self._runners = runners
         self._pool = Pool[list[OrtValue]]()
         self.pooled = "clear" in runners
+        self.unit = POOLED_UNIT if self.pooled else UNIT
         self.calls: dict[tuple[int, ...], BoundCall] = {}
 
     def columns(self, count: int) -> int:
         """How many columns a buffer has that is to have so many at least."""
-        unit = POOLED_UNIT if self.pooled else UNIT
-        return -(-count // unit) * unit
+        return -(-count // self.unit) * self.unit
 
     def slots(self, count: int) -> int:
         """How many slots are computed where so many are in use.

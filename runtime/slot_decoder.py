@@ -380,7 +380,7 @@ class SlotDecoder:
         """
         room = state.bias.shape[-1]
         needed = int(columns.max()) + 1
-        spare = SPARE * self._buffers.columns(1)
+        spare = SPARE * self._buffers.unit
         if needed <= room <= needed + spare:
             return state
         seen = (state.bias == 0).any(axis=(0, 1)).nonzero()[0]

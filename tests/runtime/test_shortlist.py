@@ -116,6 +116,17 @@ def test_a_damaged_file_is_refused(
         Shortlist.load(path)
 
 
+def test_a_bit_that_says_it_is_encrypted_is_refused(tmp_path: Path) -> None:
+    """For which zipfile raises what it raises for nothing else."""
+    path = tmp_path / "shortlist.npz"
+    TABLE.save(path)
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"PK\x01\x02") + 8] |= 1  # the flags of a file in the directory
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"is not a bundle's shortlist .*encrypted.*; export"):
+        Shortlist.load(path)
+
+
 # The search
 
 
