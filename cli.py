@@ -20,6 +20,7 @@ import click
 from click.core import ParameterSource as Origin
 
 from transferry.build_model.config import PRESETS, ModelConfig, TrainConfig
+from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.errors import (
     BadRowsError,
     InputError,
@@ -28,15 +29,14 @@ from transferry.runtime.errors import (
     TransferryError,
     UsageError,
 )
-from transferry.runtime.job_options import JobOptions, RayOptions
-from transferry.runtime.options import GenerationOptions
+from transferry.runtime.jobs.options import JobOptions, RayOptions
 from transferry.runtime.settings import field_helps
 
 if TYPE_CHECKING:
-    from transferry.runtime.engine import Engine
-    from transferry.runtime.jobs import Job, Summary
-    from transferry.runtime.report import ParityReport
-    from transferry.runtime.session import SessionOptions
+    from transferry.runtime.engine.engine import Engine
+    from transferry.runtime.jobs.job import Job, Summary
+    from transferry.runtime.ort.session import SessionOptions
+    from transferry.runtime.parity.report import ParityReport
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -283,7 +283,7 @@ def import_(huggingface: Path, out: Path, force: bool, quiet: bool) -> None:
 Example:
   transferry export runs/ende --out bundles/ende
   transferry export runs/ende --out bundles/ende --variant cpu-fp32 \\
-    --variant cpu-int8 --calibrate sample.en --shortlist train.en.gz train.de.gz
+    --variant cpu-int8 --calibrate sample.en
 """
 )
 @configurable
@@ -308,14 +308,6 @@ Example:
 @click.option(
     "--calibrate", type=FILE, help="Text like that to come, for the ranges that cpu-int8 rounds to."
 )
-@click.option(
-    "--shortlist",
-    type=FILE,
-    nargs=2,
-    metavar="SOURCE TARGET",
-    help="Parallel text, a sentence a line, to learn from it which tokens answers to a source "
-    "may hold where run --shortlist restricts them.",
-)
 @click.option("--quiet", is_flag=True, help="No progress.")
 def export(
     run_folder: Path,
@@ -324,7 +316,6 @@ def export(
     text: Path | None,
     variants: tuple[str, ...],
     calibrate: Path | None,
-    shortlist: tuple[Path, Path] | None,
     quiet: bool,
 ) -> None:
     """Export a trained RUN as a bundle: graphs, weights, tokenizer and reference answers.
@@ -335,7 +326,6 @@ def export(
     if out.exists() and not force:
         raise UsageError(f"{out} exists already; add --force to replace it, or name another folder")
     from transferry.build_model.checkpoint import load_checkpoint, load_samples
-    from transferry.build_model.data import read_pairs
     from transferry.export.bundle import export_bundle
     from transferry.runtime.files import read_lines
 
@@ -347,7 +337,6 @@ def export(
         texts=texts,
         variants=variants,
         calibrate=list(read_lines(calibrate)) if calibrate is not None else (),
-        shortlist=read_pairs(*shortlist, skip_bad=True)[0] if shortlist is not None else (),
         force=force,
         say=(lambda line: None) if quiet else say,
     )
@@ -383,12 +372,6 @@ session_options = together(
         default="all",
         show_default=True,
         help="How far onnxruntime may rewrite the graphs; part of what is verified.",
-    ),
-    click.option(
-        "--cuda-graphs",
-        is_flag=True,
-        help="Record what a step does on the GPU, and play it back: variants made for a GPU, one "
-        "replica.",
     ),
 )
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="The summary as JSON on stdout.")
@@ -426,9 +409,9 @@ job_options = together(
 
 
 def _session(options: dict[str, Any]) -> SessionOptions:
-    from transferry.runtime.session import SessionOptions
+    from transferry.runtime.ort.session import SessionOptions
 
-    names = ("provider", "threads", "device_id", "optimisation", "cuda_graphs")
+    names = ("provider", "threads", "device_id", "optimisation")
     return SessionOptions(**{name: options[name] for name in names})
 
 
@@ -490,9 +473,9 @@ def verify(bundle_folder: Path, **options: Any) -> None:
         if not path.absolute().parent.is_dir():  # known now rather than after the work
             raise InputError(f"{path}: cannot be written: there is no such folder; name another")
     from transferry.runtime.bundle import Bundle
-    from transferry.runtime.certificate import certify, check_date, fastest
     from transferry.runtime.files import atomic_file, read_lines
-    from transferry.runtime.model import open_model
+    from transferry.runtime.ort.open_model import open_model
+    from transferry.runtime.parity.certificate import certify, check_date, fastest
 
     if options["certify"]:
         check_date(options["certify"])
@@ -502,13 +485,13 @@ def verify(bundle_folder: Path, **options: Any) -> None:
         variant = bundle.variant(options["variant"])
     report: ParityReport
     if checkpoint is None:
-        from transferry.runtime.reference import verify_recorded
+        from transferry.runtime.parity.recorded import verify_recorded
 
         report = verify_recorded(bundle, open_model(bundle, variant, session))
     else:
         from transferry.build_model.checkpoint import load_checkpoint, load_samples
-        from transferry.export.cases import fitting
-        from transferry.export.parity import verify_against
+        from transferry.export.parity.cases import fitting
+        from transferry.export.verify import verify_against
 
         trained = load_checkpoint(checkpoint)
         kept = fitting(load_samples(checkpoint), trained.tokenizer, trained.model.config)
@@ -531,12 +514,12 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     # All of it before the verdict: a verification that failed is the one to be looked at.
     click.echo(json.dumps(report.to_dict(), indent=1) if options["as_json"] else report.to_text())
     if options["junit"]:
-        from transferry.runtime.junit import to_junit
+        from transferry.runtime.parity.junit import to_junit
 
         with atomic_file(options["junit"]) as file:
             file.write(to_junit(report).encode())
     if options["page"]:
-        from transferry.export.report_page import render_page
+        from transferry.export.report.page import render_page
 
         record = {**report.to_dict(), "date": options["certify"]}
         record["certificate"] = certificate and certificate.summary()
@@ -560,7 +543,7 @@ def replay(fault: Path) -> None:
     They run as they were served, and on onnx's own evaluator: which of the two is wrong? The exit
     code is 4 as long as what is served is.
     """
-    from transferry.export.replay import replay as run_again
+    from transferry.export.debug.replay import replay as run_again
 
     result = run_again(fault)
     click.echo(result.to_text())
@@ -661,7 +644,7 @@ def score(**options: Any) -> None:
 
 def _do(chosen: JobOptions, options: dict[str, Any]) -> None:
     """Runs a job, and tells a person how it went."""
-    from transferry.runtime.jobs import Job
+    from transferry.runtime.jobs.job import Job
 
     out, quiet, as_json = (options[name] for name in ("out", "quiet", "as_json"))
     if as_json and str(out) == "-":
@@ -669,7 +652,7 @@ def _do(chosen: JobOptions, options: dict[str, Any]) -> None:
     fleet = RayOptions(**given(options, RayOptions))
     load = _loader(options)
     if fleet.engine == "ray":
-        from transferry.runtime.ray_job import RayJob
+        from transferry.runtime.jobs.ray_job import RayJob
 
         job: Job = RayJob(load, options["text"], out, chosen, fleet)
     else:
@@ -722,15 +705,15 @@ def merge(parts: tuple[Path, ...], out: Path, force: bool, as_json: bool, quiet:
     Every shard must be there once, whole and unchanged, and of the same job: OUT is then what one
     machine would have written. Each PART needs its PART.summary.json beside it.
     """
-    from transferry.runtime.merge import merge as join
+    from transferry.runtime.jobs.merge import merge as join
 
     _finish(out, join(parts, out, force=force), quiet=quiet, as_json=as_json)
 
 
 def _loader(options: dict[str, Any]) -> Callable[[], Engine]:
     """Opens the bundle, here or where a worker is."""
-    from transferry.runtime.batching import BatchOptions
-    from transferry.runtime.engine import Engine
+    from transferry.runtime.decoding.batching import BatchOptions
+    from transferry.runtime.engine.engine import Engine
 
     rows = options["batch_rows"]
     by_ray = options["engine"] == "ray"
@@ -743,7 +726,6 @@ def _loader(options: dict[str, Any]) -> Callable[[], Engine]:
         replicas=1 if by_ray and options["replicas"] is None else options["replicas"],
         device_ids=_devices(options["device"]),
         optimisation=options["optimisation"],
-        cuda_graphs=options["cuda_graphs"],
         batches=BatchOptions(rows=rows, tokens=rows << 7) if rows is not None else None,
         require_certificate=options["require_certificate"],
     )
@@ -760,7 +742,7 @@ Example:
 def inspect(bundle_folder: Path, as_json: bool) -> None:
     """Show what is in BUNDLE, after checking every file's hash."""
     from transferry.runtime.bundle import Bundle
-    from transferry.runtime.certificate import describe
+    from transferry.runtime.parity.certificate import describe
     from transferry.runtime.tables import table
 
     bundle = Bundle.load(bundle_folder)

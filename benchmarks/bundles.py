@@ -15,10 +15,10 @@ import statistics
 import time
 from pathlib import Path
 
-from transferry.runtime.engine import Engine
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.engine.engine import Engine
 from transferry.runtime.files import read_lines
-from transferry.runtime.options import GenerationOptions
-from transferry.runtime.processor import usable_cores
+from transferry.runtime.hardware import usable_cores
 
 
 def main() -> None:

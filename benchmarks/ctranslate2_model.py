@@ -15,13 +15,12 @@ import numpy as np
 
 from sentences import Answer
 from transferry.build_model.config import ModelConfig
+from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.errors import UsageError
-from transferry.runtime.options import GenerationOptions
-from transferry.runtime.tokenizer import AnyTokenizer, load_tokenizer
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from transferry.build_model.checkpoint import Checkpoint
-    from transferry.runtime.shortlist import Shortlist
 
 # CTranslate2's names of the activations of its feed-forward layer.
 ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu-tanh": "GELUTanh", "swish": "SWISH"}
@@ -70,17 +69,13 @@ def require_shape(config: ModelConfig) -> None:
         )
 
 
-def write_ctranslate2(
-    checkpoint: Checkpoint, folder: Path, precision: str, shortlist: Shortlist | None = None
-) -> None:
+def write_ctranslate2(checkpoint: Checkpoint, folder: Path, precision: str) -> None:
     """Writes the checkpoint's weights as a CTranslate2 model.
 
     Args:
         checkpoint: What to carry over; its weights are not changed.
         folder: Where to; it is made.
         precision: "float32", or "int8" for its own dynamic quantisation of all matrices.
-        shortlist: What its answers may hold, where they are restricted: there by all sentences of
-            a batch together.
 
     Raises:
         UsageError: ctranslate2 is missing, or its specification cannot hold the model.
@@ -109,13 +104,6 @@ def write_ctranslate2(
     spec.config.add_source_bos = spec.config.add_source_eos = False
     spec.config.layer_norm_epsilon = config.norm_epsilon
     folder.mkdir(parents=True, exist_ok=True)
-    if shortlist is not None:
-        # What is behind the empty key is for every source.
-        rows = enumerate(shortlist.likeliest.tolist())
-        found = {"": shortlist.frequent.tolist(), **{tokens[number]: row for number, row in rows}}
-        lines = (f"{key}\t{' '.join(tokens[one] for one in row)}\n" for key, row in found.items())
-        (folder / "lists.txt").write_text("".join(lines), encoding="utf-8")
-        spec.register_vocabulary_mapping(str(folder / "lists.txt"))
     spec.validate()
     spec.optimize(precision)
     spec.save(str(folder))
@@ -224,7 +212,6 @@ class CTranslate2Model:
                 for ids in self.tokenizer.encode_batch(texts)
             ],
             beam_size=options.beam,
-            use_vmap=getattr(options, "shortlist", False),
             num_hypotheses=1,
             max_batch_size=batch_rows,
             batch_type="examples",

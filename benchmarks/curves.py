@@ -10,7 +10,7 @@ from typing import Any
 from rounds import compare, interleaved
 from sentences import search_options
 from sides import Tuned
-from transferry.runtime.options import GenerationOptions
+from transferry.runtime.decoding.options import GenerationOptions
 
 BATCHES = (1, 4, 16, 64, 128, 256)
 LENGTHS = (8, 16, 32, 64, 128)

@@ -21,12 +21,12 @@ import torch
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.transformer import greedy
-from transferry.runtime.batching import BatchOptions, length_batches
-from transferry.runtime.engine import Engine
+from transferry.runtime.decoding.batching import BatchOptions, length_batches
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.search import pad_sources
+from transferry.runtime.engine.engine import Engine
 from transferry.runtime.files import read_lines
-from transferry.runtime.options import GenerationOptions
-from transferry.runtime.processor import usable_cores
-from transferry.runtime.search import pad_sources
+from transferry.runtime.hardware import usable_cores
 
 
 def torch_loop(

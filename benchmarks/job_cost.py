@@ -25,12 +25,12 @@ from typing import Any
 
 from rounds import compare, interleaved
 from sentences import read_sentences
-from transferry.runtime.engine import Engine
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import TransferryError
-from transferry.runtime.job_options import JobOptions
-from transferry.runtime.jobs import Job
-from transferry.runtime.options import GenerationOptions
-from transferry.runtime.processor import processor_name, usable_cores
+from transferry.runtime.hardware import cpu_name, usable_cores
+from transferry.runtime.jobs.job import Job
+from transferry.runtime.jobs.options import JobOptions
 
 # Of the memory curve, what counts as warming up: buffers have not seen their longest rows yet.
 WARM_UP = 0.2
@@ -134,7 +134,7 @@ def main() -> None:
             record = {
                 "cost": cost(arguments, Path(name)) if arguments.rounds else None,
                 "memory": memory(arguments, Path(name)) if arguments.long else None,
-                "processor": processor_name(),
+                "processor": cpu_name(),
                 "cores": usable_cores(),
             }
     except TransferryError as error:

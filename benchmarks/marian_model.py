@@ -18,11 +18,11 @@ from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.huggingface.tables import ACTIVATIONS, MARIAN, NoPlace
 from transferry.build_model.transformer import greedy
-from transferry.runtime.batching import length_batches
+from transferry.runtime.decoding.batching import length_batches
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.errors import UsageError
-from transferry.runtime.options import GenerationOptions
-from transferry.runtime.search import pad_sources
-from transferry.runtime.tokenizer import AnyTokenizer
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
 # What MarianMTModel cannot be: field, what is needed.
 NEEDED: tuple[tuple[str, tuple[object, ...]], ...] = (
@@ -39,7 +39,7 @@ NEEDED: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("output_transform", (False,)),
 )
 
-Rows = list[list[int]]
+BufferView = list[list[int]]
 
 
 def require_shape(config: ModelConfig) -> None:
@@ -162,7 +162,7 @@ def optimum_model(marian: Any, folder: Path, provider: str = "cpu") -> Any:
 
 def transformers_rows(
     model: Any, source: torch.Tensor, mask: torch.Tensor, options: GenerationOptions
-) -> Rows:
+) -> BufferView:
     """Generates with transformers' own search, set up as ours."""
     with torch.inference_mode():
         found = model.generate(
@@ -185,7 +185,7 @@ def transformers_rows(
 
 def torch_rows(
     checkpoint: Checkpoint, source: torch.Tensor, mask: torch.Tensor, options: GenerationOptions
-) -> Rows:
+) -> BufferView:
     """Generates with the plain torch loop, which is greedy and keeps a cache."""
     special = checkpoint.tokenizer.special
     device = checkpoint.model.embedding.weight.device
@@ -200,7 +200,7 @@ def torch_rows(
 
 
 def batched_answers(
-    generate: Callable[[torch.Tensor, torch.Tensor, GenerationOptions], Rows],
+    generate: Callable[[torch.Tensor, torch.Tensor, GenerationOptions], BufferView],
     tokenizer: AnyTokenizer,
     texts: Sequence[str],
     options: GenerationOptions,

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime import InferenceSession, OrtValue
 
 from transferry.build_model.config import ModelConfig
-from transferry.runtime.session import SessionOptions, open_session
+from transferry.runtime.ort.session import SessionOptions, open_session
 
 # Matrices [in, out] and how many of each there are.
 Shapes = Counter[tuple[int, int]]

@@ -46,8 +46,8 @@ from sides import Answering, Side
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.errors import TransferryError
-from transferry.runtime.processor import processor_name, usable_cores
-from transferry.runtime.session import Provider
+from transferry.runtime.hardware import cpu_name, usable_cores
+from transferry.runtime.ort.session import Provider
 from transferry.runtime.tables import table
 
 BATCH_SENTENCES = {"cpu": (8, 16, 32, 64), "cuda": (64, 128, 256, 512, 1024)}
@@ -226,7 +226,7 @@ def main() -> None:
                 "rows": len(texts),
                 "rounds": arguments.rounds,
                 "cores": usable_cores(),
-                "processor": processor_name(),
+                "processor": cpu_name(),
                 "versions": versions(),
             }
         )

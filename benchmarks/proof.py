@@ -19,18 +19,18 @@ from typing import Any
 import torch
 
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.export.cases import source_of
-from transferry.export.judge import ROWS, search_settings
-from transferry.export.parity import LONGEST_ANSWER, verify_against
+from transferry.export.parity.cases import source_of
+from transferry.export.parity.oracle import ROWS, search_settings
 from transferry.export.torch_decoder import TorchDecoder
-from transferry.runtime.batching import length_batches
+from transferry.export.verify import LONGEST_ANSWER, verify_against
 from transferry.runtime.bundle import Bundle
-from transferry.runtime.decoder import Decoder
+from transferry.runtime.decoding.batching import length_batches
+from transferry.runtime.decoding.decoder import Decoder
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.search import search
 from transferry.runtime.files import read_lines
-from transferry.runtime.onnx_decoder import OnnxDecoder
-from transferry.runtime.options import GenerationOptions
-from transferry.runtime.search import search
-from transferry.runtime.session import SessionOptions
+from transferry.runtime.ort.portable_decoder import PortableDecoder
+from transferry.runtime.ort.session import SessionOptions
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
     variant = bundle.variant()
     sides: tuple[Decoder[Any], ...] = (
         TorchDecoder(checkpoint.model),
-        OnnxDecoder(bundle, variant, SessionOptions()),
+        PortableDecoder(bundle, variant, SessionOptions()),
     )
 
     def answer() -> None:

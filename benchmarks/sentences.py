@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import read_lines
-from transferry.runtime.options import GenerationOptions
-from transferry.runtime.tokenizer import AnyTokenizer
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
 if TYPE_CHECKING:
-    from transferry.runtime.engine import Engine
+    from transferry.runtime.engine.engine import Engine
 
 
 class Answer(NamedTuple):
@@ -29,9 +29,7 @@ class Answer(NamedTuple):
     tokens: tuple[int, ...]
 
 
-def search_options(
-    beam: int, max_length: int, min_length: int = 0, *, shortlist: bool = False
-) -> GenerationOptions:
+def search_options(beam: int, max_length: int, min_length: int = 0) -> GenerationOptions:
     """Returns a search without what only some of its callers want.
 
     Greedy search needs no scores: where the engine can leave them out, it does, and so does the
@@ -40,8 +38,6 @@ def search_options(
     settings: dict[str, Any] = dict(beam=beam, max_length=max_length, min_length=min_length)
     if beam == 1 and "scores" in {field.name for field in dataclasses.fields(GenerationOptions)}:
         settings["scores"] = False
-    if shortlist:
-        settings["shortlist"] = True
     return GenerationOptions(**settings)
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal
 
 from rounds import fastest
 from sentences import Answer, engine_answers
-from transferry.runtime.options import GenerationOptions
-from transferry.runtime.processor import usable_cores
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.hardware import usable_cores
 
 if TYPE_CHECKING:  # a side loads nothing of the other's
-    from transferry.runtime.session import Provider
+    from transferry.runtime.ort.session import Provider
 
 # Texts, how to search, and how many rows to compute at once. For the engine a row is a beam, for
 # CTranslate2 a sentence: each counts as it does by itself, and each is tuned.
@@ -36,7 +36,6 @@ class Side:
         replicas: Batches in progress at a time.
         threads: Threads of each.
         provider: Where the engine runs.
-        cuda_graphs: Whether it plays back what a step does there.
     """
 
     name: Literal["engine", "ctranslate2"]
@@ -46,7 +45,6 @@ class Side:
     replicas: int = 1
     threads: int = 1
     provider: Provider = "cpu"
-    cuda_graphs: bool = False
 
     def tune(self, texts: Sequence[str], options: GenerationOptions) -> Tuned:
         """Opens the side in each layout and returns the fastest, with its size of batches."""
@@ -66,15 +64,12 @@ class Side:
             cores = usable_cores()
             layouts = dict.fromkeys([(cores, 1), (1, cores)])
             return [replace(self, replicas=count, threads=threads) for count, threads in layouts]
-        # One waits for the GPU while another prepares a step; or one plays back what it recorded.
-        sides = [replace(self, replicas=replicas) for replicas in (1, 2)]
-        if self.kind.startswith("cuda"):
-            sides.append(replace(self, cuda_graphs=True))
-        return sides
+        # With two replicas one waits for the GPU while the other prepares a step.
+        return [replace(self, replicas=replicas) for replicas in (1, 2)]
 
     def load_library(self) -> None:
         """Imports what the side needs, so that `open` measures the model alone."""
-        engine = "transferry.runtime.engine"
+        engine = "transferry.runtime.engine.engine"
         importlib.import_module(engine if self.name == "engine" else "ctranslate2")
 
     def open(self) -> Answering:
@@ -88,8 +83,8 @@ class Side:
         ).answer
 
     def _open_engine(self) -> Answering:
-        from transferry.runtime.batching import BatchOptions
-        from transferry.runtime.engine import Engine
+        from transferry.runtime.decoding.batching import BatchOptions
+        from transferry.runtime.engine.engine import Engine
 
         engine = Engine.load(
             self.folder,
@@ -97,7 +92,6 @@ class Side:
             variant=self.kind,
             threads=self.threads,
             replicas=self.replicas,
-            cuda_graphs=self.cuda_graphs,
         )
 
         def answer(
@@ -119,11 +113,8 @@ class Tuned:
 
     def settings(self) -> dict[str, int]:
         """What was chosen."""
-        chosen = {
+        return {
             "replicas": self.side.replicas,
             "threads": self.side.threads,
             "batch_rows": self.batch_rows,
         }
-        if self.side.provider == "cuda":
-            chosen["cuda_graphs"] = self.side.cuda_graphs
-        return chosen

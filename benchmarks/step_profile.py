@@ -31,19 +31,18 @@ import onnxruntime
 from matrices import least_seconds, matrices, multiply_adds
 from sentences import read_sentences, search_options
 from transferry.build_model.config import ModelConfig
-from transferry.runtime import search as search_module
-from transferry.runtime.batching import BatchOptions
 from transferry.runtime.bundle import Bundle, Variant
-from transferry.runtime.engine import Engine
+from transferry.runtime.decoding import search as search_module
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.result import Result
 from transferry.runtime.errors import TransferryError, UsageError
-from transferry.runtime.model import open_model
-from transferry.runtime.options import GenerationOptions
-from transferry.runtime.result import Result
-from transferry.runtime.session import SessionOptions
+from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.tables import table
 
-# Of a decoder, as far as it has them.
-METHODS = ("start", "step", "likeliest", "normalise", "select")
+METHODS = ("start", "step", "select")
 IN_ONNXRUNTIME = "in onnxruntime"
 BETWEEN = "between operators"
 
@@ -78,7 +77,7 @@ def clocked(engine: Engine, clock: Clock) -> Iterator[None]:
     """Puts the clock around an engine's stages."""
     session, tokenizer = onnxruntime.InferenceSession, engine.bundle.tokenizer
     places = [
-        *((engine.model, name, name) for name in METHODS if hasattr(engine.model, name)),
+        *((engine.model, name, name) for name in METHODS),
         *((tokenizer, name, "tokenizer") for name in ("encode_batch", "decode")),
         *((session, name, IN_ONNXRUNTIME) for name in ("run", "run_with_iobinding")),
         (search_module._Batch, "step", "picking"),

@@ -2,7 +2,7 @@
 
     pip install "transferry[export,peers]"
     python benchmarks/throughput.py RUN BUNDLE TEXT [--variants portable] [--beams 1,4]
-        [--rows 500] [--rounds 9] [--fixed-length 32] [--shortlist] [--plot throughput.png]
+        [--rows 500] [--rounds 9] [--fixed-length 32] [--plot throughput.png]
 
 On the CPU, text in and text out on both sides, with the same tokenizer, search and sentences. The
 CTranslate2 model is made of RUN, whose export BUNDLE must be. For each variant and beam: both
@@ -32,8 +32,7 @@ from sides import Side, Tuned
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.errors import InputError, TransferryError, UsageError
-from transferry.runtime.processor import instruction_sets, processor_name, usable_cores
-from transferry.runtime.shortlist import Shortlist
+from transferry.runtime.hardware import cpu_name, instruction_sets, usable_cores
 from transferry.runtime.tables import table
 
 
@@ -86,8 +85,7 @@ class Comparison:
         """Arguments of `search_options`."""
         length = self.arguments.fixed_length
         longest = length or min(self.arguments.max_length, self.positions)
-        wanted = {"beam": beam, "max_length": longest, "min_length": length}
-        return wanted | ({"shortlist": True} if self.arguments.shortlist else {})
+        return {"beam": beam, "max_length": longest, "min_length": length}
 
     def precision(self, variant: str) -> str:
         """The compute type that a variant is held against."""
@@ -101,8 +99,7 @@ class Comparison:
         """CTranslate2's side, converted on first use."""
         folder = self.models / precision
         if not folder.exists():
-            shortlist = Shortlist.of(self.bundle) if self.arguments.shortlist else None
-            write_ctranslate2(self.checkpoint, folder, precision, shortlist)
+            write_ctranslate2(self.checkpoint, folder, precision)
         return Side("ctranslate2", str(folder), precision, str(self.arguments.bundle))
 
     def answers(self, side: Side, beam: int) -> list[Answer]:
@@ -231,7 +228,7 @@ def environment() -> dict[str, Any]:
     import onnxruntime
 
     return {
-        "processor": processor_name(),
+        "processor": cpu_name(),
         "cores": usable_cores(),
         "instruction_sets": instruction_sets(),
         "versions": {
@@ -263,9 +260,6 @@ def main() -> None:
         default=0,
         metavar="TOKENS",
         help="cut the text into sources of so many tokens, and make every answer as long",
-    )
-    parser.add_argument(
-        "--shortlist", action="store_true", help="of the bundle: both sides answer from it"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line there too")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="for the first of the beams")

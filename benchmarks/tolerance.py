@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.export.cases import sweep
-from transferry.export.judge import Judge
+from transferry.export.parity.cases import sweep
+from transferry.export.parity.oracle import Judge
 from transferry.runtime.bundle import Bundle
-from transferry.runtime.compare import Tolerance
-from transferry.runtime.model import open_model
-from transferry.runtime.session import SessionOptions
+from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.parity.compare import Tolerance
 
 
 def main() -> None:

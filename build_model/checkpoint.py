@@ -30,7 +30,7 @@ from transferry.build_model.config import ModelConfig, TrainConfig
 from transferry.build_model.transformer import Transformer
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import atomic_file, sha256
-from transferry.runtime.tokenizer import AnyTokenizer, load_tokenizer
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 
 FORMAT = 1
 CONFIG = "config.json"

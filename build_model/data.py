@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import decode_line, read_raw_lines
-from transferry.runtime.tokenizer import Tokenizer
+from transferry.runtime.tokenizer.byte_pair import Tokenizer
 
 MAX_CHARACTERS = 10_000
 

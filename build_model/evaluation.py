@@ -13,7 +13,7 @@ from torch import Tensor
 
 from transferry.build_model.data import Example, collate, token_batches
 from transferry.build_model.transformer import Transformer, greedy
-from transferry.runtime.tokenizer import Tokenizer
+from transferry.runtime.tokenizer.byte_pair import Tokenizer
 
 
 @dataclass(frozen=True)

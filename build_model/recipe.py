@@ -25,7 +25,13 @@ from transferry.build_model.text import MaskedWindows, Windows, read_text
 from transferry.build_model.train import Trainer, Validation
 from transferry.build_model.vocabulary import cut_encoding, train_bpe
 from transferry.runtime.errors import UsageError
-from transferry.runtime.tokenizer import PASSAGES, PROMPTS, SOURCES, SpecialTokens, Tokenizer
+from transferry.runtime.tokenizer.byte_pair import (
+    PASSAGES,
+    PROMPTS,
+    SOURCES,
+    SpecialTokens,
+    Tokenizer,
+)
 
 # How many validation texts are kept with the run, and how much of each.
 SAMPLES, SAMPLE_CHARACTERS = 8, 200

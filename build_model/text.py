@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transferry.build_model.data import Example
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import read_lines
-from transferry.runtime.tokenizer import SpecialTokens
+from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 # Devlin et al. (2019), section 3.1: of the tokens this share is to be found again; of those, this
 # share is hidden, this share is another token, and the rest is left as it is.

@@ -34,7 +34,7 @@ from transferry.build_model.metrics import Metrics
 from transferry.build_model.text import Windows
 from transferry.build_model.transformer import Transformer
 from transferry.runtime.errors import InputError
-from transferry.runtime.tokenizer import Tokenizer
+from transferry.runtime.tokenizer.byte_pair import Tokenizer
 
 REPORT_EVERY = 50  # steps between two lines of training loss in metrics.jsonl
 

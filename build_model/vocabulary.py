@@ -7,7 +7,7 @@ from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.tokenizer import SINGLE_BYTES, SOURCES, SpecialTokens, Tokenizer
+from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, SpecialTokens, Tokenizer
 
 ENCODINGS = ("cl100k_base", "o200k_base")
 

@@ -11,36 +11,31 @@ import onnx
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.config import ModelConfig
-from transferry.build_model.data import Pair
-from transferry.export.backends import ReferenceBackend
-from transferry.export.calibration import Calibration
-from transferry.export.calibration import calibrate as calibrate_model
-from transferry.export.cases import fitting, random_sources, room, source_of
-from transferry.export.judge import Judge
-from transferry.export.narrowing import require_narrow
-from transferry.export.plain_decoder import plain_model
-from transferry.export.shortlist import learn_shortlist
+from transferry.export.backends.backends import ReferenceBackend
+from transferry.export.backends.plain_decoder import plain_model
+from transferry.export.graphs.external_data import write_graphs
+from transferry.export.optimise.calibration import Calibration
+from transferry.export.optimise.calibration import calibrate as calibrate_model
+from transferry.export.parity.cases import fitting, random_sources, room, source_of
+from transferry.export.parity.oracle import Judge
 from transferry.export.variants import PORTABLE, MadeVariant, make_variant, recipe_of
-from transferry.export.weights import write_graphs
 from transferry.runtime.bundle import (
     MANIFEST,
-    NARROW,
     REFERENCE,
-    SHORTLIST,
     Bundle,
     FileRecord,
     Manifest,
     Variant,
 )
-from transferry.runtime.compare import Tolerance
+from transferry.runtime.decoding.options import options_of_json
 from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.files import atomic_file, replace_folder, sha256, staged_folder
-from transferry.runtime.model import open_model
-from transferry.runtime.options import options_of_json
-from transferry.runtime.reference import Reference, check_reference
-from transferry.runtime.report import ParityReport
-from transferry.runtime.session import Provider, SessionOptions, cuda_obstacle
-from transferry.runtime.slot_decoder import SlotDecoder
+from transferry.runtime.ort.cuda import cuda_obstacle
+from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.session import Provider, SessionOptions
+from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.parity.recorded import Reference, check_reference
+from transferry.runtime.parity.report import ParityReport
 
 MADE_BY = ("transferry", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu")
 
@@ -56,7 +51,6 @@ def export_bundle(
     texts: Sequence[str] = (),
     variants: Sequence[str] = (),
     calibrate: Sequence[str] = (),
-    shortlist: Sequence[Pair] = (),
     force: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> Bundle:
@@ -70,7 +64,6 @@ def export_bundle(
         texts: Sentences for the recorded reference; random tokens where none fits the model.
         variants: Those beside the portable one, by name.
         calibrate: Sentences that show what range activations have; for int8 variants.
-        shortlist: Pairs that tell which target tokens a source may become; none for no shortlist.
         force: Replace a bundle that is there.
         say: Takes a line at each stage.
 
@@ -79,7 +72,7 @@ def export_bundle(
 
     Raises:
         UsageError: `out` exists and `force` is off, there is no such variant, one in int8 is not
-            calibrated, or a model without encoder and decoder shall have a shortlist.
+            calibrated.
         InputError: The folder cannot be written.
         ParityError: The graphs are not valid or do not answer as torch does; `out` is untouched.
     """
@@ -89,15 +82,9 @@ def export_bundle(
         raise UsageError(f"{out} exists and is no bundle, so it is not replaced; name another")
     for name in variants:  # known now rather than after the work
         recipe_of(name, calibrated=bool(calibrate))
-    architecture = checkpoint.model.config.architecture
-    if shortlist and architecture != "encoder-decoder":
-        raise UsageError(
-            f"a shortlist is for an encoder-decoder, and the run is {architecture}; leave "
-            "--shortlist out"
-        )
     with staged_folder(out) as folder:
         names = [PORTABLE, *variants]
-        bundle = _write(checkpoint, folder, texts, names, calibrate, shortlist, say)
+        bundle = _write(checkpoint, folder, texts, names, calibrate, say)
         say("verifying")
         check_graphs(bundle)
         for variant in bundle.manifest.variants.values():
@@ -164,8 +151,6 @@ def check_bundle(
     comparisons, decisions = check_reference(
         reference, model, special, tolerance, exact=variant.exact
     )
-    if isinstance(model, SlotDecoder) and variant.graphs.keys() >= set(NARROW):
-        require_narrow(model, reference.sources, special)
     if variant.name == PORTABLE:
         numbers_only = Reference(reference.cases, (), ())
         second = plain_model(variant, ReferenceBackend(bundle, variant))
@@ -181,7 +166,6 @@ def _write(
     texts: Sequence[str],
     names: Sequence[str],
     calibrate: Sequence[str],
-    shortlist: Sequence[Pair],
     say: Callable[[str], None],
 ) -> Bundle:
     """Writes everything but the manifest."""
@@ -193,7 +177,7 @@ def _write(
     made: list[MadeVariant] = []
     for name in dict.fromkeys(names):
         say(f"exporting variant {name}")
-        made.append(make_variant(model, name, calibration, narrow=bool(shortlist)))
+        made.append(make_variant(model, name, calibration))
     write_graphs(
         [
             (graph.model, folder / graph.spec.file)
@@ -202,12 +186,6 @@ def _write(
         ]
     )
     tokenizer.save(folder)
-    if shortlist:
-        say(f"learning a shortlist from {len(shortlist)} pairs")
-        sources = [tokenizer.encode(pair.source) for pair in shortlist]
-        targets = [tokenizer.encode_target(pair.target) for pair in shortlist]
-        learned = learn_shortlist(sources, targets, model.config.vocabulary_size)
-        learned.save(folder / SHORTLIST)
 
     say("recording what torch answers")
     special = tokenizer.special

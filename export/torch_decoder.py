@@ -13,8 +13,8 @@ from torch import Tensor
 
 from transferry.build_model.attention import KeyValues
 from transferry.build_model.transformer import Transformer
-from transferry.export.graphs import flatten
-from transferry.runtime.decoder import longer
+from transferry.export.graphs.portable import flatten
+from transferry.runtime.decoding.decoder import StepOutput, longer
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class TorchState:
 
 class TorchDecoder:
     """Runs the model in its own precision: float32 as trained, float64 as the oracle."""
+
+    shares_cache = False
 
     def __init__(self, model: Transformer) -> None:
         self.model = model.eval()
@@ -54,15 +56,20 @@ class TorchDecoder:
 
     @torch.inference_mode()
     def step(
-        self, tokens: NDArray[np.int64], state: TorchState
-    ) -> tuple[NDArray[np.floating[Any]], TorchState]:
-        """Reads target tokens; see `Decoder.step`."""
+        self,
+        tokens: NDArray[np.int64],
+        state: TorchState,
+        *,
+        top: int | None = None,
+        normalise: bool = False,
+    ) -> tuple[StepOutput, TorchState]:
+        """Reads target tokens and returns all logits; see `Decoder.step`."""
         target = torch.from_numpy(np.ascontiguousarray(tokens)).to(state.mask.device)
         logits, past = self.model.decode(target, state.mask, state.cross, state.past)
         mask = state.mask
         if not self.has_encoder:
             mask = torch.from_numpy(longer(mask.cpu().numpy(), tokens)).to(target.device)
-        return logits.cpu().numpy(), TorchState(mask, state.cross, past)
+        return StepOutput(logits.cpu().numpy()), TorchState(mask, state.cross, past)
 
     @torch.inference_mode()
     def select(self, state: TorchState, rows: NDArray[np.int64]) -> TorchState:

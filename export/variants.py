@@ -9,23 +9,22 @@ from dataclasses import dataclass
 import torch
 
 from transferry.build_model.transformer import Transformer
-from transferry.export.cache_int8 import round_cache
-from transferry.export.calibration import Activation, Calibration
-from transferry.export.fusion import FloatKernels, Fusion, Kernels, drop_unused
-from transferry.export.graphs import OPSET, Graph, export_graphs
-from transferry.export.int8 import Int8Kernels, quantise_embedding
-from transferry.export.narrowing import narrow_graphs
-from transferry.export.ranking import rank_graph
-from transferry.export.screening import (
+from transferry.export.graphs.fused import OPSET as SLOT_OPSET
+from transferry.export.graphs.fused import export_slot_graphs
+from transferry.export.graphs.portable import OPSET, Graph, export_graphs
+from transferry.export.optimise.calibration import Activation, Calibration
+from transferry.export.optimise.fusion import FloatKernels, Fusion, Kernels, drop_unused
+from transferry.export.optimise.kv_cache_int8 import round_cache
+from transferry.export.optimise.kv_scales import Units, in_units
+from transferry.export.optimise.linear_int8 import Int8Kernels, quantise_embedding
+from transferry.export.optimise.screening import (
     SMALLEST_VOCABULARY,
     peaks_graph,
     rough_graph,
     screen_tensors,
 )
-from transferry.export.slot_graphs import OPSET as SLOT_OPSET
-from transferry.export.slot_graphs import export_slot_graphs
-from transferry.export.units import Units, in_units
-from transferry.runtime.bundle import StoredTensor, Variant
+from transferry.export.optimise.top_k import rank_graph
+from transferry.runtime.bundle import CacheSpec, StoredTensor, Variant
 from transferry.runtime.errors import ParityError, UsageError
 
 PORTABLE = "portable"
@@ -102,15 +101,25 @@ class MadeVariant:
         screen: Mapping[str, StoredTensor] = {}
         if "rough" in self.graphs:
             screen = screen_tensors(self.graphs["head"], self.graphs["rough"])
-        return Variant(self.name, recipe.precision, recipe.providers, self.opset, specs, screen)
+        cache = None
+        if "decoder" in specs:
+            cache = CacheSpec(recipe.fused, specs["decoder"].tensor("past").type)
+        return Variant(
+            self.name,
+            recipe.precision,
+            recipe.providers,
+            self.opset,
+            specs,
+            cache,
+            "rank" in specs,
+            screen,
+        )
 
 
 def make_variant(
     model: Transformer,
     name: str,
     calibration: Calibration | None = None,
-    *,
-    narrow: bool = False,
 ) -> MadeVariant:
     """Exports the graphs of a variant, and fuses them where its recipe says so.
 
@@ -118,7 +127,6 @@ def make_variant(
         model: The model in float32, in eval mode.
         name: One of `RECIPES`.
         calibration: What an int8 variant is made with.
-        narrow: Add the graphs that score some tokens alone, for a shortlist.
 
     Raises:
         UsageError: There is no such variant, or an int8 variant is not calibrated.
@@ -140,7 +148,6 @@ def make_variant(
             export_slot_graphs(
                 model,
                 recipe.prefix,
-                on_device="cpu" not in recipe.providers,
                 stored="int8" if units else None,
             ),
         )
@@ -159,13 +166,11 @@ def make_variant(
             f"variant {name}: expected {len(units)} attentions of the decoder to read integers, "
             f"found {rounded}; the exporter wrote some in another way"
         )
-    if "clear" in graphs:
+    if "cpu" not in recipe.providers and "head" in graphs:
         graphs["rank"] = rank_graph(graphs["head"])
     if _screened(recipe, graphs, model):
         graphs["rough"] = rough_graph(graphs["head"])
         graphs["peaks"] = peaks_graph(graphs["sums"])
-    if narrow:
-        graphs |= narrow_graphs(graphs["head"])
     return MadeVariant(name, opset, graphs)
 
 

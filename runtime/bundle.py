@@ -6,7 +6,6 @@
       FOLDER/weights.bin       their weights, stored once and shared by the graphs
       tokenizer.json ...       the tokenizer: its settings, and the files of its kind
       reference.npz            inputs, and what torch answered to them
-      shortlist.npz            perhaps: which target tokens a sentence's answers may hold
 
 The runtime hard-codes no tensor name: each tensor of a graph has a role, and tensors of one role
 are matched in the order in which the manifest lists them (the i-th present is the next step's i-th
@@ -26,17 +25,16 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from transferry.runtime.decoding.options import GenerationOptions, options_of_json
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import sha256
-from transferry.runtime.options import GenerationOptions, options_of_json
-from transferry.runtime.processor import usable_cores
+from transferry.runtime.hardware import usable_cores
 from transferry.runtime.tables import table
-from transferry.runtime.tokenizer import AnyTokenizer, load_tokenizer
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 
-FORMAT = 6
+FORMAT = 7
 MANIFEST = "manifest.json"
 REFERENCE = "reference.npz"
-SHORTLIST = "shortlist.npz"
 # Which graphs a variant has at least, by architecture.
 GRAPHS = {
     "encoder-decoder": ("encoder", "decoder", "select"),
@@ -48,8 +46,6 @@ IN_PLACE = {
     "encoder-decoder": ("encoder", "decoder", "head", "sums", "gather", "move", "place", "select"),
     "decoder-only": ("decoder", "head", "sums", "gather", "move"),
 }
-# What a variant has beside these where the bundle has a shortlist.
-NARROW = ("part", "narrow")
 
 Role = Literal[
     "source",  # int64 [batch, source]: token ids
@@ -83,11 +79,8 @@ Role = Literal[
     "single",  # bool []: whether the target is one token, which sees all columns before; likewise
     "kept",  # [batch, heads, source, d_head]: cross once more, where it lies; likewise
     "rows",  # int64 [selected]: which rows to take
-    "tokens",  # int64 [tokens]: which tokens to score
-    "part",  # [d_model, tokens] and [tokens]: what the output layer has of them
     "places",  # int64 [selected]: and where to put them
     "moved",  # [batch, heads, length, d_head]: the state after that
-    "cleared",  # [batch, heads, length, d_head]: zeros in place of a state
     "index",  # int64 [selected, heads, columns]: which columns of the cache to take
     "gathered",  # [selected, heads, columns, d_head]: the cache with these columns
     "fresh",  # [batch, heads, columns, d_head]: cross of a few sentences, to be written into
@@ -154,20 +147,32 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
+class CacheSpec:
+    """The KV cache of a variant.
+
+    Attributes:
+        in_place: Whether steps write into it; else each step returns a longer one.
+        type: numpy's name of its element type, or "bfloat16".
+    """
+
+    in_place: bool
+    type: str
+
+
+@dataclass(frozen=True)
 class Variant:
     """One way to compute the model.
 
     Attributes:
         name: Such as "portable".
         precision: Type of weights and arithmetic.
-        providers: Where it is meant to run.
+        providers: Execution providers that it is made for.
         opset: Version of the standard ONNX operators that the graphs use.
-        graphs: Those that `GRAPHS` lists, by name, or where the cache lies in place `IN_PLACE`; and
-            where greedy search is screened "rough" and "peaks"; where the cache is int8
-            "unrounded", which tells what its integers stand for; where the bundle has a shortlist
-            `NARROW`.
-        screen: What `runtime.screen` reads of the vocabulary projection, by its names there; empty
-            where greedy search does without.
+        graphs: By name; `required_graphs` lists those that a variant must have.
+        cache: The KV cache of the decoder; None for an encoder-only model.
+        top_k: Whether graph "rank" ranks tokens on the device, so that few numbers leave it.
+        screen: Weights of the LM head that `ScreenedArgmax` reads, by its parameters; empty if
+            greedy search computes all logits.
     """
 
     name: str
@@ -175,6 +180,8 @@ class Variant:
     providers: tuple[str, ...]
     opset: int
     graphs: Mapping[str, GraphSpec]
+    cache: CacheSpec | None = None
+    top_k: bool = False
     screen: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     @property
@@ -184,8 +191,17 @@ class Variant:
 
     @property
     def in_place(self) -> bool:
-        """Whether the cache lies in place; else every step makes a longer one."""
-        return "gather" in self.graphs
+        """Whether steps write into the KV cache in place; else each step returns a longer one."""
+        return self.cache is not None and self.cache.in_place
+
+    def required_graphs(self, architecture: str) -> tuple[str, ...]:
+        """Returns the names of the graphs that the variant must have, by what it says of itself."""
+        return (
+            *(IN_PLACE if self.in_place else GRAPHS)[architecture],
+            *(("unrounded",) if self.cache is not None and self.cache.type == "int8" else ()),
+            *(("rank",) if self.top_k else ()),
+            *(("rough", "peaks") if self.screen else ()),
+        )
 
 
 @dataclass(frozen=True)
@@ -292,10 +308,9 @@ def _check_graphs(manifest: Manifest) -> None:
     if not manifest.variants:
         raise ValueError("it has no variant")
     for variant in manifest.variants.values():
-        needed = (IN_PLACE if variant.in_place else GRAPHS)[manifest.architecture]
-        if variant.in_place and SHORTLIST in manifest.files:
-            needed = (*needed, *NARROW)
-        for name in needed:
+        if (variant.cache is None) != (manifest.architecture == "encoder-only"):
+            raise ValueError(f"variant {variant.name!r} must say what its KV cache is")
+        for name in variant.required_graphs(manifest.architecture):
             if name not in variant.graphs:
                 raise ValueError(f"variant {variant.name!r} has no graph {name!r}")
         for graph in variant.graphs.values():
@@ -321,6 +336,8 @@ def _variant(record: dict[str, Any]) -> Variant:
         tuple(record["providers"]),
         record["opset"],
         graphs,
+        CacheSpec(**record["cache"]) if record["cache"] is not None else None,
+        record["top_k"],
         {
             name: StoredTensor(**{**tensor, "shape": tuple(tensor["shape"])})
             for name, tensor in record["screen"].items()

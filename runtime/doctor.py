@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from transferry.runtime.processor import instruction_sets, usable_cores
+from transferry.runtime.hardware import instruction_sets, usable_cores
 
 # y = a b, all of them float32 [n, n]: opset 17, IR version 8. The runtime does without the onnx
 # package, so the graph is kept serialised; a test builds it again through onnx and compares.
@@ -69,7 +69,7 @@ def check_cpu() -> Check:
 def check_cuda() -> Check:
     """Runs a product on the CUDA provider, where there is a GPU."""
     try:
-        from transferry.runtime.session import cuda_obstacle
+        from transferry.runtime.ort.cuda import cuda_obstacle
     except (ImportError, OSError) as reason:
         return Check("cuda", "warning", _one_line(reason), "mend onnxruntime first")
     obstacle = cuda_obstacle()
@@ -95,7 +95,7 @@ def _check_product(provider: Literal["cpu", "cuda"], remedy: str) -> Check:
 def _product_error(provider: Literal["cpu", "cuda"]) -> float:
     """Largest error of a product against numpy's float64, over the largest entry."""
     # Imported here: an onnxruntime that does not even import is for doctor to report.
-    from transferry.runtime.session import SessionOptions, open_session
+    from transferry.runtime.ort.session import SessionOptions, open_session
 
     generator = np.random.default_rng(0)
     a, b = generator.standard_normal((2, PRODUCT_SIZE, PRODUCT_SIZE), dtype=np.float32)

@@ -7,6 +7,7 @@ import io
 import os
 import shutil
 import sys
+import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -330,3 +331,34 @@ def sha256(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}.") from error
+
+
+# What numpy, zipfile and the reading of what they gave raise where a file is damaged.
+ARCHIVE_FAULTS = (
+    *(OSError, ValueError, LookupError, EOFError, RuntimeError, TypeError, AttributeError),
+    zipfile.BadZipFile,
+)
+
+
+@contextmanager
+def open_arrays(path: Path, what: str, remedy: str) -> Iterator[Any]:
+    """Opens an archive, and answers for all that is read of it inside the `with`.
+
+    Args:
+        path: The file.
+        what: What it should be, such as "a bundle's reference".
+        remedy: What to do where it is not.
+
+    Yields:
+        The arrays by name; none of them is unpickled.
+
+    Raises:
+        InputError: The file is missing or damaged, or does not hold what is looked for.
+    """
+    import numpy as np  # here, so that `transferry --help` does not load it
+
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            yield file
+    except ARCHIVE_FAULTS as error:
+        raise InputError(f"{path} is not {what} ({error}); {remedy}") from error

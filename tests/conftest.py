@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from transferry.runtime.doctor import check_cuda
-from transferry.runtime.tokenizer import PASSAGES, PROMPTS, SOURCES, SpecialTokens
+from transferry.runtime.tokenizer.byte_pair import PASSAGES, PROMPTS, SOURCES, SpecialTokens
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -90,7 +90,7 @@ def make_run(
     return folder
 
 
-def make_bundle(run: Path, folder: Path, *variants: str, shortlist: bool = False) -> Path:
+def make_bundle(run: Path, folder: Path, *variants: str) -> Path:
     from transferry.build_model.checkpoint import load_checkpoint, load_samples
     from transferry.build_model.corpus import builtin_pairs
     from transferry.export.bundle import export_bundle
@@ -101,7 +101,6 @@ def make_bundle(run: Path, folder: Path, *variants: str, shortlist: bool = False
         texts=load_samples(run),
         variants=variants,
         calibrate=[pair.source for pair in builtin_pairs(300, seed=1)] if variants else (),
-        shortlist=builtin_pairs(300, seed=2) if shortlist else (),
     )
     return folder
 

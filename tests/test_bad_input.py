@@ -227,8 +227,8 @@ def empty_line(place: Path) -> None:
 
 def interrupt(place: Path) -> None:
     """Leaves a job of which the first of two shards is finished."""
-    from transferry.runtime.job_options import JobOptions
-    from transferry.runtime.jobs import Job, Summary
+    from transferry.runtime.jobs.job import Job, Summary
+    from transferry.runtime.jobs.options import JobOptions
 
     def stop(summary: Summary) -> None:
         if summary.rows == 3:
@@ -340,7 +340,7 @@ def change_nothing(place: Path) -> None:
 
 
 def certify(place: Path) -> Path:
-    from transferry.runtime.certificate import FOLDER
+    from transferry.runtime.parity.certificate import FOLDER
 
     result = CliRunner().invoke(main, ["verify", "bundle", "--certify", "2026-11-21"])
     assert result.exit_code == 0

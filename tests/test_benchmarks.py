@@ -29,12 +29,11 @@ from transferry.build_model.corpus import builtin_pairs
 from transferry.build_model.transformer import Transformer
 from transferry.export.torch_decoder import TorchDecoder
 from transferry.runtime.bundle import Bundle
-from transferry.runtime.engine import Engine
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.search import search
+from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.options import GenerationOptions
-from transferry.runtime.search import search
-from transferry.runtime.session import SessionOptions
-from transferry.runtime.shortlist import Shortlist
+from transferry.runtime.ort.session import SessionOptions
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 TEXTS = [pair.source for pair in builtin_pairs(24, seed=3)]
@@ -64,12 +63,11 @@ def our_tokens(
     checkpoint: Checkpoint,
     texts: Sequence[str],
     options: GenerationOptions,
-    shortlist: Shortlist | None = None,
 ) -> list[tuple[int, ...]]:
     tokenizer = checkpoint.tokenizer
     sources = [tokenizer.special.wrap(tokenizer.encode(text)) for text in texts]
     decoder = TorchDecoder(checkpoint.model)
-    found = search(decoder, sources, options, tokenizer.special, shortlist=shortlist)
+    found = search(decoder, sources, options, tokenizer.special)
     return [hypotheses[0].tokens for hypotheses in found]
 
 
@@ -82,10 +80,9 @@ def ctranslate2_model(
     run_folder: Path,
     folder: Path,
     precision: str = "float32",
-    shortlist: Shortlist | None = None,
 ) -> CTranslate2Model:
     pytest.importorskip("ctranslate2", reason="of the extra peers, which is not installed")
-    write_ctranslate2(checkpoint, folder, precision, shortlist)
+    write_ctranslate2(checkpoint, folder, precision)
     return CTranslate2Model(folder, run_folder, precision, 1, 1)
 
 
@@ -113,24 +110,6 @@ def test_the_ctranslate2_model_gives_our_tokens(
         expected = our_tokens(model, TEXTS, options)
         assert tokens_of(theirs.answer(TEXTS, options, 8)) == expected
         assert len(set(expected)) > 8, "answers that do not depend on the source show nothing"
-
-
-def test_ctranslate2_has_our_shortlist(
-    checkpoint: Checkpoint, run_folder: Path, tmp_path: Path
-) -> None:
-    """A sentence at a time: of several it takes all lists together."""
-    rng = np.random.default_rng(0)
-    # The special tokens among them: CTranslate2 lets all of them be answers.
-    frequent = np.array([0, 1, 2, *rng.integers(3, 400, 9)])
-    shortlist = Shortlist(frequent, rng.integers(3, 400, (400, 3)))
-    model = of_shape(checkpoint)
-    theirs = ctranslate2_model(model, run_folder, tmp_path, shortlist=shortlist)
-    for beam in (1, 4):
-        options = search_options(beam, 20, shortlist=True)
-        expected = our_tokens(model, TEXTS, options, shortlist)
-        assert tokens_of(theirs.answer(TEXTS, options, 1)) == expected
-        assert expected != our_tokens(model, TEXTS, search_options(beam, 20))
-        assert len(set(expected)) > 8
 
 
 def test_the_ctranslate2_answers_are_texts_in_order(

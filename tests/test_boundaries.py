@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +15,9 @@ PACKAGES = ("build_model", "export", "runtime")
 MAX_LINES = 520
 CLI_MAX_LINES = 820  # the top level is fixed, so cli.py cannot become two
 
-# Leaf modules of the runtime that training shares with it: the files that both read, the errors
-# that both raise, the settings that both write, the tokenizers that one writes and the other reads.
-SHARED = (
-    *("runtime.errors", "runtime.files", "runtime.settings"),
-    *("runtime.tokenizer", "runtime.special_tokens", "runtime.original_tokenizers"),
-)
+# Training shares these with the runtime: it reads the same files, raises the same errors, keeps
+# its settings in the same way and writes the very tokenizer that the runtime reads.
+SHARED = ("runtime.errors", "runtime.files", "runtime.settings", "runtime.tokenizer")
 # What each part of the project may import of the project besides itself.
 PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
     "cli": PACKAGES,
@@ -27,16 +25,28 @@ PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
     "build_model": SHARED,
     "runtime": (),
 }
+# The rooms of a package, leaf first: each may import those before it, and none that comes after.
+ROOMS = {
+    "runtime": (
+        *("errors", "files", "settings", "tables", "hardware", "tokenizer", "decoding"),
+        *("bundle", "ort", "doctor", "parity", "engine", "jobs", "console"),
+    ),
+    "export": (
+        *("graphs", "torch_encoder", "torch_decoder", "optimise", "variants"),
+        *("parity", "backends", "bundle", "debug", "faults", "report", "verify"),
+    ),
+}
+MAX_MODULES = 12  # in a folder, __init__.py left out
 STANDARD_LIBRARY = frozenset(sys.stdlib_module_names)
 RUNTIME_LIBRARIES = STANDARD_LIBRARY | {"numpy", "onnxruntime", "tiktoken"}
 # What a part of the runtime may use where it is installed.
 OPTIONAL_LIBRARIES = {
     "runtime.files": frozenset({"zstandard"}),
-    "runtime.sinks": frozenset({"pyarrow"}),
-    "runtime.sources": frozenset({"pyarrow"}),
-    "runtime.ray_job": frozenset({"pyarrow", "ray"}),
-    "runtime.reading": frozenset({"sentencex"}),
-    "runtime.original_tokenizers": frozenset({"tokenizers", "sentencepiece"}),
+    "runtime.jobs.writers": frozenset({"pyarrow"}),
+    "runtime.jobs.readers": frozenset({"pyarrow"}),
+    "runtime.jobs.ray_job": frozenset({"pyarrow", "ray"}),
+    "runtime.engine.preprocess": frozenset({"sentencex"}),
+    "runtime.tokenizer.third_party": frozenset({"tokenizers", "sentencepiece"}),
 }
 GRAPH_LIBRARIES = frozenset({"onnx", "onnx_ir", "onnxscript", "onnxruntime"})
 
@@ -95,24 +105,30 @@ def existing_module(name: str, root: Path) -> str:
     return ".".join(parts)
 
 
+def within(module: str, places: tuple[str, ...]) -> bool:
+    return any(module == place or module.startswith(f"{place}.") for place in places)
+
+
 def may_import_module(module: str, target: str) -> bool:
-    if module in SHARED:
-        return target in SHARED
-    part = module.split(".")[0]
-    allowed = (part, *PROJECT_IMPORTS[part])
-    return any(target == name or target.startswith(f"{name}.") for name in allowed)
+    package = module.split(".")[0]
+    if not within(target, (package, *PROJECT_IMPORTS[package])):
+        return False
+    if package not in ROOMS or target.split(".")[0] != package or module == package:
+        return True
+    rooms, one, other = ROOMS[package], module.split(".")[1], target.split(".")[1:2]
+    return bool(other) and rooms.index(other[0]) <= rooms.index(one)
 
 
 def may_import_library(module: str, library: str) -> bool:
     optional = OPTIONAL_LIBRARIES.get(module, frozenset())
-    if module in SHARED:
+    if within(module, SHARED):
         return library in (RUNTIME_LIBRARIES - {"onnxruntime"}) | optional
-    part = module.split(".")[0]
-    if part == "runtime":
-        return library in RUNTIME_LIBRARIES | optional
-    if part == "cli":
+    if module == "cli" or within(module, ("runtime.console",)):
         return library in STANDARD_LIBRARY | {"click"}
-    forbidden = {"click"} | (GRAPH_LIBRARIES if part == "build_model" else set())
+    package = module.split(".")[0]
+    if package == "runtime":
+        return library in RUNTIME_LIBRARIES | optional
+    forbidden = {"click"} | (GRAPH_LIBRARIES if package == "build_model" else set())
     return library not in forbidden
 
 
@@ -121,29 +137,58 @@ def test_the_sources_keep_the_rules() -> None:
     assert violations(CHECKOUT) == []
 
 
+def test_every_module_has_a_room() -> None:
+    for package, rooms in ROOMS.items():
+        found = {path.stem for path in (CHECKOUT / package).iterdir() if path.suffix == ".py"}
+        found |= {path.parent.name for path in (CHECKOUT / package).glob("*/__init__.py")}
+        assert found - {"__init__"} <= set(rooms), f"{package}: tell in ROOMS where these stand"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    modules = {module_name(path.relative_to(CHECKOUT)): path for path in sources(CHECKOUT)}
+    left = {
+        module: {
+            existing_module(name.removeprefix("transferry."), CHECKOUT)
+            for name in imports(path)
+            if name.startswith("transferry.")
+        }
+        - {module}
+        for module, path in modules.items()
+    }
+    while leaves := {module for module, targets in left.items() if not targets & left.keys()}:
+        left = {module: targets for module, targets in left.items() if module not in leaves}
+    assert not left, "these import each other"
+
+
 @pytest.mark.parametrize(
     ("place", "line", "breach"),
     [
-        ("runtime/engine.py", "import torch", "imports torch"),
-        ("runtime/engine.py", "def f():\n    import onnx.helper", "imports onnx"),
-        ("runtime/engine.py", "import click", "imports click"),
-        ("runtime/engine.py", "from transferry.export import graphs", "transferry.export"),
-        ("runtime/engine.py", "import transferry.build_model.config", "transferry.build_model"),
-        ("runtime/engine.py", "from transferry import cli", "imports transferry.cli"),
-        ("runtime/engine.py", "from .errors import InputError", "relative import"),
-        ("runtime/engine.py", "from runtime.errors import InputError", "bare name"),
-        ("runtime/tokenizer.py", "import onnxruntime", "imports onnxruntime"),
-        ("runtime/tokenizer.py", "import tokenizers", "imports tokenizers"),
-        ("runtime/original_tokenizers.py", "import onnxruntime", "imports onnxruntime"),
+        ("runtime/engine/engine.py", "import torch", "imports torch"),
+        ("runtime/engine/engine.py", "def f():\n    import onnx.helper", "imports onnx"),
+        ("runtime/engine/engine.py", "import click", "imports click"),
+        ("runtime/engine/engine.py", "from transferry.export import graphs", "transferry.export"),
+        ("runtime/engine/engine.py", "import transferry.build_model.config", "build_model"),
+        ("runtime/engine/engine.py", "from transferry import cli", "imports transferry.cli"),
+        ("runtime/engine/engine.py", "from .errors import InputError", "relative import"),
+        ("runtime/engine/engine.py", "from runtime.errors import InputError", "bare name"),
+        ("runtime/engine/engine.py", "from transferry.runtime.jobs import job", "runtime.jobs"),
+        ("runtime/engine/engine.py", "from transferry.runtime import Engine", "runtime"),
+        ("runtime/decoding/search.py", "import transferry.runtime.bundle", "runtime.bundle"),
+        ("runtime/jobs/job.py", "from transferry.runtime.console import progress", "console"),
+        ("runtime/console/progress.py", "import numpy", "imports numpy"),
+        ("runtime/tokenizer/byte_pair.py", "import onnxruntime", "imports onnxruntime"),
+        ("runtime/tokenizer/byte_pair.py", "import tokenizers", "imports tokenizers"),
+        ("runtime/tokenizer/third_party.py", "import onnxruntime", "imports onnxruntime"),
+        ("runtime/tokenizer/byte_pair.py", "from transferry.runtime import engine", "engine"),
         ("build_model/huggingface/a.py", "from transferry.runtime.bundle import B", "bundle"),
-        ("runtime/tokenizer.py", "from transferry.runtime.engine import Engine", "runtime.engine"),
-        ("build_model/train.py", "from transferry.runtime.engine import E", "runtime.engine"),
+        ("build_model/train.py", "from transferry.runtime.engine.engine import E", "engine"),
         ("build_model/train.py", "from transferry.runtime import engine", "runtime.engine"),
         ("build_model/train.py", "from transferry import runtime", "imports transferry.runtime"),
         ("build_model/train.py", "from transferry.export import graphs", "transferry.export"),
         ("build_model/train.py", "import onnxruntime as ort", "imports onnxruntime"),
-        ("export/graphs.py", "from transferry.cli import main", "imports transferry.cli"),
-        ("export/graphs.py", "import click", "imports click"),
+        ("export/graphs/portable.py", "from transferry.cli import main", "transferry.cli"),
+        ("export/graphs/portable.py", "from transferry.export import bundle", "export.bundle"),
+        ("export/graphs/portable.py", "import click", "imports click"),
         ("cli.py", "import numpy", "imports numpy"),
         ("cli.py", "import runtime", "bare name"),
     ],
@@ -158,21 +203,19 @@ def test_a_planted_breach_is_caught(tmp_path: Path, place: str, line: str, breac
 @pytest.mark.parametrize(
     ("place", "line"),
     [
-        ("cli.py", "import click\ndef run():\n    from transferry.export.graphs import export"),
-        ("export/graphs.py", "import onnx, torch\nfrom transferry.runtime.engine import Engine"),
-        ("export/graphs.py", "from transferry.build_model.train import train"),
+        ("cli.py", "import click\nfrom transferry.runtime.console import progress"),
+        ("cli.py", "def run():\n    from transferry.export.graphs.portable import export"),
+        ("export/graphs/portable.py", "import onnx, torch\nimport transferry.runtime.engine"),
+        ("export/graphs/portable.py", "from transferry.build_model.train import train"),
+        ("export/bundle.py", "from transferry.export.graphs import portable"),
         ("build_model/train.py", "import torch\nfrom transferry.runtime import errors, files"),
-        ("build_model/train.py", "from transferry.runtime.tokenizer import Tokenizer"),
-        ("build_model/huggingface/a.py", "from transferry.runtime.original_tokenizers import K"),
-        ("runtime/original_tokenizers.py", "import tokenizers, sentencepiece"),
-        (
-            "runtime/engine.py",
-            "import onnxruntime\nfrom transferry.runtime import errors",
-        ),
-        (
-            "runtime/tokenizer.py",
-            "import json, tiktoken\nfrom transferry.runtime import files",
-        ),
+        ("build_model/train.py", "from transferry.runtime.tokenizer.byte_pair import Tokenizer"),
+        ("build_model/huggingface/a.py", "from transferry.runtime.tokenizer import third_party"),
+        ("runtime/console/progress.py", "import click\nfrom transferry.runtime.jobs import job"),
+        ("runtime/tokenizer/third_party.py", "import tokenizers, sentencepiece"),
+        ("runtime/engine/engine.py", "import onnxruntime\nfrom transferry.runtime import errors"),
+        ("runtime/jobs/job.py", "from transferry.runtime.engine.engine import Engine"),
+        ("runtime/tokenizer/byte_pair.py", "import json\nfrom transferry.runtime import files"),
     ],
 )
 def test_what_is_allowed_passes(tmp_path: Path, place: str, line: str) -> None:
@@ -181,13 +224,24 @@ def test_what_is_allowed_passes(tmp_path: Path, place: str, line: str) -> None:
 
 
 def plant(root: Path, place: str, line: str) -> None:
-    names = ("bundle", "engine", "errors", "files", "original_tokenizers", "tokenizer")
-    modules = [f"runtime/{name}.py" for name in names]
-    models = ("build_model/train.py", "build_model/huggingface/a.py")
-    for module in ("cli.py", "export/graphs.py", *models, *modules):
+    modules = (
+        *("cli.py", "build_model/train.py", "build_model/huggingface/a.py"),
+        *("export/graphs/portable.py", "export/bundle.py", "runtime/bundle.py"),
+        *("runtime/errors.py", "runtime/files.py", "runtime/tokenizer/byte_pair.py"),
+        *("runtime/tokenizer/third_party.py", "runtime/decoding/search.py"),
+        *("runtime/engine/engine.py", "runtime/jobs/job.py", "runtime/console/progress.py"),
+    )
+    for module in modules:
         path = root / module
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(line if module == place else "", encoding="utf-8")
+
+
+def test_no_folder_has_more_modules_than_one_looks_over() -> None:
+    folders = Counter(path.parent for path in sources(CHECKOUT) if path.name != "__init__.py")
+    for folder, count in folders.items():
+        if folder.name != "build_model":
+            assert count <= MAX_MODULES, folder
 
 
 def test_no_module_outgrows_its_noun() -> None:
@@ -224,9 +278,11 @@ for absent in ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "tokeniz
     sys.modules[absent] = None  # what the import system takes for "not to be found"
 import transferry.runtime
 folder = pathlib.Path(transferry.runtime.__file__).parent
-for path in sorted(folder.glob("*.py")):
-    importlib.import_module(f"transferry.runtime.{path.stem}")
-    print(path.stem)
+for path in sorted(folder.rglob("*.py")):
+    names = path.relative_to(folder).with_suffix("").parts
+    if names[0] != "console":
+        importlib.import_module(".".join(("transferry.runtime", *names)).removesuffix(".__init__"))
+        print(path.stem)
 """
     imported = run_python(script).split()
     assert {"errors", "session", "doctor"} <= set(imported)

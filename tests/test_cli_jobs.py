@@ -149,7 +149,7 @@ def test_standard_input_is_gone_on_with(
     bundle_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same lines have to come again."""
-    from transferry.runtime.jobs import Job
+    from transferry.runtime.jobs.job import Job
 
     out, stdin = tmp_path / "out.jsonl", b"one\ntwo\nthree\nfour\nfive\n"
     command: list[str | Path] = ["run", bundle_folder, "-", "-o", out, "--shard-rows", "2"]

@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from transferry.cli import main
-from transferry.runtime.onnx_decoder import OnnxDecoder
+from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.ort.portable_decoder import PortableDecoder
 
 DATE = "2026-11-21"
 
@@ -38,13 +39,14 @@ def lines(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spoil(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """Multiplies the logits of a bundle that is opened as it is served."""
-    step = OnnxDecoder.step
+    step = PortableDecoder.step
 
-    def wrong(self: OnnxDecoder, tokens: Any, state: Any) -> Any:
-        logits, later = step(self, tokens, state)
-        return logits * (1.0 if self.options.optimisation == "disable" else factor), later
+    def wrong(self: PortableDecoder, tokens: Any, state: Any, **wanted: Any) -> Any:
+        output, later = step(self, tokens, state)
+        spoiled = 1.0 if self.options.optimisation == "disable" else factor
+        return StepOutput(output.all_logits * spoiled), later
 
-    monkeypatch.setattr(OnnxDecoder, "step", wrong)
+    monkeypatch.setattr(PortableDecoder, "step", wrong)
 
 
 def test_from_a_proof_to_a_result_that_cites_it(

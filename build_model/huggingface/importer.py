@@ -16,7 +16,7 @@ from transferry.build_model.huggingface.vocabularies import TOKENIZERS
 from transferry.build_model.huggingface.weights import Carried, carry_over
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import replace_folder, staged_folder
-from transferry.runtime.tokenizer import AnyTokenizer
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
 # What `generate` of transformers goes by and a run does not: how to search is said to transferry.
 SEARCH_SETTINGS = (

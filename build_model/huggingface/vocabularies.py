@@ -10,14 +10,14 @@ from transferry.build_model.config import ModelConfig
 from transferry.build_model.huggingface.folder import Checkpoint, read_object
 from transferry.build_model.vocabulary import byte_of_character
 from transferry.runtime.errors import InputError
-from transferry.runtime.original_tokenizers import (
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, Tokenizer
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens, read_bytes
+from transferry.runtime.tokenizer.third_party import (
     HuggingFaceTokenizer,
-    OriginalTokenizer,
     SentencePiecePair,
     SentencePieceTokenizer,
+    ThirdPartyTokenizer,
 )
-from transferry.runtime.special_tokens import SpecialTokens, read_bytes
-from transferry.runtime.tokenizer import AnyTokenizer, Tokenizer
 
 TOKENIZER = "tokenizer.json"
 
@@ -244,7 +244,7 @@ def _as_it_is(
 
 
 def _original(
-    kind: type[OriginalTokenizer],
+    kind: type[ThirdPartyTokenizer],
     files: Mapping[str, bytes],
     special: SpecialTokens,
     config: ModelConfig,

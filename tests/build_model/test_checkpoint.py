@@ -24,7 +24,7 @@ from transferry.build_model.checkpoint import (
 from transferry.build_model.config import ModelConfig, TrainConfig
 from transferry.build_model.transformer import Transformer
 from transferry.runtime.errors import InputError
-from transferry.runtime.tokenizer import SINGLE_BYTES, Tokenizer
+from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
 
 BYTES = Tokenizer("bytes", r".", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 SHAPE = ModelConfig(

@@ -19,7 +19,7 @@ from transferry.build_model.data import (
     token_batches,
 )
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.tokenizer import SINGLE_BYTES, Tokenizer
+from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
 
 PAIRS = [Pair("A dog.", "Ein Hund."), Pair("Two\u2028cats.", "Zwei\u2028Katzen.")]
 BYTES = Tokenizer("bytes", r".", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})

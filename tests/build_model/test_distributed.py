@@ -19,7 +19,7 @@ from transferry.build_model.metrics import Metrics
 from transferry.build_model.train import Trainer, Validation
 from transferry.build_model.transformer import Transformer
 from transferry.runtime.errors import ProviderError
-from transferry.runtime.tokenizer import SINGLE_BYTES, Tokenizer
+from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
 
 BYTES = Tokenizer("bytes", r".", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 PAIRS = [Pair("x" * a + " y", "z" * b + " w") for a in range(1, 7) for b in range(1, 7)]

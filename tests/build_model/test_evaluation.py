@@ -9,7 +9,7 @@ from transferry.build_model.config import ModelConfig
 from transferry.build_model.data import Pair, collate, encode_pairs
 from transferry.build_model.evaluation import Evaluation, cross_entropy, evaluate
 from transferry.build_model.transformer import Transformer
-from transferry.runtime.tokenizer import SINGLE_BYTES, Tokenizer
+from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
 
 BYTES = Tokenizer("bytes", r".", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 # The longest source comes first, so that sorting by length has something to put back.

@@ -31,12 +31,12 @@ from transferry.build_model.vocabulary import byte_of_character
 from transferry.cli import main
 from transferry.export.torch_decoder import TorchDecoder
 from transferry.runtime.bundle import REFERENCE
-from transferry.runtime.engine import Engine
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.search import search
+from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.options import GenerationOptions
-from transferry.runtime.reference import Reference
-from transferry.runtime.search import search
-from transferry.runtime.tokenizer import AnyTokenizer, load_tokenizer
+from transferry.runtime.parity.recorded import Reference
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 
 REASON = "a test dependency, which is not installed: it is what the import is held against"
 transformers = pytest.importorskip("transformers", reason=REASON)

@@ -21,7 +21,7 @@ from transferry.build_model.metrics import Metrics
 from transferry.build_model.recipe import PairFiles, Recipe
 from transferry.build_model.train import Trainer
 from transferry.runtime.errors import InputError
-from transferry.runtime.tokenizer import SINGLE_BYTES, SOURCES, SpecialTokens, Tokenizer
+from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, SpecialTokens, Tokenizer
 
 SMALLEST = Preset(
     270,

@@ -8,7 +8,7 @@ import pytest
 
 from transferry.build_model.text import CHOSEN, MaskedWindows, Windows, read_text
 from transferry.runtime.errors import InputError
-from transferry.runtime.tokenizer import PASSAGES, PROMPTS
+from transferry.runtime.tokenizer.byte_pair import PASSAGES, PROMPTS
 
 MASK, PAD = 3, 0
 ORDINARY = range(4, 400)

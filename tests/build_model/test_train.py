@@ -20,7 +20,7 @@ from transferry.build_model.evaluation import Evaluation
 from transferry.build_model.metrics import Metrics
 from transferry.build_model.train import Trainer, Validation
 from transferry.runtime.errors import InputError
-from transferry.runtime.tokenizer import SINGLE_BYTES, Tokenizer
+from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
 
 BYTES = Tokenizer("bytes", r".", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 DIGITS = ["null", "eins", "zwei", "drei", "vier", "fünf"]

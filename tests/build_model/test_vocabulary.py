@@ -12,7 +12,7 @@ from tiktoken.registry import ENCODINGS
 
 from transferry.build_model.vocabulary import cut_encoding, train_bpe
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.tokenizer import Tokenizer
+from transferry.runtime.tokenizer.byte_pair import Tokenizer
 
 SENTENCES = [
     "A dog is running in the snow, and the dog's tail wags.",

@@ -17,15 +17,15 @@ from transferry.build_model.transformer import Transformer
 from transferry.export import bundle as exporting
 from transferry.export import variants
 from transferry.export.bundle import export_bundle
-from transferry.export.calibration import Calibration, Histogram, Linears
-from transferry.export.graphs import Graph
-from transferry.export.judge import Judge
-from transferry.export.slot_graphs import export_slot_graphs
-from transferry.export.units import Ranges, in_units
+from transferry.export.graphs.fused import export_slot_graphs
+from transferry.export.graphs.portable import Graph
+from transferry.export.optimise.calibration import Calibration, Histogram, Linears
+from transferry.export.optimise.kv_scales import Ranges, in_units
+from transferry.export.parity.oracle import Judge
 from transferry.runtime.bundle import Bundle
-from transferry.runtime.compare import Tolerance
-from transferry.runtime.onnx_decoder import OnnxDecoder
-from transferry.runtime.session import SessionOptions
+from transferry.runtime.ort.portable_decoder import PortableDecoder
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.parity.compare import Tolerance
 
 
 @pytest.fixture(scope="session")
@@ -51,8 +51,8 @@ def bundle(bundle_folder: Path) -> Bundle:
 
 
 @pytest.fixture(scope="session")
-def decoder(bundle: Bundle) -> OnnxDecoder:
-    return OnnxDecoder(bundle, bundle.variant(), SessionOptions())
+def decoder(bundle: Bundle) -> PortableDecoder:
+    return PortableDecoder(bundle, bundle.variant(), SessionOptions())
 
 
 @pytest.fixture(scope="session")
@@ -94,10 +94,7 @@ def slots_traced(checkpoint: Checkpoint) -> Exporter:
         for stored in (None, "int8")
     }
 
-    def export(
-        model: Transformer, prefix: str, *, on_device: bool = False, stored: str | None = None
-    ) -> dict[str, Graph]:
-        assert not on_device, "what picks on a device was not traced"
+    def export(model: Transformer, prefix: str, *, stored: str | None = None) -> dict[str, Graph]:
         return traced[stored](model, prefix)
 
     return export

@@ -19,12 +19,12 @@ from transferry.build_model.transformer import Transformer
 from transferry.export import bundle as export
 from transferry.export import variants
 from transferry.export.bundle import check_bundle, check_graphs, export_bundle
-from transferry.export.graphs import Graph
+from transferry.export.graphs.portable import Graph
 from transferry.runtime.bundle import MANIFEST, REFERENCE, Bundle
-from transferry.runtime.compare import Tolerance
 from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.files import sha256
-from transferry.runtime.reference import Reference
+from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.parity.recorded import Reference
 
 Graphs = dict[str, Graph]
 

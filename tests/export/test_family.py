@@ -10,15 +10,15 @@ import torch
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.evaluation import cross_entropy
 from transferry.build_model.transformer import Transformer
-from transferry.export.cases import random_case
-from transferry.export.graphs import export_graphs
-from transferry.export.judge import Judge
-from transferry.export.weights import write_graphs
+from transferry.export.graphs.external_data import write_graphs
+from transferry.export.graphs.portable import export_graphs
+from transferry.export.parity.cases import random_case
+from transferry.export.parity.oracle import Judge
 from transferry.runtime.bundle import Bundle, Manifest, Variant
-from transferry.runtime.compare import Tolerance
-from transferry.runtime.model import Model, open_model
-from transferry.runtime.session import SessionOptions
-from transferry.runtime.tokenizer import SINGLE_BYTES, SOURCES, Tokenizer
+from transferry.runtime.ort.open_model import Model, open_model
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, Tokenizer
 
 BYTES = Tokenizer("bytes", r"\S+|\s+", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 SHAPE: dict[str, Any] = dict(

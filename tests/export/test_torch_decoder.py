@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.layers import sinusoidal_positions
 from transferry.build_model.transformer import greedy
-from transferry.export.cases import random_case
-from transferry.export.judge import Judge
+from transferry.export.parity.cases import random_case
+from transferry.export.parity.oracle import Judge
 from transferry.export.torch_decoder import TorchDecoder
-from transferry.runtime.compare import Case
-from transferry.runtime.onnx_decoder import OnnxDecoder
-from transferry.runtime.options import GenerationOptions
-from transferry.runtime.search import pad_sources, search
-from transferry.runtime.tokenizer import SOURCES
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.search import pad_sources, search
+from transferry.runtime.ort.portable_decoder import PortableDecoder
+from transferry.runtime.parity.compare import Case
+from transferry.runtime.tokenizer.byte_pair import SOURCES
 
 LENGTH = 30
 
@@ -50,8 +50,8 @@ def test_steps_give_what_the_model_gives(
     state = oracle.start(case.source, case.mask)
     found = []
     for tokens in np.split(case.target, np.cumsum(pieces)[:-1], axis=1):
-        logits, state = oracle.step(tokens, state)
-        found.append(logits)
+        output, state = oracle.step(tokens, state)
+        found.append(output.all_logits)
     np.testing.assert_allclose(
         np.concatenate(found, axis=1), logits_of_model(oracle, case), rtol=0, atol=1e-12
     )
@@ -64,11 +64,11 @@ def test_selected_rows_go_on_as_they_would_have(
     before = oracle.start(case.source, case.mask)
     _, before = oracle.step(case.target[:, :6], before)
     state = oracle.select(before, np.array(rows))
-    logits, state = oracle.step(case.target[rows, 6:], state)
+    found, state = oracle.step(case.target[rows, 6:], state)
     wanted = logits_of_model(oracle, case)[rows, 6:]
-    np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(found.all_logits, wanted, rtol=0, atol=1e-12)
     again, _ = oracle.step(case.target[:, 6:], before)
-    np.testing.assert_allclose(again[rows], wanted, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(again.all_logits[rows], wanted, rtol=0, atol=1e-12)
 
 
 def test_oracle_is_a_float64_copy(checkpoint: Checkpoint, case: Case) -> None:
@@ -92,7 +92,9 @@ def test_dropout_is_off(checkpoint: Checkpoint, case: Case) -> None:
     np.testing.assert_array_equal(logits_of_model(decoder, case), logits_of_model(decoder, case))
 
 
-def test_cache_is_named_as_in_the_graphs(judge: Judge, decoder: OnnxDecoder, case: Case) -> None:
+def test_cache_is_named_as_in_the_graphs(
+    judge: Judge, decoder: PortableDecoder, case: Case
+) -> None:
     state = judge.reference.start(case.source, case.mask)
     tensors = judge.reference.tensors(state)
     of_graph = decoder.tensors(decoder.start(case.source, case.mask))
@@ -128,7 +130,7 @@ def test_search_is_the_plain_greedy_loop(
 
 
 def test_onnxruntime_is_the_plain_greedy_loop(
-    decoder: OnnxDecoder, sources: list[list[int]], plain: list[list[int]]
+    decoder: PortableDecoder, sources: list[list[int]], plain: list[list[int]]
 ) -> None:
     found = search(decoder, sources, GenerationOptions(max_length=LENGTH), SOURCES)
     assert [list(row[0].tokens) for row in found] == plain

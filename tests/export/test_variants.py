@@ -26,18 +26,19 @@ from transferry.build_model.transformer import Transformer
 from transferry.cli import main
 from transferry.export import variants
 from transferry.export.bundle import export_bundle
-from transferry.export.cases import random_case
-from transferry.export.graphs import Graph, export_graphs
-from transferry.export.judge import Judge
+from transferry.export.graphs.external_data import ALIGNMENT, WEIGHTS, write_graphs
+from transferry.export.graphs.portable import Graph, export_graphs
+from transferry.export.parity.cases import random_case
+from transferry.export.parity.oracle import Judge
 from transferry.export.variants import RECIPES, make_variant, recipe_of
-from transferry.export.weights import ALIGNMENT, WEIGHTS, write_graphs
 from transferry.runtime.bundle import MANIFEST, Bundle, Manifest
-from transferry.runtime.compare import Tolerance
 from transferry.runtime.errors import UsageError
-from transferry.runtime.model import open_model
-from transferry.runtime.session import SessionOptions, cuda_obstacle
-from transferry.runtime.slot_decoder import SlotDecoder
-from transferry.runtime.tokenizer import SOURCES
+from transferry.runtime.ort.cuda import cuda_obstacle
+from transferry.runtime.ort.fused_decoder import FusedDecoder
+from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.tokenizer.byte_pair import SOURCES
 
 Exporter = Callable[[Transformer, str], dict[str, Graph]]
 
@@ -265,7 +266,7 @@ def test_half_precision_answers_nearly_alike(tmp_path: Path) -> None:
     variant = made.described()
     manifest = Manifest(config.architecture, config.to_dict(), {}, {variant.name: variant}, {}, {})
     opened = open_model(Bundle(tmp_path, manifest, None), variant, SessionOptions())  # type: ignore[arg-type]
-    assert isinstance(opened, SlotDecoder)
+    assert isinstance(opened, FusedDecoder)
     cases = [random_case(config, *size, seed=0) for size in [(1, 1, 0), (3, 7, 0), (2, 5, 4)]]
     judge = Judge(model, SOURCES, Tolerance.of("float16"))
     comparisons = judge.numbers(opened, cases)

@@ -176,6 +176,27 @@ def no_select(record: Record) -> None:
     del portable(record)["graphs"]["select"]
 
 
+def no_cache(record: Record) -> None:
+    portable(record)["cache"] = None
+
+
+def cache_in_place(record: Record) -> None:
+    portable(record)["cache"]["in_place"] = True
+
+
+def cache_of_integers(record: Record) -> None:
+    portable(record)["cache"]["type"] = "int8"
+
+
+def top_k_without_its_graph(record: Record) -> None:
+    portable(record)["top_k"] = True
+
+
+def screen_without_its_graphs(record: Record) -> None:
+    weight = {"file": "portable/weights.bin", "offset": 0, "type": "float32", "shape": [2, 2]}
+    portable(record)["screen"] = {"weight": weight}
+
+
 def graph_without_a_hash(record: Record) -> None:
     portable(record)["graphs"]["encoder"]["file"] = "../encoder.onnx"
 
@@ -209,6 +230,11 @@ def option_out_of_range(record: Record) -> None:
         (unknown_role, "tensor 'source' has the unknown role 'wish'"),
         (no_variant, "it has no variant"),
         (no_select, "variant 'portable' has no graph 'select'"),
+        (no_cache, "variant 'portable' must say what its KV cache is"),
+        (cache_in_place, "variant 'portable' has no graph 'head'"),
+        (cache_of_integers, "variant 'portable' has no graph 'unrounded'"),
+        (top_k_without_its_graph, "variant 'portable' has no graph 'rank'"),
+        (screen_without_its_graphs, "variant 'portable' has no graph 'rough'"),
         (graph_without_a_hash, r"graph '\.\./encoder\.onnx' is not among its files"),
         (tensor_without_a_shape, "'shape'"),
         (hash_without_a_size, "'size'"),

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transferry.runtime import doctor, session
+from transferry.runtime import doctor
 from transferry.runtime.doctor import Check, check_cpu, check_cuda, diagnose
+from transferry.runtime.ort import cuda, session
 
 
 def test_finds_this_machine_in_order() -> None:
@@ -77,8 +78,8 @@ def test_a_product_that_raises_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> No
 def test_cuda_is_a_fault_only_where_a_gpu_goes_unused(
     monkeypatch: pytest.MonkeyPatch, gpu_present: bool, status: str
 ) -> None:
-    obstacle = session.CudaObstacle("cublas is missing", "install cublas", gpu_present)
-    monkeypatch.setattr(session, "cuda_obstacle", lambda: obstacle)
+    obstacle = cuda.CudaObstacle("cublas is missing", "install cublas", gpu_present)
+    monkeypatch.setattr(cuda, "cuda_obstacle", lambda: obstacle)
     assert asdict(check_cuda()) == {
         "name": "cuda",
         "status": status,
@@ -96,7 +97,7 @@ def test_two_onnxruntime_packages_are_a_fault(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_onnxruntime_that_does_not_import_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("onnxruntime", "transferry.runtime.session"):
+    for module in ("onnxruntime", "transferry.runtime.ort.session"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     real_import = builtins.__import__
 

@@ -1,0 +1,214 @@
+"""A fault made small: the operators that show it, their inputs, and what torch makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from numpy.typing import NDArray
+from onnx import external_data_helper, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from transferry.export.debug.traced_program import value_error
+from transferry.runtime.files import atomic_file, open_arrays
+from transferry.runtime.ort.session import SessionOptions, open_session
+from transferry.runtime.parity.report import Origin
+from transferry.runtime.tables import table
+
+_STANDARD = ("", "ai.onnx")
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A fault by itself.
+
+    Attributes:
+        origin: Where it is.
+        session: How the graph was served.
+        model: The operators as an ONNX model, its weights in it; it has one output.
+        inputs: By name, as the served graph had them.
+        oracle: What the float64 oracle makes of the whole graph's inputs at the output's place.
+        reference: Likewise torch in float32.
+        mask: Where these mean something.
+        budget: The largest error that passes.
+    """
+
+    origin: Origin
+    session: SessionOptions
+    model: bytes
+    inputs: Mapping[str, NDArray[Any]]
+    oracle: NDArray[Any]
+    reference: NDArray[Any]
+    mask: NDArray[np.bool_]
+    budget: float
+
+    def save(self, path: Path) -> None:
+        """Writes the file.
+
+        Raises:
+            InputError: It cannot be written.
+        """
+        record = {
+            "origin": asdict(self.origin),
+            "session": asdict(self.session),
+            "inputs": list(self.inputs),
+            "budget": self.budget,
+        }
+        arrays: dict[str, NDArray[Any]] = {
+            f"input/{number}": array for number, array in enumerate(self.inputs.values())
+        }
+        for name in ("oracle", "reference", "mask"):
+            arrays[name] = getattr(self, name)
+        arrays["model"] = np.frombuffer(self.model, np.uint8)
+        arrays["index"] = np.frombuffer(json.dumps(record).encode(), np.uint8)
+        with atomic_file(path) as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, path: Path) -> Replay:
+        """Reads what `save` wrote.
+
+        Raises:
+            InputError: The file is missing or damaged.
+        """
+        remedy = "write it again with `transferry verify --checkpoint`"
+        with open_arrays(path, "the replay of a fault", remedy) as file:
+            record = json.loads(file["index"].tobytes())
+            return cls(
+                Origin(**record["origin"]),
+                SessionOptions(**record["session"]),
+                file["model"].tobytes(),
+                {name: file[f"input/{n}"] for n, name in enumerate(record["inputs"])},
+                file["oracle"],
+                file["reference"],
+                file["mask"],
+                record["budget"],
+            )
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay gave.
+
+    Attributes:
+        replay: What was run.
+        served: Error of onnxruntime, opened as the graph was served.
+        evaluator: Error of onnx's ReferenceEvaluator; None where it lacks an operator.
+        reference: Error that torch in float32 made.
+    """
+
+    replay: Replay
+    served: float
+    evaluator: float | None
+    reference: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether what is served is within the budget; NaN is not."""
+        return self.served <= self.replay.budget
+
+    def to_text(self) -> str:
+        """Returns the result as a person reads it."""
+        replay = self.replay
+        rows = [
+            (name, f"{error:.2e}", f"{replay.budget:.2e}", _result(error, replay.budget))
+            for name, error in (
+                (f"onnxruntime {onnxruntime.__version__} as served", self.served),
+                (f"onnx.reference {onnx.__version__}", self.evaluator),
+                ("torch float32", self.reference),
+            )
+            if error is not None
+        ]
+        session = replay.session
+        lines = [
+            str(replay.origin),
+            "",
+            table(("runtime", "error", "budget", "result"), rows),
+            f"provider {session.provider}, optimisation {session.optimisation}, "
+            f"threads {session.threads}",
+        ]
+        if not self.passed and self.evaluator is not None:
+            both = not self.evaluator <= replay.budget
+            lines.append(
+                "the graph is at fault: both runtimes give the same wrong answer"
+                if both
+                else "the runtime is at fault: onnx.reference gets it right"
+            )
+        return "\n".join([*lines, "PASSED" if self.passed else "FAILED"])
+
+
+def _result(error: float, budget: float) -> str:
+    return "ok" if error <= budget else "FAULT"
+
+
+def replay(path: Path) -> Replayed:
+    """Runs the operators of a file that `Replay.save` wrote, on two runtimes.
+
+    Raises:
+        InputError: The file is missing or damaged.
+        ProviderError: The provider that the graph was served on cannot run here.
+    """
+    item = Replay.load(path)
+    feeds = dict(item.inputs)
+    (served,) = open_session(path, item.session, item.model).run(None, feeds)
+    model = onnx.load_from_string(item.model)
+    evaluator = None
+    if all(node.domain in _STANDARD for node in model.graph.node):
+        (found,) = ReferenceEvaluator(model).run(None, feeds)
+        evaluator = value_error(np.asarray(found), item.oracle, item.mask)
+    return Replayed(
+        item,
+        value_error(np.asarray(served), item.oracle, item.mask),
+        evaluator,
+        value_error(item.reference, item.oracle, item.mask),
+    )
+
+
+def extract(
+    model: onnx.ModelProto,
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Mapping[str, NDArray[Any]],
+    output: str,
+    folder: Path,
+) -> bytes:
+    """Makes a model of some nodes of a graph.
+
+    Args:
+        model: The graph, its external weights not loaded.
+        nodes: The nodes, in the graph's order.
+        inputs: What they read of the rest of the graph.
+        output: The value that the new model gives.
+        folder: Where the external weights lie.
+    """
+    used = {name for node in nodes for name in node.input}
+    weights = []
+    for tensor in model.graph.initializer:
+        if tensor.name in used:
+            weight = onnx.TensorProto()
+            weight.CopyFrom(tensor)
+            if external_data_helper.uses_external_data(weight):
+                external_data_helper.load_external_data_for_tensor(weight, str(folder))
+                weight = numpy_helper.from_array(numpy_helper.to_array(weight), tensor.name)
+            weights.append(weight)
+    graph = helper.make_graph(
+        list(nodes),
+        "replay",
+        [
+            helper.make_tensor_value_info(
+                name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
+            )
+            for name, array in inputs.items()
+        ],
+        [helper.make_empty_tensor_value_info(output)],
+        weights,
+    )
+    part = helper.make_model(graph, opset_imports=model.opset_import)
+    part.ir_version = model.ir_version
+    content: bytes = part.SerializeToString()
+    return content

@@ -1,0 +1,1 @@
+"""Faults planted in copies of a bundle, and the self-test that demands they are caught."""

@@ -1,0 +1,303 @@
+"""A copy of a bundle, open to edits of its graphs and weights: what faults are planted in."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from transferry.build_model.config import ModelConfig
+from transferry.export.graphs.external_data import SMALLEST, store
+from transferry.runtime.bundle import MANIFEST, Bundle, FileRecord, Variant
+from transferry.runtime.errors import InputError
+from transferry.runtime.files import sha256
+
+PLANTED = "planted.bin"  # the changed weights, beside the graphs; the others stay where they are
+Change = Callable[[NDArray[Any]], NDArray[Any]]
+
+
+class BundleCopy:
+    """A copy of a bundle, whose manifest `seal` makes agree with what was edited."""
+
+    def __init__(self, bundle: Bundle, variant: Variant, folder: Path) -> None:
+        """Copies the bundle.
+
+        Args:
+            bundle: What is copied.
+            variant: Which variant is edited.
+            folder: Where the copy will lie; it must not exist.
+        """
+        # No links: onnx_ir and onnxruntime look for weights that lead out of the folder.
+        shutil.copytree(bundle.folder, folder)
+        self.folder = folder
+        self.manifest = bundle.manifest
+        self.variant = variant
+        self.config = ModelConfig.from_dict(dict(bundle.manifest.model))
+        self._written: set[str] = set()
+        self._damaged = False
+
+    @cached_property
+    def graphs(self) -> dict[str, ir.Model]:
+        """The graphs of the variant, by name."""
+        return {
+            name: ir.load(self.folder / spec.file) for name, spec in self.variant.graphs.items()
+        }
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a file of the copy, which the manifest will vouch for."""
+        (self.folder / name).write_bytes(content)
+        self._written.add(name)
+
+    def truncate(self, name: str, *, vouched: bool) -> None:
+        """Cuts a file in half; the graphs are left as they are.
+
+        Args:
+            name: The file.
+            vouched: The manifest will say so.
+        """
+        path = self.folder / name
+        os.truncate(path, path.stat().st_size // 2)
+        self._damaged = True
+        if vouched:
+            self._written.add(name)
+
+    def seal(self) -> None:
+        """Writes the edited graphs and a manifest that agrees with every file written."""
+        if not self._damaged:
+            self._write_graphs()
+        records = {}
+        for name in sorted(self._written):
+            path = self.folder / name
+            records[name] = FileRecord(sha256(path), path.stat().st_size)
+        manifest = dataclasses.replace(self.manifest, files={**self.manifest.files, **records})
+        (self.folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+
+    def rewrite(self) -> None:
+        """Has a weight written anew as it is, so that a copy without a fault differs in that too.
+
+        Raises:
+            InputError: No weight lies outside of the graphs.
+        """
+        *_, last = self._outside()
+        for value in self.named(last.removeprefix("model.")):
+            value.const_value = ir.Tensor(_array(value), name=value.name)
+
+    def _outside(self) -> list[str]:
+        """The names of the weights that lie outside of the graphs."""
+        found = [
+            key
+            for model in self.graphs.values()
+            for key, value in model.graph.initializers.items()
+            if isinstance(value.const_value, ir.ExternalTensor)
+        ]
+        if not found:
+            raise self.absent("weights outside of the graphs")
+        return found
+
+    def _write_graphs(self) -> None:
+        (folder,) = {Path(spec.file).parent for spec in self.variant.graphs.values()}
+        name = (folder / PLANTED).as_posix()
+        self.write(name, b"")
+        places: dict[tuple[ir.DataType, bytes], tuple[int, int]] = {}
+        meant: list[tuple[ir.Model, str, bytes]] = []
+        with (self.folder / name).open("wb") as file:
+            for model in self.graphs.values():
+                for value in model.graph.initializers.values():
+                    tensor = value.const_value
+                    if isinstance(tensor, ir.Tensor) and tensor.nbytes >= SMALLEST:
+                        value.const_value = store(tensor, file, places)
+                        meant.append((model, str(value.name), tensor.tobytes()))
+        for key, spec in self.variant.graphs.items():
+            model = self.graphs[key]
+            model.graph.sort()
+            ir.save(model, self.folder / spec.file)
+            self._written.add(spec.file)
+            # Another fault than the one that is reported would be caught for the wrong reason.
+            found = ir.load(self.folder / spec.file).graph.initializers
+            for owner, weight, content in meant:
+                tensor = found[weight].const_value if owner is model else None
+                if tensor is not None and tensor.tobytes() != content:
+                    raise RuntimeError(f"{spec.file} does not hold {weight} as it was edited")
+
+    def weights_file(self) -> str:
+        """Returns the file, by its path inside the bundle, that holds the largest weight.
+
+        Raises:
+            InputError: No weight lies outside of the graphs.
+        """
+        found = [
+            (tensor.nbytes, Path(self.variant.graphs[key].file).parent / tensor.location)
+            for key, model in self.graphs.items()
+            for tensor in (value.const_value for value in model.graph.initializers.values())
+            if isinstance(tensor, ir.ExternalTensor)
+        ]
+        if not found:
+            raise self.absent("weights outside of the graphs")
+        return max(found)[1].as_posix()
+
+    def absent(self, what: str) -> InputError:
+        """What to raise where a graph lacks what a fault would be planted in."""
+        return InputError(
+            f"no fault can be planted in {what}: expected in the graphs of variant "
+            f"{self.variant.name!r}, found none; the self-test knows the graphs that this version "
+            "exports, so export the bundle again"
+        )
+
+    def named(self, name: str) -> list[ir.Value]:
+        """Returns a weight in each graph that has it.
+
+        Args:
+            name: As in the state of the torch model, without the "model." before it.
+
+        Raises:
+            InputError: No graph has it.
+        """
+        key = f"model.{name}"
+        found = [
+            model.graph.initializers[key]
+            for model in self.graphs.values()
+            if key in model.graph.initializers
+        ]
+        if not found:
+            raise self.absent(f"the weight {key}")
+        return found
+
+    def names(self) -> list[str]:
+        """Returns the names of all weights, as `named` takes them."""
+        keys = [
+            key.removeprefix("model.")
+            for model in self.graphs.values()
+            for key in model.graph.initializers
+            if key.startswith("model.")
+        ]
+        return list(dict.fromkeys(keys))
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Returns a copy of a weight."""
+        return _array(self.named(name)[0])
+
+    def edit(self, name: str, change: Change) -> None:
+        """Changes a weight in each graph that has it.
+
+        Raises:
+            InputError: No graph has it, or it would be the same as before.
+        """
+        for value in self.named(name):
+            before = _array(value)
+            after = np.ascontiguousarray(change(before.copy()), before.dtype)
+            if before.tobytes() == after.tobytes():
+                raise self.absent(f"{name}, which would stay the same")
+            value.const_value = ir.Tensor(after, name=value.name)
+
+    def nodes(self, *types: str, graph: str | None = None) -> Iterator[ir.Node]:
+        """Yields the nodes of some operators, of one graph or of all."""
+        for name, model in self.graphs.items():
+            if graph in (None, name):
+                yield from [node for node in model.graph if node.op_type in types]
+
+    def linear(self, name: str) -> list[ir.Value]:
+        """Returns what a Linear gives, its bias included, in each graph that has it.
+
+        Raises:
+            InputError: Its weight is not multiplied by anything as the exporter writes it.
+        """
+        found = []
+        for weight in self.named(f"{name}.weight"):
+            for product in self._users(weight, "Transpose", "MatMul"):
+                value = product.outputs[0]
+                biased = [node for node in self._users(value, "Add") if constants(node)]
+                found.append(biased[0].outputs[0] if biased else value)
+        if not found:
+            raise self.absent(f"the Linear {name}")
+        return found
+
+    def _users(self, value: ir.Value, *types: str) -> list[ir.Node]:
+        """The nodes at the end of a chain of operators that begins at a value."""
+        nodes: list[ir.Node] = []
+        values = [value]
+        for type_ in types:
+            nodes = [user for one in values for user in one.consumers() if user.op_type == type_]
+            values = [node.outputs[0] for node in nodes]
+        return nodes
+
+    def users(self, value: ir.Value, *types: str) -> list[ir.Node]:
+        """Returns the nodes at the end of a chain of operators that begins at a value.
+
+        Raises:
+            InputError: There is no such chain.
+        """
+        found = self._users(value, *types)
+        if not found:
+            raise self.absent(f"{' and '.join(types)} after {value.name}")
+        return found
+
+
+def _array(value: ir.Value) -> NDArray[Any]:
+    assert value.const_value is not None
+    return value.const_value.numpy().copy()
+
+
+def constants(node: ir.Node) -> list[ir.Value]:
+    """Returns the inputs of a node that are weights or constants."""
+    return [value for value in node.inputs if value is not None and value.is_initializer()]
+
+
+def scalar(node: ir.Node, wanted: float | None = None) -> ir.Value | None:
+    """Returns the input of a node that is a constant of one entry, if it has the wanted value."""
+    for value in constants(node):
+        tensor = value.const_value
+        if tensor is not None and tensor.size == 1:
+            found = float(tensor.numpy().reshape(-1)[0].astype(np.float64))
+            # 16 bits hold a square root to three digits.
+            if wanted is None or math.isclose(found, wanted, rel_tol=1e-2):
+                return value
+    return None
+
+
+def add(near: ir.Value, operator: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
+    """Adds a node to the graph of a value and returns what it gives."""
+    graph = near.graph
+    assert isinstance(graph, ir.Graph)
+    node = ir.node(operator, list(inputs), attributes)
+    node.outputs[0].name = f"planted.{len(graph)}"
+    graph.append(node)
+    return node.outputs[0]
+
+
+def constant(near: ir.Value, array: Any) -> ir.Value:
+    """Adds a constant to the graph of a value; whole numbers are int64."""
+    return add(near, "Constant", value=ir.tensor(np.asarray(array)))
+
+
+def replace(
+    value: ir.Value, make: Callable[[ir.Value], ir.Value], *, outside: bool = False
+) -> None:
+    """Gives all who read a value something else.
+
+    Args:
+        value: The value.
+        make: Makes from it what is read instead; it may read the value itself.
+        outside: Only who reads it as an output of the graph.
+    """
+    uses = [] if outside else list(value.uses())
+    new = make(value)
+    for node, index in uses:
+        node.replace_input_with(index, new)
+    graph = new.graph
+    assert isinstance(graph, ir.Graph)
+    with contextlib.suppress(ValueError):
+        place = [item.name for item in graph.outputs].index(value.name)
+        output = add(new, "Identity", new)
+        output.name, value.name = value.name, f"{value.name}.honest"
+        output.type, output.shape = value.type, value.shape
+        graph.outputs[place] = output

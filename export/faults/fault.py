@@ -1,0 +1,84 @@
+"""What a kind of fault is, and where in a model faults are planted.
+
+A fault is planted where it is hardest to see: in one layer, in one weight of middling size, in
+rows that real text seldom reads. What finds nothing to edit raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from transferry.build_model.config import ModelConfig
+from transferry.export.faults.bundle_copy import BundleCopy
+
+Given = TypeVar("Given")
+Plant = Callable[[BundleCopy], str]
+Applies = Callable[[ModelConfig], bool]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of fault.
+
+    Attributes:
+        kind: Its name in the report.
+        plant: Plants it in a copy and says what was changed and where.
+        applies: Whether a model of this shape can have it.
+    """
+
+    kind: str
+    plant: Plant
+    applies: Applies
+
+
+class Faults(list[Fault]):
+    """Kinds of fault, in the order of the report."""
+
+    def kind(self, kind: str, applies: Applies = lambda config: True) -> Callable[[Plant], Plant]:
+        """Decorates the function that plants a kind; see `Fault`."""
+
+        def register(plant: Plant) -> Plant:
+            self.append(Fault(kind, plant, applies))
+            return plant
+
+        return register
+
+
+def rare_tokens(config: ModelConfig) -> tuple[int, int]:
+    """Returns the two tokens in whose rows of the embedding faults are planted."""
+    return config.vocabulary_size // 3, 2 * config.vocabulary_size // 3
+
+
+def given(new: Given) -> Callable[[Given], Given]:
+    """Returns a change that puts this in the place of whatever there was."""
+    return lambda old: new
+
+
+def decodes(config: ModelConfig) -> bool:
+    """Whether there is a decoder."""
+    return bool(config.decoder_layers)
+
+
+def stack(config: ModelConfig) -> tuple[str, int]:
+    """Returns the stack with the most layers, and how many it has."""
+    if config.decoder_layers >= config.encoder_layers:
+        return "decoder", config.decoder_layers
+    return "encoder", config.encoder_layers
+
+
+def first(config: ModelConfig) -> str:
+    """Returns the first layer that a token meets."""
+    return "encoder.0" if config.encoder_layers else "decoder.0"
+
+
+def last(config: ModelConfig) -> str:
+    """Returns the last layer that a token meets."""
+    stack = "decoder" if config.decoder_layers else "encoder"
+    return f"{stack}.{getattr(config, f'{stack}_layers') - 1}"
+
+
+def tables(config: ModelConfig) -> list[str]:
+    """Returns the names of the tables of positions."""
+    return ["cosines", "sines"] if config.positions == "rotary" else ["positions"]

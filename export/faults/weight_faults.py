@@ -1,0 +1,248 @@
+"""Faults of what the graphs are given: weights, tables of positions, the tokenizer, whole files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from transferry.build_model.transformer import Transformer
+from transferry.export.faults.bundle_copy import BundleCopy
+from transferry.export.faults.fault import Faults, first, given, last, rare_tokens, stack, tables
+from transferry.runtime.tokenizer.special_tokens import SETTINGS_FILE, read_settings
+
+RANKS_FILE = "ranks.tiktoken"
+FAULTS = Faults()
+
+
+def _is_weight(array: NDArray[Any]) -> bool:
+    return array.ndim > 0 and array.dtype.kind in "fV"
+
+
+# Weights.
+
+
+def _one_entry(copy: BundleCopy, name: str, change: Callable[[Any], Any], row: int = -1) -> str:
+    """Changes the entry of middling size of a weight, or of a row of it."""
+    array = copy.array(name)
+    part = array if row < 0 else array[row]
+    sizes = np.abs(part.astype(np.float64)).ravel()
+    place = int(np.argsort(sizes)[len(sizes) // 2])
+    place += 0 if row < 0 else row * part.size
+    before = array.ravel()[place]
+    after = array.dtype.type(change(before))
+
+    def put(array: NDArray[Any]) -> NDArray[Any]:
+        array.ravel()[place] = after
+        return array
+
+    copy.edit(name, put)
+    where = [int(index) for index in np.unravel_index(place, array.shape)]
+    return f"{name}{where}: {float(before):.9g} became {float(after):.9g}"
+
+
+@FAULTS.kind("one weight off by 1 %")
+def _one_percent(copy: BundleCopy) -> str:
+    name = f"{last(copy.config)}.feed_forward.outer.weight"
+    return _one_entry(copy, name, lambda weight: weight * weight.dtype.type(1.01))
+
+
+@FAULTS.kind("one weight off by one ULP")
+def _one_ulp(copy: BundleCopy) -> str:
+    name = f"{last(copy.config)}.feed_forward.outer.weight"
+    return _one_entry(copy, name, lambda weight: np.nextafter(weight, weight.dtype.type(9)))
+
+
+@FAULTS.kind("a rare token's embedding off by 1 %")
+def _rare_embedding(copy: BundleCopy) -> str:
+    row, _ = rare_tokens(copy.config)
+    return _one_entry(
+        copy, "embedding.weight", lambda weight: weight * weight.dtype.type(1.01), row
+    )
+
+
+@FAULTS.kind("NaN in a weight")
+def _not_a_number(copy: BundleCopy) -> str:
+    name = f"{first(copy.config)}.self_attention.value.weight"
+    return _one_entry(copy, name, lambda weight: np.nan)
+
+
+@FAULTS.kind("two rows of the vocabulary swapped")
+def _vocabulary_rows(copy: BundleCopy) -> str:
+    pair = list(rare_tokens(copy.config))
+
+    def swap(array: NDArray[Any]) -> NDArray[Any]:
+        array[pair] = array[pair[::-1]]
+        return array
+
+    copy.edit("embedding.weight", swap)
+    return f"embedding.weight, rows {pair[0]} and {pair[1]}"
+
+
+@FAULTS.kind("two layers swapped", lambda config: stack(config)[1] > 1)
+def _layers_swapped(copy: BundleCopy) -> str:
+    side, layers = stack(copy.config)
+    one, other = f"{side}.0.", f"{side}.{layers - 1}."
+    for name in [name for name in copy.names() if name.startswith(one)]:
+        twin = other + name.removeprefix(one)
+        left, right = copy.array(name), copy.array(twin)
+        if left.tobytes() != right.tobytes():
+            copy.edit(name, given(right))
+            copy.edit(twin, given(left))
+    return f"{side}, layers 0 and {layers - 1}"
+
+
+def _drop(copy: BundleCopy, suffix: str) -> str:
+    """Zeroes the first bias of a name that is not zero already."""
+    for name in copy.names():
+        if name.endswith(suffix) and copy.array(name).any():
+            copy.edit(name, np.zeros_like)
+            return f"{name} is zero"
+    raise copy.absent(f"biases named {suffix}")
+
+
+@FAULTS.kind("a bias dropped", lambda config: config.bias)
+def _bias_dropped(copy: BundleCopy) -> str:
+    return _drop(copy, "feed_forward.inner.bias")
+
+
+@FAULTS.kind("the bias of the keys dropped", lambda config: config.bias)
+def _key_bias_dropped(copy: BundleCopy) -> str:
+    # softmax(q (k + b)) = softmax(q k + q b) adds the same to every score: without rotation an
+    # answer does not depend on this bias, but a decoder's cache holds it.
+    return _drop(copy, "self_attention.key.bias")
+
+
+@FAULTS.kind("the bias of the output dropped", lambda config: config.output_bias)
+def _output_bias_dropped(copy: BundleCopy) -> str:
+    return _drop(copy, "output_bias")
+
+
+@FAULTS.kind("a square weight transposed", lambda config: config.d_model > 1)
+def _transposed(copy: BundleCopy) -> str:
+    name = f"{last(copy.config)}.self_attention.output.weight"
+    copy.edit(name, np.transpose)
+    return name
+
+
+@FAULTS.kind("the heads of the query permuted", lambda config: config.heads > 1)
+def _heads_permuted(copy: BundleCopy) -> str:
+    name = f"{last(copy.config)}.self_attention.query.weight"
+    copy.edit(name, lambda array: np.roll(array, copy.config.d_head, axis=0))
+    return f"{name}, by one head"
+
+
+@FAULTS.kind("all weights rounded")
+def _rounded(copy: BundleCopy) -> str:
+    arrays = {name: copy.array(name) for name in copy.names()}
+    weights = {name: array for name, array in arrays.items() if _is_weight(array)}
+    # float16's bits of mantissa; of a model that was published in half precision fewer.
+    for bits in (10, 7, 4):
+        rounded = {name: _to_bits(array, bits) for name, array in weights.items()}
+        changed = [name for name in weights if (rounded[name] != weights[name]).any()]
+        for name in changed:
+            copy.edit(name, given(rounded[name]))
+        if changed:
+            return f"{len(changed)} tensors, to {bits} bits of mantissa"
+    raise copy.absent("weights of more than 4 bits of mantissa")
+
+
+def _to_bits(array: NDArray[Any], bits: int) -> NDArray[Any]:
+    mantissa, exponent = np.frexp(array)
+    rounded: NDArray[Any] = np.ldexp(np.round(np.ldexp(mantissa, bits + 1)), exponent - bits - 1)
+    return rounded.astype(array.dtype)
+
+
+@FAULTS.kind("weights of an untrained model")
+def _untrained(copy: BundleCopy) -> str:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        fresh = Transformer(copy.config).state_dict()
+    for name in copy.names():
+        if name.endswith(".weight") and ".norm." not in name and name in fresh:
+            new = fresh[name].float().numpy()
+            if new.ndim == 2:
+                copy.edit(name, given(new))
+    return "all matrices"
+
+
+@FAULTS.kind("the output projection taken for the embedding", lambda config: not config.tied)
+def _tied(copy: BundleCopy) -> str:
+    embedding = copy.array("embedding.weight")
+    copy.edit("output.weight", given(embedding))
+    return "output.weight"
+
+
+@FAULTS.kind(
+    "cross keys and values swapped",
+    lambda config: bool(config.encoder_layers and config.decoder_layers),
+)
+def _cross_swapped(copy: BundleCopy) -> str:
+    module = f"decoder.{copy.config.decoder_layers - 1}.cross_attention"
+    for part in ["weight", "bias"] if copy.config.bias else ["weight"]:
+        keys, values = (copy.array(f"{module}.{name}.{part}") for name in ("key", "value"))
+        if keys.tobytes() != values.tobytes():
+            copy.edit(f"{module}.key.{part}", given(values))
+            copy.edit(f"{module}.value.{part}", given(keys))
+    return module
+
+
+# Positions.
+
+
+@FAULTS.kind("positions shifted by one", lambda config: config.max_positions > 1)
+def _shifted(copy: BundleCopy) -> str:
+    names = tables(copy.config)
+    for name in names:
+        copy.edit(name, lambda table: np.concatenate([table[1:], table[-1:]]))
+    return f"{', '.join(names)}: each position has the next one's row"
+
+
+@FAULTS.kind("the last position wrong", lambda config: config.max_positions > 1)
+def _last_position(copy: BundleCopy) -> str:
+    names = tables(copy.config)
+    for name in names:
+        copy.edit(name, lambda table: np.concatenate([table[:-1], table[-2:-1]]))
+    return f"{', '.join(names)}: the last row is the one before it"
+
+
+@FAULTS.kind("positions turned the wrong way", lambda config: config.positions == "rotary")
+def _reversed(copy: BundleCopy) -> str:
+    copy.edit("sines", np.negative)
+    return "sines are negative"
+
+
+# Files.
+
+
+@FAULTS.kind("truncated external data")
+def _truncated(copy: BundleCopy) -> str:
+    name = copy.weights_file()
+    copy.truncate(name, vouched=False)
+    return f"{name} ends in the middle; the manifest is as it was"
+
+
+@FAULTS.kind("truncated external data, hashes agreeing")
+def _truncated_before_hashing(copy: BundleCopy) -> str:
+    name = copy.weights_file()
+    copy.truncate(name, vouched=True)
+    return f"{name} ends in the middle, and the manifest says so"
+
+
+@FAULTS.kind("another tokenizer")
+def _tokenizer(copy: BundleCopy) -> str:
+    if (copy.folder / RANKS_FILE).is_file():
+        lines = (copy.folder / RANKS_FILE).read_bytes().splitlines(keepends=True)
+        one, other = (line.split() for line in lines[-2:])
+        lines[-2:] = [other[0] + b" %s\n" % one[1], one[0] + b" %s\n" % other[1]]
+        copy.write(RANKS_FILE, b"".join(lines))
+        return f"{RANKS_FILE}: ranks {int(one[1])} and {int(other[1])} changed places"
+    # The files of other kinds are their libraries' own; all kinds name the end token alike.
+    settings = read_settings(copy.folder)
+    settings["special"]["eos_id"] += 1
+    copy.write(SETTINGS_FILE, json.dumps(settings).encode())
+    return f"{SETTINGS_FILE}: another end token"

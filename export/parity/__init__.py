@@ -1,0 +1,1 @@
+"""Torch and its float64 oracle beside a bundle: cases, judgement and task metrics."""

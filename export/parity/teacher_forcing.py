@@ -1,0 +1,81 @@
+"""What given answers say of a model: the error at each place, and how clear each choice was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.runtime.decoding.logits import log_sum_exp
+from transferry.runtime.parity.report import Growth, Margins, Task
+
+Logits = NDArray[np.floating[Any]]
+
+# Distances of the two best tokens, in nats: a decade is two bins.
+EDGES = tuple(10.0 ** (exponent / 2) for exponent in range(-14, 5))
+
+
+class TeacherForcing:
+    """Sums up rows of logits: those of the oracle, of torch in float32, and those judged."""
+
+    def __init__(self) -> None:
+        self.errors: list[float] = []  # by place, of what is judged
+        self.own: list[float] = []  # by place, of torch
+        self.counts = np.zeros(len(EDGES) - 1, np.int64)
+        self.smallest = np.inf
+        self.error = 0.0
+        self.tokens = 0
+        self.losses = np.zeros(2)
+
+    def add(self, target: Sequence[int], oracle: Logits, reference: Logits, found: Logits) -> None:
+        """Takes in a row.
+
+        Args:
+            target: What was fed, [tokens + 1]: each token but the first is told from those before.
+            oracle: [places, vocabulary]; what lies behind the target is left out.
+            reference: torch's in float32, likewise.
+            found: What is judged, likewise.
+        """
+        places = len(target) - 1
+        if not places:
+            return
+        exact, own, judged = (
+            logits[:places].astype(np.float64) for logits in (oracle, reference, found)
+        )
+        largest = np.abs(exact).max()
+        for errors, logits in ((self.errors, judged), (self.own, own)):
+            worst = np.abs(logits - exact).max(axis=1)
+            if errors is self.errors:
+                self.error = float(np.maximum(self.error, worst.max()))
+            errors += [0.0] * (places - len(errors))
+            for place, value in enumerate((worst / largest).tolist()):
+                errors[place] = float(np.maximum(errors[place], value))
+        best = np.partition(exact, -2, axis=1)[:, -2:]
+        margins = best[:, 1] - best[:, 0]
+        self.smallest = min(self.smallest, float(margins.min()))
+        self.counts += np.histogram(np.clip(margins, EDGES[0], EDGES[-1]), EDGES)[0]
+        chosen = np.arange(places), list(target[1:])
+        self.tokens += places
+        self.losses += [
+            float((log_sum_exp(logits) - logits[chosen]).sum()) for logits in (own, judged)
+        ]
+
+    def growth(self) -> list[Growth]:
+        """The error by place, the longest rows having the last places to themselves."""
+        return [
+            Growth(step, error, own)
+            for step, (error, own) in enumerate(zip(self.errors, self.own, strict=True))
+        ]
+
+    def margins(self) -> Margins | None:
+        """How clear the choices were; None where there was none."""
+        if not self.tokens:
+            return None
+        return Margins(EDGES, self.counts.tolist(), self.smallest, self.error)
+
+    def perplexity(self, budget: float) -> Task:
+        """Returns what the errors come to in perplexity (exp of the mean loss)."""
+        reference, found = np.exp(self.losses / self.tokens).tolist()
+        return Task("perplexity", reference, found, abs(found / reference - 1), budget)

@@ -1,0 +1,1 @@
+"""The verification report as an HTML page with figures."""

@@ -1,0 +1,1 @@
+"""Generation from any decoder: options, logits processors, greedy and beam search, sampling."""

@@ -1,0 +1,127 @@
+"""Batches of rows of similar length, within limits on rows and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.runtime.errors import UsageError
+
+Item = TypeVar("Item")
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+# Sources are padded to a multiple of this many columns: onnxruntime's product of one row with a
+# matrix sums its last one to three terms in another order, so that padding would otherwise change
+# the last bits; and a source of one token would be computed by a kernel of its own.
+UNIT = 4
+# Prompts are padded to a multiple of this many columns: later tokens come after the padding, and a
+# softmax adds its terms into as many sums as a vector has lanes, by their columns.
+LANES = 16
+# Limit on the characters of a window, apart from those of its last text: rows of megabytes take no
+# more memory than short ones.
+WINDOW_CHARACTERS = 1 << 24
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Limits on what is computed at once. They decide speed and memory, never an answer.
+
+    Attributes:
+        rows: Rows that the decoder steps together; each beam of a sentence is a row.
+        tokens: Source tokens read at once, padding counted; a longer row is read by itself.
+        window: Sentences read ahead and sorted by length; fewer where they are huge.
+    """
+
+    rows: int = 64
+    tokens: int = 4096
+    window: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "tokens", "window"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"batch {name} must be at least 1, not {getattr(self, name)}")
+
+
+def widened(array: NDArray[Scalar], unit: int, limit: int | None = None) -> NDArray[Scalar]:
+    """Pads with zeros to a multiple of `unit` columns.
+
+    Args:
+        array: `[rows, columns]`.
+        unit: Divides the number of columns of the result.
+        limit: Maximal number of columns, if there is one.
+    """
+    extra = -array.shape[1] % unit
+    if limit is not None:
+        extra = max(0, min(extra, limit - array.shape[1]))
+    return np.pad(array, ((0, 0), (0, extra)))
+
+
+def windows(
+    items: Iterable[Item], size: int, characters: int = WINDOW_CHARACTERS
+) -> Iterator[list[Item]]:
+    """Cuts a stream into lists, reading no further than needed.
+
+    Args:
+        items: Texts, tuples that hold texts, or small values.
+        size: Length of every list but the last.
+        characters: A list that holds this many characters is complete.
+    """
+    window: list[Item] = []
+    held = 0
+    for item in items:
+        window.append(item)
+        held += _characters(item)
+        if len(window) == size or held >= characters:
+            yield window
+            window, held = [], 0
+    if window:
+        yield window
+
+
+def _characters(item: object) -> int:
+    if isinstance(item, tuple):
+        return sum(map(_characters, item))
+    return len(item) if isinstance(item, str) else 0
+
+
+def fitting(lengths: Iterable[int], rows: int, tokens: int) -> int:
+    """Returns how many of the first items go into one batch.
+
+    Args:
+        lengths: Tokens of each item.
+        rows: Limit on the items.
+        tokens: Limit on items times longest; a single item may exceed it.
+    """
+    count = longest = 0
+    for length in islice(lengths, rows):
+        longest = max(longest, length)
+        if count and (count + 1) * longest > tokens:
+            break
+        count += 1
+    return count
+
+
+def length_batches(lengths: Sequence[int], rows: int, tokens: int) -> list[list[int]]:
+    """Groups indices by length, longest first, so that the last batches are quick to finish.
+
+    Args:
+        lengths: Tokens of each item.
+        rows: Limit on the items of a batch; see `fitting`.
+        tokens: Limit on items times longest of a batch.
+
+    Returns:
+        Each index exactly once.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    batches: list[list[int]] = []
+    first = 0
+    while first < len(order):
+        count = fitting((lengths[index] for index in order[first:]), rows, tokens)
+        batches.append(order[first : first + count])
+        first += count
+    return batches

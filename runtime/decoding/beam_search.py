@@ -1,0 +1,269 @@
+"""Beam search: numpy over all sentences at once, Python only where an output ends."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.runtime.decoding.decoder import StepOutput, TopK
+from transferry.runtime.decoding.hypothesis import FAILED, Hypothesis, length_normalised, ranked
+from transferry.runtime.decoding.logits import SegmentMaxima, log_sum_exp
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.strategy import Choice, Request, Strategy
+
+# Segments of the vocabulary where numpy computes their maxima for a threshold: short segments cost
+# numpy more time, few segments leave more candidates above the threshold.
+SEGMENTS = 16
+# Log-probabilities, parent beams and tokens, as `best_candidates` returns them.
+Candidates: TypeAlias = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]
+
+
+class BeamStrategy(Strategy):
+    """Keeps the `beam` likeliest beginnings of each sentence, step by step.
+
+    Candidates of a step are ranked by log-probability, then by beam and token. Of the `2 * beam`
+    best, those that end among the first `beam` are outputs; the first `beam` that do not end go on.
+    There are always enough of those, since each beam has one way to end. This is CTranslate2's
+    rule.
+
+    A beam that does not exist (a sentence begins with one beam, a forced prefix leaves one) has
+    log-probability minus infinity, and so have all its continuations. The same holds for the beams
+    of a sentence that has ended, which therefore ends nothing twice.
+
+    Attributes:
+        totals: Log-probabilities of the beams `[sentences, beam]`.
+        best: The best `beam` ended hypotheses of each sentence, best first.
+        worst_score: Their lowest score; minus infinity until there are `beam` `[sentences]`.
+        reach: Divisor of the log-probability of an output of maximal length `[sentences]`.
+        failed: Whether the model gave unusable scores `[sentences]`.
+    """
+
+    rows_at_first = 1
+
+    def __init__(
+        self, requests: Sequence[Request[Any]], options: GenerationOptions, eos_id: int
+    ) -> None:
+        super().__init__(requests, options.beam, options, eos_id)
+        self.count = self.top = 2 * options.beam
+        self.totals = np.full((len(requests), self.width), -np.inf)
+        self.totals[:, 0] = 0.0  # each begins with one beam
+        self.best: list[list[Hypothesis]] = [[] for _ in requests]
+        self.worst_score = np.full(len(requests), -np.inf)
+        self.reach = self.limits**options.length_penalty
+        self.failed = np.zeros(len(requests), np.bool_)
+
+    def choose(
+        self,
+        output: StepOutput,
+        allowed: NDArray[np.floating[Any]] | None,
+        rows: NDArray[np.int64],
+    ) -> Choice:
+        """Ranks the continuations of the beams; see `Strategy.choose`."""
+        logits = output.all_logits[:, -1]
+        normaliser = output.log_sum_exp
+        if normaliser is None:
+            normaliser = log_sum_exp(logits)
+        maxima = output.maxima if allowed is None else None
+        allowed = logits if allowed is None else allowed
+        if maxima is None:
+            segment = max(1, logits.shape[1] // max(2 * self.count, SEGMENTS))
+            maxima = SegmentMaxima.of(allowed, segment)
+        candidates = partial(best_candidates, logits, allowed, normaliser, maxima)
+        return self._follow(rows, normaliser, candidates)
+
+    def choose_top_k(self, top_k: TopK, rows: NDArray[np.int64]) -> Choice:
+        """Ranks the continuations of the beams; see `Strategy.choose_top_k`."""
+        assert top_k.log_sum_exp is not None
+        return self._follow(rows, top_k.log_sum_exp, partial(best_of_top_k, top_k))
+
+    def _follow(
+        self,
+        rows: NDArray[np.int64],
+        normaliser: NDArray[np.float64],
+        candidates: Callable[[NDArray[np.float64], int], Candidates],
+    ) -> Choice:
+        """Takes the best candidates, and marks the outputs that they end.
+
+        Args:
+            rows: Rows of `tokens` that were stepped `[rows]`.
+            normaliser: Log-sum-exp of their logits `[rows]`.
+            candidates: `best_candidates` or `best_of_top_k`, still to be given totals and count.
+        """
+        beam = self.width
+        width = beam if rows[-1] % beam else 1  # at first each sentence has one
+        sentences = rows[::width] // beam
+        totals = self.totals[sentences, :width]
+        normalised = ~np.isnan(normaliser).reshape(-1, width)
+        failed = (~normalised & (totals > -np.inf)).any(axis=1)
+        totals, parents, tokens = candidates(totals, self.count)
+        parents += np.arange(len(sentences))[:, None] * width
+
+        exists = totals > -np.inf
+        ends = exists & (tokens == self.eos_id)
+        at_limit = self.lengths[sentences] + 1 == self.limits[sentences]
+        complete = np.where(at_limit[:, None], exists, ends)[:, :beam]
+        place = complete.nonzero()
+        found = sentences[place[0]], rows[parents[place]], tokens[place], totals[place]
+        for one in zip(*(each.tolist() for each in found), strict=True):
+            self._add(*one)
+
+        order = np.argsort(ends, axis=1, kind="stable")[:, :beam]
+        going_on = np.arange(len(sentences))[:, None], order
+        totals = totals[going_on]
+        done = failed | at_limit | self._settled(sentences, totals.max(axis=1))
+        totals[done] = -np.inf
+        self.totals[sentences] = totals
+        self.failed[sentences] |= failed
+        rows = self.rows_of(sentences)
+        self.ended[rows] |= done.repeat(beam)
+        return Choice(rows, parents[going_on].ravel(), tokens[going_on].ravel())
+
+    def _add(self, sentence: int, row: int, token: int, log_probability: float) -> None:
+        """Adds a hypothesis: the output in `row` and one more token."""
+        length = int(self.lengths[sentence])
+        score = length_normalised(log_probability, length + 1, self.options.length_penalty)
+        if score <= self.worst_score[sentence]:
+            return  # enough better ones are kept
+        tokens = tuple(self.tokens[row, :length].tolist())
+        if token == self.eos_id:
+            hypothesis = Hypothesis(tokens, log_probability, score, "end")
+        else:
+            hypothesis = Hypothesis((*tokens, token), log_probability, score, "length")
+        best = self.best[sentence] = ranked([*self.best[sentence], hypothesis])[: self.width]
+        if len(best) == self.width:
+            self.worst_score[sentence] = best[-1].score
+
+    def _settled(
+        self, sentences: NDArray[np.int64], log_probability: NDArray[np.float64]
+    ) -> NDArray[np.bool_]:
+        """Whether no further hypothesis of a sentence can matter `[sentences]`.
+
+        Args:
+            sentences: Their indices `[sentences]`.
+            log_probability: Of the best live beam of each `[sentences]`.
+        """
+        worst = self.worst_score[sentences]
+        settled: NDArray[np.bool_]
+        if self.options.early_stopping:
+            settled = (log_probability == -np.inf) | (worst > -np.inf)
+            return settled
+        # A log-probability is negative and only falls, and division by a power of the length
+        # raises it: no continuation scores above the beam itself at the maximal length.
+        settled = log_probability / self.reach[sentences] <= worst
+        return settled
+
+    def hypotheses(self, sentence: int) -> list[Hypothesis]:
+        """Returns the best `n_best`; see `Strategy.hypotheses`."""
+        if self.failed[sentence] or not self.best[sentence]:
+            return [FAILED]
+        return self.best[sentence][: self.options.n_best]
+
+
+def best_candidates(
+    logits: NDArray[np.floating[Any]],
+    allowed: NDArray[np.floating[Any]],
+    normaliser: NDArray[np.float64],
+    maxima: SegmentMaxima,
+    totals: NDArray[np.float64],
+    count: int,
+) -> Candidates:
+    """Finds the best ways to lengthen the beams of each sentence by one token.
+
+    Only candidates that can be among the best are normalised and compared, in float64.
+
+    Args:
+        logits: Of the next token, as the model gave them `[sentences * width, vocabulary]`.
+        allowed: The same after the logits processors.
+        normaliser: Log-sum-exp of the logits `[sentences * width]`.
+        maxima: Segment maxima of the allowed logits.
+        totals: Log-probabilities of the beams `[sentences, width]`.
+        count: Candidates wanted for each sentence.
+
+    Returns:
+        Log-probabilities, parent beams and tokens `[sentences, count]`, the likeliest first, then
+        the lower beam, then the lower token; minus infinity where there are fewer candidates.
+    """
+    sentences, width = totals.shape
+    offsets = totals.reshape(-1) - normaliser
+    row, token = _contenders(allowed, maxima, offsets, width, count)
+    value = logits[row, token] + offsets[row]
+
+    # Side by side, sorted by beam and token: a stable sort keeps this order among equals.
+    sentence = row // width
+    column = np.arange(len(row)) - np.searchsorted(sentence, sentence)
+    columns = max(count, int(column.max(initial=0)) + 1)
+    values = np.full((sentences, columns), -np.inf)
+    candidates = np.zeros((2, sentences, columns), np.int64)
+    values[sentence, column] = value
+    candidates[:, sentence, column] = row - sentence * width, token
+    best = np.arange(sentences)[:, None], np.argsort(-values, axis=1, kind="stable")[:, :count]
+    return values[best], candidates[0][best], candidates[1][best]
+
+
+def best_of_top_k(top_k: TopK, totals: NDArray[np.float64], count: int) -> Candidates:
+    """Does what `best_candidates` does with the likeliest tokens of each row.
+
+    Args:
+        top_k: At least `count` tokens of each row, or the whole vocabulary, with logits.
+        totals: Log-probabilities of the beams `[sentences, width]`.
+        count: Candidates wanted for each sentence.
+    """
+    assert top_k.logits is not None and top_k.log_sum_exp is not None
+    sentences = len(totals)
+    offsets = totals.reshape(-1) - top_k.log_sum_exp
+    with np.errstate(invalid="ignore"):
+        values = top_k.logits + offsets[:, None]
+    values[~np.isfinite(offsets)] = -np.inf
+    each = values.shape[1]
+    values = values.reshape(sentences, -1)
+    tokens = top_k.tokens.reshape(sentences, -1)
+    if (lacking := count - values.shape[1]) > 0:
+        values = np.pad(values, ((0, 0), (0, lacking)), constant_values=-np.inf)
+        tokens = np.pad(tokens, ((0, 0), (0, lacking)))
+    # Sorted by beam, and within a beam by logit and token: a stable sort keeps this among equals.
+    order = np.argsort(-values, axis=1, kind="stable")[:, :count]
+    best = np.arange(sentences)[:, None], order
+    # The padding after the tokens of all beams belongs to no beam.
+    return values[best], np.minimum(order // each, totals.shape[1] - 1), tokens[best]
+
+
+def _contenders(
+    allowed: NDArray[np.floating[Any]],
+    maxima: SegmentMaxima,
+    offsets: NDArray[np.float64],
+    width: int,
+    count: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Finds the candidates of each sentence that reach the `count`-th largest segment maximum.
+
+    At least `count` candidates reach it, and few more; only segments whose maximum does hold any.
+
+    Args:
+        allowed: Logits `[sentences * width, vocabulary]`.
+        maxima: Their segment maxima.
+        offsets: Added to the logits of a beam to make them comparable within a sentence; not finite
+            where a beam does not exist or failed `[sentences * width]`.
+        width: Beams of a sentence.
+        count: Candidates wanted for each sentence.
+
+    Returns:
+        Rows and tokens, sorted by row and then token; none with a logit of minus infinity.
+    """
+    lowest = np.finfo(allowed.dtype).min
+    with np.errstate(invalid="ignore", over="ignore"):
+        reach = maxima.maxima + offsets[:, None]
+        reach[~np.isfinite(offsets)] = -np.inf
+        reach = reach.reshape(len(allowed) // width, -1)
+        kth = reach.shape[1] - count
+        threshold = np.full(len(allowed), -np.inf)  # where all are needed
+        if kth >= 0:
+            threshold = np.partition(reach, kth, axis=1)[:, kth].repeat(width)
+        # Lowered by the possible rounding of the sums, so that no candidate is missed.
+        rounding = 2 * np.finfo(np.float64).eps * (np.abs(threshold) + np.abs(offsets))
+        enough = np.maximum(threshold - offsets - rounding, lowest)
+    # Nothing reaches NaN, not even infinity.
+    enough[~np.isfinite(offsets)] = np.nan
+    # In the logits' precision: no number lies between the exact threshold and the nearest one.
+    return maxima.reaching(allowed, enough.astype(allowed.dtype))

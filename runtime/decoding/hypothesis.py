@@ -1,0 +1,45 @@
+"""The result of a search."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["end", "length", "error"]
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One generated output of a sentence.
+
+    Attributes:
+        tokens: Ids, without `bos` and the end token.
+        log_probability: Sum of the model's log-probabilities of the tokens, the forced prefix and
+            the end token included, in nats. Logits processors, temperature, top-k and top-p do not
+            change it. NaN without `options.scores`.
+        score: The log-probability normalised by length, see `length_normalised`; NaN likewise.
+        finish_reason: "end": the model ended it. "length": it reached the maximal length.
+            "error": the model gave NaN or infinity, or no token was allowed.
+    """
+
+    tokens: tuple[int, ...]
+    log_probability: float
+    score: float
+    finish_reason: FinishReason
+
+
+FAILED = Hypothesis((), -math.inf, -math.inf, "error")
+
+
+def length_normalised(log_probability: float, length: int, penalty: float) -> float:
+    """Returns the score `log_probability / length ** penalty`, the end token counted in the length.
+
+    The form of OpenNMT, CTranslate2 and Hugging Face; Wu et al. (2016), equation 14, divide by
+    `((5 + length) / 6) ** penalty` instead.
+    """
+    return float(log_probability / length**penalty)
+
+
+def ranked(hypotheses: Iterable[Hypothesis]) -> list[Hypothesis]:
+    """Sorts best first; equal scores keep their order."""
+    return sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)

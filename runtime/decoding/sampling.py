@@ -1,0 +1,192 @@
+"""Greedy search and sampling: one token a row, the likeliest or a random one."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.runtime.decoding.decoder import StepOutput, TopK
+from transferry.runtime.decoding.hypothesis import FAILED, Hypothesis, length_normalised, ranked
+from transferry.runtime.decoding.logits import log_sum_exp
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.strategy import Choice, Request, Strategy
+
+
+class SamplingStrategy(Strategy):
+    """Greedy search and sampling: each output of a sentence grows independently.
+
+    Attributes:
+        counts: Tokens of each output, the end token included `[sentences * n_best]`.
+        totals: Their log-probabilities; NaN without `options.scores` `[sentences * n_best]`.
+        failed: Whether the model gave unusable scores `[sentences * n_best]`.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request[Any]], options: GenerationOptions, eos_id: int
+    ) -> None:
+        super().__init__(requests, options.n_best, options, eos_id)
+        self.rows_at_first = self.width
+        self.top = None if options.sample else 1
+        rows = len(self.ended)
+        self.counts = np.zeros(rows, np.int64)
+        self.totals = np.full(rows, 0.0 if options.scores else math.nan)
+        self.failed = np.zeros(rows, np.bool_)
+        self.sampler: Sampler | None = None
+        if options.sample:
+            row_ids = [request.row_id for request in requests]
+            uniforms = draw_uniforms(options.seed, row_ids, self.width, options.max_length)
+            self.sampler = Sampler(options, uniforms)
+
+    def choose(
+        self,
+        output: StepOutput,
+        allowed: NDArray[np.floating[Any]] | None,
+        rows: NDArray[np.int64],
+    ) -> Choice:
+        """Chooses a token a row; see `Strategy.choose`."""
+        logits = output.all_logits[:, -1]
+        restricted = allowed is not None
+        allowed = logits if allowed is None else allowed
+        if self.sampler is None:
+            tokens = allowed.argmax(axis=1)  # the lowest of equally likely tokens
+        else:
+            tokens = self.sampler(allowed, rows, self.lengths[rows // self.width])
+        chosen = np.arange(len(rows)), tokens
+        if self.options.scores:
+            normaliser = output.log_sum_exp
+            gains = logits[chosen] - (log_sum_exp(logits) if normaliser is None else normaliser)
+        elif not restricted:
+            gains = logits[chosen]
+        else:
+            # Like the log-sum-exp, the maximum is finite if all scores of a row are usable.
+            gains = logits.max(axis=1)
+        usable = np.isfinite(gains) & np.isfinite(allowed[chosen])
+        return self._follow(rows, tokens, usable, gains)
+
+    def choose_top_k(self, top_k: TopK, rows: NDArray[np.int64]) -> Choice:
+        """Takes the likeliest token a row; see `Strategy.choose_top_k`."""
+        gains: NDArray[np.floating[Any]] | float = math.nan
+        if top_k.logits is not None and top_k.log_sum_exp is not None:
+            gains = top_k.logits[:, 0] - top_k.log_sum_exp
+        return self._follow(rows, top_k.tokens[:, 0], top_k.usable, gains)
+
+    def _follow(
+        self,
+        rows: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        usable: NDArray[np.bool_],
+        gains: NDArray[np.floating[Any]] | float,
+    ) -> Choice:
+        """Takes the chosen tokens, and marks the outputs that they end.
+
+        Args:
+            rows: Rows of `tokens` that were stepped `[rows]`.
+            tokens: The chosen tokens `[rows]`.
+            usable: False where the model's scores were not usable `[rows]`.
+            gains: The tokens' log-probabilities `[rows]`; ignored without `options.scores`.
+        """
+        sentences = rows // self.width
+        growing = ~self.ended[rows]
+        self.counts[rows] += growing
+        self.totals[rows] += np.where(growing, gains, 0.0)
+        self.failed[rows] |= growing & ~usable
+        at_limit = self.lengths[sentences] + 1 == self.limits[sentences]
+        self.ended[rows] |= (tokens == self.eos_id) | at_limit | ~usable
+        return Choice(rows, np.arange(len(rows)), tokens)
+
+    def hypotheses(self, sentence: int) -> list[Hypothesis]:
+        """Returns all outputs of a sentence; see `Strategy.hypotheses`."""
+        first = sentence * self.width
+        return ranked(self._hypothesis(row) for row in range(first, first + self.width))
+
+    def _hypothesis(self, row: int) -> Hypothesis:
+        if self.failed[row]:
+            return FAILED
+        tokens = tuple(self.tokens[row, : self.counts[row]].tolist())
+        total = float(self.totals[row])
+        score = length_normalised(total, len(tokens), self.options.length_penalty)
+        if tokens[-1] == self.eos_id:
+            return Hypothesis(tokens[:-1], total, score, "end")
+        return Hypothesis(tokens, total, score, "length")
+
+
+class Sampler:
+    """Draws from softmax(logits / temperature), cut to the top k and then to the nucleus.
+
+    A token is drawn by inverting the cumulative distribution in the order of token ids: if two
+    tokens of nearly equal probability change places, the draw stays the same. Tokens that tie with
+    the last one admitted are admitted too.
+
+    Args:
+        options: `temperature`, `top_k` and `top_p`.
+        uniforms: A random number in [0, 1) for every output and step `[outputs, steps]`.
+    """
+
+    def __init__(self, options: GenerationOptions, uniforms: NDArray[np.float64]) -> None:
+        self.options = options
+        self.uniforms = uniforms
+
+    def __call__(
+        self,
+        logits: NDArray[np.floating[Any]],
+        outputs: NDArray[np.int64],
+        lengths: NDArray[np.int64] | int,
+    ) -> NDArray[np.int64]:
+        """Draws one token a row.
+
+        Args:
+            logits: Of the next token, minus infinity where forbidden `[rows, vocabulary]`.
+            outputs: The row of `uniforms` for each row `[rows]`.
+            lengths: Tokens of each row so far `[rows]`, or of all rows.
+
+        Returns:
+            Token ids `[rows]`; 0 for a row without a distribution.
+        """
+        cumulative = self.weights(logits).cumsum(axis=1)
+        # Below the total even after rounding: the largest random number is 1 - 2**-53.
+        target = self.uniforms[outputs, lengths] * cumulative[:, -1]
+        tokens: NDArray[np.int64] = (cumulative > target[:, None]).argmax(axis=1)
+        return tokens
+
+    def weights(self, logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+        """Returns probabilities up to a factor per row, 0 where cut off `[rows, vocabulary]`."""
+        vocabulary = logits.shape[1]
+        # The search reports a row of NaN or of minus infinity alone as an error.
+        with np.errstate(invalid="ignore", over="ignore"):
+            relative = logits.astype(np.float64)
+            relative -= relative.max(axis=1, keepdims=True)
+            weights = np.exp(relative / self.options.temperature)
+        if 0 < self.options.top_k < vocabulary:
+            last = vocabulary - self.options.top_k
+            weights[weights < np.partition(weights, last, axis=1)[:, last, None]] = 0.0
+        if self.options.top_p < 1:
+            descending = np.sort(weights, axis=1)[:, ::-1]
+            cumulative = descending.cumsum(axis=1)
+            # Holtzman et al. (2020), equation 2: the smallest set that holds at least top_p.
+            before = (cumulative < self.options.top_p * cumulative[:, -1:]).sum(axis=1)
+            weights[weights < np.take_along_axis(descending, before[:, None], axis=1)] = 0.0
+        return weights
+
+
+def draw_uniforms(
+    seed: int, row_ids: Sequence[int], samples: int, steps: int
+) -> NDArray[np.float64]:
+    """Returns random numbers in [0, 1) that depend on seed, row id, sample and step alone.
+
+    Philox (Salmon et al. 2011) is counter-based: seed and row id are the key, the sample is the
+    counter's highest word, and the step counts through the lowest. The raw words are used because
+    numpy promises their stability across versions, unlike that of its distributions.
+
+    Returns:
+        `[rows * samples, steps]`, grouped by row.
+    """
+    words = np.empty((len(row_ids), samples, steps), np.uint64)
+    for row, row_id in enumerate(row_ids):
+        key = np.array([seed, row_id], np.uint64)
+        for sample in range(samples):
+            counter = np.array([0, 0, 0, sample], np.uint64)
+            words[row, sample] = np.random.Philox(counter=counter, key=key).random_raw(steps)
+    fractions = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return fractions.reshape(-1, steps)

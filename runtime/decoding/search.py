@@ -1,0 +1,294 @@
+"""Greedy search, sampling and beam search over any decoder.
+
+A `Decoder` scores, a `LogitsProcessor` forbids, a `SamplingStrategy` or `BeamStrategy` chooses.
+Sentences are answered in batches, one batch after another; those that have ended leave theirs.
+A row's answer depends on that row alone: not on the other rows, their number or their order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.runtime.decoding.beam_search import BeamStrategy
+from transferry.runtime.decoding.decoder import Decoder, State
+from transferry.runtime.decoding.hypothesis import Hypothesis
+from transferry.runtime.decoding.logits_processors import (
+    History,
+    build_logits_processors,
+    restrict,
+)
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.sampling import SamplingStrategy
+from transferry.runtime.decoding.strategy import Key, Request, Strategy
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens
+
+# Ended rows leave once they are this share of all. Leaving copies the cache of all others (or moves
+# as many rows as leave, where rows share a cache), staying wastes a row of every step. A quarter
+# bounds both: at most a third of the useful work is wasted, and a batch of n rows that drains
+# copies its cache at most log(n) / log(4/3) times (64 rows: 14).
+LEAVING_SHARE = 0.25
+
+
+def search(
+    decoder: Decoder[State],
+    sources: Sequence[Sequence[int]],
+    options: GenerationOptions,
+    special: SpecialTokens,
+    *,
+    row_ids: Sequence[int] | None = None,
+    prefixes: Sequence[Sequence[int]] | None = None,
+) -> list[list[Hypothesis]]:
+    """Generates for a batch of sources.
+
+    Args:
+        decoder: The model.
+        sources: Token ids of each source, at least one each; a decoder-only model continues them.
+        options: How to generate.
+        special: The ids that pad, begin and end.
+        row_ids: A number for each source that seeds its samples, such as its line in the input;
+            by default its place in `sources`.
+        prefixes: The forced prefix of each source; by default `options.prefix` for all.
+
+    Returns:
+        The hypotheses of each source, best first: `n_best`, or fewer where a beam search found
+        fewer, and one of finish reason "error" where the model gave unusable scores.
+
+    Raises:
+        InputError: A source has no tokens.
+        UsageError: A prefix is longer than `max_length` or holds an invalid token, or a token to
+            suppress is not in the vocabulary.
+    """
+    if row_ids is None:
+        row_ids = range(len(sources))
+    if prefixes is None:
+        prefixes = [options.prefix] * len(sources)
+    rows = zip(sources, prefixes, row_ids, strict=True)
+    requests = deque(
+        Request(place, source, options.max_length, prefix, row_id)
+        for place, (source, prefix, row_id) in enumerate(rows)
+    )
+
+    def take(most: int) -> list[Request[int]]:
+        return [requests.popleft() for _ in range(min(most, len(requests)))]
+
+    answers = dict(search_stream(decoder, take, options, special, slots=len(sources)))
+    return [answers[place] for place in range(len(sources))]
+
+
+def search_stream(
+    decoder: Decoder[State],
+    take: Callable[[int], Sequence[Request[Key]]],
+    options: GenerationOptions,
+    special: SpecialTokens,
+    *,
+    slots: int,
+) -> Iterator[tuple[Key, list[Hypothesis]]]:
+    """Generates for one batch of sentences after another.
+
+    Args:
+        decoder: The model.
+        take: The request source: returns at most so many requests to be answered together, and an
+            empty list once there are no more.
+        options: How to generate; maximal length and prefix are those of each request.
+        special: The ids that pad, begin and end.
+        slots: Limit on the sentences of a batch.
+
+    Yields:
+        The key of each request and its hypotheses, as `search` returns them, in the order in which
+        the sentences end.
+
+    Raises:
+        InputError: A source has no tokens.
+        UsageError: As for `search`.
+    """
+    if max(options.suppress, default=0) >= decoder.vocabulary_size:
+        raise UsageError(
+            f"suppress holds token {max(options.suppress)}, expected tokens from 0 to "
+            f"{decoder.vocabulary_size - 1}: give ids of the bundle's tokenizer"
+        )
+    while requests := take(slots):
+        _check_requests(requests, options, decoder.vocabulary_size, special.eos_id)
+        batch = _Batch(decoder, requests, options, special)
+        while len(batch.rows):
+            batch.step()
+            yield from batch.answers()
+            batch.drop_ended()
+
+
+class _Batch(Generic[State, Key]):
+    """Sentences that are stepped together.
+
+    Attributes:
+        state: The decoder's state of `rows`.
+        rows: Rows of `strategy` that are stepped, grouped by sentence `[rows]`.
+        tokens: The next input token of each `[rows]`.
+        keys: Keys of the requests.
+        waiting: Whether a sentence is still to be answered `[requests]`.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder[State],
+        requests: Sequence[Request[Key]],
+        options: GenerationOptions,
+        special: SpecialTokens,
+    ) -> None:
+        self.decoder = decoder
+        self.normalise = options.scores
+        kind = BeamStrategy if options.beam > 1 else SamplingStrategy
+        self.strategy: Strategy = kind(requests, options, special.eos_id)
+        self.keys = [request.key for request in requests]
+        self.waiting = np.ones(len(requests), np.bool_)
+        prefixes = [request.prefix for request in requests]
+        self.processors = build_logits_processors(options, prefixes, special.eos_id)
+
+        self.state, first = begin(decoder, [request.source for request in requests], special)
+        width, each = self.strategy.width, self.strategy.rows_at_first
+        self.rows = np.arange(len(requests) * width).reshape(-1, width)[:, :each].ravel()
+        self.tokens = first.repeat(each)
+        if each > 1:
+            self.state = decoder.select(self.state, np.arange(len(requests)).repeat(each))
+
+    def step(self) -> None:
+        """Lengthens every output by one token."""
+        strategy = self.strategy
+        sentences = self.rows // strategy.width
+        lengths = strategy.lengths[sentences]
+        active = [processor for processor in self.processors if processor.active(lengths)]
+        top = None
+        if strategy.top is not None and not active:
+            top = min(strategy.top, self.decoder.vocabulary_size)
+        output, self.state = self.decoder.step(
+            self.tokens[:, None], self.state, top=top, normalise=self.normalise
+        )
+        if output.top_k is not None:
+            self.choice = strategy.choose_top_k(output.top_k, self.rows)
+        else:
+            allowed = None
+            if active:
+                history = History(sentences, lengths, strategy.tokens[self.rows, : lengths.max()])
+                allowed = restrict(output.all_logits[:, -1], active, history)
+            self.choice = strategy.choose(output, allowed, self.rows)
+        strategy.extend(self.rows, self.choice)
+
+    def answers(self) -> Iterator[tuple[Key, list[Hypothesis]]]:
+        """Yields the sentences that ended with the last step."""
+        over = self.strategy.ended.reshape(-1, self.strategy.width).all(axis=1)
+        for sentence in np.flatnonzero(over & self.waiting).tolist():
+            self.waiting[sentence] = False
+            yield self.keys[sentence], self.strategy.hypotheses(sentence)
+
+    def drop_ended(self) -> None:
+        """Prepares the rows of the next step; ended rows may leave first."""
+        choice, width = self.choice, self.strategy.width
+        ended = self.strategy.ended[choice.rows]
+        if self.decoder.shares_cache:
+            ended = ended.reshape(-1, width).all(axis=1).repeat(width)
+        staying = np.arange(len(ended))
+        if self._due(ended):
+            staying = _closed_up(ended) if self.decoder.shares_cache else np.flatnonzero(~ended)
+        parents = choice.parents[staying]
+        if len(parents) and not np.array_equal(parents, np.arange(len(self.rows))):
+            self.state = self.decoder.select(self.state, parents)
+        self.rows, self.tokens = choice.rows[staying], choice.tokens[staying]
+
+    def _due(self, ended: NDArray[np.bool_]) -> bool:
+        """Whether the rows that have ended are to leave now."""
+        if not ended.any():
+            return False
+        if ended.mean() >= LEAVING_SHARE:
+            return True
+        if not self.decoder.shares_cache and isinstance(self.strategy, BeamStrategy):
+            return True  # beams change places, which copies the cache anyway
+        # The cache may have no position left for steps beyond an output's maximal length.
+        sentences = self.choice.rows[ended] // self.strategy.width
+        at_limit = self.strategy.lengths[sentences] == self.strategy.limits[sentences]
+        return bool(at_limit.any())
+
+
+def _closed_up(ended: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """Returns the rows that have not ended, the last of them in the places of ended rows."""
+    left = np.flatnonzero(~ended)
+    order = np.arange(len(left))
+    order[ended[: len(left)]] = left[left >= len(left)]
+    return order
+
+
+def begin(
+    decoder: Decoder[State], sources: Sequence[Sequence[int]], special: SpecialTokens
+) -> tuple[State, NDArray[np.int64]]:
+    """Starts the decoder on the sources.
+
+    Returns:
+        The state, and the first input token of each output `[sources]`.
+
+    Raises:
+        InputError: A source has no tokens.
+    """
+    source, mask, first = model_inputs(sources, decoder.has_encoder, special)
+    return decoder.start(source, mask), first
+
+
+def model_inputs(
+    sources: Sequence[Sequence[int]], has_encoder: bool, special: SpecialTokens
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
+    """Returns the inputs of `Decoder.start` and of the first step.
+
+    Returns:
+        The padded sources and their mask `[sources, source]`, and the first input token of each
+        output `[sources]`: the begin token, or without an encoder the last token of the source,
+        which is then not among the padded ones.
+
+    Raises:
+        InputError: A source has no tokens.
+    """
+    for row, source in enumerate(sources):
+        if not source:
+            raise InputError(
+                f"source {row} of the batch has no tokens, expected at least 1: leave empty text "
+                "out of the search, or end every source with the end token"
+            )
+    if has_encoder:
+        return *pad_sources(sources, special.pad_id), np.full(len(sources), special.bos_id)
+    prompts = pad_sources([source[:-1] for source in sources], special.pad_id)
+    return *prompts, np.array([source[-1] for source in sources])
+
+
+def pad_sources(
+    sources: Sequence[Sequence[int]], pad_id: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Returns token ids padded on the right and their mask, True at tokens `[rows, source]`."""
+    lengths = np.array([len(source) for source in sources])
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    ids = np.full(mask.shape, pad_id, np.int64)
+    ids[mask] = [token for source in sources for token in source]
+    return ids, mask
+
+
+def _check_requests(
+    requests: Sequence[Request[Key]], options: GenerationOptions, vocabulary: int, eos_id: int
+) -> None:
+    for row, request in enumerate(requests):
+        if not 1 <= request.max_length <= options.max_length:
+            raise UsageError(
+                f"source {row} wants {request.max_length} tokens, expected 1 to "
+                f"max_length={options.max_length}: lower the first or raise the second"
+            )
+        if len(request.prefix) > request.max_length:
+            raise UsageError(
+                f"the prefix of source {row} has {len(request.prefix)} tokens, more than "
+                f"max_length={request.max_length}: shorten the first or raise the second"
+            )
+        for token in request.prefix:
+            if token == eos_id or not 0 <= token < vocabulary:
+                raise UsageError(
+                    f"the prefix of source {row} holds token {token}, expected tokens from 0 to "
+                    f"{vocabulary - 1} other than the end token {eos_id}: "
+                    "encode the prefix with the bundle's tokenizer, without special tokens"
+                )

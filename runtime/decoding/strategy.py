@@ -1,0 +1,134 @@
+"""What all ways of choosing tokens share: requests, growing outputs, and the choice of a step."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.runtime.decoding.decoder import StepOutput, TopK
+from transferry.runtime.decoding.hypothesis import Hypothesis
+from transferry.runtime.decoding.options import GenerationOptions
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Request(Generic[Key]):
+    """A sentence to generate from.
+
+    Attributes:
+        key: Returned with the hypotheses.
+        source: Token ids, at least one; a decoder-only model continues them.
+        max_length: Limit on the tokens of its outputs, at most that of the options.
+        prefix: Tokens that its outputs begin with.
+        row_id: Seeds its samples.
+    """
+
+    key: Key
+    source: Sequence[int]
+    max_length: int
+    prefix: Sequence[int] = ()
+    row_id: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The rows after a step.
+
+    Attributes:
+        rows: Their rows of `Strategy.tokens` `[rows]`.
+        parents: Rows of the stepped state that they continue `[rows]`.
+        tokens: Their next tokens `[rows]`.
+    """
+
+    rows: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+
+
+class Strategy(ABC):
+    """Chooses tokens, and holds the outputs of a batch of sentences while they grow.
+
+    Each sentence has `width` outputs: sentence s those in the rows from `s * width` on. Outputs
+    grow by a token a step, ended ones too while they are stepped.
+
+    Attributes:
+        width: Outputs of a sentence.
+        rows_at_first: Rows of a sentence in the first step after `Decoder.start`.
+        top: Number of likeliest tokens of a row that suffice for a choice; None for all logits.
+        lengths: Tokens of the outputs of each sentence `[sentences]`.
+        limits: Maximal lengths of the outputs of each sentence `[sentences]`.
+        tokens: The outputs, undefined beyond their lengths `[sentences * width, max_length]`.
+        ended: Whether an output is complete or has failed `[sentences * width]`.
+    """
+
+    rows_at_first: int
+    top: int | None
+
+    def __init__(
+        self,
+        requests: Sequence[Request[Any]],
+        width: int,
+        options: GenerationOptions,
+        eos_id: int,
+    ) -> None:
+        self.width = width
+        self.options = options
+        self.eos_id = eos_id
+        rows = len(requests) * width
+        self.lengths = np.zeros(len(requests), np.int64)
+        self.limits = np.array([request.max_length for request in requests])
+        self.tokens = np.zeros((rows, options.max_length), np.int64)
+        self.ended = np.zeros(rows, np.bool_)
+
+    def rows_of(self, sentences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the rows of some sentences, grouped by sentence `[sentences * width]`."""
+        return (sentences[:, None] * self.width + np.arange(self.width)).ravel()
+
+    @abstractmethod
+    def choose(
+        self,
+        output: StepOutput,
+        allowed: NDArray[np.floating[Any]] | None,
+        rows: NDArray[np.int64],
+    ) -> Choice:
+        """Chooses the next tokens from all logits, and marks the outputs that they end.
+
+        Args:
+            output: The scores of a step of one token a row.
+            allowed: Its logits after the active logits processors `[rows, vocabulary]`; None where
+                none was active.
+            rows: Rows of `tokens` that were stepped `[rows]`.
+        """
+
+    @abstractmethod
+    def choose_top_k(self, top_k: TopK, rows: NDArray[np.int64]) -> Choice:
+        """Chooses the next tokens from the `top` likeliest of each row, as `choose` does.
+
+        Args:
+            top_k: The likeliest tokens, at least `top` or the whole vocabulary.
+            rows: Rows of `tokens` that were stepped `[rows]`.
+        """
+
+    def extend(self, rows: NDArray[np.int64], choice: Choice) -> None:
+        """Appends the chosen tokens to the outputs.
+
+        Args:
+            rows: The rows that were stepped `[stepped rows]`.
+            choice: What follows them.
+        """
+        sentences = choice.rows // self.width
+        lengths = self.lengths[sentences]
+        parents = rows[choice.parents]
+        if not np.array_equal(parents, choice.rows):
+            longest = int(lengths.max())
+            self.tokens[choice.rows, :longest] = self.tokens[parents, :longest]
+        self.tokens[choice.rows, lengths] = choice.tokens
+        self.lengths[sentences] = lengths + 1
+
+    @abstractmethod
+    def hypotheses(self, sentence: int) -> list[Hypothesis]:
+        """Returns the outputs of a sentence that has ended: at most `n_best`, best first."""

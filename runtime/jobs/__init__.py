@@ -1,0 +1,1 @@
+"""Resumable jobs over files: readers, writers, the journal, and distributed runs."""

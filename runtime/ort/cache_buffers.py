@@ -1,0 +1,144 @@
+"""Device buffers of a KV cache that is updated in place, and the graphs that move their content."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.runtime.bundle import Role
+from transferry.runtime.ort.graph_runner import BufferView, GraphRunner
+
+# Sources and caches have a multiple of this many columns: onnxruntime's product of one row with a
+# matrix sums its last one to three terms in another order, so that padding would otherwise change
+# the last bits.
+UNIT = 4
+
+Integers = NDArray[np.int64]
+
+
+def padded(columns: int) -> int:
+    """Rounds a number of columns up to that of a buffer."""
+    return -(-columns // UNIT) * UNIT
+
+
+class CacheBuffers:
+    """Allocates, fills and moves the buffers of a variant; several threads may use it at once."""
+
+    def __init__(self, runners: Mapping[str, GraphRunner]) -> None:
+        """Takes the graphs of the variant by name."""
+        self._runners = runners
+        self._decoder = runners["decoder"]
+        self._kv_heads = int(self._decoder.graph.tensor("past").shape[1])
+
+    def zeros(self, role: Role, slots: int, columns: int) -> list[BufferView]:
+        """Allocates buffers of zeros, since a column that was never written must not hold NaN.
+
+        Args:
+            role: "cross" or "past": one buffer for each tensor of the role.
+            slots: Rows of each buffer.
+            columns: Columns of each buffer, padded.
+
+        Raises:
+            AllocationError: There is not enough memory.
+        """
+        sizes = {"batch": slots, "source": columns, "capacity": columns}
+        return [
+            BufferView.of(
+                self._decoder.zeros(role, [int(sizes.get(str(n), n)) for n in spec.shape])
+            )
+            for spec in self._decoder.graph.inputs
+            if spec.role == role
+        ]
+
+    def cells(self, columns: Integers) -> Integers:
+        """Returns slot, head and column of the cells in columns `[slots, new]`.
+
+        Returns:
+            `[slots, new, kv_heads, 3]`.
+        """
+        cells = np.empty((*columns.shape, self._kv_heads, 3), np.int64)
+        cells[..., 0] = np.arange(len(columns))[:, None, None]
+        cells[..., 1] = np.arange(self._kv_heads)
+        cells[..., 2] = columns[..., None]
+        return cells
+
+    def encode(self, source: Integers, mask: NDArray[np.bool_], sentences: int) -> list[BufferView]:
+        """Encodes sources into buffers of cross keys and values.
+
+        Args:
+            source: Padded token ids `[rows, source]`.
+            mask: True at tokens `[rows, source]`.
+            sentences: Number of sentences to encode at once.
+        """
+        encoder, place = self._runners["encoder"], self._runners["place"]
+        cross = self.zeros("cross", len(source), padded(source.shape[1]))
+        for first in range(0, len(source), sentences):
+            block = slice(first, first + sentences)
+            length = int(mask[block].sum(axis=1).max())
+            encoded = encoder.run(
+                {
+                    "source": [encoder.value(source[block, :length])],
+                    "source_mask": [encoder.value(mask[block, :length])],
+                },
+                "cross",
+            )
+            count = len(source[block])
+            views = [buffer.view(first, count) for buffer in cross]
+            write = place.value(np.zeros(count, np.int64))
+            place.run(
+                {"write": [write], "fresh": encoded, "state": views}, in_place={"placed": views}
+            )
+        return cross
+
+    def move(
+        self, buffers: Sequence[BufferView], slots: Integers, places: Integers, left: int
+    ) -> list[BufferView]:
+        """Copies some slots to other places, in place, and returns views of the first slots.
+
+        Args:
+            buffers: All of cross, then all of past.
+            slots: Slots to copy `[moved]`.
+            places: Their new places, none of which is in `slots` `[moved]`.
+            left: Number of slots to view afterwards.
+        """
+        if len(slots):
+            move = self._runners["move"]
+            rows, to = [move.value(slots)], [move.value(places)]
+            move.run({"rows": rows, "places": to, "state": buffers}, in_place={"moved": buffers})
+        return [buffer.view(0, left) for buffer in buffers]
+
+    def select(self, cross: Sequence[BufferView], slots: Integers) -> list[BufferView]:
+        """Copies slots of cross into new buffers."""
+        select = self._runners["select"]
+        found = select.run({"rows": [select.value(slots)], "state": cross}, "selected")
+        return [BufferView.of(each) for each in found]
+
+    def gather(
+        self, past: Sequence[BufferView], slots: Integers, room: int, capacity: int
+    ) -> list[BufferView]:
+        """Copies slots of past into new buffers of another capacity.
+
+        Args:
+            past: Buffers of `room` columns.
+            slots: Slots to take `[slots]`.
+            room: Their columns.
+            capacity: Columns of the new buffers.
+        """
+        gather = self._runners["gather"]
+        # The content of new columns does not matter as long as it is finite: no row attends to it.
+        columns = np.arange(capacity)
+        columns[room:] = 0
+        heads = np.arange(self._kv_heads)[:, None]
+        index = (slots[:, None, None] * self._kv_heads + heads) * room + columns
+        found = gather.run({"index": [gather.value(index)], "state": past}, "gathered")
+        return [BufferView.of(each) for each in found]
+
+    def dequantised(
+        self, cross: Sequence[BufferView], past: Sequence[BufferView]
+    ) -> tuple[list[BufferView], list[BufferView]]:
+        """Returns the cross and past of an int8 cache in float32."""
+        found = self._runners["unrounded"].run({"state": [*cross, *past]}, "cross", "past")
+        floats = [BufferView.of(each) for each in found]
+        return floats[: len(cross)], floats[len(cross) :]

@@ -1,0 +1,59 @@
+"""The graph of an encoder-only bundle: token ids in, hidden states and logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.runtime.bundle import Bundle, Variant
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.ort.graph_runner import GraphRunner, describe
+from transferry.runtime.ort.session import SessionOptions
+
+EncoderOutput = Literal["hidden", "logits"]
+
+
+class EncoderModel:
+    """Runs a variant of an encoder-only bundle; several threads may use it at once."""
+
+    def __init__(self, bundle: Bundle, variant: Variant, options: SessionOptions) -> None:
+        """Opens the graph.
+
+        Raises:
+            ProviderError: The provider asked for cannot run here.
+            InputError: The graph cannot be opened.
+        """
+        self.variant, self.options = variant, options
+        self.batches = BatchOptions()
+        self._runner = GraphRunner(bundle, variant.graphs["encoder"], options)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what determines the numbers: settings, hardware, and where the nodes run."""
+        return describe(self.variant, self.options, [self._runner])
+
+    def encode(
+        self,
+        source: NDArray[np.int64],
+        mask: NDArray[np.bool_],
+        outputs: Sequence[EncoderOutput] = ("hidden", "logits"),
+    ) -> dict[str, NDArray[np.floating[Any]]]:
+        """Encodes token ids.
+
+        Args:
+            source: Padded token ids `[rows, source]`.
+            mask: True at tokens, False at padding `[rows, source]`.
+            outputs: Outputs to compute.
+
+        Returns:
+            "hidden" `[rows, source, d_model]` and "logits" `[rows, source, vocabulary]`, undefined
+            at padding.
+        """
+        runner = self._runner
+        inputs = {"source": [runner.value(source)], "source_mask": [runner.value(mask)]}
+        return {
+            name: value.numpy()
+            for name, value in zip(outputs, runner.run(inputs, *outputs), strict=True)
+        }

@@ -1,0 +1,344 @@
+"""A decoder with its KV cache in place: each sentence has a slot, each slot its own length.
+
+The graphs write new keys and values into fixed buffers, and attend to the columns that a bias
+admits. What a search does to the cache (beams change places, or one is taken twice) is thus done
+to the bias, a small array on the host. A buffer moves only if sentences leave or it is too short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.runtime.bundle import Bundle, Role, Variant
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.ort.cache_buffers import UNIT, CacheBuffers, padded
+from transferry.runtime.ort.graph_runner import (
+    Bindable,
+    BoundCall,
+    BufferView,
+    describe,
+    open_graphs,
+)
+from transferry.runtime.ort.lm_head import LMHead
+from transferry.runtime.ort.session import Provider, SessionOptions
+
+# Sentences that the encoder reads at once: of similar length, so that little is padding, and on the
+# CPU few enough for their hidden states to stay in its cache.
+ENCODER_SENTENCES: dict[Provider, int] = {"cpu": 32, "cuda": 256}
+# Columns that a cache may have beyond those in use: every step reads all of them, but making the
+# cache shorter copies it.
+SPARE_COLUMNS = 8 * UNIT
+# Further steps that a new cache has room for where a step reads only its own columns, so that room
+# costs nothing but memory.
+AHEAD = 8
+# Default batch sizes: as many rows as gain from sharing the reading of the weights.
+BATCHES: dict[Provider, BatchOptions] = {
+    "cpu": BatchOptions(rows=256, tokens=1 << 15),
+    "cuda": BatchOptions(rows=1024, tokens=1 << 17),
+}
+
+Floats = NDArray[np.floating[Any]]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class FusedState:
+    """Inputs of a step besides the tokens. The states before and after share its buffers.
+
+    A step writes only where no row of its state attends, so a state stays valid until rows that
+    were selected from it step. Rows are grouped by slot, `width` neighbouring rows each.
+
+    Attributes:
+        cross: Keys and values of the sources on the device `[slots, kv_heads, source, d_head]`.
+        past: Keys and values of earlier positions `[slots, kv_heads, capacity, d_head]`, likewise.
+        source_bias: 0 at a token of the source, else minus infinity `[slots, 1, 1, source]`.
+        bias: 0 at the columns of a row's own history, else minus infinity `[slots, width,
+            capacity]`.
+        positions: Positions of the next tokens `[slots, width]`.
+        held: Position of the token in a column, where a row attends to it `[slots, capacity]`.
+        prompt: Tokens of the prompt in a slot `[slots]`.
+        padding: Padding after that prompt, up to the longest in its batch `[slots]`.
+        calls: Steps bound to these buffers, by tokens of a slot, whether it is a single token with
+            no gap before it, and the buffer of the hidden states.
+    """
+
+    cross: Sequence[BufferView]
+    past: Sequence[BufferView]
+    source_bias: Floats
+    bias: Floats
+    positions: Integers
+    held: Integers
+    prompt: Integers
+    padding: Integers
+    calls: dict[tuple[int, bool, int], BoundCall] = field(default_factory=dict)
+
+
+class FusedDecoder:
+    """Runs a fused variant of a bundle; several threads may use it at once."""
+
+    shares_cache = True
+
+    def __init__(self, bundle: Bundle, variant: Variant, options: SessionOptions) -> None:
+        """Opens the graphs.
+
+        Raises:
+            ProviderError: The provider asked for cannot run here.
+            InputError: A graph cannot be opened.
+        """
+        self.variant, self.options = variant, options
+        self.batches = BATCHES[options.provider]
+        self._runners = open_graphs(bundle, variant.graphs, options)
+        self._decoder = self._runners["decoder"]
+        self._buffers = CacheBuffers(self._runners)
+        self.has_encoder = "encoder" in variant.graphs
+        self._int8 = variant.cache is not None and variant.cache.type == "int8"
+        self.lm_head = LMHead(bundle, variant, self._runners)
+        self.vocabulary_size = self.lm_head.vocabulary_size
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what determines the numbers: settings, hardware, and where the nodes run."""
+        return describe(self.variant, self.options, self._runners.values())
+
+    def start(self, source: Integers, mask: NDArray[np.bool_]) -> FusedState:
+        """Encodes the sources or reads the prompts; see `Decoder.start`."""
+        slots, length = source.shape
+        source_bias = np.full((slots, 1, 1, padded(length)), -np.inf, np.float32)
+        source_bias[:, 0, 0, :length][mask] = 0
+        state = FusedState(
+            cross=[],
+            past=[],
+            source_bias=source_bias,
+            bias=np.full((slots, 1, 0), -np.inf, np.float32),
+            positions=np.zeros((slots, 1), np.int64),
+            held=np.zeros((slots, 0), np.int64),
+            prompt=np.zeros(slots, np.int64),
+            padding=np.zeros(slots, np.int64),
+        )
+        if self.has_encoder:
+            sentences = ENCODER_SENTENCES[self.options.provider]
+            return replace(state, cross=self._buffers.encode(source, mask, sentences))
+        return self._read_prompts(state, source, mask) if length else state
+
+    def step(
+        self,
+        tokens: Integers,
+        state: FusedState,
+        *,
+        top: int | None = None,
+        normalise: bool = False,
+    ) -> tuple[StepOutput, FusedState]:
+        """Reads target tokens and scores those that may follow; see `Decoder.step`."""
+        slots, width = state.positions.shape
+        new = tokens.shape[1]
+        columns = _unused_columns(state.bias, width * new)
+        state = self._with_room(state, columns)
+        # Row `row` of a slot writes its `new` tokens side by side, after those of the rows before.
+        own = columns.reshape(slots, width, new)
+        bias = np.repeat(state.bias, new, axis=1).reshape(slots, width, new, -1)
+        slot, row = np.arange(slots)[:, None], np.arange(width)
+        for token in range(new):
+            bias[slot, row, token:, own[:, :, token]] = 0
+        positions = (state.positions[:, :, None] + np.arange(new)).reshape(slots, -1)
+        held = state.held.copy()
+        held[slot, columns] = positions
+        hidden = self.lm_head.hidden(tokens.size)
+        # One token a slot, and its history fills the first columns: only an int8 cache asks.
+        single = self._int8 and width * new == 1 and np.array_equal(columns, positions)
+        # Another thread has other memory, and this one's may have grown.
+        key = width * new, single, id(hidden.buffer)
+        if key not in state.calls:
+            state.calls[key] = self._bind(state, width * new, single, hidden)
+        state.calls[key].run(
+            target=tokens.reshape(slots, -1),
+            positions=positions,
+            cells=self._buffers.cells(columns),
+            bias=bias.reshape(slots, 1, width * new, -1),
+        )
+        output = self.lm_head.scores(tokens.size, top=top, normalise=normalise)
+        if output.logits is not None:
+            output = replace(output, logits=output.logits.reshape(*tokens.shape, -1))
+        positions = state.positions + new
+        return output, replace(state, bias=bias[:, :, -1], positions=positions, held=held)
+
+    def select(self, state: FusedState, rows: Integers) -> FusedState:
+        """Takes rows of the state; see `Decoder.select`.
+
+        Rows that stay in their slots, in any order and number, move nothing.
+        """
+        slots, width = state.positions.shape
+        of_row = rows // width
+        chosen, counts = _runs(of_row)
+        if (counts != counts[0]).any() or np.bincount(chosen).max() > 1:
+            # No common width: each row gets a slot of its own.
+            chosen, counts = of_row, np.ones(len(rows), np.int64)
+        shape = (len(chosen), int(counts[0]))
+        bias = state.bias.reshape(slots * width, -1)[rows].reshape(*shape, -1)
+        positions = state.positions.reshape(-1)[rows].reshape(shape)
+        if np.array_equal(chosen, np.arange(slots)):
+            return replace(state, bias=bias, positions=positions)
+        taken = replace(
+            state,
+            source_bias=state.source_bias[chosen],
+            bias=bias,
+            positions=positions,
+            held=state.held[chosen],
+            prompt=state.prompt[chosen],
+            padding=state.padding[chosen],
+            calls={},
+        )
+        left = len(chosen)
+        places = np.flatnonzero(chosen != np.arange(left))
+        if state.past and (chosen[places] >= left).all():
+            # Slots from the end take the places of those that leave.
+            buffers = [*state.cross, *state.past]
+            moved = self._buffers.move(buffers, chosen[places], places, left)
+            split = len(state.cross)
+            return replace(taken, cross=moved[:split], past=moved[split:])
+        if self.has_encoder:
+            taken = replace(taken, cross=self._buffers.select(state.cross, chosen))
+        return self._with_columns(taken, chosen, bias.shape[-1])
+
+    def tensors(self, state: FusedState) -> dict[str, Floats]:
+        """Copies cross and past to the host in the layout of the portable graphs, one cache a row.
+
+        The source is as long as the longest of the state.
+        """
+        slots, width = state.positions.shape
+        seen = (state.bias == 0).reshape(slots * width, -1)
+        prompt, padding = (each.repeat(width)[:, None] for each in (state.prompt, state.padding))
+        # The columns of the history come first, by position; after the prompt its padding.
+        column = np.arange((seen.sum(axis=1, keepdims=True) + padding).max())
+        column = np.where(column < prompt, column, np.maximum(prompt - 1, column - padding))
+        position = np.where(seen, state.held.repeat(width, axis=0), seen.shape[1])
+        order = np.take_along_axis(np.argsort(position, axis=1, kind="stable"), column, axis=1)
+        order = order[:, None, :, None]
+        past, cross = state.past or self._buffers.zeros("past", slots, 0), state.cross
+        if self._int8:
+            cross, past = self._buffers.dequantised(cross, past)
+        columns = (np.take_along_axis(each, order, axis=2) for each in _by_row(past, width))
+        source = (state.source_bias == 0).sum(axis=-1).max()
+        sources = (each[:, :, :source] for each in _by_row(cross, width))
+        graph = self._decoder.graph
+        names = [*graph.names("cross"), *graph.names("past")]
+        return dict(zip(names, (*sources, *columns), strict=True))
+
+    def _bind(self, state: FusedState, new: int, single: bool, hidden: BufferView) -> BoundCall:
+        """Binds a step of `new` tokens a slot to the buffers of a state."""
+        slots, value = len(state.prompt), self._decoder.value
+        fixed: dict[Role, Sequence[Bindable]] = {"past": state.past}
+        changing: dict[str, NDArray[Any]] = {
+            "target": np.zeros((slots, new), np.int64),
+            "positions": np.zeros((slots, new), np.int64),
+            "cells": self._buffers.cells(np.zeros((slots, new), np.int64)),
+            "bias": np.zeros((slots, 1, new, state.bias.shape[-1]), np.float32),
+        }
+        in_place: dict[Role, Sequence[Bindable]] = {"present": state.past, "hidden": [hidden]}
+        if self.has_encoder:
+            fixed |= {"cross": state.cross, "source_bias": [value(state.source_bias)]}
+        if self._int8:
+            fixed |= {"single": [value(np.array(single))]}
+        if self._int8 and self.has_encoder:
+            lengths = (state.source_bias[:, 0, 0] == 0).sum(axis=1)
+            fixed |= {"source_length": [value(lengths)]}
+            in_place |= {"kept": state.cross}
+        return self._decoder.bind(fixed=fixed, changing=changing, in_place=in_place)
+
+    def _read_prompts(
+        self, state: FusedState, source: Integers, mask: NDArray[np.bool_]
+    ) -> FusedState:
+        """Returns a state whose cache holds the prompts."""
+        rows, length = source.shape
+        lengths = mask.sum(axis=1)
+        columns = np.tile(np.arange(length), (rows, 1))
+        seen = np.zeros((rows, length, padded(length)), np.bool_)
+        seen[:, :, :length] = np.tril(np.ones((length, length), np.bool_)) & mask[:, None, :]
+        # Padding attends to its own column: a softmax over no column would be NaN.
+        seen[:, :, :length] |= np.eye(length, dtype=np.bool_)
+        decoder, past = self._decoder, self._buffers.zeros("past", rows, seen.shape[-1])
+        inputs = {
+            "target": [decoder.value(source)],
+            "positions": [decoder.value(columns)],
+            "cells": [decoder.value(self._buffers.cells(columns))],
+            "bias": [decoder.value(np.where(seen, 0, -np.inf).astype(np.float32)[:, None])],
+            "past": past,
+            **({"single": [decoder.value(np.array(False))]} if self._int8 else {}),
+        }
+        decoder.run(inputs, in_place={"present": past})
+        more = (0, seen.shape[-1] - length)
+        return replace(
+            state,
+            past=past,
+            bias=np.where(np.pad(mask, ((0, 0), more)), 0, -np.inf).astype(np.float32)[:, None],
+            positions=lengths[:, None],
+            held=np.pad(columns, ((0, 0), more)),
+            prompt=lengths,
+            padding=length - lengths,
+        )
+
+    def _with_room(self, state: FusedState, columns: Integers) -> FusedState:
+        """Returns a state whose cache has the columns to be written next, and few unused ones."""
+        room = state.bias.shape[-1]
+        needed = int(columns.max()) + 1
+        if needed <= room <= needed + SPARE_COLUMNS:
+            return state
+        seen = (state.bias == 0).any(axis=(0, 1)).nonzero()[0]
+        needed = max(needed, int(seen.max(initial=-1)) + 1)
+        if needed <= room <= needed + SPARE_COLUMNS:
+            return state
+        ahead = AHEAD if self._int8 and columns.shape[1] == 1 else columns.shape[1]
+        return self._with_columns(state, np.arange(len(columns)), padded(needed + ahead))
+
+    def _with_columns(self, state: FusedState, slots: Integers, capacity: int) -> FusedState:
+        """Copies slots of the cache into one of another capacity.
+
+        Args:
+            state: A state that has already been reduced to `slots`, but for its past.
+            slots: Slots of the past to take `[slots]`.
+            capacity: Columns of the new cache, enough for all that rows attend to.
+        """
+        room = state.bias.shape[-1]
+        more = (0, max(0, capacity - room))
+        bias = np.pad(state.bias[..., :capacity], ((0, 0), (0, 0), more), constant_values=-np.inf)
+        held = np.pad(state.held[:, :capacity], ((0, 0), more))
+        past = (
+            self._buffers.gather(state.past, slots, room, capacity)
+            if room
+            else self._buffers.zeros("past", len(slots), capacity)
+        )
+        return replace(state, past=past, bias=bias, held=held, calls={})
+
+
+def _unused_columns(bias: Floats, count: int) -> Integers:
+    """Returns the first columns of each slot that none of its rows attends to.
+
+    So the place of a row's keys and values, and with it the order of rounded sums over them,
+    depends on its own sentence alone.
+
+    Args:
+        bias: `[slots, width, capacity]`.
+        count: Columns wanted of each slot; they may lie beyond the capacity.
+
+    Returns:
+        `[slots, count]`, ascending.
+    """
+    slots, _, capacity = bias.shape
+    columns = np.tile(np.arange(capacity + count), (slots, 1))
+    columns[:, :capacity][bias.max(axis=1) == 0] = capacity + count  # after all others
+    columns.sort(axis=1)
+    return columns[:, :count]
+
+
+def _by_row(buffers: Sequence[BufferView], width: int) -> Iterator[Floats]:
+    return (buffer.numpy().repeat(width, axis=0) for buffer in buffers)
+
+
+def _runs(values: Integers) -> tuple[Integers, Integers]:
+    """Returns value and length of each run of neighbouring equal values."""
+    starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
+    return values[starts], np.diff(np.append(starts, len(values)))

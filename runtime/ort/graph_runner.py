@@ -1,0 +1,270 @@
+"""Runs a graph of a bundle through IOBinding, with tensors addressed by role."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+from onnxruntime import OrtValue
+from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+from transferry.runtime.bundle import Bundle, GraphSpec, Role, Variant
+from transferry.runtime.errors import AllocationError, InputError
+from transferry.runtime.hardware import cpu_name, instruction_sets, usable_cores
+from transferry.runtime.ort.session import SessionOptions, assigned_nodes, open_session, tf32
+
+BFLOAT16 = 16  # TensorProto.DataType of onnx
+# Errors that onnxruntime raises while it runs; and their words where memory is short: of its arena,
+# which gets no more or may not grow, of C++ by either compiler, of CUDA, of CUDA's libraries.
+ERRORS = (RuntimeError, native.EPFail, native.Fail, native.RuntimeException)
+SHORTAGES = (
+    *("Failed to allocate memory", "is smaller than requested bytes"),
+    *("bad_alloc", "bad allocation", "out of memory", "ALLOC_FAILED"),
+)
+
+
+@dataclass(frozen=True)
+class BufferView:
+    """Neighbouring rows of a device buffer, bound without a copy.
+
+    Attributes:
+        buffer: The whole buffer `[rows, ...]`.
+        first: First row of the view.
+        count: Number of rows.
+    """
+
+    buffer: OrtValue
+    first: int
+    count: int
+
+    @classmethod
+    def of(cls, buffer: OrtValue) -> BufferView:
+        """Returns a view of all rows of a buffer."""
+        return cls(buffer, 0, int(buffer.shape()[0]))
+
+    def view(self, first: int, count: int) -> BufferView:
+        """Returns a view of other rows of the same buffer."""
+        return replace(self, first=first, count=count)
+
+    @cached_property
+    def where(self) -> tuple[int, list[int], int]:
+        """ONNX element type, shape and address of the view."""
+        rows, *shape = self.buffer.shape()
+        offset = self.buffer.tensor_size_in_bytes() // rows * self.first
+        return self.buffer.element_type(), [self.count, *shape], self.buffer.data_ptr() + offset
+
+    def numpy(self) -> NDArray[Any]:
+        """Copies the rows to the host."""
+        rows: NDArray[Any] = self.buffer.numpy()[self.first : self.first + self.count]
+        return rows
+
+
+Bindable: TypeAlias = OrtValue | BufferView
+
+
+class GraphRunner:
+    """One graph, run through IOBinding with tensors addressed by role."""
+
+    def __init__(self, bundle: Bundle, graph: GraphSpec, options: SessionOptions) -> None:
+        """Opens a graph of a bundle."""
+        self.graph = graph
+        self.session = open_session(bundle.graph(graph), options)
+        self._device = options.provider
+        self.on_device = options.provider != "cpu"
+        self._device_id = options.device_id if options.provider != "cpu" else 0
+
+    def value(self, array: NDArray[Any]) -> OrtValue:
+        """Copies an array to the device; on the CPU, uses it where it lies if contiguous.
+
+        Raises:
+            AllocationError: The device has not enough memory.
+        """
+        contiguous = np.ascontiguousarray(array)
+        try:
+            return OrtValue.ortvalue_from_numpy(contiguous, self._device, self._device_id)
+        except ERRORS as error:
+            raise self._failure(error) from error
+
+    def zeros(self, role: Role, shape: Sequence[int]) -> OrtValue:
+        """Returns a device buffer of zeros, of the element type that tensors of a role have."""
+        kind = self.graph.tensor(role).type
+        if kind != "bfloat16":
+            return self.value(np.zeros(shape, kind))
+        # numpy has no such type, but zero has the same bits in all 16-bit types.
+        value = OrtValue.ortvalue_from_shape_and_type(
+            shape, BFLOAT16, self._device, self._device_id
+        )
+        value.update_inplace(np.zeros(shape, np.uint16))
+        return value
+
+    def run(
+        self,
+        inputs: Mapping[Any, Sequence[Bindable]],
+        *outputs: Any,
+        host: Mapping[Any, NDArray[Any]] | None = None,
+        in_place: Mapping[Any, Sequence[Bindable]] | None = None,
+    ) -> list[OrtValue]:
+        """Runs the graph.
+
+        Args:
+            inputs: All inputs by role, in the manifest's order.
+            outputs: Roles of the outputs to return, which stay on the device.
+            host: Arrays for other outputs, by role. onnxruntime computes an output that is
+                requested nowhere, and drops it.
+            in_place: Device buffers for yet other outputs, by role; inputs among them.
+
+        Raises:
+            AllocationError: There is not enough memory.
+            InputError: onnxruntime cannot run the graph on these inputs.
+        """
+        binding = self._bound(inputs, host or {}, in_place or {})
+        for name in (name for role in outputs for name in self.graph.names(role)):
+            binding.bind_output(name, self._device, self._device_id)
+        self.run_bound(binding)
+        bound = len(host or {}) + sum(map(len, (in_place or {}).values()))
+        results: list[OrtValue] = list(binding.get_outputs())
+        return results[bound:]
+
+    def bind(
+        self,
+        *,
+        fixed: Mapping[Any, Sequence[Bindable]],
+        changing: Mapping[str, NDArray[Any]] | None = None,
+        in_place: Mapping[Any, Sequence[Bindable]] | None = None,
+        host: Mapping[Any, NDArray[Any]] | None = None,
+    ) -> BoundCall:
+        """Binds all inputs and outputs once, for many runs.
+
+        Args:
+            fixed: Inputs that stay the same, by role.
+            changing: Inputs that every run replaces, by role; the arrays are overwritten.
+            in_place: As for `run`.
+            host: As for `run`.
+        """
+        values = {role: (array, self.value(array)) for role, array in (changing or {}).items()}
+        inputs = {**fixed, **{role: [value] for role, (_, value) in values.items()}}
+        binding = self._bound(inputs, host or {}, in_place or {})
+        return BoundCall(self, binding, values, host or {}, held=(fixed, in_place))
+
+    def run_bound(self, binding: onnxruntime.IOBinding) -> None:
+        """Runs a binding of all inputs and outputs.
+
+        Raises:
+            AllocationError: As `run`.
+            InputError: As `run`.
+        """
+        try:
+            self.session.run_with_iobinding(binding)
+        except ERRORS as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> InputError:
+        found = " ".join(str(error).split())
+        if any(shortage in found for shortage in SHORTAGES):
+            return AllocationError(
+                f"there is not enough memory to run {self.graph.file}: {found}. Make batches "
+                "smaller"
+            )
+        return InputError(
+            f"expected {self.graph.file} to run, found: {found}. Verify the bundle here, or export "
+            "it again"
+        )
+
+    def _bound(
+        self,
+        inputs: Mapping[Any, Sequence[Bindable]],
+        host: Mapping[Any, NDArray[Any]],
+        in_place: Mapping[Any, Sequence[Bindable]],
+    ) -> onnxruntime.IOBinding:
+        binding, device = self.session.io_binding(), (self._device, self._device_id)
+        for role, values in inputs.items():
+            for name, value in zip(self.graph.names(role), values, strict=True):
+                if isinstance(value, BufferView):
+                    binding.bind_input(name, *device, *value.where)
+                else:
+                    binding.bind_ortvalue_input(name, value)
+        for role, array in host.items():
+            (name,) = self.graph.names(role)
+            binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        for role, values in in_place.items():
+            for name, value in zip(self.graph.names(role), values, strict=True):
+                if isinstance(value, BufferView):
+                    binding.bind_output(name, *device, *value.where)
+                else:
+                    binding.bind_ortvalue_output(name, value)
+        return binding
+
+
+@dataclass(frozen=True)
+class BoundCall:
+    """A graph bound once to fixed buffers, to be run many times.
+
+    Attributes:
+        runner: The graph.
+        binding: All inputs and outputs.
+        changing: Host array and device value of the inputs that every run replaces, by role.
+        host: Outputs on the host, by role; the next run overwrites them.
+        held: Keeps the bound buffers alive.
+    """
+
+    runner: GraphRunner
+    binding: onnxruntime.IOBinding
+    changing: Mapping[str, tuple[NDArray[Any], OrtValue]]
+    host: Mapping[str, NDArray[Any]]
+    held: Sequence[Any]
+
+    def run(self, **inputs: NDArray[Any]) -> Mapping[str, NDArray[Any]]:
+        """Runs the graph on new values of the changing inputs, and returns `host`.
+
+        Raises:
+            AllocationError: As `GraphRunner.run`.
+            InputError: As `GraphRunner.run`.
+        """
+        for role, array in inputs.items():
+            host, value = self.changing[role]
+            host[...] = array
+            if self.runner.on_device:
+                value.update_inplace(host)
+        self.runner.run_bound(self.binding)
+        return self.host
+
+
+def open_graphs(
+    bundle: Bundle, graphs: Mapping[str, GraphSpec], options: SessionOptions
+) -> dict[str, GraphRunner]:
+    """Opens graphs by name, one per core at a time: packing weights takes most of the time.
+
+    Raises:
+        ProviderError: The provider asked for cannot run here.
+        InputError: A graph cannot be opened.
+    """
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        runners = pool.map(lambda graph: GraphRunner(bundle, graph, options), graphs.values())
+        return dict(zip(graphs, runners, strict=True))
+
+
+def describe(
+    variant: Variant, options: SessionOptions, runners: Iterable[GraphRunner]
+) -> dict[str, Any]:
+    """Returns what determines the numbers: settings, hardware, and where the nodes run."""
+    nodes: Counter[str] = Counter()
+    for runner in runners:
+        nodes.update(assigned_nodes(runner.session))
+    return {
+        "variant": variant.name,
+        "provider": options.provider,
+        "threads": options.threads,
+        "optimisation": options.optimisation,
+        "tf32": tf32(options),
+        "processor": cpu_name(),
+        "instruction_sets": list(instruction_sets()),
+        "onnxruntime": onnxruntime.__version__,
+        "nodes": [f"{name} {count}" for name, count in sorted(nodes.items())],
+    }

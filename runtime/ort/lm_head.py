@@ -1,0 +1,141 @@
+"""The LM head of a fused variant: logits, top k and log-sum-exp of the decoder's hidden states."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnxruntime import OrtValue
+
+from transferry.runtime.bundle import Bundle, Variant
+from transferry.runtime.decoding.decoder import StepOutput, TopK
+from transferry.runtime.decoding.logits import SEGMENT, SegmentMaxima, log_sum_exp
+from transferry.runtime.ort.graph_runner import Bindable, BoundCall, BufferView, GraphRunner
+from transferry.runtime.ort.screened_argmax import ScreenedArgmax
+
+# Sums of exponentials that float32 holds in full precision, their largest terms included.
+SMALLEST_SUM, LARGEST_SUM = 1e-30, 1e38
+
+Floats = NDArray[np.floating[Any]]
+
+
+class _Workspace(threading.local):
+    """Buffers of a thread, kept over all its batches: fresh memory is expensive page by page.
+
+    Attributes:
+        hidden: Hidden states of the last step, on the device `[rows, d_model]`.
+        logits: `[rows, vocabulary]`, exact or approximate.
+        calls: Graphs bound to these buffers, by name, rows and k.
+    """
+
+    def __init__(self) -> None:
+        self.hidden: OrtValue | None = None
+        self.logits = np.empty((0, 0), np.float32)
+        self.calls: dict[tuple[str, int, int], BoundCall] = {}
+
+
+class LMHead:
+    """Scores hidden states; several threads may use it at once."""
+
+    def __init__(
+        self, bundle: Bundle, variant: Variant, runners: Mapping[str, GraphRunner]
+    ) -> None:
+        """Reads the weights of the screened argmax, if the variant has one.
+
+        Args:
+            bundle: The bundle of the variant.
+            variant: A variant whose cache is updated in place.
+            runners: Its graphs by name.
+        """
+        self._runners = runners
+        self._own = _Workspace()
+        self._top_k = variant.top_k
+        self.vocabulary_size = int(variant.graphs["head"].tensor("logits").shape[-1])
+        self.screened: ScreenedArgmax | None = None
+        if variant.screen:
+            weights = {name: tensor.read(bundle.folder) for name, tensor in variant.screen.items()}
+            self.screened = ScreenedArgmax(**weights)
+
+    def hidden(self, rows: int) -> BufferView:
+        """Returns the buffer for the hidden states of this thread's next step over `rows` rows."""
+        own, decoder = self._own, self._runners["decoder"]
+        if own.hidden is None or rows > own.hidden.shape()[0]:
+            width = int(decoder.graph.tensor("hidden").shape[-1])
+            own.calls.clear()
+            own.hidden = decoder.zeros("hidden", (rows, width))
+        return BufferView(own.hidden, 0, rows)
+
+    def scores(self, rows: int, *, top: int | None = None, normalise: bool = False) -> StepOutput:
+        """Scores the hidden states of the last step; see `Decoder.step`.
+
+        Returns:
+            Logits `[1, rows, vocabulary]`, or the top k.
+        """
+        if top is not None and self._top_k:
+            return StepOutput(top_k=self._ranked(rows, top))
+        if top == 1 and not normalise and self.screened is not None:
+            approximate = self._run("rough", rows)["rough"]
+            maxima = SegmentMaxima(self._run("peaks", rows)["peaks"], SEGMENT)
+            tokens = self.screened.argmax(self.hidden(rows).numpy(), approximate, maxima)
+            return StepOutput(top_k=TopK(np.maximum(tokens, 0)[:, None], tokens >= 0))
+        logits = self._run("head", rows)["logits"]
+        if not normalise or self._runners["sums"].on_device:
+            return StepOutput(logits[None])
+        found = self._run("sums", rows)
+        maxima = SegmentMaxima(found["peaks"], SEGMENT)
+        return StepOutput(logits[None], None, _log_of_sums(found["sums"], logits), maxima)
+
+    def _ranked(self, rows: int, k: int) -> TopK:
+        """Returns the k likeliest tokens of each row, ranked on the device."""
+        found = self._run("rank", rows, k)
+        logits, tokens, sums = (
+            found[role] for role in ("top_logits", "top_tokens", "relative_sums")
+        )
+        normaliser = logits[:, 0] + np.log(sums, dtype=np.float64)
+        return TopK(tokens, np.isfinite(normaliser), logits, normaliser)
+
+    def _run(self, name: str, rows: int, k: int = 0) -> Mapping[str, NDArray[Any]]:
+        """Runs a graph on this thread's buffers, and returns its outputs by role.
+
+        The next run of the graph overwrites them; "rough" and "logits" overwrite each other.
+        """
+        own = self._own
+        hidden = self.hidden(rows)
+        if name != "rank" and rows > len(own.logits):
+            own.calls.clear()
+            own.logits = np.empty((hidden.buffer.shape()[0], self.vocabulary_size), np.float32)
+        if (name, rows, k) not in own.calls:
+            runner, logits = self._runners[name], own.logits[:rows]
+            read: dict[str, Bindable] = {"hidden": hidden}
+            if name in ("sums", "peaks"):
+                read["logits"] = runner.value(logits)  # on the CPU: a view
+            if name == "rank":
+                read["count"] = OrtValue.ortvalue_from_numpy(np.array([k]))  # read on the host
+            written = {"logits": logits, "rough": logits}
+            for spec in runner.graph.outputs:
+                size = spec.shape[-1] if isinstance(spec.shape[-1], int) else k
+                shape = (rows, size) if len(spec.shape) > 1 else (rows,)
+                written.setdefault(spec.role, np.empty(shape, spec.type))
+            own.calls[name, rows, k] = runner.bind(
+                fixed={spec.role: [read[spec.role]] for spec in runner.graph.inputs},
+                host={spec.role: written[spec.role] for spec in runner.graph.outputs},
+            )
+        return own.calls[name, rows, k].run()
+
+
+def _log_of_sums(sums: Floats, logits: Floats) -> NDArray[np.float64]:
+    """Log-sum-exp of each row `[rows]`, from the sums of the exponentials of the logits.
+
+    The graph does not subtract the largest logit first. Where float32 cannot hold its sum, the
+    row is computed again the slow, safe way.
+    """
+    if sums.min() > SMALLEST_SUM and sums.max() < LARGEST_SUM:
+        return np.log(sums, dtype=np.float64)
+    extreme = ~((sums > SMALLEST_SUM) & (sums < LARGEST_SUM))
+    result = np.empty(len(sums))
+    result[extreme] = log_sum_exp(logits[extreme])
+    result[~extreme] = np.log(sums[~extreme], dtype=np.float64)
+    return result

@@ -1,0 +1,42 @@
+"""Opens a variant of a bundle as its architecture and its cache require."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from transferry.runtime.bundle import Bundle, Variant
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.decoding.decoder import ObservableDecoder
+from transferry.runtime.ort.encoder import EncoderModel
+from transferry.runtime.ort.fused_decoder import FusedDecoder
+from transferry.runtime.ort.portable_decoder import PortableDecoder
+from transferry.runtime.ort.session import SessionOptions
+
+
+class ServedDecoder(ObservableDecoder[Any], Protocol):
+    """A decoder that runs a variant of a bundle."""
+
+    variant: Variant
+    options: SessionOptions
+    batches: BatchOptions
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what determines the numbers: settings, hardware, and where the nodes run."""
+        ...
+
+
+Model = ServedDecoder | EncoderModel
+
+
+def open_model(bundle: Bundle, variant: Variant, options: SessionOptions) -> Model:
+    """Opens the graphs of a variant.
+
+    Raises:
+        ProviderError: The provider asked for cannot run here.
+        InputError: A graph cannot be opened.
+    """
+    if variant.cache is None:
+        return EncoderModel(bundle, variant, options)
+    if variant.cache.in_place:
+        return FusedDecoder(bundle, variant, options)
+    return PortableDecoder(bundle, variant, options)

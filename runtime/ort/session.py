@@ -1,0 +1,248 @@
+"""Opens onnxruntime sessions that run on the requested provider, or fails.
+
+onnxruntime itself answers a request for CUDA with a CPU session if a library, the driver or the GPU
+is missing (microsoft/onnxruntime#17801, #23372). Here that is a `ProviderError` that names what is
+missing and how to fix it.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import onnxruntime
+from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+from transferry.runtime.errors import InputError, ProviderError, UsageError
+from transferry.runtime.ort.cuda import cuda_obstacle
+
+Provider = Literal["cpu", "cuda"]
+Optimisation = Literal["disable", "basic", "extended", "all"]
+
+_PROVIDER_NAMES: dict[Provider, str] = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+}
+_OPTIMISATION_LEVELS: dict[Optimisation, onnxruntime.GraphOptimizationLevel] = {
+    "disable": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    "basic": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "extended": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    "all": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
+# onnxruntime's own errors share no base class below Exception.
+_OPENING_ERRORS = (
+    native.EPFail,
+    native.Fail,
+    native.InvalidArgument,
+    native.InvalidGraph,
+    native.InvalidProtobuf,
+    native.NoSuchFile,
+    native.NotImplemented,
+    native.RuntimeException,
+    RuntimeError,
+    ValueError,
+)
+_LOG_FATAL_ONLY = 4  # errors are raised, with the same words
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """How to run a graph.
+
+    Attributes:
+        provider: `cpu` or `cuda`; never a fallback from one to the other.
+        threads: Threads that share one operator. Replicas of one thread beat one session of many.
+        device_id: Which GPU, counted as CUDA counts them; read by `cuda` only.
+        optimisation: Graph optimisation level of onnxruntime; a certificate is for one level.
+        provider_options: Options passed on to the provider, overriding the defaults set here.
+        profile: Folder for onnxruntime's time traces, one file per graph, complete once the session
+            is deleted; None for no traces.
+    """
+
+    provider: Provider = "cpu"
+    threads: int = 1
+    device_id: int = 0
+    optimisation: Optimisation = "all"
+    provider_options: Mapping[str, str] = field(default_factory=dict)
+    profile: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Rejects values that onnxruntime would ignore or reinterpret.
+
+        Raises:
+            UsageError: A value lies outside its range.
+        """
+        if self.provider not in _PROVIDER_NAMES:
+            raise UsageError(f"the provider must be cpu or cuda, but is {self.provider!r}")
+        if self.optimisation not in _OPTIMISATION_LEVELS:
+            raise UsageError(
+                f"the optimisation must be one of {', '.join(_OPTIMISATION_LEVELS)}, "
+                f"but is {self.optimisation!r}"
+            )
+        if self.threads < 1:
+            raise UsageError(f"threads must be 1 or more, but is {self.threads}")
+        if self.device_id < 0:
+            raise UsageError(f"the device id must be 0 or more, but is {self.device_id}")
+
+
+def open_session(
+    model: Path, options: SessionOptions, graph: bytes | None = None
+) -> onnxruntime.InferenceSession:
+    """Opens a graph on the requested provider, and on no other.
+
+    Args:
+        model: The graph's file; external weights lie beside it.
+        options: How to run it.
+        graph: Graph to open instead of the file's content, with the same external weights.
+
+    Returns:
+        A session whose `get_providers()[0]` is the requested provider.
+
+    Raises:
+        InputError: The file is missing, damaged, or not a graph that onnxruntime can read.
+        ProviderError: The provider cannot run here, or cannot run this graph.
+    """
+    if not model.is_file():
+        raise InputError(
+            f"expected an ONNX graph at {model}, found no file. Export the bundle again."
+        )
+    if options.provider == "cuda" and (obstacle := cuda_obstacle(options.device_id)):
+        raise ProviderError(
+            f"provider cuda was asked for, but {obstacle.missing}. To mend it: {obstacle.remedy}"
+        )
+    try:
+        session = _create(model, options, graph)
+    except native.NotImplemented as error:
+        raise ProviderError(
+            f"provider {options.provider} cannot run {model}: {_reason(error)}. "
+            "Choose another provider or another variant of the bundle."
+        ) from error
+    except _OPENING_ERRORS as error:
+        if options.provider == "cpu":
+            raise _unreadable(model, error) from error
+        if (fault := _fault_of_file(model, graph)) is not None:
+            raise _unreadable(model, fault) from fault
+        raise ProviderError(
+            f"provider {options.provider} was asked for, but onnxruntime cannot start it: "
+            f"{_reason(error)}. `transferry doctor` tells what works here."
+        ) from error
+    require_provider(session, options.provider)
+    return session
+
+
+def provider_settings(options: SessionOptions) -> dict[str, str]:
+    """Returns the provider's options: the defaults here, overridden by `provider_options`."""
+    defaults: dict[str, str] = {}
+    if options.provider == "cuda":
+        # TF32 rounds the factors of a product to 10 bits of mantissa; off, so that CPU, CUDA and
+        # torch agree.
+        defaults = {"device_id": str(options.device_id), "use_tf32": "0"}
+    return {**defaults, **options.provider_options}
+
+
+def tf32(options: SessionOptions) -> str:
+    """Returns whether CUDA may round products to TF32: "on", "off", or "none" on the CPU."""
+    if options.provider == "cpu":
+        return "none"
+    return "off" if provider_settings(options)["use_tf32"] == "0" else "on"
+
+
+def assigned_nodes(session: onnxruntime.InferenceSession) -> dict[str, int]:
+    """Counts the graph's nodes by the provider that runs them.
+
+    Args:
+        session: A session from `open_session`, which makes onnxruntime record the assignment.
+
+    Returns:
+        For example `{"CUDAExecutionProvider": 210, "CPUExecutionProvider": 12}`.
+    """
+    counts: Counter[str] = Counter()
+    for subgraph in session.get_provider_graph_assignment_info():
+        counts[subgraph.ep_name] += len(subgraph.get_nodes())
+    return dict(counts)
+
+
+def _create(
+    model: Path, options: SessionOptions, graph: bytes | None
+) -> onnxruntime.InferenceSession:
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = options.threads
+    settings.inter_op_num_threads = 1
+    settings.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
+    settings.graph_optimization_level = _OPTIMISATION_LEVELS[options.optimisation]
+    settings.log_severity_level = _LOG_FATAL_ONLY
+    # Idle threads spin between the operators of a run, where waking them would cost more than the
+    # operator, but not between runs, where the search needs the core.
+    settings.add_session_config_entry("session.force_spinning_stop", "1")
+    settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    _share_arena()
+    settings.add_session_config_entry("session.use_env_allocators", "1")
+    if options.profile is not None:
+        settings.enable_profiling = True
+        settings.profile_file_prefix = str(options.profile / model.stem)
+    if graph is not None:
+        settings.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(model.parent)
+        )
+
+    provider = (_PROVIDER_NAMES[options.provider], provider_settings(options))
+    return onnxruntime.InferenceSession(
+        str(model) if graph is None else graph,
+        settings,
+        providers=[provider],
+        enable_fallback=0,
+    )
+
+
+@functools.cache
+def _share_arena() -> None:
+    """Makes all sessions of the process allocate host memory from one arena.
+
+    An arena keeps its largest size. One arena per graph took 40 % more memory, although a replica
+    runs one graph at a time (docs/performance.md).
+    """
+    kind = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR
+    memory = onnxruntime.OrtMemoryInfo("Cpu", kind, 0, onnxruntime.OrtMemType.DEFAULT)
+    onnxruntime.create_and_register_allocator(memory, onnxruntime.OrtArenaCfg({}))
+
+
+def require_provider(session: onnxruntime.InferenceSession, provider: Provider) -> None:
+    """Checks that a session runs on the requested provider.
+
+    Raises:
+        ProviderError: It runs on another.
+    """
+    name = _PROVIDER_NAMES[provider]
+    first = session.get_providers()[0]
+    nodes = assigned_nodes(session)
+    # A session can name CUDA first and still leave every node to the CPU. A graph may fold into
+    # no node at all, so only nodes that went elsewhere count against the provider.
+    if first != name or (nodes and name not in nodes):
+        raise ProviderError(
+            f"provider {provider} was asked for, but onnxruntime opened the session on {first} "
+            f"(nodes by provider: {nodes}). `transferry doctor` tells what works here."
+        )
+
+
+def _fault_of_file(model: Path, graph: bytes | None) -> Exception | None:
+    """Returns the error of the CPU provider, which runs everywhere, if the graph is at fault."""
+    try:
+        _create(model, SessionOptions(optimisation="disable"), graph)
+    except native.NotImplemented:
+        return None  # a sound graph of a type for which the CPU has no kernel
+    except _OPENING_ERRORS as error:
+        return error
+    return None
+
+
+def _unreadable(model: Path, error: Exception) -> InputError:
+    return InputError(
+        f"expected a graph that onnxruntime {onnxruntime.__version__} can read at {model}, "
+        f"found: {_reason(error)}. Export the bundle again, or copy it again if it was copied."
+    )
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")

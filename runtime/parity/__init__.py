@@ -1,0 +1,1 @@
+"""Comparison of two computations of one model, reports of it, and certificates."""

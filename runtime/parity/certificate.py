@@ -1,0 +1,385 @@
+"""A report that passed, bound to the very bytes and to the kind of machine that it speaks of.
+
+A bundle's certificates lie in its folder `certificates`, beside what the manifest lists: one for
+each cell, that is each way of computing that was verified. `standing` tells what they are worth to
+a session that is about to be opened.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import onnxruntime
+
+from transferry.runtime.bundle import MANIFEST, Bundle, Variant
+from transferry.runtime.errors import InputError, ParityError, UsageError
+from transferry.runtime.files import atomic_file, sha256
+from transferry.runtime.hardware import instruction_sets
+from transferry.runtime.ort.cuda import cuda_compute_capability
+from transferry.runtime.ort.session import SessionOptions, provider_settings, tf32
+from transferry.runtime.parity.report import ParityReport
+
+FOLDER = "certificates"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way of computing: what decides which kernels run on which graphs.
+
+    Attributes:
+        variant: Of the bundle.
+        provider: "cpu" or "cuda".
+        optimisation: How far onnxruntime may rewrite the graphs.
+        processor: The CPU's instruction sets, or the GPU's compute capability.
+        settings: The provider's, TF32 among them.
+    """
+
+    variant: str
+    provider: str
+    optimisation: str
+    processor: str
+    settings: Mapping[str, str]
+
+    @classmethod
+    def of(cls, variant: Variant, options: SessionOptions) -> Cell:
+        """Returns the cell of a session that is opened here."""
+        processor = "+".join(instruction_sets()) or "unknown"
+        if options.provider == "cuda":
+            processor = f"sm_{cuda_compute_capability(options.device_id)}"
+        settings = provider_settings(options)
+        settings.pop("device_id", None)
+        return cls(variant.name, options.provider, options.optimisation, processor, settings)
+
+    def __str__(self) -> str:
+        settings = "".join(f", {name} {value}" for name, value in self.settings.items())
+        return (
+            f"variant {self.variant}, provider {self.provider}, optimisation "
+            f"{self.optimisation}, {self.processor}{settings}"
+        )
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was verified, on what, and with what result.
+
+    Attributes:
+        cell: The way of computing.
+        threads: Of a session.
+        tf32: Whether products may be rounded to TF32: "on", "off", or "none" on the CPU.
+        date: As whoever verified gave it.
+        manifest: sha256 of the bundle's manifest.
+        files: sha256 of every other file, by its path inside the bundle.
+        graphs: sha256 of the variant's graphs, by name.
+        against: "the run" or "the recorded answers".
+        run: sha256 of the weights of the run; empty where the bundle was held against its record.
+        versions: Of the packages that decide the numbers.
+        text: Number and sha256 of the lines that the searches ran on.
+        result: The report's tolerance, stages, searches, tasks and self-test, without details.
+    """
+
+    cell: Cell
+    threads: int
+    tf32: str
+    date: str
+    manifest: str
+    files: Mapping[str, str]
+    graphs: Mapping[str, str]
+    against: str
+    run: str
+    versions: Mapping[str, str]
+    text: Mapping[str, Any]
+    result: Mapping[str, Any]
+
+    def to_json(self) -> str:
+        """Returns the text of the certificate's file."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: bytes, origin: str) -> Certificate:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            InputError: It is none, or of another format.
+        """
+        try:
+            record = json.loads(text)
+            if (found := record.pop("format")) != FORMAT:
+                raise ValueError(f"format {found!r}, expected {FORMAT}")
+            return cls(**{**record, "cell": Cell(**record["cell"])})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{origin} is not a certificate ({type(error).__name__}: {error}); remove it, and "
+                "verify the bundle again"
+            ) from error
+
+    def sha256(self) -> str:
+        """Returns what a result cites the certificate by."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def summary(self) -> dict[str, str]:
+        """Returns what identifies the certificate, for a page."""
+        return {
+            "date": self.date,
+            "cell": str(self.cell),
+            "sha256": self.sha256(),
+            "manifest": self.manifest,
+            "run": self.run,
+        }
+
+    def changed(self, bundle: Bundle) -> str:
+        """Tells what differs between the bundle that was verified and this one, if anything."""
+        files = {name: record.sha256 for name, record in bundle.manifest.files.items()}
+        for name in sorted({*self.files, *files}):
+            if self.files.get(name) != files.get(name):
+                return f"{name} is not the file that was verified"
+        graphs = bundle.manifest.variants
+        variant = graphs.get(self.cell.variant)
+        if variant is None:
+            return f"the bundle has no variant {self.cell.variant}"
+        if self.graphs != _graphs(bundle, variant):
+            return f"its graphs are not those of variant {variant.name}"
+        if self.manifest != sha256(bundle.folder / MANIFEST):
+            return f"{MANIFEST} is not the one that was verified"
+        return ""
+
+
+def check_date(date: str) -> None:
+    """Refuses what is no date.
+
+    Raises:
+        UsageError: It is none.
+    """
+    try:
+        datetime.date.fromisoformat(date)
+    except ValueError as error:
+        raise UsageError(f"expected a date as YYYY-MM-DD, found {date!r} ({error})") from error
+
+
+def certify(
+    bundle: Bundle,
+    variant: Variant,
+    options: SessionOptions,
+    report: ParityReport,
+    date: str,
+) -> Certificate | None:
+    """Writes the certificate of a report into the bundle, or withdraws the one that is there.
+
+    Args:
+        bundle: What was verified.
+        variant: Which variant of it.
+        options: How it was opened.
+        report: What came out.
+        date: Of the verification, YYYY-MM-DD.
+
+    Returns:
+        The certificate; None where the report did not pass, and none for its cell is left.
+
+    Raises:
+        UsageError: The date is none.
+        InputError: The bundle cannot be written.
+    """
+    check_date(date)
+    cell = Cell.of(variant, options)
+    path = bundle.folder / FOLDER / _file_name(cell)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        if not report.passed:
+            path.unlink(missing_ok=True)
+            return None
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot be written: {error.strerror}; make the bundle writable, or verify a "
+            "copy of it"
+        ) from error
+    record, settings = report.to_dict(), report.settings
+    summary = {
+        "tolerance": record["tolerance"],
+        "stages": record["stages"],
+        "decisions": [
+            {**item, "ties": len(item["ties"]), "defects": len(item["defects"])}
+            for item in record["decisions"]
+        ],
+        "tasks": record["tasks"],
+        "self_test": {
+            "planted": len(report.self_test),
+            "change_an_answer": sum(item.changes_answer for item in report.self_test),
+            "caught": sum(bool(item.caught_by) for item in report.self_test),
+        },
+    }
+    certificate = Certificate(
+        cell,
+        options.threads,
+        tf32(options),
+        date,
+        sha256(bundle.folder / MANIFEST),
+        {name: entry.sha256 for name, entry in bundle.manifest.files.items()},
+        _graphs(bundle, variant),
+        str(settings["against"]),
+        str(settings.get("run_sha256", "")),
+        _versions(report),
+        {name: settings[name] for name in ("rows", "text_sha256") if name in settings},
+        summary,
+    )
+    with atomic_file(path) as file:
+        file.write(certificate.to_json().encode())
+    return certificate
+
+
+def certificates(bundle: Bundle) -> list[Certificate]:
+    """Reads all certificates of a bundle, in the order of their names.
+
+    Raises:
+        InputError: One of them cannot be read.
+    """
+    found = []
+    for path in sorted((bundle.folder / FOLDER).glob("*.json")):
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise InputError(f"{path} cannot be read ({error.strerror})") from error
+        found.append(Certificate.from_json(text, str(path)))
+    return found
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a bundle's certificates are worth to a session.
+
+    Attributes:
+        status: "verified": this cell, on these bytes. "elsewhere": the same but for the processor,
+            the threads or onnxruntime's version. "none": neither.
+        certificate: The one that applies; None where there is none.
+        reason: What keeps it from being "verified"; empty where nothing does.
+    """
+
+    status: Literal["verified", "elsewhere", "none"]
+    certificate: Certificate | None
+    reason: str = ""
+
+    def cite(self) -> str:
+        """Returns a line for whoever reads a result."""
+        if self.certificate is None:
+            return f"none: {self.reason}"
+        one = self.certificate
+        where = f"; here {self.reason}" if self.reason else ""
+        return f"of {one.date} against {one.against}, {one.cell}, sha256 {one.sha256()}{where}"
+
+
+def standing(bundle: Bundle, variant: Variant, options: SessionOptions) -> Standing:
+    """Looks for the certificate of a session that is about to be opened.
+
+    Raises:
+        InputError: A certificate cannot be read.
+    """
+    cell = Cell.of(variant, options)
+    reasons = []
+    elsewhere: list[Standing] = []
+    for certificate in certificates(bundle):
+        other = certificate.cell
+        if (other.variant, other.provider, other.optimisation, dict(other.settings)) != (
+            cell.variant,
+            cell.provider,
+            cell.optimisation,
+            dict(cell.settings),
+        ):
+            continue
+        if changed := certificate.changed(bundle):
+            reasons.append(f"of {certificate.date}: {changed}")
+            continue
+        version = certificate.versions.get("onnxruntime")
+        differences = [
+            f"{name} {here}, not {there}"
+            for name, here, there in (
+                ("processor", cell.processor, other.processor),
+                ("threads", options.threads, certificate.threads),
+                ("onnxruntime", onnxruntime.__version__, version),
+            )
+            if here != there
+        ]
+        if not differences:
+            return Standing("verified", certificate)
+        elsewhere.append(Standing("elsewhere", certificate, "; ".join(differences)))
+    if elsewhere:
+        return elsewhere[0]
+    return Standing("none", None, "; ".join(reasons) or f"nothing was verified for {cell}")
+
+
+def fastest(bundle: Bundle, options: SessionOptions) -> Variant:
+    """Chooses the variant that is served where none is named.
+
+    Of those made for the provider the fastest that was verified for this way of computing, else
+    the fastest that was verified elsewhere; one in reduced precision answers differently, so
+    without a certificate it must be named. Where none has a certificate, the fastest in the
+    model's own precision, which export has held against the recorded answers.
+
+    Raises:
+        InputError: A certificate cannot be read.
+    """
+    variants = [
+        each for each in bundle.manifest.variants.values() if options.provider in each.providers
+    ]
+    # Fewer bits are faster, and so is what was made for this provider alone.
+    variants.sort(key=lambda each: (each.exact, len(each.providers), not each.in_place))
+    for status in ("verified", "elsewhere"):
+        for variant in variants:
+            if standing(bundle, variant, options).status == status:
+                return variant
+    return next((variant for variant in variants if variant.exact), bundle.variant())
+
+
+def require_standing(found: Standing, bundle: Bundle) -> None:
+    """Refuses a session for which nothing was verified.
+
+    Raises:
+        ParityError: There is no certificate for it, or what it was made for has changed.
+    """
+    if found.status == "none":
+        raise ParityError(
+            f"{bundle.folder} has no certificate that holds here: {found.reason}. Verify it: "
+            f"transferry verify {bundle.folder} --checkpoint RUN --text FILE --certify DATE"
+        )
+
+
+def describe(bundle: Bundle) -> Sequence[tuple[str, str, str, str, str]]:
+    """Of each certificate its date, what it is against, its cell, its rows, and its worth."""
+    return [
+        (
+            one.date,
+            one.against,
+            str(one.cell),
+            str(one.text.get("rows", 0)),
+            one.changed(bundle) or "holds",
+        )
+        for one in certificates(bundle)
+    ]
+
+
+def _file_name(cell: Cell) -> str:
+    settings = [f"{name}={value}" for name, value in sorted(cell.settings.items())]
+    parts = [cell.variant, cell.provider, cell.optimisation, cell.processor, *settings]
+    return ".".join(parts) + ".json"
+
+
+def _graphs(bundle: Bundle, variant: Variant) -> dict[str, str]:
+    files = bundle.manifest.files
+    return {name: files[graph.file].sha256 for name, graph in variant.graphs.items()}
+
+
+def _versions(report: ParityReport) -> dict[str, str]:
+    versions = {
+        "transferry": importlib.metadata.version("transferry"),
+        "onnxruntime": onnxruntime.__version__,
+        "numpy": np.__version__,
+    }
+    for name in ("torch", "onnx"):
+        if name in report.settings:
+            versions[name] = str(report.settings[name])
+    return versions

@@ -1,0 +1,227 @@
+"""Each fault is planted as it says, and what finds nothing to edit raises."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
+from transferry.build_model.transformer import Transformer
+from transferry.export.faults.bundle_copy import BundleCopy, add, replace
+from transferry.export.faults.fault import Fault, rare_tokens
+from transferry.export.faults.faults import FAULTS, faults_of
+from transferry.export.faults.self_test import brief_sweep
+from transferry.export.parity.cases import sweep
+from transferry.export.parity.oracle import Judge
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.errors import InputError
+from transferry.runtime.ort.open_model import Model, open_model
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.parity.compare import Tolerance
+
+ARCHITECTURES = ("", "writer_", "reader_")
+Pair = tuple[Checkpoint, Bundle]
+
+
+@pytest.fixture(scope="session", params=ARCHITECTURES, ids=["both", "writer", "reader"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    """A run and its bundle, of each architecture."""
+    run = request.getfixturevalue(f"{request.param}run_folder")
+    return load_checkpoint(run), Bundle.load(
+        request.getfixturevalue(f"{request.param}bundle_folder")
+    )
+
+
+def named(kind: str) -> Fault:
+    (fault,) = [fault for fault in FAULTS if fault.kind == kind]
+    return fault
+
+
+def copy_of(bundle: Bundle, folder: Path) -> BundleCopy:
+    return BundleCopy(bundle, bundle.variant(), folder / "copy")
+
+
+def opened(copy: BundleCopy) -> Model:
+    copy.seal()
+    return open_model(Bundle.load(copy.folder), copy.variant, SessionOptions())
+
+
+def faulty(checkpoint: Checkpoint, model: Model, factor: float = 8.0) -> list[str]:
+    judge = Judge(checkpoint.model, checkpoint.tokenizer.special, Tolerance(factor))
+    found = judge.numbers(model, brief_sweep(checkpoint.model.config))
+    return [f"{item.case}: {item.tensor}: {item.fault}" for item in found if item.fault]
+
+
+def test_kinds_are_many_and_named_once(pair: Pair) -> None:
+    kinds = [fault.kind for fault in faults_of(pair[0].model.config)]
+    assert len(kinds) == len(set(kinds)) >= 20
+
+
+def test_copy_without_fault_answers_as_torch(pair: Pair, tmp_path: Path) -> None:
+    checkpoint, bundle = pair
+    copy = copy_of(bundle, tmp_path)
+    copy.rewrite()
+    assert faulty(checkpoint, opened(copy)) == []
+
+
+def test_tools_of_the_edits_change_nothing_themselves(pair: Pair, tmp_path: Path) -> None:
+    """Each value of each graph, outputs too, goes through a node that does nothing."""
+    checkpoint, bundle = pair
+    copy = copy_of(bundle, tmp_path)
+    for model in copy.graphs.values():
+        for node in list(model.graph):
+            replace(node.outputs[0], lambda value: add(value, "Identity", value))
+    assert faulty(checkpoint, opened(copy)) == []
+
+
+def scale_last_query(model: Transformer) -> None:
+    """The graph's last attention: the decoder's last cross-attention, if it has one."""
+    layer = (model.decoder or model.encoder)[-1]
+    attention = layer.cross_attention or layer.self_attention
+    for parameter in attention.query.parameters():  # type: ignore[union-attr]
+        parameter.mul_(math.sqrt(model.config.d_head))
+
+
+def first_activation(model: Transformer) -> None:
+    layer = (model.encoder or model.decoder)[0]
+    wrong = nn.functional.relu if model.config.activation == "gelu" else nn.functional.gelu
+    layer.feed_forward.activation = wrong  # type: ignore[union-attr]
+
+
+def epsilon(model: Transformer) -> None:
+    for module in model.modules():
+        if hasattr(module, "eps"):
+            setattr(module, "eps", 10 * float(module.eps))  # type: ignore[arg-type]  # noqa: B010
+
+
+def no_scale(model: Transformer) -> None:
+    model.config = dataclasses.replace(model.config, scale_embedding=False)
+
+
+def shift(model: Transformer) -> None:
+    for name in ("cosines", "sines") if hasattr(model, "cosines") else ("positions",):
+        table = getattr(model, name)
+        table.copy_(torch.cat([table[1:], table[-1:]]))
+
+
+def swap_layers(model: Transformer) -> None:
+    layers = model.decoder or model.encoder
+    layers[0], layers[-1] = layers[-1], layers[0]
+
+
+def swap_rows(model: Transformer) -> None:
+    one, other = rare_tokens(model.config)
+    model.embedding.weight[[one, other]] = model.embedding.weight[[other, one]]
+
+
+def skip_norm(model: Transformer) -> None:
+    (model.decoder or model.encoder)[-1].self_residual.norm = nn.Identity()  # type: ignore[method-assign]
+
+
+def transpose(model: Transformer) -> None:
+    weight = (model.decoder or model.encoder)[-1].self_attention.output.weight  # type: ignore[union-attr]
+    weight.copy_(weight.T.clone())  # type: ignore[operator]
+
+
+TWINS: dict[str, Callable[[Transformer], None]] = {
+    "query scale missing": scale_last_query,
+    "another activation": first_activation,
+    "norm epsilon changed": epsilon,
+    "embedding scale missing": no_scale,
+    "positions shifted by one": shift,
+    "two layers swapped": swap_layers,
+    "two rows of the vocabulary swapped": swap_rows,
+    "a norm skipped": skip_norm,
+    "a square weight transposed": transpose,
+}
+
+
+@pytest.mark.parametrize("kind", TWINS)
+def test_planted_bundle_answers_as_torch_with_the_same_fault(
+    pair: Pair, tmp_path: Path, kind: str
+) -> None:
+    """So it is this fault that is caught, and not an edit gone wrong."""
+    checkpoint, bundle = pair
+    fault = named(kind)
+    if not fault.applies(checkpoint.model.config):
+        assert kind == "embedding scale missing"
+        return
+    copy = copy_of(bundle, tmp_path)
+    fault.plant(copy)
+    model = opened(copy)
+    assert faulty(checkpoint, model)
+
+    twin = Transformer(checkpoint.model.config)
+    twin.load_state_dict(checkpoint.model.state_dict())
+    with torch.no_grad():
+        TWINS[kind](twin)
+    if kind == "positions shifted by one" and checkpoint.model.config.positions != "learned":
+        # The oracle would make its tables anew, without the fault.
+        judge = Judge(twin, checkpoint.tokenizer.special, Tolerance())
+        with torch.no_grad():
+            shift(judge.oracle.model)
+        cases = brief_sweep(checkpoint.model.config)
+        assert not [item for item in judge.numbers(model, cases) if item.fault]
+    else:
+        # Twice the default: a model with a norm or a scale missing is none that it was measured on
+        # (8.2 was seen), and a fault that is not the named one is thousands of times as large.
+        assert faulty(dataclasses.replace(checkpoint, model=twin), model, 16.0) == []
+
+
+@pytest.mark.parametrize("kind", ["one weight off by 1 %", "one weight off by one ULP"])
+def test_one_weight_is_one_weight(pair: Pair, tmp_path: Path, kind: str) -> None:
+    _, bundle = pair
+    copy = copy_of(bundle, tmp_path)
+    where = named(kind).plant(copy)
+    copy.seal()
+    changed = []
+    for spec in bundle.variant().graphs.values():
+        left, right = (
+            ir.load(folder / spec.file).graph.initializers
+            for folder in (bundle.folder, copy.folder)
+        )
+        assert left.keys() == right.keys()
+        for name in left:
+            one, other = (side[name].const_value.numpy() for side in (left, right))  # type: ignore[union-attr]
+            if one.tobytes() != other.tobytes():
+                changed.append(name)
+                (place,) = np.argwhere(one != other)
+                ratio = float(other[tuple(place)]) / float(one[tuple(place)])
+                assert str([int(index) for index in place]) in where
+    assert len(changed) == 1
+    assert 0 < abs(ratio - 1) < (2e-7 if "ULP" in kind else 0.0101)
+
+
+def test_what_finds_nothing_to_edit_raises(bundle: Bundle, tmp_path: Path) -> None:
+    copy = copy_of(bundle, tmp_path)
+    for kind in ("positions turned the wrong way", "the bias of the output dropped"):
+        with pytest.raises(InputError, match=r"no fault can be planted in .*found none"):
+            named(kind).plant(copy)
+    with pytest.raises(InputError, match="which would stay the same"):
+        copy.edit("embedding.weight", lambda array: array)
+    for model in copy.graphs.values():
+        for node in model.graph:
+            node.op_type = "Identity"
+    for fault in (named("padding mask dropped"), named("swapped cache rows")):
+        with pytest.raises((InputError, IndexError)):
+            fault.plant(copy)
+
+
+def test_sweep_runs_through_the_vocabulary(pair: Pair) -> None:
+    """All of it is read; of targets as many as their logits fit into memory."""
+    config = dataclasses.replace(pair[0].model.config, vocabulary_size=5000, max_positions=16)
+    every = set(range(5000))
+    cases = [case for case in sweep(config) if case.name.startswith("vocabulary")]
+    assert set(np.concatenate([case.source.ravel() for case in cases])) == every
+    if config.encoder_layers and config.decoder_layers:
+        told = set(np.concatenate([case.target.ravel() for case in cases]))
+        assert len(told) >= (1 << 24) // 5000
+    grid = [case for case in sweep(config) if not case.name.startswith("vocabulary")]
+    drawn = set(np.concatenate([part.ravel() for c in grid for part in (c.source, c.target)]))
+    assert len(drawn) < 3000

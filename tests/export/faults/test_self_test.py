@@ -1,0 +1,180 @@
+"""The gate catches what is planted, and a gate made blunt is seen to be blunt."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
+from transferry.export.bundle import export_bundle
+from transferry.export.faults import self_test as module
+from transferry.export.faults.bundle_copy import BundleCopy
+from transferry.export.faults.fault import Fault
+from transferry.export.faults.faults import FAULTS
+from transferry.export.faults.self_test import FELL_BACK, Gate, self_test
+from transferry.export.parity.cases import source_of
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.errors import ParityError
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.parity.report import ParityReport, PlantedFault
+
+Side = tuple[Checkpoint, Bundle, list[list[int]]]
+HARMLESS = {
+    "one weight off by one ULP",
+    # softmax cancels it, but in a decoder's cache it is seen.
+    "the bias of the keys dropped",
+}
+
+
+@pytest.fixture(scope="module", params=["", "writer_", "reader_"], ids=["both", "writer", "reader"])
+def side(request: pytest.FixtureRequest) -> Side:
+    run = request.getfixturevalue(f"{request.param}run_folder")
+    checkpoint = load_checkpoint(run)
+    texts = load_samples(run)[:2]
+    tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
+    sources = [source_of(text, tokenizer, config, number) for number, text in enumerate(texts)]
+    bundle = Bundle.load(request.getfixturevalue(f"{request.param}bundle_folder"))
+    return checkpoint, bundle, sources
+
+
+def run(side: Side, tolerance: float = 8.0, **changes: Any) -> dict[str, PlantedFault]:
+    checkpoint, bundle, sources = side
+    sources = changes.pop("sources", sources)
+    found = self_test(
+        checkpoint,
+        bundle,
+        bundle.variant(),
+        SessionOptions(),
+        sources,
+        Tolerance(factor=tolerance),
+        **changes,
+    )
+    return {item.kind: item for item in found}
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def some(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
+    chosen: list[Fault] = [fault for fault in FAULTS if fault.kind in kinds]
+    assert len(chosen) == len(kinds)
+    monkeypatch.setattr(module, "faults_of", lambda config: chosen)
+
+
+def gate_of(side: Side) -> Gate:
+    checkpoint, bundle, sources = side
+    return Gate(checkpoint, bundle, bundle.variant(), SessionOptions(), sources, Tolerance())
+
+
+def test_every_fault_that_changes_an_answer_is_caught(side: Side) -> None:
+    checkpoint, bundle, _ = side
+    before = content(bundle.folder)
+    progress: list[tuple[int, int]] = []
+    found = run(side, done=lambda done, total: progress.append((done, total)))
+    assert content(bundle.folder) == before
+    changing = {kind for kind, item in found.items() if item.changes_answer}
+    assert len(changing) >= 14
+    assert all(item.passed for item in found.values())
+    assert {kind for kind in found if kind not in changing} <= HARMLESS
+    # One weight by one ULP is what planting itself must not make worse.
+    assert not found["one weight off by one ULP"].caught_by
+    assert bool(found.get("the bias of the keys dropped")) == checkpoint.model.config.bias
+    assert progress == [(number + 1, len(found)) for number in range(len(found))]
+
+    assert {found[kind].caught_by for kind in ("truncated external data", FELL_BACK)} == {
+        "loading",
+        "session",
+    }
+    assert found["another tokenizer"].caught_by == "tokenizer"
+    assert found["a dimension frozen while tracing"].caught_by == "running"
+    text = ParityReport("b", {}, Tolerance(), [], self_test=list(found.values())).to_text()
+    assert f"{len(changing)} of {len(changing)} faults that change an answer were caught" in text
+
+
+def test_gate_with_a_blunt_tolerance_is_found_out(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = ("one weight off by 1 %", "one weight off by one ULP", "padding mask dropped")
+    some(monkeypatch, *kinds)
+    found = run(side, 1e9, sources=[])
+    assert [found[kind].passed for kind in kinds] == [False, True, False]
+    assert [found[kind].changes_answer for kind in kinds] == [True, False, True]
+    report = ParityReport("b", {}, Tolerance(), [], self_test=list(found.values()))
+    assert "1 of 3 faults that change an answer were caught" in report.to_text()
+    assert sum("self-test: not caught" in fault for fault in report.faults) == 2
+    with pytest.raises(ParityError, match="self-test: not caught: one weight off by 1 %"):
+        report.require()
+
+
+def test_blunt_default_does_not_hide_what_is_missed(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some(monkeypatch, "one weight off by 1 %")
+    monkeypatch.setattr(Tolerance, "factor", 1e9)
+    found = run(side, 1e9, sources=[])
+    assert not found["one weight off by 1 %"].passed
+
+
+def test_gate_without_cases_still_has_the_searches(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "brief_sweep", lambda config: [])
+    some(monkeypatch, "weights of an untrained model")
+    found = run(side)["weights of an untrained model"]
+    assert found.caught_by in {"greedy", "text"}
+    missed = run(side, sources=[])["weights of an untrained model"]
+    assert (missed.changes_answer, missed.caught_by) == (True, "")
+
+
+def test_guard_that_lets_the_cpu_pass_for_cuda_is_found_out(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some(monkeypatch)
+    assert run(side, sources=[])[FELL_BACK].passed
+    monkeypatch.setattr(module, "require_provider", lambda session, provider: None)
+    assert not run(side, sources=[])[FELL_BACK].passed
+
+
+def test_other_tokens_change_an_answer(
+    side: Side, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no number is compared, the chosen tokens tell; an encoder alone has only numbers."""
+    checkpoint, bundle, _ = side
+    gate = gate_of(side)
+    monkeypatch.setattr(Gate, "_honest_answers", [])
+    assert not gate.changes(bundle.folder)
+    (fault,) = [fault for fault in FAULTS if fault.kind == "two layers swapped"]
+    copy = BundleCopy(bundle, bundle.variant(), tmp_path / "copy")
+    fault.plant(copy)
+    copy.seal()
+    assert gate.changes(copy.folder) == bool(checkpoint.model.config.decoder_layers)
+
+
+def test_bundle_that_fails_by_itself_is_refused(side: Side) -> None:
+    checkpoint, bundle, sources = side
+    other = dataclasses.replace(checkpoint, model=type(checkpoint.model)(checkpoint.model.config))
+    with pytest.raises(ParityError, match="does not pass as it is"):
+        run((other, bundle, sources))
+
+
+def test_weights_of_half_precision_are_rounded_further(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As published checkpoints have them: float16 holds them exactly, so fewer bits are kept."""
+    checkpoint = load_checkpoint(run_folder)
+    half = checkpoint.model.half().float()
+    other = dataclasses.replace(checkpoint, model=half)
+    bundle = export_bundle(other, tmp_path / "bundle", texts=load_samples(run_folder))
+    kind = "all weights rounded"
+    some(monkeypatch, kind)
+    planted = run((other, bundle, []))[kind]
+    assert planted.planted.endswith("tensors, to 7 bits of mantissa")
+    assert planted.caught_by == "encoder"

@@ -1,0 +1,259 @@
+"""Every linear layer becomes one product of matrices, and the graphs answer as before."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+from transferry.build_model.checkpoint import load_checkpoint
+from transferry.build_model.config import ModelConfig
+from transferry.build_model.transformer import Transformer
+from transferry.export import variants
+from transferry.export.graphs.external_data import write_graphs
+from transferry.export.graphs.portable import Graph, export_graph
+from transferry.export.optimise import fusion
+from transferry.export.optimise.fusion import FloatKernels, Fusion, drop_unused, find_linear
+from transferry.export.parity.cases import random_case
+from transferry.export.parity.oracle import Judge
+from transferry.export.variants import MadeVariant, linear_layers, make_variant
+from transferry.runtime.bundle import Bundle, GraphSpec, Manifest, TensorSpec
+from transferry.runtime.errors import ParityError
+from transferry.runtime.ort.open_model import Model, open_model
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, Tokenizer
+
+BYTES = Tokenizer("bytes", r"\S+|\s+", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
+Made = tuple[Transformer, MadeVariant, Model]
+
+
+def pre_norm_reader() -> Transformer:
+    """GELU in its other form, and a norm before each part instead of after it."""
+    torch.manual_seed(0)
+    model = Transformer(
+        ModelConfig(
+            vocabulary_size=40,
+            d_model=16,
+            heads=4,
+            encoder_layers=1,
+            decoder_layers=0,
+            d_ff=24,
+            max_positions=24,
+            architecture="encoder-only",
+            norm_order="pre",
+            activation="gelu-tanh",
+        )
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.2)
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=["both", "writer", "reader", "pre-norm reader"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A model of each architecture, its fused variant, and that opened."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "pre-norm reader":
+            model = pre_norm_reader()
+        else:
+            run = {"both": "run_folder"}.get(request.param, f"{request.param}_run_folder")
+            model = load_checkpoint(request.getfixturevalue(run)).model
+        if request.param == "both":
+            patch.setattr(variants, "export_slot_graphs", request.getfixturevalue("slots_traced"))
+        variant = make_variant(model, "cpu-fp32")
+    folder = tmp_path_factory.mktemp("fused")
+    (folder / "portable").mkdir()
+    graphs = variant.graphs.values()
+    write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs])
+    config, described = model.config, variant.described()
+    manifest = Manifest(
+        config.architecture, config.to_dict(), {}, {variant.name: described}, {}, {}
+    )
+    opened = open_model(Bundle(folder, manifest, BYTES), described, SessionOptions())
+    return model, variant, opened
+
+
+def operators(variant: MadeVariant) -> Counter[str]:
+    return Counter(node.op_type for graph in variant.graphs.values() for node in graph.model.graph)
+
+
+# Four of each attention, two of each feed-forward or three of SwiGLU's, and the vocabulary's.
+LINEARS = {
+    ("encoder-decoder", "post"): 1 * 6 + 2 * 10 + 1,
+    ("decoder-only", "pre"): 2 * 7 + 1,
+    ("encoder-only", "post"): 2 * 6 + 1 + 1,
+    ("encoder-only", "pre"): 1 * 6 + 1,
+}
+
+
+def test_every_linear_layer_is_one_product(made: Made) -> None:
+    model, variant, _ = made
+    config = model.config
+    expected = LINEARS[config.architecture, config.norm_order]
+    assert linear_layers(model) == expected
+    count = operators(variant)
+    assert count["Gemm"] + count["FusedGemm"] == expected
+    relus = config.encoder_layers + config.decoder_layers if config.activation == "relu" else 0
+    assert (count["FusedGemm"], count["Relu"]) == (relus, 0)
+    for graph in variant.graphs.values():
+        for node in graph.model.graph:
+            if node.op_type == "MatMul":
+                assert not any(value.is_initializer() for value in node.inputs if value)
+            assert find_linear(node) is None or node.op_type == "Gemm"
+
+
+def test_fused_graphs_answer_as_torch(made: Made) -> None:
+    model, _, opened = made
+    sizes = [(1, 1, 0), (3, 7, 0), (2, 5, 4)]
+    cases = [random_case(model.config, *size, seed=number) for number, size in enumerate(sizes)]
+    comparisons = Judge(model, SOURCES, Tolerance()).numbers(opened, cases)
+    assert len(comparisons) >= 2 * len(cases)
+    assert [f"{item.case}: {item.tensor}: {item.fault}" for item in comparisons if item.fault] == []
+
+
+def test_outputs_have_the_dimensions_that_the_manifest_tells(made: Made) -> None:
+    """Of an encoder alone three, as the portable graph has them; of a decoder matrices."""
+    model, variant, _ = made
+    for graph in variant.graphs.values():
+        for spec, value in zip(graph.spec.outputs, graph.model.graph.outputs, strict=True):
+            assert value.name == spec.name
+            assert value.shape is not None
+            assert len(value.shape) == len(spec.shape)
+    outputs = {
+        spec.role: len(spec.shape)
+        for graph in variant.graphs.values()
+        for spec in graph.spec.outputs
+        if spec.role in ("hidden", "logits")
+    }
+    assert outputs == dict.fromkeys(("hidden", "logits"), 2 if model.decoder else 3)
+
+
+def test_a_linear_layer_that_is_not_found_is_refused(
+    reader_bundle_folder: Path, reader_run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_checkpoint(reader_run_folder).model
+    bundle = Bundle.load(reader_bundle_folder)
+    spec = bundle.variant().graphs["encoder"]
+
+    def traced(model: Transformer, prefix: str) -> dict[str, Graph]:
+        return {"encoder": Graph(ir.load(bundle.graph(spec)), spec)}
+
+    def misses_one(node: ir.Node) -> fusion.Linear | None:
+        linear = find_linear(node)
+        missed = "model.encoder.0.feed_forward.outer.weight"
+        return None if linear is not None and linear.weight.name == missed else linear
+
+    monkeypatch.setattr(variants, "export_graphs", traced)
+    make_variant(model, "cpu-fp32")
+    monkeypatch.setattr(fusion, "find_linear", misses_one)
+    with pytest.raises(ParityError, match=r"variant cpu-fp32: expected 14 linear.*found 13"):
+        make_variant(model, "cpu-fp32")
+
+
+class Mixed(nn.Module):
+    """What works on rows alone beside what mixes them: tokens -> three outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.table = nn.Parameter(torch.randn(32, 4))
+        self.one, self.two, self.three = nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 6)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = self.embedding(tokens)
+        inner = self.one(x).relu()
+        y = self.two(inner) + x
+        # Of one shape with a matrix but for a dimension that is broadcast.
+        shifted = y + self.table[: tokens.shape[1]]
+        centred = y - y.mean(dim=1, keepdim=True)
+        first = y - y[:1]
+        return inner.cumsum(dim=1), self.three(shifted * centred).sigmoid(), first * y
+
+
+def test_a_value_may_be_read_as_a_matrix_and_in_three_dimensions(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Mixed()
+    tokens = TensorSpec("tokens", "source", "int64", ("batch", "source"))
+    names = ("sums", "scores", "squares")
+    widths = (6, 6, 4)
+    outputs = tuple(
+        TensorSpec(name, "hidden", "float32", ("batch", "source", width))
+        for name, width in zip(names, widths, strict=True)
+    )
+    graph = export_graph(module, GraphSpec("mixed.onnx", (tokens,), outputs))
+    assert Fusion(graph.model, FloatKernels(with_relu=True), []).run() == 3
+    drop_unused(graph.model.graph)
+    count = Counter(node.op_type for node in graph.model.graph)
+    assert (count["Gemm"], count["FusedGemm"], count["MatMul"]) == (2, 1, 0)
+    ir.save(graph.model, tmp_path / "mixed.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "mixed.onnx")
+    for shape in ((1, 1), (2, 3), (3, 2), (4, 7)):
+        ids = torch.randint(0, 9, shape)
+        with torch.inference_mode():
+            expected = module(ids)
+        found = session.run(None, {"tokens": ids.numpy()})
+        for one, other in zip(found, expected, strict=True):
+            assert one.shape == other.shape
+            np.testing.assert_allclose(one, other.numpy(), rtol=1e-5, atol=1e-6)
+
+
+class Divided(nn.Module):
+    """A linear layer whose result is divided, or divides: tokens -> result."""
+
+    def __init__(self, linear: nn.Linear, divisor: float | None, inverse: bool) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(9, 4), linear
+        self.divisor, self.inverse = divisor, inverse
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.linear(self.embedding(tokens))
+        if self.divisor is None:
+            return x
+        return torch.tensor(self.divisor) / x if self.inverse else x / self.divisor
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("divisor", "inverse", "left"),
+    [(8.0, False, 0), (0.25, False, 0), (-2.0, False, 1), (3.0, False, 1), (8.0, True, 1)],
+)
+def test_a_power_of_two_divides_within_the_product_to_the_bit(
+    tmp_path: Path, divisor: float, bias: bool, inverse: bool, left: int
+) -> None:
+    linear = nn.Linear(4, 6, bias=bias)
+    tokens = TensorSpec("tokens", "source", "int64", ("batch", "source"))
+    output = TensorSpec("result", "hidden", "float32", ("batch", "source", 6))
+    results = []
+    for value in (None, divisor):
+        torch.manual_seed(0)  # the same embedding
+        module = Divided(linear, value, inverse)
+        graph = export_graph(module, GraphSpec("divided.onnx", (tokens,), (output,)))
+        Fusion(graph.model, FloatKernels(with_relu=True), []).run()
+        ir.save(graph.model, tmp_path / "divided.onnx")
+        session = onnxruntime.InferenceSession(tmp_path / "divided.onnx")
+        results += session.run(None, {"tokens": np.arange(9).reshape(3, 3)})
+    count = Counter(node.op_type for node in graph.model.graph)
+    assert (count["Gemm"], count["Div"]) == (1, left)
+    whole, found = results
+    expected = np.float32(divisor) / whole if inverse else whole / np.float32(divisor)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_nodes_that_nothing_reads_are_dropped() -> None:
+    """A chain that ends nowhere goes whole, and its weights with it; inputs stay."""
+    x = ir.Value(name="x", shape=ir.Shape([2, 2]), type=ir.TensorType(ir.DataType.FLOAT))
+    graph = ir.Graph([x], [], nodes=[], opset_imports={"": 20})
+    fusion.register(graph, "w", np.ones((2, 2), np.float32))
+    used = ir.node("Neg", [x])
+    first = ir.node("MatMul", [x, graph.initializers["w"]])
+    graph.extend([used, first, ir.node("Relu", [first.outputs[0]])])
+    graph.outputs.append(used.outputs[0])
+    drop_unused(graph)
+    assert list(graph) == [used]
+    assert not graph.initializers

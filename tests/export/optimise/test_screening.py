@@ -1,0 +1,97 @@
+"""The rough graph beside the head, and where the runtime finds what both multiply with."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.export import variants
+from transferry.export.graphs.external_data import WEIGHTS
+from transferry.export.graphs.portable import Graph
+from transferry.export.optimise.screening import SMALLEST_VOCABULARY, rough_graph
+from transferry.export.optimise.weight_int8 import quantised
+from transferry.export.variants import make_variant
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.errors import ParityError
+from transferry.runtime.ort.graph_runner import GraphRunner
+from transferry.runtime.ort.session import SessionOptions
+
+
+@pytest.fixture
+def head(all_variants: Bundle) -> Graph:
+    spec = all_variants.variant("cpu-fp32").graphs["head"]
+    return Graph(ir.load(all_variants.graph(spec)), spec)
+
+
+def test_what_the_screen_reads_is_the_checkpoint(all_variants: Bundle, calm: Checkpoint) -> None:
+    stored = all_variants.variant("cpu-fp32").screen
+    found = {name: tensor.read(all_variants.folder) for name, tensor in stored.items()}
+    assert found.keys() == {"weight", "quantised", "scales"}
+    weight = calm.model.embedding.weight.detach().numpy()
+    integers, scales = quantised(weight)
+    for name, expected in (("weight", weight), ("quantised", integers), ("scales", scales)):
+        array = found[name]
+        assert isinstance(array, np.memmap)
+        assert not array.flags.writeable
+        assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
+        assert array.tobytes() == expected.tobytes()
+        assert stored[name].file == f"portable/{WEIGHTS}"
+
+
+def test_rough_scores_are_near_the_exact_ones(all_variants: Bundle) -> None:
+    graphs = all_variants.variant("cpu-fp32").graphs
+    hidden = np.random.default_rng(0).standard_normal((7, 32)).astype(np.float32)
+    exact, rough = (
+        runner.run({"hidden": [runner.value(hidden)]}, role)[0].numpy()
+        for runner, role in (
+            (GraphRunner(all_variants, graphs["head"], SessionOptions()), "logits"),
+            (GraphRunner(all_variants, graphs["rough"], SessionOptions()), "rough"),
+        )
+    )
+    assert exact.shape == rough.shape
+    assert 0 < np.abs(exact - rough).max() < 0.02 * np.abs(exact).max()
+
+
+def no_product(graph: ir.Graph) -> None:
+    graph[0].op_type = "MatMul"
+
+
+def another_node(graph: ir.Graph) -> None:
+    graph.append(ir.node("Relu", [graph.outputs[0]]))
+
+
+@pytest.mark.parametrize(("damage", "nodes"), [(no_product, 1), (another_node, 2)])
+def test_a_head_that_is_not_one_product_is_refused(
+    head: Graph, damage: Callable[[ir.Graph], None], nodes: int
+) -> None:
+    rough_graph(head)
+    damage(head.model.graph)
+    with pytest.raises(ParityError, match=rf"expected one Gemm in .*head\.onnx, found {nodes}"):
+        rough_graph(head)
+
+
+def test_the_head_stays_as_it_is(head: Graph) -> None:
+    before = ir.to_proto(head.model).SerializeToString()
+    rough_graph(head)
+    assert ir.to_proto(head.model).SerializeToString() == before
+
+
+@pytest.mark.parametrize("vocabulary", [SMALLEST_VOCABULARY - 1, SMALLEST_VOCABULARY])
+def test_small_vocabularies_are_not_screened(
+    calm: Checkpoint,
+    slots_traced: Callable[..., dict[str, Graph]],
+    monkeypatch: pytest.MonkeyPatch,
+    vocabulary: int,
+) -> None:
+    """The graphs are those of a smaller one: only whether there is a rough one matters."""
+    monkeypatch.setattr(variants, "export_slot_graphs", slots_traced)
+    monkeypatch.setattr(
+        calm.model,
+        "config",
+        dataclasses.replace(calm.model.config, vocabulary_size=vocabulary),
+    )
+    made = make_variant(calm.model, "cpu-fp32")
+    assert ("rough" in made.graphs) == (vocabulary == SMALLEST_VOCABULARY)

@@ -1,0 +1,439 @@
+"""A different token is excused only where the oracle itself cannot tell the candidates apart."""
+
+import copy
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.build_model.transformer import Transformer
+from transferry.export.parity.oracle import Judge
+from transferry.export.torch_decoder import TorchDecoder, TorchState
+from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.search import search
+from transferry.runtime.ort.portable_decoder import PortableDecoder
+from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.parity.divergence import Divergence, explain, forced
+from transferry.runtime.tokenizer.byte_pair import SOURCES
+
+Array = NDArray[Any]
+GREEDY = GenerationOptions(max_length=12)
+BEAM = GenerationOptions(max_length=12, beam=4, n_best=4)
+# Of a logit: float32 rounds by less than the first; no token is as much as the second away.
+ROUNDING, REAL = 1e-6, 20.0
+
+searches = pytest.mark.parametrize("options", [GREEDY, BEAM], ids=["greedy", "beam 4"])
+
+
+@dataclass(frozen=True)
+class NudgedState:
+    inner: TorchState
+    sentences: int
+
+
+class Nudged:
+    """A decoder that adds something to the logit of one token.
+
+    Args:
+        inner: The decoder.
+        token: Which token.
+        amount: What is added.
+        crowd: Nothing is added where fewer sentences than this are searched at once.
+    """
+
+    has_encoder = True
+    shares_cache = False
+
+    def __init__(self, inner: TorchDecoder, token: int, amount: float, crowd: int = 1) -> None:
+        self.inner, self.token, self.amount, self.crowd = inner, token, amount, crowd
+        self.vocabulary_size = inner.vocabulary_size
+
+    def start(self, source: Array, mask: Array) -> NudgedState:
+        return NudgedState(self.inner.start(source, mask), len(source))
+
+    def step(
+        self, tokens: Array, state: NudgedState, **wanted: Any
+    ) -> tuple[StepOutput, NudgedState]:
+        output, inner = self.inner.step(tokens, state.inner)
+        logits = output.all_logits.astype(np.float64)
+        if state.sentences >= self.crowd:
+            logits[..., self.token] += self.amount
+        return StepOutput(logits), NudgedState(inner, state.sentences)
+
+    def select(self, state: NudgedState, rows: Array) -> NudgedState:
+        return NudgedState(self.inner.select(state.inner, rows), state.sentences)
+
+
+def first_token(model: Transformer, source: list[int]) -> int:
+    """What greedy search begins with, the end token if the answer is empty."""
+    (hypotheses,) = search(TorchDecoder(model), [source], GREEDY, SOURCES)
+    return (*hypotheses[0].tokens, SOURCES.eos_id)[0]
+
+
+def with_twin(model: Transformer, token: int, distance: float = 0.0) -> Judge:
+    """Judges by a model whose last token is `token` once more, so that their logits tie."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        model.embedding.weight[-1] = model.embedding.weight[token] * (1.0 - distance)
+    return Judge(model, SOURCES, Tolerance())
+
+
+@pytest.fixture(scope="module")
+def source(checkpoint: Checkpoint, sources: list[list[int]]) -> list[int]:
+    """One whose answer is not empty."""
+    eos_id = SOURCES.eos_id
+    return next(source for source in sources if first_token(checkpoint.model, source) != eos_id)
+
+
+@pytest.fixture(scope="module")
+def last(checkpoint: Checkpoint) -> int:
+    """The token that becomes a twin; no source and no answer of the model itself has it."""
+    return checkpoint.model.config.vocabulary_size - 1
+
+
+def explained(
+    judge: Judge,
+    source: list[int],
+    options: GenerationOptions,
+    token: int,
+    amount: float,
+    tolerance: Tolerance | None = None,
+) -> Divergence:
+    """Nudges a token so that the search comes to another answer, and has that explained."""
+    decoder = Nudged(judge.reference, token, amount)
+    (wanted,) = search(judge.reference, [source], options, SOURCES)
+    (found,) = search(decoder, [source], options, SOURCES)
+    assert [item.tokens for item in wanted] != [item.tokens for item in found]
+    return explain(
+        source,
+        options,
+        wanted,
+        found,
+        judge.reference,
+        decoder,
+        judge.oracle,
+        judge.special,
+        tolerance or judge.tolerance,
+    )
+
+
+def test_rounding_alone_makes_a_tie() -> None:
+    assert Divergence(3, (5,), (6,), margin=1e-7, allowed=1e-6).tie
+    assert Divergence(3, (5,), (6,), margin=1e-6, allowed=1e-6).tie
+    assert not Divergence(3, (5,), (6,), margin=2e-6, allowed=1e-6).tie
+    assert not Divergence(3, (5,), (6,), margin=np.inf, allowed=1e-6).tie
+    assert not Divergence(3, (5,), (6,), margin=np.nan, allowed=1e-6).tie
+
+
+@searches
+def test_equal_tokens_are_a_tie(
+    checkpoint: Checkpoint, source: list[int], last: int, options: GenerationOptions
+) -> None:
+    token = first_token(checkpoint.model, source)
+    judge = with_twin(checkpoint.model, token)
+    divergence = explained(judge, source, options, last, ROUNDING)
+    assert divergence.tie
+    assert divergence.margin < 1e-9
+    assert ROUNDING < divergence.allowed < 1e-3
+    assert divergence.step == 0
+    assert (divergence.wanted, divergence.found) == ((token,), (last,))
+    assert str(divergence).startswith(f"step 0: torch prefers [{token}], the graph [{last}]; ")
+    assert str(divergence).endswith("of rounding: a tie")
+
+
+@searches
+@pytest.mark.parametrize("flipped", ["the twin", "another token"])
+def test_real_difference_is_a_defect(
+    checkpoint: Checkpoint,
+    source: list[int],
+    last: int,
+    options: GenerationOptions,
+    flipped: str,
+) -> None:
+    """Though there is a tie as well, which must not excuse it."""
+    judge = with_twin(checkpoint.model, first_token(checkpoint.model, source))
+    token = last - 1
+    if flipped == "the twin":
+        judge = with_twin(checkpoint.model, first_token(checkpoint.model, source), distance=0.1)
+        token = last
+    divergence = explained(judge, source, options, token, REAL)
+    assert not divergence.tie
+    assert divergence.margin > 100 * divergence.allowed
+    assert str(divergence).endswith("of rounding: a defect")
+
+
+def test_margin_is_the_one_of_the_oracle(
+    checkpoint: Checkpoint, source: list[int], last: int, judge: Judge
+) -> None:
+    """Not of the decoder that is judged, whose logits are what may be wrong."""
+    output, _ = judge.oracle.step(
+        np.array([[SOURCES.bos_id]]),
+        judge.oracle.start(np.array([source]), np.ones((1, len(source)), np.bool_)),
+    )
+    logits = output.all_logits
+    best, second = np.argsort(-logits[0, 0])[:2].tolist()
+    distance = logits[0, 0, best] - logits[0, 0, second]
+    divergence = explained(judge, source, GREEDY, second, 1.5 * distance)
+    assert (divergence.step, divergence.wanted, divergence.found) == (0, (best,), (second,))
+    # Of one distribution, log-probabilities are as far apart as logits.
+    assert divergence.margin == pytest.approx(distance, rel=1e-9)
+    assert not divergence.tie
+
+
+def score(judge: Judge, source: list[int], tokens: tuple[int, ...], penalty: float) -> float:
+    """The oracle's score of a candidate, by one call of the model and torch's own softmax."""
+    target = torch.tensor([[SOURCES.bos_id, *tokens[:-1]]])
+    row = torch.tensor([source])
+    with torch.inference_mode():
+        logits = judge.oracle.model(row, torch.ones_like(row, dtype=torch.bool), target)
+    chosen = torch.log_softmax(logits[0], dim=-1)[torch.arange(len(tokens)), list(tokens)]
+    return float(chosen.sum()) / float(len(tokens) ** penalty)
+
+
+def test_margin_of_beams_is_that_of_whole_candidates(
+    judge: Judge, sources: list[list[int]]
+) -> None:
+    """Those that have ended are ranked by their scores, others by their probability alone."""
+    seen = set()
+    token = first_token(judge.reference.model, sources[3])
+    for source, nudged in product(sources[:4], (SOURCES.eos_id, token)):
+        decoder = Nudged(judge.reference, nudged, 0.2)
+        (wanted,) = search(judge.reference, [source], BEAM, SOURCES)
+        (found,) = search(decoder, [source], BEAM, SOURCES)
+        if [item.tokens for item in wanted] == [item.tokens for item in found]:
+            continue
+        divergence = explain(
+            source,
+            BEAM,
+            wanted,
+            found,
+            judge.reference,
+            decoder,
+            judge.oracle,
+            SOURCES,
+            judge.tolerance,
+        )
+        candidates = divergence.wanted, divergence.found
+        ended = any(tokens[-1] == SOURCES.eos_id for tokens in candidates)
+        penalty = BEAM.length_penalty if ended else 0.0
+        left, right = (score(judge, source, tokens, penalty) for tokens in candidates)
+        assert divergence.margin == pytest.approx(abs(left - right), rel=1e-9)
+        seen.add((ended, divergence.step + 1 < len(divergence.wanted)))
+    assert {(True, True), (False, True)} <= seen
+
+
+def test_allowance_follows_the_tolerance(
+    checkpoint: Checkpoint, source: list[int], last: int
+) -> None:
+    token = first_token(checkpoint.model, source)
+    judge = with_twin(checkpoint.model, token, distance=1e-3)
+    strict = explained(judge, source, GREEDY, last, 0.1)
+    assert not strict.tie
+    loose = explained(judge, source, GREEDY, last, 0.1, Tolerance(factor=4e5))
+    assert loose.tie
+    assert loose.margin == strict.margin
+    # Not 1e5 times, since torch does not round the same way twice.
+    assert loose.allowed > 1e4 * strict.allowed
+
+
+def test_later_step_is_found(checkpoint: Checkpoint, source: list[int], last: int) -> None:
+    """The first tokens agree; the tie lies behind them."""
+    (hypotheses,) = search(TorchDecoder(checkpoint.model), [source], GREEDY, SOURCES)
+    tokens = hypotheses[0].tokens
+    step = next(i for i, token in enumerate(tokens) if token != tokens[0])
+    divergence = explained(
+        with_twin(checkpoint.model, tokens[step]), source, GREEDY, last, ROUNDING
+    )
+    assert divergence.tie
+    assert divergence.step == step
+    assert divergence.wanted == tokens[: step + 1]
+    assert divergence.found == (*tokens[:step], last)
+
+
+@pytest.fixture(scope="module")
+def short(checkpoint: Checkpoint, sources: list[list[int]]) -> list[int]:
+    """A source whose answer ends."""
+    answers = search(TorchDecoder(checkpoint.model), sources, GREEDY, SOURCES)
+    return next(
+        source
+        for source, (answer,) in zip(sources, answers, strict=True)
+        if answer.finish_reason == "end"
+    )
+
+
+def test_ending_or_going_on_may_be_a_tie(
+    checkpoint: Checkpoint, short: list[int], last: int
+) -> None:
+    """What is compared is the step at which one ends, not all that the other says after it."""
+    (hypotheses,) = search(TorchDecoder(checkpoint.model), [short], GREEDY, SOURCES)
+    tokens = hypotheses[0].tokens
+    judge = with_twin(checkpoint.model, SOURCES.eos_id)
+    divergence = explained(judge, short, GREEDY, last, ROUNDING)
+    assert divergence.tie
+    assert divergence.wanted == (*tokens, SOURCES.eos_id)
+    assert divergence.found == (*tokens, last)
+
+
+def test_going_on_where_torch_ends_is_a_defect(judge: Judge, short: list[int], last: int) -> None:
+    assert not explained(judge, short, GREEDY, last, REAL).tie
+
+
+def test_ending_where_torch_goes_on_is_a_defect(judge: Judge, source: list[int]) -> None:
+    assert not explained(judge, source, GREEDY, SOURCES.eos_id, REAL).tie
+
+
+@searches
+def test_ties_are_accounted_for(
+    checkpoint: Checkpoint,
+    sources: list[list[int]],
+    source: list[int],
+    last: int,
+    options: GenerationOptions,
+) -> None:
+    judge = with_twin(checkpoint.model, first_token(checkpoint.model, source))
+    rows: list[int] = []
+    nudged = Nudged(judge.reference, last, ROUNDING)
+    decisions = judge.decisions(nudged, "search", sources, options, rows.append)
+    assert decisions.passed
+    assert not decisions.defects
+    assert decisions.ties
+    assert decisions.identical == len(sources) - len(decisions.ties)
+    different = [
+        row
+        for row, source in enumerate(sources)
+        if [item.tokens for item in search(nudged, [source], options, SOURCES)[0]]
+        != [item.tokens for item in search(judge.reference, [source], options, SOURCES)[0]]
+    ]
+    assert [tie.row for tie in decisions.ties] == different
+    assert all(tie.message.endswith("a tie") for tie in decisions.ties)
+    assert sum(rows) == len(sources)
+
+
+@searches
+def test_defects_fail(
+    judge: Judge, sources: list[list[int]], last: int, options: GenerationOptions
+) -> None:
+    decoder = Nudged(judge.reference, last, REAL)
+    decisions = judge.decisions(decoder, "search", sources[:3], options)
+    assert not decisions.passed
+    assert len(decisions.defects) == 3
+    assert all(item.message.endswith("a defect") for item in decisions.defects)
+
+
+def test_scores_of_identical_rows_are_compared(
+    judge: Judge, sources: list[list[int]], last: int
+) -> None:
+    """A token that nobody chooses has its part in the probability of the others."""
+    decoder = Nudged(judge.reference, last, -REAL)
+    wanted = search(judge.reference, sources, GREEDY, SOURCES)
+    found = search(decoder, sources, GREEDY, SOURCES)
+    worst = max(
+        abs(left.score - right.score) for (left,), (right,) in zip(wanted, found, strict=True)
+    )
+    decisions = judge.decisions(decoder, "greedy", sources, GREEDY)
+    assert decisions.identical == len(sources)
+    assert decisions.score_error == pytest.approx(worst, rel=1e-3)
+    assert worst > 1e-4
+
+
+def test_rows_that_fail_on_both_sides_prove_nothing(
+    checkpoint: Checkpoint, sources: list[list[int]]
+) -> None:
+    """Both give no tokens, which are the same tokens."""
+    broken = copy.deepcopy(checkpoint.model)
+    with torch.no_grad():
+        broken.get_parameter("decoder.0.feed_forward.inner.bias").fill_(torch.nan)
+    judge = Judge(broken, SOURCES, Tolerance())
+    decisions = judge.decisions(TorchDecoder(broken), "greedy", sources, GREEDY)
+    assert decisions.identical == len(sources)
+    assert np.isnan(decisions.score_error)
+    assert not decisions.passed
+
+
+@searches
+def test_what_happens_in_a_batch_only_is_a_defect(
+    judge: Judge, sources: list[list[int]], last: int, options: GenerationOptions
+) -> None:
+    decoder = Nudged(judge.reference, last, REAL, crowd=2)
+    alone = judge.decisions(decoder, "search", sources[:1], options)
+    assert (alone.identical, alone.passed) == (1, True)
+    decisions = judge.decisions(decoder, "search", sources[:3], options)
+    assert not decisions.passed
+    assert len(decisions.defects) == 3
+    assert all(item.message.endswith("a defect") for item in decisions.defects)
+
+
+@searches
+def test_a_tie_that_shows_in_a_batch_only_is_a_tie(
+    checkpoint: Checkpoint, sources: list[list[int]], last: int, options: GenerationOptions
+) -> None:
+    """torch's sums depend on the batch; what is as close as that may fall either way there."""
+    token = first_token(checkpoint.model, sources[3])
+    judge = with_twin(checkpoint.model, token)
+    decoder = Nudged(judge.reference, last, ROUNDING, crowd=2)
+    assert judge.decisions(decoder, "search", sources[3:4], options).identical == 1
+    decisions = judge.decisions(decoder, "search", sources, options)
+    assert decisions.passed
+    assert decisions.ties
+
+
+SAMPLE = GenerationOptions(max_length=12, sample=True, seed=4)
+
+
+class TestSamples:
+    """Two draws differ: was the random number at the border of their tokens?"""
+
+    def at_border(
+        self, judge: Judge, source: list[int], token: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Makes the random numbers the oracle's cumulative distribution up to a token."""
+        (given,) = forced(judge.oracle, [source], [[token]], SOURCES)
+        weights = np.exp(given.logits[0] - given.logits[0].max())
+        border = weights[: token + 1].sum() / weights.sum()
+
+        def draw(seed: int, rows: list[int], samples: int, steps: int) -> Array:
+            return np.full((len(rows) * samples, steps), border)
+
+        monkeypatch.setattr("transferry.runtime.decoding.sampling.draw_uniforms", draw)
+        monkeypatch.setattr("transferry.runtime.parity.divergence.draw_uniforms", draw)
+
+    def test_at_the_border_it_is_a_tie(
+        self, judge: Judge, source: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        token = first_token(judge.reference.model, source)
+        self.at_border(judge, source, token, monkeypatch)
+        nudged = [Nudged(judge.reference, token, sign * 2e-6) for sign in (1, -1)]
+        firsts = [search(decoder, [source], SAMPLE, SOURCES)[0][0].tokens for decoder in nudged]
+        assert firsts[0] != firsts[1], "the border is where it should be"
+        decisions = [judge.decisions(one, "sampling", [source], SAMPLE) for one in nudged]
+        assert all(item.passed for item in decisions)
+        (tie,) = [tie for item in decisions for tie in item.ties]
+        assert tie.margin is not None
+        assert tie.allowed is not None
+        assert tie.margin <= tie.allowed < 1e-3
+
+    def test_away_from_it_it_is_a_defect(self, judge: Judge, source: list[int], last: int) -> None:
+        decoder = Nudged(judge.reference, last, REAL)
+        decisions = judge.decisions(decoder, "sampling", [source], SAMPLE)
+        (defect,) = decisions.defects
+        assert defect.margin is not None
+        assert defect.allowed is not None
+        assert defect.margin > 1e-2 > defect.allowed
+
+
+def test_onnxruntime_needs_no_excuse(
+    judge: Judge, decoder: PortableDecoder, sources: list[list[int]]
+) -> None:
+    decisions = judge.decisions(decoder, "beam 4", sources, BEAM)
+    assert decisions.passed
+    assert decisions.score_error < 1e-4
+
+
+def test_no_row_proves_nothing(judge: Judge) -> None:
+    assert not judge.decisions(judge.reference, "greedy", [], GREEDY).passed

@@ -1,0 +1,101 @@
+"""The judge passes the fused variants, and catches a weight of theirs that is off."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from numpy.typing import NDArray
+
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.export.faults.bundle_copy import BundleCopy, Change
+from transferry.export.verify import verify_against
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.errors import UsageError
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.parity.report import ParityReport
+
+
+def verify(calm: Checkpoint, bundle: Bundle, name: str, texts: list[str]) -> ParityReport:
+    return verify_against(calm, bundle, bundle.variant(name), SessionOptions(), texts)
+
+
+@pytest.mark.parametrize("name", ["cpu-fp32", "cpu-int8"])
+def test_true_variant_passes(
+    calm: Checkpoint, all_variants: Bundle, texts: list[str], name: str
+) -> None:
+    report = verify(calm, all_variants, name, texts[:4])
+    report.require()
+    screened = ["greedy, screened"] if name == "cpu-fp32" else []
+    assert [item.search for item in report.decisions] == [
+        "greedy",
+        "beam 4",
+        "sampling of every 4th row",
+        *screened,
+    ]
+    assert len(report.comparisons) > 38 * 9
+    if screened:
+        assert [item.identical for item in report.decisions] == [4, 4, 1, 4]
+
+
+def one_percent(weight: NDArray[Any]) -> NDArray[Any]:
+    weight.flat[np.abs(weight).argmax()] *= 1.01
+    return weight
+
+
+def one_row_gone(weight: NDArray[Any]) -> NDArray[Any]:
+    weight[np.abs(weight.astype(int)).sum(axis=1).argmax()] = 0
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "change"),
+    [
+        ("cpu-fp32", "decoder.1.feed_forward.outer.weight", one_percent),
+        ("cpu-fp32", "encoder.0.self_attention.value.weight", one_percent),
+        ("cpu-int8", "decoder.1.cross_attention.key.weight.int8", one_row_gone),
+    ],
+)
+def test_a_weight_that_is_off_is_caught(
+    calm: Checkpoint,
+    all_variants: Bundle,
+    tmp_path: Path,
+    name: str,
+    weight: str,
+    change: Change,
+) -> None:
+    copy = BundleCopy(all_variants, all_variants.variant(name), tmp_path / "copy")
+    edit(copy, weight, change)
+    copy.seal()
+    faulty = Bundle.load(copy.folder)
+    report = verify(calm, faulty, name, [])
+    assert not report.passed
+    assert {item.stage for item in report.comparisons if item.fault}
+    # Another variant's weights are where they were.
+    assert verify(calm, faulty, "portable", []).passed
+
+
+def edit(copy: BundleCopy, weight: str, change: Change) -> None:
+    """Changes a weight in every graph; one in 8 bits has no name among torch's."""
+    if not weight.endswith(".int8"):
+        copy.edit(weight, change)
+        return
+    for model in copy.graphs.values():
+        if (value := model.graph.initializers.get(weight)) is not None:
+            assert value.const_value is not None
+            array = change(value.const_value.numpy().copy())
+            value.const_value = ir.Tensor(array, name=weight)
+
+
+@pytest.mark.parametrize(("opinions", "faults"), [(True, False), (False, True)])
+def test_other_opinions_are_of_the_portable_graphs(
+    calm: Checkpoint, all_variants: Bundle, opinions: bool, faults: bool
+) -> None:
+    variant = all_variants.variant("cpu-fp32")
+    with pytest.raises(UsageError, match="not of cpu-fp32: add --variant portable"):
+        verify_against(
+            *(calm, all_variants, variant, SessionOptions(), []),
+            opinions=opinions,
+            plant_faults=faults,
+        )

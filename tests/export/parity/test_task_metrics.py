@@ -1,0 +1,127 @@
+"""What reduced precision costs is told in the users' own measures, and bounded by them."""
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.export.parity.task_metrics import Answers, TaskBudget, token_agreement, translation
+from transferry.export.verify import verify_against
+from transferry.runtime.bundle import MANIFEST, Bundle
+from transferry.runtime.decoding.hypothesis import Hypothesis
+from transferry.runtime.errors import InputError
+from transferry.runtime.files import sha256
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.parity.report import ParityReport, Task
+
+WEIGHTS = "portable/weights.bin"
+
+
+def rounded(folder: Path, copy: Path, precision: str, bits: int) -> Bundle:
+    """A copy of a bundle whose weights have so many bits of mantissa."""
+    shutil.copytree(folder, copy)
+    words = np.fromfile(copy / WEIGHTS, np.uint32)
+    dropped = 23 - bits
+    # To the nearest: half of the last kept bit is added, then the rest is cut off.
+    words = (words + np.uint32(1 << (dropped - 1))) & ~np.uint32((1 << dropped) - 1)
+    words.tofile(copy / WEIGHTS)
+    record = json.loads((copy / MANIFEST).read_bytes())
+    record["files"][WEIGHTS]["sha256"] = sha256(copy / WEIGHTS)
+    record["variants"]["portable"]["precision"] = precision
+    (copy / MANIFEST).write_text(json.dumps(record), encoding="utf-8")
+    return Bundle.load(copy)
+
+
+def verify(checkpoint: Checkpoint, bundle: Bundle, texts: list[str]) -> ParityReport:
+    targets = [text.upper() for text in texts]
+    return verify_against(
+        checkpoint, bundle, bundle.variant(), SessionOptions(), texts, targets=targets
+    )
+
+
+def test_half_precision_passes_as_what_it_is(
+    checkpoint: Checkpoint, bundle_folder: Path, texts: list[str], tmp_path: Path
+) -> None:
+    report = verify(checkpoint, rounded(bundle_folder, tmp_path / "b", "float16", 10), texts[:8])
+    report.require()
+    assert report.tolerance == Tolerance.of("float16")
+    assert max(stage.error for stage in report.stages()) > 1e-5, "it is not float32"
+    assert [task.measure for task in report.tasks] == [
+        "token agreement",
+        "sacreBLEU greedy",
+        "sacreBLEU beam 4",
+        "perplexity",
+    ]
+
+
+def test_half_precision_does_not_pass_for_float32(
+    checkpoint: Checkpoint, bundle_folder: Path, texts: list[str], tmp_path: Path
+) -> None:
+    report = verify(checkpoint, rounded(bundle_folder, tmp_path / "b", "float32", 10), texts[:2])
+    assert {stage.name for stage in report.stages() if stage.faults} == {
+        "encoder",
+        "first step",
+        "later step",
+        "text",
+    }
+
+
+def test_four_bits_do_not_pass_for_half_precision(
+    checkpoint: Checkpoint, bundle_folder: Path, texts: list[str], tmp_path: Path
+) -> None:
+    """And users of the model would see it: the tasks fail by themselves."""
+    report = verify(checkpoint, rounded(bundle_folder, tmp_path / "b", "float16", 2), texts[:8])
+    assert not report.passed
+    assert any(not task.passed for task in report.tasks)
+
+
+def test_an_unknown_precision_has_no_budget(bundle_folder: Path) -> None:
+    with pytest.raises(InputError, match="found 'float8'"):
+        Tolerance.of("float8")
+
+
+def answers(wanted: list[tuple[int, ...]], found: list[tuple[int, ...]]) -> Answers:
+    both = Answers(len(wanted))
+    for row, (one, other) in enumerate(zip(wanted, found, strict=True)):
+        both.keep(row, [Hypothesis(one, -1.0, -1.0, "end")], [Hypothesis(other, -1.0, -1.0, "end")])
+    return both
+
+
+def test_agreement_is_the_share_of_tokens_in_the_same_place() -> None:
+    both = answers([(5, 6, 7), (8,), ()], [(5, 9, 7), (8, 9), ()])
+    task = token_agreement(both, 0.5)
+    assert (task.found, task.change, task.passed) == (0.6, 0.4, True)
+    assert not dataclasses.replace(task, budget=0.3).passed
+    assert token_agreement(answers([()], [()]), 0.0).passed
+
+
+def test_a_gain_in_bleu_is_no_change(checkpoint: Checkpoint, texts: list[str]) -> None:
+    tokenizer = checkpoint.tokenizer
+    right = tuple(tokenizer.encode(texts[0]))
+    wrong = tuple(tokenizer.encode(texts[1]))
+    for wanted, found, change in ((right, wrong, True), (wrong, right, False)):
+        both = answers([wanted], [found])
+        task = translation(tokenizer, "greedy", both, [texts[0]], 0.3)
+        assert task.passed is not change
+        assert max(task.reference, task.found) == pytest.approx(100.0)
+    assert TaskBudget.of("float32").bleu == math.inf
+
+
+def test_what_cannot_be_measured_does_not_pass() -> None:
+    assert not Task("perplexity", 3.0, math.nan, math.nan, 0.1).passed
+
+
+def test_targets_must_go_with_the_texts(
+    checkpoint: Checkpoint, bundle_folder: Path, texts: list[str]
+) -> None:
+    bundle = Bundle.load(bundle_folder)
+    with pytest.raises(InputError, match=r"expected a target for each of 3 texts.*found 1"):
+        verify_against(
+            checkpoint, bundle, bundle.variant(), SessionOptions(), texts[:3], targets=texts[:1]
+        )

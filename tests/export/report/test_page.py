@@ -1,0 +1,358 @@
+"""The page says what the record says, holds nothing from outside, and a browser shows it."""
+
+import dataclasses
+import functools
+import json
+import re
+import shutil
+import subprocess
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.image
+import numpy as np
+import pytest
+
+from transferry.export.report.page import render_page
+from transferry.runtime.errors import InputError
+from transferry.runtime.parity.compare import Comparison, Tolerance
+from transferry.runtime.parity.report import (
+    Decisions,
+    Difference,
+    Growth,
+    Margins,
+    Opinion,
+    Origin,
+    ParityReport,
+    PlantedFault,
+    Task,
+)
+
+TOLERANCE = Tolerance()
+HOSTILE = "bundles/<script>alert('x')</script>&\"</style>"
+TIE = Difference(35, "step 7: a tie", 1.36e-6, 5.06e-6)
+DEFECT = Difference(17, "step 3: <b>a defect</b>", 0.31, 5.06e-6)
+# A void element has no end tag.
+VOID = {"meta", "link", "img", "br", "hr", "input", "base", "source", "embed"}
+
+
+def comparison(tensor: str, error: float, past: int = 0, fault: str = "") -> Comparison:
+    own = 5e-7
+    case = f"batch 1, source 2, past {past}"
+    return Comparison(case, tensor, error, own, TOLERANCE.budget(own), fault)
+
+
+def passed(**changes: Any) -> ParityReport:
+    report = ParityReport(
+        "bundles/ende",
+        {"variant": "portable", "instruction_sets": ["avx2", "fma"], "onnxruntime": "1.31.1"},
+        TOLERANCE,
+        [
+            comparison("cross.0.keys", 4e-7),
+            comparison("cross.1.values", 6e-7),
+            comparison("past.0.keys", 3e-7),
+            comparison("past.1.keys", 9e-7, past=1),
+            comparison("logits", 1.5e-6, past=1),
+        ],
+        [Decisions("greedy", 50, 50, 2e-7, 0.4), Decisions("sampling", 50, 49, 3e-7, 0.5, [TIE])],
+        [Task("token agreement", 1.0, 0.999, 0.001, np.inf)],
+        [Growth(step, 1e-6 + step * 1e-8, 9e-7) for step in range(40)],
+        Margins([1e-6, 1e-4, 1e-2, 1.0], [1, 40, 900], 3.1e-5, 1.2e-5),
+    )
+    return dataclasses.replace(report, **changes)
+
+
+def failed() -> ParityReport:
+    faults = [
+        comparison(f"past.{layer}.keys", 1e-3 * (1 + layer), past=9, fault=f"fault {layer} is bad")
+        for layer in range(6)
+    ]
+    return passed(
+        bundle=HOSTILE,
+        comparisons=[*passed().comparisons, *faults],
+        decisions=[Decisions("greedy", 50, 48, 1e-2, 99.0, [TIE], [DEFECT])],
+        tasks=[Task("perplexity", 4.8, 5.9, 0.23, 0.001)],
+        opinions=[
+            Opinion("onnxruntime as served", "later step", 90, 3.2e-3, 7104.2, 31),
+            Opinion("OpenVINO", "", absent="not installed"),
+        ],
+        origin=Origin(
+            *("decoder", "batch 1, past 9", "val_7", "decoder.2.rotary"),
+            *("build_model/transformer.py:214", "Cos", "off by 3e-3", "replays/0.npz"),
+        ),
+        self_test=[
+            PlantedFault("mask dropped", "decoder: Where_12", True, "later step"),
+            PlantedFault("position shifted", "positions", True, ""),
+            PlantedFault("unused weight", "row 0", False, ""),
+        ],
+    )
+
+
+@functools.cache
+def failed_html() -> str:
+    return render_page(failed().to_dict())
+
+
+class Page(HTMLParser):
+    """What is on a page: headings, visible text, tables and what it refers to."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.headings: list[str] = []
+        self.text = ""
+        self.scopeless = 0
+        self.feed(html)
+        assert not self.open, "every element is closed"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        self.tags[tag] += 1
+        for name, value in attrs:
+            assert not name.startswith("on"), "a handler is a script"
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "xlink:href", "data", "action", "poster", "srcset"):
+                self.references.append(value or "")
+        self.scopeless += tag == "th" and "scope" not in dict(attrs)
+        if tag in ("h1", "h2", "h3"):
+            self.headings.append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "style":
+            return
+        self.text += data
+        if {"h1", "h2", "h3"} & set(self.open):
+            self.headings[-1] += data.strip()
+
+
+def page(report: ParityReport, **more: Any) -> Page:
+    return Page(render_page({**report.to_dict(), **more}))
+
+
+def test_a_passed_report_says_so_and_shows_its_figures() -> None:
+    shown = page(passed(), date="2025-11-21")
+    assert shown.headings[0] == "✓PASSED"
+    assert shown.headings[1:] == [
+        *("What was verified", "Numbers", "Tokens", "What it comes to", "Not in this report")
+    ]
+    assert shown.tags["svg"] == shown.tags["figcaption"] == 4
+    assert "FAILED" not in shown.text
+    for told in (
+        *("bundles/ende", "2025-11-21", "avx2, fma", "1.31.1", "99 of 100"),
+        "times torch’s own error at the worst of 5 tensors; 8 passes3.00",
+        "Of 5 tensors, the median is 1.20 times torch’s own error",
+        "self-attention at most 9.00e-07, in layer 1, where torch’s own counts as 5.00e-07",
+        "the largest error of a logit is 1.39e-06 after 39 tokens",
+        "941 choices; the closest is 3.10e-05 nats",
+        "rounding could decide below 2.40e-05: 1 choice in the bins that reach so low",
+        "1 proven tie marked",
+        "1 row is a proven tie",
+        "Other runtimes: none was asked.",
+    ):
+        assert told in _joined(shown.text), told
+
+
+def test_a_failed_report_shows_everything() -> None:
+    shown = page(failed(), certificate={"report_sha256": "9f" * 32, "signed by": "<someone>"})
+    assert shown.headings == [
+        *("✗FAILED", "Where the fault begins", "What was verified", "Numbers", "Tokens"),
+        *("What it comes to", "Other runtimes", "Self-test", "Certificate"),
+    ]
+    joined = _joined(shown.text)
+    for told in (
+        *("do not deploy it", "fault 0 is bad", "and 4 more", "6 of 11 tensors failed"),
+        *("decoder.2.rotary", "build_model/transformer.py:214", "transferry replay replays/0.npz"),
+        *("48 of 50", "1 tie, 1 defect", "1 row is a defect", "3.10e-01", "5.06e-06"),
+        *("absent: not installed", "31 failed", "7104.20"),
+        "1 of 2 planted faults that change an answer were caught (50%)",
+        *("MISSED", "nothing to catch", "9f" * 32, "<someone>"),
+    ):
+        assert told in joined, told
+
+
+def test_every_table_and_figure_can_be_read_aloud() -> None:
+    html = failed_html()
+    shown = Page(html)
+    assert shown.tags["table"] >= 8
+    assert shown.scopeless == 0
+    assert len(shown.ids) == len(set(shown.ids))
+    named = re.findall(r'aria-(?:labelledby|describedby)="([^"]*)"', html)
+    assert set(named) <= set(shown.ids)
+    assert len(re.findall('<svg role="img" aria-labelledby="', html)) == shown.tags["svg"]
+
+
+def test_nothing_comes_from_outside() -> None:
+    html = failed_html()
+    shown = Page(html)
+    assert all(reference.startswith("#") for reference in shown.references)
+    assert {reference[1:] for reference in shown.references} <= set(shown.ids)
+    assert not {"script", "link", "img", "iframe", "object"} & set(shown.tags)
+    assert shown.tags["style"] == 1
+    assert "@import" not in html
+    assert all(target.startswith("#") for target in re.findall(r"url\(['\"]?(.)", html))
+    assert "#0102" not in html, "a placeholder of a colour was left"
+    assert "DejaVu" not in html
+
+
+def test_what_users_write_is_text() -> None:
+    html = render_page(
+        {**failed().to_dict(), "certificate": {"<i>": "<i>"}, "settings": {"<u>": ["<u>"]}}
+    )
+    shown = Page(html)
+    assert HOSTILE in shown.text
+    assert "<b>a defect</b>" in shown.text
+    assert not {"script", "b", "i", "u"} & set(shown.tags)
+
+
+def test_a_folder_whose_name_is_no_text_can_be_shown() -> None:
+    assert b"bundles/?" in render_page(passed(bundle="bundles/\udcff").to_dict()).encode()
+
+
+def test_the_same_record_gives_the_same_page() -> None:
+    record = failed().to_dict()
+    with matplotlib.rc_context({"xtick.direction": "in", "axes.labelsize": 30}):
+        assert render_page(json.loads(json.dumps(record))) == failed_html(), (
+            "a user's style is left out"
+        )
+
+
+def test_an_empty_report_fails_and_has_no_figures() -> None:
+    shown = page(ParityReport("bundles/ende", {}, TOLERANCE, []))
+    assert shown.headings == ["✗FAILED", "What was verified", "Numbers", "Not in this report"]
+    assert shown.tags["svg"] == shown.tags["figure"] == 0
+    joined = _joined(shown.text)
+    for told in ("no tensor was compared", "Error ratios: no tensor", "Error over layers: no"):
+        assert told in joined
+    for told in ("Error over decoding steps: no", "Token margins: no", "Origin of the fault: none"):
+        assert told in joined
+
+
+def test_what_is_not_finite_is_told_and_not_drawn() -> None:
+    report = passed(
+        comparisons=[comparison("past.0.keys", np.nan, fault="holds NaN"), *passed().comparisons],
+        decisions=[Decisions("greedy", 1, 0, np.nan, np.nan, (), [Difference(0, "alone", np.inf)])],
+        tasks=[Task("perplexity", 4.8, np.nan, np.nan, 0.001)],
+        growth=[Growth(0, 1e-6, 1e-6), Growth(1, np.nan, np.inf), Growth(2, 0.0, 1e-6)],
+        margins=Margins([1e-6, 1.0], [0], np.inf, np.nan),
+    )
+    html = render_page(report.to_dict())
+    joined = _joined(Page(html).text)
+    for told in (
+        "the worst error of 6 tensorsnot finite",
+        "1 without a finite error, not drawn",
+        "Over 2 places",
+        "1 place without a finite error, not drawn",
+        "A logit is not finite, so that nothing bounds what rounding could decide",
+        "not finite nats",
+    ):
+        assert told in joined, told
+    drawings = re.findall("<svg.*?</svg>", html, re.DOTALL)
+    assert len(drawings) == 4
+    assert not re.search(r"\b(nan|inf)\b", "".join(drawings))
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        passed(comparisons=[comparison("logits", 0.0)]),
+        passed(comparisons=[comparison("logits", TOLERANCE.budget(5e-7))]),
+        passed(tolerance=Tolerance(65536.0)),
+        passed(growth=[Growth(0, 0.0, 0.0)]),
+        passed(growth=[Growth(0, 1e-6, 1e-6)]),
+        passed(margins=Margins([1e-6, 1.0], [0], 0.5, 0.0)),
+        passed(margins=Margins([1e-6, 1.0], [3], 0.0, 0.7)),
+    ],
+)
+def test_figures_of_odd_numbers_are_drawn(report: ParityReport) -> None:
+    shown = page(report)
+    assert shown.headings[0] == "✓PASSED"
+    assert shown.tags["svg"] >= 3
+
+
+def test_an_error_at_its_budget_is_drawn_as_one_that_passes() -> None:
+    at_budget = passed(comparisons=[comparison("logits", TOLERANCE.budget(5e-7))])
+    beyond = passed(comparisons=[comparison("logits", TOLERANCE.budget(5e-7) * 1.001)])
+    bars = [
+        re.search(r'aria-labelledby="ratios.*?</svg>', render_page(item.to_dict()), re.DOTALL)
+        for item in (at_budget, beyond)
+    ]
+    found = [bar[0].count("fill: var(--fault)") for bar in bars if bar]
+    assert found[0] < found[1]
+
+
+def test_an_encoder_alone_has_no_layers_and_no_steps() -> None:
+    shown = page(
+        passed(
+            comparisons=[comparison("hidden", 3e-7), comparison("logits", 3e-7)],
+            decisions=[Decisions("fill-mask", 8, 8, 1e-7)],
+        )
+    )
+    assert "Error over layers: no cache was compared" in shown.text
+    assert "Error over hidden places" in shown.text
+    assert shown.tags["svg"] == 3
+
+
+def test_many_failures_are_cut_and_the_rest_is_counted() -> None:
+    faults = [comparison(f"past.{number}.keys", 1.0, fault="bad") for number in range(130)]
+    shown = page(passed(comparisons=faults))
+    assert "130 of 130 tensors failed" in shown.text
+    assert "and 30 more, which the record has" in shown.text
+
+
+def test_a_record_of_another_schema_is_refused() -> None:
+    with pytest.raises(InputError, match="of schema 1, found schema 2; verify again"):
+        render_page({**passed().to_dict(), "schema": 2})
+
+
+@pytest.fixture(scope="module")
+def browser() -> str:
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if found := shutil.which(name):
+            return found
+    pytest.skip("no browser: neither chromium, chromium-browser nor google-chrome is on PATH")
+
+
+def test_a_browser_shows_the_page(browser: str, tmp_path: Path) -> None:
+    path, picture = tmp_path / "report.html", tmp_path / "page.png"
+    path.write_text(failed_html(), encoding="utf-8")
+    command = [
+        *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+        *(
+            "--no-first-run",
+            "--disable-background-networking",
+            "--host-resolver-rules=MAP * 0.0.0.0",
+        ),
+        *("--window-size=1000,1400", "--blink-settings=preferredColorScheme=1"),
+        *(f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}", "--dump-dom"),
+    ]
+    shown = subprocess.run([*command, path.as_uri()], check=True, timeout=60, capture_output=True)
+    seen = shown.stdout.decode("utf-8")
+    assert "FAILED</h1>" in seen
+    assert seen.count("<table>") == Page(failed_html()).tags["table"]
+    assert seen.count("<svg") == seen.count("</svg>") == 4
+    assert "<script" not in seen
+    pixels = (matplotlib.image.imread(picture)[..., :3] * 255).round().astype(int)
+    assert pixels.shape == (1400, 1000, 3)
+    colours = {tuple(colour) for colour in pixels.reshape(-1, 3).tolist()}
+    # The page, the verdict's tone and tint, the bars within the limit.
+    assert {(0xFB, 0xFB, 0xF9), (0xB3, 0x26, 0x1E), (0xFB, 0xE9, 0xE7)} <= colours
+    assert (0x25, 0x63, 0xA8) in colours, "the variables of the page colour the figures"
+
+
+def _joined(text: str) -> str:
+    return re.sub(r"\s*\n\s*", "", text)

@@ -1,0 +1,466 @@
+"""The true bundle passes the judge, and each fault that a bundle may have is caught by it."""
+
+import copy
+import dataclasses
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
+from transferry.build_model.config import ModelConfig
+from transferry.build_model.transformer import Transformer
+from transferry.build_model.vocabulary import train_bpe
+from transferry.export.parity.cases import random_case, sweep
+from transferry.export.parity.oracle import Judge
+from transferry.export.parity.teacher_forcing import TeacherForcing
+from transferry.export.torch_decoder import TorchDecoder
+from transferry.export.torch_encoder import TorchEncoder
+from transferry.export.verify import verify_against
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.errors import InputError, ParityError
+from transferry.runtime.ort.portable_decoder import PortableDecoder, PortableState
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.parity.compare import Case, Comparison, Tolerance
+from transferry.runtime.parity.report import Decisions, ParityReport
+from transferry.runtime.tokenizer.byte_pair import PROMPTS
+
+Array = NDArray[Any]
+
+
+@pytest.fixture(scope="module")
+def case(checkpoint: Checkpoint) -> Case:
+    """Seven rows of which some are padded, and a later step of several tokens."""
+    return random_case(checkpoint.model.config, 7, 13, 9, seed=0)
+
+
+def faults(comparisons: list[Comparison]) -> dict[str, str]:
+    """What is wrong, by tensor; the report says it too."""
+    found = {item.tensor: item.fault for item in comparisons if item.fault}
+    report = ParityReport("bundle", {}, Tolerance(), comparisons)
+    if found:
+        with pytest.raises(ParityError):
+            report.require()
+    else:
+        report.require()
+    return found
+
+
+def test_true_bundle_passes(judge: Judge, decoder: PortableDecoder) -> None:
+    done: list[int] = []
+    comparisons = judge.numbers(decoder, sweep(judge.config), done.append)
+    assert faults(comparisons) == {}
+    # 36 sizes, and two that run through the vocabulary.
+    assert done == [1] * 38
+    # Logits, and keys and values of cross and past in each of two layers.
+    assert len(comparisons) == 38 * 9
+
+
+def sizes(case: Case) -> tuple[int, int, int]:
+    return len(case.source), case.source.shape[1], case.past
+
+
+def test_sweep_has_every_combination(checkpoint: Checkpoint) -> None:
+    config = checkpoint.model.config
+    most = config.max_positions
+    cases = [case for case in sweep(config) if not case.name.startswith("vocabulary")]
+    expected = product((1, 2, 7), (1, 2, 13, most), (0, 1, most - 1))
+    assert [sizes(case) for case in cases] == list(expected)
+    assert len({case.name for case in cases}) == len(cases)
+    assert len({case.source.tobytes() for case in cases}) == len(cases)
+    for case in cases:
+        assert case.mask[0].all()
+        assert case.mask.shape == case.source.shape
+        assert (np.diff(case.mask.astype(int)) <= 0).all()
+        new = case.target.shape[1] - case.past
+        assert new == min(3, most - case.past)
+        assert case.source.max() < config.vocabulary_size > case.target.max()
+    # Special ids are tokens like others, so that the mask alone tells padding.
+    for part in ("source", "target"):
+        tokens = np.concatenate([getattr(case, part).ravel() for case in cases])
+        assert (tokens.min(), tokens.max()) == (0, config.vocabulary_size - 1)
+    # Rows end at different lengths, or padding would not be tried.
+    assert sum(not case.mask.all() for case in cases) > 10
+
+
+@pytest.mark.parametrize(
+    ("most", "sources", "pasts"), [(8, (1, 2, 8), (0, 1, 7)), (2, (1, 2), (0, 1)), (1, (1,), (0,))]
+)
+def test_sweep_of_a_short_model(
+    checkpoint: Checkpoint, most: int, sources: tuple[int, ...], pasts: tuple[int, ...]
+) -> None:
+    config = dataclasses.replace(checkpoint.model.config, max_positions=most)
+    cases = [case for case in sweep(config) if not case.name.startswith("vocabulary")]
+    assert [sizes(case) for case in cases] == list(product((1, 2, 7), sources, pasts))
+
+
+def test_cases_follow_from_the_seed(checkpoint: Checkpoint) -> None:
+    config = checkpoint.model.config
+
+    def tokens(seed: int) -> list[list[int]]:
+        return random_case(config, 2, 13, 9, seed=seed).target.tolist()  # type: ignore[no-any-return]
+
+    assert tokens(0) == tokens(0) != tokens(1)
+
+
+def parameter_names() -> list[str]:
+    config = ModelConfig(
+        vocabulary_size=4, d_model=2, heads=1, encoder_layers=1, decoder_layers=2, d_ff=2
+    )
+    return [name for name, _ in Transformer(config).named_parameters()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    # softmax(q (k + b)) = softmax(q k + q b): the same is added to every score, so that nothing
+    # depends on the bias of an encoder's keys; a decoder's keys are compared themselves.
+    [name for name in parameter_names() if name != "encoder.0.self_attention.key.bias"],
+)
+def test_one_weight_one_percent_off_is_caught(judge: Judge, case: Case, name: str) -> None:
+    model = copy.deepcopy(judge.reference.model)
+    with torch.no_grad():
+        weight = model.get_parameter(name).view(-1)
+        weight[weight.abs().argmax()] *= 1.01
+    assert faults(judge.numbers(TorchDecoder(model), [case]))
+
+
+def test_unchanged_copy_passes(judge: Judge, case: Case) -> None:
+    model = copy.deepcopy(judge.reference.model)
+    assert faults(judge.numbers(TorchDecoder(model), [case])) == {}
+
+
+def test_shifted_positions_are_caught(judge: Judge, case: Case) -> None:
+    model = copy.deepcopy(judge.reference.model)
+    model.positions = torch.roll(model.positions, 1, dims=0)
+    assert faults(judge.numbers(TorchDecoder(model), [case])).keys() >= {"logits", "cross.0.keys"}
+
+
+def test_positions_that_begin_anew_are_caught_in_later_steps(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(judge.reference.model)
+    embed = model.embed
+    monkeypatch.setattr(model, "embed", lambda tokens, at: embed(tokens, at - at[0]))
+    comparisons = judge.numbers(TorchDecoder(model), sweep(judge.config))
+    faulty = {item.stage for item in comparisons if item.fault}
+    assert faulty == {"later step"}
+
+
+class MaskTooLong(PortableDecoder):
+    """Lets attention see one position of padding."""
+
+    def start(self, source: Array, mask: Array) -> PortableState:
+        return super().start(source, np.pad(mask, ((0, 0), (1, 0)), constant_values=True)[:, :-1])
+
+
+class MaskTooShort(PortableDecoder):
+    """Hides the last token."""
+
+    def start(self, source: Array, mask: Array) -> PortableState:
+        shorter = np.pad(mask, ((0, 0), (0, 1)))[:, 1:]
+        return super().start(source, shorter | (mask.sum(axis=1, keepdims=True) == 1) & mask)
+
+
+class LayersSwapped(PortableDecoder):
+    """Gives each of the two layers the other's cross keys and values."""
+
+    def start(self, source: Array, mask: Array) -> PortableState:
+        state = super().start(source, mask)
+        return dataclasses.replace(state, cross=[*state.cross[2:], *state.cross[:2]])
+
+
+class KeysAndValuesSwapped(PortableDecoder):
+    """Takes the keys of the source for its values."""
+
+    def start(self, source: Array, mask: Array) -> PortableState:
+        state = super().start(source, mask)
+        return dataclasses.replace(state, cross=[state.cross[i] for i in (1, 0, 3, 2)])
+
+
+class RowsSwapped(PortableDecoder):
+    """Gives the first row the second's scores."""
+
+    def step(
+        self, tokens: Array, state: PortableState, **wanted: Any
+    ) -> tuple[StepOutput, PortableState]:
+        output, state = super().step(tokens, state)
+        return StepOutput(output.all_logits[[1, 0, *range(2, len(tokens))]]), state
+
+
+class NotANumber(PortableDecoder):
+    """Overflows in one place."""
+
+    def step(
+        self, tokens: Array, state: PortableState, **wanted: Any
+    ) -> tuple[StepOutput, PortableState]:
+        output, state = super().step(tokens, state)
+        logits = output.all_logits.copy()
+        logits[-1, -1, -1] = np.nan
+        return StepOutput(logits), state
+
+
+class TensorMissing(PortableDecoder):
+    """Shows one tensor of the cache less."""
+
+    def tensors(self, state: PortableState) -> dict[str, Array]:
+        tensors = super().tensors(state)
+        del tensors["past.1.values"]
+        return tensors
+
+
+class TensorTooMany(PortableDecoder):
+    """Shows a third layer."""
+
+    def tensors(self, state: PortableState) -> dict[str, Array]:
+        tensors = super().tensors(state)
+        return {**tensors, "past.2.keys": tensors["past.1.keys"]}
+
+
+class LastPositionForgotten(PortableDecoder):
+    """Shows a cache without the newest position."""
+
+    def tensors(self, state: PortableState) -> dict[str, Array]:
+        tensors = super().tensors(state)
+        return {**tensors, "past.0.keys": tensors["past.0.keys"][:, :, :-1]}
+
+
+CROSS = {f"cross.{layer}.{part}" for layer in (0, 1) for part in ("keys", "values")}
+DEEPER = {"past.1.keys", "past.1.values", "logits"}
+
+
+@pytest.mark.parametrize(
+    ("broken", "tensors", "fault"),
+    [
+        (MaskTooLong, CROSS | DEEPER, "exceeds the budget"),
+        (MaskTooShort, CROSS | DEEPER, "exceeds the budget"),
+        (LayersSwapped, CROSS | DEEPER, "exceeds the budget"),
+        (KeysAndValuesSwapped, CROSS | DEEPER, "exceeds the budget"),
+        (RowsSwapped, {"logits"}, "exceeds the budget"),
+        (NotANumber, {"logits"}, "holds NaN or infinity"),
+        (TensorMissing, {"past.1.values"}, "does not give it"),
+        (TensorTooMany, {"past.2.keys"}, "gives no such tensor"),
+        (LastPositionForgotten, {"past.0.keys"}, "expected shape"),
+    ],
+)
+def test_fault_is_caught(
+    judge: Judge,
+    bundle: Bundle,
+    case: Case,
+    broken: type[PortableDecoder],
+    tensors: set[str],
+    fault: str,
+) -> None:
+    """And is told of the tensors that it touches, not of others."""
+    decoder = broken(bundle, bundle.variant(), SessionOptions())
+    found = faults(judge.numbers(decoder, [case]))
+    assert found.keys() == tensors
+    assert all(fault in text for text in found.values())
+
+
+def test_record_is_what_torch_answers(judge: Judge, sources: list[list[int]]) -> None:
+    reference = judge.record(sources[:2], 5)
+    assert [sizes(case) for case, _ in reference.cases] == [(1, 1, 0), (2, 13, 1), (7, 6, 5)]
+    assert reference.sources == sources[:2]
+    greedy, beam = reference.searches
+    assert (greedy.name, beam.name) == ("greedy", "beam 4")
+    assert greedy.options == {"beam": 1, "n_best": 1, "max_length": 5}
+    assert beam.options == {"beam": 4, "n_best": 4, "max_length": 5}
+    assert [len(answers) for answers in greedy.answers] == [1, 1]
+    assert [len(answers) for answers in beam.answers] == [4, 4]
+    assert [len(scores) for scores in beam.scores] == [4, 4]
+
+
+def verify(checkpoint: Checkpoint, bundle: Bundle, texts: list[str]) -> ParityReport:
+    return verify_against(checkpoint, bundle, bundle.variant(), SessionOptions(), texts)
+
+
+class TestVerifyAgainst:
+    """A bundle against the run that it came from."""
+
+    def test_true_bundle_passes(
+        self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
+    ) -> None:
+        progress: list[tuple[int, int]] = []
+        report = verify_against(
+            checkpoint,
+            bundle,
+            bundle.variant(),
+            SessionOptions(),
+            texts[:5],
+            lambda done, total: progress.append((done, total)),
+        )
+        report.require()
+        assert [(item.search, item.identical) for item in report.decisions] == [
+            ("greedy", 5),
+            ("beam 4", 5),
+            ("sampling of every 4th row", 2),
+        ]
+        assert all(0 < item.score_ratio < 8 for item in report.decisions)
+        # 38 cases, five texts searched greedily, with a beam and fed whole, and two sampled.
+        assert progress[0] == (1, 55)
+        assert progress[-1] == (55, 55)
+        assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+
+        record = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+        assert record["passed"] is True
+        stages = {stage["name"]: stage["tensors"] for stage in record["stages"]}
+        assert stages == {"encoder": 38 * 4, "first step": 14 * 5, "later step": 24 * 5, "text": 9}
+        assert record["settings"]["provider"] == "cpu"
+        assert record["settings"]["against"] == "the run"
+        assert record["settings"]["torch"] == torch.__version__
+
+    def test_on_demand_it_asks_other_runtimes_and_plants_faults(
+        self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
+    ) -> None:
+        report = verify_against(
+            checkpoint,
+            bundle,
+            bundle.variant(),
+            SessionOptions(),
+            texts[:4],
+            opinions=True,
+            plant_faults=True,
+        )
+        report.require()
+        assert {item.runtime.partition(" ")[0] for item in report.opinions} >= {
+            "onnxruntime",
+            "onnx.reference",
+        }
+        assert len(report.self_test) > 14
+        text = report.to_text()
+        assert "faults that change an answer were caught" in text
+        assert "onnxruntime as served" in text
+
+    def test_without_texts_numbers_are_compared(
+        self, checkpoint: Checkpoint, bundle: Bundle
+    ) -> None:
+        report = verify(checkpoint, bundle, [])
+        assert report.passed
+        assert len(report.comparisons) == 38 * 9
+        assert not report.decisions
+
+    def test_run_with_other_weights_fails(
+        self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
+    ) -> None:
+        model = copy.deepcopy(checkpoint.model)
+        with torch.no_grad():
+            model.embedding.weight.neg_()
+        other = dataclasses.replace(checkpoint, model=model)
+        report = verify(other, bundle, texts[:1])
+        assert {str(item.defects[0])[:3] for item in report.decisions} == {"row"}
+        with pytest.raises(ParityError, match="do not deploy it"):
+            report.require()
+
+    def test_run_of_another_shape_is_refused(
+        self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
+    ) -> None:
+        config = dataclasses.replace(checkpoint.model.config, d_ff=64)
+        other = dataclasses.replace(checkpoint, model=Transformer(config))
+        with pytest.raises(InputError, match=r"'d_ff': 48.*'d_ff': 64.*give the run"):
+            verify(other, bundle, texts)
+
+    def test_run_with_another_tokenizer_is_refused(
+        self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
+    ) -> None:
+        tokenizer = train_bpe([text[::-1] for text in texts], 300)
+        other = dataclasses.replace(checkpoint, tokenizer=tokenizer)
+        with pytest.raises(InputError, match="not have the same tokenizer; give the run"):
+            verify(other, bundle, [])
+
+    @pytest.mark.parametrize("empty", ["", "  \t"])
+    def test_empty_line_is_named(
+        self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str], empty: str
+    ) -> None:
+        with pytest.raises(InputError, match="line 3 is empty"):
+            verify(checkpoint, bundle, [*texts[:2], empty])
+
+    def test_over_long_line_is_named(
+        self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
+    ) -> None:
+        """The longest that fits has one token less than positions: the end token needs one."""
+        most = checkpoint.model.config.max_positions
+        word = next(word for word in "abcdef" if len(checkpoint.tokenizer.encode(word * 9)) == 9)
+        assert verify(checkpoint, bundle, [word * (most - 1)]).decisions[0].rows == 1
+        with pytest.raises(InputError, match=f"line 2 has {most + 1} tokens.*{most}"):
+            verify(checkpoint, bundle, [texts[0], word * most])
+
+
+class TestFillings:
+    """An encoder alone: what it fills in, judged as the choices of a search are."""
+
+    @pytest.fixture(scope="class")
+    def checkpoint(self, reader_run_folder: Path) -> Checkpoint:
+        return load_checkpoint(reader_run_folder)
+
+    @pytest.fixture(scope="class")
+    def judge(self, checkpoint: Checkpoint) -> Judge:
+        return Judge(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
+
+    @pytest.fixture(scope="class")
+    def sources(self, checkpoint: Checkpoint, reader_run_folder: Path) -> list[list[int]]:
+        tokenizer = checkpoint.tokenizer
+        samples = load_samples(reader_run_folder)
+        return [tokenizer.special.wrap(tokenizer.encode(text)) for text in samples]
+
+    def fillings(
+        self, judge: Judge, sources: list[list[int]], nudge: float, token: int = 7
+    ) -> Decisions:
+        """Of torch's own encoder, a token of it made likelier."""
+
+        class Nudged(TorchEncoder):
+            def encode(self, source: Array, mask: Array) -> dict[str, Array]:
+                found = super().encode(source, mask)
+                found["logits"][..., token] += nudge
+                return found
+
+        return judge.fillings(Nudged(judge.reference.model), sources, TeacherForcing())[1]
+
+    def test_the_same_encoder_passes(self, judge: Judge, sources: list[list[int]]) -> None:
+        decisions = self.fillings(judge, sources, 0.0)
+        assert decisions.passed
+        assert decisions.identical == 8
+        assert 0 < decisions.score_error < 1e-4, "of torch itself, against the oracle"
+
+    def test_another_token_is_a_defect(self, judge: Judge, sources: list[list[int]]) -> None:
+        decisions = self.fillings(judge, sources, 50.0)
+        assert not decisions.passed
+        assert len(decisions.defects) == 8
+        assert all(item.message.endswith("a defect") for item in decisions.defects)
+
+    def test_another_probability_of_the_same_token_fails(
+        self, judge: Judge, sources: list[list[int]]
+    ) -> None:
+        decisions = self.fillings(judge, sources, -50.0, token=3)
+        assert decisions.identical == 8
+        assert not decisions.passed
+
+    def test_nan_is_a_defect(self, judge: Judge, sources: list[list[int]]) -> None:
+        decisions = self.fillings(judge, sources, np.nan)
+        assert [item.row for item in decisions.defects] == list(range(8))
+        assert {item.message for item in decisions.defects} == {"the graph gave NaN or infinity"}
+
+    def test_a_twin_of_the_likeliest_token_is_a_tie(
+        self, checkpoint: Checkpoint, sources: list[list[int]]
+    ) -> None:
+        model = copy.deepcopy(checkpoint.model)
+        with torch.no_grad():
+            model.embedding.weight[9] = model.embedding.weight[7]
+            assert model.output_bias is not None
+            model.output_bias[[7, 9]] = 60.0
+        judge = Judge(model, checkpoint.tokenizer.special, Tolerance())
+        decisions = self.fillings(judge, sources, 1e-5, token=9)
+        assert decisions.passed
+        assert len(decisions.ties) == 8
+
+    def test_without_a_mask_nothing_is_filled_in(
+        self, checkpoint: Checkpoint, sources: list[list[int]]
+    ) -> None:
+        judge = Judge(checkpoint.model, PROMPTS, Tolerance())
+        with pytest.raises(InputError, match="expected a tokenizer with a mask"):
+            self.fillings(judge, sources, 0.0)

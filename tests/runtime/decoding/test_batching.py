@@ -1,0 +1,95 @@
+"""Batches hold every row once and no more than fits; windows read no further than they must."""
+
+import random
+from itertools import count
+
+import numpy as np
+import pytest
+
+from transferry.runtime.decoding.batching import (
+    BatchOptions,
+    fitting,
+    length_batches,
+    widened,
+    windows,
+)
+from transferry.runtime.errors import UsageError
+
+
+def test_windows_of_huge_items_are_shorter() -> None:
+    """No list is added to that has enough, and an item is never cut."""
+    items = ["aaa", "bb", "c" * 50, "d", ("ee", None), ("f", "ggg"), 7, 8, "h" * 9, "i"]
+    found = list(windows(iter(items), 4, characters=5))
+    assert found == [items[:2], items[2:3], items[3:6], items[6:9], items[9:]]
+    megabytes = count()
+    stream = windows(("x" * (1 << 20) for _ in megabytes), 4096)
+    assert len(next(stream)) == 16
+    assert next(megabytes) == 16, "no more are read than are given"
+
+
+@pytest.mark.parametrize(
+    ("columns", "limit", "wide"),
+    [(0, None, 0), (1, None, 4), (4, None, 4), (5, None, 8), (5, 6, 6), (6, 6, 6), (7, 6, 7)],
+)
+def test_columns_are_a_multiple_as_far_as_there_is_room(
+    columns: int, limit: int | None, wide: int
+) -> None:
+    mask = np.ones((3, columns), np.bool_)
+    found = widened(mask, 4, limit)
+    assert (found.shape, found.dtype, found.sum()) == ((3, wide), mask.dtype, 3 * columns)
+    np.testing.assert_array_equal(found[:, :columns], mask)
+
+
+def test_windows_cut_a_stream_in_order() -> None:
+    assert list(windows(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert list(windows(range(6), 3)) == [[0, 1, 2], [3, 4, 5]]
+    assert list(windows([], 3)) == []
+
+
+def test_windows_are_lazy() -> None:
+    endless = count()
+    stream = windows(endless, 4)
+    assert next(endless) == 0, "nothing is read before the first window is asked for"
+    assert next(stream) == [1, 2, 3, 4]
+    assert next(endless) == 5, "nothing is read beyond the window"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_batches_hold_every_index_once_within_the_limits(seed: int) -> None:
+    generator = random.Random(seed)
+    lengths = [generator.randint(1, 50) for _ in range(generator.randint(1, 200))]
+    rows, tokens = generator.randint(1, 16), generator.randint(50, 200)
+    batches = length_batches(lengths, rows, tokens)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert 1 <= len(batch) <= rows
+        assert len(batch) * max(lengths[index] for index in batch) <= tokens
+    in_order = [lengths[index] for batch in batches for index in batch]
+    assert in_order == sorted(lengths, reverse=True)
+
+
+def test_batches_are_full() -> None:
+    assert length_batches([1] * 7, rows=3, tokens=100) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert length_batches([5] * 5, rows=100, tokens=10) == [[0, 1], [2, 3], [4]]
+
+
+def test_a_long_row_is_a_batch_by_itself() -> None:
+    assert length_batches([2, 90, 2], rows=8, tokens=10) == [[1], [0, 2]]
+
+
+def test_what_fits_goes_by_the_longest_so_far() -> None:
+    assert fitting([1, 2, 3, 4], rows=8, tokens=9) == 3
+    assert fitting([4, 3, 2, 1], rows=8, tokens=9) == 2
+    assert fitting(count(1), rows=3, tokens=100) == 3
+    assert fitting([50, 1], rows=8, tokens=9) == 1
+    assert fitting([], rows=8, tokens=9) == fitting([1], rows=0, tokens=9) == 0
+
+
+def test_no_rows_are_no_batches() -> None:
+    assert length_batches([], rows=8, tokens=10) == []
+
+
+@pytest.mark.parametrize("name", ["rows", "tokens", "window"])
+def test_options_refuse_nothing_at_once(name: str) -> None:
+    with pytest.raises(UsageError, match=f"batch {name} must be at least 1, not 0"):
+        BatchOptions(**{name: 0})

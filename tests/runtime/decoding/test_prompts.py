@@ -1,0 +1,230 @@
+"""A decoder-only bundle goes on with each prompt as it would with that prompt alone."""
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
+from transferry.build_model.corpus import builtin_pairs
+from transferry.build_model.transformer import continue_greedily
+from transferry.export.torch_decoder import TorchDecoder
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.search import begin, search
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.result import Result
+from transferry.runtime.errors import UsageError
+from transferry.runtime.ort.portable_decoder import PortableDecoder
+from transferry.runtime.ort.session import SessionOptions
+
+GREEDY = GenerationOptions(max_length=12, no_repeat_ngram=1)
+BEAM = GenerationOptions(max_length=12, no_repeat_ngram=1, beam=3, n_best=3)
+SAMPLING = GenerationOptions(max_length=12, sample=True, n_best=2, top_k=50, seed=3)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(writer_run_folder: Path) -> Checkpoint:
+    return load_checkpoint(writer_run_folder)
+
+
+@pytest.fixture(scope="module")
+def engine(writer_bundle_folder: Path) -> Engine:
+    return Engine.load(writer_bundle_folder, replicas=2)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    """Of 1 to some 30 tokens, none twice."""
+    pairs = builtin_pairs(40, seed=5)
+    return list(dict.fromkeys(["a", "two", *(pair.source for pair in pairs)]))
+
+
+def outputs(results: list[Result]) -> list[list[tuple[int, ...]]]:
+    return [[output.tokens for output in result.outputs] for result in results]
+
+
+@pytest.mark.parametrize("prefix", ["", "a b"])
+def test_a_prompt_cut_short_leaves_room_for_an_answer(engine: Engine, prefix: str) -> None:
+    tokenizer = engine.bundle.tokenizer
+    forced = tuple(tokenizer.encode_target(prefix))
+    options = GenerationOptions(max_length=12, prefix=forced)
+    text = "one two three " * 40
+    error, *_ = engine.generate([text], options)
+    assert error.error is not None
+    result, short = engine.generate([text, "one"], options, long_rows="truncate")
+    assert (result.error, result.truncated, short.truncated) == (None, True, False)
+    assert result.source_tokens == 64 - len(forced)
+    (output,) = result.outputs
+    assert output.tokens[: len(forced)] == forced
+    assert len(output.tokens) + (output.finish_reason == "end") == len(forced) + 1
+    source = tokenizer.encode(text)[: 64 - len(forced)]
+    fitted = engine.fitted(options, len(source))
+    (hypotheses,) = search(engine.decoder, [source], fitted, tokenizer.special)
+    assert outputs([result]) == [[hypotheses[0].tokens]]
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAM, SAMPLING], ids=["greedy", "beam", "sampling"])
+def test_scores_are_the_same_bit_for_bit_in_any_batch(
+    engine: Engine, prompts: list[str], options: GenerationOptions
+) -> None:
+    found = []
+    for seed, rows in enumerate((64, 7, 1)):
+        order = list(range(len(prompts)))
+        if not options.sample:
+            random.Random(seed).shuffle(order)
+        batches = BatchOptions(rows=rows, window=[40, 9, 5][seed])
+        cut = Engine(engine.bundle, engine.model, batches=batches)
+        results = cut.generate((prompts[index] for index in order), options)
+        found.append(dict(zip(order, results, strict=True)))
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
+def test_a_prompt_is_padded_beyond_the_positions_of_the_model(
+    writer_bundle_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest prompts leave less than a vector's lanes, and short ones beside them as much."""
+    bundle = Bundle.load(writer_bundle_folder)
+    monkeypatch.setitem(bundle.manifest.model, "max_positions", 60)
+    decoder = PortableDecoder(bundle, bundle.variant(), SessionOptions())
+    prompts = np.random.default_rng(0).integers(3, 200, (2, 59))
+    both = decoder.start(prompts, np.arange(59) < np.array([[59], [5]]))
+    assert both.past[0].shape()[2] == 64
+    alone = decoder.start(prompts[1:, :5], np.ones((1, 5), np.bool_))
+    assert alone.past[0].shape()[2] == 16
+    for token in (7, 30, 41):
+        output, both = decoder.step(np.full((2, 1), token), both)
+        expected, alone = decoder.step(np.full((1, 1), token), alone)
+        np.testing.assert_array_equal(output.all_logits[1], expected.all_logits[0])
+    shapes = {tensor.shape[2] for tensor in decoder.tensors(both).values()}
+    assert shapes == {59 + 3}, "as torch has it"
+
+
+def test_prompts_are_of_many_lengths(checkpoint: Checkpoint, prompts: list[str]) -> None:
+    lengths = {len(checkpoint.tokenizer.encode(prompt)) for prompt in prompts}
+    assert len(lengths) >= 12
+    assert 1 in lengths
+
+
+def test_greedy_search_is_the_plain_loop_without_cache_and_padding(
+    checkpoint: Checkpoint, engine: Engine, prompts: list[str]
+) -> None:
+    options = GenerationOptions(max_length=12)
+    expected = [
+        continue_greedily(
+            checkpoint.model,
+            checkpoint.tokenizer.encode(prompt),
+            eos_id=checkpoint.tokenizer.special.eos_id,
+            max_length=12,
+        )
+        for prompt in prompts
+    ]
+    found = [list(result.outputs[0].tokens) for result in engine.generate(prompts, options)]
+    assert found == expected
+    assert len(set(map(tuple, found))) > len(prompts) // 2
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAM, SAMPLING], ids=["greedy", "beam", "sampling"])
+def test_a_prompt_is_answered_as_it_is_alone(
+    engine: Engine, prompts: list[str], options: GenerationOptions
+) -> None:
+    tokenizer = engine.bundle.tokenizer
+    alone = [
+        [
+            hypothesis.tokens
+            for hypothesis in search(
+                engine.decoder,
+                [tokenizer.encode(prompt)],
+                options,
+                tokenizer.special,
+                row_ids=[row],
+            )[0]
+        ]
+        for row, prompt in enumerate(prompts)
+    ]
+    for rows, tokens in itertools.product((1, 7, 64), (40, 4096)):
+        batches = BatchOptions(rows=rows, tokens=tokens, window=23)
+        cut = Engine(engine.bundle, engine.model, replicas=2, batches=batches)
+        assert outputs(list(cut.generate(prompts, options))) == alone
+    if not options.sample:
+        shuffled = list(enumerate(prompts))
+        random.Random(1).shuffle(shuffled)
+        found = outputs(list(engine.generate([prompt for _, prompt in shuffled], options)))
+        assert found == [alone[row] for row, _ in shuffled]
+
+
+def test_torch_and_onnxruntime_keep_the_same_cache(
+    checkpoint: Checkpoint, engine: Engine, prompts: list[str]
+) -> None:
+    """Through padding, steps and a selection that drops, repeats and reorders rows."""
+    tokenizer = checkpoint.tokenizer
+    sources = [tokenizer.encode(prompt) for prompt in prompts[:5]]
+    states, logits = [], []
+    decoders: list[Any] = [TorchDecoder(checkpoint.model), engine.decoder]
+    for decoder in decoders:
+        state, first = begin(decoder, sources, tokenizer.special)
+        output, state = decoder.step(first[:, None], state)
+        scores = output.all_logits.copy()  # the next step may write over it
+        state = decoder.select(state, np.array([4, 1, 1]))
+        later, state = decoder.step(np.array([[7, 8], [9, 10], [11, 12]]), state)
+        logits.append((scores, later.all_logits))
+        states.append(decoder.tensors(state))
+    for left, right in zip(*logits, strict=True):
+        np.testing.assert_allclose(left, right, atol=2e-5)
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        np.testing.assert_allclose(tensor, states[1][name], atol=2e-5)
+
+
+def test_answers_end_where_the_positions_end(engine: Engine, prompts: list[str]) -> None:
+    options = GenerationOptions(max_length=64, min_length=60, no_repeat_ngram=1)
+    lengths = set()
+    for result in engine.generate(prompts, options):
+        (output,) = result.outputs
+        room = 64 - result.source_tokens + 1
+        assert len(output.tokens) == room
+        assert output.finish_reason == "length"
+        lengths.add(room)
+    assert len(lengths) >= 12
+
+
+def test_a_prompt_that_fills_the_positions_has_one_answer_left(engine: Engine) -> None:
+    tokenizer = engine.bundle.tokenizer
+    text = " ".join(["a"] * 100)
+    ids = tokenizer.encode(text)
+    fitting, longer = tokenizer.decode(ids[:64]), tokenizer.decode(ids[:65])
+    assert (len(tokenizer.encode(fitting)), len(tokenizer.encode(longer))) == (64, 65)
+    first, second = engine.generate([fitting, longer], GenerationOptions(max_length=9))
+    assert len(first.outputs[0].tokens) <= 1
+    assert second.error is not None
+    assert (second.error.kind, second.outputs) == ("too-long", ())
+    assert "65 tokens, but the model has 64 positions" in second.error.message
+
+
+def test_an_empty_prompt_is_an_error_of_its_own(engine: Engine) -> None:
+    results = list(engine.generate(["", " \t", "a"], GREEDY))
+    assert [result.error and result.error.kind for result in results] == ["empty", "empty", None]
+
+
+def test_more_tokens_than_positions_are_refused_with_both_numbers(engine: Engine) -> None:
+    with pytest.raises(UsageError, match="max_length is 65, but the model has 64 positions"):
+        engine.generate(["a"], GenerationOptions(max_length=65))
+
+
+def test_a_prefix_that_does_not_fit_is_an_error_of_its_row(engine: Engine) -> None:
+    text = engine.bundle.tokenizer.decode(engine.bundle.tokenizer.encode(" ".join("a" * 99))[:62])
+    options = GenerationOptions(max_length=9, prefix=(5, 6, 7, 8))
+    long, short = engine.generate([text, "a"], options)
+    assert long.error is not None
+    assert "62 tokens leave room for 3 in the model's 64 positions" in long.error.message
+    assert short.outputs[0].tokens[:4] == (5, 6, 7, 8)
+
+
+def test_an_encoder_s_tasks_are_refused(engine: Engine) -> None:
+    with pytest.raises(UsageError, match="architecture decoder-only, which neither embeds nor"):
+        _ = engine.encoder

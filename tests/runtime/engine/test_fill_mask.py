@@ -1,0 +1,111 @@
+"""Masks are filled with torch's likeliest tokens; only the mask word itself is a mask."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from transferry.build_model.checkpoint import load_checkpoint
+from transferry.build_model.corpus import builtin_pairs
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.fill_mask import fill_masks
+from transferry.runtime.engine.result import RowError
+from transferry.runtime.errors import UsageError
+
+TEXTS = [
+    f"{' '.join(words[:place])} [MASK] {' '.join(words[place + 1 :])}".strip()
+    for number, words in enumerate(pair.source.split() for pair in builtin_pairs(20, seed=8))
+    for place in [number % len(words)]
+]
+
+
+@pytest.fixture(scope="module")
+def engine(reader_bundle_folder: Path) -> Engine:
+    return Engine.load(reader_bundle_folder, replicas=2)
+
+
+def test_candidates_are_torch_s(engine: Engine, reader_run_folder: Path) -> None:
+    checkpoint = load_checkpoint(reader_run_folder)
+    tokenizer, model = checkpoint.tokenizer, checkpoint.model.double()
+    for text, row in zip(TEXTS, fill_masks(engine, TEXTS, top=3), strict=True):
+        before, after = text.split("[MASK]")
+        ids = [*tokenizer.encode(before.removesuffix(" ")), 3, *tokenizer.encode(after)]
+        source = torch.tensor([tokenizer.special.wrap(ids)])
+        with torch.inference_mode():
+            scores = model(source, torch.ones_like(source, dtype=torch.bool), source)[0]
+        place = tokenizer.special.wrap(ids).index(3)
+        wanted = torch.log_softmax(scores[place], dim=-1).topk(3)
+        (candidates,) = row.candidates
+        assert [item.token for item in candidates] == wanted.indices.tolist()
+        found = [item.log_probability for item in candidates]
+        np.testing.assert_allclose(found, wanted.values.numpy(), atol=1e-4)
+        assert [item.text for item in candidates] == [
+            tokenizer.decode([token]) for token in wanted.indices.tolist()
+        ]
+        ids[ids.index(3)] = candidates[0].token
+        assert row.text == tokenizer.decode(ids)
+        assert row.target_tokens == 1
+
+
+def test_several_masks_and_another_word_for_them(engine: Engine) -> None:
+    (row,) = fill_masks(engine, ["a ___ b ___"], mask="___", top=2)
+    assert [len(candidates) for candidates in row.candidates] == [2, 2]
+    record = row.record()
+    assert len(record["masks"]) == 2
+    assert record["text"] == row.text
+    (same,) = fill_masks(engine, ["a [MASK] b [MASK]"], top=2)
+    assert same.candidates == row.candidates
+
+
+def test_an_answer_does_not_depend_on_the_batch(engine: Engine) -> None:
+    alone = [next(iter(fill_masks(engine, [text]))) for text in TEXTS]
+    for rows in (3, 64):
+        cut = Engine(engine.bundle, engine.model, batches=BatchOptions(rows=rows))
+        assert list(fill_masks(cut, TEXTS)) == alone, "log-probabilities to the bit"
+
+
+def test_bad_rows_are_errors_of_their_own(engine: Engine) -> None:
+    rows = fill_masks(engine, ["", "no mask", "[MASK]", "[MASK] " * 99])
+    kinds = [row.error and row.error.kind for row in rows]
+    assert kinds == ["empty", "no-mask", None, "too-long"]
+
+
+def test_long_rows_are_cut_short_and_say_so(engine: Engine) -> None:
+    tokenizer = engine.bundle.tokenizer
+    text = "a [MASK] b" + " a b" * 99
+    ids = [*tokenizer.encode("a"), 3, *tokenizer.encode(" b" + " a b" * 99)][:62]
+    beginning = "a [MASK]" + tokenizer.decode(ids[2:])
+    cut, whole, late = fill_masks(
+        engine, [text, beginning, "a b " * 99 + "[MASK]"], long_rows="truncate"
+    )
+    assert (cut.source, cut.source_tokens, cut.truncated) == (text, 64, True)
+    assert (cut.text, cut.candidates) == (whole.text, whole.candidates)
+    assert (whole.truncated, late.error) == (
+        False,
+        RowError("no-mask", "there is no [MASK] to fill in among the first 64 tokens"),
+    )
+    with pytest.raises(UsageError, match="long_rows=split and task fill-mask exclude each other"):
+        fill_masks(engine, [], long_rows="split")
+
+
+def test_a_long_word_for_a_mask_makes_no_text_too_long(engine: Engine) -> None:
+    mask = "[" + "MASK" * 300 + "]"
+    (row,) = fill_masks(engine, [f"a {mask} b {mask}"], mask=mask)
+    (same,) = fill_masks(engine, ["a [MASK] b [MASK]"])
+    assert (row.error, row.candidates) == (None, same.candidates)
+
+
+def test_an_error_that_came_in_comes_out_in_its_place(engine: Engine) -> None:
+    broken = RowError("malformed", "3 columns, expected 2")
+    error, filled = fill_masks(engine, [broken, "a [MASK]"])
+    assert (error.source, error.source_tokens, error.text, error.error) == ("", 0, "", broken)
+    assert filled == next(fill_masks(engine, ["a [MASK]"]))
+
+
+def test_refusals(engine: Engine, bundle_folder: Path) -> None:
+    with pytest.raises(UsageError, match="top must be at least 1, not 0"):
+        fill_masks(engine, [], top=0)
+    with pytest.raises(UsageError, match="neither embeds nor fills in"):
+        fill_masks(Engine.load(bundle_folder), [])

@@ -1,0 +1,347 @@
+"""Rows come back in order, whatever order they are computed in; every way out ends the threads."""
+
+import random
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.engine.worker_pool import (
+    Supply,
+    Tasks,
+    Todo,
+    Worker,
+    batch_worker,
+    in_order,
+    sparing,
+)
+from transferry.runtime.errors import InputError
+
+# What a test waits for at most where a defect would have it wait for ever, in seconds.
+PATIENCE = 60.0
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
+
+
+def prepare(first: int, items: list[int]) -> list[Todo[int] | str]:
+    """An item is as long as it is large; one below 0 is done already."""
+    return [f"{item} is bad" if item < 0 else Todo(item, item) for item in items]
+
+
+def names(items: list[int]) -> list[str]:
+    return [str(item) for item in items]
+
+
+def run(
+    items: Iterable[int],
+    compute: Callable[[list[int]], list[str]] = names,
+    *,
+    rows: int = 4,
+    tokens: int = 1 << 30,
+    window: int = 5,
+    replicas: int = 1,
+    worker: Worker[int, str] | None = None,
+) -> Iterator[str]:
+    return in_order(
+        items,
+        prepare,
+        [worker or batch_worker(compute, rows)] * replicas,
+        options=BatchOptions(tokens=tokens, window=window),
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("window", [1, 7, 1000])
+def test_rows_come_back_in_order(replicas: int, window: int) -> None:
+    generator = random.Random(window)
+    items = [generator.randint(-3, 50) for _ in range(200)]
+
+    def compute(batch: list[int]) -> list[str]:
+        time.sleep(generator.random() / 1000)
+        return names(batch)
+
+    found = list(run(items, compute, window=window, replicas=replicas))
+    assert found == [f"{item} is bad" if item < 0 else str(item) for item in items]
+    assert list(run([])) == []
+
+
+def test_batches_are_of_similar_length_where_windows_meet_too() -> None:
+    batches = []
+
+    def compute(batch: list[int]) -> list[str]:
+        batches.append(batch)
+        return names(batch)
+
+    def worker(supply: Supply[int, str]) -> Iterator[tuple[Todo[int], str]]:
+        while len(supply._waiting) < 10:  # until two windows are there
+            time.sleep(0.001)
+        yield from batch_worker(compute, 4)(supply)
+
+    items = [3, 9, 1, 7, 5, *[2, 8, 4, 6, 1], *[1, 2, 9, 4, 5]]
+    assert list(run(items, worker=worker)) == names(items)
+    assert batches[:2] == [[9, 7, 5, 3], [1, 1, 2, 4]]
+    assert [item for batch in batches for item in batch][8:] == [6, 8, 9, 5, 4, 2, 1]
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(3, 1000), (100, 20), (1, 1)])
+def test_no_batch_is_larger_than_asked_for(rows: int, tokens: int) -> None:
+    batches = []
+
+    def compute(batch: list[int]) -> list[str]:
+        batches.append(batch)
+        return names(batch)
+
+    items = [random.Random(1).randint(1, 30) for _ in range(100)]
+    assert list(run(items, compute, rows=rows, tokens=tokens, window=30)) == names(items)
+    for batch in batches:
+        assert len(batch) <= rows
+        assert len(batch) == 1 or len(batch) * max(batch) <= tokens
+    assert len(batches) < len(items) or rows == 1
+
+
+def test_the_source_is_read_two_windows_ahead_at_most() -> None:
+    read = 0
+
+    def source() -> Iterator[int]:
+        nonlocal read
+        for item in range(1, 1000):
+            read += 1
+            yield item
+
+    stream = run(source(), window=5, replicas=2)
+    assert read == 0
+    for given in range(40):
+        assert next(stream) == str(given + 1)
+        assert read <= (given // 5 + 2) * 5
+    stream.close()  # type: ignore[attr-defined]
+
+
+def test_a_worker_has_rows_of_the_next_window_before_it_gives_up_those_of_the_last() -> None:
+    """Four places that are never empty until the end: no window drains."""
+    items = list(range(1, 31))
+    fewest = []
+
+    def worker(supply: Supply[int, str]) -> Iterator[tuple[Todo[int], str]]:
+        held: list[Todo[int]] = []
+        taken = 0
+        while taken < len(items) or held:
+            while len(held) < 4 and taken < len(items):
+                more = supply.take(4 - len(held))
+                assert more
+                held += more
+                taken += len(more)
+            if taken < len(items):
+                fewest.append(len(held))
+            oldest = held.pop(0)
+            yield oldest, str(oldest.task)
+
+    assert list(run(items, worker=worker)) == names(items)
+    assert set(fewest) == {4}
+
+
+def test_what_is_there_twice_is_computed_once() -> None:
+    seen = []
+
+    def compute(batch: list[int]) -> list[str]:
+        seen.extend(batch)
+        return names(batch)
+
+    def once(first: int, items: list[int]) -> list[Todo[int] | str]:
+        known = {item: Todo(item, 1) for item in items}
+        return [known[item] for item in items]
+
+    items = [1, 2, 1, 1, 3, 3, 4, 3]
+    options = BatchOptions(window=5)
+    found = list(in_order(items, once, [batch_worker(compute, 2)], options=options))
+    assert found == names(items)
+    assert sorted(seen) == [1, 2, 3, 3, 4]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("most", [1, 3, 7])
+def test_where_memory_runs_out_half_as_much_is_computed_at_once(most: int, replicas: int) -> None:
+    sizes, computed = [], []
+
+    def compute(batch: list[int]) -> list[str]:
+        sizes.append(len(batch))
+        if len(batch) > most:
+            raise MemoryError("no room")
+        computed.extend(batch)
+        return names(batch)
+
+    found = list(run(range(200), compute, rows=32, window=50, replicas=replicas))
+    assert found == names(list(range(200)))
+    assert sorted(computed) == list(range(200)), "each once"
+    failed = [size for size in sizes if size > most]
+    # 32, 16, 8, ... until it fits, once a replica, or fewer where fewer were waiting.
+    assert 1 <= len(failed) <= 5 * replicas
+
+
+def test_what_ran_out_of_memory_is_computed_before_all_else() -> None:
+    batches: list[list[int]] = []
+
+    def compute(batch: list[int]) -> list[str]:
+        batches.append(batch)
+        if len(batches) == 1:
+            raise MemoryError
+        return names(batch)
+
+    list(run([5, 4, 3, 2, 1, 0], compute, rows=4, window=6))
+    assert batches == [[5, 4, 3, 2], [5, 4], [3, 2], [1, 0]]
+
+
+def test_what_was_done_before_memory_ran_out_is_not_done_again() -> None:
+    given = []
+
+    def work(tasks: Tasks[int], rows: int) -> Iterator[tuple[Todo[int], str]]:
+        while todos := tasks.take(rows):
+            for todo in todos:
+                given.append(todo.task)
+                if len(given) == 6:
+                    raise MemoryError
+                yield todo, str(todo.task)
+
+    found = list(run(range(20), worker=sparing(work, 4), window=20))
+    assert found == names(list(range(20)))
+    assert len(given) == 21
+
+
+def test_no_memory_for_a_single_row_is_an_error_with_a_remedy() -> None:
+    def compute(batch: list[int]) -> list[str]:
+        raise MemoryError("no room for 4 GB")
+
+    with pytest.raises(
+        InputError, match=r"memory for a single row \(no room for 4 GB\); shorten"
+    ) as caught:
+        list(run(range(9), compute))
+    assert isinstance(caught.value.__cause__, MemoryError)
+
+
+def test_what_was_computed_with_is_freed_before_the_rest_is_computed() -> None:
+    class Buffer:
+        pass
+
+    alive: list[weakref.ref[Buffer]] = []
+
+    def compute(batch: list[int]) -> list[str]:
+        assert [reference() for reference in alive] == [None] * len(alive)
+        buffer = Buffer()
+        alive.append(weakref.ref(buffer))
+        if len(batch) > 1:
+            raise MemoryError
+        return names(batch)
+
+    assert list(run(range(5), compute)) == names(list(range(5)))
+
+
+def test_an_error_of_a_worker_is_raised_where_its_row_is_read() -> None:
+    def compute(batch: list[int]) -> list[str]:
+        if 13 in batch:
+            raise RuntimeError("thirteen")
+        return names(batch)
+
+    found = []
+    with pytest.raises(RuntimeError, match="thirteen"):
+        for row in run(range(1, 100), compute, rows=1, replicas=2):
+            found.append(row)
+    assert found == names(list(range(1, 100)))[: len(found)]
+    assert len(found) <= 12
+
+
+def test_a_batch_of_another_size_is_an_error() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        list(run([1, 2, 3], lambda batch: ["one"]))
+
+
+def test_an_error_of_the_source_ends_the_workers() -> None:
+    def source() -> Iterator[int]:
+        yield from range(1, 8)
+        raise OSError("the cable was pulled")
+
+    with pytest.raises(OSError, match="cable"):
+        list(run(source(), replicas=2))
+
+
+def test_closing_early_stops_the_workers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed, stopped, stop = [], threading.Event(), Supply.stop
+
+    def tell(supply: Supply[int, str], error: BaseException | None = None) -> None:
+        stop(supply, error)
+        stopped.set()
+
+    def compute(batch: list[int]) -> list[str]:
+        computed.extend(batch)
+        assert 1 not in batch or stopped.wait(PATIENCE)
+        return names(batch)
+
+    monkeypatch.setattr(Supply, "stop", tell)
+    stream = run([2, *[1] * 99], compute, rows=1, window=100)
+    assert next(stream) == "2"
+    stream.close()  # type: ignore[attr-defined]
+    assert len(computed) <= 2
+
+
+def test_closing_early_ends_what_a_worker_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, stopped, stop = [], threading.Event(), Supply.stop
+
+    def tell(supply: Supply[int, str], error: BaseException | None = None) -> None:
+        stop(supply, error)
+        stopped.set()
+
+    def worker(supply: Supply[int, str]) -> Iterator[tuple[Todo[int], str]]:
+        for todo in supply.take(100):
+            given.append(todo)
+            yield todo, str(todo.task)
+            assert stopped.wait(PATIENCE)
+
+    monkeypatch.setattr(Supply, "stop", tell)
+    stream = run([1] * 100, worker=worker, window=100)
+    assert next(stream) == "1"
+    stream.close()  # type: ignore[attr-defined]
+    assert len(given) <= 2
+
+
+def test_the_last_rows_are_shared_out() -> None:
+    supply = Supply[int, str](1000, workers=3)
+    supply.add([Todo(row, 1) for row in range(200)])
+    # A third of what is left each time, until that is not worth a batch.
+    taken = [len(supply.take(most)) for most in (50, 100, 100, 100, 100, 7, 100, 100)]
+    assert taken == [50, 50, 34, 22, 16, 7, 16, 5]
+    supply.add([Todo(row, 1) for row in range(300)])
+    assert len(supply.take(100)) == 100
+
+
+def test_nothing_is_handed_out_once_nobody_wants_more() -> None:
+    supply = Supply[int, str](100)
+    supply.add([Todo(1, 1), Todo(2, 2)])
+    supply.stop()
+    assert supply.take(9) == []
+
+
+def test_workers_that_wait_are_stopped_too() -> None:
+    idle = run([1], replicas=3)
+    assert next(idle) == "1"
+    idle.close()  # type: ignore[attr-defined]
+
+
+def test_a_program_may_end_without_closing_its_stream() -> None:
+    script = """
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.engine.worker_pool import Todo, batch_worker, in_order
+stream = in_order(iter(int, 1), lambda first, items: [Todo(item, 1) for item in items],
+                  [batch_worker(list, 2)] * 2, options=BatchOptions(window=4))
+print(next(stream))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")

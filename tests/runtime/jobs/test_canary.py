@@ -1,0 +1,185 @@
+"""A row that is answered wrongly stops the job, and what was answered before is kept."""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.preprocess import LongRows
+from transferry.runtime.engine.result import Result, RowError
+from transferry.runtime.errors import ParityError, UsageError
+from transferry.runtime.jobs.canary import Canary, share
+from transferry.runtime.jobs.job import Job
+from transferry.runtime.jobs.options import JobOptions
+from transferry.runtime.ort.encoder import EncoderModel
+from transferry.runtime.ort.portable_decoder import PortableDecoder
+
+
+@pytest.fixture
+def lines(run_folder: Path, tmp_path: Path) -> Path:
+    samples = json.loads((run_folder / "samples.json").read_bytes())
+    path = tmp_path / "lines.txt"
+    path.write_text("".join(f"{text}\n" for text in [*samples[:5], "", *samples[5:]]), "utf-8")
+    return path
+
+
+def job(folder: Path, lines: Path, name: str = "out.jsonl", **changes: Any) -> Job:
+    options: dict[str, Any] = {"canary": "1/3", "shard_rows": 4, **changes}
+    if options.get("task", "generate") == "generate":
+        options["generation"] = {"max_length": 12, **changes.get("generation", {})}
+    return Job(folder, lines, lines.with_name(name), JobOptions(**options))
+
+
+def tally(done: Job) -> dict[str, int]:
+    assert done.canary is not None
+    return done.canary.tally()
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [{}, {"scores": False}, {"beam": 4, "n_best": 2}, {"sample": True, "seed": 3}],
+    ids=["greedy", "without scores", "beam", "sampling"],
+)
+def test_a_sound_job_is_not_stopped(
+    bundle_folder: Path, lines: Path, generation: dict[str, Any]
+) -> None:
+    """Nine rows, one of them empty; a sample is drawn again as the row that it was."""
+    done = job(bundle_folder, lines, canary="1/1", generation=generation)
+    assert done.run().rows == 9
+    assert tally(done) == {"canaries": 9, "canaries_identical": 9, "canaries_tied": 0}
+
+
+def test_one_row_in_so_many_is_answered_again(bundle_folder: Path, lines: Path) -> None:
+    done = job(bundle_folder, lines, canary="1/4")
+    done.run()
+    assert tally(done)["canaries"] == 3
+
+
+def test_a_prompt_is_answered_again(writer_bundle_folder: Path, lines: Path) -> None:
+    done = job(writer_bundle_folder, lines, canary="1/1")
+    done.run()
+    assert tally(done)["canaries_identical"] == 9
+
+
+@pytest.mark.parametrize("task", ["embed", "fill-mask"])
+def test_tasks_of_an_encoder(reader_bundle_folder: Path, lines: Path, task: str) -> None:
+    if task == "fill-mask":
+        text = lines.read_text("utf-8").splitlines()
+        lines.write_text("".join(f"{line} [MASK]\n" if line else "\n" for line in text), "utf-8")
+    done = job(reader_bundle_folder, lines, task=task, canary="1/1")
+    done.run()
+    assert tally(done)["canaries_identical"] == 9
+
+
+@pytest.mark.parametrize("long_rows", ["truncate", "split"])
+@pytest.mark.parametrize("factor", [1.0, -1.0])
+def test_long_rows_are_answered_again(
+    bundle_folder: Path, monkeypatch: pytest.MonkeyPatch, long_rows: LongRows, factor: float
+) -> None:
+    spoil(monkeypatch, factor)
+    engine = Engine.load(bundle_folder)
+    options = GenerationOptions(max_length=8)
+    ask = partial(ask_for, options=options, long_rows=long_rows)
+    canary = Canary(engine, 1, ask, options)
+    (row,) = ask(engine, iter(["One two three. Four five six. " * 6]), 0)
+    if factor == 1.0:
+        canary.check(0, row)
+        assert canary.tally()["canaries_identical"] == 1
+        return
+    with pytest.raises(ParityError, match=r"line 1 .*a defect"):
+        canary.check(0, row)
+
+
+def ask_for(engine: Engine, lines: Iterator[str], first: int, **options: Any) -> Iterator[Result]:
+    return engine.generate(lines, first_row=first, **options)
+
+
+def test_an_error_that_came_in_is_not_asked_about(bundle_folder: Path, lines: Path) -> None:
+    done = job(bundle_folder, lines, canary="1/1")
+    assert done.canary is not None
+    (row,) = Engine.load(bundle_folder).generate([RowError("undecodable", "no UTF-8")])
+    done.canary.check(0, row)
+    assert tally(done)["canaries_identical"] == 1
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """Multiplies the logits of a decoder that is served."""
+    step = PortableDecoder.step
+
+    def wrong(self: PortableDecoder, tokens: Any, state: Any, **wanted: Any) -> Any:
+        output, later = step(self, tokens, state)
+        served = self.options.optimisation != "disable"
+        return StepOutput(output.all_logits * np.float32(factor if served else 1.0)), later
+
+    monkeypatch.setattr(PortableDecoder, "step", wrong)
+
+
+@pytest.mark.parametrize(
+    ("factor", "what"), [(-1.0, "a defect"), (1.001, "score "), (np.nan, "NaN or infinity")]
+)
+def test_a_defect_stops_the_job(
+    bundle_folder: Path, lines: Path, monkeypatch: pytest.MonkeyPatch, factor: float, what: str
+) -> None:
+    """Other tokens, a score that is off where the tokens are right, and no answer here only."""
+    spoil(monkeypatch, factor)
+    with pytest.raises(ParityError, match=f"line 1 is answered differently.*{what}"):
+        job(bundle_folder, lines).run()
+    assert not lines.with_name("out.jsonl").exists()
+
+
+def test_what_was_answered_before_is_kept(
+    bundle_folder: Path, lines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = job(bundle_folder, lines, "whole.jsonl")
+    whole.run()
+    stopped = job(bundle_folder, lines)
+    assert stopped.canary is not None
+    check = stopped.canary.check
+
+    def wrong_at_six(number: int, row: Any) -> None:
+        if number == 6:
+            raise ParityError("line 7 is answered differently")
+        check(number, row)
+
+    monkeypatch.setattr(stopped.canary, "check", wrong_at_six)
+    with pytest.raises(ParityError, match=r"differently; 4 rows are saved in .*out\.jsonl\.job$"):
+        stopped.run()
+    assert not lines.with_name("out.jsonl").exists()
+    kept = (lines.with_name("out.jsonl.job") / "00000000.part").read_bytes().splitlines()
+    assert kept == lines.with_name("whole.jsonl").read_bytes().splitlines()[:4]
+    assert job(bundle_folder, lines).run().resumed == 1
+    assert lines.with_name("out.jsonl").read_bytes() == whole.path.read_bytes()
+
+
+def test_a_wrong_vector_stops_the_job(
+    reader_bundle_folder: Path, lines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = EncoderModel.encode
+
+    def wrong(self: EncoderModel, *arguments: Any) -> Any:
+        found = encode(self, *arguments)
+        if self.options.optimisation == "disable":
+            return found
+        return {name: tensor * np.float32(1.001) for name, tensor in found.items()}
+
+    monkeypatch.setattr(EncoderModel, "encode", wrong)
+    with pytest.raises(ParityError, match=r"line 1 .*a vector 1\.0e-03 of its largest entry away"):
+        job(reader_bundle_folder, lines, "out.npy", task="embed").run()
+    assert {path.name for path in lines.parent.iterdir()} == {"lines.txt"}
+
+
+@pytest.mark.parametrize("text", ["", "1000", "2/3", "1/0", "1/-4", "1/x"])
+def test_a_share_is_one_in_so_many(text: str) -> None:
+    with pytest.raises(UsageError, match="canary must be 1/N"):
+        share(text)
+
+
+def test_share() -> None:
+    assert share("1/1000") == 1000

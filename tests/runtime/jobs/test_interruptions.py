@@ -1,0 +1,341 @@
+"""Whatever stops a job, the same job again ends with the same bytes, and does nothing twice."""
+
+import contextlib
+import json
+import os
+import resource
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.jobs.job import Job, Summary
+from transferry.runtime.jobs.options import JobOptions
+
+ECHO = runpy.run_path(str(Path(__file__).with_name("echo.py")))
+Echo, answered = ECHO["Echo"], ECHO["answered"]
+ROWS = 11
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Eleven rows, the fifth of them empty."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    lines = [f"row {number}" if number != 4 else "" for number in range(ROWS)]
+    (folder / "input.txt").write_text("".join(f"{line}\n" for line in lines))
+    return folder / "input.txt"
+
+
+def job(source: Path, name: str = "out.jsonl", engine: Any = None, **options: Any) -> Job:
+    chosen = JobOptions(**{"shard_rows": 3, **options})
+    return Job(engine or Echo(), source, source.with_name(name), chosen)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def stopped(source: Path, at: int, **options: Any) -> Job:
+    """A job that broke down at a row."""
+    broken = job(source, engine=Echo(fail_at=at), **options)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        broken.run()
+    return broken
+
+
+@pytest.mark.parametrize(("name", "every"), [("jsonl", 1), ("csv.gz", 1), ("parquet", 5)])
+def test_a_job_that_is_killed_at_any_step(source: Path, name: str, every: int) -> None:
+    if name == "parquet":
+        pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
+    program = str(Path(__file__).with_name("killed_job.py"))
+    done = subprocess.run(
+        [sys.executable, program, str(source.parent), f"out.{name}", str(every)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    tried = report["tried"]
+    assert report.pop("steps") > 50, "what is patched is what the job calls"
+    assert report == {"tried": tried, "killed": tried, "same": tried, "chains": 20, "times": 10}
+
+
+def test_the_summary_tells_of_the_whole_job(source: Path) -> None:
+    whole = job(source, "whole.jsonl").run()
+    stopped(source, 7)
+    said: list[str] = []
+    summary = job(source, engine=Echo()).run(say=said.append)
+    assert said == [
+        f"6 rows are saved in {source.parent}/out.jsonl.job; this run goes on behind them"
+    ]
+    assert (summary.rows, summary.errors, summary.saved) == (ROWS, {"empty": 1}, ROWS)
+    assert summary.first_error == "row 5: there is no text to work on"
+    assert (summary.source_tokens, summary.target_tokens) == (
+        whole.source_tokens,
+        whole.target_tokens,
+    )
+    assert (whole.resumed, summary.resumed) == (0, 1)
+    assert json.loads((source.parent / "out.jsonl.summary.json").read_bytes())["resumed"] == 1
+
+
+def test_rows_are_computed_once(source: Path, tmp_path: Path) -> None:
+    computed = tmp_path / "computed"
+    broken = job(source, engine=Echo(computed=computed, fail_at=7))
+    with pytest.raises(RuntimeError):
+        broken.run()
+    assert answered(computed) == [*range(8)]
+    job(source, engine=Echo(computed=computed)).run()
+    assert answered(computed) == [*range(6, ROWS)]
+
+
+def test_a_finished_job_is_not_done_again(source: Path, tmp_path: Path) -> None:
+    first = job(source).run()
+    before = {path: path.stat().st_mtime_ns for path in source.parent.iterdir()}
+    computed = tmp_path / "computed"
+    again = job(source, engine=Echo(computed=computed)).run()
+    assert answered(computed) == []
+    assert again.finished_before
+    assert not first.finished_before
+    assert again.to_dict() == first.to_dict()
+    assert again.bad_rows == 1
+    assert {path: path.stat().st_mtime_ns for path in source.parent.iterdir()} == before
+    job(source, engine=Echo(computed=computed), force=True).run()
+    assert answered(computed) == [*range(ROWS)]
+
+
+@pytest.mark.parametrize("change", ["output", "input", "option", "no summary"])
+def test_an_output_of_something_else_is_not_taken_for_the_jobs(source: Path, change: str) -> None:
+    job(source).run()
+    options: dict[str, Any] = {}
+    out = source.with_name("out.jsonl")
+    expected = "out.jsonl exists already"
+    if change == "output":
+        out.write_bytes(out.read_bytes() + b"\n")
+    elif change == "input":
+        source.write_text(source.read_text() + "one more\n")
+        expected += ", and .*input.txt has changed since"
+    elif change == "option":
+        options = {"generation": {"beam": 2}}
+        expected += ", and beam was 1, is 2"
+    else:
+        source.with_name("out.jsonl.summary.json").unlink()
+    with pytest.raises(UsageError, match=f"{expected}; add --force to replace it"):
+        job(source, **options).run()
+    assert "out.jsonl.job" not in names(source.parent)
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        ({"generation": {"beam": 5}}, "beam was 1, is 5"),
+        ({"shard_rows": 4}, "shard_rows was 3, is 4"),
+        ({"prefix": "a"}, r"prefix was \[\], is \[97\]"),
+        ({"long_rows": "truncate"}, "long_rows was error, is truncate"),
+        ({"shard": "1/1"}, "shard was not set, is 1/1; input_rows was not set, is 11"),
+        ({"format": "text"}, "was jsonl.*, is text"),
+    ],
+)
+def test_another_option_is_refused_by_name(
+    source: Path, options: dict[str, Any], difference: str
+) -> None:
+    stopped(source, 7)
+    with pytest.raises(InputError, match=f"holds 6 rows of a job .*: .*{difference}.* or add --fo"):
+        job(source, **options).run()
+    assert job(source).run().resumed == 1
+
+
+@pytest.mark.parametrize(
+    ("options"), [{"max_errors": 5}, {"force": True}], ids=["max_errors", "force"]
+)
+def test_what_changes_no_answer_may_change(source: Path, options: dict[str, Any]) -> None:
+    stopped(source, 7)
+    assert job(source, **options).run().resumed == 1
+
+
+def test_another_bundle_is_refused(source: Path) -> None:
+    stopped(source, 7)
+    other = Echo()
+    other.described["manifest_sha256"] = "cd34"
+    with pytest.raises(InputError, match="manifest_sha256 was ab12, is cd34"):
+        job(source, engine=other).run()
+    assert job(source, engine=other, force=True).run().resumed == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "line", "expected"),
+    [
+        (0, "row -0", "rows 1 to 3 are not those"),
+        (4, "filled", "rows 4 to 6 are not those"),
+        (9, "further on", None),  # nobody answered it yet
+    ],
+)
+def test_another_input_is_refused(source: Path, row: int, line: str, expected: str | None) -> None:
+    stopped(source, 7)
+    content = source.read_text()
+    lines = content.splitlines()
+    lines[row] = line
+    source.write_text("".join(f"{text}\n" for text in lines))
+    if expected is None:
+        job(source).run()
+        assert len(source.with_name("out.jsonl").read_bytes().splitlines()) == ROWS
+        return
+    with pytest.raises(InputError, match=f"input.txt has changed: {expected}"):
+        job(source).run()
+    source.write_text(content)
+    assert job(source).run().resumed == 1
+
+
+def test_a_shorter_and_a_longer_input_are_refused(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(self: Job, *arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Job, "_publish", stop)
+        job(source).run()
+    content = source.read_text()
+    source.write_text(content + "more\n")
+    with pytest.raises(InputError, match="has grown since its end was answered"):
+        job(source).run()
+    source.write_text("".join(content.splitlines(keepends=True)[:-1]))
+    with pytest.raises(InputError, match="has changed: rows 10 to 11"):
+        job(source).run()
+    source.write_text(content)
+    assert job(source).run().rows == ROWS
+
+
+def test_two_at_once(source: Path) -> None:
+    refused = []
+
+    def watch(summary: Summary) -> None:
+        if summary.rows == 5:
+            with pytest.raises(UsageError, match="is in use: another job writes the same output"):
+                job(source).run()
+            refused.append(summary.rows)
+
+    assert job(source).run(watch).rows == ROWS
+    assert refused == [5]
+
+
+def test_too_many_errors_stop_it(source: Path) -> None:
+    source.write_text("a\n\nb\n\nc\n\nd\n")
+    with pytest.raises(
+        InputError, match=r"more than 1 rows are bad, the first .* row 2: .*; 3 row"
+    ):
+        job(source, max_errors=1).run()
+    assert names(source.parent) == {"input.txt", "out.jsonl.job"}
+    with pytest.raises(InputError, match="more than 0 rows are bad"):
+        job(source, max_errors=0).run()
+    summary = job(source, max_errors=3).run()
+    assert (summary.rows, summary.bad_rows, summary.resumed) == (7, 3, 1)
+
+
+def test_an_interruption_says_what_is_saved(source: Path) -> None:
+    def watch(summary: Summary) -> None:
+        if summary.rows == 8:
+            raise KeyboardInterrupt
+
+    counted = job(source)
+    counted.count()
+    with pytest.raises(KeyboardInterrupt, match=r"^6 of 11 rows are saved in .*out\.jsonl\.job$"):
+        counted.run(watch)
+    whole = job(source, "whole.jsonl").run()
+    assert job(source).run().rows == whole.rows
+    assert (
+        source.with_name("out.jsonl").read_bytes() == source.with_name("whole.jsonl").read_bytes()
+    )
+
+
+def test_an_interruption_before_anything_is_saved_leaves_nothing(source: Path) -> None:
+    def watch(summary: Summary) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        job(source).run(watch)
+    assert names(source.parent) == {"input.txt"}
+
+
+def test_a_lost_part_is_computed_again(source: Path, tmp_path: Path) -> None:
+    """A disk that promised more than it kept."""
+    stopped(source, 10)
+    (source.with_name("out.jsonl.job") / "00000001.part").unlink()
+    computed, said = tmp_path / "computed", list[str]()
+    job(source, engine=Echo(computed=computed)).run(say=said.append)
+    assert said[0] == "2 finished shards are damaged or gone, and are computed again"
+    assert answered(computed) == [*range(3, ROWS)]
+    job(source, "whole.jsonl").run()
+    assert (
+        source.with_name("out.jsonl").read_bytes() == source.with_name("whole.jsonl").read_bytes()
+    )
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 6])
+def test_shards_that_end_where_the_input_does(source: Path, rows: int) -> None:
+    source.write_text("".join(f"row {number}\n" for number in range(rows)))
+    assert job(source).run().rows == rows
+    assert len(source.with_name("out.jsonl").read_bytes().splitlines()) == rows
+    assert job(source).run().finished_before
+
+
+def fill(source: Path, limited: Callable[[], contextlib.AbstractContextManager[None]]) -> str:
+    """Runs a job where there is too little room, and then where there is enough."""
+    with limited(), pytest.raises(InputError, match=r"out\.jsonl: cannot be written: ") as failure:
+        job(source).run()
+    job(source, "whole.jsonl").run()
+    assert job(source).run().rows == ROWS
+    assert (
+        source.with_name("out.jsonl").read_bytes() == source.with_name("whole.jsonl").read_bytes()
+    )
+    assert not source.with_name("out.jsonl.job").exists()
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("limit", [0, 10, 100, 400, 600, 700, 1100])
+def test_a_file_that_may_not_grow(source: Path, limit: int) -> None:
+    """The job file, a part, the journal, the output, and what lies beside it."""
+
+    @contextlib.contextmanager
+    def limited() -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    message = fill(source, limited)
+    saved = "rows are saved in" in message
+    assert saved or "nothing was written. Free some space or choose another place." in message
+
+
+@pytest.mark.parametrize("pages", [4, 5, 6, 7, 8])
+def test_a_full_disk(source: Path, pages: int, tmp_path: Path) -> None:
+    """A file system of a few pages of 4 KiB, which then gets room for more."""
+    size = os.sysconf("SC_PAGESIZE")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={pages * size}", "tmpfs", str(disk)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
+    try:
+        line = "x" * 300  # a shard fills a page
+        source = disk / "input.txt"
+        source.write_text("".join(f"{number} {line}\n" for number in range(ROWS)))
+
+        @contextlib.contextmanager
+        def limited() -> Iterator[None]:
+            yield
+            subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
+
+        fill(source, limited)
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)

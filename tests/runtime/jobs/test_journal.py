@@ -1,0 +1,239 @@
+"""What is finished stays finished, and nothing else is taken for it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.jobs.journal import JOB, JOURNAL, LOCK, Journal, Shard, Tally, differences
+
+FINGERPRINT = {"task": "generate", "beam": 4, "prefix": [1, 2]}
+
+
+def finish(journal: Journal, *contents: bytes, rows: int = 2) -> None:
+    for content in contents:
+        with journal.part() as file:
+            file.write(content)
+        journal.append(Shard(rows=rows, first=journal.rows, errors={"empty": 1}))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A job that was interrupted after three shards."""
+    folder = tmp_path / "out.job"
+    with Journal.locked(folder) as journal:
+        assert journal.begin(FINGERPRINT, force=False) == ""
+        finish(journal, b"one", b"two", b"three")
+    return folder
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_what_was_finished_is_found_again(folder: Path) -> None:
+    with Journal.locked(folder) as journal:
+        assert journal.begin(FINGERPRINT, force=False) == ""
+        assert [path.read_bytes() for path in journal.parts] == [b"one", b"two", b"three"]
+        assert [shard.first for shard in journal.shards] == [0, 2, 4]
+        assert journal.rows == 6
+        finish(journal, b"four")
+    with Journal.locked(folder) as journal:
+        journal.begin(FINGERPRINT, force=True)
+        assert journal.rows == 8, "force throws away only what does not fit"
+        assert [shard.session for shard in journal.shards] == [0, 0, 0, 1]
+        assert journal.session == 2
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [b'{"first": 6, "rows"', b"\0\0\0\0", b"\0\0\0\n", b"17\n", b'{"first": 6, "lines": 2}\n'],
+)
+def test_a_torn_line_is_no_finished_shard(folder: Path, tail: bytes) -> None:
+    whole = (folder / JOURNAL).read_bytes()
+    with (folder / JOURNAL).open("ab") as file:
+        file.write(tail)
+    with Journal.locked(folder) as journal:
+        journal.begin(FINGERPRINT, force=False)
+        assert journal.rows == 6
+        assert (folder / JOURNAL).read_bytes() == whole
+        finish(journal, b"four")
+    with Journal.locked(folder) as journal:
+        assert journal.begin(FINGERPRINT, force=False) == ""
+        assert journal.rows == 8
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_line_may_be_torn_anywhere(folder: Path, cut: int) -> None:
+    content = (folder / JOURNAL).read_bytes()
+    last = len(content.splitlines(keepends=True)[-1])
+    (folder / JOURNAL).write_bytes(content[: len(content) - last * cut // 12 - 1])
+    with Journal.locked(folder) as journal:
+        journal.begin(FINGERPRINT, force=False)
+        assert journal.rows == 4
+
+
+@pytest.mark.parametrize("damage", ["gone", "shorter", "changed", "line", "gap"])
+def test_what_is_damaged_is_computed_again_and_all_behind_it(folder: Path, damage: str) -> None:
+    part, path = folder / "00000001.part", folder / JOURNAL
+    lines = path.read_bytes().splitlines(keepends=True)
+    if damage == "gone":
+        part.unlink()
+    elif damage == "shorter":
+        part.write_bytes(b"tw")
+    elif damage == "changed":
+        part.write_bytes(b"TWO")
+    elif damage == "line":
+        path.write_bytes(lines[0] + b"}" + lines[1] + lines[2])
+    else:
+        path.write_bytes(lines[0] + lines[2])
+    with Journal.locked(folder) as journal:
+        note = journal.begin(FINGERPRINT, force=False)
+        assert "finished shards are damaged or gone, and are computed again" in note
+        assert journal.rows == 2
+        assert path.read_bytes() == lines[0]
+
+
+def test_another_job_is_refused_by_name(folder: Path) -> None:
+    other = FINGERPRINT | {"beam": 5, "prefix": [], "seed": 1}
+    expected = "beam was 4, is 5; prefix was .1, 2., is ..; seed was not set, is 1. Run it as"
+    with Journal.locked(folder) as journal, pytest.raises(InputError, match=expected):
+        journal.begin(other, force=False)
+    with Journal.locked(folder) as journal:
+        journal.begin(FINGERPRINT, force=False)
+        assert journal.rows == 6, "a refusal changes nothing"
+    with Journal.locked(folder) as journal:
+        journal.begin(other, force=True)
+        assert journal.shards == []
+        assert names(folder) == {JOB, JOURNAL, LOCK}
+
+
+def test_another_job_that_finished_nothing_is_in_nobodys_way(tmp_path: Path) -> None:
+    folder = tmp_path / "out.job"
+    folder.mkdir()
+    (folder / JOB).write_text(json.dumps(FINGERPRINT))
+    (folder / "00000000.tmp").write_bytes(b"open")
+    (folder / JOURNAL).write_bytes(b"torn")
+    with Journal.locked(folder) as journal:
+        journal.begin({"beam": 1}, force=False)
+        assert (folder / JOURNAL).read_bytes() == b""
+        assert names(folder) == {JOB, JOURNAL, LOCK}
+
+
+def test_what_lost_its_job_file_is_no_job(folder: Path) -> None:
+    """A kill while the folder was removed, or before a forced job had begun."""
+    (folder / JOB).unlink()
+    with Journal.locked(folder) as journal:
+        journal.begin({"beam": 1}, force=False)
+        assert journal.shards == []
+
+
+def test_a_job_that_finishes_nothing_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), Journal.locked(tmp_path / "out.job") as journal:
+        journal.begin(FINGERPRINT, force=False)
+        with journal.part() as file:
+            file.write(b"half")
+            raise RuntimeError
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.parametrize("where", ["before", "while reading"])
+def test_an_error_before_anything_is_read_loses_nothing(
+    folder: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = names(folder)
+
+    def stop(part: Path, shard: Shard) -> bool:
+        raise KeyboardInterrupt
+
+    with Journal.locked(folder) as journal, pytest.raises(KeyboardInterrupt):
+        if where == "before":
+            raise KeyboardInterrupt
+        monkeypatch.setattr("transferry.runtime.jobs.journal.is_intact", stop)
+        journal.begin(FINGERPRINT, force=False)
+    assert names(folder) == before
+
+
+def test_the_end_removes_the_folder(folder: Path) -> None:
+    with Journal.locked(folder) as journal:
+        journal.begin(FINGERPRINT, force=False)
+        journal.clear()
+        assert names(folder) == {LOCK}
+    assert not folder.exists()
+
+
+def test_a_folder_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
+    folder = tmp_path / "out.job"
+    folder.mkdir()
+    (folder / "photo.part").write_bytes(b"dear")
+    with (
+        pytest.raises(UsageError, match=r"out\.job holds photo\.part, so it is not the folder"),
+        Journal.locked(folder) as journal,
+    ):
+        journal.begin(FINGERPRINT, force=True)
+    assert names(folder) == {"photo.part"}
+
+
+def test_the_second_of_two_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "out.job"
+    with Journal.locked(folder) as journal:
+        journal.begin(FINGERPRINT, force=False)
+        with (
+            pytest.raises(UsageError, match=r"out\.job is in use: another job writes the same"),
+            Journal.locked(folder),
+        ):
+            pass
+        finish(journal, b"one")
+    assert (folder / JOB).exists()
+
+
+def test_a_lock_that_was_removed_while_it_was_opened_is_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job ends, and removes the folder, between the opening and the locking."""
+    import fcntl
+
+    flock, calls = fcntl.flock, list[Any]()
+
+    def late(*arguments: Any) -> None:
+        if not calls:
+            (folder / LOCK).unlink()
+        calls.append(arguments)
+        flock(*arguments)
+
+    monkeypatch.setattr("fcntl.flock", late)
+    with Journal.locked(folder):
+        assert len(calls) == 2
+        assert (folder / LOCK).exists()
+
+
+def test_a_killed_process_locks_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "out.job"
+    script = f"""
+import os, signal, pathlib
+from transferry.runtime.jobs.journal import Journal
+with Journal.locked(pathlib.Path({str(folder)!r})) as journal:
+    journal.begin({FINGERPRINT!r}, force=False)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
+    assert names(folder) == {JOB, JOURNAL, LOCK}
+    with Journal.locked(folder) as journal:
+        journal.begin(FINGERPRINT, force=False)
+
+
+def test_tallies_add_up() -> None:
+    total = Tally()
+    total.add(Tally(3, {"empty": 1}, 1, 10, 20, -1.5, 2.0, ""))
+    total.add(Tally(2, {"empty": 1, "too-long": 1}, 0, 1, 2, -0.5, 1.0, "line 4: x"))
+    assert total == Tally(5, {"empty": 2, "too-long": 1}, 1, 11, 22, -2.0, 3.0, "line 4: x")
+    assert total.bad_rows == 3
+
+
+def test_differences() -> None:
+    assert differences({"a": 1, "b": 2}, {"b": 2, "a": 1}) == []
+    assert differences({"a": 1, "b": 2}, {"a": 1}) == ["b was 2, is not set"]

@@ -1,0 +1,458 @@
+"""Every row of every format comes out once, in its place, whatever is wrong with it."""
+
+import csv
+import gzip
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transferry.runtime.engine.result import RowError
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.jobs import readers as sources
+from transferry.runtime.jobs.readers import Source, as_text, open_source
+from transferry.runtime.jobs.rows import SourceRow
+
+zstandard = pytest.importorskip("zstandard", reason="zstandard is an optional extra")
+pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
+TEXTS = ["eins", 'zwei "drei", vier', "fünf\u2028sechs", " ", "<s> </s>"]
+NOTES = ["a", "", "c,d", '"', "\u2603"]
+
+
+def written(folder: Path, name: str, content: bytes) -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+def rows(source: Source, first: int = 0, last: int | None = None) -> list[SourceRow]:
+    return list(source.rows(first, last))
+
+
+def texts(path: Path, **options: Any) -> list[str]:
+    """Of each row the text, or the kind of its error."""
+    return [
+        row.text.kind if isinstance(row.text, RowError) else row.text
+        for row in open_source(path, **options).rows()
+    ]
+
+
+def example(folder: Path, name: str) -> Path:
+    """The rows of TEXTS as another writer has them."""
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"id": range(10, 15), "text": TEXTS, "note": NOTES})
+    path = folder / name
+    format = name.split(".")[1]
+    if format == "text":
+        path.write_bytes(PACK[path.suffix.removeprefix(".text")]("\n".join(TEXTS).encode()))
+    elif format == "tsv":  # pandas cannot leave quotation marks alone and write no others
+        lines = ["id\ttext\tnote", *map("\t".join, zip("01234", TEXTS, NOTES, strict=True))]
+        path.write_bytes(PACK[path.suffix.removeprefix(".tsv")]("\n".join(lines).encode()))
+    elif format == "csv":
+        table.to_csv(path, index=False)
+    elif format == "jsonl":
+        table.to_json(path, orient="records", lines=True)
+    else:
+        table.to_parquet(path, row_group_size=2)
+    return path
+
+
+NAMES = [
+    f"rows.{format}{compression}"
+    for format in ("text", "tsv", "csv", "jsonl", "parquet")
+    for compression in (PACK if format != "parquet" else [""])
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_others_wrote_is_read(tmp_path: Path, name: str) -> None:
+    source = open_source(example(tmp_path, name))
+    found = rows(source)
+    assert [row.text for row in found] == TEXTS
+    assert [row.number for row in found] == [0, 1, 2, 3, 4]
+    assert source.format == name.split(".")[1]
+    if source.format == "text":
+        assert (source.columns, source.has_id) == ((), False)
+        assert [row.id for row in found] == [0, 1, 2, 3, 4]
+        return
+    assert (source.columns, source.has_id) == (("note",), True)
+    assert [row.fields for row in found] == [{"note": note} for note in NOTES]
+    ids = {
+        "tsv": ["0", "1", "2", "3", "4"],
+        "csv": ["10", "11", "12", "13", "14"],
+    }
+    assert [row.id for row in found] == ids.get(source.format, [10, 11, 12, 13, 14])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_range_of_rows_is_a_slice(tmp_path: Path, name: str) -> None:
+    source = open_source(example(tmp_path, name))
+    every = rows(source)
+    assert len({row.raw for row in every}) == len(every)
+    for first in range(7):
+        assert rows(source, first) == every[first:]
+        for last in range(7):
+            assert rows(source, first, last) == every[first:last]
+
+
+def test_bad_lines_of_text(tmp_path: Path) -> None:
+    path = written(tmp_path, "a.txt", b"\xef\xbb\xbfeins\r\n\n\xff\xfe\nvier")
+    assert texts(path) == ["eins", "", "undecodable", "vier"]
+    *_, bad, last = rows(open_source(path))
+    assert "found the byte 0xff at position 0" in bad.text.message  # type: ignore[union-attr]
+    assert (bad.number, bad.raw, last.raw) == (2, b"\xff\xfe", b"vier")
+
+
+def test_bad_lines_of_tsv(tmp_path: Path) -> None:
+    content = b'\xef\xbb\xbftext\tb\r\n"eins\tx"\r\na\n\nb\tc\td\n\xe4\tx\n\t\nlast\tx'
+    path = written(tmp_path, "a.tsv", content)
+    kinds = ["malformed", "malformed", "malformed", "undecodable"]
+    assert texts(path) == ['"eins', *kinds, "", "last"]
+    assert rows(open_source(path))[0].fields == {"b": 'x"'}
+    assert rows(open_source(path))[1].text == RowError("malformed", "expected 2 columns, found 1")
+
+
+def test_bad_lines_of_csv(tmp_path: Path) -> None:
+    content = (
+        b"\xef\xbb\xbfid,text\r\n"
+        b'1,"a\r\nb ""c"""\r\n'  # 0: a line break inside quotation marks
+        b"2\r\n"  # 1
+        b"\r\n"  # 2
+        b"3,\xe4\r\n"  # 3
+        b'4,"open\n5,x,"y"\n'  # 4: what opens on one line and closes wrongly on the next
+        b'6,"a"b\n'  # 5
+        b"7,a\rb\n"  # 6
+        b'8,"never closed\n9,gone'  # 7
+    )
+    path = written(tmp_path, "a.csv", content)
+    found = rows(open_source(path))
+    assert (
+        texts(path) == ['a\r\nb "c"', "malformed", "malformed", "undecodable"] + ["malformed"] * 4
+    )
+    assert [row.id for row in found[:2]] == ["1", 1]
+    assert b"".join(row.raw for row in found) == content.partition(b"\r\n")[2]
+    assert "reaches over 2 lines" in found[-1].text.message  # type: ignore[union-attr]
+
+
+def test_a_column_of_csv_may_have_empty_lines(tmp_path: Path) -> None:
+    assert texts(written(tmp_path, "a.csv", b'words\na\n\n""\nb')) == ["a", "", "", "b"]
+
+
+def test_a_megabyte_in_a_field_is_fine(tmp_path: Path) -> None:
+    long = "ä\n" * 500_000
+    for name, content in {
+        "a.csv": f'text,b\n"{long}",x\nnext,y\n',
+        "a.jsonl": json.dumps({"text": long}) + '\n{"text": "next"}\n',
+    }.items():
+        assert texts(written(tmp_path, name, content.encode())) == [long, "next"]
+
+
+def test_what_no_quotation_mark_closes_takes_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = csv.field_size_limit(100)
+    try:
+        monkeypatch.setattr(sources, "MOST_FIELD", 200)
+        lines = b"".join(b"%d,line\n" % number for number in range(100))
+        found = rows(open_source(written(tmp_path, "a.csv", b'id,text\n0,"open\n' + lines)))
+    finally:
+        csv.field_size_limit(before)
+    kinds = [row.text.kind if isinstance(row.text, RowError) else "" for row in found]
+    assert kinds == ["malformed"] + [""] * (len(kinds) - 1)
+    assert max(len(row.raw) for row in found) < 250
+    assert (found[-1].id, len(found)) == ("99", 1 + 100 - found[0].raw.count(b"\n") + 1)
+
+
+def test_bad_lines_of_jsonl(tmp_path: Path) -> None:
+    lines = [
+        '{"text": "gut", "more": {"a": [1, null, 1.5, true]}, "id": "x"}',
+        "[]",
+        "",
+        "{",
+        '{"text": "a", "text": "b"}',
+        '{"text": "a", "n": NaN}',
+        '{"text": "a", "n": 1e999}',
+        '{"text": "a", "n": ' + "9" * 5000 + "}",
+        '{"text": "a", "n": ' + "[" * 150 + "]" * 150 + "}",
+        "[" * 100_000,
+        '{"text": "\\ud800"}',
+        '{"text": "a", "\\uDFFF": 1}',
+        '{"text": null, "n": 1}',
+        '{"n": 1}',
+        '{"text": ["a"]}',
+        '{"text": "\\ud83d\\ude00", "n": 12345678901234567890123}',
+    ]
+    path = written(tmp_path, "a.jsonl", "\n".join(lines).encode())
+    undecodable, no_text = ["undecodable"] * 2, ["no-text"] * 3
+    assert texts(path) == ["gut", *["malformed"] * 9, *undecodable, *no_text, "\U0001f600"]
+    found = rows(open_source(path))
+    assert found[0].id == "x"
+    assert found[0].fields == {"more": {"a": [1, None, 1.5, True]}}
+    assert found[12].fields == {"n": 1}
+    assert found[15].fields == {"n": 12345678901234567890123}
+    assert [row.raw.decode() for row in found] == lines
+
+
+@pytest.mark.parametrize(
+    ("value", "id"),
+    [("7", 7), ('"7"', "7"), ("null", 0), ("true", "true"), ("1.50", "1.5"), ('["ä"]', '["ä"]')],
+)
+def test_an_id_is_a_number_or_text(tmp_path: Path, value: str, id: int | str) -> None:
+    path = written(tmp_path, "a.jsonl", f'{{"text": "a", "id": {value}}}'.encode())
+    (row,) = open_source(path).rows()
+    assert (row.id, type(row.id)) == (id, type(id))
+
+
+@pytest.mark.parametrize("compression", PACK)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_an_empty_file_has_no_rows(tmp_path: Path, name: str, compression: str) -> None:
+    assert texts(written(tmp_path, name + compression, PACK[compression](b""))) == []
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.csv"])
+def test_a_header_alone_has_no_rows(tmp_path: Path, name: str) -> None:
+    assert texts(written(tmp_path, name, b"text")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"", "expected a header"),
+        ("a.tsv", b"", "expected a header"),
+        ("a.csv", b"text,a,a\n", "two columns have the name 'a'"),
+        ("a.tsv", b"text\ttext\n", "two columns have the name 'text'"),
+        ("a.csv", b"text,\xff\n", "the header cannot be read: expected UTF-8"),
+        ("a.csv", b'"text\n', "the header cannot be read: expected CSV"),
+        ("a.parquet", b"PAR1 or not", "cannot be read as Parquet"),
+        ("b.parquet", None, "cannot be read as Parquet: "),
+        ("b.csv", None, "cannot be read: No such file"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
+    path = tmp_path / name if content is None else written(tmp_path, name, content)
+    with pytest.raises(InputError, match=message):
+        open_source(path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "column", "chosen"),
+    [
+        ("text,a", None, "text"),
+        ("a,source", None, "source"),
+        ("a", None, "a"),
+        ("id,a", None, "a"),
+        ("text,source", None, InputError),
+        ("a,b", None, InputError),
+        ("id", None, InputError),
+        ("text,source", "source", "source"),
+        ("text,id", "id", "id"),
+        ("text,a", "b", InputError),
+    ],
+)
+def test_which_column_is_the_text(
+    tmp_path: Path, columns: str, column: str | None, chosen: Any
+) -> None:
+    names = columns.split(",")
+    values = dict(zip(names, names, strict=True))
+    table = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({name: [name] for name in names}), table)
+    for path in (
+        table,
+        written(tmp_path, "a.csv", f"{columns}\n{columns}\n".encode()),
+        written(tmp_path, "a.tsv", f"{columns}\n{columns}\n".replace(",", "\t").encode()),
+        written(tmp_path, "a.jsonl", json.dumps(values).encode()),
+    ):
+        if chosen is InputError and not (path.suffix == ".jsonl" and column):
+            with pytest.raises(InputError, match=f"columns {', '.join(names)}: .* --column"):
+                open_source(path, column=column)
+        else:
+            assert texts(path, column=column) == ["no-text" if chosen is InputError else chosen]
+
+
+def test_text_has_no_column(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no column b"):
+        open_source(tmp_path / "a.txt", column="b")
+
+
+@pytest.mark.parametrize("pack", PACK.values())
+def test_standard_input(monkeypatch: pytest.MonkeyPatch, pack: Any) -> None:
+    def given(content: bytes) -> Path:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(pack(content))))
+        return Path("-")
+
+    assert texts(given(b"eins\nzwei\n")) == ["eins", "zwei"]
+    assert texts(given(b"text,b\neins,\nzwei,\n"), format="csv") == ["eins", "zwei"]
+    lines = b'[]\n{"text": "eins"}\n{"text": "zwei"}\n'
+    assert texts(given(lines), format="jsonl") == ["malformed", "eins", "zwei"]
+    with pytest.raises(UsageError, match="standard input; name a file"):
+        open_source(given(b""), format="parquet")
+
+
+def test_a_format_can_be_given(tmp_path: Path) -> None:
+    assert texts(written(tmp_path, "a.txt", b"text\na\n"), format="csv") == ["a"]
+    assert texts(written(tmp_path, "a.csv.gz", gzip.compress(b"text\n")), format="text") == ["text"]
+
+
+def test_zstd_frames_follow_each_other(tmp_path: Path) -> None:
+    pack = PACK[".zst"]
+    skipped = b"\x50\x2a\x4d\x18\x04\x00\x00\x00skip"  # as pzstd writes before each frame
+    content = skipped + pack(b"eins\nzw") + skipped + pack(b"ei\n") + pack(b"") + pack(b"drei")
+    assert texts(written(tmp_path, "a.zst", content)) == ["eins", "zwei", "drei"]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 3000])
+def test_damaged_zstd_breaks_where_it_is_damaged(tmp_path: Path, cut: int) -> None:
+    compressor = zstandard.ZstdCompressor(write_checksum=True)
+    lines = b"".join(b"%d\n" % (number**9) for number in range(100_000))
+    path = written(tmp_path, "a.zst", compressor.compress(lines)[:-cut])
+    found: list[SourceRow] = []
+    with pytest.raises(InputError, match="whole zstd file, found one that is damaged or cut short"):
+        found.extend(open_source(path).rows())
+    assert len(found) > 90_000
+    assert [row.raw for row in found] == lines.split(b"\n")[: len(found)]
+
+
+@pytest.mark.parametrize("content", [b"", b"no zstd at all", PACK[".zst"](b"text")[:-1] + b"!!!!"])
+def test_what_is_no_zstd_is_refused(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(InputError, match="expected a whole zstd file"):
+        texts(written(tmp_path, "a.txt.zst", content))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_rows_are_streamed(tmp_path: Path, name: str) -> None:
+    """The first row is there although the end of the file, which is damaged, was not reached."""
+    line = b'{"text": "a"}\n' if name == "a.jsonl" else b"text\n"
+    packed = gzip.compress(line * 100_000)[:-9]
+    source = open_source(written(tmp_path, name + ".gz", packed))
+    assert next(source.rows()).number == 0
+    with pytest.raises(InputError, match="damaged or cut short"):
+        list(source.rows())
+
+
+def test_parquet_keeps_what_python_would_lose(tmp_path: Path) -> None:
+    table = pyarrow.table(
+        {
+            "source": pyarrow.array(["a", None]),
+            "at": pyarrow.array([1, None], pyarrow.timestamp("ns", "UTC")),
+            "day": pyarrow.array([1, None], pyarrow.date32()),
+            "price": pyarrow.array(["1.10", None]).cast(pyarrow.decimal128(5, 2)),
+            "bytes": pyarrow.array([b"\xff", None]),
+            "list": pyarrow.array([[{"x": 1.5, "y": float("nan")}], None]),
+            "map": pyarrow.array([[("k", 1)], None], pyarrow.map_("string", "int8")),
+            "kind": pyarrow.array(["x", None]).dictionary_encode(),
+            "half": pyarrow.array([0.5, None], pyarrow.float16()),
+            "waited": pyarrow.array([5, None], pyarrow.duration("s")),
+            "number": pyarrow.array([2**63, None], pyarrow.uint64()),
+            "share": pyarrow.array([float("nan"), None]),
+        }
+    )
+    path = tmp_path / "a.parquet"
+    parquet.write_table(table, path)
+    source = open_source(path)
+    assert source.types == {name: table.schema.field(name).type for name in source.columns}
+    first, second = rows(source)
+    assert {name: as_text(value) for name, value in first.fields.items()} == {
+        "at": "1970-01-01T00:00:00.000000001Z",
+        "day": "1970-01-02",
+        "price": "1.10",
+        "bytes": "/w==",
+        "list": '[{"x": 1.5, "y": null}]',
+        "map": '[{"key": "k", "value": 1}]',
+        "kind": "x",
+        "half": "0.5",
+        "waited": "5",
+        "number": "9223372036854775808",
+        "share": "NaN",
+    }
+    assert set(second.fields.values()) == {None}
+    assert second.text == RowError("no-text", "expected text in the field source, found null")
+    assert first.raw != second.raw
+
+
+@pytest.mark.parametrize("kind", ["large_string", "string_view", "dictionary"])
+def test_text_of_parquet_in_any_layout(tmp_path: Path, kind: str) -> None:
+    column = pyarrow.array(TEXTS)
+    dictionary = kind == "dictionary"
+    column = column.dictionary_encode() if dictionary else column.cast(getattr(pyarrow, kind)())
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": column}), path)
+    assert texts(path) == TEXTS
+
+
+def test_a_column_of_numbers_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": [1], "b": ["x"]}), path)
+    with pytest.raises(InputError, match="column text, found int64; name another with --column"):
+        open_source(path)
+
+
+@pytest.mark.parametrize("bad", ["text", "b", "list"])
+def test_bytes_that_are_no_text_in_parquet(tmp_path: Path, bad: str) -> None:
+    """Writers that do not check leave such bytes in a column of text."""
+    wrong = pyarrow.array([b"a", b"\xff", b"c"]).view(pyarrow.string())
+    columns = {"text": pyarrow.array(["a", "b", "c"]), "b": pyarrow.array(["a", "b", "c"])}
+    offsets = pyarrow.array([0, 1, 2, 3], pyarrow.int32())
+    columns[bad] = pyarrow.ListArray.from_arrays(offsets, wrong) if bad == "list" else wrong
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table(columns), path)
+    assert texts(path) == ["a", "undecodable", "c"]
+    assert rows(open_source(path))[1].raw != b""
+
+
+def test_groups_before_the_first_row_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": [f"text {number}" for number in range(3000)]})
+    parquet.write_table(table, path, row_group_size=1000, compression="none")
+    first = parquet.ParquetFile(path).metadata.row_group(0).column(0)
+    content = bytearray(path.read_bytes())
+    place = first.data_page_offset
+    content[place : place + 50] = bytes(50)
+    path.write_bytes(content)
+    source = open_source(path)
+    assert [row.text for row in source.rows(1500, 1502)] == ["text 1500", "text 1501"]
+    with pytest.raises(InputError, match="cannot be read as Parquet"):
+        rows(source)
+
+
+def test_batches_of_long_rows_are_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_BATCH_BYTES", 1 << 14)
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": [f"{number:04}" * 256 for number in range(100)]})
+    parquet.write_table(table, path, use_dictionary=False)
+    sizes: list[int] = []
+    read = sources._parquet_fields
+
+    def watched(batch: Any) -> Any:
+        sizes.append(batch.num_rows)
+        return read(batch)
+
+    monkeypatch.setattr(sources, "_parquet_fields", watched)
+    assert texts(path) == table["text"].to_pylist()
+    assert max(sizes) <= 16
+
+
+def test_a_large_group_of_rows_is_read_in_pieces(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": ["x" * 1000] * 60_000})
+    parquet.write_table(table, path, use_dictionary=False, compression="none")
+    del table
+    before = pyarrow.total_allocated_bytes()
+    most = max(pyarrow.total_allocated_bytes() for _ in open_source(path).rows())
+    assert most - before < 20 << 20
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, "a.zst", PACK[".zst"](b"a"))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    for name in ("a.parquet", "a.zst"):
+        with pytest.raises(UsageError, match=r'pip install "transferry\[jobs\]"'):
+            texts(tmp_path / name)

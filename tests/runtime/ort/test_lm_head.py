@@ -1,0 +1,146 @@
+"""The LM head: logits, top k and log-sum-exp of the same hidden states agree with numpy."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.conftest import make_bundle
+from transferry.runtime.bundle import Bundle, GraphSpec
+from transferry.runtime.decoding.logits import SegmentMaxima, log_sum_exp
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.search import search
+from transferry.runtime.ort.fused_decoder import FusedDecoder
+from transferry.runtime.ort.graph_runner import open_graphs
+from transferry.runtime.ort.lm_head import LMHead
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens
+
+Logits = NDArray[np.floating[Any]]
+
+SEARCHES = {
+    "greedy": GenerationOptions(max_length=20),
+    "greedy without scores": GenerationOptions(max_length=20, scores=False),
+    "beam": GenerationOptions(max_length=20, beam=4, n_best=4),
+    "beam with rules": GenerationOptions(max_length=20, beam=3, min_length=4, no_repeat_ngram=2),
+}
+
+
+@pytest.fixture(scope="module")
+def device_bundle(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle with a variant for a GPU, which a CPU runs too."""
+    folder = tmp_path_factory.mktemp("device") / "bundle"
+    return Bundle.load(make_bundle(run_folder, folder, "cuda-fp16"))
+
+
+@pytest.fixture(scope="module")
+def ranking(device_bundle: Bundle) -> FusedDecoder:
+    return FusedDecoder(device_bundle, device_bundle.variant("cuda-fp16"), SessionOptions())
+
+
+@pytest.fixture(scope="module")
+def plain(device_bundle: Bundle) -> FusedDecoder:
+    """The same graphs but for the one that ranks."""
+    variant = replace(device_bundle.variant("cuda-fp16"), top_k=False)
+    return FusedDecoder(device_bundle, variant, SessionOptions())
+
+
+# Top k
+
+
+def test_ranks_as_the_logits_do(ranking: FusedDecoder, plain: FusedDecoder) -> None:
+    rng = np.random.default_rng(0)
+    source, mask = rng.integers(3, 350, (5, 6)), np.ones((5, 6), np.bool_)
+    first, second = plain.start(source, mask), ranking.start(source, mask)
+    for k in (1, 8, 3):
+        tokens = rng.integers(3, 350, (5, 1))
+        expected, first = plain.step(tokens, first, top=k)
+        logits = expected.all_logits[:, 0]
+        output, second = ranking.step(tokens, second, top=k)
+        found = output.top_k
+        assert output.logits is None and found is not None
+        assert found.logits is not None and found.log_sum_exp is not None
+        order = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+        np.testing.assert_array_equal(found.tokens, order)
+        np.testing.assert_array_equal(found.logits, np.take_along_axis(logits, order, axis=1))
+        np.testing.assert_allclose(found.log_sum_exp, log_sum_exp(logits), rtol=1e-6)
+        assert found.usable.all()
+
+
+def test_ranks_nothing_where_nothing_is_finite(ranking: FusedDecoder) -> None:
+    source, mask = np.full((3, 4), 9), np.ones((3, 4), np.bool_)
+    _, state = ranking.step(np.full((3, 1), 7), ranking.start(source, mask))
+    state.past[1].buffer.numpy()[1] = np.nan
+    found = ranking.step(np.full((3, 1), 7), state, top=2)[0].top_k
+    assert found is not None and found.log_sum_exp is not None
+    assert np.isnan(found.log_sum_exp).tolist() == [False, True, False]
+    assert found.usable.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_the_top_k_changes_no_answer(ranking: FusedDecoder, plain: FusedDecoder, name: str) -> None:
+    rng = np.random.default_rng(11)
+    sources = [rng.integers(3, 350, length).tolist() for length in rng.integers(1, 41, 60)]
+    answers, expected = (
+        search(decoder, sources, SEARCHES[name], SpecialTokens(0, 1, 2))
+        for decoder in (ranking, plain)
+    )
+    for one, other in zip(answers, expected, strict=True):
+        assert [item.tokens for item in one] == [item.tokens for item in other]
+        assert [item.finish_reason for item in one] == [item.finish_reason for item in other]
+        scores = [[item.score for item in row] for row in (one, other)]
+        np.testing.assert_allclose(scores[0], scores[1], rtol=1e-3, atol=1e-3)
+    assert len({row[0].tokens for row in expected}) > 25, "the answers must tell rows apart"
+
+
+# Log-sum-exp
+
+
+@dataclass(frozen=True)
+class ChosenLogits:
+    """A runner of graph "head" that gives chosen logits, whatever the hidden states are."""
+
+    graph: GraphSpec
+    logits: Logits
+
+    def bind(self, *, fixed: Mapping[str, Sequence[Any]], host: Mapping[str, Logits]) -> Any:
+        host["logits"][...] = self.logits[: len(host["logits"])]
+        return self
+
+    def run(self) -> dict[str, Logits]:
+        return {"logits": self.logits}
+
+
+def test_sums_and_segment_maxima_are_those_of_numpy(fast_bundle_folder: Path) -> None:
+    bundle = Bundle.load(fast_bundle_folder)
+    variant = bundle.variant("cpu-fp32")
+    runners: dict[str, Any] = {**open_graphs(bundle, variant.graphs, SessionOptions())}
+    vocabulary = int(variant.graphs["head"].tensor("logits").shape[-1])
+
+    def scored(logits: Logits) -> tuple[NDArray[np.float64], SegmentMaxima]:
+        runners["head"] = ChosenLogits(variant.graphs["head"], logits)
+        output = LMHead(bundle, variant, runners).scores(len(logits), normalise=True)
+        assert output.log_sum_exp is not None and output.maxima is not None
+        return output.log_sum_exp, output.maxima
+
+    logits = np.random.default_rng(0).normal(size=(30, vocabulary)).astype(np.float32) * 8
+    logits[3] += 200
+    logits[11] -= 200
+    logits[12] = -np.inf
+    logits[12, 5] = -300
+    logits[14, 7] = 88.9  # float32 holds its exponential, but not the sum
+    logits[14, 8:11] = 88.0
+    found, maxima = scored(logits)
+    np.testing.assert_allclose(found, log_sum_exp(logits), rtol=1e-6, atol=2e-6)
+    expected = SegmentMaxima.of(logits, maxima.length)
+    np.testing.assert_array_equal(maxima.maxima, expected.maxima)
+    for one in (logits[3:4], logits[:1]):
+        np.testing.assert_allclose(scored(one)[0], log_sum_exp(one), rtol=1e-6)
+    logits[5, 3] = np.nan
+    logits[6, 3] = np.inf
+    logits[7] = -np.inf
+    assert np.flatnonzero(np.isnan(scored(logits)[0])).tolist() == [5, 6, 7]

@@ -1,0 +1,272 @@
+"""The graphs as a decoder: the cache is a value, and it always belongs to the right rows."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.decoding.hypothesis import Hypothesis
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.search import search
+from transferry.runtime.errors import InputError
+from transferry.runtime.ort.portable_decoder import PortableDecoder, PortableState
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.tokenizer.byte_pair import SOURCES
+
+Logits = NDArray[np.floating[Any]]
+
+SOURCE = np.array([[9, 40, 77, 12, 2], [30, 8, 2, 0, 0], [5, 2, 0, 0, 0], [61, 62, 63, 2, 0]])
+MASK = SOURCE != 0
+TARGET = np.array([[1, 20, 33, 7], [1, 5, 5, 90], [1, 64, 3, 18], [1, 71, 16, 44]])
+
+
+@pytest.fixture(scope="module")
+def decoder(bundle_folder: Path) -> PortableDecoder:
+    bundle = Bundle.load(bundle_folder)
+    return PortableDecoder(bundle, bundle.variant(), SessionOptions())
+
+
+def fed(
+    decoder: PortableDecoder, target: NDArray[np.int64], state: PortableState
+) -> tuple[list[Logits], PortableState]:
+    """Feeds the target a token a step; the logits of each position, copied from the buffer."""
+    logits = []
+    for position in range(target.shape[1]):
+        latest, state = decoder.step(target[:, position : position + 1], state)
+        logits.append(latest.all_logits[:, 0].copy())
+    return logits, state
+
+
+def assert_close(found: Logits, expected: Logits) -> None:
+    """Equal up to the rounding of float32, in units of the largest entry."""
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+
+
+def test_shapes(decoder: PortableDecoder) -> None:
+    state = decoder.start(SOURCE, MASK)
+    assert len(state.cross) == len(state.past) == 4, "keys and values of two layers"
+    assert {tuple(value.shape()) for value in state.cross} == {(4, 2, 8, 16)}, "a multiple of 4"
+    assert {tuple(value.shape()) for value in state.past} == {(4, 2, 0, 16)}
+    output, state = decoder.step(TARGET[:, :3], state)
+    logits = output.all_logits
+    assert logits.shape == (4, 3, decoder.vocabulary_size)
+    assert logits.dtype == np.float32
+    assert {tuple(value.shape()) for value in state.past} == {(4, 2, 3, 16)}
+
+
+def test_first_step_works_on_an_empty_past(decoder: PortableDecoder) -> None:
+    output, _ = decoder.step(TARGET[:, :1], decoder.start(SOURCE, MASK))
+    logits = output.all_logits
+    assert np.isfinite(logits).all()
+    spread = logits[:, 0].std(axis=0).max()
+    assert spread > 1e-3, "with one and the same target, only the source tells the rows apart"
+
+
+def test_step_by_step_is_prefill(decoder: PortableDecoder) -> None:
+    at_once, prefilled = decoder.step(TARGET, decoder.start(SOURCE, MASK))
+    logits, stepped = fed(decoder, TARGET, decoder.start(SOURCE, MASK))
+    assert_close(np.stack(logits, axis=1), at_once.all_logits)
+    for left, right in zip(stepped.past, prefilled.past, strict=True):
+        assert_close(left.numpy(), right.numpy())
+
+
+def test_later_tokens_do_not_change_earlier_logits(decoder: PortableDecoder) -> None:
+    state = decoder.start(SOURCE, MASK)
+    logits = decoder.step(TARGET, state)[0].all_logits.copy()
+    other = TARGET.copy()
+    other[:, -1] += 1
+    changed = decoder.step(other, state)[0].all_logits
+    np.testing.assert_array_equal(changed[:, :-1], logits[:, :-1])
+    assert (changed[:, -1] != logits[:, -1]).any(axis=1).all()
+
+
+def test_rows_are_what_they_are_alone(decoder: PortableDecoder) -> None:
+    """Neither padding nor neighbours show."""
+    together = decoder.step(TARGET, decoder.start(SOURCE, MASK))[0].all_logits
+    for row, mask in enumerate(MASK):
+        source = SOURCE[row : row + 1, : mask.sum()]
+        alone = decoder.start(source, np.ones_like(source, np.bool_))
+        output, _ = decoder.step(TARGET[row : row + 1], alone)
+        assert_close(together[row], output.all_logits[0])
+
+
+def test_a_step_leaves_its_state_as_it_was(decoder: PortableDecoder) -> None:
+    _, state = fed(decoder, TARGET[:, :2], decoder.start(SOURCE, MASK))
+    before = decoder.tensors(state)
+    first = decoder.step(TARGET[:, 2:3], state)[0].all_logits.copy()
+    other = decoder.step(TARGET[:, 3:4], state)[0].all_logits
+    assert (other != first).any()
+    again = decoder.step(TARGET[:, 2:3], state)[0].all_logits
+    np.testing.assert_array_equal(again, first)
+    for name, tensor in decoder.tensors(state).items():
+        np.testing.assert_array_equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("past", [0, 2])
+@pytest.mark.parametrize(
+    "rows",
+    [[0, 1, 2, 3], [2], [3, 1], [2, 0, 3, 1], [0, 0, 1, 1, 2, 2, 3, 3], [1, 3, 1, 1]],
+    ids=["all", "one", "fewer", "reordered", "repeated", "mixed"],
+)
+def test_select_takes_rows(decoder: PortableDecoder, rows: list[int], past: int) -> None:
+    """Selecting and going on gives what computing those rows from the beginning gives."""
+    _, state = fed(decoder, TARGET[:, :past], decoder.start(SOURCE, MASK))
+    chosen = np.array(rows)
+    selected = decoder.select(state, chosen)
+    assert {value.shape()[0] for value in (*selected.past, *selected.cross)} == {len(rows)}
+    found, selected = decoder.step(TARGET[chosen, past : past + 1], selected)
+    expected, recomputed = fed(
+        decoder, TARGET[chosen, : past + 1], decoder.start(SOURCE[chosen], MASK[chosen])
+    )
+    assert_close(found.all_logits[:, 0], expected[-1])
+    for name, tensor in decoder.tensors(recomputed).items():
+        assert_close(decoder.tensors(selected)[name], tensor)
+    np.testing.assert_array_equal(selected.host_mask[:, :5], MASK[chosen])
+    assert not selected.host_mask[:, 5:].any()
+
+
+def test_select_follows_select(decoder: PortableDecoder) -> None:
+    _, state = fed(decoder, TARGET[:, :2], decoder.start(SOURCE, MASK))
+    for rows in ([3, 2, 1, 0], [0, 0, 2], [2, 1]):
+        state = decoder.select(state, np.array(rows))
+    chosen = np.array([1, 3])
+    found, _ = decoder.step(TARGET[chosen, 2:3], state)
+    expected, _ = fed(decoder, TARGET[chosen, :3], decoder.start(SOURCE[chosen], MASK[chosen]))
+    assert_close(found.all_logits[:, 0], expected[-1])
+
+
+def test_beams_change_places_without_a_copy_of_the_cross(decoder: PortableDecoder) -> None:
+    beams = decoder.select(decoder.start(SOURCE[:2], MASK[:2]), np.array([0, 0, 1, 1]))
+    _, beams = decoder.step(TARGET[:, :1], beams)
+    swapped = decoder.select(beams, np.array([1, 1, 3, 2]))
+    assert swapped.cross is beams.cross
+    assert swapped.mask is beams.mask
+    for after, before in zip(swapped.past, beams.past, strict=True):
+        np.testing.assert_array_equal(after.numpy(), before.numpy()[[1, 1, 3, 2]])
+    crossed = decoder.select(beams, np.array([0, 2, 1, 3]))
+    for after, before in zip(crossed.cross, beams.cross, strict=True):
+        np.testing.assert_array_equal(after.numpy(), before.numpy()[[0, 2, 1, 3]])
+
+
+def test_tensors_are_copies_by_name(decoder: PortableDecoder) -> None:
+    _, state = decoder.step(TARGET[:, :2], decoder.start(SOURCE, MASK))
+    tensors = decoder.tensors(state)
+    parts = [f"{layer}.{part}" for layer in range(2) for part in ("keys", "values")]
+    assert list(tensors) == [f"{role}.{part}" for role in ("cross", "past") for part in parts]
+    assert all(tensor.shape[2] == 5 for name, tensor in tensors.items() if "cross" in name)
+    assert all(tensor.shape[2] == 2 for name, tensor in tensors.items() if "past" in name)
+    kept = tensors["past.0.keys"].copy()
+    tensors["past.0.keys"].fill(0)
+    np.testing.assert_array_equal(decoder.tensors(state)["past.0.keys"], kept)
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_threads_share_it(decoder: PortableDecoder, beam: int) -> None:
+    """Two threads at work at once answer as one does."""
+    generator = np.random.default_rng(0)
+    batches = [
+        [[*generator.integers(3, 200, size=size).tolist(), 2] for size in (12, 9, 1 + number)]
+        for number in range(16)
+    ]
+
+    def generate(sources: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
+        options = GenerationOptions(max_length=12, beam=beam, n_best=beam)
+        return search(decoder, sources, options, SOURCES)
+
+    expected = [generate(batch) for batch in batches]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(generate, batches))
+    assert found == expected
+
+
+def test_describes_what_decides_the_numbers(decoder: PortableDecoder) -> None:
+    found = decoder.describe()
+    assert found["variant"] == "portable"
+    assert (found["provider"], found["threads"], found["optimisation"]) == ("cpu", 1, "all")
+    (nodes,) = found["nodes"]
+    name, count = nodes.split()
+    assert name == "CPUExecutionProvider"
+    assert int(count) > 20
+
+
+def test_a_process_that_may_have_no_more_memory_is_told_so(bundle_folder: Path) -> None:
+    script = f"""
+import resource
+from pathlib import Path
+import numpy as np
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.errors import AllocationError
+from transferry.runtime.ort.portable_decoder import PortableDecoder
+from transferry.runtime.ort.session import SessionOptions
+
+bundle = Bundle.load(Path({str(bundle_folder)!r}))
+decoder = PortableDecoder(bundle, bundle.variant(), SessionOptions())
+source = np.full((1 << 17, 60), 5)
+mask = np.ones(source.shape, np.bool_)
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+room = used + (1 << 29)
+resource.setrlimit(resource.RLIMIT_AS, (room, room))
+try:
+    decoder.start(source, mask)  # the embeddings alone take 1 GB
+except AllocationError as error:
+    print(error)
+decoder.start(source[:9], mask[:9])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("there is not enough memory to run portable/encoder.onnx: Error")
+    assert done.stdout.endswith("Make batches smaller\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "short"),
+    [
+        (native.RuntimeException, "BFCArena: Failed to allocate memory for requested buffer", True),
+        (native.Fail, "Available memory of 4 is smaller than requested bytes of 8", True),
+        (native.EPFail, "CUDA failure 2: out of memory ; GPU=0", True),
+        (RuntimeError, "CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED", True),
+        (native.RuntimeException, "std::bad_alloc", True),
+        (native.Fail, "bad allocation", True),
+        (native.Fail, "indices element out of data bounds", False),
+    ],
+)
+def test_what_onnxruntime_says_of_memory_is_understood(
+    bundle_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Exception],
+    said: str,
+    short: bool,
+) -> None:
+    bundle = Bundle.load(bundle_folder)
+    decoder = PortableDecoder(bundle, bundle.variant(), SessionOptions())
+
+    class Failing:
+        def __init__(self, session: Any) -> None:
+            self.io_binding = session.io_binding
+
+        def run_with_iobinding(self, binding: Any) -> None:
+            raise kind(said)
+
+    runner = decoder._runners["encoder"]
+    monkeypatch.setattr(runner, "session", Failing(runner.session))
+    with pytest.raises(InputError, match=re.escape(said)) as caught:
+        decoder.start(SOURCE, MASK)
+    assert isinstance(caught.value, MemoryError) is short
+    assert isinstance(caught.value.__cause__, kind)
+
+
+def test_graph_that_cannot_run_is_named(bundle_folder: Path) -> None:
+    bundle = Bundle.load(bundle_folder)
+    decoder = PortableDecoder(bundle, bundle.variant(), SessionOptions())
+    source = np.full((1, 2), decoder.vocabulary_size)
+    with pytest.raises(InputError, match=r"expected portable/encoder.onnx to run, found: .*export"):
+        decoder.start(source, np.ones((1, 2), np.bool_))

@@ -1,0 +1,278 @@
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from transferry.runtime.doctor import PRODUCT_GRAPH
+from transferry.runtime.errors import InputError, ProviderError, UsageError
+from transferry.runtime.ort import cuda
+from transferry.runtime.ort.cuda import cuda_obstacle
+from transferry.runtime.ort.session import (
+    SessionOptions,
+    assigned_nodes,
+    open_session,
+    tf32,
+)
+
+onnx = pytest.importorskip("onnx")
+preload_cuda_libraries = cuda._preload_cuda_libraries
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> Path:
+    path = tmp_path / "product.onnx"
+    path.write_bytes(PRODUCT_GRAPH)
+    return path
+
+
+@pytest.fixture
+def working_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A machine on which nothing seems to be missing; each test takes one thing away."""
+    driver = cuda._Driver(status=0, devices=2, cuda_major=99)
+    providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(cuda, "_query_driver", lambda: driver)
+    monkeypatch.setattr(cuda, "_preload_cuda_libraries", lambda: "")
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
+    monkeypatch.setattr(onnxruntime, "cuda_version", "13.0")
+    yield monkeypatch
+
+
+def test_runs_on_the_cpu_and_tells_so(graph: Path) -> None:
+    session = open_session(graph, SessionOptions())
+    a = np.arange(9, dtype=np.float32).reshape(3, 3)
+    np.testing.assert_array_equal(session.run(None, {"a": a, "b": a})[0], a @ a)
+    assert session.get_providers()[0] == "CPUExecutionProvider"
+    assert assigned_nodes(session) == {"CPUExecutionProvider": 1}
+
+
+def test_passes_its_settings_on(graph: Path) -> None:
+    options = SessionOptions(threads=2, optimisation="basic")
+    settings = open_session(graph, options).get_session_options()
+    assert settings.intra_op_num_threads == 2
+    assert settings.inter_op_num_threads == 1
+    level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    assert settings.graph_optimization_level == level
+    assert settings.get_session_config_entry("session.force_spinning_stop") == "1"
+
+
+def test_leaves_a_trace_where_asked(graph: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    a = np.zeros((3, 3), np.float32)
+    open_session(graph, SessionOptions()).run(None, {"a": a, "b": a})
+    assert not list(folder.iterdir())
+    open_session(graph, SessionOptions(profile=folder)).run(None, {"a": a, "b": a})
+    (trace,) = folder.iterdir()
+    assert trace.name.startswith("product_")
+    events = json.loads(trace.read_text(encoding="utf-8"))
+    assert "model_run" in {event["name"] for event in events}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("provider", "gpu"), ("optimisation", "most"), ("threads", 0), ("device_id", -1)],
+)
+def test_refuses_settings_out_of_range(setting: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=str(value)):
+        dataclasses.replace(SessionOptions(), **{setting: value})
+
+
+def test_refuses_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none\.onnx"):
+        open_session(tmp_path / "none.onnx", SessionOptions())
+
+
+@pytest.mark.parametrize("content", [b"", b"not a graph" * 20, PRODUCT_GRAPH[:60]])
+def test_refuses_a_damaged_file(graph: Path, content: bytes) -> None:
+    graph.write_bytes(content)
+    with pytest.raises(InputError, match=r"product\.onnx"):
+        open_session(graph, SessionOptions())
+
+
+def test_refuses_a_graph_whose_weights_are_missing(tmp_path: Path) -> None:
+    path = tmp_path / "weighted.onnx"
+    model = onnx.load_from_string(PRODUCT_GRAPH)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.eye(64, dtype=np.float32), "b"))
+    del model.graph.input[1]
+    onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    open_session(path, SessionOptions())
+
+    (tmp_path / "weights.bin").unlink()
+    with pytest.raises(InputError, match=r"weighted\.onnx.*weights\.bin"):
+        open_session(path, SessionOptions())
+
+
+def test_a_type_without_a_kernel_is_the_providers_fault(graph: Path) -> None:
+    model = onnx.load_from_string(PRODUCT_GRAPH)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = onnx.TensorProto.BFLOAT16
+    onnx.save(model, graph)
+    with pytest.raises(ProviderError, match=r"provider cpu cannot run .*MatMul"):
+        open_session(graph, SessionOptions())
+
+
+def test_cuda_without_a_driver_is_refused(
+    graph: Path, working_cuda: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    working_cuda.setattr(cuda, "_query_driver", lambda: None)
+    with pytest.raises(ProviderError, match=r"provider cuda .*no NVIDIA driver.*To mend it: ") as e:
+        open_session(graph, SessionOptions(provider="cuda"))
+    assert e.value.exit_code == 5
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("driver", "missing", "gpu_present"),
+    [
+        (None, "no NVIDIA driver", False),
+        ({"status": 100, "devices": 0, "cuda_major": 13}, "cuInit answered 100", False),
+        ({"status": 0, "devices": 1, "cuda_major": 13}, "device 1 does not exist", True),
+        ({"status": 0, "devices": 2, "cuda_major": 12}, "supports CUDA 12, .*needs CUDA 13", True),
+    ],
+)
+def test_names_what_the_driver_lacks(
+    working_cuda: pytest.MonkeyPatch,
+    driver: dict[str, int] | None,
+    missing: str,
+    gpu_present: bool,
+) -> None:
+    answer = cuda._Driver(**driver) if driver else None
+    working_cuda.setattr(cuda, "_query_driver", lambda: answer)
+    obstacle = cuda_obstacle(device_id=1)
+    assert obstacle is not None
+    assert re.search(missing, obstacle.missing)
+    assert obstacle.gpu_present == gpu_present
+    assert obstacle.remedy
+
+
+def test_names_a_package_without_cuda(working_cuda: pytest.MonkeyPatch) -> None:
+    working_cuda.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    obstacle = cuda_obstacle()
+    assert obstacle is not None
+    assert "has no CUDA in it" in obstacle.missing
+    assert "transferry[cuda]" in obstacle.remedy
+
+
+def test_names_missing_libraries_and_keeps_stdout_clean(
+    working_cuda: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def preload() -> None:
+        print("Failed to load libcublasLt.so.13: no such file\nPlease follow https://...")
+
+    working_cuda.setattr(cuda, "_preload_cuda_libraries", preload_cuda_libraries)
+    working_cuda.setattr(onnxruntime, "preload_dlls", preload)
+    obstacle = cuda_obstacle()
+    assert obstacle is not None
+    assert "(Failed to load libcublasLt.so.13: no such file)" in obstacle.missing
+    assert "transferry[cuda]" in obstacle.remedy
+    assert capsys.readouterr().out == ""
+
+
+def test_nothing_is_missing_where_all_is_there(working_cuda: pytest.MonkeyPatch) -> None:
+    assert cuda_obstacle(device_id=1) is None
+
+
+class SilentFallback:
+    """What onnxruntime returns where CUDA was asked for and a CPU session was opened."""
+
+    def __init__(self, providers: list[str], nodes: dict[str, int]) -> None:
+        self.providers = providers
+        self.nodes = nodes
+
+    def get_providers(self) -> list[str]:
+        return self.providers
+
+    def get_provider_graph_assignment_info(self) -> list[Any]:
+        return [Subgraph(name, count) for name, count in self.nodes.items()]
+
+
+@dataclasses.dataclass
+class Subgraph:
+    ep_name: str
+    count: int
+
+    def get_nodes(self) -> list[None]:
+        return [None] * self.count
+
+
+@pytest.mark.parametrize(
+    ("providers", "nodes"),
+    [
+        (["CPUExecutionProvider"], {}),
+        (["CPUExecutionProvider"], {"CPUExecutionProvider": 7}),
+        (["CUDAExecutionProvider", "CPUExecutionProvider"], {"CPUExecutionProvider": 7}),
+    ],
+    ids=["an empty CPU session", "a CPU session", "a CUDA session with every node on the CPU"],
+)
+def test_a_silent_fallback_is_refused(
+    graph: Path, working_cuda: pytest.MonkeyPatch, providers: list[str], nodes: dict[str, int]
+) -> None:
+    fallback = SilentFallback(providers, nodes)
+    working_cuda.setattr(onnxruntime, "InferenceSession", lambda *_, **__: fallback)
+    with pytest.raises(ProviderError, match=r"CPUExecutionProvider.*transferry doctor"):
+        open_session(graph, SessionOptions(provider="cuda"))
+
+
+def test_asks_for_cuda_without_tf32_and_without_fallback(
+    graph: Path, working_cuda: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def create(*_: Any, **settings: Any) -> SilentFallback:
+        asked.update(settings)
+        return SilentFallback(["CUDAExecutionProvider"], {"CUDAExecutionProvider": 7})
+
+    working_cuda.setattr(onnxruntime, "InferenceSession", create)
+    options = SessionOptions(provider="cuda", device_id=1, provider_options={"arena": "small"})
+    open_session(graph, options)
+    given = {"device_id": "1", "use_tf32": "0", "arena": "small"}
+    assert asked == {"providers": [("CUDAExecutionProvider", given)], "enable_fallback": 0}
+
+    open_session(graph, dataclasses.replace(options, provider_options={"use_tf32": "1"}))
+    assert asked["providers"][0][1]["use_tf32"] == "1"
+
+
+def test_tells_a_broken_file_from_a_broken_provider(
+    graph: Path, working_cuda: pytest.MonkeyPatch
+) -> None:
+    """Both look alike when CUDA opens the file; only the CPU provider can tell them apart."""
+    create = onnxruntime.InferenceSession
+
+    def without_cuda(model: str, settings: Any, providers: list[Any], **more: Any) -> Any:
+        if providers[0][0] == "CUDAExecutionProvider":
+            raise RuntimeError("CUDA failure 2: out of memory")
+        return create(model, settings, providers=providers, **more)
+
+    working_cuda.setattr(onnxruntime, "InferenceSession", without_cuda)
+    with pytest.raises(ProviderError, match="out of memory"):
+        open_session(graph, SessionOptions(provider="cuda"))
+    graph.write_bytes(PRODUCT_GRAPH[:60])
+    with pytest.raises(InputError, match=r"product\.onnx"):
+        open_session(graph, SessionOptions(provider="cuda"))
+
+
+@pytest.mark.cuda
+def test_runs_on_cuda_and_tells_so(graph: Path) -> None:
+    session = open_session(graph, SessionOptions(provider="cuda"))
+    a = np.eye(3, dtype=np.float32)
+    np.testing.assert_array_equal(session.run(None, {"a": a, "b": a})[0], a)
+    assert assigned_nodes(session) == {"CUDAExecutionProvider": 1}
+    assert session.get_provider_options()["CUDAExecutionProvider"]["use_tf32"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (SessionOptions(), "none"),
+        (SessionOptions("cuda"), "off"),
+        (SessionOptions("cuda", provider_options={"use_tf32": "1"}), "on"),
+    ],
+)
+def test_tf32_is_off_unless_asked_for(options: SessionOptions, expected: str) -> None:
+    assert tf32(options) == expected

@@ -1,0 +1,365 @@
+"""A certificate holds for the bytes and the way of computing that were verified, and no other."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transferry.runtime.bundle import IN_PLACE, MANIFEST, Bundle
+from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.errors import InputError, ParityError, UsageError
+from transferry.runtime.files import sha256
+from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.session import Provider, SessionOptions
+from transferry.runtime.parity import certificate as certificate_module
+from transferry.runtime.parity.certificate import (
+    FOLDER,
+    Certificate,
+    certificates,
+    certify,
+    describe,
+    fastest,
+    require_standing,
+    standing,
+)
+from transferry.runtime.parity.compare import Comparison, Tolerance
+from transferry.runtime.parity.recorded import verify_recorded
+from transferry.runtime.parity.report import ParityReport
+
+DATE = "2026-11-21"
+
+
+def verified(folder: Path, **options: Any) -> Certificate:
+    """Verifies against the record, and writes the certificate."""
+    bundle, session = Bundle.load(folder), SessionOptions(**options)
+    report = verify_recorded(bundle, open_model(bundle, bundle.variant(), session))
+    found = certify(bundle, bundle.variant(), session, report, DATE)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def folder(bundle_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle, verified."""
+    shutil.copytree(bundle_folder, tmp_path / "bundle")
+    verified(tmp_path / "bundle")
+    return tmp_path / "bundle"
+
+
+def status(folder: Path, **options: Any) -> tuple[str, str]:
+    bundle = Bundle.load(folder)
+    found = standing(bundle, bundle.variant(), SessionOptions(**options))
+    return found.status, found.reason
+
+
+def test_what_was_verified_holds_here(folder: Path) -> None:
+    assert status(folder) == ("verified", "")
+    engine = Engine.load(folder, require_certificate=True)
+    assert engine.certificate.startswith(
+        f"of {DATE} against the recorded answers, variant portable"
+    )
+    assert engine.describe()["certificate"] == engine.certificate
+    bundle = Bundle.load(folder)
+    (found,) = certificates(bundle)
+    assert found.manifest == sha256(folder / MANIFEST)
+    assert found.files["portable/weights.bin"] == sha256(folder / "portable/weights.bin")
+    assert found.graphs["decoder"] == sha256(folder / "portable/decoder.onnx")
+    assert found.versions.keys() >= {"transferry", "onnxruntime", "numpy"}
+    assert [item["search"] for item in found.result["decisions"]] == ["greedy", "beam 4"]
+    assert describe(bundle)[0][-1] == "holds"
+
+
+def test_the_same_verification_gives_the_same_bytes(folder: Path) -> None:
+    (path,) = (folder / FOLDER).iterdir()
+    before = path.read_bytes()
+    verified(folder)
+    assert path.read_bytes() == before
+
+
+def test_without_a_certificate_nothing_is_served_that_needs_one(bundle_folder: Path) -> None:
+    assert Engine.load(bundle_folder).certificate.startswith("none: nothing was verified for")
+    with pytest.raises(ParityError, match=r"no certificate that holds.*verify .* --certify DATE"):
+        Engine.load(bundle_folder, require_certificate=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [({"optimisation": "basic"}, "optimisation basic"), ({"provider_options": {"x": "1"}}, "x 1")],
+)
+def test_another_way_of_computing_was_not_verified(
+    folder: Path, options: dict[str, Any], what: str
+) -> None:
+    found, reason = status(folder, **options)
+    assert found == "none"
+    assert what in reason
+
+
+def remake_manifest(folder: Path) -> None:
+    """What somebody who changes a file on purpose would do: the hashes agree again."""
+    record = json.loads((folder / MANIFEST).read_bytes())
+    for name, entry in record["files"].items():
+        entry.update(sha256=sha256(folder / name), size=(folder / name).stat().st_size)
+    (folder / MANIFEST).write_text(json.dumps(record), encoding="utf-8")
+
+
+def change_byte(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("portable/decoder.onnx", 10),
+        ("portable/weights.bin", -1),
+        ("ranks.tiktoken", 0),
+        ("reference.npz", 40),
+    ],
+)
+def test_a_changed_byte_is_refused(folder: Path, name: str, place: int) -> None:
+    """By the manifest; and where that was made anew, by the certificate."""
+    change_byte(folder / name, place)
+    with pytest.raises(InputError, match=f"{name} has changed"):
+        Engine.load(folder, require_certificate=True)
+    remake_manifest(folder)
+    bundle = dataclasses.replace(
+        Bundle.load(folder) if name != "ranks.tiktoken" else bundle_without_tokenizer(folder)
+    )
+    found = standing(bundle, bundle.variant(), SessionOptions())
+    assert found.status == "none"
+    assert f"{name} is not the file that was verified" in found.reason
+    with pytest.raises(ParityError, match=name):
+        require_standing(found, bundle)
+
+
+def bundle_without_tokenizer(folder: Path) -> Bundle:
+    from transferry.runtime.bundle import Manifest
+
+    manifest = Manifest.from_json((folder / MANIFEST).read_bytes(), "manifest")
+    return Bundle(folder, manifest, None)  # type: ignore[arg-type]
+
+
+def test_a_changed_manifest_is_refused(folder: Path) -> None:
+    record = json.loads((folder / MANIFEST).read_bytes())
+    record["generation"]["max_length"] = 7
+    (folder / MANIFEST).write_text(json.dumps(record), encoding="utf-8")
+    found, reason = status(folder)
+    assert found == "none"
+    assert "manifest.json is not the one that was verified" in reason
+
+
+def with_second_variant(folder: Path) -> None:
+    """Adds a variant "other" of different graphs, as `export` would."""
+    shutil.copytree(folder / "portable", folder / "other")
+    change_byte(folder / "other/select.onnx", -1)
+    record = json.loads((folder / MANIFEST).read_bytes())
+    other = json.loads(json.dumps(record["variants"]["portable"]).replace("portable", "other"))
+    record["variants"]["other"] = other
+    for name in list(record["files"]):
+        if name.startswith("portable/"):
+            record["files"][name.replace("portable", "other")] = dict(record["files"][name])
+    (folder / MANIFEST).write_text(json.dumps(record), encoding="utf-8")
+    remake_manifest(folder)
+
+
+def test_a_certificate_moved_under_another_variant_is_refused(
+    bundle_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle_folder, folder)
+    with_second_variant(folder)
+    verified(folder)
+    (path,) = (folder / FOLDER).iterdir()
+    bundle = Bundle.load(folder)
+    other = bundle.variant("other")
+    renamed = path.with_name(path.name.replace("portable", "other"))
+    path.rename(renamed)
+    assert standing(bundle, other, SessionOptions()).status == "none"
+    assert standing(bundle, bundle.variant("portable"), SessionOptions()).status == "verified"
+    renamed.write_text(
+        renamed.read_text(encoding="utf-8").replace('"variant": "portable"', '"variant": "other"'),
+        encoding="utf-8",
+    )
+    found = standing(bundle, other, SessionOptions())
+    assert found.status == "none"
+    assert "its graphs are not those of variant other" in found.reason
+
+
+def on_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificate_module, "instruction_sets", lambda: ("avx2",))
+
+
+def test_on_another_processor_the_recorded_answers_are_computed_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_another_processor(monkeypatch)
+    found, reason = status(folder)
+    assert found == "elsewhere"
+    assert reason.startswith("processor avx2, not ")
+    engine = Engine.load(folder, require_certificate=True)
+    assert "processor avx2" in engine.certificate
+    assert engine.certificate.endswith("; the recorded answers came out here too")
+
+
+def test_another_processor_that_answers_otherwise_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transferry.runtime.ort.portable_decoder import PortableDecoder
+
+    on_another_processor(monkeypatch)
+    step = PortableDecoder.step
+
+    def wrong(self: PortableDecoder, tokens: Any, state: Any, **wanted: Any) -> Any:
+        output, after = step(self, tokens, state)
+        return StepOutput(output.all_logits * 1.001), after
+
+    monkeypatch.setattr(PortableDecoder, "step", wrong)
+    for require in (True, False):
+        with pytest.raises(ParityError, match="does not answer as torch does"):
+            Engine.load(folder, require_certificate=require)
+
+
+@pytest.mark.parametrize("options", [{"threads": 2}])
+def test_other_threads_are_named(folder: Path, options: dict[str, Any]) -> None:
+    assert status(folder, **options) == ("elsewhere", "threads 2, not 1")
+
+
+def test_another_onnxruntime_is_named(folder: Path) -> None:
+    (path,) = (folder / FOLDER).iterdir()
+    record = json.loads(path.read_bytes())
+    record["versions"]["onnxruntime"] = "1.0"
+    path.write_text(json.dumps(record), encoding="utf-8")
+    found, reason = status(folder)
+    assert found == "elsewhere"
+    assert reason.endswith("not 1.0")
+
+
+def failed() -> ParityReport:
+    fault = Comparison("case", "logits", 1.0, 1e-7, 1e-6, "bad")
+    return ParityReport("bundle", {"against": "the run"}, Tolerance(), [fault])
+
+
+def test_a_failed_report_withdraws_the_certificate(folder: Path) -> None:
+    bundle = Bundle.load(folder)
+    assert certify(bundle, bundle.variant(), SessionOptions(), failed(), DATE) is None
+    assert certificates(bundle) == []
+
+
+@pytest.mark.parametrize("date", ["yesterday", "2026-13-01", "21.11.2026", ""])
+def test_a_date_is_a_date(folder: Path, date: str) -> None:
+    bundle = Bundle.load(folder)
+    with pytest.raises(UsageError, match="expected a date as YYYY-MM-DD"):
+        certify(bundle, bundle.variant(), SessionOptions(), failed(), date)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"format": 2}', '{"format": 1, "cell": {}}', "\0\1"]
+)
+def test_what_is_no_certificate_is_named(folder: Path, text: str) -> None:
+    (path,) = (folder / FOLDER).iterdir()
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=r"json is not a certificate.*verify the bundle again"):
+        Engine.load(folder)
+
+
+def with_variants(folder: Path, *names: str) -> Bundle:
+    """The bundle as if it had these variants too: only what the manifest says of them matters."""
+    bundle = Bundle.load(folder)
+    portable = bundle.variant("portable")
+    in_place = dict.fromkeys(IN_PLACE["encoder-decoder"], portable.graphs["select"])
+    graphs = {**portable.graphs, **in_place}
+    providers: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("cuda",)}
+    precisions = {"fp32": "float32", "int8": "int8", "fp16": "float16"}
+    variants = {"portable": portable}
+    for name in names:
+        provider, precision = name.split("-")
+        variants[name] = dataclasses.replace(
+            portable,
+            name=name,
+            precision=precisions[precision],
+            providers=providers[provider],
+            graphs=graphs,
+        )
+    manifest = dataclasses.replace(bundle.manifest, variants=variants)
+    (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    return Bundle.load(folder)
+
+
+def certified(bundle: Bundle, name: str) -> None:
+    report = ParityReport("bundle", {"against": "the run"}, Tolerance(), [])
+    passed = Comparison("case", "logits", 1e-8, 1e-7, 1e-6)
+    report = dataclasses.replace(report, comparisons=[passed])
+    assert certify(bundle, bundle.variant(name), SessionOptions(), report, DATE) is not None
+
+
+@pytest.fixture
+def plain(bundle_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle, not verified."""
+    return Path(shutil.copytree(bundle_folder, tmp_path / "plain"))
+
+
+def chosen(bundle: Bundle, provider: Provider = "cpu") -> str:
+    return fastest(bundle, SessionOptions(provider)).name
+
+
+def test_the_only_variant_is_served(plain: Path) -> None:
+    assert chosen(Bundle.load(plain)) == "portable"
+
+
+def test_without_certificates_the_exact_one_in_place_is_served(plain: Path) -> None:
+    bundle = with_variants(plain, "cpu-int8", "cpu-fp32")
+    assert chosen(bundle) == "cpu-fp32"
+    assert chosen(with_variants(plain, "cpu-int8")) == "portable"
+
+
+def test_reduced_precision_is_served_once_it_is_certified(plain: Path) -> None:
+    bundle = with_variants(plain, "cpu-fp32", "cpu-int8")
+    certified(bundle, "cpu-fp32")
+    assert chosen(bundle) == "cpu-fp32"
+    certified(bundle, "cpu-int8")
+    assert chosen(bundle) == "cpu-int8"
+
+
+def test_what_is_certified_comes_before_what_is_not(plain: Path) -> None:
+    bundle = with_variants(plain, "cpu-fp32", "cpu-int8")
+    certified(bundle, "portable")
+    assert chosen(bundle) == "portable"
+
+
+def test_what_was_verified_here_comes_before_what_was_elsewhere(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = with_variants(plain, "cpu-fp32", "cpu-int8")
+    with monkeypatch.context() as patch:
+        on_another_processor(patch)
+        certified(bundle, "cpu-int8")
+    assert chosen(bundle) == "cpu-int8"
+    certified(bundle, "cpu-fp32")
+    assert chosen(bundle) == "cpu-fp32"
+
+
+def test_a_certificate_of_other_bytes_counts_for_nothing(plain: Path) -> None:
+    bundle = with_variants(plain, "cpu-fp32", "cpu-int8")
+    certified(bundle, "cpu-int8")
+    change_byte(plain / "reference.npz", 40)
+    remake_manifest(plain)
+    assert chosen(Bundle.load(plain)) == "cpu-fp32"
+
+
+def test_each_provider_is_served_its_own(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the portable variant where none is meant for it."""
+    monkeypatch.setattr(certificate_module, "cuda_compute_capability", lambda device: "9.0")
+    bundle = with_variants(plain, "cpu-fp32", "cuda-fp16")
+    assert chosen(bundle, "cuda") == "portable"
+    portable = dataclasses.replace(bundle.variant("portable"), providers=("cpu",))
+    variants = {**bundle.manifest.variants, "portable": portable}
+    bundle = dataclasses.replace(
+        bundle, manifest=dataclasses.replace(bundle.manifest, variants=variants)
+    )
+    assert chosen(bundle, "cuda") == "portable"
+    assert chosen(bundle) == "cpu-fp32"

@@ -1,0 +1,224 @@
+"""A difference is measured against the oracle, and nothing that is wrong can pass."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.parity.compare import (
+    Case,
+    Comparison,
+    Tolerance,
+    Truth,
+    compare,
+    meaningful,
+    observe,
+    relative_error,
+    truth,
+)
+
+Array = NDArray[Any]
+Arrays = dict[str, Array]
+
+MASK = np.array([[True, True, True], [True, False, False]])
+CASE = Case(
+    "batch 2, source 3, past 1",
+    source=np.array([[5, 6, 2], [2, 0, 0]]),
+    mask=MASK,
+    target=np.array([[1, 7, 8], [1, 9, 4]]),
+    past=1,
+)
+TOLERANCE = Tolerance(factor=4.0, floor=1e-6)
+
+
+def tensors(seed: int) -> Arrays:
+    """As a decoder gives them: two heads of size 4, three source positions, vocabulary 10."""
+    generator = np.random.default_rng(seed)
+    return {
+        "logits": generator.normal(size=(2, 2, 10)),
+        "cross.0.keys": generator.normal(size=(2, 2, 3, 4)),
+        "past.0.keys": generator.normal(size=(2, 2, 3, 4)),
+    }
+
+
+ORACLE = tensors(0)
+TRUTH = Truth(ORACLE, dict.fromkeys(ORACLE, 1e-6))
+
+
+def answer() -> Arrays:
+    return {name: tensor.copy() for name, tensor in ORACLE.items()}
+
+
+def test_budget_is_a_multiple_of_the_error_that_torch_makes() -> None:
+    assert Tolerance(factor=3.0, floor=1e-7).budget(1e-5) == pytest.approx(3e-5)
+    assert Tolerance(factor=3.0, floor=1e-7).budget(0.0) == pytest.approx(3e-7)
+
+
+def test_relative_error_is_measured_in_units_of_the_largest_entry() -> None:
+    oracle = np.array([[100.0, -200.0], [1.0, 0.0]])
+    found = np.array([[100.0, -200.0], [1.0, 0.5]])
+    everywhere = np.ones((2, 2), np.bool_)
+    assert relative_error(found, oracle, everywhere) == pytest.approx(0.5 / 200)
+    assert relative_error(oracle, oracle, everywhere) == 0.0
+
+
+def test_relative_error_looks_where_the_mask_is_true() -> None:
+    oracle = np.array([1.0, 2.0, 1000.0])
+    found = np.array([1.0, 2.5, np.nan])
+    assert relative_error(found, oracle, np.array([True, True, False])) == pytest.approx(0.25)
+    assert math.isnan(relative_error(found, oracle, np.array([True, True, True])))
+    assert relative_error(found, oracle, np.zeros(3, np.bool_)) == 0.0
+
+
+def test_relative_error_of_zeros_is_the_distance() -> None:
+    assert relative_error(np.array([0.25]), np.zeros(1), np.ones(1, np.bool_)) == 0.25
+
+
+def test_only_the_encoder_gives_what_padding_makes_meaningless() -> None:
+    cross = meaningful(CASE, "cross.0.keys", ORACLE["cross.0.keys"])
+    assert cross.shape == (2, 2, 3, 4)
+    np.testing.assert_array_equal(cross[:, 1, :, 2], MASK)
+    assert meaningful(CASE, "past.0.keys", ORACLE["past.0.keys"]).all()
+    assert meaningful(CASE, "logits", ORACLE["logits"]).all()
+
+
+def test_truth_holds_the_largest_error_that_torch_makes_in_a_call() -> None:
+    reference = answer()
+    reference["logits"][0, 0, 0] += 0.01
+    reference["past.0.keys"][0, 0, 0, 0] += 0.001
+    reference["cross.0.keys"][0, 0, 0, 0] += 1e-6
+    reference["cross.0.keys"][1, 0, 2] += 5.0  # padding
+    found = truth(CASE, ORACLE, reference)
+    step = 0.01 / np.abs(ORACLE["logits"]).max()
+    encoder = 1e-6 / np.abs(ORACLE["cross.0.keys"]).max(where=MASK[:, None, :, None], initial=0)
+    assert found.errors == {
+        "logits": pytest.approx(step),
+        "past.0.keys": pytest.approx(step),
+        "cross.0.keys": pytest.approx(encoder),
+    }
+    assert found.oracle is ORACLE
+
+
+def test_equal_tensors_pass() -> None:
+    comparisons = compare(CASE, TRUTH, ORACLE, TOLERANCE)
+    assert [item.tensor for item in comparisons] == list(ORACLE)
+    for item in comparisons:
+        expected = Comparison(CASE.name, item.tensor, 0.0, 1e-6, TOLERANCE.budget(1e-6))
+        assert item == expected
+
+
+def missing(found: Arrays) -> None:
+    del found["past.0.keys"]
+
+
+def extra(found: Arrays) -> None:
+    found["past.1.keys"] = found["past.0.keys"]
+
+
+def misshapen(found: Arrays) -> None:
+    found["logits"] = found["logits"][:, :, :9]
+
+
+def broadcastable(found: Arrays) -> None:
+    found["logits"] = found["logits"][:1]
+
+
+def nan(found: Arrays) -> None:
+    found["logits"][1, 1, 3] = np.nan
+
+
+def infinity(found: Arrays) -> None:
+    found["past.0.keys"][0, 0, 0, 0] = -np.inf
+
+
+def inside_the_source(found: Arrays) -> None:
+    found["cross.0.keys"][1, 1, 0, 0] += 1e-2
+
+
+def over_budget(found: Arrays) -> None:
+    found["logits"][1, 0, 3] += 5e-6 * np.abs(found["logits"]).max()
+
+
+@pytest.mark.parametrize(
+    ("change", "tensor", "fault"),
+    [
+        (missing, "past.0.keys", "expected, but the graph does not give it"),
+        (extra, "past.1.keys", "torch gives no such tensor"),
+        (misshapen, "logits", "expected shape [2, 2, 10], found [2, 2, 9]"),
+        (broadcastable, "logits", "expected shape [2, 2, 10], found [1, 2, 10]"),
+        (nan, "logits", "holds NaN or infinity"),
+        (infinity, "past.0.keys", "holds NaN or infinity"),
+        (inside_the_source, "cross.0.keys", "exceeds the budget 4.00e-06"),
+        (over_budget, "logits", "error 5.00e-06 of the largest entry exceeds the budget 4.00e-06"),
+    ],
+)
+def test_every_fault_is_found(change: Callable[[Arrays], None], tensor: str, fault: str) -> None:
+    found = answer()
+    change(found)
+    (faulty,) = [item for item in compare(CASE, TRUTH, found, TOLERANCE) if item.fault]
+    assert faulty.tensor == tensor
+    assert fault in faulty.fault
+
+
+def test_error_within_the_budget_passes_and_is_reported() -> None:
+    found = answer()
+    found["logits"][1, 0, 3] += 3e-6 * np.abs(found["logits"]).max()
+    logits, *_ = compare(CASE, TRUTH, found, TOLERANCE)
+    assert logits.fault == ""
+    assert logits.error == pytest.approx(3e-6)
+
+
+@pytest.mark.parametrize("value", [1.0, np.nan, np.inf])
+def test_padding_is_ignored(value: float) -> None:
+    found = answer()
+    found["cross.0.keys"][1, :, 1:] = value
+    assert not any(item.fault for item in compare(CASE, TRUTH, found, TOLERANCE))
+
+
+@pytest.mark.parametrize("error", [np.nan, np.inf])
+def test_a_reference_that_overflowed_excuses_nothing(error: float) -> None:
+    expected = Truth(ORACLE, {**TRUTH.errors, "logits": error})
+    logits, *others = compare(CASE, expected, ORACLE, TOLERANCE)
+    assert logits.fault == "torch's own answer holds NaN or infinity, so it proves nothing"
+    assert not any(item.fault for item in others)
+
+
+class Recorder:
+    """A decoder that writes down how it is called."""
+
+    shares_cache = False
+
+    vocabulary_size = 10
+    has_encoder = True
+
+    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> list[list[int]]:
+        assert source is CASE.source
+        assert mask is CASE.mask
+        return []
+
+    def step(
+        self, tokens: NDArray[np.int64], state: list[list[int]], **wanted: Any
+    ) -> tuple[StepOutput, list[list[int]]]:
+        logits = np.full((2, tokens.shape[1], 10), len(state), np.float32)
+        return StepOutput(logits), [*state, tokens.tolist()]
+
+    def select(self, state: list[list[int]], rows: NDArray[np.int64]) -> list[list[int]]:
+        raise NotImplementedError
+
+    def tensors(self, state: list[list[int]]) -> dict[str, NDArray[np.floating[Any]]]:
+        return {str(state): np.zeros(0)}
+
+
+@pytest.mark.parametrize(
+    ("past", "fed"), [(0, [[[1, 7, 8], [1, 9, 4]]]), (2, [[[1, 7], [1, 9]], [[8], [4]]])]
+)
+def test_observe_cuts_the_target_at_the_past(past: int, fed: list[list[list[int]]]) -> None:
+    found = observe(Recorder(), dataclasses.replace(CASE, past=past))
+    assert found.keys() == {"logits", str(fed)}
+    assert found["logits"].shape == (2, 3 - past, 10)
+    assert (found["logits"] == len(fed) - 1).all(), "the logits are those of the last step"

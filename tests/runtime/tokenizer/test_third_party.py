@@ -1,0 +1,203 @@
+"""Kept files come back as they were, and what cannot be read is refused with what to do."""
+
+import builtins
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer, load_tokenizer
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens
+from transferry.runtime.tokenizer.third_party import (
+    KINDS,
+    HuggingFaceTokenizer,
+    SentencePiecePair,
+    SentencePieceTokenizer,
+    ThirdPartyTokenizer,
+)
+
+tokenizers = pytest.importorskip("tokenizers", reason="an extra, which is not installed")
+sentencepiece = pytest.importorskip("sentencepiece", reason="an extra, which is not installed")
+
+SPECIAL = SpecialTokens(0, 1, 2, after=(2,))
+
+
+def pieces(*texts: str) -> bytes:
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts * 9),
+        model_writer=written,
+        vocab_size=60,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return written.getvalue()
+
+
+def word_pieces() -> bytes:
+    words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "a", "##b", "[", "]", "sep"]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    made.normalizer = tokenizers.normalizers.BertNormalizer()
+    made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    made.decoder = tokenizers.decoders.WordPiece("##")
+    made.add_special_tokens(words[:4])
+    content: str = made.to_str()
+    return content.encode()
+
+
+def hugging_face(size: int = 9) -> ThirdPartyTokenizer:
+    return HuggingFaceTokenizer({"huggingface.json": word_pieces()}, SPECIAL, size)
+
+
+def single(size: int = 60) -> ThirdPartyTokenizer:
+    content = pieces("hallo welt und alle", "noch ein satz")
+    # 0 is the unknown token, as in Llama's.
+    special = SpecialTokens(2, 1, 2, before=(1,), after=())
+    return SentencePieceTokenizer({"sentencepiece.model": content}, special, size)
+
+
+def pair(size: int = 90) -> ThirdPartyTokenizer:
+    source, target = pieces("hello world and all"), pieces("hallo welt und alle")
+    found = dict.fromkeys(["<pad>", ">>deu<<", "</s>", "<unk>"])
+    for content in (source, target):
+        model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        found |= dict.fromkeys(model.id_to_piece(i) for i in range(3, model.get_piece_size()))
+    ids = json.dumps({piece: number for number, piece in enumerate(found)}).encode()
+    files = {"source.spm": source, "target.spm": target, "vocab.json": ids}
+    return SentencePiecePair(files, SPECIAL, size)
+
+
+MAKE: dict[str, Callable[..., ThirdPartyTokenizer]] = {
+    "tokenizers": hugging_face,
+    "sentencepiece": single,
+    "sentencepiece-pair": pair,
+}
+kinds = pytest.mark.parametrize("kind", list(KINDS))
+
+
+def test_every_kind_is_tested() -> None:
+    assert MAKE.keys() == KINDS.keys()
+
+
+@kinds
+def test_what_is_saved_comes_back(kind: str, tmp_path: Path) -> None:
+    saved = MAKE[kind]()
+    saved.save(tmp_path)
+    first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert first.keys() == {"tokenizer.json", *saved.names}
+    loaded = load_tokenizer(tmp_path)
+    assert type(loaded) is KINDS[kind]
+    assert (loaded, hash(loaded)) == (saved, hash(saved))
+    assert loaded.special == saved.special
+    assert loaded.encode("hallo world") == saved.encode("hallo world")
+    loaded.save(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == first
+
+
+@kinds
+def test_others_are_not_equal(kind: str) -> None:
+    other = MAKE["tokenizers" if kind != "tokenizers" else "sentencepiece"]()
+    assert MAKE[kind]() != other
+    assert MAKE[kind](80) != MAKE[kind](81)
+    assert MAKE[kind]() != Tokenizer("x", ".", {byte: i for i, byte in enumerate(SINGLE_BYTES)})
+
+
+@kinds
+def test_ids_without_a_text_decode_to_nothing(kind: str) -> None:
+    tokenizer = MAKE[kind](1000)
+    assert tokenizer.vocabulary_size == 1000
+    ids = tokenizer.encode("a")
+    assert ids
+    assert tokenizer.decode([1, *ids, 999, 0, 2]) == tokenizer.decode(ids)
+    unknown = tokenizer.encode("字")
+    assert tokenizer.decode([*ids, unknown[-1]]) == tokenizer.decode(ids)
+    assert tokenizer.encode_batch(["a", ""]) == [ids, tokenizer.encode("")]
+
+
+@kinds
+@pytest.mark.parametrize("text", ["</s>", "[SEP]", "a[SEP]", "<unk>", "<s> a"])
+def test_what_looks_special_is_text(kind: str, text: str) -> None:
+    tokenizer = MAKE[kind]()
+    for ids in (tokenizer.encode(text), tokenizer.encode_target(text)):
+        assert not tokenizer.special.ids().intersection(ids)
+        assert ids
+
+
+@kinds
+def test_fewer_ids_than_the_files_have_are_refused(kind: str) -> None:
+    with pytest.raises(InputError, match=r"expected ids below 7, .* found"):
+        MAKE[kind](7)
+
+
+@kinds
+def test_a_library_that_is_missing_is_named_with_its_extra(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MAKE[kind]().save(tmp_path)
+    library = KINDS[kind].library
+    monkeypatch.setitem(sys.modules, library, None)
+    message = rf'{library}.*pip install "transferry\[{library}\]"'
+    with pytest.raises(UsageError, match=message):
+        load_tokenizer(tmp_path)
+
+
+@kinds
+@pytest.mark.parametrize("content", [b"", b"rubbish", b"\xff\x00", b"[]", b"{}"])
+def test_damaged_files_are_refused(kind: str, content: bytes, tmp_path: Path) -> None:
+    for name in KINDS[kind].names:
+        MAKE[kind]().save(tmp_path)
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(InputError, match=f"{tmp_path}: the tokenizer is inconsistent"):
+            load_tokenizer(tmp_path)
+        (tmp_path / name).unlink()
+        with pytest.raises(InputError, match=f"{name}: expected a tokenizer's file"):
+            load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "wordpiece"}, "expected the kind tiktoken, tokenizers, .* found 'wordpiece'"),
+        ({"kind": []}, "expected the kind"),
+        ({"special": None}, "inconsistent"),
+        ({"vocabulary_size": "many"}, "inconsistent"),
+        ({"format_version": 2}, "expected format version 1, found 2"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    single().save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(InputError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_source_and_target_are_split_by_their_own_models() -> None:
+    tokenizer = pair()
+    assert tokenizer.encode("hallo welt") != tokenizer.encode_target("hallo welt")
+    assert tokenizer.decode(tokenizer.encode_target("hallo welt")) == "hallo welt"
+    assert tokenizer.encode(">>deu<< hello") == [1, *tokenizer.encode("hello")]
+    assert tokenizer.encode(">>fra<< hello")[0] != 1
+
+
+def test_the_other_tokenizers_need_no_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = builtins.__import__
+
+    def refuses(name: str, *arguments: Any, **options: Any) -> Any:
+        assert name.partition(".")[0] not in ("tokenizers", "sentencepiece")
+        return kept(name, *arguments, **options)
+
+    Tokenizer("x", ".", {byte: i for i, byte in enumerate(SINGLE_BYTES)}).save(tmp_path)
+    monkeypatch.setattr(builtins, "__import__", refuses)
+    assert load_tokenizer(tmp_path).encode("a") == [3 + ord("a")]
