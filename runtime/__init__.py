@@ -1,1 +1,43 @@
-"""Runs a bundle with onnxruntime: numpy, onnxruntime and tiktoken, and nothing heavier."""
+"""Runs a bundle with onnxruntime; needs numpy, onnxruntime and tiktoken, and nothing heavier.
+
+The public names load their modules on first use: `import transferry.runtime` alone is cheap.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transferry.runtime.bundle import Bundle
+    from transferry.runtime.decoding.options import GenerationOptions
+    from transferry.runtime.engine.engine import Engine
+    from transferry.runtime.jobs.job import Job
+    from transferry.runtime.jobs.options import JobOptions
+    from transferry.runtime.ort.session import SessionOptions
+    from transferry.runtime.tokenizer.byte_pair import Tokenizer
+else:
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+__all__ = [
+    "Bundle",
+    "Engine",
+    "GenerationOptions",
+    "Job",
+    "JobOptions",
+    "SessionOptions",
+    "Tokenizer",
+]
+
+_MODULES = {
+    "Bundle": "bundle",
+    "Engine": "engine.engine",
+    "GenerationOptions": "decoding.options",
+    "Job": "jobs.job",
+    "JobOptions": "jobs.options",
+    "SessionOptions": "ort.session",
+    "Tokenizer": "tokenizer.byte_pair",
+}

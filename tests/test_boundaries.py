@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import transferry.runtime
+
 CHECKOUT = Path(__file__).resolve().parent.parent
 PACKAGES = ("build_model", "export", "runtime")
 MAX_LINES = 520
@@ -24,6 +26,7 @@ PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
     "export": ("build_model", "runtime"),
     "build_model": SHARED,
     "runtime": (),
+    "__init__": (),
 }
 # The rooms of a package, leaf first: each may import those before it, and none that comes after.
 ROOMS = {
@@ -126,6 +129,8 @@ def may_import_library(module: str, library: str) -> bool:
     if module == "cli" or within(module, ("runtime.console",)):
         return library in STANDARD_LIBRARY | {"click"}
     package = module.split(".")[0]
+    if package == "__init__":
+        return library in STANDARD_LIBRARY
     if package == "runtime":
         return library in RUNTIME_LIBRARIES | optional
     forbidden = {"click"} | (GRAPH_LIBRARIES if package == "build_model" else set())
@@ -189,6 +194,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("export/graphs/portable.py", "from transferry.cli import main", "transferry.cli"),
         ("export/graphs/portable.py", "from transferry.export import bundle", "export.bundle"),
         ("export/graphs/portable.py", "import click", "imports click"),
+        ("__init__.py", "import numpy", "imports numpy"),
+        ("__init__.py", "from transferry.runtime import errors", "transferry.runtime"),
         ("cli.py", "import numpy", "imports numpy"),
         ("cli.py", "import runtime", "bare name"),
     ],
@@ -225,7 +232,7 @@ def test_what_is_allowed_passes(tmp_path: Path, place: str, line: str) -> None:
 
 def plant(root: Path, place: str, line: str) -> None:
     modules = (
-        *("cli.py", "build_model/train.py", "build_model/huggingface/a.py"),
+        *("__init__.py", "cli.py", "build_model/train.py", "build_model/huggingface/a.py"),
         *("export/graphs/portable.py", "export/bundle.py", "runtime/bundle.py"),
         *("runtime/errors.py", "runtime/files.py", "runtime/tokenizer/byte_pair.py"),
         *("runtime/tokenizer/third_party.py", "runtime/decoding/search.py"),
@@ -259,7 +266,7 @@ def test_every_package_is_listed_for_installation() -> None:
 
 def test_only_cli_lies_at_the_root() -> None:
     """Every module at the root would be installed as `transferry.<module>`."""
-    assert {path.name for path in CHECKOUT.glob("*.py")} == {"cli.py"}
+    assert {path.name for path in CHECKOUT.glob("*.py")} == {"__init__.py", "cli.py"}
 
 
 def test_the_command_line_starts_without_anything_heavy() -> None:
@@ -267,6 +274,18 @@ def test_the_command_line_starts_without_anything_heavy() -> None:
     loaded = set(run_python(script).split())
     assert "click" in loaded
     assert loaded.isdisjoint({"torch", "numpy", "tiktoken", *GRAPH_LIBRARIES})
+
+
+def test_the_public_names_are_found_on_demand() -> None:
+    script = """
+import sys, transferry.runtime
+assert not {"numpy", "onnxruntime", "tiktoken", "transferry.runtime.errors"} & sys.modules.keys()
+for name in transferry.runtime.__all__:
+    print(getattr(transferry.runtime, name).__name__)
+"""
+    assert run_python(script).split() == transferry.runtime.__all__
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        transferry.runtime.Nothing  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_the_runtime_imports_on_a_host_without_torch_and_onnx() -> None:

@@ -4,10 +4,13 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path, PurePosixPath
 
 import pytest
+
+import transferry
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 PACKAGES = ("build_model", "export", "runtime")
@@ -51,7 +54,7 @@ def test_the_wheel_holds_the_sources_and_nothing_else(checkout: Path, built: Pat
     paths = {path for pattern in patterns for path in checkout.glob(pattern) if path.is_file()}
     assert set(names) == {f"transferry/{path.relative_to(checkout).as_posix()}" for path in paths}
     assert {"transferry/cli.py", "transferry/py.typed"} <= set(names)
-    assert "transferry/export/report.html.jinja" in names
+    assert "transferry/export/report/report.html.jinja" in names
     assert {PurePosixPath(name).parts[0] for name in recorded} == {dist_info(wheel)}
     assert f"{dist_info(wheel)}/licenses/LICENSE" in recorded
 
@@ -67,9 +70,15 @@ def test_the_sdist_holds_what_building_needs(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {PurePosixPath(*PurePosixPath(name).parts[1:]) for name in archive.getnames()}
-    needed = {"LICENSE", "README.md", "pyproject.toml", "cli.py", "py.typed"}
+    needed = {"LICENSE", "README.md", "pyproject.toml", "__init__.py", "cli.py", "py.typed"}
     assert needed <= {str(name) for name in names}
     assert not {name.parts[0] for name in names if name.parts} & {".typing", "benchmarks", "docs"}
+
+
+def test_the_version_is_the_projects() -> None:
+    settings = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert transferry.__version__ == settings["project"]["version"]
+    assert not hasattr(transferry, "version")
 
 
 def dist_info(wheel: Path) -> str:
