@@ -1,9 +1,8 @@
-"""Tells what works on this machine, and one line to mend each thing that does not.
+"""Checks of this machine, each with a one-line remedy where something does not work.
 
-A provider that is merely listed proves nothing, so each runs a real product, and the answer is
-compared with numpy's. `transferry doctor` exits with 5 when any check is a fault, else with 0: a
-warning is something that this machine does not have, a fault something that it has and that does
-not work.
+A provider that onnxruntime lists may still fail, so each multiplies two matrices, and the product
+is compared with numpy's. A warning is something missing, a fault something present that does not
+work; `transferry doctor` exits with 5 if there is a fault.
 """
 
 import importlib.metadata
@@ -18,8 +17,8 @@ import numpy as np
 
 from transferry.runtime.hardware import instruction_sets, usable_cores
 
-# y = a b, all of them float32 [n, n]: opset 17, IR version 8. The runtime does without the onnx
-# package, so the graph is kept serialised; a test builds it again through onnx and compares.
+# y = a b, float32 `[n, n]`, opset 17, IR version 8. Serialised, because the runtime does not need
+# the onnx package; a test builds the same bytes with onnx.
 PRODUCT_GRAPH = (
     b'\x08\x08:a\n\x11\n\x01a\n\x01b\x12\x01y"\x06MatMul\x12\x07product'
     b"Z\x15\n\x01a\x12\x10\n\x0e\x08\x01\x12\n\n\x03\x12\x01n\n\x03\x12\x01n"
@@ -28,19 +27,19 @@ PRODUCT_GRAPH = (
     b"B\x04\n\x00\x10\x11"
 )
 PRODUCT_SIZE = 256
-# float32 stays near 1e-7 of the largest entry, TF32 near 1e-4: TF32 left on is caught here.
+# Relative to the largest entry: float32 stays near 1e-7 and TF32 near 1e-4, so this detects TF32.
 PRODUCT_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        name: What was looked at.
-        status: `ok`; `warning`, absent but not needed; `fault`, present and not working.
-        found: What was found, in one line.
-        remedy: One line that mends it; empty where nothing needs mending.
+        name: What was checked.
+        status: "warning" is absent and not required, "fault" is present and not working.
+        found: One line.
+        remedy: One line; empty if the status is ok.
     """
 
     name: str
@@ -50,28 +49,28 @@ class Check:
 
 
 def diagnose() -> list[Check]:
-    """Looks at everything that the runtime needs. Raises nothing: what fails is a check too."""
+    """Runs all checks of what the runtime needs. Raises nothing: a failure is a result."""
     checks = [
         Check("python", "ok", f"{platform.python_version()} at {sys.executable}"),
         _check_onnxruntime(),
         check_cpu(),
     ]
-    if sys.platform != "darwin":  # where CUDA does not exist
+    if sys.platform != "darwin":  # has no CUDA
         checks.append(check_cuda())
-    return [*checks, _check_processor(), _check_tiktoken(), _check_torch()]
+    return [*checks, _check_hardware(), _check_tiktoken(), _check_torch()]
 
 
 def check_cpu() -> Check:
-    """Runs a product on the CPU provider."""
+    """Multiplies two matrices on the CPU provider."""
     return _check_product("cpu", "pip install --force-reinstall transferry")
 
 
 def check_cuda() -> Check:
-    """Runs a product on the CUDA provider, where there is a GPU."""
+    """Multiplies two matrices on the CUDA provider if there is a GPU."""
     try:
         from transferry.runtime.ort.cuda import cuda_obstacle
     except (ImportError, OSError) as reason:
-        return Check("cuda", "warning", _one_line(reason), "mend onnxruntime first")
+        return Check("cuda", "warning", _one_line(reason), "fix onnxruntime first")
     obstacle = cuda_obstacle()
     if obstacle is None:
         return _check_product("cuda", 'pip install --force-reinstall "transferry[cuda]"')
@@ -82,19 +81,19 @@ def check_cuda() -> Check:
 def _check_product(provider: Literal["cpu", "cuda"], remedy: str) -> Check:
     try:
         error = _product_error(provider)
-    except Exception as reason:  # noqa: BLE001 - whatever fails here is what doctor reports
+    except Exception as reason:  # noqa: BLE001 - any failure is a result
         return Check(provider, "fault", _one_line(reason), remedy)
     found = f"product of {PRODUCT_SIZE} x {PRODUCT_SIZE}: error {error:.1e} of the largest entry"
     if provider == "cuda":
         found += ", TF32 off"
-    if error <= PRODUCT_TOLERANCE:  # false for NaN as well
+    if error <= PRODUCT_TOLERANCE:  # false for NaN
         return Check(provider, "ok", found)
     return Check(provider, "fault", f"{found}, more than {PRODUCT_TOLERANCE:.0e}", remedy)
 
 
 def _product_error(provider: Literal["cpu", "cuda"]) -> float:
-    """Largest error of a product against numpy's float64, over the largest entry."""
-    # Imported here: an onnxruntime that does not even import is for doctor to report.
+    """Largest error against numpy's float64 product, relative to the largest entry."""
+    # Here, because an onnxruntime that cannot be imported must be a result too.
     from transferry.runtime.ort.session import SessionOptions, open_session
 
     generator = np.random.default_rng(0)
@@ -116,7 +115,7 @@ def _check_onnxruntime() -> Check:
         return Check(
             "onnxruntime",
             "fault",
-            f"{found}: both write the same files, and the one installed last wins",
+            f"{found}: both install the same files, and the last one wins",
             "pip uninstall --yes onnxruntime onnxruntime-gpu && pip install transferry",
         )
     try:
@@ -133,9 +132,9 @@ def _check_onnxruntime() -> Check:
     return Check("onnxruntime", "ok", f"{version}, built with {providers}")
 
 
-def _check_processor() -> Check:
+def _check_hardware() -> Check:
     sets = ", ".join(instruction_sets()) or "instruction sets unknown"
-    return Check("processor", "ok", f"{platform.machine()}, {usable_cores()} usable cores, {sets}")
+    return Check("hardware", "ok", f"{platform.machine()}, {usable_cores()} usable cores, {sets}")
 
 
 def _check_tiktoken() -> Check:
@@ -151,18 +150,16 @@ def _check_tiktoken() -> Check:
         )
         text = "größer, 大きい"
         intact = encoding.decode(encoding.encode_ordinary(text)) == text
-    except Exception as reason:  # noqa: BLE001 - whatever fails here is what doctor reports
+    except Exception as reason:  # noqa: BLE001 - any failure is a result
         return Check("tiktoken", "fault", _one_line(reason), remedy)
-    found = f"{_version('tiktoken')}, text " + ("survives" if intact else "does not survive")
+    found = f"{_version('tiktoken')}, text round trip {'ok' if intact else 'differs'}"
     return Check("tiktoken", "ok" if intact else "fault", found, "" if intact else remedy)
 
 
 def _check_torch() -> Check:
-    # By metadata: importing torch takes seconds, and the runtime never does.
-    version = _version("torch")
-    if version:
-        return Check("torch", "ok", version)
-    return Check("torch", "ok", "not installed; only train, export and verify --checkpoint use it")
+    # From metadata: importing torch takes seconds, and the runtime never does.
+    found = _version("torch") or "not installed; only train, export and verify --checkpoint need it"
+    return Check("torch", "ok", found)
 
 
 def _version(distribution: str) -> str | None:

@@ -1,45 +1,58 @@
-"""The one exception family of transferry, and the exit code that each member stands for.
+"""Exceptions of transferry and their exit codes.
 
-A message says what was expected, what was found and what to do next; `cli.main` prints it without
-a traceback and exits with `exit_code`.
+A message says what was expected, what was found and what to do; `cli.main` prints it without a
+traceback and exits with `exit_code`.
 """
 
 
 class TransferryError(Exception):
-    """Base of every error that a user can cause or mend."""
+    """Base of every error that a user can cause or fix."""
 
     exit_code = 3
 
 
 class UsageError(TransferryError):
-    """Options that contradict each other, or a value outside its range."""
+    """A value outside its range, or options that exclude each other."""
 
     exit_code = 2
 
 
 class InputError(TransferryError):
-    """Text, a checkpoint or a bundle that cannot be used as it is."""
+    """Text, checkpoint or bundle that cannot be used."""
 
     exit_code = 3
 
 
 class AllocationError(InputError, MemoryError):
-    """Memory that onnxruntime needs and cannot have; for numpy's own see its base MemoryError."""
+    """onnxruntime is out of memory; catch MemoryError to include numpy."""
 
 
 class ParityError(TransferryError):
-    """What ONNX Runtime answers is not what the reference answers."""
+    """ONNX Runtime and the reference give different answers."""
 
     exit_code = 4
 
 
 class ProviderError(TransferryError):
-    """The execution provider that was asked for cannot run here."""
+    """The requested execution provider cannot run here."""
 
     exit_code = 5
 
 
 class BadRowsError(TransferryError):
-    """A job is finished, but some of its rows hold an error instead of an answer."""
+    """A job finished, but some of its rows hold an error instead of an answer."""
 
     exit_code = 6
+
+
+def require(holds: bool, name: str, expected: str, found: object) -> None:
+    """Raises a UsageError for a value outside its range.
+
+    Args:
+        holds: Whether the value is in its range.
+        name: The option.
+        expected: The range, in words that follow "must be".
+        found: The value.
+    """
+    if not holds:
+        raise UsageError(f"{name} must be {expected}, found {found}")

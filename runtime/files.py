@@ -1,9 +1,10 @@
-"""Text files as streams of lines, and files that appear whole or not at all."""
+"""Streams of text lines, and files and folders that appear whole or not at all."""
 
 import errno
 import gzip
 import hashlib
 import io
+import json
 import os
 import shutil
 import sys
@@ -17,7 +18,7 @@ from typing import Any, BinaryIO, Literal, cast
 
 from transferry.runtime.errors import InputError, UsageError
 
-# What a name may end in: no compression, gzip or zstd.
+# By suffix: none, gzip, zstd.
 Compression = Literal["", ".gz", ".zst"]
 
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -26,34 +27,34 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read_lines(path: Path | str) -> Iterator[str]:
-    r"""Stream the lines of a UTF-8 text file, plain, gzip or zstd.
+    r"""Streams the lines of a UTF-8 text file, plain, gzip or zstd.
 
-    Only "\n" and "\r\n" end a line: the other separators of Unicode (U+2028, U+0085, ...) occur
-    inside sentences, and splitting there would shift every line that follows.
+    Only "\n" and "\r\n" end a line: Unicode's other separators (U+2028, U+0085, ...) occur inside
+    sentences, and splitting there would shift all following lines.
 
     Args:
-        path: the file; "-" is standard input.
+        path: The file; "-" is standard input.
 
     Raises:
-        InputError: the file cannot be read, is binary, is damaged or is not UTF-8.
+        InputError: The file is unreadable, binary, damaged or not UTF-8.
     """
     for number, line in enumerate(read_raw_lines(path), start=1):
         yield decode_line(line, path, number)
 
 
 def read_raw_lines(path: Path | str, *, keep_ends: bool = False) -> Iterator[bytes]:
-    r"""Stream the lines as bytes, for a reader that outlives a line which is not UTF-8.
+    r"""Streams the lines as bytes, for readers that continue after a line that is not UTF-8.
 
     Args:
-        path: the file, plain, gzip or zstd; "-" is standard input.
-        keep_ends: leave "\n" and "\r\n" where they are.
+        path: The file, plain, gzip or zstd; "-" is standard input.
+        keep_ends: Keep "\n" and "\r\n".
 
     Raises:
-        InputError: the file cannot be read, is binary or is damaged gzip or zstd.
-        UsageError: zstd needs a package that is not installed.
+        InputError: The file is unreadable, binary, or damaged gzip or zstd.
+        UsageError: The file is zstd and zstandard is not installed.
     """
     with _unpacked(path) as file:
-        # As git does: text has no NUL byte, and a binary file has one near its beginning.
+        # git's heuristic: a binary file has a NUL byte near its beginning, text has none.
         if b"\0" in file.peek():
             raise InputError(
                 f"{_shown(path)}: expected UTF-8 text, found a NUL byte: this is a binary file "
@@ -68,11 +69,11 @@ def read_raw_lines(path: Path | str, *, keep_ends: bool = False) -> Iterator[byt
 
 
 def read_chunks(path: Path | str) -> Iterator[bytes]:
-    """Stream a file as pieces of a few hundred kilobytes, unpacked where it is gzip or zstd.
+    """Streams a file in blocks of at most 256 KiB, decompressed if it is gzip or zstd.
 
     Raises:
-        InputError: the file cannot be read or is damaged gzip or zstd.
-        UsageError: zstd needs a package that is not installed.
+        InputError: The file is unreadable, or damaged gzip or zstd.
+        UsageError: The file is zstd and zstandard is not installed.
     """
     with _unpacked(path) as file:
         yield from iter(partial(file.read, 1 << 18), b"")
@@ -80,7 +81,7 @@ def read_chunks(path: Path | str) -> Iterator[bytes]:
 
 @contextmanager
 def _unpacked(path: Path | str) -> Iterator[io.BufferedReader]:
-    """Opens what a reader streams. Every OSError inside counts as one of reading."""
+    """Opens and decompresses a file; an OSError inside the `with` counts as a read error."""
     kind = "gzip"
     try:
         with _open(path) as file:
@@ -100,11 +101,11 @@ def _unpacked(path: Path | str) -> Iterator[io.BufferedReader]:
             f"({error}). Copy or download it again."
         ) from error
     except OSError as error:
-        raise InputError(f"{_shown(path)}: cannot be read: {error.strerror or error}.") from error
+        raise _unreadable(path, error) from error
 
 
 class _ZstdFile(io.RawIOBase):
-    """Unpacks zstd, frame after frame. Unlike zstandard's own reader it notices a missing end."""
+    """Decompresses zstd frame by frame; unlike zstandard's own reader it detects truncation."""
 
     def __init__(self, packed: io.BufferedReader) -> None:
         self._packed, self._zstd = packed, _zstandard()
@@ -116,7 +117,7 @@ class _ZstdFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            # A small piece, since a kilobyte may hold megabytes of one letter.
+            # Little input at a time: a kilobyte can decompress to megabytes.
             piece = (self._frame.unused_data if self._frame.eof else b"") or self._packed.read(1024)
             if not piece and self._frame.eof:
                 return 0
@@ -146,19 +147,19 @@ def _zstandard() -> Any:
 
 @contextmanager
 def packed(file: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
-    """Compress what is written to `file`, which stays open; the same content is the same bytes.
+    """Compresses what is written to `file`, which stays open; the bytes are reproducible.
 
     Args:
-        file: what is open for writing.
-        compression: how; with "" it is `file` itself.
+        file: A file open for writing.
+        compression: "" yields `file` itself.
 
     Raises:
-        UsageError: zstd needs a package that is not installed.
+        UsageError: zstandard is needed and not installed.
     """
     if compression == "":
         yield file
     else:
-        # Not closed where writing failed: that would write more.
+        # Not closed after an error: closing writes.
         stream = _packer(file, compression)
         yield stream
         stream.close()
@@ -166,17 +167,17 @@ def packed(file: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
 
 def _packer(file: BinaryIO, compression: Compression) -> BinaryIO:
     if compression == ".gz":
-        # No name and no time inside.
+        # No file name and no time in the header.
         return cast(BinaryIO, gzip.GzipFile("", "wb", 6, file, mtime=0))
     compressor = _zstandard().ZstdCompressor(write_checksum=True)
     return cast(BinaryIO, compressor.stream_writer(file, closefd=False))
 
 
 def decode_line(line: bytes, path: Path | str, number: int) -> str:
-    """Turn a raw line into text.
+    """Decodes a raw line.
 
     Raises:
-        InputError: the line is not UTF-8; names the file, the line and the byte.
+        InputError: The line is not UTF-8; the message has file, line and byte.
     """
     try:
         return line.decode()
@@ -184,7 +185,7 @@ def decode_line(line: bytes, path: Path | str, number: int) -> str:
         raise InputError(
             f"{_shown(path)}, line {number}: expected UTF-8, found the byte "
             f"0x{line[error.start]:02x} at position {error.start} ({error.reason}). "
-            "Convert the file to UTF-8 or mend the line."
+            "Convert the file to UTF-8 or fix the line."
         ) from error
 
 
@@ -198,31 +199,82 @@ def _shown(path: Path | str) -> str:
     return "standard input" if str(path) == "-" else str(path)
 
 
-@contextmanager
-def durable_file(path: Path, part: Path) -> Iterator[BinaryIO]:
-    """Write `part`, and let it take the name `path` once all of it is on the disk.
+def read_bytes(path: Path) -> bytes:
+    """Reads a file.
 
-    A power cut right after leaves the whole file; where something fails, `part` stays as it is.
+    Raises:
+        InputError: The file cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        InputError: The file cannot be read or holds no JSON object.
+    """
+    try:
+        values = json.loads(read_bytes(path))
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON ({error}); restore the file") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path} must be a JSON object, found {type(values).__name__}")
+    return values
+
+
+def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal.
+
+    Raises:
+        InputError: The file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path | str, error: OSError) -> InputError:
+    return InputError(f"{_shown(path)}: cannot be read: {error.strerror or error}.")
+
+
+def _unwritable(path: Path, error: OSError) -> InputError:
+    return InputError(
+        f"{path}: cannot be written: {error.strerror or error}; nothing was written. "
+        "Free some space or choose another place."
+    )
+
+
+@contextmanager
+def durable_file(path: Path, temporary: Path) -> Iterator[BinaryIO]:
+    """Writes `temporary` and renames it to `path` once all of it is on the disk.
+
+    After a power cut the file is complete. After an error `temporary` stays.
 
     Args:
-        path: the file.
-        part: where it is written to, on the same file system.
+        path: The file.
+        temporary: Where it is written, on the same file system.
     """
-    with part.open("wb") as file:
+    with temporary.open("wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
-    part.replace(path)
+    temporary.replace(path)
     sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Let the names of a folder's files survive a power cut."""
+    """Makes renames in a folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot do it
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system can do it
             raise
     finally:
         os.close(descriptor)
@@ -230,28 +282,20 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Write a file that appears whole or not at all, whenever the process is interrupted.
-
-    The bytes go to a file beside it, which takes the name once all of them are on the disk.
-
-    Args:
-        path: the file.
+    """Writes a file that appears whole or not at all, even if the process is interrupted.
 
     Raises:
-        InputError: the disk is full, the folder is read-only or does not exist.
+        InputError: The disk is full, or the folder is read-only or missing.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         try:
-            with durable_file(path, part) as file:
+            with durable_file(path, temporary) as file:
                 yield file
         finally:
-            part.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise InputError(
-            f"{path}: cannot be written: {error.strerror or error}; nothing was written. "
-            "Free some space or choose another place."
-        ) from error
+        raise _unwritable(path, error) from error
 
 
 @contextmanager
@@ -259,15 +303,15 @@ def standard_output() -> Iterator[BinaryIO]:
     """Standard output, for bytes.
 
     Raises:
-        InputError: It is full; where whoever reads has had enough, the OSError stays as it is.
+        InputError: The disk behind it is full. A closed pipe stays an OSError.
     """
     try:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
     except OSError as error:
-        if error.errno == errno.EPIPE:  # whoever reads has had enough
+        if error.errno == errno.EPIPE:
             raise
-        # Python writes what is left once more when it ends, and must not fail again.
+        # Python flushes once more at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise InputError(
             f"standard output: cannot be written: {error.strerror}. Free some space or choose "
@@ -277,10 +321,10 @@ def standard_output() -> Iterator[BinaryIO]:
 
 @contextmanager
 def staged_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to be filled and renamed; it is gone afterwards, whatever happens.
+    """Temporary folder beside `out`, to be filled and renamed; always removed at the end.
 
     Raises:
-        InputError: the disk is full, or the place cannot be written to.
+        InputError: The disk is full, or the place is not writable.
     """
     folder = out.absolute().with_name(f".{out.name}.{os.getpid()}.part")
     try:
@@ -288,19 +332,16 @@ def staged_folder(out: Path) -> Iterator[Path]:
         folder.mkdir()
         yield folder
     except OSError as error:
-        raise InputError(
-            f"{out}: cannot be written: {error.strerror or error}; nothing was written. "
-            "Free some space or choose another place."
-        ) from error
+        raise _unwritable(out, error) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def replace_folder(folder: Path, out: Path) -> None:
-    """Rename a folder to `out`; what lies there leaves only when the new one is in.
+    """Renames a folder to `out`; an existing `out` is removed once the new one is in place.
 
     Raises:
-        InputError: the former folder cannot be removed.
+        InputError: The former folder cannot be removed.
     """
     if not out.exists():
         folder.rename(out)
@@ -320,20 +361,7 @@ def replace_folder(folder: Path, out: Path) -> None:
         ) from error
 
 
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}.") from error
-
-
-# What numpy, zipfile and the reading of what they gave raise where a file is damaged.
+# What numpy and zipfile raise for a damaged archive, and what reading its values then raises.
 ARCHIVE_FAULTS = (
     *(OSError, ValueError, LookupError, EOFError, RuntimeError, TypeError, AttributeError),
     zipfile.BadZipFile,
@@ -342,18 +370,18 @@ ARCHIVE_FAULTS = (
 
 @contextmanager
 def open_arrays(path: Path, what: str, remedy: str) -> Iterator[Any]:
-    """Opens an archive, and answers for all that is read of it inside the `with`.
+    """Opens an .npz archive; errors of reading it inside the `with` become InputErrors.
 
     Args:
         path: The file.
-        what: What it should be, such as "a bundle's reference".
-        remedy: What to do where it is not.
+        what: What the file should be, such as "a bundle's reference".
+        remedy: What to do otherwise.
 
     Yields:
-        The arrays by name; none of them is unpickled.
+        Arrays by name, never unpickled.
 
     Raises:
-        InputError: The file is missing or damaged, or does not hold what is looked for.
+        InputError: The file is missing, damaged or lacks an array.
     """
     import numpy as np  # here, so that `transferry --help` does not load it
 

@@ -1,4 +1,4 @@
-"""The processor that this process runs on."""
+"""CPU of this process: name, instruction sets and usable cores."""
 
 import os
 import platform
@@ -11,33 +11,32 @@ _INSTRUCTION_SETS = (
 )
 
 
-def instruction_sets() -> tuple[str, ...]:
-    """The vector instructions that decide which kernels run; empty where the system hides them.
-
-    int8 kernels differ by instruction set (microsoft/onnxruntime#6004), so this is part of what was
-    verified.
-    """
+def _cpuinfo(*keys: str) -> str:
+    """First value of one of the keys in /proc/cpuinfo, empty if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return ()
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(keys)), "")
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Vector instruction sets that decide which kernels run; empty if the system hides them.
+
+    int8 kernels differ by instruction set (microsoft/onnxruntime#6004), so certificates name them.
+    """
     # x86 calls them flags, ARM calls them Features.
-    words = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
+    words = _cpuinfo("flags", "Features").split()
     return tuple(name for name in _INSTRUCTION_SETS if name in words)
 
 
 def cpu_name() -> str:
-    """The processor as the system names it, else the machine's kind, such as "x86_64"."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    """Model name of the CPU, or the machine type, such as "x86_64"."""
+    return _cpuinfo("model name") or platform.machine()
 
 
 def usable_cores() -> int:
-    """How many cores this process may use, which can be fewer than the machine has."""
+    """Number of cores that this process may use, which can be less than the machine has."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

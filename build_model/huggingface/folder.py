@@ -11,6 +11,7 @@ import safetensors
 from torch import Tensor
 
 from transferry.runtime.errors import InputError
+from transferry.runtime.files import read_object
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -19,23 +20,6 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 Value = TypeVar("Value")
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        InputError: The file cannot be read or holds no JSON object.
-    """
-    try:
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON ({error}); restore the file") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{path} must be a JSON object, not a {type(values).__name__}")
-    return values
 
 
 class Settings:

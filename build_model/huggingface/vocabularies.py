@@ -7,11 +7,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 from transferry.build_model.config import ModelConfig
-from transferry.build_model.huggingface.folder import Checkpoint, read_object
+from transferry.build_model.huggingface.folder import Checkpoint
 from transferry.build_model.vocabulary import byte_of_character
 from transferry.runtime.errors import InputError
+from transferry.runtime.files import read_bytes, read_object
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, Tokenizer
-from transferry.runtime.tokenizer.special_tokens import SpecialTokens, read_bytes
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 from transferry.runtime.tokenizer.third_party import (
     HuggingFaceTokenizer,
     SentencePiecePair,

@@ -1,12 +1,14 @@
-"""The special tokens, and the rest of what tokenizer.json holds whatever the kind of tokenizer."""
+"""Special tokens, and the interface and files that all kinds of tokenizer share."""
 
 import json
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from transferry.runtime.errors import InputError
+from transferry.runtime.files import atomic_file, read_bytes, read_object
 
 FORMAT_VERSION = 1
 SETTINGS_FILE = "tokenizer.json"
@@ -14,15 +16,15 @@ SETTINGS_FILE = "tokenizer.json"
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The ids that stand for no text, and where they belong around a text that a model reads.
+    """Ids without text, and those that a tokenizer puts around a model's input.
 
     Attributes:
-        pad_id: fills rows up to equal length.
-        bos_id: what every output of an encoder-decoder begins after.
-        eos_id: ends an output.
-        mask_id: hides a token in masked language modelling; None where nothing is hidden.
-        before: what every text that goes into the model begins with.
-        after: what it ends with.
+        pad_id: Pads rows to equal length.
+        bos_id: Precedes every output of an encoder-decoder.
+        eos_id: Ends an output.
+        mask_id: Hides a token in masked language modelling; None if there is no mask.
+        before: Ids before every input text.
+        after: Ids after every input text.
     """
 
     pad_id: int = 0
@@ -38,35 +40,111 @@ class SpecialTokens:
                 raise InputError(f"expected special ids of at least 0, found {token_id!r}")
 
     def wrap(self, ids: Sequence[int]) -> list[int]:
-        """What the model reads for a text of these ids."""
+        """Adds the ids before and after a text."""
         return [*self.before, *ids, *self.after]
 
     def ids(self) -> set[int]:
-        """All of them."""
+        """All special ids."""
         named = {self.pad_id, self.bos_id, self.eos_id, *self.before, *self.after}
         return named if self.mask_id is None else named | {self.mask_id}
 
 
-# What a trained tokenizer has: an encoder-decoder's sources end with the end token, the text that
-# a decoder goes on with does not, and what an encoder alone reads is marked at both ends.
+# Of trained tokenizers: sources of an encoder-decoder end with the end token, prompts of a decoder
+# do not, and inputs of an encoder-only model are marked at both ends.
 SOURCES = SpecialTokens()
 PROMPTS = SpecialTokens(after=())
 PASSAGES = SpecialTokens(mask_id=3, before=(1,))
 
 
+class AnyTokenizer(ABC):
+    """Text to token ids and back; two are equal if every text has the same ids in both.
+
+    Special ids never come out of `encode`: text that looks like a special token is text.
+
+    Attributes:
+        names: Its files beside tokenizer.json.
+        special: The special ids.
+        vocabulary_size: Number of ids, special ones included.
+        longest_token: Most characters of one id; None if unlimited.
+    """
+
+    names: ClassVar[tuple[str, ...]]
+    special: SpecialTokens
+    vocabulary_size: int
+    longest_token: int | None
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text that the model reads, without special tokens."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of token ids; ids without text are skipped."""
+
+    @abstractmethod
+    def _settings(self) -> dict[str, Any]:
+        """Content of tokenizer.json, without the format version."""
+
+    @abstractmethod
+    def _contents(self) -> Mapping[str, bytes]:
+        """Content of each file in `names`."""
+
+    @classmethod
+    @abstractmethod
+    def _restore(
+        cls, settings: Mapping[str, Any], special: SpecialTokens, contents: Mapping[str, bytes]
+    ) -> Self:
+        """Makes the tokenizer from what `_settings` and `_contents` gave."""
+
+    def encode_target(self, text: str) -> list[int]:
+        """Token ids of a text that the model writes, which may be split by rules of its own."""
+        return self.encode(text)
+
+    def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
+        """Token ids of each text that the model reads."""
+        return [self.encode(text) for text in texts]
+
+    def save(self, folder: Path) -> None:
+        """Writes tokenizer.json and the files in `names`; the bytes are reproducible.
+
+        Raises:
+            InputError: The folder cannot be written to.
+        """
+        settings = {"format_version": FORMAT_VERSION, **self._settings()}
+        record = json.dumps(settings, ensure_ascii=False).encode() + b"\n"
+        for name, content in [*self._contents().items(), (SETTINGS_FILE, record)]:
+            with atomic_file(folder / name) as file:
+                file.write(content)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Reads what `save` wrote.
+
+        Raises:
+            InputError: A file is missing or malformed, or does not fit the others.
+            UsageError: The library that the kind needs is not installed.
+        """
+        settings = read_settings(folder)
+        contents = {name: read_bytes(folder / name) for name in cls.names}
+        try:
+            return cls._restore(settings, _special_of(settings), contents)
+        except KeyError as error:
+            raise InputError(f"{folder / SETTINGS_FILE}: expected the key {error}.") from error
+        except (InputError, TypeError, AttributeError) as error:
+            files = " and ".join((SETTINGS_FILE, *cls.names))
+            raise InputError(
+                f"{folder}: the tokenizer is inconsistent: {error}. Take {files} from one export."
+            ) from error
+
+
 def read_settings(folder: Path) -> dict[str, Any]:
-    """What `save` of any kind of tokenizer wrote into tokenizer.json.
+    """Reads the tokenizer.json of any kind of tokenizer.
 
     Raises:
-        InputError: the file is missing, malformed or of another format version.
+        InputError: The file is missing, malformed or of another format version.
     """
     path = folder / SETTINGS_FILE
-    try:
-        settings = json.loads(read_bytes(path))
-    except ValueError as error:
-        raise InputError(f"{path}: expected JSON, found something else: {error}.") from error
-    if not isinstance(settings, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(settings).__name__}.")
+    settings = read_object(path)
     found = settings.get("format_version")
     if found != FORMAT_VERSION:
         raise InputError(
@@ -76,13 +154,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def special_of(settings: Mapping[str, Any]) -> SpecialTokens:
-    """The special tokens of a tokenizer's settings.
-
-    Raises:
-        InputError: one of them is missing.
-        KeyError: there are none.
-    """
+def _special_of(settings: Mapping[str, Any]) -> SpecialTokens:
     special: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in settings["special"].items()
@@ -90,17 +162,3 @@ def special_of(settings: Mapping[str, Any]) -> SpecialTokens:
     if lacking := {field.name for field in fields(SpecialTokens)} - special.keys():
         raise InputError(f"expected the special tokens' {min(lacking)}, found none")
     return SpecialTokens(**special)
-
-
-def read_bytes(path: Path) -> bytes:
-    """The content of a tokenizer's file.
-
-    Raises:
-        InputError: it cannot be read.
-    """
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(
-            f"{path}: expected a tokenizer's file, which cannot be read: {error.strerror or error}."
-        ) from error

@@ -1,64 +1,50 @@
-"""Tokenizers kept as the files they came in, read by the library that wrote them.
+"""Tokenizers that tiktoken cannot hold, such as WordPiece and SentencePiece.
 
-tiktoken holds byte-level BPE only. What is none, WordPiece and SentencePiece above all, is carried
-along unchanged; the libraries are extras, and imported when a tokenizer is made.
+Their files are kept unchanged and read by the library that wrote them. The libraries are extras,
+imported when a tokenizer is opened.
 """
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import atomic_file
-from transferry.runtime.tokenizer.special_tokens import (
-    FORMAT_VERSION,
-    SETTINGS_FILE,
-    SpecialTokens,
-    read_bytes,
-    read_settings,
-    special_of,
-)
+from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, SpecialTokens
 
-# What SentencePiece writes for a blank.
+# SentencePiece's character for a blank.
 BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
-class ThirdPartyTokenizer(ABC):
-    """What the kinds share: their files as bytes, and tokenizer.json, which names the kind.
-
-    Special ids never come out of `encode`: text that looks like a special token is text.
+class ThirdPartyTokenizer(AnyTokenizer):
+    """A tokenizer kept as its original files.
 
     Attributes:
-        kind: What tokenizer.json calls it.
-        names: Its files.
-        library: What reads them; the extra has the same name.
-        longest_token: Unknown: white space may be dropped, and a word or more be one unknown token.
+        kind: Its name in tokenizer.json.
+        library: Python package that reads the files; the extra has the same name.
     """
 
     kind: ClassVar[str]
-    names: ClassVar[tuple[str, ...]]
     library: ClassVar[str]
-    longest_token: ClassVar[None] = None
+    # White space may be dropped, and a word of any length may be one unknown token.
+    longest_token = None
 
     def __init__(
         self, files: Mapping[str, bytes], special: SpecialTokens, vocabulary_size: int
     ) -> None:
-        """Open the files.
+        """Opens the files.
 
         Args:
-            files: the content of each file in `names`.
-            special: the special ids.
-            vocabulary_size: how many ids the model has; some of them may have no text.
+            files: Content of each file in `names`.
+            special: Special ids.
+            vocabulary_size: Number of ids of the model; some may have no text.
 
         Raises:
-            UsageError: the library is not installed.
-            InputError: the files are not what the library reads, or the model lacks some of the
-                ids.
+            UsageError: The library is not installed.
+            InputError: The library cannot read the files, or they have ids that the model lacks.
         """
         self.files = {name: files[name] for name in self.names}
         self.special = special
@@ -83,26 +69,10 @@ class ThirdPartyTokenizer(ABC):
 
     @abstractmethod
     def _open(self) -> int:
-        """Let the library read the files; the largest id comes back."""
-
-    @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text that the model reads, without those around it."""
-
-    @abstractmethod
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids; ids that stand for no text are left out."""
-
-    def encode_target(self, text: str) -> list[int]:
-        """Token ids of a text that the model could have written."""
-        return self.encode(text)
-
-    def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
-        """Token ids of each text that the model reads."""
-        return [self.encode(text) for text in texts]
+        """Opens the files with the library; returns the largest id."""
 
     def __eq__(self, other: object) -> bool:
-        """Whether both are of the same files and special ids."""
+        """Whether both have the same files and special ids."""
         if not isinstance(other, ThirdPartyTokenizer):
             return NotImplemented
         return self._identity() == other._identity()
@@ -117,47 +87,28 @@ class ThirdPartyTokenizer(ABC):
         special = self.special.ids()
         return [token for token in ids if token not in special]
 
-    def save(self, folder: Path) -> None:
-        """Write `tokenizer.json` and the files; the same tokenizer gives the same bytes.
-
-        Raises:
-            InputError: the folder cannot be written to.
-        """
-        settings = {
-            "format_version": FORMAT_VERSION,
+    def _settings(self) -> dict[str, Any]:
+        return {
             "kind": self.kind,
             "special": asdict(self.special),
             "vocabulary_size": self.vocabulary_size,
         }
-        for name, content in self.files.items():
-            with atomic_file(folder / name) as file:
-                file.write(content)
-        with atomic_file(folder / SETTINGS_FILE) as file:
-            file.write(json.dumps(settings).encode() + b"\n")
+
+    def _contents(self) -> Mapping[str, bytes]:
+        return self.files
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
-        """Read what `save` wrote.
-
-        Raises:
-            InputError: a file is missing or malformed.
-            UsageError: the library is not installed.
-        """
-        settings = read_settings(folder)
-        files = {name: read_bytes(folder / name) for name in cls.names}
-        try:
-            return cls(files, special_of(settings), settings["vocabulary_size"])
-        except (InputError, TypeError, AttributeError) as error:
-            raise InputError(f"{folder}: the tokenizer is inconsistent: {error}.") from error
-        except KeyError as error:
-            raise InputError(f"{folder / SETTINGS_FILE}: expected the key {error}.") from error
+    def _restore(
+        cls, settings: Mapping[str, Any], special: SpecialTokens, contents: Mapping[str, bytes]
+    ) -> Self:
+        return cls(contents, special, settings["vocabulary_size"])
 
 
 class HuggingFaceTokenizer(ThirdPartyTokenizer):
-    """A tokenizer of Hugging Face's `tokenizers`, whatever it is made of.
+    """Any tokenizer of Hugging Face's `tokenizers`.
 
-    Text that looks like a special token is text, but not what the file declares as an added token
-    without calling it special: the library always finds those.
+    One exception to "text is text": the library always finds tokens that the file adds without
+    declaring them special.
     """
 
     kind = "tokenizers"
@@ -170,7 +121,7 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         (content,) = self.files.values()
         self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
         self._tokenizer.encode_special_tokens = True
-        # Settings of a training that the file may have kept.
+        # The file may have kept these settings from training.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         return max(map(int, self._tokenizer.get_vocab().values()), default=0)
@@ -181,21 +132,20 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         return ids
 
     def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
-        """Token ids of each text; the library uses as many threads as there are cores."""
+        """Token ids of each text; the library uses all cores."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids; special ids, and ids without a text, are left out."""
+        """Text of token ids; ids without text are skipped."""
         text: str = self._tokenizer.decode(self._text_ids(ids), skip_special_tokens=True)
         return text
 
 
 class SentencePieceTokenizer(ThirdPartyTokenizer):
-    """One model of SentencePiece (Kudo and Richardson 2018), whose ids are the model's.
+    """A SentencePiece model (Kudo and Richardson 2018) with its own ids.
 
-    Text that looks like a special token is text, but not what was declared as a user-defined
-    symbol when the model was trained: the library always finds those.
+    One exception to "text is text": the library always finds the model's user-defined symbols.
     """
 
     kind = "sentencepiece"
@@ -208,12 +158,12 @@ class SentencePieceTokenizer(ThirdPartyTokenizer):
         return int(self._model.get_piece_size()) - 1
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
+        """Token ids of a text, without special tokens."""
         ids: list[int] = self._model.encode(text)
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids; special and unknown ones are left out."""
+        """Text of token ids; special and unknown ones are skipped."""
         model, size = self._model, self._model.get_piece_size()
         known = [
             token
@@ -225,9 +175,9 @@ class SentencePieceTokenizer(ThirdPartyTokenizer):
 
 
 class SentencePiecePair(ThirdPartyTokenizer):
-    """MarianMT's: a model of SentencePiece for either language, and one table of ids for both.
+    """MarianMT's tokenizer: one SentencePiece model per language and a shared table of ids.
 
-    A source may begin with the language to translate into, such as ">>fra<<", if the table has it.
+    A source may begin with a target language of the table, such as ">>fra<<".
     """
 
     kind = "sentencepiece-pair"
@@ -240,7 +190,7 @@ class SentencePiecePair(ThirdPartyTokenizer):
         self._source, self._target = _sentencepiece(source), _sentencepiece(target)
         self._ids: dict[str, int] = json.loads(vocabulary)
         self._pieces = {token: piece for piece, token in self._ids.items()}
-        # SentencePiece gives what it does not know as it is: "</s>" may come out as one piece.
+        # SentencePiece passes unknown text through: "</s>" may come out as one piece.
         special = self.special.ids()
         self._textual = {
             piece: token
@@ -252,14 +202,14 @@ class SentencePiecePair(ThirdPartyTokenizer):
         return max(map(int, self._ids.values()))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a source; pieces that are not in the table become the unknown token."""
+        """Token ids of a source; pieces missing from the table become the unknown token."""
         end = text.find("<<") + 2
         if text.startswith(">>") and text[:end] in self._ids:
             return [self._ids[text[:end]], *self._pieces_of(self._source, text[end:])]
         return self._pieces_of(self._source, text)
 
     def encode_target(self, text: str) -> list[int]:
-        """Token ids of a target, which is split by the other model."""
+        """Token ids of a target, split by the model of the target language."""
         return self._pieces_of(self._target, text)
 
     def _pieces_of(self, model: Any, text: str) -> list[int]:
@@ -267,7 +217,7 @@ class SentencePiecePair(ThirdPartyTokenizer):
         return [self._textual.get(piece, unknown) for piece in model.encode(text, out_type=str)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of a target's token ids; special and unknown ones are left out."""
+        """Text of a target's token ids; special and unknown ones are skipped."""
         unknown = self._ids[self.unknown]
         pieces = [
             self._pieces[token]
@@ -281,7 +231,7 @@ class SentencePiecePair(ThirdPartyTokenizer):
 def _sentencepiece(content: bytes) -> Any:
     import sentencepiece
 
-    if not content:  # which the library takes for no model yet
+    if not content:  # the library would accept it as a model that is not loaded yet
         raise ValueError("an empty file")
     return sentencepiece.SentencePieceProcessor(model_proto=content)
 

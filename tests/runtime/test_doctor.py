@@ -14,13 +14,13 @@ from transferry.runtime.ort import cuda, session
 
 def test_finds_this_machine_in_order() -> None:
     checks = {check.name: check for check in diagnose()}
-    for name in ("python", "onnxruntime", "cpu", "processor", "tiktoken", "torch"):
+    for name in ("python", "onnxruntime", "cpu", "hardware", "tiktoken", "torch"):
         assert checks[name].status == "ok", checks[name]
     assert "error" in checks["cpu"].found
     json.dumps([asdict(check) for check in checks.values()])
 
 
-def test_what_needs_mending_has_a_remedy_of_one_line() -> None:
+def test_every_problem_has_a_remedy_of_one_line() -> None:
     for check in diagnose():
         assert "\n" not in check.found + check.remedy
         assert (check.status == "ok") == (check.remedy == ""), check

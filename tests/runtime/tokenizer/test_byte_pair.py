@@ -168,7 +168,7 @@ def special(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (change(kept_ranks=["a", "b"]), "inconsistent"),
         (change(kept_ranks=3), "inconsistent"),
         (lambda _: {"format_version": 1}, "expected the key 'special'"),
-        (lambda _: [1, 2], "expected a JSON object, found list"),
+        (lambda _: [1, 2], "must be a JSON object, found list"),
     ],
 )
 def test_broken_settings_are_refused(
@@ -208,7 +208,7 @@ def test_broken_ranks_are_refused(
 def test_missing_file_is_named(tmp_path: Path, name: str) -> None:
     Tokenizer("test", PATTERN, RANKS).save(tmp_path)
     (tmp_path / name).unlink()
-    with pytest.raises(InputError, match=f"{name}: expected a tokenizer's file"):
+    with pytest.raises(InputError, match=f"{name}: cannot be read"):
         Tokenizer.load(tmp_path)
 
 
@@ -216,5 +216,5 @@ def test_cut_short_settings_are_refused(tmp_path: Path) -> None:
     Tokenizer("test", PATTERN, RANKS).save(tmp_path)
     path = tmp_path / "tokenizer.json"
     path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(InputError, match=r"tokenizer\.json: expected JSON"):
+    with pytest.raises(InputError, match=r"tokenizer\.json is not JSON"):
         Tokenizer.load(tmp_path)
