@@ -68,7 +68,7 @@ def read_raw_lines(path: Path | str, *, keep_ends: bool = False) -> Iterator[byt
                 yield text[:-2] if text.endswith(b"\r\n") else text.removesuffix(b"\n")
 
 
-def read_chunks(path: Path | str) -> Iterator[bytes]:
+def read_blocks(path: Path | str) -> Iterator[bytes]:
     """Streams a file in blocks of at most 256 KiB, decompressed if it is gzip or zstd.
 
     Raises:

@@ -19,7 +19,7 @@ import numpy as np
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import Compression, packed, read_chunks
+from transferry.runtime.files import Compression, packed, read_blocks
 from transferry.runtime.jobs.options import SinkFormat, Task
 from transferry.runtime.jobs.readers import (
     Source,
@@ -299,7 +299,7 @@ def _text(value: Any) -> str:
 def _copy_behind(header: bytes, part: Path, file: BinaryIO) -> None:
     """Appends a file without the header that it begins with."""
     begun = False
-    for chunk in read_chunks(part):
+    for chunk in read_blocks(part):
         if not begun and not chunk.startswith(header):
             break
         file.write(chunk if begun else chunk[len(header) :])
