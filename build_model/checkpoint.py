@@ -1,22 +1,23 @@
-"""A training run on disk: safetensors and JSON, each file written whole or not at all.
+"""A run on disk: safetensors and JSON, each file written whole or not at all.
 
 RUN/
-  config.json                  format version, ModelConfig, TrainConfig (null where the run was
-                               imported), defaults of generation that export hands on
-  settings.toml                the command's options, which `--resume` takes up
-  corpus/                      the built-in corpus, where it was trained on
-  tokenizer.json ...           its settings, and the files of its kind
-  samples.json                 sentences for the answers that export records
-  model.safetensors            the weights to export
+  config.json                  format version, ModelConfig, TrainConfig (null if imported) and
+                               default generation options for the bundle
+  settings.toml                options of the command, for `--resume`
+  corpus/                      the built-in corpus, if the run was trained on it
+  tokenizer.json ...           settings and files of the tokenizer
+  samples.json                 sentences whose answers export records
+  model.safetensors            weights to export
   metrics.jsonl curves.png
   checkpoints/STEP.safetensors weights at the last validations, for averaging
-  state.safetensors            weights, optimiser and progress that `--resume` continues
+  state.safetensors            weights, optimiser and progress, for `--resume`
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,14 @@ SAMPLES = "samples.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A trained model with all that export needs.
+    """A trained model with everything that export needs.
 
     Attributes:
         model: The model in eval mode, float32, on the CPU.
-        config: What it was trained with; None where it was imported.
-        tokenizer: Turns text into its ids and back.
-        generation: Fields of GenerationOptions that the bundle makes its defaults.
-        sha256: Of the file of weights that it was read from; empty where it was not.
+        config: Training settings; None if the run was imported.
+        tokenizer: Its tokenizer.
+        generation: Fields of GenerationOptions that become the bundle's defaults.
+        sha256: Hash of the weights file; empty if the model was not read from a file.
     """
 
     model: Transformer
@@ -68,21 +69,36 @@ def save_tensors(
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Reads what `save_tensors` wrote: tensors and metadata.
+    """Reads tensors and metadata that `save_tensors` wrote.
+
+    Raises:
+        InputError: The file is missing, truncated or not safetensors.
+    """
+    missing = f"is {path.parent} the folder of a finished training?"
+    with open_tensors(path, missing, "train again or restore the file") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+
+
+@contextmanager
+def open_tensors(path: Path, if_missing: str, if_damaged: str) -> Iterator[Any]:
+    """Opens a safetensors file.
+
+    Args:
+        path: The file.
+        if_missing: What to do if there is no such file.
+        if_damaged: What to do if it is truncated or not safetensors.
 
     Raises:
         InputError: The file is missing, truncated or not safetensors.
     """
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            yield file
     except FileNotFoundError as error:
-        raise InputError(
-            f"{path} is missing; is {path.parent} the folder of a finished training?"
-        ) from error
+        raise InputError(f"{path} is missing; {if_missing}") from error
     except (safetensors.SafetensorError, OSError) as error:
         raise InputError(
-            f"{path} is not a whole safetensors file ({error}); train again or restore the file"
+            f"{path} is not a whole safetensors file ({error}); {if_damaged}"
         ) from error
 
 
@@ -92,7 +108,7 @@ def save_config(
     train: TrainConfig | None,
     generation: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes config.json; see `Checkpoint` for what may be None."""
+    """Writes config.json; `train` is None for an imported run."""
     record: dict[str, Any] = {
         "format": FORMAT,
         "model": model.to_dict(),
@@ -105,15 +121,15 @@ def save_config(
 
 
 def load_config(folder: Path) -> tuple[ModelConfig, TrainConfig]:
-    """Reads config.json of a training.
+    """Reads the config.json of a training.
 
     Raises:
-        InputError: It is missing, no JSON, of another format version, or names unknown settings;
-            or the run was imported.
+        InputError: The file is missing, not JSON, of another format version or has unknown
+            settings; or the run was imported.
     """
     model, train, _ = _read_config(folder)
     if train is None:
-        raise InputError(f"{folder} was imported, so there is no training to continue")
+        raise InputError(f"{folder} was imported, so it has no training to continue")
     return model, train
 
 
@@ -123,8 +139,8 @@ def _read_config(folder: Path) -> tuple[ModelConfig, TrainConfig | None, dict[st
         record: dict[str, Any] = json.loads(path.read_bytes())
         if record["format"] != FORMAT:
             raise InputError(
-                f"{path} has format {record['format']!r}, but this version of transferry reads "
-                f"format {FORMAT}; use the version that wrote it"
+                f"{path} must have format {FORMAT}, found {record['format']!r}; use the version "
+                "of transferry that wrote it"
             )
         train = record["train"]
         return (
@@ -134,10 +150,10 @@ def _read_config(folder: Path) -> tuple[ModelConfig, TrainConfig | None, dict[st
         )
     except OSError as error:
         raise InputError(
-            f"{path} cannot be read ({error.strerror}); expected the folder of a training"
+            f"{path} cannot be read ({error.strerror}); expected the folder of a run"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
-        raise InputError(f"{path} is not a training's config: {error}") from error
+        raise InputError(f"{path} is not the config of a run: {error}") from error
 
 
 def save_samples(folder: Path, texts: Sequence[str]) -> None:
@@ -147,10 +163,10 @@ def save_samples(folder: Path, texts: Sequence[str]) -> None:
 
 
 def load_samples(folder: Path) -> list[str]:
-    """Reads samples.json; none where a run has no such file.
+    """Reads samples.json; returns an empty list if the run has no such file.
 
     Raises:
-        InputError: It is no JSON list of strings.
+        InputError: The file is not a JSON list of strings.
     """
     path = folder / SAMPLES
     if not path.exists():
@@ -162,7 +178,7 @@ def load_samples(folder: Path) -> list[str]:
 
 
 def average(paths: Sequence[Path]) -> dict[str, Tensor]:
-    """Returns the mean of the weights of several checkpoints, summed in float64."""
+    """Mean of the weights of several checkpoints, summed in float64."""
     total: dict[str, Tensor] = {}
     for path in paths:
         weights, _ = load_tensors(path)
@@ -171,25 +187,33 @@ def average(paths: Sequence[Path]) -> dict[str, Tensor]:
     return {name: (tensor / len(paths)).float() for name, tensor in total.items()}
 
 
+def first_mismatch(error: Exception) -> str:
+    """The first of the lines of `load_state_dict`'s message, below its heading."""
+    lines = str(error).splitlines()
+    return lines[1].strip() if lines[1:] else str(error)
+
+
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """Reads a finished training.
+    """Reads a finished training or an imported model.
 
     Raises:
-        InputError: A file is missing or damaged, or the weights do not fit the config.
+        InputError: A file is missing or damaged, or the weights do not match the config.
     """
     model_config, train_config, generation = _read_config(folder)
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocabulary_size != model_config.vocabulary_size:
         raise InputError(
-            f"{folder}: the tokenizer has {tokenizer.vocabulary_size} ids, but config.json says "
-            f"vocabulary_size {model_config.vocabulary_size}; they are not of one training"
+            f"{folder}: the tokenizer has {tokenizer.vocabulary_size} ids, but config.json has "
+            f"vocabulary_size {model_config.vocabulary_size}; take both from one run"
         )
     weights, _ = load_tensors(folder / WEIGHTS)
     model = Transformer(model_config)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise InputError(f"{folder / WEIGHTS} does not fit {folder / CONFIG}: {error}") from error
+        raise InputError(
+            f"{folder / WEIGHTS} does not fit {folder / CONFIG}: {first_mismatch(error)}"
+        ) from error
     for name, tensor in weights.items():
         if not torch.isfinite(tensor).all():
             raise InputError(f"{folder / WEIGHTS}: {name} holds NaN or infinity; train again")

@@ -1,4 +1,4 @@
-"""What a model is and how it is trained: two frozen dataclasses, checked when they are made."""
+"""Shape and training settings of a model: two frozen dataclasses, checked on construction."""
 
 from __future__ import annotations
 
@@ -7,26 +7,36 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
-from transferry.runtime.errors import UsageError
+from transferry.runtime.errors import UsageError, require
 
 
-def _check_whole(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or value < least:
-        raise UsageError(f"{name} must be a whole number of at least {least}, not {value!r}")
+def _check_whole(config: _JsonConfig, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        holds = isinstance(value, int) and value >= least
+        require(holds, name, f"a whole number of at least {least}", repr(value))
+
+
+def _check_positive(config: _JsonConfig, *names: str) -> None:
+    for name in names:
+        require(getattr(config, name) > 0, name, "above 0", getattr(config, name))
+
+
+def _check_probability(config: _JsonConfig, name: str) -> None:
+    value = getattr(config, name)
+    require(0 <= value < 1, name, "at least 0 and below 1", value)
 
 
 def _check_choices(config: _JsonConfig) -> None:
-    """Refuses what is none of a field's literals."""
+    """Raises for values outside of a field's literals."""
     for name, hint in get_type_hints(type(config)).items():
-        choices = get_args(hint)
-        if get_origin(hint) is Literal and getattr(config, name) not in choices:
-            raise UsageError(
-                f"{name} must be one of {', '.join(choices)}, not {getattr(config, name)!r}"
-            )
+        if get_origin(hint) is Literal:
+            choices, value = get_args(hint), getattr(config, name)
+            require(value in choices, name, f"one of {', '.join(choices)}", repr(value))
 
 
 class _JsonConfig:
-    """Dictionary round trip that refuses what it does not know."""
+    """Round trip through a dictionary; unknown fields are errors."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain JSON values."""
@@ -34,7 +44,7 @@ class _JsonConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Makes the config from `to_dict`'s result.
+        """Makes the config from the result of `to_dict`.
 
         Raises:
             UsageError: A field is unknown, missing or outside its range.
@@ -51,7 +61,7 @@ class _JsonConfig:
 
 
 Architecture = Literal["encoder-decoder", "decoder-only", "encoder-only"]
-# Which stacks of layers an architecture has.
+# Stacks of layers by architecture.
 STACKS: dict[Architecture, tuple[str, ...]] = {
     "encoder-decoder": ("encoder_layers", "decoder_layers"),
     "decoder-only": ("decoder_layers",),
@@ -123,40 +133,32 @@ class ModelConfig(_JsonConfig):
     def __post_init__(self) -> None:
         _check_choices(self)
         stacks = STACKS[self.architecture]
-        for name in ("vocabulary_size", "d_model", "heads", *stacks, "d_ff", "max_positions"):
-            _check_whole(name, getattr(self, name), 1)
-        _check_whole("key_value_heads", self.key_value_heads, 0)
-        for name in ("encoder_layers", "decoder_layers"):
-            if name not in stacks and getattr(self, name) != 0:
-                raise UsageError(
-                    f"{name} must be 0 where architecture is {self.architecture}, "
-                    f"not {getattr(self, name)!r}"
-                )
-        if self.d_model % self.heads:
-            raise UsageError(
-                f"d_model must be a multiple of heads, but {self.d_model} is not one of "
-                f"{self.heads}; change either"
-            )
-        if self.heads % self.kv_heads:
-            raise UsageError(
-                f"heads must be a multiple of key_value_heads, but {self.heads} is not one of "
-                f"{self.kv_heads}; change either"
-            )
-        if self.positions == "sinusoidal" and self.d_model % 2:
-            raise UsageError(
-                f"d_model must be even, one sine and one cosine a frequency, not {self.d_model}"
-            )
-        if self.positions == "rotary" and self.d_head % 2:
-            raise UsageError(
-                "rotary positions turn pairs of features, so the width of a head must be even, "
-                f"but d_model {self.d_model} over heads {self.heads} is {self.d_head}; change "
-                "either"
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise UsageError(f"dropout must lie in [0, 1), not {self.dropout!r}")
-        for name in ("norm_epsilon", "rotary_base"):
-            if not getattr(self, name) > 0.0:
-                raise UsageError(f"{name} must be positive, not {getattr(self, name)!r}")
+        sizes = ("vocabulary_size", "d_model", "heads", *stacks, "d_ff", "max_positions")
+        _check_whole(self, 1, *sizes)
+        _check_whole(self, 0, "key_value_heads")
+        for name in {"encoder_layers", "decoder_layers"} - set(stacks):
+            layers = getattr(self, name)
+            require(layers == 0, name, f"0 for architecture {self.architecture}", repr(layers))
+        require(
+            self.d_model % self.heads == 0,
+            "d_model",
+            f"a multiple of heads ({self.heads})",
+            self.d_model,
+        )
+        require(
+            self.heads % self.kv_heads == 0,
+            "heads",
+            f"a multiple of key_value_heads ({self.kv_heads})",
+            self.heads,
+        )
+        if self.positions == "sinusoidal":
+            expected = "even for sinusoidal positions, which are pairs of sine and cosine"
+            require(self.d_model % 2 == 0, "d_model", expected, self.d_model)
+        if self.positions == "rotary":
+            expected = "even for rotary positions, which turn pairs of features"
+            require(self.d_head % 2 == 0, "d_model / heads", expected, self.d_head)
+        _check_probability(self, "dropout")
+        _check_positive(self, "norm_epsilon", "rotary_base")
 
     @property
     def d_head(self) -> int:
@@ -165,19 +167,19 @@ class ModelConfig(_JsonConfig):
 
     @property
     def kv_heads(self) -> int:
-        """Heads of the keys and values."""
+        """Number of key and value heads."""
         return self.key_value_heads or self.heads
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A shape with the settings that train it well: what a name on the command line stands for.
+    """A named shape with training settings that suit it.
 
     Attributes:
-        vocabulary_size: How large a vocabulary to train from the corpus.
+        vocabulary_size: Size of the vocabulary to train from the corpus.
         model: Fields of ModelConfig.
-        train: Fields of TrainConfig that differ from its defaults.
-        encoding: A tiktoken encoding to cut to the corpus instead of training a vocabulary.
+        train: Fields of TrainConfig that differ from the defaults.
+        encoding: A tiktoken encoding to cut down to the corpus instead of training a vocabulary.
     """
 
     vocabulary_size: int
@@ -186,21 +188,17 @@ class Preset:
     encoding: str | None = None
 
     def model_config(self, vocabulary_size: int, **changes: Any) -> ModelConfig:
-        """Returns the shape for a vocabulary, single fields changed on demand.
+        """Returns the shape for a vocabulary, with some fields changed.
 
-        Another architecture than the preset's keeps of its stacks those that it has.
+        With another architecture than the preset's, stacks that it lacks get 0 layers.
         """
         fields = {"vocabulary_size": vocabulary_size, **self.model}
-        stacks = STACKS.get(changes.get("architecture", ""), ())
-        fields |= {
-            name: 0
-            for name in ("encoder_layers", "decoder_layers")
-            if name not in stacks and stacks
-        }
+        if stacks := STACKS.get(changes.get("architecture", "")):
+            fields |= dict.fromkeys({"encoder_layers", "decoder_layers"} - set(stacks), 0)
         return ModelConfig.from_dict(fields | changes)
 
     def train_config(self, **changes: Any) -> TrainConfig:
-        """Returns the settings of the training, single fields changed on demand."""
+        """Returns the training settings, with some fields changed."""
         return TrainConfig.from_dict({**self.train, **changes})
 
 
@@ -220,9 +218,9 @@ PRESETS = {
         dict(d_model=256, heads=4, encoder_layers=3, decoder_layers=3, d_ff=1024, dropout=0.3),
         dict(warmup_steps=1000, peak_learning_rate=1.5e-3, schedule="linear", max_steps=6000),
     ),
-    # The encoder runs once and the decoder for every token: a deep encoder and a shallow decoder
-    # are nearly as good as equal depths (Kasai et al. 2021), and faster. Pre-norm, since six
-    # post-norm layers did not learn to attend at this rate (docs/training.md).
+    # The encoder runs once per sentence, the decoder once per token: a deep encoder with a shallow
+    # decoder is faster than equal depths and nearly as good (Kasai et al. 2021). Pre-norm, because
+    # six post-norm layers did not learn to attend at this rate (docs/training.md).
     "fast": Preset(
         8000,
         dict(
@@ -236,7 +234,7 @@ PRESETS = {
         ),
         dict(warmup_steps=1000, peak_learning_rate=1.5e-3, schedule="linear", max_steps=6000),
     ),
-    # A text and its next token, the smallest model that shows how it is done.
+    # The smallest language model that learns something.
     "textbook": Preset(
         8000,
         dict(
@@ -260,7 +258,7 @@ PRESETS = {
         ),
         encoding="cl100k_base",
     ),
-    # What Llama is made of (Touvron et al. 2023), in a useful size.
+    # Llama's architecture (Touvron et al. 2023) at a useful size.
     "prose": Preset(
         4000,
         dict(
@@ -289,8 +287,8 @@ PRESETS = {
             max_steps=1000,
         ),
     ),
-    # BERT (Devlin et al. 2019) in a useful size, with pre-norm and rotary positions, as its heirs
-    # have them (Warner et al. 2024): with learned positions it did not find out within 1,500 steps
+    # BERT (Devlin et al. 2019) at a useful size, with pre-norm and rotary positions as in
+    # ModernBERT (Warner et al. 2024): with learned positions it had not learned after 1,500 steps
     # which tokens are neighbours (docs/encoder-only.md).
     "reader": Preset(
         4000,
@@ -380,36 +378,21 @@ class TrainConfig(_JsonConfig):
     valid_sentences: int = 1000
 
     def __post_init__(self) -> None:
-        whole_numbers = {
-            "batch_tokens": 1,
-            "accumulation": 1,
-            "warmup_steps": 1,
-            "average": 1,
-            "save_every": 1,
-            "valid_sentences": 1,
-            "seed": 0,
-            "max_steps": 0,
-            "validate_every": 0,
-            "patience": 0,
-        }
-        for name, least in whole_numbers.items():
-            _check_whole(name, getattr(self, name), least)
+        at_least_1 = ("batch_tokens", "accumulation", "warmup_steps")
+        _check_whole(self, 1, *at_least_1, "average", "save_every", "valid_sentences")
+        _check_whole(self, 0, "seed", "max_steps", "validate_every", "patience")
         for name in ("max_minutes", "weight_decay"):
-            if not getattr(self, name) >= 0.0:
-                raise UsageError(f"{name} must be at least 0, not {getattr(self, name)!r}")
-        for name in ("peak_learning_rate", "clip_norm"):
-            if not getattr(self, name) > 0.0:
-                raise UsageError(f"{name} must be positive, not {getattr(self, name)!r}")
-        if not 0.0 <= self.label_smoothing < 1.0:
-            raise UsageError(f"label_smoothing must lie in [0, 1), not {self.label_smoothing!r}")
+            require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
+        _check_positive(self, "peak_learning_rate", "clip_norm")
+        _check_probability(self, "label_smoothing")
         _check_choices(self)
         if self.schedule == "linear" and not self.max_steps:
-            raise UsageError("schedule linear falls to zero at max_steps, which is not given")
+            raise UsageError("schedule linear ends at max_steps, which is not set; set it")
         if not self.max_steps and not self.max_minutes:
-            raise UsageError("training needs an end: give max_steps, max_minutes or both")
+            raise UsageError("training needs an end: set max_steps, max_minutes or both")
 
     def learning_rate(self, step: int) -> float:
-        """Returns the rate of step 1, 2, ... (Vaswani et al. 2017, eq. 3, scaled to the peak)."""
+        """Learning rate of step 1, 2, ... (Vaswani et al. 2017, eq. 3, scaled to the peak)."""
         warm = step / self.warmup_steps
         if self.schedule == "linear":
             falling = max(1, self.max_steps - self.warmup_steps)

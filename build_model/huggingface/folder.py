@@ -1,4 +1,4 @@
-"""A checkpoint as `save_pretrained` leaves it: settings asked by name, tensors one at a time."""
+"""A checkpoint folder of `save_pretrained`: settings by name, tensors one at a time."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import safetensors
 from torch import Tensor
 
+from transferry.build_model.checkpoint import open_tensors
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import read_object
 
@@ -23,9 +23,9 @@ Value = TypeVar("Value")
 
 
 class Settings:
-    """A JSON file of settings. What cannot be carried over is refused by the name of its key.
+    """A JSON file of settings; unsupported values raise an error with the key.
 
-    A key that is null counts as one that is not there, as in transformers.
+    null counts as absent, as in transformers.
     """
 
     def __init__(self, path: Path, *, required: bool = True) -> None:
@@ -33,7 +33,7 @@ class Settings:
         self.values = read_object(path) if required or path.exists() else {}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns a setting as it is."""
+        """Returns a setting unchecked."""
         value = self.values.get(name)
         return default if value is None else value
 
@@ -41,7 +41,7 @@ class Settings:
         """Returns a whole number of at least 0.
 
         Raises:
-            InputError: It is something else, or it is missing and has no default.
+            InputError: The value is another, or missing without a default.
         """
         value = self.get(name, default)
         if type(value) is not int or value < 0:
@@ -52,7 +52,7 @@ class Settings:
         """Returns a number.
 
         Raises:
-            InputError: It is something else.
+            InputError: The value is no number.
         """
         value = self.get(name, default)
         if type(value) not in (int, float):
@@ -60,10 +60,10 @@ class Settings:
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Returns true or false.
+        """Returns a bool.
 
         Raises:
-            InputError: It is something else.
+            InputError: The value is no bool.
         """
         value = self.get(name, default)
         if type(value) is not bool:
@@ -71,10 +71,10 @@ class Settings:
         return value
 
     def choice(self, name: str, choices: Mapping[str, Value], default: str) -> Value:
-        """Returns what a setting stands for.
+        """Returns the value of the chosen key.
 
         Raises:
-            InputError: It is none of the choices.
+            InputError: The setting is not a key of `choices`.
         """
         value = self.get(name, default)
         if not isinstance(value, str) or value not in choices:
@@ -82,13 +82,13 @@ class Settings:
         return choices[value]
 
     def only(self, name: str, *supported: Any) -> None:
-        """Refuses a setting that is there and none of those that are supported."""
+        """Raises for a setting that is present and not supported."""
         value = self.get(name, supported[0])
         if not any(type(value) is type(other) and value == other for other in supported):
             self.refuse(name, value, " or ".join(map(json.dumps, supported)))
 
     def refuse(self, name: str, found: Any, supported: str) -> None:
-        """Raises the error for a setting that cannot be carried over."""
+        """Raises the error for an unsupported setting."""
         raise InputError(
             f"{self.path}: {name} is {json.dumps(found)}, which cannot be imported; supported: "
             f"{supported}"
@@ -96,20 +96,20 @@ class Settings:
 
 
 class Checkpoint:
-    """A folder with config.json and safetensors, in one file or in several.
+    """A folder with config.json and one or more safetensors files.
 
     Attributes:
-        folder: Where it lies.
+        folder: The folder.
         config: config.json.
-        generation: generation_config.json, empty where there is none.
-        tokenizer: tokenizer_config.json, empty where there is none.
+        generation: generation_config.json, empty if absent.
+        tokenizer: tokenizer_config.json, empty if absent.
     """
 
     def __init__(self, folder: Path) -> None:
         """Reads the settings.
 
         Raises:
-            InputError: There is no config.json, or a file of settings is no JSON object.
+            InputError: config.json is missing, or a settings file is not a JSON object.
         """
         self.folder = folder
         if not (folder / CONFIG).is_file():
@@ -122,10 +122,10 @@ class Checkpoint:
         self.tokenizer = Settings(folder / TOKENIZER_CONFIG, required=False)
 
     def token(self, name: str, default: int | None = None) -> int:
-        """Returns a token's id as `generate` finds it: generation_config.json comes first.
+        """Returns a token id; generation_config.json takes precedence, as in `generate`.
 
         Raises:
-            InputError: It is missing and has no default, or there are several.
+            InputError: The token is missing without a default, or there are several.
         """
         for settings in (self.generation, self.config):
             value = settings.get(name)
@@ -142,10 +142,10 @@ class Checkpoint:
         return default
 
     def files(self) -> list[Path]:
-        """Returns the files of the weights, in a fixed order.
+        """Returns the weight files in a fixed order.
 
         Raises:
-            InputError: There are none that can be read, or the index is no index.
+            InputError: The index is malformed or points outside of the folder.
         """
         index = self.folder / INDEX
         if (self.folder / WEIGHTS).exists() or not index.exists():
@@ -164,30 +164,23 @@ class Checkpoint:
         Raises:
             InputError: A file is missing, truncated or not safetensors.
         """
-        return {name for path in self.files() for name in self._read(path, names_only=True)}
+        return {name for file in self._opened() for name in file.keys()}  # noqa: SIM118
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields each tensor with its name, as it is stored.
+        """Yields name and tensor as stored.
 
         Raises:
             InputError: A file is missing, truncated or not safetensors.
         """
-        for path in self.files():
-            yield from self._read(path).items()
+        for file in self._opened():
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name)
 
-    def _read(self, path: Path, *, names_only: bool = False) -> dict[str, Any]:
-        try:
-            with safetensors.safe_open(path, framework="pt") as file:
-                return {
-                    name: None if names_only else file.get_tensor(name)
-                    for name in file.keys()  # noqa: SIM118
-                }
-        except FileNotFoundError as error:
-            raise InputError(
-                f"{path} is missing; the weights must be safetensors, since pickled ones "
-                "(pytorch_model.bin) can run code: save_pretrained of transformers writes them anew"
-            ) from error
-        except (safetensors.SafetensorError, OSError) as error:
-            raise InputError(
-                f"{path} is not a whole safetensors file ({error}); copy or download it again"
-            ) from error
+    def _opened(self) -> Iterator[Any]:
+        missing = (
+            "the weights must be safetensors, since pickled ones (pytorch_model.bin) can run code: "
+            "save_pretrained of transformers writes them anew"
+        )
+        for path in self.files():
+            with open_tensors(path, missing, "copy or download it again") as file:
+                yield file
