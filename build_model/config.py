@@ -71,40 +71,39 @@ STACKS: dict[Architecture, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ModelConfig(_JsonConfig):
-    """The shape of a Transformer; the names are those of Vaswani et al. (2017).
+    """Shape of a Transformer, in the terms of Vaswani et al. (2017).
 
-    The defaults are that paper's model. The other choices are those of its descendants: GPT-2,
-    BERT, Llama and what lies between them.
+    The defaults are that paper's model; the alternatives cover GPT-2, BERT, Llama and mixtures.
 
     Attributes:
-        vocabulary_size: Rows of the one embedding shared by source, target and output.
-        d_model: Width of every hidden state.
-        heads: Attention heads; each has d_k = d_v = d_model / heads.
-        encoder_layers: Layers of the encoder, N in the paper; 0 for decoder-only.
-        decoder_layers: Layers of the decoder; 0 for encoder-only.
+        vocabulary_size: Rows of the embedding shared by source, target and output.
+        d_model: Width of the hidden states.
+        heads: Attention heads; each has the width d_model / heads.
+        encoder_layers: Encoder layers; 0 for decoder-only.
+        decoder_layers: Decoder layers; 0 for encoder-only.
         d_ff: Inner width of the feed-forward sublayer.
-        dropout: Probability of dropping an element of a sublayer's output or of an embedding sum.
-        max_positions: Longest source or target that the model can be given, in tokens.
-        norm_epsilon: The eps of the norm.
-        architecture: Which stacks there are: "encoder-decoder" answers a source with a target,
-            "decoder-only" goes on with a text, "encoder-only" reads one.
-        norm: "layer" is LayerNorm (Ba et al. 2016), "rms" RMSNorm (Zhang and Sennrich 2019).
-        norm_order: "post" is the paper's Norm(x + Sublayer(x)), "pre" is x + Sublayer(Norm(x))
-            with one more norm at the end of each stack (Xiong et al. 2020).
+        dropout: Dropout probability of sublayer outputs and embedding sums.
+        max_positions: Longest source or target, in tokens.
+        norm_epsilon: Epsilon of the norm.
+        architecture: "encoder-decoder" maps a source to a target, "decoder-only" continues a text,
+            "encoder-only" reads one.
+        norm: "layer" is LayerNorm (Ba et al. 2016), "rms" is RMSNorm (Zhang and Sennrich 2019).
+        norm_order: "post" is Norm(x + Sublayer(x)) as in the paper; "pre" is x + Sublayer(Norm(x))
+            with a final norm after each stack (Xiong et al. 2020).
         positions: "sinusoidal" (section 3.5 of the paper) and "learned" are added to the
-            embedding; "rotary" turns queries and keys (Su et al. 2021).
-        rotary_base: What the slowest angle of rotary positions comes from, theta in Llama.
-        activation: Of the feed-forward sublayer; "gelu" is exact, "gelu-tanh" GPT-2's form of
-            it, and "swiglu" has a third matrix (Shazeer 2020).
-        key_value_heads: Heads of the keys and values, each read by an equal group of query heads
-            (Ainslie et al. 2023); 1 is multi-query attention, 0 as many as heads.
-        tied: The output projection is the embedding.
-        bias: Linear layers and LayerNorm have a bias.
-        scale_embedding: The embedding is multiplied by sqrt(d_model).
-        embedding_norm: The sum of embedding and position is normalised, as in BERT.
-        output_transform: A linear layer, the activation and a norm lie before the output
+            embedding; "rotary" rotates queries and keys (Su et al. 2021).
+        rotary_base: Base of the rotary angles, theta in Llama.
+        activation: Feed-forward activation; "gelu" is exact, "gelu-tanh" is GPT-2's approximation,
+            "swiglu" adds a third matrix (Shazeer 2020).
+        key_value_heads: Heads of keys and values, each shared by an equal group of query heads
+            (Ainslie et al. 2023); 1 is multi-query attention, 0 means as many as heads.
+        tied: Use the embedding as the output projection.
+        bias: Add a bias to linear layers and LayerNorm.
+        scale_embedding: Multiply the embedding by sqrt(d_model).
+        embedding_norm: Normalise the sum of embedding and position, as in BERT.
+        output_transform: Put a linear layer, the activation and a norm before the output
             projection, as in BERT.
-        output_bias: The output projection has a bias, as in BERT and MarianMT.
+        output_bias: Add a bias to the output projection, as in BERT and MarianMT.
     """
 
     vocabulary_size: int
@@ -334,29 +333,31 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class TrainConfig(_JsonConfig):
-    """How a model is trained.
+    """Training settings.
 
     Attributes:
-        seed: Seeds the weights, dropout and the order of batches.
-        batch_tokens: Largest rows x longest side of one batch, padding counted.
-        accumulation: Batches whose gradients make one step.
-        peak_learning_rate: Reached at the end of the warm-up.
-        warmup_steps: Steps of linear growth from zero.
-        schedule: What follows the warm-up: "inverse-sqrt" falls as step ** -0.5 (eq. 3 of the
-            paper), "linear" falls to zero at max_steps.
-        precision: Of the products in the forward pass: "auto" is bfloat16 autocast on CUDA and
-            float32 on the CPU, where bfloat16 pays only on processors with AMX.
-        label_smoothing: Mass spread evenly over the vocabulary (section 5.4 of the paper).
-        weight_decay: AdamW's, on matrices only.
+        seed: Seed of the weights, dropout and the order of batches.
+        batch_tokens: Largest batch, as rows times the longest side, padding included.
+        accumulation: Batches whose gradients are added up for one step.
+        peak_learning_rate: Learning rate at the end of the warm-up.
+        warmup_steps: Steps over which the learning rate grows linearly from zero.
+        schedule: Learning rate after the warm-up: "inverse-sqrt" decays as step ** -0.5 (eq. 3 of
+            the paper), "linear" decays to zero at max_steps.
+        precision: Precision of matrix products in the forward pass; "auto" is bfloat16 autocast on
+            CUDA and float32 on the CPU, where bfloat16 pays off only with AMX.
+        label_smoothing: Probability mass spread evenly over the vocabulary (section 5.4 of the
+            paper).
+        weight_decay: Weight decay of AdamW, on matrices only.
         clip_norm: Largest norm of a step's gradient.
-        max_steps: Steps after which training ends; 0 leaves the end to max_minutes.
-        max_minutes: Minutes after which training ends; 0 leaves the end to max_steps.
-        validate_every: Steps between validations; each also saves a checkpoint. 0 means an epoch.
-        patience: Validations without a better score before training stops; 0 never stops early.
-        average: How many of the last checkpoints may be averaged into the final weights.
-        save_every: Steps between saves of the state that `resume` continues from, apart from
-            those at each validation.
-        valid_sentences: Largest number of validation sentences that are translated for BLEU.
+        max_steps: Steps after which training ends; 0 means no limit, so max_minutes must be set.
+        max_minutes: Minutes after which training ends; 0 means no limit, so max_steps must be set.
+        validate_every: Steps between validations, each of which saves a checkpoint; 0 means once
+            per epoch.
+        patience: Validations without improvement before training stops; 0 never stops early.
+        average: Most checkpoints averaged into the final weights.
+        save_every: Steps between saves of the state that --resume continues from, besides those at
+            each validation.
+        valid_sentences: Most validation sentences translated for BLEU.
     """
 
     seed: int = 0
