@@ -123,7 +123,7 @@ def test_the_builtin_corpus_is_text_too(tmp_path: Path) -> None:
         ),
         (
             ["--preset", "prose", "--text", "a", "--encoder-layers", "2"],
-            "encoder_layers must be 0 where architecture is decoder-only, not 2",
+            "encoder_layers must be 0 where architecture is decoder-only, found 2",
         ),
     ],
 )

@@ -136,7 +136,7 @@ def test_shards_are_merged(bundle_folder: Path, lines: Path, tmp_path: Path) -> 
     done("run", bundle_folder, lines, "-o", whole, *options)
     parts = [tmp_path / f"{number}.jsonl" for number in (1, 2, 3)]
     for number, part in enumerate(parts, start=1):
-        done("run", bundle_folder, lines, "-o", part, *options, "--shard", f"{number}/3")
+        done("run", bundle_folder, lines, "-o", part, *options, "--partition", f"{number}/3")
     merged = done("merge", *reversed(parts), "-o", out)
     assert merged.stderr.startswith("300 rows in ")
     assert out.read_bytes() == whole.read_bytes()
@@ -171,14 +171,14 @@ def test_standard_input_is_gone_on_with(
     refused = call(*command, stdin=stdin + b"six\n")
     assert refused.exit_code == 2
     assert "has changed since; add --force" in refused.stderr
-    shard = call("run", bundle_folder, "-", "-o", tmp_path / "x", "--shard", "1/2", stdin=stdin)
+    shard = call("run", bundle_folder, "-", "-o", tmp_path / "x", "--partition", "1/2", stdin=stdin)
     assert shard.exit_code == 2
 
 
 def test_a_long_job_says_how_far_it_is(
     bundle_folder: Path, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transferry.cli.LOG_EVERY", 0.0)
+    monkeypatch.setattr("transferry.runtime.console.progress.LOG_EVERY", 0.0)
     result = done("run", bundle_folder, lines, "-o", tmp_path / "out.jsonl")
     said = result.stderr.splitlines()
     assert len(said) == 301

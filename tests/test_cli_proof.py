@@ -148,7 +148,8 @@ def test_a_fault_is_traced_to_its_module_and_shown_again(
     ("options", "message"),
     [
         (["--self-test"], "--self-test needs --checkpoint"),
-        (["--opinions"], "--opinions needs --checkpoint"),
+        (["--cross-check"], "--cross-check needs --checkpoint"),
+        (["--opinions"], "--cross-check needs --checkpoint"),
         (["--replay", "x.npz"], "--replay needs --checkpoint"),
         (["--certify", "tomorrow"], "expected a date as YYYY-MM-DD, found 'tomorrow'"),
         (["--checkpoint", "run", "--target", "x"], "--target needs --text"),

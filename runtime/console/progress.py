@@ -1,0 +1,129 @@
+"""What a person sees of a command: messages, progress bars, the summary of a job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from transferry.runtime.console.options import COMMAND_LINE
+from transferry.runtime.errors import BadRowsError
+
+if TYPE_CHECKING:
+    from transferry.runtime.jobs.job import Job, Summary
+
+# Seconds between two lines of progress, and between two updates of a bar.
+LOG_EVERY, SHOW_EVERY = 30.0, 0.2
+# Options of a single call, which OUT.settings.toml does not repeat.
+OF_ONE_CALL = ("quiet", "force", "as_json")
+
+
+def say(line: str) -> None:
+    """Prints a message on stderr; stdout is for data."""
+    click.echo(line, err=True)
+
+
+def teller(quiet: bool) -> Callable[[str], None]:
+    """Returns `say`, or with --quiet a function that prints nothing."""
+    return (lambda line: None) if quiet else say
+
+
+@contextlib.contextmanager
+def progress(label: str, quiet: bool) -> Iterator[Callable[..., None]]:
+    """Shows a bar on stderr if that is a terminal.
+
+    Args:
+        label: Text before the bar.
+        quiet: Show nothing.
+
+    Yields:
+        A function that takes the units done, the units in total, and a note to show behind the bar.
+    """
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total, note="": None
+        return
+    bar: Any
+    with click.progressbar(
+        length=1, label=label, file=sys.stderr, item_show_func=lambda item: str(item or "")
+    ) as bar:
+
+        def show(done: int, total: int, note: str = "") -> None:
+            bar.length = total
+            bar.update(done - bar.pos, note)
+
+        yield show
+
+
+@contextlib.contextmanager
+def _watching(job: Job, quiet: bool) -> Iterator[Callable[[Summary], None]]:
+    """Shows how far a job is: a bar on a terminal, else a line every `LOG_EVERY` seconds."""
+    has_bar = sys.stderr.isatty() and str(job.source.path) != "-" and not quiet
+    total = job.count() if has_bar else None
+    every, shown = (SHOW_EVERY if has_bar else LOG_EVERY), time.monotonic()
+    with progress("running", not has_bar) as show:
+
+        def watch(summary: Summary) -> None:
+            nonlocal shown
+            if time.monotonic() - shown < every and summary.rows != total:
+                return
+            shown = time.monotonic()
+            if has_bar:
+                show(summary.rows, total, summary)
+            elif not quiet:
+                say(str(summary))
+
+        yield watch
+
+
+def run_job(job: Job, options: Mapping[str, Any]) -> None:
+    """Runs a job, showing its progress and in the end its summary.
+
+    Args:
+        job: The job.
+        options: The command's options; OUT.settings.toml repeats them.
+
+    Raises:
+        BadRowsError: Some rows hold an error.
+        KeyboardInterrupt: The job was interrupted; the message says how to continue it.
+    """
+    quiet = options["quiet"]
+    if not job.certificate.startswith("none"):
+        teller(quiet)(f"certificate {job.certificate}")
+    settings = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in options.items()
+        if name not in OF_ONE_CALL
+    }
+    try:
+        with _watching(job, quiet) as watch:
+            summary = job.run(watch, say=teller(quiet), settings=settings)
+    except KeyboardInterrupt as error:
+        command = click.get_current_context().meta[COMMAND_LINE]
+        again = (f"{error}; continue with: {command}",) if error.args else ()
+        raise KeyboardInterrupt(*again) from error
+    show_summary(options["out"], summary, quiet=quiet, as_json=options["as_json"])
+
+
+def show_summary(out: Path, summary: Summary, *, quiet: bool, as_json: bool) -> None:
+    """Prints the summary of a finished job: for a person on stderr, as JSON on stdout.
+
+    Raises:
+        BadRowsError: Some rows hold an error.
+    """
+    if not quiet:
+        say(f"{out} was finished before: {summary}" if summary.finished_before else str(summary))
+        if marks := summary.marks():
+            say(", ".join(f"{name} {value}" for name, value in marks.items()))
+    if as_json:
+        click.echo(json.dumps(summary.to_dict(), indent=1))
+    if summary.bad_rows:
+        raise BadRowsError(
+            f"{summary.bad_rows} of {summary.rows} rows could not be answered and hold an error "
+            f"instead, the first of them: {summary.first_error}"
+        )
