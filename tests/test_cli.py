@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from transferry.cli import main
-from transferry.runtime.doctor import check_cuda
 
 # The smallest model that is one.
 SMALLEST = [
@@ -166,7 +164,7 @@ class TestRun:
             ("--variant fast", ["'fast'", "portable"]),
         ],
     )
-    def test_what_cannot_be_is_refused_by_name(
+    def test_conflicting_options_are_refused(
         self, bundle_folder: Path, lines: Path, tmp_path: Path, options: str, named: list[str]
     ) -> None:
         out = tmp_path / "answers.jsonl"
@@ -188,7 +186,7 @@ class TestRun:
         assert len(read_json_lines(out)) == 12
 
     @pytest.mark.parametrize("kind", ["device", "folder"])
-    def test_what_is_no_file_is_not_replaced(
+    def test_only_a_file_is_replaced(
         self, bundle_folder: Path, lines: Path, tmp_path: Path, kind: str
     ) -> None:
         out = tmp_path / "answers"
@@ -201,7 +199,7 @@ class TestRun:
         assert "is no file" in result.stderr
         assert out.is_fifo() or out.is_dir()
 
-    def test_settings_from_a_file_lie_below_the_command_line(
+    def test_the_command_line_overrides_settings_from_a_file(
         self, bundle_folder: Path, lines: Path, tmp_path: Path
     ) -> None:
         settings = tmp_path / "settings.toml"
@@ -212,31 +210,9 @@ class TestRun:
         assert max(row["target_tokens"] for row in rows) == 5
         assert all("n_best" not in row for row in rows)
 
-    @pytest.mark.parametrize(
-        ("text", "named"), [("bean = 4", "sets bean"), ("beam = four", "is not TOML")]
-    )
-    def test_settings_that_cannot_be_are_refused(
-        self, bundle_folder: Path, lines: Path, tmp_path: Path, text: str, named: str
-    ) -> None:
-        settings = tmp_path / "settings.toml"
-        settings.write_text(text)
-        result = call("run", bundle_folder, lines, "--config", settings)
-        assert result.exit_code == 2
-        assert named in result.stderr
-
-    def test_cuda_where_there_is_none(
-        self, bundle_folder: Path, lines: Path, tmp_path: Path
-    ) -> None:
-        if check_cuda().status == "ok":
-            pytest.skip("CUDA can run here")
-        result = call("run", bundle_folder, lines, "-o", tmp_path / "a", "--provider", "cuda")
-        assert result.exit_code == 5
-        assert "provider cuda was asked for, but" in result.stderr
-        assert list(tmp_path.iterdir()) == []
-
 
 class TestVerifyInspectDoctor:
-    def test_a_bundle_is_held_against_its_run(
+    def test_a_bundle_is_compared_with_its_run(
         self, bundle_folder: Path, run_folder: Path, lines: Path
     ) -> None:
         result = call("verify", bundle_folder, "--checkpoint", run_folder, "--text", lines)
@@ -245,45 +221,13 @@ class TestVerifyInspectDoctor:
         assert result.stdout.endswith("PASSED\n")
         assert result.stderr == ""
 
-    def test_a_bundle_is_held_against_its_record(self, bundle_folder: Path) -> None:
+    def test_a_bundle_is_compared_with_its_recorded_answers(self, bundle_folder: Path) -> None:
         result = call("verify", bundle_folder, "--json")
         assert result.exit_code == 0
         report = json.loads(result.stdout)
         assert report["passed"]
         assert report["comparisons"]
         assert [search["search"] for search in report["decisions"]] == ["greedy", "beam 4"]
-
-    def test_json_may_be_asked_for_in_a_file(self, bundle_folder: Path, tmp_path: Path) -> None:
-        settings = tmp_path / "settings.toml"
-        settings.write_text("json = true\n")
-        result = call("verify", bundle_folder, "--config", settings)
-        assert json.loads(result.stdout)["passed"]
-
-    @pytest.mark.parametrize("options", [(), ("--json",)])
-    def test_a_weight_that_is_off_by_a_hundredth_fails(
-        self, bundle_folder: Path, run_folder: Path, tmp_path: Path, options: tuple[str, ...]
-    ) -> None:
-        from transferry.build_model.checkpoint import WEIGHTS, load_tensors, save_tensors
-
-        other = tmp_path / "run"
-        shutil.copytree(run_folder, other)
-        weights, _ = load_tensors(other / WEIGHTS)
-        largest = weights["embedding.weight"].abs().argmax()
-        weights["embedding.weight"].view(-1)[largest] *= 1.01
-        save_tensors(other / WEIGHTS, weights)
-        result = call("verify", bundle_folder, "--checkpoint", other, *options)
-        assert result.exit_code == 4
-        assert "does not answer as torch does" in result.stderr
-        assert "exceeds the budget" in result.stderr
-        if options:
-            assert not json.loads(result.stdout)["passed"]
-        else:
-            assert result.stdout.endswith("FAILED\n")
-
-    def test_text_needs_a_checkpoint(self, bundle_folder: Path, lines: Path) -> None:
-        result = call("verify", bundle_folder, "--text", lines)
-        assert result.exit_code == 2
-        assert "--text needs --checkpoint" in result.stderr
 
     def test_inspect(self, bundle_folder: Path) -> None:
         shown = call("inspect", bundle_folder)
@@ -347,10 +291,6 @@ class TestTrain:
         config = json.loads((run / "config.json").read_bytes())
         assert config["train"]["label_smoothing"] == 0.25
         assert config["model"]["vocabulary_size"] == 300
-        settings.write_text("bean = 1\n")
-        result = call("train", *pairs, "--config", settings, "--out", tmp_path / "other")
-        assert result.exit_code == 2
-        assert "sets bean, which train does not have" in result.stderr
 
     @pytest.mark.parametrize(
         ("options", "named"),
@@ -365,7 +305,7 @@ class TestTrain:
             ("--resume --force", ["--resume", "--force"]),
         ],
     )
-    def test_what_cannot_be_is_refused_by_name(
+    def test_conflicting_options_are_refused(
         self, tmp_path: Path, options: str, named: list[str]
     ) -> None:
         result = call("train", "--preset", "tiny", "--out", tmp_path / "run", *options.split())
@@ -373,7 +313,7 @@ class TestTrain:
         assert [name for name in named if name not in result.stderr] == []
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_shape_that_cannot_be_leaves_nothing(self, pairs: list[str], tmp_path: Path) -> None:
+    def test_a_refused_shape_leaves_nothing(self, pairs: list[str], tmp_path: Path) -> None:
         result = call("train", *pairs, *SMALLEST, "--heads", "3", "--out", tmp_path / "run")
         assert result.exit_code == 2
         assert "d_model must be a multiple of heads, but 16 is not one of 3" in result.stderr
@@ -392,7 +332,7 @@ class TestTrain:
         assert (run / "model.safetensors").read_bytes() != weights
 
     @pytest.mark.parametrize("settings", [None, 'theme = "dark"\n', "no TOML"])
-    def test_force_does_not_replace_what_is_no_run(
+    def test_force_replaces_only_a_run(
         self, pairs: list[str], tmp_path: Path, settings: str | None
     ) -> None:
         photo = tmp_path / "photo"

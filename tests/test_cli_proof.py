@@ -111,8 +111,9 @@ def test_a_failure_has_its_report_too(
         spoil(monkeypatch, 1.01)
     page, junit = tmp_path / "report.html", tmp_path / "report.xml"
     options: list[str | Path] = ["--report", page, "--junit", junit, "--certify", DATE]
-    result = call("verify", bundle, *options)
+    result = call("verify", bundle, *options, "--json")
     assert result.exit_code == (4 if wrong else 0)
+    assert json.loads(result.stdout)["passed"] is not wrong
     assert ("FAILED" in page.read_text(encoding="utf-8")) is wrong
     assert bool(list(ET.parse(junit).iter("failure"))) is wrong
     assert len(list((bundle / "certificates").iterdir())) == (0 if wrong else 1)
@@ -132,6 +133,9 @@ def test_a_fault_is_traced_to_its_module_and_shown_again(
     save_tensors(other / WEIGHTS, weights)
     result = call("verify", bundle, "--checkpoint", other, "--report", tmp_path / "report.html")
     assert result.exit_code == 4
+    assert "does not answer as torch does" in result.stderr
+    assert "exceeds the budget" in result.stderr
+    assert result.stdout.endswith("FAILED\n")
     place = "the fault begins in decoder.1.feed_forward.inner (build_model/layers.py:"
     assert place in result.stdout
     fault = tmp_path / "bundle.fault.npz"
@@ -147,6 +151,7 @@ def test_a_fault_is_traced_to_its_module_and_shown_again(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--text", "x"], "--text needs --checkpoint"),
         (["--self-test"], "--self-test needs --checkpoint"),
         (["--cross-check"], "--cross-check needs --checkpoint"),
         (["--opinions"], "--cross-check needs --checkpoint"),
@@ -155,7 +160,7 @@ def test_a_fault_is_traced_to_its_module_and_shown_again(
         (["--checkpoint", "run", "--target", "x"], "--target needs --text"),
     ],
 )
-def test_what_does_not_go_together(bundle: Path, options: list[str], message: str) -> None:
+def test_options_that_need_another(bundle: Path, options: list[str], message: str) -> None:
     result = call("verify", bundle, *options)
     assert result.exit_code == 2
     assert message in result.stderr

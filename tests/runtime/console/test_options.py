@@ -77,10 +77,21 @@ def test_a_settings_file_may_use_the_names_of_options(tmp_path: Path) -> None:
     assert found == {"page": "a.html", "depth": 5, "salt": 1.0}
     settings.write_text('page = "b.html"\n')
     assert call("--config", settings)[1] == {"page": "b.html"}
-    settings.write_text("depht = 4\nsalted = 1.0\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("depht = 4\nsalted = 1.0", "sets depht, salted, which sail does not have"),
+        ("depth = four", "is not TOML"),
+    ],
+)
+def test_unusable_settings_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text(text)
     result, _ = call("--config", settings)
     assert result.exit_code == 2
-    assert result.stderr == f"Error: {settings} sets depht, salted, which sail does not have\n"
+    assert result.stderr.startswith(f"Error: {settings} {message}")
 
 
 @pytest.mark.parametrize("words", [["--deep-water", "9"], ["--deep-water=9"], ["--depth", "9"]])
