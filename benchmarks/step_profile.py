@@ -36,7 +36,7 @@ from transferry.runtime.decoding import search as search_module
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.result import Result
+from transferry.runtime.engine.result import GenerationResult
 from transferry.runtime.errors import TransferryError, UsageError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
@@ -99,10 +99,10 @@ def open_engine(bundle: Bundle, variant: Variant, options: SessionOptions, rows:
 
 def by_stage(
     engine: Engine, texts: Sequence[str], options: GenerationOptions, rounds: int
-) -> tuple[dict[str, float], list[Result]]:
+) -> tuple[dict[str, float], list[GenerationResult]]:
     """Answers the texts; returns seconds by stage in the fastest round, and the answers."""
 
-    def answer() -> list[Result]:
+    def answer() -> list[GenerationResult]:
         return list(engine.generate(texts, options))
 
     results = answer()  # also warms up
@@ -168,7 +168,11 @@ def read_trace(graph: str, events: Sequence[dict[str, Any]]) -> dict[str, dict[s
 
 
 def matrix_limit(
-    config: ModelConfig, precision: str, results: Sequence[Result], beam: int, batch_rows: int
+    config: ModelConfig,
+    precision: str,
+    results: Sequence[GenerationResult],
+    beam: int,
+    batch_rows: int,
 ) -> dict[str, float]:
     """Measures the least time for the products of the answers, and counts the products."""
     # A step a token, the end token included.

@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.preprocess import LongRows, Reading, check_long_rows
+from transferry.runtime.engine.preprocess import EncodedRow, LongRows, check_long_rows
 from transferry.runtime.engine.result import NOT_FINITE, RowError
-from transferry.runtime.engine.worker_pool import Todo
+from transferry.runtime.engine.worker_pool import WorkItem
 from transferry.runtime.ort.encoder import EncoderModel
 
 Pooling = Literal["mean", "first"]
 
 
 @dataclass(frozen=True)
-class Embedding:
+class EmbeddingResult:
     """What became of one row.
 
     Attributes:
@@ -53,7 +53,7 @@ def embed(
     pooling: Pooling = "mean",
     normalise: bool = False,
     long_rows: LongRows = "error",
-) -> Iterator[Embedding]:
+) -> Iterator[EmbeddingResult]:
     """Embeds each text, in order, in bounded memory; a row never depends on its neighbours.
 
     Args:
@@ -71,15 +71,17 @@ def embed(
     check_long_rows(long_rows, "task embed")
     nothing = np.full(int(engine.bundle.manifest.model["d_model"]), np.nan, np.float32)
 
-    def prepare(first: int, items: list[str | RowError]) -> list[Todo[Reading] | Embedding]:
+    def prepare(
+        first: int, items: list[str | RowError]
+    ) -> list[WorkItem[EncodedRow] | EmbeddingResult]:
         return [
-            Todo(row, len(row.ids))
+            WorkItem(row, len(row.ids))
             if row.error is None
-            else Embedding(row.text, row.tokens, nothing, row.error)
+            else EmbeddingResult(row.text, row.tokens, nothing, row.error)
             for row in engine.reader.read(items, long_rows)
         ]
 
-    def compute(encoder: EncoderModel, rows: list[Reading]) -> list[Embedding]:
+    def compute(encoder: EncoderModel, rows: list[EncodedRow]) -> list[EmbeddingResult]:
         sources = [row.ids for row in rows]
         hidden = encoder.encode(*pad_sources(sources, pad_id), ("hidden",))
         embeddings = []
@@ -91,7 +93,7 @@ def embed(
             error = None if np.isfinite(vector).all() else NOT_FINITE
             vector = nothing if error else vector.astype(np.float32)
             embeddings.append(
-                Embedding(row.text, len(row.ids), vector, error, truncated=row.truncated)
+                EmbeddingResult(row.text, len(row.ids), vector, error, truncated=row.truncated)
             )
         return embeddings
 

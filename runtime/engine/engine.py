@@ -17,20 +17,26 @@ from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search_stream
 from transferry.runtime.decoding.strategy import Request
 from transferry.runtime.engine.preprocess import (
+    EncodedRow,
     LongRows,
-    Reader,
-    Reading,
+    Preprocessor,
     check_long_rows,
     sentences_version,
 )
-from transferry.runtime.engine.result import NOT_FINITE, Output, Result, RowError, joined
+from transferry.runtime.engine.result import (
+    NOT_FINITE,
+    GenerationResult,
+    RowError,
+    TextHypothesis,
+    joined,
+)
 from transferry.runtime.engine.worker_pool import (
     Done,
     Item,
     Task,
     Tasks,
-    Todo,
     Worker,
+    WorkItem,
     batch_worker,
     in_order,
     sparing,
@@ -84,7 +90,7 @@ class Engine:
         self.require_certificate = require_certificate
         self.max_positions = int(bundle.manifest.model["max_positions"])
         tokenizer = bundle.tokenizer
-        self.reader = Reader(
+        self.reader = Preprocessor(
             tokenizer.encode_batch, tokenizer.special, self.max_positions, tokenizer.longest_token
         )
 
@@ -228,7 +234,7 @@ class Engine:
         items: Sequence[str | RowError],
         options: GenerationOptions,
         long_rows: LongRows = "error",
-    ) -> list[Reading]:
+    ) -> list[EncodedRow]:
         """Returns what the model reads of rows that it is to answer."""
         # A prompt that is cut short leaves positions for the prefix and one token of an answer.
         reserve = 0 if self.decoder.has_encoder else len(options.prefix)
@@ -246,7 +252,7 @@ class Engine:
         *,
         first_row: int = 0,
         long_rows: LongRows = "error",
-    ) -> Iterator[Result]:
+    ) -> Iterator[GenerationResult]:
         """Answers each text, in order; reads ahead by at most two windows.
 
         An answer depends on its text and the options alone, for samples also on its place among
@@ -276,10 +282,12 @@ class Engine:
         check_long_rows(long_rows, f"n_best={options.n_best}" if options.n_best > 1 else conflict)
         cuts: deque[tuple[str, int]] = deque()
 
-        def prepare(first: int, items: list[str | RowError]) -> list[Todo[_Row] | Result]:
-            rows: list[Todo[_Row] | Result] = []
+        def prepare(
+            first: int, items: list[str | RowError]
+        ) -> list[WorkItem[_Row] | GenerationResult]:
+            rows: list[WorkItem[_Row] | GenerationResult] = []
             # What does not depend on the number of its row is the same for the same text.
-            once: dict[str | RowError, list[Todo[_Row] | Result]] = {}
+            once: dict[str | RowError, list[WorkItem[_Row] | GenerationResult]] = {}
             readings = self.read(items, options, long_rows)
             for number, item in enumerate(items):
                 if options.sample or item not in once:
@@ -292,8 +300,8 @@ class Engine:
 
         def work(
             decoder: ServedDecoder, rows: Tasks[_Row], slots: int
-        ) -> Iterator[tuple[Todo[_Row], Result]]:
-            def take(most: int) -> list[Request[Todo[_Row]]]:
+        ) -> Iterator[tuple[WorkItem[_Row], GenerationResult]]:
+            def take(most: int) -> list[Request[WorkItem[_Row]]]:
                 return [
                     Request(
                         todo, todo.task.source, todo.task.room, options.prefix, todo.task.number
@@ -313,7 +321,7 @@ class Engine:
     def map(
         self,
         items: Iterable[Item],
-        prepare: Callable[[int, list[Item]], list[Todo[Task] | Done]],
+        prepare: Callable[[int, list[Item]], list[WorkItem[Task] | Done]],
         compute: Callable[[AnyModel, list[Task]], list[Done]],
         models: Sequence[AnyModel],
     ) -> Iterator[Done]:
@@ -331,14 +339,14 @@ class Engine:
     def _in_order(
         self,
         items: Iterable[Item],
-        prepare: Callable[[int, list[Item]], list[Todo[Task] | Done]],
+        prepare: Callable[[int, list[Item]], list[WorkItem[Task] | Done]],
         workers: Sequence[Worker[Task, Done]],
     ) -> Iterator[Done]:
         return in_order(items, prepare, [*workers] * self.replicas, options=self.batches)
 
     def _pieces(
-        self, number: int, reading: Reading, options: GenerationOptions, long_rows: LongRows
-    ) -> list[Todo[_Row] | Result]:
+        self, number: int, reading: EncodedRow, options: GenerationOptions, long_rows: LongRows
+    ) -> list[WorkItem[_Row] | GenerationResult]:
         """What is to be answered of a row, or why nothing is."""
         if long_rows != "split" or reading.error is None or reading.error.kind != "too-long":
             return [self._prepared(number, reading, options)]
@@ -350,8 +358,8 @@ class Engine:
         ]
 
     def _prepared(
-        self, number: int, reading: Reading, options: GenerationOptions
-    ) -> Todo[_Row] | Result:
+        self, number: int, reading: EncodedRow, options: GenerationOptions
+    ) -> WorkItem[_Row] | GenerationResult:
         text, source, error = reading.text, reading.ids, reading.error
         room = self._room(len(source), options)
         if error is None and len(options.prefix) > room:
@@ -361,8 +369,8 @@ class Engine:
                 f"positions, but the prefix has {len(options.prefix)}; shorten either",
             )
         if error is not None:
-            return Result(text, reading.tokens, (), error)
-        return Todo(_Row(number, text, source, room, reading.truncated), len(source))
+            return GenerationResult(text, reading.tokens, (), error)
+        return WorkItem(_Row(number, text, source, room, reading.truncated), len(source))
 
     def _room(self, tokens: int, options: GenerationOptions) -> int:
         """How long an answer may get; a prompt takes up positions, but for the last answer's."""
@@ -370,10 +378,10 @@ class Engine:
             return options.max_length
         return max(1, min(options.max_length, self.max_positions - tokens + 1))
 
-    def _result(self, row: _Row, hypotheses: Sequence[Hypothesis]) -> Result:
+    def _result(self, row: _Row, hypotheses: Sequence[Hypothesis]) -> GenerationResult:
         usable = [item for item in hypotheses if item.finish_reason != "error"]
         outputs = tuple(
-            Output(
+            TextHypothesis(
                 self.bundle.tokenizer.decode(item.tokens),
                 item.tokens,
                 item.score,
@@ -383,7 +391,7 @@ class Engine:
             for item in usable
         )
         error = None if usable else NOT_FINITE
-        return Result(row.text, len(row.source), outputs, error, row.truncated)
+        return GenerationResult(row.text, len(row.source), outputs, error, row.truncated)
 
 
 @dataclass(frozen=True)

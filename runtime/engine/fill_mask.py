@@ -11,9 +11,9 @@ import numpy as np
 from transferry.runtime.decoding.logits import log_sum_exp, top_k
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.preprocess import LongRows, Reading, check_long_rows
+from transferry.runtime.engine.preprocess import EncodedRow, LongRows, check_long_rows
 from transferry.runtime.engine.result import NOT_FINITE, RowError
-from transferry.runtime.engine.worker_pool import Todo
+from transferry.runtime.engine.worker_pool import WorkItem
 from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.encoder import EncoderModel
 
@@ -36,7 +36,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Filled:
+class FilledMaskResult:
     """What became of one row.
 
     Attributes:
@@ -82,7 +82,7 @@ def fill_masks(
     mask: str = MASK,
     top: int = 5,
     long_rows: LongRows = "error",
-) -> Iterator[Filled]:
+) -> Iterator[FilledMaskResult]:
     """Fills the masks of each text, in order; each mask is filled as if the others stayed.
 
     Args:
@@ -125,30 +125,32 @@ def fill_masks(
         longest_token=longest and max(longest, len(mask) + 1),
     )
 
-    def prepare(first: int, items: list[str | RowError]) -> list[Todo[Reading] | Filled]:
-        rows: list[Todo[Reading] | Filled] = []
+    def prepare(
+        first: int, items: list[str | RowError]
+    ) -> list[WorkItem[EncodedRow] | FilledMaskResult]:
+        rows: list[WorkItem[EncodedRow] | FilledMaskResult] = []
         for row in reader.read(items, long_rows):
             error = row.error
             if error is None and mask_id not in row.ids:
                 where = f" among the first {len(row.ids)} tokens" if row.truncated else ""
                 error = RowError("no-mask", f"there is no {mask} to fill in{where}")
             if error is None:
-                rows.append(Todo(row, len(row.ids)))
+                rows.append(WorkItem(row, len(row.ids)))
             else:
-                rows.append(Filled(row.text, row.tokens, error=error))
+                rows.append(FilledMaskResult(row.text, row.tokens, error=error))
         return rows
 
-    def compute(encoder: EncoderModel, rows: list[Reading]) -> list[Filled]:
+    def compute(encoder: EncoderModel, rows: list[EncodedRow]) -> list[FilledMaskResult]:
         sources = [row.ids for row in rows]
         found = encoder.encode(*pad_sources(sources, special.pad_id), ("logits",))
         return [_fill(row, logits) for row, logits in zip(rows, found["logits"], strict=True)]
 
-    def _fill(row: Reading, logits: np.ndarray[Any, Any]) -> Filled:
+    def _fill(row: EncodedRow, logits: np.ndarray[Any, Any]) -> FilledMaskResult:
         text, source = row.text, row.ids
         places = np.flatnonzero(np.array(source) == mask_id)
         scores = logits[places]
         if not np.isfinite(scores).all():
-            return Filled(text, len(source), error=NOT_FINITE, truncated=row.truncated)
+            return FilledMaskResult(text, len(source), error=NOT_FINITE, truncated=row.truncated)
         values, tokens = top_k(scores, min(top, scores.shape[1]))
         values = values - log_sum_exp(scores)[:, None]
         candidates = tuple(
@@ -161,6 +163,6 @@ def fill_masks(
         whole = np.array(source)
         whole[places] = tokens[:, 0]
         filled = tokenizer.decode(whole.tolist())
-        return Filled(text, len(source), filled, candidates, truncated=row.truncated)
+        return FilledMaskResult(text, len(source), filled, candidates, truncated=row.truncated)
 
     return engine.map(items, prepare, compute, encoders)

@@ -20,7 +20,7 @@ LongRows = Literal["error", "truncate", "split"]
 
 
 @dataclass(frozen=True)
-class Reading:
+class EncodedRow:
     """What became of a row before any model saw it.
 
     Attributes:
@@ -40,7 +40,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Reader:
+class Preprocessor:
     """Turns texts into what a model reads.
 
     Attributes:
@@ -59,7 +59,7 @@ class Reader:
 
     def read(
         self, items: Sequence[str | RowError], long_rows: LongRows = "error", reserve: int = 0
-    ) -> list[Reading]:
+    ) -> list[EncodedRow]:
         """Reads rows, in order.
 
         Args:
@@ -72,7 +72,7 @@ class Reader:
         heads = [self._head(text, room, long_rows) for text in texts]
         ids = iter(self.encode_batch(heads))
         return [
-            Reading("", error=item)
+            EncodedRow("", error=item)
             if isinstance(item, RowError)
             else self._reading(item, next(ids), room, long_rows)
             for item in items
@@ -89,18 +89,18 @@ class Reader:
         assert self.longest_token is not None
         return text[: room * self.longest_token] if long_rows == "truncate" else ""
 
-    def _reading(self, text: str, ids: Sequence[int], room: int, long_rows: LongRows) -> Reading:
+    def _reading(self, text: str, ids: Sequence[int], room: int, long_rows: LongRows) -> EncodedRow:
         uncounted = self._least(text) > self.positions
         wrapped = self.special.wrap(ids)
         around = len(wrapped) - len(ids)
         tokens = self._least(text) + around if uncounted else len(wrapped)
         if not text.strip():
-            return Reading(text, (), tokens, RowError("empty", "there is no text to work on"))
+            return EncodedRow(text, (), tokens, RowError("empty", "there is no text to work on"))
         if tokens <= room:
-            return Reading(text, wrapped, tokens)
+            return EncodedRow(text, wrapped, tokens)
         if long_rows == "truncate" and room > around:
-            return Reading(text, self.special.wrap(ids[: room - around]), tokens, truncated=True)
-        return Reading(
+            return EncodedRow(text, self.special.wrap(ids[: room - around]), tokens, truncated=True)
+        return EncodedRow(
             text,
             (),
             tokens,

@@ -48,7 +48,7 @@ NOT_FINITE = RowError(
 
 
 @dataclass(frozen=True)
-class Output:
+class TextHypothesis:
     """One answer to a row.
 
     Attributes:
@@ -68,7 +68,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Result:
+class GenerationResult:
     """What became of one row: answers, best first, or an error.
 
     Attributes:
@@ -82,7 +82,7 @@ class Result:
 
     source: str
     source_tokens: int
-    outputs: tuple[Output, ...]
+    outputs: tuple[TextHypothesis, ...]
     error: RowError | None = None
     truncated: bool = False
 
@@ -98,8 +98,8 @@ class Result:
 
 
 def joined(
-    results: Iterator[Result], cuts: deque[tuple[str, int]], length_penalty: float
-) -> Iterator[Result]:
+    results: Iterator[GenerationResult], cuts: deque[tuple[str, int]], length_penalty: float
+) -> Iterator[GenerationResult]:
     """Puts together what became of the pieces of rows.
 
     Args:
@@ -114,22 +114,22 @@ def joined(
             yield first if count == 1 else join(text, pieces, length_penalty)
 
 
-def join(text: str, pieces: Sequence[Result], length_penalty: float) -> Result:
+def join(text: str, pieces: Sequence[GenerationResult], length_penalty: float) -> GenerationResult:
     """Returns the result of a text out of those of its pieces, one answer each."""
     source_tokens = sum(piece.source_tokens for piece in pieces)
     for number, piece in enumerate(pieces, start=1):
         if piece.error is not None:
             message = f"piece {number} of {len(pieces)}: {piece.error.message}"
-            return Result(text, source_tokens, (), replace(piece.error, message=message))
+            return GenerationResult(text, source_tokens, (), replace(piece.error, message=message))
     outputs = [piece.outputs[0] for piece in pieces]
     ends = [output.finish_reason == "end" for output in outputs]
     log_probability = math.fsum(output.log_probability for output in outputs)
     length = sum(len(output.tokens) for output in outputs) + sum(ends)
-    joined = Output(
+    joined = TextHypothesis(
         " ".join(output.text for output in outputs if output.text),
         tuple(token for output in outputs for token in output.tokens),
         length_normalised(log_probability, length, length_penalty),
         log_probability,
         "end" if all(ends) else "length",
     )
-    return Result(text, source_tokens, (joined,))
+    return GenerationResult(text, source_tokens, (joined,))

@@ -11,9 +11,9 @@ import numpy as np
 from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.preprocess import LongRows, Reading, check_long_rows
+from transferry.runtime.engine.preprocess import EncodedRow, LongRows, check_long_rows
 from transferry.runtime.engine.result import NOT_FINITE, RowError
-from transferry.runtime.engine.worker_pool import Todo
+from transferry.runtime.engine.worker_pool import WorkItem
 from transferry.runtime.ort.open_model import ServedDecoder
 
 # Most logits of a batch: 256 MB of float32.
@@ -21,7 +21,7 @@ MOST_LOGITS = 1 << 26
 
 
 @dataclass(frozen=True)
-class Score:
+class ScoreResult:
     """What became of one row.
 
     Attributes:
@@ -83,7 +83,7 @@ def score(
     rows: Iterable[tuple[str | RowError, str | RowError | None]],
     *,
     long_rows: LongRows = "error",
-) -> Iterator[Score]:
+) -> Iterator[ScoreResult]:
     """Scores each row, in order, in bounded memory; a row never depends on its neighbours.
 
     Args:
@@ -108,43 +108,43 @@ def score(
 
     def prepare(
         first: int, rows: list[tuple[str | RowError, str | RowError | None]]
-    ) -> list[Todo[_Row] | Score]:
+    ) -> list[WorkItem[_Row] | ScoreResult]:
         sources = engine.reader.read([source for source, _ in rows], long_rows)
         if not decoders[0].has_encoder:
             return [_of_text(row) for row in sources]
         wanted = targets.read(["" if target is None else target for _, target in rows], long_rows)
         return [_of_pair(*pair) for pair in zip(sources, wanted, strict=True)]
 
-    def _of_pair(source: Reading, target: Reading) -> Todo[_Row] | Score:
+    def _of_pair(source: EncodedRow, target: EncodedRow) -> WorkItem[_Row] | ScoreResult:
         error = source.error or target.error
         if error is not None:
-            return Score(source.text, target.text, source.tokens, error=error)
+            return ScoreResult(source.text, target.text, source.tokens, error=error)
         wanted = target.ids[:-1] if target.truncated else target.ids
         given = [special.bos_id, *wanted[:-1]]
         truncated = source.truncated or target.truncated
-        return Todo(
+        return WorkItem(
             _Row(source.text, target.text, source.ids, given, wanted, truncated),
             max(len(source.ids), len(wanted)),
         )
 
-    def _of_text(row: Reading) -> Todo[_Row] | Score:
+    def _of_text(row: EncodedRow) -> WorkItem[_Row] | ScoreResult:
         error = row.error
         if error is None and len(row.ids) == 1:
             error = RowError("too-short", "a text of one token has nothing to be scored after it")
         if error is not None:
-            return Score(row.text, None, row.tokens, error=error)
+            return ScoreResult(row.text, None, row.tokens, error=error)
         given, wanted = row.ids[:-1], row.ids[1:]
-        return Todo(_Row(row.text, None, (), given, wanted, row.truncated), len(row.ids))
+        return WorkItem(_Row(row.text, None, (), given, wanted, row.truncated), len(row.ids))
 
-    def compute(decoder: ServedDecoder, rows: list[_Row]) -> list[Score]:
-        scores: list[Score] = []
+    def compute(decoder: ServedDecoder, rows: list[_Row]) -> list[ScoreResult]:
+        scores: list[ScoreResult] = []
         longest = max(len(row.given) for row in rows)
         most = max(1, MOST_LOGITS // (longest * decoder.vocabulary_size))
         for first in range(0, len(rows), most):
             scores += _compute(decoder, rows[first : first + most])
         return scores
 
-    def _compute(decoder: ServedDecoder, rows: Sequence[_Row]) -> list[Score]:
+    def _compute(decoder: ServedDecoder, rows: Sequence[_Row]) -> list[ScoreResult]:
         state = decoder.start(*pad_sources([row.read for row in rows], special.pad_id))
         # What is padded lies behind what is scored, and the state is not used again.
         given, _ = pad_sources([row.given for row in rows], special.pad_id)
@@ -160,7 +160,7 @@ def score(
             values = chosen[places] - log_sum_exp(chosen)
             finite = bool(np.isfinite(values).all())
             scores.append(
-                Score(
+                ScoreResult(
                     row.source,
                     row.target,
                     len(row.read) or len(row.given) + 1,

@@ -23,7 +23,7 @@ SMALLEST_SHARE = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Todo(Generic[Task]):
+class WorkItem(Generic[Task]):
     """What is to be computed. Where it stands for several rows, these become the same.
 
     Attributes:
@@ -38,7 +38,7 @@ class Todo(Generic[Task]):
 class Tasks(Protocol[Task]):
     """Where a worker gets what is to be computed."""
 
-    def take(self, most: int) -> list[Todo[Task]]:
+    def take(self, most: int) -> list[WorkItem[Task]]:
         """Hands out what is to be computed next, of similar length, once there is anything.
 
         Args:
@@ -50,7 +50,7 @@ class Tasks(Protocol[Task]):
         ...
 
 
-class Supply(Generic[Task, Done]):
+class WorkQueue(Generic[Task, Done]):
     """What waits to be computed and what has been: where the reader and the replicas meet."""
 
     def __init__(self, tokens: int, workers: int = 1) -> None:
@@ -63,15 +63,15 @@ class Supply(Generic[Task, Done]):
                 all, and the others have nothing to do.
         """
         self._tokens, self._workers = tokens, workers
-        self._waiting: deque[Todo[Task]] = deque()
-        self._done: dict[Todo[Task], Done] = {}
+        self._waiting: deque[WorkItem[Task]] = deque()
+        self._done: dict[WorkItem[Task], Done] = {}
         self._closed = self._stopped = False
         self._error: BaseException | None = None
         self._reader = threading.current_thread()
         lock = threading.Lock()
         self._added, self._finished = threading.Condition(lock), threading.Condition(lock)
 
-    def take(self, most: int) -> list[Todo[Task]]:
+    def take(self, most: int) -> list[WorkItem[Task]]:
         """Hands out what is to be computed next; see `Tasks.take`."""
         with self._added:
             while not (self._waiting or self._closed or self._abandoned()):
@@ -88,13 +88,13 @@ class Supply(Generic[Task, Done]):
         """Whether the program ends without having closed its stream of results."""
         return not (threading.main_thread().is_alive() or self._reader.is_alive())
 
-    def add(self, todos: Iterable[Todo[Task]]) -> None:
+    def add(self, todos: Iterable[WorkItem[Task]]) -> None:
         """Lets something be computed, after all else."""
         with self._added:
             self._waiting.extend(todos)
             self._added.notify_all()
 
-    def give_back(self, todos: Sequence[Todo[Task]]) -> None:
+    def give_back(self, todos: Sequence[WorkItem[Task]]) -> None:
         """Takes back what could not be computed, to be computed before all else."""
         with self._added:
             self._waiting.extendleft(reversed(todos))
@@ -130,11 +130,11 @@ class Supply(Generic[Task, Done]):
         except BaseException as error:  # noqa: BLE001 - raised where the results are read
             self.stop(error)
 
-    def results(self, rows: Iterable[Todo[Task] | Done]) -> Iterator[Done]:
+    def results(self, rows: Iterable[WorkItem[Task] | Done]) -> Iterator[Done]:
         """Waits for what became of rows, in order, and forgets it."""
         todos = set()
         for row in rows:
-            if not isinstance(row, Todo):
+            if not isinstance(row, WorkItem):
                 yield row
                 continue
             todos.add(row)
@@ -150,20 +150,20 @@ class Supply(Generic[Task, Done]):
                 del self._done[todo]
 
 
-Worker: TypeAlias = Callable[[Supply[Task, Done]], Iterable[tuple[Todo[Task], Done]]]
+Worker: TypeAlias = Callable[[WorkQueue[Task, Done]], Iterable[tuple[WorkItem[Task], Done]]]
 # A worker that is told how much to compute at once.
-Work: TypeAlias = Callable[[Tasks[Task], int], Iterable[tuple[Todo[Task], Done]]]
+Work: TypeAlias = Callable[[Tasks[Task], int], Iterable[tuple[WorkItem[Task], Done]]]
 
 
 class _Loan(Generic[Task]):
     """What a worker has taken and not computed yet."""
 
-    def __init__(self, supply: Supply[Task, Done], most: int) -> None:
+    def __init__(self, supply: WorkQueue[Task, Done], most: int) -> None:
         self._supply: Tasks[Task] = supply
         self._most = most
-        self.taken: dict[Todo[Task], None] = {}
+        self.taken: dict[WorkItem[Task], None] = {}
 
-    def take(self, most: int) -> list[Todo[Task]]:
+    def take(self, most: int) -> list[WorkItem[Task]]:
         todos = self._supply.take(min(most, self._most))
         self.taken.update(dict.fromkeys(todos))
         return todos
@@ -182,7 +182,7 @@ def sparing(work: Work[Task, Done], rows: int) -> Worker[Task, Done]:
         InputError: There is not enough memory for one.
     """
 
-    def worker(supply: Supply[Task, Done]) -> Iterator[tuple[Todo[Task], Done]]:
+    def worker(supply: WorkQueue[Task, Done]) -> Iterator[tuple[WorkItem[Task], Done]]:
         rows_now, most = rows, sys.maxsize
         while True:
             loan = _Loan(supply, most)
@@ -213,7 +213,7 @@ def batch_worker(compute: Callable[[list[Task]], list[Done]], rows: int) -> Work
         rows: Most rows of a batch.
     """
 
-    def work(tasks: Tasks[Task], rows: int) -> Iterator[tuple[Todo[Task], Done]]:
+    def work(tasks: Tasks[Task], rows: int) -> Iterator[tuple[WorkItem[Task], Done]]:
         while todos := tasks.take(rows):
             yield from zip(todos, compute([todo.task for todo in todos]), strict=True)
 
@@ -222,7 +222,7 @@ def batch_worker(compute: Callable[[list[Task]], list[Done]], rows: int) -> Work
 
 def in_order(
     items: Iterable[Item],
-    prepare: Callable[[int, list[Item]], list[Todo[Task] | Done]],
+    prepare: Callable[[int, list[Item]], list[WorkItem[Task] | Done]],
     workers: Sequence[Worker[Task, Done]],
     *,
     options: BatchOptions,
@@ -236,7 +236,7 @@ def in_order(
         workers: Each takes from the supply and computes, in a thread of its own.
         options: Sizes of windows, and of what a supply hands out, in tokens.
     """
-    supply = Supply[Task, Done](options.tokens, len(workers))
+    supply = WorkQueue[Task, Done](options.tokens, len(workers))
     threads = [
         threading.Thread(target=supply.work, args=(worker,), name=f"replica {number}")
         for number, worker in enumerate(workers)
@@ -245,12 +245,12 @@ def in_order(
         thread.start()
     try:
         first = 0
-        pending: deque[list[Todo[Task] | Done]] = deque()
+        pending: deque[list[WorkItem[Task] | Done]] = deque()
         for number, window in enumerate(windows(items, options.window)):
             rows = prepare(first, window)
             first += len(window)
             # Up and down by turns: where windows meet, what is computed together is alike, too.
-            todos = dict.fromkeys(row for row in rows if isinstance(row, Todo))
+            todos = dict.fromkeys(row for row in rows if isinstance(row, WorkItem))
             supply.add(sorted(todos, key=lambda todo: todo.tokens, reverse=number % 2 == 0))
             pending.append(rows)
             # One window is computed while the next is read, so that no replica waits.

@@ -17,11 +17,11 @@ from transferry.runtime.bundle import REFERENCE
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.engine.embed import Embedding
+from transferry.runtime.engine.embed import EmbeddingResult
 from transferry.runtime.engine.engine import PIECE, Engine
-from transferry.runtime.engine.fill_mask import Filled
+from transferry.runtime.engine.fill_mask import FilledMaskResult
 from transferry.runtime.engine.preprocess import LongRows
-from transferry.runtime.engine.result import Result
+from transferry.runtime.engine.result import GenerationResult
 from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
@@ -29,7 +29,7 @@ from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.parity.divergence import explain
 from transferry.runtime.parity.recorded import Reference
 
-Row = Result | Embedding | Filled
+Row = GenerationResult | EmbeddingResult | FilledMaskResult
 
 
 def share(text: str) -> int:
@@ -109,9 +109,9 @@ class Canary:
             difference = f"{row.error or 'an answer'}, but {again.error or 'an answer'}"
         elif row.error is not None:
             difference = ""
-        elif isinstance(row, Embedding):
+        elif isinstance(row, EmbeddingResult):
             difference = self._of_vectors(row, again)
-        elif isinstance(row, Filled):
+        elif isinstance(row, FilledMaskResult):
             difference = self._of_candidates(row, again)
         else:
             difference = self._of_answers(number, row, again)
@@ -131,7 +131,7 @@ class Canary:
             "canaries_tied": self.ties,
         }
 
-    def _of_answers(self, number: int, row: Result, again: Result) -> str:
+    def _of_answers(self, number: int, row: GenerationResult, again: GenerationResult) -> str:
         tokens = [output.tokens for output in row.outputs]
         if tokens == [output.tokens for output in again.outputs]:
             for one, other in zip(row.outputs, again.outputs, strict=True):
@@ -163,7 +163,7 @@ class Canary:
             return ""
         return f"{row.text!r}, but {again.text!r} ({divergence})"
 
-    def _of_pieces(self, number: int, row: Result) -> str:
+    def _of_pieces(self, number: int, row: GenerationResult) -> str:
         """As `_of_answers`, of a row that was split: what is joined tells nothing of near ties."""
         ties = self.ties
         for place, piece in enumerate(self.served.reader.pieces(row.source)):
@@ -176,14 +176,14 @@ class Canary:
         self.ties = min(self.ties, ties + 1)
         return ""
 
-    def _of_vectors(self, row: Embedding, again: Embedding) -> str:
+    def _of_vectors(self, row: EmbeddingResult, again: EmbeddingResult) -> str:
         largest = np.abs(again.vector).max(initial=0.0)
         error = float(np.abs(row.vector - again.vector).max(initial=0.0) / (largest or 1.0))
         if error <= self.of_vectors:
             return ""
         return f"a vector {error:.1e} of its largest entry away, at most {self.of_vectors:.1e}"
 
-    def _of_candidates(self, row: Filled, again: Filled) -> str:
+    def _of_candidates(self, row: FilledMaskResult, again: FilledMaskResult) -> str:
         for place, (found, wanted) in enumerate(
             zip(row.candidates, again.candidates, strict=True), start=1
         ):
@@ -197,7 +197,7 @@ class Canary:
         return ""
 
 
-def _hypotheses(row: Result) -> list[Hypothesis]:
+def _hypotheses(row: GenerationResult) -> list[Hypothesis]:
     return [
         Hypothesis(item.tokens, item.log_probability, item.score, item.finish_reason)
         for item in row.outputs

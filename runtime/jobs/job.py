@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast, get_args
 
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.score import Score
+from transferry.runtime.engine.score import ScoreResult
 from transferry.runtime.errors import InputError, TransferryError, UsageError
 from transferry.runtime.files import durable_file, sha256, standard_output
 from transferry.runtime.jobs.canary import Canary, share
@@ -359,7 +359,7 @@ class Job:
         """Writes rows into one file, counts them, and returns the hash of what came in."""
         writer, digest, before = self.sink.open(file), hashlib.sha256(), time.monotonic()
         for row, answer in answered:
-            if self.canary is not None and not isinstance(answer, Score):
+            if self.canary is not None and not isinstance(answer, ScoreResult):
                 self.canary.check(row.number, answer)
             writer.write(record_of(row, answer, self.answering.n_best))
             _update(digest, row)
@@ -455,7 +455,7 @@ def tally_of(row: SourceRow, answer: Answer, seconds: float) -> Tally:
         target_tokens=answer.target_tokens,
         seconds=seconds,
     )
-    if isinstance(answer, Score):
+    if isinstance(answer, ScoreResult):
         tally.log_probability = answer.total
     if answer.error is not None:
         tally.errors = {answer.error.kind: 1}

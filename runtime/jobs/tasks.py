@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.engine.embed import Embedding, embed
+from transferry.runtime.engine.embed import EmbeddingResult, embed
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.fill_mask import Filled, fill_masks
-from transferry.runtime.engine.result import Output, Result, RowError
-from transferry.runtime.engine.score import Score, score
+from transferry.runtime.engine.fill_mask import FilledMaskResult, fill_masks
+from transferry.runtime.engine.result import GenerationResult, RowError, TextHypothesis
+from transferry.runtime.engine.score import ScoreResult, score
 from transferry.runtime.errors import UsageError
 from transferry.runtime.jobs.options import JobOptions
 from transferry.runtime.jobs.rows import SourceRow
 
-Answer = Result | Embedding | Filled | Score
+Answer = GenerationResult | EmbeddingResult | FilledMaskResult | ScoreResult
 # What an engine is given of a row.
 Item = str | RowError | tuple[str | RowError, str | RowError | None]
 
@@ -120,9 +120,9 @@ def record_of(row: SourceRow, answer: Answer, n_best: int = 1) -> dict[str, Any]
     """
     text = row.text if isinstance(row.text, str) else ""
     record: dict[str, Any] = {"id": row.id, **row.fields, "source": text}
-    if isinstance(answer, Result):
+    if isinstance(answer, GenerationResult):
         _add_result(record, answer, n_best)
-    elif isinstance(answer, Embedding) and answer.error is None:
+    elif isinstance(answer, EmbeddingResult) and answer.error is None:
         record["vector"] = answer.vector  # as numbers, which the output may keep to the bit
     else:
         record |= answer.record()
@@ -131,7 +131,7 @@ def record_of(row: SourceRow, answer: Answer, n_best: int = 1) -> dict[str, Any]
     return record
 
 
-def _add_result(record: dict[str, Any], result: Result, n_best: int) -> None:
+def _add_result(record: dict[str, Any], result: GenerationResult, n_best: int) -> None:
     record["text"] = result.text
     if result.outputs:
         best = result.outputs[0]
@@ -154,6 +154,6 @@ def _add_result(record: dict[str, Any], result: Result, n_best: int) -> None:
         ]
 
 
-def _score(output: Output) -> float | None:
+def _score(output: TextHypothesis) -> float | None:
     """Returns the score; None where there is none, since JSON has no NaN."""
     return None if math.isnan(output.score) else round(output.score, 6)

@@ -17,7 +17,7 @@ from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import begin, search
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.result import Result
+from transferry.runtime.engine.result import GenerationResult
 from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
@@ -44,7 +44,7 @@ def prompts() -> list[str]:
     return list(dict.fromkeys(["a", "two", *(pair.source for pair in pairs)]))
 
 
-def outputs(results: list[Result]) -> list[list[tuple[int, ...]]]:
+def outputs(results: list[GenerationResult]) -> list[list[tuple[int, ...]]]:
     return [[output.tokens for output in result.outputs] for result in results]
 
 

@@ -25,7 +25,7 @@ from transferry.runtime.decoding.hypothesis import FinishReason
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search
 from transferry.runtime.engine.engine import PIECE, Engine
-from transferry.runtime.engine.result import Output, Result, RowError, join
+from transferry.runtime.engine.result import GenerationResult, RowError, TextHypothesis, join
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import read_lines
 from transferry.runtime.hardware import usable_cores
@@ -126,7 +126,7 @@ def texts() -> list[str]:
     return list(dict.fromkeys(["a", "two", *(pair.source for pair in pairs)]))
 
 
-def answers(results: Sequence[Result]) -> list[list[Tokens]]:
+def answers(results: Sequence[GenerationResult]) -> list[list[Tokens]]:
     return [[output.tokens for output in result.outputs] for result in results]
 
 
@@ -386,7 +386,7 @@ def test_an_error_that_came_in_comes_out_in_its_place(
         assert len(results) == len(mixed)
         for item, result in zip(mixed, results, strict=True):
             if isinstance(item, RowError):
-                assert result == Result("", 0, (), item)
+                assert result == GenerationResult("", 0, (), item)
             else:
                 assert (result.source, result.error) == (item, None)
     found = [row for row in engine.generate(mixed, GREEDY) if row.error is None]
@@ -478,20 +478,20 @@ def test_pieces_are_sampled_each_for_itself(engine: Engine, texts: list[str]) ->
     assert tokens[:third] != tokens[third : 2 * third]
 
 
-def piece(text: str, reason: FinishReason, *tokens: int) -> Result:
-    return Result("x", 3, (Output(text, tokens, -0.5, -1.5, reason),))
+def piece(text: str, reason: FinishReason, *tokens: int) -> GenerationResult:
+    return GenerationResult("x", 3, (TextHypothesis(text, tokens, -0.5, -1.5, reason),))
 
 
 def test_pieces_that_ended_join_to_an_answer_that_ended() -> None:
     ended, cut = piece("b", "end", 7, 8), piece("c", "length", 9)
-    assert join("x y", [ended, ended], 1.0) == Result(
-        "x y", 6, (Output("b b", (7, 8, 7, 8), -3.0 / 6, -3.0, "end"),)
+    assert join("x y", [ended, ended], 1.0) == GenerationResult(
+        "x y", 6, (TextHypothesis("b b", (7, 8, 7, 8), -3.0 / 6, -3.0, "end"),)
     )
-    assert join("x y", [cut, ended, piece("", "end")], 0.0) == Result(
-        "x y", 9, (Output("c b", (9, 7, 8), -4.5, -4.5, "length"),)
+    assert join("x y", [cut, ended, piece("", "end")], 0.0) == GenerationResult(
+        "x y", 9, (TextHypothesis("c b", (9, 7, 8), -4.5, -4.5, "length"),)
     )
-    failed = Result("x", 3, (), RowError("not-finite", "NaN"))
-    assert join("x y", [ended, failed, failed], 1.0) == Result(
+    failed = GenerationResult("x", 3, (), RowError("not-finite", "NaN"))
+    assert join("x y", [ended, failed, failed], 1.0) == GenerationResult(
         "x y", 9, (), RowError("not-finite", "piece 2 of 3: NaN")
     )
 

@@ -10,7 +10,7 @@ import pytest
 
 from transferry.build_model.corpus import builtin_pairs
 from transferry.build_model.vocabulary import train_bpe
-from transferry.runtime.engine.preprocess import Reader, check_long_rows, sentences
+from transferry.runtime.engine.preprocess import Preprocessor, check_long_rows, sentences
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import UsageError
 from transferry.runtime.tokenizer.byte_pair import Tokenizer
@@ -32,12 +32,12 @@ def given() -> list[str]:
 
 
 @pytest.fixture
-def reader(tokenizer: Tokenizer, given: list[str]) -> Reader:
+def reader(tokenizer: Tokenizer, given: list[str]) -> Preprocessor:
     def encode_batch(texts: list[str]) -> list[list[int]]:
         given.extend(texts)
         return tokenizer.encode_batch(texts)
 
-    return Reader(encode_batch, SOURCES, POSITIONS, tokenizer.longest_token)
+    return Preprocessor(encode_batch, SOURCES, POSITIONS, tokenizer.longest_token)
 
 
 def prose(seed: int, count: int) -> str:
@@ -52,7 +52,7 @@ def prose(seed: int, count: int) -> str:
 
 @pytest.mark.parametrize("special", [SOURCES, PROMPTS, PASSAGES])
 def test_what_is_cut_short_begins_as_the_text_and_ends_as_any(
-    reader: Reader, tokenizer: Tokenizer, special: SpecialTokens
+    reader: Preprocessor, tokenizer: Tokenizer, special: SpecialTokens
 ) -> None:
     reader = replace(reader, special=special)
     for seed in range(50):
@@ -65,7 +65,7 @@ def test_what_is_cut_short_begins_as_the_text_and_ends_as_any(
         assert row.truncated is (len(ids) > room)
 
 
-def test_what_is_cut_short_leaves_room(reader: Reader, tokenizer: Tokenizer) -> None:
+def test_what_is_cut_short_leaves_room(reader: Preprocessor, tokenizer: Tokenizer) -> None:
     text = prose(0, 20)
     (row,) = reader.read([text], "truncate", reserve=5)
     assert row.ids == [*tokenizer.encode(text)[: POSITIONS - 6], SOURCES.eos_id]
@@ -77,7 +77,7 @@ def test_what_is_cut_short_leaves_room(reader: Reader, tokenizer: Tokenizer) -> 
 
 @pytest.mark.parametrize("unit", ["word ", "x", " ", "\N{GRINNING FACE}", "東京"])
 def test_a_megabyte_is_not_tokenised(
-    reader: Reader, tokenizer: Tokenizer, given: list[str], unit: str
+    reader: Preprocessor, tokenizer: Tokenizer, given: list[str], unit: str
 ) -> None:
     text = unit * (1_000_000 // len(unit)) + "."
     error, short = reader.read([text])[0], reader.read([text], "truncate")[0]
@@ -93,7 +93,7 @@ def test_a_megabyte_is_not_tokenised(
     assert sum(map(len, given)) <= POSITIONS * tokenizer.longest_token
 
 
-def test_what_is_counted_and_what_is_not_meet(reader: Reader, tokenizer: Tokenizer) -> None:
+def test_what_is_counted_and_what_is_not_meet(reader: Preprocessor, tokenizer: Tokenizer) -> None:
     """Around the length from which on a text must be too long, one is refused either way."""
     limit = POSITIONS * tokenizer.longest_token
     counted, uncounted = reader.read(["x" * limit, "x" * (limit + 1)])
@@ -109,11 +109,11 @@ def test_a_tokenizer_that_drops_text_is_always_asked(given: list[str]) -> None:
         return [[7] * len(text.split()) for text in texts]
 
     text = "a" + " " * 1_000_000 + "b"
-    (row,) = Reader(encode_batch, SOURCES, POSITIONS).read([text])
+    (row,) = Preprocessor(encode_batch, SOURCES, POSITIONS).read([text])
     assert (row.ids, row.error, given) == ([7, 7, SOURCES.eos_id], None, [text])
 
 
-def test_blank_rows_and_errors_stay_what_they_are(reader: Reader) -> None:
+def test_blank_rows_and_errors_stay_what_they_are(reader: Preprocessor) -> None:
     broken = RowError("undecodable", "byte 3")
     for long_rows in ("error", "truncate", "split"):
         blank, error, good = reader.read([" " * 1_000_000, broken, "a"], long_rows)
@@ -121,7 +121,7 @@ def test_blank_rows_and_errors_stay_what_they_are(reader: Reader) -> None:
         assert (blank.error.kind, error.error, good.error) == ("empty", broken, None)
 
 
-def fits(reader: Reader, text: str) -> bool:
+def fits(reader: Preprocessor, text: str) -> bool:
     return reader.read([text])[0].error is None
 
 
@@ -130,7 +130,7 @@ def spoken(text: str) -> str:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pieces_are_sentences_as_far_as_they_fit(reader: Reader, seed: int) -> None:
+def test_pieces_are_sentences_as_far_as_they_fit(reader: Preprocessor, seed: int) -> None:
     text = prose(seed, 30)
     pieces = reader.pieces(text)
     assert all(fits(reader, piece) for piece in pieces)
@@ -145,7 +145,7 @@ def test_pieces_are_sentences_as_far_as_they_fit(reader: Reader, seed: int) -> N
     assert any(len(sentences(piece)) > 1 for piece in pieces)
 
 
-def test_a_sentence_that_does_not_fit_is_cut_at_white_space(reader: Reader) -> None:
+def test_a_sentence_that_does_not_fit_is_cut_at_white_space(reader: Preprocessor) -> None:
     words = [word for line in LINES[:40] for word in line.split()]
     pieces = reader.pieces(f"Short. {' '.join(words)}. Short.")
     assert all(fits(reader, piece) for piece in pieces)
@@ -159,14 +159,14 @@ def test_a_sentence_that_does_not_fit_is_cut_at_white_space(reader: Reader) -> N
 
 
 @pytest.mark.parametrize("unit", ["x", "qz7", "東京", "\N{GRINNING FACE}"])
-def test_a_word_that_does_not_fit_is_cut_at_characters(reader: Reader, unit: str) -> None:
+def test_a_word_that_does_not_fit_is_cut_at_characters(reader: Preprocessor, unit: str) -> None:
     text = f"Short. {unit * 500} and so on."
     pieces = reader.pieces(text)
     assert all(fits(reader, piece) for piece in pieces)
     assert spoken("".join(pieces)) == spoken(text)
 
 
-def test_what_fits_is_one_piece(reader: Reader) -> None:
+def test_what_fits_is_one_piece(reader: Preprocessor) -> None:
     assert reader.pieces(" a. b. ") == ["a. b."]
 
 
@@ -176,7 +176,7 @@ def test_parts_that_have_more_tokens_together_are_cut_again() -> None:
     def encode_batch(texts: list[str]) -> list[list[int]]:
         return [[7] * (len(text.split()) ** 2) for text in texts]
 
-    reader = Reader(encode_batch, SOURCES, POSITIONS)
+    reader = Preprocessor(encode_batch, SOURCES, POSITIONS)
     words = [f"w{number}" for number in range(60)]
     pieces = reader.pieces(" ".join(words))
     assert all(fits(reader, piece) for piece in pieces)

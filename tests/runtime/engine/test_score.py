@@ -16,7 +16,7 @@ from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.engine import score as scoring
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import RowError
-from transferry.runtime.engine.score import Score, score
+from transferry.runtime.engine.score import ScoreResult, score
 from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 
@@ -163,7 +163,7 @@ def test_an_encoder_alone_scores_nothing(reader_bundle_folder: Path) -> None:
 
 
 def test_record() -> None:
-    record = Score("a", "b", 2, (5, 2), (-0.25, -1.5000000004)).record()
+    record = ScoreResult("a", "b", 2, (5, 2), (-0.25, -1.5000000004)).record()
     assert record == {
         "source": "a",
         "target": "b",
@@ -171,4 +171,4 @@ def test_record() -> None:
         "tokens": [5, 2],
         "log_probabilities": [-0.25, -1.5],
     }
-    assert math.isclose(Score("a", None, 1).total, 0.0)
+    assert math.isclose(ScoreResult("a", None, 1).total, 0.0)

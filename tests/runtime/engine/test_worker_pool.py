@@ -12,10 +12,10 @@ import pytest
 
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.engine.worker_pool import (
-    Supply,
     Tasks,
-    Todo,
     Worker,
+    WorkItem,
+    WorkQueue,
     batch_worker,
     in_order,
     sparing,
@@ -32,9 +32,9 @@ def no_thread_is_left() -> Iterator[None]:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
 
 
-def prepare(first: int, items: list[int]) -> list[Todo[int] | str]:
+def prepare(first: int, items: list[int]) -> list[WorkItem[int] | str]:
     """An item is as long as it is large; one below 0 is done already."""
-    return [f"{item} is bad" if item < 0 else Todo(item, item) for item in items]
+    return [f"{item} is bad" if item < 0 else WorkItem(item, item) for item in items]
 
 
 def names(items: list[int]) -> list[str]:
@@ -81,7 +81,7 @@ def test_batches_are_of_similar_length_where_windows_meet_too() -> None:
         batches.append(batch)
         return names(batch)
 
-    def worker(supply: Supply[int, str]) -> Iterator[tuple[Todo[int], str]]:
+    def worker(supply: WorkQueue[int, str]) -> Iterator[tuple[WorkItem[int], str]]:
         while len(supply._waiting) < 10:  # until two windows are there
             time.sleep(0.001)
         yield from batch_worker(compute, 4)(supply)
@@ -130,8 +130,8 @@ def test_a_worker_has_rows_of_the_next_window_before_it_gives_up_those_of_the_la
     items = list(range(1, 31))
     fewest = []
 
-    def worker(supply: Supply[int, str]) -> Iterator[tuple[Todo[int], str]]:
-        held: list[Todo[int]] = []
+    def worker(supply: WorkQueue[int, str]) -> Iterator[tuple[WorkItem[int], str]]:
+        held: list[WorkItem[int]] = []
         taken = 0
         while taken < len(items) or held:
             while len(held) < 4 and taken < len(items):
@@ -155,8 +155,8 @@ def test_what_is_there_twice_is_computed_once() -> None:
         seen.extend(batch)
         return names(batch)
 
-    def once(first: int, items: list[int]) -> list[Todo[int] | str]:
-        known = {item: Todo(item, 1) for item in items}
+    def once(first: int, items: list[int]) -> list[WorkItem[int] | str]:
+        known = {item: WorkItem(item, 1) for item in items}
         return [known[item] for item in items]
 
     items = [1, 2, 1, 1, 3, 3, 4, 3]
@@ -202,7 +202,7 @@ def test_what_ran_out_of_memory_is_computed_before_all_else() -> None:
 def test_what_was_done_before_memory_ran_out_is_not_done_again() -> None:
     given = []
 
-    def work(tasks: Tasks[int], rows: int) -> Iterator[tuple[Todo[int], str]]:
+    def work(tasks: Tasks[int], rows: int) -> Iterator[tuple[WorkItem[int], str]]:
         while todos := tasks.take(rows):
             for todo in todos:
                 given.append(todo.task)
@@ -272,9 +272,9 @@ def test_an_error_of_the_source_ends_the_workers() -> None:
 
 
 def test_closing_early_stops_the_workers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed, stopped, stop = [], threading.Event(), Supply.stop
+    computed, stopped, stop = [], threading.Event(), WorkQueue.stop
 
-    def tell(supply: Supply[int, str], error: BaseException | None = None) -> None:
+    def tell(supply: WorkQueue[int, str], error: BaseException | None = None) -> None:
         stop(supply, error)
         stopped.set()
 
@@ -283,7 +283,7 @@ def test_closing_early_stops_the_workers_at_once(monkeypatch: pytest.MonkeyPatch
         assert 1 not in batch or stopped.wait(PATIENCE)
         return names(batch)
 
-    monkeypatch.setattr(Supply, "stop", tell)
+    monkeypatch.setattr(WorkQueue, "stop", tell)
     stream = run([2, *[1] * 99], compute, rows=1, window=100)
     assert next(stream) == "2"
     stream.close()  # type: ignore[attr-defined]
@@ -291,19 +291,19 @@ def test_closing_early_stops_the_workers_at_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_closing_early_ends_what_a_worker_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, stopped, stop = [], threading.Event(), Supply.stop
+    given, stopped, stop = [], threading.Event(), WorkQueue.stop
 
-    def tell(supply: Supply[int, str], error: BaseException | None = None) -> None:
+    def tell(supply: WorkQueue[int, str], error: BaseException | None = None) -> None:
         stop(supply, error)
         stopped.set()
 
-    def worker(supply: Supply[int, str]) -> Iterator[tuple[Todo[int], str]]:
+    def worker(supply: WorkQueue[int, str]) -> Iterator[tuple[WorkItem[int], str]]:
         for todo in supply.take(100):
             given.append(todo)
             yield todo, str(todo.task)
             assert stopped.wait(PATIENCE)
 
-    monkeypatch.setattr(Supply, "stop", tell)
+    monkeypatch.setattr(WorkQueue, "stop", tell)
     stream = run([1] * 100, worker=worker, window=100)
     assert next(stream) == "1"
     stream.close()  # type: ignore[attr-defined]
@@ -311,18 +311,18 @@ def test_closing_early_ends_what_a_worker_has_begun(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_last_rows_are_shared_out() -> None:
-    supply = Supply[int, str](1000, workers=3)
-    supply.add([Todo(row, 1) for row in range(200)])
+    supply = WorkQueue[int, str](1000, workers=3)
+    supply.add([WorkItem(row, 1) for row in range(200)])
     # A third of what is left each time, until that is not worth a batch.
     taken = [len(supply.take(most)) for most in (50, 100, 100, 100, 100, 7, 100, 100)]
     assert taken == [50, 50, 34, 22, 16, 7, 16, 5]
-    supply.add([Todo(row, 1) for row in range(300)])
+    supply.add([WorkItem(row, 1) for row in range(300)])
     assert len(supply.take(100)) == 100
 
 
 def test_nothing_is_handed_out_once_nobody_wants_more() -> None:
-    supply = Supply[int, str](100)
-    supply.add([Todo(1, 1), Todo(2, 2)])
+    supply = WorkQueue[int, str](100)
+    supply.add([WorkItem(1, 1), WorkItem(2, 2)])
     supply.stop()
     assert supply.take(9) == []
 

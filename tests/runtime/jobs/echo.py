@@ -9,7 +9,7 @@ from typing import Any
 
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.result import Output, Result, RowError
+from transferry.runtime.engine.result import GenerationResult, RowError, TextHypothesis
 
 
 class Echo(Engine):
@@ -52,7 +52,7 @@ class Echo(Engine):
         *,
         first_row: int = 0,
         long_rows: str = "error",
-    ) -> Iterator[Result]:
+    ) -> Iterator[GenerationResult]:
         for number, item in enumerate(items, start=first_row):
             if self.computed is not None:
                 with self.computed.open("a") as file:
@@ -62,15 +62,17 @@ class Echo(Engine):
             if number == self.fail_at:
                 raise RuntimeError("the device is gone")
             if isinstance(item, RowError):
-                yield Result("", 0, (), item)
+                yield GenerationResult("", 0, (), item)
                 continue
             length = len(item.split()) + 1
             if not item:
-                yield Result(item, length, (), RowError("empty", "there is no text to work on"))
+                yield GenerationResult(
+                    item, length, (), RowError("empty", "there is no text to work on")
+                )
                 continue
-            best = Output(self.change(item), (7,) * length, self.score, -1.5, "end")
-            second = Output(item[::-1], (8, 9), -0.5, -1.0, "length")
-            yield Result(item, length, (best, second)[: options.n_best if options else 1])
+            best = TextHypothesis(self.change(item), (7,) * length, self.score, -1.5, "end")
+            second = TextHypothesis(item[::-1], (8, 9), -0.5, -1.0, "length")
+            yield GenerationResult(item, length, (best, second)[: options.n_best if options else 1])
 
 
 def answered(computed: Path) -> list[int]:

@@ -13,7 +13,7 @@ from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.preprocess import LongRows
-from transferry.runtime.engine.result import Result, RowError
+from transferry.runtime.engine.result import GenerationResult, RowError
 from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.jobs.canary import Canary, share
 from transferry.runtime.jobs.job import Job
@@ -97,7 +97,9 @@ def test_long_rows_are_answered_again(
         canary.check(0, row)
 
 
-def ask_for(engine: Engine, lines: Iterator[str], first: int, **options: Any) -> Iterator[Result]:
+def ask_for(
+    engine: Engine, lines: Iterator[str], first: int, **options: Any
+) -> Iterator[GenerationResult]:
     return engine.generate(lines, first_row=first, **options)
 
 

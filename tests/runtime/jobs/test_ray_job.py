@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from transferry.build_model.corpus import builtin_pairs
 from transferry.cli import main
 from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.engine.result import Result, RowError
+from transferry.runtime.engine.result import GenerationResult, RowError
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.job import Job, Summary
 from transferry.runtime.jobs.merge import merge
@@ -59,7 +59,7 @@ class Deadly(Echo):  # type: ignore[misc]  # it comes out of runpy
         *,
         first_row: int = 0,
         long_rows: str = "error",
-    ) -> Iterator[Result]:
+    ) -> Iterator[GenerationResult]:
         def watched() -> Iterator[str | RowError]:
             for item in items:
                 if item == "deadly" and not (self.spared and self.spared.exists()):
