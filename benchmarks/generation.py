@@ -74,7 +74,7 @@ def main() -> None:
         return torch_loop(checkpoint, texts, arguments.batch_rows, arguments.max_length)
 
     def run_engine() -> list[list[int]]:
-        return [list(result.outputs[0].tokens) for result in engine.generate(texts, options)]
+        return [list(result.hypotheses[0].tokens) for result in engine.generate(texts, options)]
 
     wanted, found = run_torch(), run_engine()  # also warms both up
     different = sum(one != other for one, other in zip(wanted, found, strict=True))

@@ -56,7 +56,7 @@ def engine_answers(
                 f"sentence {number} has no answer: {result.error.message}; leave it out, so that "
                 "all sides have the same work"
             )
-        answers.append(Answer(result.text, result.outputs[0].tokens))
+        answers.append(Answer(result.text, result.hypotheses[0].tokens))
     return answers
 
 

@@ -177,7 +177,7 @@ def matrix_limit(
     """Measures the least time for the products of the answers, and counts the products."""
     # A step a token, the end token included.
     target = sum(
-        len(result.outputs[0].tokens) + (result.outputs[0].finish_reason == "end")
+        len(result.hypotheses[0].tokens) + (result.hypotheses[0].finish_reason == "end")
         for result in results
     )
     source = sum(result.source_tokens for result in results)

@@ -1,4 +1,4 @@
-"""Text in, one vector out: what an encoder-only model makes of it, pooled over its tokens."""
+"""Embedding of texts: hidden states of an encoder-only model, pooled over the tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.preprocess import EncodedRow, LongRows, check_long_rows
-from transferry.runtime.engine.result import NOT_FINITE, RowError
+from transferry.runtime.engine.result import NOT_FINITE, RowError, RowResult
 from transferry.runtime.engine.worker_pool import WorkItem
 from transferry.runtime.ort.encoder import EncoderModel
 
@@ -20,81 +20,73 @@ Pooling = Literal["mean", "first"]
 
 
 @dataclass(frozen=True)
-class EmbeddingResult:
-    """What became of one row.
+class EmbeddingResult(RowResult):
+    """Vector of one input row.
 
     Attributes:
-        source: The text that came in; nothing where an error came in.
-        source_tokens: How much of it was read, the tokens that wrap it included; on an error its
-            length, or at least so much of it.
-        vector: [d_model] float32; NaN where there is an error.
-        error: None where there is a vector.
-        truncated: Whether the text was cut short.
+        vector: `[d_model]` float32; NaN on an error.
     """
 
-    source: str
-    source_tokens: int
     vector: NDArray[np.float32]
-    error: RowError | None = None
-    target_tokens: int = 0
-    truncated: bool = False
 
-    def record(self) -> dict[str, Any]:
-        """Returns the row as JSON values."""
-        if self.error is not None:
-            return {"source": self.source, "error": self.error.record()}
-        return {"source": self.source, "vector": [round(float(x), 7) for x in self.vector]}
+    def _answer(self, n_best: int) -> dict[str, Any]:
+        return self._error() or {"vector": self.vector}
 
 
 def embed(
     engine: Engine,
-    items: Iterable[str | RowError],
+    texts: Iterable[str | RowError],
     *,
     pooling: Pooling = "mean",
     normalise: bool = False,
     long_rows: LongRows = "error",
 ) -> Iterator[EmbeddingResult]:
-    """Embeds each text, in order, in bounded memory; a row never depends on its neighbours.
+    """Embeds texts, in order and in bounded memory.
 
     Args:
-        engine: Of an encoder-only bundle.
-        items: Any iterable, however long, of texts; an error is the result of its own row.
-        pooling: "mean" over all tokens, those that wrap the text included, or the "first" one.
-        normalise: Divide each vector by its length.
-        long_rows: What becomes of texts of more tokens than the model has positions: an "error",
-            or "truncate", which embeds their beginning.
+        engine: Engine of an encoder-only bundle.
+        texts: Any number of texts; an error becomes the result of its row.
+        pooling: "mean" over all tokens, special tokens included, or the "first" token.
+        normalise: Divide each vector by its Euclidean norm.
+        long_rows: Treatment of texts longer than the model's positions: "error", or "truncate" to
+            embed their beginning.
 
     Raises:
-        UsageError: The bundle holds no encoder-only model, or long rows are to be split.
+        UsageError: The bundle is not encoder-only, or `long_rows` is "split".
     """
-    encoders, pad_id = engine.encoders, engine.bundle.tokenizer.special.pad_id
+    encoders = engine.encoders
     check_long_rows(long_rows, "task embed")
-    nothing = np.full(int(engine.bundle.manifest.model["d_model"]), np.nan, np.float32)
+    task = _Embed(engine, pooling, normalise, long_rows)
+    return engine.map(texts, task.prepare, task.compute, encoders)
 
-    def prepare(
-        first: int, items: list[str | RowError]
-    ) -> list[WorkItem[EncodedRow] | EmbeddingResult]:
+
+class _Embed:
+    def __init__(
+        self, engine: Engine, pooling: Pooling, normalise: bool, long_rows: LongRows
+    ) -> None:
+        self.preprocessor, self.long_rows = engine.preprocessor, long_rows
+        self.pooling, self.normalise = pooling, normalise
+        self.pad_id = engine.bundle.tokenizer.special.pad_id
+        self.no_vector = np.full(int(engine.bundle.manifest.model["d_model"]), np.nan, np.float32)
+
+    def prepare(self, texts: list[str | RowError]) -> list[WorkItem[EncodedRow] | EmbeddingResult]:
         return [
             WorkItem(row, len(row.ids))
             if row.error is None
-            else EmbeddingResult(row.text, row.tokens, nothing, row.error)
-            for row in engine.reader.read(items, long_rows)
+            else EmbeddingResult(row.text, row.tokens, self.no_vector, error=row.error)
+            for row in self.preprocessor.encode(texts, self.long_rows)
         ]
 
-    def compute(encoder: EncoderModel, rows: list[EncodedRow]) -> list[EmbeddingResult]:
-        sources = [row.ids for row in rows]
-        hidden = encoder.encode(*pad_sources(sources, pad_id), ("hidden",))
-        embeddings = []
-        for row, states in zip(rows, hidden["hidden"], strict=True):
-            pooled = states[: len(row.ids)] if pooling == "mean" else states[:1]
-            vector = pooled.mean(axis=0, dtype=np.float64)
-            if normalise:
-                vector /= max(float(np.linalg.norm(vector)), np.finfo(np.float64).tiny)
-            error = None if np.isfinite(vector).all() else NOT_FINITE
-            vector = nothing if error else vector.astype(np.float32)
-            embeddings.append(
-                EmbeddingResult(row.text, len(row.ids), vector, error, truncated=row.truncated)
-            )
-        return embeddings
+    def compute(self, encoder: EncoderModel, rows: list[EncodedRow]) -> list[EmbeddingResult]:
+        source = pad_sources([row.ids for row in rows], self.pad_id)
+        hidden = encoder.encode(*source, ("hidden",))["hidden"]
+        return [self._pooled(*pair) for pair in zip(rows, hidden, strict=True)]
 
-    return engine.map(items, prepare, compute, encoders)
+    def _pooled(self, row: EncodedRow, hidden: NDArray[np.floating[Any]]) -> EmbeddingResult:
+        pooled = hidden[: len(row.ids)] if self.pooling == "mean" else hidden[:1]
+        vector = pooled.mean(axis=0, dtype=np.float64)
+        if self.normalise:
+            vector /= max(float(np.linalg.norm(vector)), np.finfo(np.float64).tiny)
+        error = None if np.isfinite(vector).all() else NOT_FINITE
+        vector = self.no_vector if error else vector.astype(np.float32)
+        return EmbeddingResult(row.text, len(row.ids), vector, error=error, truncated=row.truncated)

@@ -1,16 +1,16 @@
-"""Text in, text out, in the same order: tokenizer, batches, decoder and search together."""
+"""Texts in, answers out in the same order: a bundle, its models and the replicas that run them."""
 
 from __future__ import annotations
 
 import importlib.metadata
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from transferry.runtime.bundle import MANIFEST, Bundle
+from transferry.runtime.bundle import MANIFEST, Bundle, Variant
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.options import GenerationOptions
@@ -31,28 +31,26 @@ from transferry.runtime.engine.result import (
     joined,
 )
 from transferry.runtime.engine.worker_pool import (
-    Done,
-    Item,
-    Task,
-    Tasks,
-    Worker,
+    Answer,
+    Input,
+    Row,
+    Take,
     WorkItem,
     batch_worker,
     in_order,
-    sparing,
 )
 from transferry.runtime.errors import UsageError
 from transferry.runtime.files import sha256
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import Model, ServedDecoder, open_model
-from transferry.runtime.ort.session import Optimisation, Provider, SessionOptions
+from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.certificate import fastest, require_standing, standing
 from transferry.runtime.parity.recorded import verify_recorded
 
 AnyModel = TypeVar("AnyModel", bound=Model)
 
-# By how much the numbers of a row's pieces differ: more than there are rows.
+# Difference of the row ids of neighbouring pieces of a row: larger than any number of rows.
 PIECE = 1 << 40
 
 
@@ -66,18 +64,15 @@ class Engine:
         replicas: int = 1,
         batches: BatchOptions | None = None,
         certificate: str = "not looked for",
-        require_certificate: bool = False,
     ) -> None:
-        """Puts an engine together; `load` is the usual way.
+        """Combines a bundle with opened models; `load` is the usual way.
 
         Args:
-            bundle: Gives the tokenizer and the model's limits.
-            models: The same variant, opened on a device each. Each is called by `replicas` threads
-                at once; all of them take from the same rows.
-            replicas: Batches in progress at a time, on each device.
-            batches: How much each computes at once; by default what suits the model.
-            certificate: What is known of the bundle here, for whoever reads a result.
-            require_certificate: Refuse to answer in ways that no certificate covers.
+            bundle: The bundle.
+            models: One variant of it, opened once per device. All devices share the rows.
+            replicas: Concurrent batches per device.
+            batches: Limits on what is computed at once. Default: depends on the variant.
+            certificate: Citation of the certificate, for reports.
         """
         if replicas < 1:
             raise UsageError(f"replicas must be at least 1, not {replicas}")
@@ -87,10 +82,9 @@ class Engine:
         self.replicas = replicas
         self.batches = batches or self.model.batches
         self.certificate = certificate
-        self.require_certificate = require_certificate
         self.max_positions = int(bundle.manifest.model["max_positions"])
         tokenizer = bundle.tokenizer
-        self.reader = Preprocessor(
+        self.preprocessor = Preprocessor(
             tokenizer.encode_batch, tokenizer.special, self.max_positions, tokenizer.longest_token
         )
 
@@ -98,92 +92,70 @@ class Engine:
     def load(
         cls,
         folder: Path | str,
+        options: SessionOptions | None = None,
         *,
-        provider: Provider = "cpu",
         variant: str | None = None,
-        threads: int = 1,
+        device_ids: Sequence[int] | None = None,
         replicas: int | None = None,
-        device_ids: Sequence[int] = (0,),
-        optimisation: Optimisation = "all",
-        provider_options: Mapping[str, str] | None = None,
         batches: BatchOptions | None = None,
         require_certificate: bool = False,
+        **session: Any,
     ) -> Self:
-        """Opens a bundle on a provider.
+        """Opens a bundle.
 
-        Where the bundle was verified on another processor, or with another version of onnxruntime,
-        its recorded answers are computed again before anything else.
+        If the bundle was verified with another CPU, GPU or version of onnxruntime, this computes
+        the recorded answers again first.
 
         Args:
             folder: The bundle.
-            provider: "cpu" or "cuda"; never another than the one asked for.
-            variant: Which variant; by default the one that `certificate.fastest` chooses.
-            threads: Threads that share one operator. Two replicas of one thread are faster than
-                one of two (docs/performance.md).
-            replicas: Batches in progress at a time; by default one a usable core over threads on
-                the CPU, and one on each device of CUDA.
-            device_ids: Which GPUs; all of them work on the same rows.
-            optimisation: How far onnxruntime may rewrite the graphs.
-            provider_options: Passed to the provider as they are.
-            batches: How much is computed at once; by default what suits the variant.
-            require_certificate: Refuse what was not verified, or has changed since.
+            options: Provider, threads per replica, and how onnxruntime runs the graphs.
+            variant: Name of the variant. Default: chosen by `certificate.fastest`.
+            device_ids: GPUs; all of them share the rows. Default: that of `options`.
+            replicas: Concurrent batches per device. Default: on the CPU the cores divided by
+                threads, on CUDA one. Two replicas of one thread are faster than one of two
+                (docs/performance.md).
+            batches: Limits on what is computed at once. Default: depends on the variant.
+            require_certificate: Refuse a bundle that was not verified for this way of computing.
+            **session: Fields of SessionOptions that override `options`, such as `provider="cuda"`.
 
         Raises:
-            InputError: The bundle is damaged or not one.
-            ParityError: A certificate is required, and none holds for this way of computing; or
-                it was made elsewhere, and the recorded answers do not come out here.
+            InputError: The folder is not a bundle, or is damaged.
+            ParityError: A required certificate is missing, or the recorded answers differ here.
             ProviderError: The provider cannot run here.
             UsageError: An option is out of range, or there is no such variant.
         """
         bundle = Bundle.load(Path(folder))
-        if len(set(device_ids)) != len(device_ids) or not device_ids:
-            raise UsageError(f"expected devices, each of them once, found {list(device_ids)}")
-        if provider == "cpu" and len(device_ids) > 1:
+        options = replace(options or SessionOptions(), **session)
+        ids = [options.device_id] if device_ids is None else list(device_ids)
+        if len(set(ids)) != len(ids) or not ids:
+            raise UsageError(f"expected devices, each of them once, found {ids}")
+        if options.provider == "cpu" and len(ids) > 1:
             raise UsageError(
-                f"provider cpu is one device, found {list(device_ids)}; choose provider cuda, or "
-                "more replicas"
+                f"provider cpu is one device, found {ids}; choose provider cuda, or more replicas"
             )
-        devices = [
-            SessionOptions(provider, threads, device, optimisation, provider_options or {})
-            for device in device_ids
-        ]
         if replicas is None:
-            replicas = max(1, usable_cores() // threads) if provider == "cpu" else 1
+            cpu = options.provider == "cpu"
+            replicas = max(1, usable_cores() // options.threads) if cpu else 1
+        devices = [replace(options, device_id=number) for number in ids]
         chosen = bundle.variant(variant) if variant else fastest(bundle, devices[0])
-        models: list[Model] = []
-        certificates: dict[str, None] = {}
-        for options in devices:  # which may be of several kinds
-            found = standing(bundle, chosen, options)
-            if require_certificate:
-                require_standing(found, bundle)
-            models.append(open_model(bundle, chosen, options))
-            certificate = found.cite()
-            if found.status == "elsewhere":
-                verify_recorded(bundle, models[-1]).require()
-                certificate += "; the recorded answers came out here too"
-            certificates[certificate] = None
-        certificate = "; ".join(certificates)
-        return cls(
-            bundle,
-            *models,
-            replicas=replicas,
-            batches=batches,
-            certificate=certificate,
-            require_certificate=require_certificate,
-        )
+        opened = [_opened(bundle, chosen, each, require_certificate) for each in devices]
+        # Devices of one kind have the same certificate.
+        certificate = "; ".join(dict.fromkeys(certificate for _, certificate in opened))
+        models = (model for model, _ in opened)
+        return cls(bundle, *models, replicas=replicas, batches=batches, certificate=certificate)
 
     @property
     def decoder(self) -> ServedDecoder:
-        """What generates, on the first device.
-
-        Raises:
-            UsageError: The model is an encoder alone.
-        """
+        """The decoder on the first device; see `decoders`."""
         return self.decoders[0]
 
     @property
     def decoders(self) -> Sequence[ServedDecoder]:
-        """What generates, on each device; see `decoder`."""
+        """The decoder on each device.
+
+        Raises:
+            UsageError: The bundle is encoder-only.
+        """
         decoders = [model for model in self.models if not isinstance(model, EncoderModel)]
         if not decoders:
             raise UsageError(
@@ -194,16 +166,16 @@ class Engine:
 
     @property
     def encoder(self) -> EncoderModel:
-        """What embeds and fills in, on the first device.
-
-        Raises:
-            UsageError: The model is not an encoder alone.
-        """
+        """The encoder-only model on the first device; see `encoders`."""
         return self.encoders[0]
 
     @property
     def encoders(self) -> Sequence[EncoderModel]:
-        """What embeds and fills in, on each device; see `encoder`."""
+        """The encoder-only model on each device.
+
+        Raises:
+            UsageError: The bundle is not encoder-only.
+        """
         encoders = [model for model in self.models if isinstance(model, EncoderModel)]
         if not encoders:
             raise UsageError(
@@ -214,11 +186,11 @@ class Engine:
         return encoders
 
     def default_options(self) -> GenerationOptions:
-        """Returns the options that the bundle's maker set."""
+        """Returns the bundle's own generation options."""
         return GenerationOptions(**self.bundle.manifest.generation)
 
     def describe(self) -> dict[str, Any]:
-        """What explains the answers: versions, settings, and the manifest's hash."""
+        """Returns what determines the answers: versions, settings, and the manifest's hash."""
         return {
             "transferry": importlib.metadata.version("transferry"),
             "manifest_sha256": sha256(self.bundle.folder / MANIFEST),
@@ -229,47 +201,52 @@ class Engine:
             **self.model.describe(),
         }
 
-    def read(
+    def encode(
         self,
-        items: Sequence[str | RowError],
+        texts: Sequence[str | RowError],
         options: GenerationOptions,
         long_rows: LongRows = "error",
     ) -> list[EncodedRow]:
-        """Returns what the model reads of rows that it is to answer."""
-        # A prompt that is cut short leaves positions for the prefix and one token of an answer.
+        """Encodes the sources or prompts to generate from."""
+        # A truncated prompt leaves positions for the prefix and one more token.
         reserve = 0 if self.decoder.has_encoder else len(options.prefix)
-        return self.reader.read(items, long_rows, reserve)
+        return self.preprocessor.encode(texts, long_rows, reserve)
 
     def fitted(self, options: GenerationOptions, tokens: int) -> GenerationOptions:
-        """Returns the options for a source of so many tokens: an answer needs positions too."""
-        room = self._room(tokens, options)
+        """Returns the options for a source of this length: a prompt takes up positions."""
+        room = self.room(options, tokens)
         return replace(options, max_length=room, min_length=min(options.min_length, room))
+
+    def room(self, options: GenerationOptions, tokens: int) -> int:
+        """Returns the maximal length of an answer to a source of this length."""
+        if self.decoder.has_encoder:
+            return options.max_length
+        # The last token of an answer is never read, so it takes up no position.
+        return max(1, min(options.max_length, self.max_positions - tokens + 1))
 
     def generate(
         self,
-        items: Iterable[str | RowError],
+        texts: Iterable[str | RowError],
         options: GenerationOptions | None = None,
         *,
         first_row: int = 0,
         long_rows: LongRows = "error",
     ) -> Iterator[GenerationResult]:
-        """Answers each text, in order; reads ahead by at most two windows.
+        """Generates an answer to each text, in order; reads ahead by two windows at most.
 
-        An answer depends on its text and the options alone, for samples also on its place among
-        the items; never on its neighbours or on how much is computed at once.
+        An answer depends on its text and the options, and with sampling on the row's number; never
+        on other rows or on batches.
 
         Args:
-            items: Any iterable, however long, of texts; an error is the result of its own row.
-            options: How to search; the bundle's defaults if not given.
-            first_row: The place of the first item, which seeds its samples.
-            long_rows: What becomes of texts of more tokens than the model has positions: an
-                "error"; or "truncate", which answers their beginning; or "split", which answers
-                them piece by piece, sentences as far as they fit together, and joins the answers.
-                Each piece's answer has the options' lengths and begins with their prefix.
+            texts: Any number of texts; an error becomes the result of its row.
+            options: Generation options. Default: those of the bundle.
+            first_row: Number of the first row; a row's number seeds its samples.
+            long_rows: Treatment of texts longer than the model's positions: "error"; "truncate" to
+                answer their beginning; or "split" to answer them in pieces, as many sentences each
+                as fit, and join the answers. The options apply to each piece.
 
         Raises:
-            UsageError: The options ask for more positions than the model has, or exclude that rows
-                are split.
+            UsageError: `max_length` exceeds the model's positions, or rows cannot be split here.
         """
         options = options or self.default_options()
         if options.max_length > self.max_positions:
@@ -277,137 +254,120 @@ class Engine:
                 f"max_length is {options.max_length}, but the model has {self.max_positions} "
                 "positions; lower max_length"
             )
-        special = self.bundle.tokenizer.special
         conflict = "" if self.decoder.has_encoder else "a decoder-only bundle"
         check_long_rows(long_rows, f"n_best={options.n_best}" if options.n_best > 1 else conflict)
-        cuts: deque[tuple[str, int]] = deque()
-
-        def prepare(
-            first: int, items: list[str | RowError]
-        ) -> list[WorkItem[_Row] | GenerationResult]:
-            rows: list[WorkItem[_Row] | GenerationResult] = []
-            # What does not depend on the number of its row is the same for the same text.
-            once: dict[str | RowError, list[WorkItem[_Row] | GenerationResult]] = {}
-            readings = self.read(items, options, long_rows)
-            for number, item in enumerate(items):
-                if options.sample or item not in once:
-                    row = first_row + first + number
-                    once[item] = self._pieces(row, readings[number], options, long_rows)
-                rows += once[item]
-                if long_rows == "split":
-                    cuts.append((readings[number].text, len(once[item])))
-            return rows
-
-        def work(
-            decoder: ServedDecoder, rows: Tasks[_Row], slots: int
-        ) -> Iterator[tuple[WorkItem[_Row], GenerationResult]]:
-            def take(most: int) -> list[Request[WorkItem[_Row]]]:
-                return [
-                    Request(
-                        todo, todo.task.source, todo.task.room, options.prefix, todo.task.number
-                    )
-                    for todo in rows.take(most)
-                ]
-
-            found = search_stream(decoder, take, options, special, slots=slots)
-            for todo, hypotheses in found:
-                yield todo, self._result(todo.task, hypotheses)
-
+        task = _Generate(self, options, long_rows)
+        workers = [partial(task.work, decoder) for decoder in self.decoders] * self.replicas
         slots = max(1, self.batches.rows // max(options.beam, options.n_best))
-        workers = [sparing(partial(work, decoder), slots) for decoder in self.decoders]
-        results = self._in_order(items, prepare, workers)
-        return joined(results, cuts, options.length_penalty) if long_rows == "split" else results
+        results = in_order(enumerate(texts, first_row), task.prepare, workers, slots, self.batches)
+        if long_rows != "split":
+            return results
+        return joined(results, task.rows, options.length_penalty)
 
     def map(
         self,
-        items: Iterable[Item],
-        prepare: Callable[[int, list[Item]], list[WorkItem[Task] | Done]],
-        compute: Callable[[AnyModel, list[Task]], list[Done]],
+        inputs: Iterable[Input],
+        prepare: Callable[[list[Input]], list[WorkItem[Row] | Answer]],
+        compute: Callable[[AnyModel, list[Row]], list[Answer]],
         models: Sequence[AnyModel],
-    ) -> Iterator[Done]:
-        """Computes items in batches, as this engine is set up, and in order.
+    ) -> Iterator[Answer]:
+        """Computes inputs in batches, in order.
 
         Args:
-            items: See `pipeline.in_order`.
-            prepare: See there.
+            inputs: Of any number.
+            prepare: See `worker_pool.in_order`.
             compute: Computes a batch on one of the models.
             models: `decoders` or `encoders`.
         """
-        workers = [batch_worker(partial(compute, model), self.batches.rows) for model in models]
-        return self._in_order(items, prepare, workers)
-
-    def _in_order(
-        self,
-        items: Iterable[Item],
-        prepare: Callable[[int, list[Item]], list[WorkItem[Task] | Done]],
-        workers: Sequence[Worker[Task, Done]],
-    ) -> Iterator[Done]:
-        return in_order(items, prepare, [*workers] * self.replicas, options=self.batches)
-
-    def _pieces(
-        self, number: int, reading: EncodedRow, options: GenerationOptions, long_rows: LongRows
-    ) -> list[WorkItem[_Row] | GenerationResult]:
-        """What is to be answered of a row, or why nothing is."""
-        if long_rows != "split" or reading.error is None or reading.error.kind != "too-long":
-            return [self._prepared(number, reading, options)]
-        pieces = self.read(self.reader.pieces(reading.text), options)
-        # Each piece has samples of its own, the first those of its row.
-        return [
-            self._prepared(number + place * PIECE, piece, options)
-            for place, piece in enumerate(pieces)
-        ]
-
-    def _prepared(
-        self, number: int, reading: EncodedRow, options: GenerationOptions
-    ) -> WorkItem[_Row] | GenerationResult:
-        text, source, error = reading.text, reading.ids, reading.error
-        room = self._room(len(source), options)
-        if error is None and len(options.prefix) > room:
-            error = RowError(
-                "too-long",
-                f"{len(source)} tokens leave room for {room} in the model's {self.max_positions} "
-                f"positions, but the prefix has {len(options.prefix)}; shorten either",
-            )
-        if error is not None:
-            return GenerationResult(text, reading.tokens, (), error)
-        return WorkItem(_Row(number, text, source, room, reading.truncated), len(source))
-
-    def _room(self, tokens: int, options: GenerationOptions) -> int:
-        """How long an answer may get; a prompt takes up positions, but for the last answer's."""
-        if self.decoder.has_encoder:
-            return options.max_length
-        return max(1, min(options.max_length, self.max_positions - tokens + 1))
-
-    def _result(self, row: _Row, hypotheses: Sequence[Hypothesis]) -> GenerationResult:
-        usable = [item for item in hypotheses if item.finish_reason != "error"]
-        outputs = tuple(
-            TextHypothesis(
-                self.bundle.tokenizer.decode(item.tokens),
-                item.tokens,
-                item.score,
-                item.log_probability,
-                item.finish_reason,
-            )
-            for item in usable
-        )
-        error = None if usable else NOT_FINITE
-        return GenerationResult(row.text, len(row.source), outputs, error, row.truncated)
+        workers = [batch_worker(partial(compute, model)) for model in models] * self.replicas
+        return in_order(inputs, prepare, workers, self.batches.rows, self.batches)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A text to be answered.
+def _opened(
+    bundle: Bundle, variant: Variant, options: SessionOptions, require_certificate: bool
+) -> tuple[Model, str]:
+    """Opens a variant on one device, and cites its certificate."""
+    found = standing(bundle, variant, options)
+    if require_certificate:
+        require_standing(found, bundle)
+    model = open_model(bundle, variant, options)
+    if found.status != "elsewhere":
+        return model, found.cite()
+    verify_recorded(bundle, model).require()
+    return model, f"{found.cite()}; the recorded answers came out here too"
+
+
+class _Generate:
+    """A call of `Engine.generate`.
 
     Attributes:
-        number: Of the row.
-        text: What came in.
-        source: What the model reads of it.
-        room: Most tokens of its answer.
-        truncated: Whether the text goes on after that.
+        rows: Where rows are split: text and number of pieces of each row, see `joined`.
     """
 
-    number: int
-    text: str
-    source: Sequence[int]
-    room: int
-    truncated: bool
+    def __init__(self, engine: Engine, options: GenerationOptions, long_rows: LongRows) -> None:
+        self.engine, self.options, self.long_rows = engine, options, long_rows
+        self.rows: deque[tuple[str, int]] = deque()
+
+    def prepare(
+        self, texts: list[tuple[int, str | RowError]]
+    ) -> list[WorkItem[EncodedRow] | GenerationResult]:
+        prepared: list[WorkItem[EncodedRow] | GenerationResult] = []
+        # Without sampling, equal texts have equal answers.
+        known: dict[str | RowError, list[WorkItem[EncodedRow] | GenerationResult]] = {}
+        rows = self.engine.encode([text for _, text in texts], self.options, self.long_rows)
+        for (number, text), row in zip(texts, rows, strict=True):
+            if self.options.sample or text not in known:
+                known[text] = [self._item(piece) for piece in self._pieces(number, row)]
+            prepared += known[text]
+            if self.long_rows == "split":
+                self.rows.append((row.text, len(known[text])))
+        return prepared
+
+    def _pieces(self, number: int, row: EncodedRow) -> list[EncodedRow]:
+        """Returns a row with its row id, or its pieces with one each, so that samples differ."""
+        pieces = [row]
+        if self.long_rows == "split" and row.error and row.error.kind == "too-long":
+            texts = self.engine.preprocessor.pieces(row.text)
+            pieces = self.engine.encode(texts, self.options)
+        return [replace(piece, row_id=number + i * PIECE) for i, piece in enumerate(pieces)]
+
+    def _item(self, row: EncodedRow) -> WorkItem[EncodedRow] | GenerationResult:
+        error, tokens, prefix = row.error, len(row.ids), len(self.options.prefix)
+        room = self.engine.room(self.options, tokens)
+        if error is None and prefix > room:
+            error = RowError(
+                "too-long",
+                f"{tokens} tokens leave room for {room} in the model's "
+                f"{self.engine.max_positions} positions, but the prefix has {prefix}; shorten "
+                "either",
+            )
+        if error is not None:
+            return GenerationResult(row.text, row.tokens, error=error)
+        return WorkItem(row, tokens)
+
+    def work(
+        self, decoder: ServedDecoder, take: Take[EncodedRow], slots: int
+    ) -> Iterator[tuple[WorkItem[EncodedRow], GenerationResult]]:
+        options, special = self.options, self.engine.bundle.tokenizer.special
+
+        def requests(most: int) -> list[Request[WorkItem[EncodedRow]]]:
+            room, prefix = self.engine.room, options.prefix
+            return [
+                Request(item, item.row.ids, room(options, item.tokens), prefix, item.row.row_id)
+                for item in take(most)
+            ]
+
+        for item, found in search_stream(decoder, requests, options, special, slots=slots):
+            yield item, self._result(item.row, found)
+
+    def _result(self, row: EncodedRow, found: Sequence[Hypothesis]) -> GenerationResult:
+        decode = self.engine.bundle.tokenizer.decode
+        hypotheses = tuple(
+            TextHypothesis(**vars(one), text=decode(one.tokens))
+            for one in found
+            if one.finish_reason != "error"
+        )
+        error = None if hypotheses else NOT_FINITE
+        return GenerationResult(
+            row.text, len(row.ids), hypotheses, error=error, truncated=row.truncated
+        )

@@ -1,7 +1,7 @@
-"""What a model reads of a row: its tokens, or why it cannot take it.
+"""From texts to token ids: special tokens, and texts longer than the model's positions.
 
-Where a text has more tokens than the model has positions, it is an error, or cut short, or cut into
-pieces that are answered each for itself.
+A text that is too long is an error, or truncated, or split into pieces that are answered one by
+one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ LongRows = Literal["error", "truncate", "split"]
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """What became of a row before any model saw it.
+    """An input row as token ids, or why it cannot be one.
 
     Attributes:
-        text: What came in; nothing where it was an error.
-        ids: What the model reads, the tokens that wrap the text included.
-        tokens: How many the whole text has, likewise; where it is far too long to be counted, the
-            fewest that it can have.
-        error: Why the model does not read it; None where it does.
-        truncated: Whether the text goes on after what is read.
+        text: The input text; empty if the input was an error.
+        ids: Token ids for the model, special tokens included; empty on an error.
+        tokens: Length of the whole text, special tokens included; a lower bound if the text is far
+            too long to be tokenised.
+        error: Why the model does not read the row; None if it does.
+        truncated: Whether `ids` are only the beginning of the text.
+        row_id: Seeds the samples of the row.
     """
 
     text: str
@@ -37,19 +38,20 @@ class EncodedRow:
     tokens: int = 0
     error: RowError | None = None
     truncated: bool = False
+    row_id: int = 0
 
 
 @dataclass(frozen=True)
 class Preprocessor:
-    """Turns texts into what a model reads.
+    """Encodes texts for a model.
 
     Attributes:
-        encode_batch: Gives the token ids of each text.
-        special: Tells what wraps them.
-        positions: Most tokens that the model takes.
-        longest_token: Most characters that a token stands for, if no text has fewer tokens than
-            that gives: what must be too long is not even counted. None where a tokenizer may drop
-            or join characters.
+        encode_batch: Returns the token ids of each text.
+        special: Special tokens around them.
+        positions: Limit on the tokens of a row.
+        longest_token: Characters of the longest token, so that the length of a text bounds its
+            tokens from below and a text that must be too long is not tokenised. None if the
+            tokenizer may drop or join characters.
     """
 
     encode_batch: Callable[[list[str]], list[list[int]]]
@@ -57,65 +59,61 @@ class Preprocessor:
     positions: int
     longest_token: int | None = None
 
-    def read(
-        self, items: Sequence[str | RowError], long_rows: LongRows = "error", reserve: int = 0
+    def encode(
+        self, texts: Sequence[str | RowError], long_rows: LongRows = "error", reserve: int = 0
     ) -> list[EncodedRow]:
-        """Reads rows, in order.
+        """Encodes rows, in order.
 
         Args:
-            items: Texts; an error stands for a row that has none.
-            long_rows: Whether what is too long is cut short; else it is an error.
-            reserve: Positions that what is cut short leaves free.
+            texts: Texts, and errors in the place of texts.
+            long_rows: "truncate" cuts a text that is too long; else it is an error.
+            reserve: Positions to leave free when truncating.
         """
         room = max(0, self.positions - (reserve if long_rows == "truncate" else 0))
-        texts = [item for item in items if isinstance(item, str)]
-        heads = [self._head(text, room, long_rows) for text in texts]
+        heads = [self._head(text, room, long_rows) for text in texts if isinstance(text, str)]
         ids = iter(self.encode_batch(heads))
         return [
-            EncodedRow("", error=item)
-            if isinstance(item, RowError)
-            else self._reading(item, next(ids), room, long_rows)
-            for item in items
+            self._row(text, next(ids), room, long_rows)
+            if isinstance(text, str)
+            else EncodedRow("", error=text)
+            for text in texts
         ]
 
     def _least(self, text: str) -> int:
-        """The fewest tokens that a text can have."""
+        """Returns a lower bound of the tokens of a text."""
         return -(-len(text) // self.longest_token) if self.longest_token else 0
 
     def _head(self, text: str, room: int, long_rows: LongRows) -> str:
-        """As much of a text as decides what is read of it."""
+        """Returns the beginning of a text that determines its row."""
         if self._least(text) <= self.positions:
             return text
         assert self.longest_token is not None
         return text[: room * self.longest_token] if long_rows == "truncate" else ""
 
-    def _reading(self, text: str, ids: Sequence[int], room: int, long_rows: LongRows) -> EncodedRow:
+    def _row(self, text: str, ids: Sequence[int], room: int, long_rows: LongRows) -> EncodedRow:
         uncounted = self._least(text) > self.positions
         wrapped = self.special.wrap(ids)
         around = len(wrapped) - len(ids)
         tokens = self._least(text) + around if uncounted else len(wrapped)
         if not text.strip():
-            return EncodedRow(text, (), tokens, RowError("empty", "there is no text to work on"))
-        if tokens <= room:
+            error = RowError("empty", "there is no text to work on")
+        elif tokens <= room:
             return EncodedRow(text, wrapped, tokens)
-        if long_rows == "truncate" and room > around:
+        elif long_rows == "truncate" and room > around:
             return EncodedRow(text, self.special.wrap(ids[: room - around]), tokens, truncated=True)
-        return EncodedRow(
-            text,
-            (),
-            tokens,
-            RowError(
+        else:
+            error = RowError(
                 "too-long",
                 f"{'at least ' * uncounted}{tokens} tokens, but the model has {self.positions} "
                 "positions; shorten or split the text",
-            ),
-        )
+            )
+        return EncodedRow(text, (), tokens, error)
 
     def pieces(self, text: str) -> list[str]:
-        """Cuts a text into pieces that the model takes: neighbouring sentences as far as they fit.
+        """Splits a text into pieces that fit the model: neighbouring sentences, as many as fit.
 
-        A sentence that does not fit is cut at white space, a word that does not at characters.
-        Nothing but white space between the pieces is lost.
+        A sentence that does not fit is split at white space, a word at characters. Only white space
+        between the pieces is lost.
         """
         return list(self._pieces(text, [sentences, _words, list]))
 
@@ -126,35 +124,35 @@ class Preprocessor:
                 yield text
             return
         cut, *finer = cuts
-        parts = cut(text)
-        counts = [len(ids) for ids in self.encode_batch(parts)]
+        units = cut(text)
+        counts = [len(ids) for ids in self.encode_batch(units)]
         room = self.positions - len(self.special.wrap([]))
         first = 0
-        while first < len(parts):
+        while first < len(units):
             last, tokens = first + 1, counts[first]
-            while last < len(parts) and tokens + counts[last] <= room:
+            while last < len(units) and tokens + counts[last] <= room:
                 tokens += counts[last]
                 last += 1
-            # Parts may have more tokens together than singly, or without the blank in front.
-            while last > first + 1 and not self._fits("".join(parts[first:last]).strip()):
+            # A text may have more tokens than its units together, or without the blank in front.
+            while last > first + 1 and not self._fits("".join(units[first:last]).strip()):
                 last -= 1
-            yield from self._pieces("".join(parts[first:last]), finer)
+            yield from self._pieces("".join(units[first:last]), finer)
             first = last
 
     def _fits(self, text: str) -> bool:
-        (reading,) = self.read([text])
-        return reading.tokens <= self.positions
+        (row,) = self.encode([text])
+        return row.tokens <= self.positions
 
 
 def check_long_rows(long_rows: LongRows, conflict: str = "") -> None:
-    """Does nothing where rows that are too long can be treated so.
+    """Rejects a treatment of long rows that is not possible here.
 
     Args:
-        long_rows: What is asked for.
-        conflict: What excludes that they are split, if anything does.
+        long_rows: The treatment.
+        conflict: What excludes "split", if anything does.
 
     Raises:
-        UsageError: There is no such treatment, it is excluded, or a library is missing for it.
+        UsageError: The treatment is unknown or excluded, or its library is not installed.
     """
     if long_rows not in get_args(LongRows):
         names = ", ".join(get_args(LongRows))
@@ -170,10 +168,10 @@ def check_long_rows(long_rows: LongRows, conflict: str = "") -> None:
 
 
 def sentences(text: str) -> list[str]:
-    """Cuts a text into sentences, whatever its language; joined again they are the text.
+    """Splits a text of any language into sentences, which together are the text.
 
     Raises:
-        UsageError: The library for it is not installed.
+        UsageError: sentencex is not installed.
     """
     try:
         import sentencex
@@ -182,13 +180,13 @@ def sentences(text: str) -> list[str]:
             "long_rows=split needs sentencex, which is not installed; "
             'pip install "transferry[sentences]"'
         ) from error
-    # Its rules of English are those that it follows where it does not know a language.
+    # sentencex applies its English rules to languages that it does not know.
     found: list[str] = sentencex.segment("en", text)
     return found
 
 
 def sentences_version() -> str:
-    """Returns the version of the library that cuts sentences, which decides where; or "none"."""
+    """Returns the version of sentencex, which determines where texts are split; or "none"."""
     try:
         return importlib.metadata.version("sentencex")
     except importlib.metadata.PackageNotFoundError:

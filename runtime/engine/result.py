@@ -1,20 +1,21 @@
-"""What became of a row: its answers, or an error; and of the pieces of a row that was split."""
+"""Results of input rows, and the joining of those of a row that was split."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
-from transferry.runtime.decoding.hypothesis import FinishReason, length_normalised
+from transferry.runtime.decoding.hypothesis import Hypothesis, length_normalised
 
 RowErrorKind = Literal[
-    "undecodable",  # bytes that are no UTF-8
-    "malformed",  # a line that is no JSON object, or has another number of columns
+    "undecodable",  # bytes that are not UTF-8
+    "malformed",  # a line that is not a JSON object, or has another number of columns
     "no-text",  # the field of the text is missing, or holds something else than text
     "fields",  # other fields that the output cannot hold
     "empty",
@@ -48,88 +49,125 @@ NOT_FINITE = RowError(
 
 
 @dataclass(frozen=True)
-class TextHypothesis:
-    """One answer to a row.
+class RowResult(ABC):
+    """Result of one input row: an answer or an error.
 
     Attributes:
-        text: The tokens as text.
-        tokens: Ids, without the start and end tokens.
-        score: What answers are ranked by: log-probability over length ** length_penalty; NaN where
-            the options want no scores.
-        log_probability: Of all tokens, the end token included, in nats; NaN likewise.
-        finish_reason: "end", or "length" where max_length cut it off.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    score: float
-    log_probability: float
-    finish_reason: FinishReason
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """What became of one row: answers, best first, or an error.
-
-    Attributes:
-        source: The text that came in; nothing where an error came in.
-        source_tokens: How much of it was read, the end token included; on an error its length, or
-            at least so much of it.
-        outputs: `n_best` answers, or fewer where the search found fewer; none on an error.
-        error: None where there is an answer.
-        truncated: Whether the text was cut short before it was answered.
+        source: The input text; empty if the input was an error.
+        source_tokens: Tokens that the model read, special tokens included. On an error the tokens
+            of the text, or a lower bound.
+        error: Why there is no answer; None if there is one.
+        truncated: Whether only the beginning of the text was read.
     """
 
     source: str
     source_tokens: int
-    outputs: tuple[TextHypothesis, ...]
+    _: KW_ONLY
     error: RowError | None = None
     truncated: bool = False
 
     @property
+    def target_tokens(self) -> int:
+        """Number of tokens that were generated, filled in or scored."""
+        return 0
+
+    def record(self, n_best: int = 1) -> dict[str, Any]:
+        """Returns what an output file holds of the result, in order.
+
+        Args:
+            n_best: Hypotheses that were asked for; if more than one, all are listed.
+        """
+        truncated = {"truncated": True} if self.truncated else {}
+        return {"source": self.source, **self._answer(n_best), **truncated}
+
+    @abstractmethod
+    def _answer(self, n_best: int) -> dict[str, Any]: ...
+
+    def _error(self) -> dict[str, Any]:
+        return {} if self.error is None else {"error": self.error.record()}
+
+
+@dataclass(frozen=True)
+class TextHypothesis(Hypothesis):
+    """A hypothesis with its text.
+
+    Attributes:
+        text: The tokens as text.
+    """
+
+    text: str
+
+    def record(self) -> dict[str, Any]:
+        """Returns text, score and finish reason; None for no score, since JSON has no NaN."""
+        score = None if math.isnan(self.score) else round(self.score, 6)
+        return {"text": self.text, "score": score, "finish_reason": self.finish_reason}
+
+
+@dataclass(frozen=True)
+class GenerationResult(RowResult):
+    """Generated texts for one input row.
+
+    Attributes:
+        hypotheses: Best first: `n_best`, or fewer if the search found fewer; none on an error.
+    """
+
+    hypotheses: tuple[TextHypothesis, ...] = ()
+
+    @property
     def text(self) -> str:
-        """The best answer, or nothing on an error."""
-        return self.outputs[0].text if self.outputs else ""
+        """Text of the best hypothesis; empty on an error."""
+        return self.hypotheses[0].text if self.hypotheses else ""
 
     @property
     def target_tokens(self) -> int:
-        """Length of the best answer, without the end token."""
-        return len(self.outputs[0].tokens) if self.outputs else 0
+        """Tokens of the best hypothesis, the end token excluded."""
+        return len(self.hypotheses[0].tokens) if self.hypotheses else 0
+
+    def _answer(self, n_best: int) -> dict[str, Any]:
+        best: dict[str, Any] = {"text": "", "finish_reason": "error"}
+        if self.hypotheses:
+            best = {**self.hypotheses[0].record(), "target_tokens": self.target_tokens}
+        answer = {**best, **self._error(), "source_tokens": self.source_tokens}
+        if n_best > 1:
+            answer["n_best"] = [hypothesis.record() for hypothesis in self.hypotheses]
+        return answer
 
 
 def joined(
-    results: Iterator[GenerationResult], cuts: deque[tuple[str, int]], length_penalty: float
+    results: Iterator[GenerationResult], rows: deque[tuple[str, int]], length_penalty: float
 ) -> Iterator[GenerationResult]:
-    """Puts together what became of the pieces of rows.
+    """Joins the results of pieces to results of rows.
 
     Args:
-        results: Of all pieces, in order.
-        cuts: The text of each row and the number of its pieces, known before its results are.
-        length_penalty: Of the search.
+        results: Results of all pieces, in order.
+        rows: Text of each row and number of its pieces, appended before its results arrive.
+        length_penalty: That of the search.
     """
     with contextlib.closing(results):  # type: ignore[type-var]  # a generator
         for first in results:
-            text, count = cuts.popleft()
+            text, count = rows.popleft()
             pieces = [first, *islice(results, count - 1)]
             yield first if count == 1 else join(text, pieces, length_penalty)
 
 
 def join(text: str, pieces: Sequence[GenerationResult], length_penalty: float) -> GenerationResult:
-    """Returns the result of a text out of those of its pieces, one answer each."""
+    """Returns the result of a text from those of its pieces, which have one hypothesis each."""
     source_tokens = sum(piece.source_tokens for piece in pieces)
     for number, piece in enumerate(pieces, start=1):
         if piece.error is not None:
             message = f"piece {number} of {len(pieces)}: {piece.error.message}"
-            return GenerationResult(text, source_tokens, (), replace(piece.error, message=message))
-    outputs = [piece.outputs[0] for piece in pieces]
-    ends = [output.finish_reason == "end" for output in outputs]
-    log_probability = math.fsum(output.log_probability for output in outputs)
-    length = sum(len(output.tokens) for output in outputs) + sum(ends)
-    joined = TextHypothesis(
-        " ".join(output.text for output in outputs if output.text),
-        tuple(token for output in outputs for token in output.tokens),
-        length_normalised(log_probability, length, length_penalty),
+            return GenerationResult(
+                text, source_tokens, error=replace(piece.error, message=message)
+            )
+    found = [piece.hypotheses[0] for piece in pieces]
+    ends = [hypothesis.finish_reason == "end" for hypothesis in found]
+    log_probability = math.fsum(hypothesis.log_probability for hypothesis in found)
+    length = sum(len(hypothesis.tokens) for hypothesis in found) + sum(ends)
+    whole = TextHypothesis(
+        tuple(token for hypothesis in found for token in hypothesis.tokens),
         log_probability,
+        length_normalised(log_probability, length, length_penalty),
         "end" if all(ends) else "length",
+        " ".join(hypothesis.text for hypothesis in found if hypothesis.text),
     )
-    return GenerationResult(text, source_tokens, (joined,))
+    return GenerationResult(text, source_tokens, (whole,))

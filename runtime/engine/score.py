@@ -1,4 +1,4 @@
-"""How likely a model finds given text: token by token, in one pass and without generation."""
+"""Scoring of given texts: log-probability of each token, in one pass and without generation."""
 
 from __future__ import annotations
 
@@ -12,164 +12,151 @@ from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.preprocess import EncodedRow, LongRows, check_long_rows
-from transferry.runtime.engine.result import NOT_FINITE, RowError
+from transferry.runtime.engine.result import NOT_FINITE, RowError, RowResult
 from transferry.runtime.engine.worker_pool import WorkItem
 from transferry.runtime.ort.open_model import ServedDecoder
 
-# Most logits of a batch: 256 MB of float32.
+# Limit on the logits of a batch: 256 MB of float32.
 MOST_LOGITS = 1 << 26
+
+# Source and target, or a text and None.
+Pair = tuple[str | RowError, str | RowError | None]
 
 
 @dataclass(frozen=True)
-class ScoreResult:
-    """What became of one row.
+class ScoreResult(RowResult):
+    """Score of one input row; `source` is the source of a pair, or the text.
 
     Attributes:
-        source: The text that came in; of a pair the source. Nothing where an error came in.
-        target: The target of a pair, likewise; else None.
-        source_tokens: Tokens that were read; on an error how many there are, or at least are.
-        tokens: Ids of the tokens that were scored: of a pair the target's and the end token, of a
-            text all that follow its first token.
-        log_probabilities: Of each of them after those before it, in nats.
-        error: None where there is a score.
-        truncated: Whether a text was cut short; what goes on has no end token to be scored.
+        target: Target of a pair; empty if the input was an error, None for a text.
+        tokens: Ids of the scored tokens: of a pair the target and its end token, which a truncated
+            target lacks; of a text all but the first.
+        log_probabilities: That of each token given those before it, in nats.
     """
 
-    source: str
-    target: str | None
-    source_tokens: int
+    target: str | None = None
     tokens: tuple[int, ...] = ()
     log_probabilities: tuple[float, ...] = ()
-    error: RowError | None = None
-    truncated: bool = False
 
     @property
     def target_tokens(self) -> int:
-        """How many tokens were scored."""
+        """Number of scored tokens."""
         return len(self.tokens)
 
     @property
     def total(self) -> float:
-        """Log-probability of all of them, in nats."""
+        """Log-probability of all tokens, in nats."""
         return float(np.sum(self.log_probabilities, dtype=np.float64))
 
-    def record(self) -> dict[str, Any]:
-        """Returns the row as JSON values."""
-        texts = {"source": self.source}
-        if self.target is not None:
-            texts["target"] = self.target
-        if self.error is not None:
-            return {**texts, "error": self.error.record()}
-        return {
-            **texts,
+    def _answer(self, n_best: int) -> dict[str, Any]:
+        target = {} if self.target is None else {"target": self.target}
+        scores = {
             "total": round(self.total, 6),
             "tokens": list(self.tokens),
             "log_probabilities": [round(value, 6) for value in self.log_probabilities],
         }
+        return {**target, **(self._error() or scores)}
+
+
+def score(
+    engine: Engine, pairs: Iterable[Pair], *, long_rows: LongRows = "error"
+) -> Iterator[ScoreResult]:
+    """Scores pairs or texts, in order and in bounded memory.
+
+    Args:
+        engine: Engine of an encoder-decoder bundle for pairs, of a decoder-only one for texts.
+        pairs: Any number of rows; an error on either side becomes the result of its row.
+        long_rows: Treatment of texts longer than the model's positions: "error", or "truncate" to
+            score their beginning.
+
+    Raises:
+        UsageError: The bundle is encoder-only, or `long_rows` is "split".
+    """
+    decoders = engine.decoders
+    check_long_rows(long_rows, "score")
+    task = _Score(engine, decoders[0].has_encoder, long_rows)
+    return engine.map(pairs, task.prepare, task.compute, decoders)
 
 
 @dataclass(frozen=True)
-class _Row:
-    source: str
+class _ScoredRow:
+    """A row with the decoder's input, and the tokens that shall follow each of its tokens."""
+
+    source: EncodedRow
     target: str | None
-    read: Sequence[int]
     given: Sequence[int]
     wanted: Sequence[int]
     truncated: bool
 
 
-def score(
-    engine: Engine,
-    rows: Iterable[tuple[str | RowError, str | RowError | None]],
-    *,
-    long_rows: LongRows = "error",
-) -> Iterator[ScoreResult]:
-    """Scores each row, in order, in bounded memory; a row never depends on its neighbours.
-
-    Args:
-        engine: Of an encoder-decoder bundle for pairs, of a decoder-only one for texts.
-        rows: Source and target, or a text and None; any iterable, however long. An error on either
-            side is the result of its own row.
-        long_rows: What becomes of texts of more tokens than the model has positions: an "error",
-            or "truncate", which scores their beginning.
-
-    Raises:
-        UsageError: The bundle holds an encoder alone, or long rows are to be split.
-    """
-    decoders, tokenizer = engine.decoders, engine.bundle.tokenizer
-    special = tokenizer.special
-
-    check_long_rows(long_rows, "score")
-    targets = replace(
-        engine.reader,
-        encode_batch=lambda texts: [tokenizer.encode_target(text) for text in texts],
-        special=replace(special, before=(), after=(special.eos_id,)),
-    )
-
-    def prepare(
-        first: int, rows: list[tuple[str | RowError, str | RowError | None]]
-    ) -> list[WorkItem[_Row] | ScoreResult]:
-        sources = engine.reader.read([source for source, _ in rows], long_rows)
-        if not decoders[0].has_encoder:
-            return [_of_text(row) for row in sources]
-        wanted = targets.read(["" if target is None else target for _, target in rows], long_rows)
-        return [_of_pair(*pair) for pair in zip(sources, wanted, strict=True)]
-
-    def _of_pair(source: EncodedRow, target: EncodedRow) -> WorkItem[_Row] | ScoreResult:
-        error = source.error or target.error
-        if error is not None:
-            return ScoreResult(source.text, target.text, source.tokens, error=error)
-        wanted = target.ids[:-1] if target.truncated else target.ids
-        given = [special.bos_id, *wanted[:-1]]
-        truncated = source.truncated or target.truncated
-        return WorkItem(
-            _Row(source.text, target.text, source.ids, given, wanted, truncated),
-            max(len(source.ids), len(wanted)),
+class _Score:
+    def __init__(self, engine: Engine, has_encoder: bool, long_rows: LongRows) -> None:
+        tokenizer = engine.bundle.tokenizer
+        self.special, self.has_encoder = tokenizer.special, has_encoder
+        self.sources, self.long_rows = engine.preprocessor, long_rows
+        self.targets = replace(
+            self.sources,
+            encode_batch=lambda texts: [tokenizer.encode_target(text) for text in texts],
+            special=replace(self.special, before=(), after=(self.special.eos_id,)),
         )
 
-    def _of_text(row: EncodedRow) -> WorkItem[_Row] | ScoreResult:
+    def prepare(self, pairs: list[Pair]) -> list[WorkItem[_ScoredRow] | ScoreResult]:
+        sources = self.sources.encode([source for source, _ in pairs], self.long_rows)
+        if not self.has_encoder:
+            return [self._text(row) for row in sources]
+        texts = ["" if target is None else target for _, target in pairs]
+        targets = self.targets.encode(texts, self.long_rows)
+        return [self._pair(*pair) for pair in zip(sources, targets, strict=True)]
+
+    def _pair(self, source: EncodedRow, target: EncodedRow) -> WorkItem[_ScoredRow] | ScoreResult:
+        if error := source.error or target.error:
+            return ScoreResult(source.text, source.tokens, target.text, error=error)
+        wanted = target.ids[:-1] if target.truncated else target.ids
+        given = [self.special.bos_id, *wanted[:-1]]
+        truncated = source.truncated or target.truncated
+        row = _ScoredRow(source, target.text, given, wanted, truncated)
+        return WorkItem(row, max(len(source.ids), len(wanted)))
+
+    def _text(self, row: EncodedRow) -> WorkItem[_ScoredRow] | ScoreResult:
         error = row.error
         if error is None and len(row.ids) == 1:
             error = RowError("too-short", "a text of one token has nothing to be scored after it")
         if error is not None:
-            return ScoreResult(row.text, None, row.tokens, error=error)
-        given, wanted = row.ids[:-1], row.ids[1:]
-        return WorkItem(_Row(row.text, None, (), given, wanted, row.truncated), len(row.ids))
+            return ScoreResult(row.text, row.tokens, error=error)
+        scored = _ScoredRow(row, None, row.ids[:-1], row.ids[1:], row.truncated)
+        return WorkItem(scored, len(row.ids))
 
-    def compute(decoder: ServedDecoder, rows: list[_Row]) -> list[ScoreResult]:
-        scores: list[ScoreResult] = []
+    def compute(self, decoder: ServedDecoder, rows: list[_ScoredRow]) -> list[ScoreResult]:
         longest = max(len(row.given) for row in rows)
         most = max(1, MOST_LOGITS // (longest * decoder.vocabulary_size))
-        for first in range(0, len(rows), most):
-            scores += _compute(decoder, rows[first : first + most])
-        return scores
+        blocks = (rows[first : first + most] for first in range(0, len(rows), most))
+        return [result for block in blocks for result in self._block(decoder, block)]
 
-    def _compute(decoder: ServedDecoder, rows: Sequence[_Row]) -> list[ScoreResult]:
-        state = decoder.start(*pad_sources([row.read for row in rows], special.pad_id))
-        # What is padded lies behind what is scored, and the state is not used again.
-        given, _ = pad_sources([row.given for row in rows], special.pad_id)
+    def _block(self, decoder: ServedDecoder, rows: Sequence[_ScoredRow]) -> list[ScoreResult]:
+        pad_id = self.special.pad_id
+        sources = [row.source.ids if self.has_encoder else () for row in rows]
+        state = decoder.start(*pad_sources(sources, pad_id))
+        # Padding comes after the tokens to be scored, and the state is not used again.
+        given, _ = pad_sources([row.given for row in rows], pad_id)
         if given.shape[1] == 1:
-            # A decoder may read a single token by other kernels than several, and which it is shall
-            # not depend on the rows beside it.
-            given = np.pad(given, ((0, 0), (0, 1)), constant_values=special.pad_id)
+            # A decoder may have other kernels for a single token than for several; which of them
+            # computes a row must not depend on the other rows.
+            given = np.pad(given, ((0, 0), (0, 1)), constant_values=pad_id)
         output, _ = decoder.step(given, state)
-        scores = []
-        for row, found in zip(rows, output.all_logits, strict=True):
-            chosen = found[: len(row.wanted)]
-            places = np.arange(len(row.wanted)), row.wanted
-            values = chosen[places] - log_sum_exp(chosen)
+        results = []
+        for row, logits in zip(rows, output.all_logits, strict=True):
+            count = len(row.wanted)
+            values = logits[np.arange(count), row.wanted] - log_sum_exp(logits[:count])
             finite = bool(np.isfinite(values).all())
-            scores.append(
+            results.append(
                 ScoreResult(
-                    row.source,
+                    row.source.text,
+                    len(row.source.ids),
                     row.target,
-                    len(row.read) or len(row.given) + 1,
                     tuple(row.wanted) if finite else (),
                     tuple(values.tolist()) if finite else (),
-                    None if finite else NOT_FINITE,
-                    row.truncated,
+                    error=None if finite else NOT_FINITE,
+                    truncated=row.truncated,
                 )
             )
-        return scores
-
-    return engine.map(rows, prepare, compute, decoders)
+        return results

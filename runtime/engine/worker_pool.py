@@ -1,116 +1,106 @@
-"""A stream of rows computed by several threads, and given back in order."""
+"""A stream of rows, computed by several threads and returned in order."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from transferry.runtime.decoding.batching import BatchOptions, fitting, windows
 from transferry.runtime.errors import InputError
 
-Item = TypeVar("Item")
-Task = TypeVar("Task")
-Done = TypeVar("Done")
+Input = TypeVar("Input")
+Row = TypeVar("Row")
+Answer = TypeVar("Answer")
 
-# How often a replica that waits looks whether anybody is left to wait for, in seconds.
-LOOK_UP = 1.0
-# What one replica takes at least, if there is as much: fewer rows hardly fill its products.
+# Seconds after which a waiting replica checks whether the program is ending.
+CHECK_SECONDS = 1.0
+# A replica takes at least this many rows, if that many wait: fewer make matrix products too small.
 SMALLEST_SHARE = 16
 
 
 @dataclass(frozen=True, eq=False)
-class WorkItem(Generic[Task]):
-    """What is to be computed. Where it stands for several rows, these become the same.
+class WorkItem(Generic[Row]):
+    """A row to be computed. If it stands for several equal input rows, all get its answer.
 
     Attributes:
-        task: What it is.
-        tokens: How long it is: what is of similar length is computed together.
+        row: The row, as the task encodes it.
+        tokens: Its length: rows of similar length are computed together.
     """
 
-    task: Task
+    row: Row
     tokens: int
 
 
-class Tasks(Protocol[Task]):
-    """Where a worker gets what is to be computed."""
-
-    def take(self, most: int) -> list[WorkItem[Task]]:
-        """Hands out what is to be computed next, of similar length, once there is anything.
-
-        Args:
-            most: How many are wanted.
-
-        Returns:
-            What is to be computed; nothing if nothing more will come.
-        """
-        ...
+# Returns at most so many items, of similar length; none once there are no more.
+Take: TypeAlias = Callable[[int], list[WorkItem[Row]]]
+# Computes what it takes, so many rows at once, and yields each item with its answer.
+Worker: TypeAlias = Callable[[Take[Row], int], Iterable[tuple[WorkItem[Row], Answer]]]
 
 
-class WorkQueue(Generic[Task, Done]):
-    """What waits to be computed and what has been: where the reader and the replicas meet."""
+class WorkQueue(Generic[Row, Answer]):
+    """Work items on their way to the replicas, and the answers on their way back."""
 
     def __init__(self, tokens: int, workers: int = 1) -> None:
-        """Begins empty.
+        """Creates an empty queue.
 
         Args:
-            tokens: Most tokens that are handed out at once, padding counted.
-            workers: Among how many it is shared out. None gets more than its share of what waits,
-                unless that is hardly worth computing: of the last rows one would otherwise take
-                all, and the others have nothing to do.
+            tokens: Limit on the tokens taken at once, padding counted.
+            workers: Number of replicas. Each takes its share of the waiting items at most, but not
+                less than `SMALLEST_SHARE`: of the last rows one replica would otherwise take all,
+                and the others would be idle.
         """
         self._tokens, self._workers = tokens, workers
-        self._waiting: deque[WorkItem[Task]] = deque()
-        self._done: dict[WorkItem[Task], Done] = {}
+        self._waiting: deque[WorkItem[Row]] = deque()
+        self._answers: dict[WorkItem[Row], Answer] = {}
         self._closed = self._stopped = False
         self._error: BaseException | None = None
         self._reader = threading.current_thread()
         lock = threading.Lock()
         self._added, self._finished = threading.Condition(lock), threading.Condition(lock)
 
-    def take(self, most: int) -> list[WorkItem[Task]]:
-        """Hands out what is to be computed next; see `Tasks.take`."""
+    def take(self, most: int) -> list[WorkItem[Row]]:
+        """Waits for items and returns the next ones, at most so many; none at the end."""
         with self._added:
             while not (self._waiting or self._closed or self._abandoned()):
-                self._added.wait(LOOK_UP)
+                self._added.wait(CHECK_SECONDS)
             return [self._waiting.popleft() for _ in range(self._fitting(most))]
 
     def _fitting(self, most: int) -> int:
         if self._stopped or self._abandoned():
             return 0
         share = max(-(-len(self._waiting) // self._workers), SMALLEST_SHARE)
-        return fitting((todo.tokens for todo in self._waiting), min(most, share), self._tokens)
+        return fitting((item.tokens for item in self._waiting), min(most, share), self._tokens)
 
     def _abandoned(self) -> bool:
-        """Whether the program ends without having closed its stream of results."""
+        """Whether the program is ending without having closed its stream of results."""
         return not (threading.main_thread().is_alive() or self._reader.is_alive())
 
-    def add(self, todos: Iterable[WorkItem[Task]]) -> None:
-        """Lets something be computed, after all else."""
+    def put(self, items: Iterable[WorkItem[Row]]) -> None:
+        """Adds items at the end."""
         with self._added:
-            self._waiting.extend(todos)
+            self._waiting.extend(items)
             self._added.notify_all()
 
-    def give_back(self, todos: Sequence[WorkItem[Task]]) -> None:
-        """Takes back what could not be computed, to be computed before all else."""
+    def put_back(self, items: Sequence[WorkItem[Row]]) -> None:
+        """Returns items that could not be computed; they come first again."""
         with self._added:
-            self._waiting.extendleft(reversed(todos))
+            self._waiting.extendleft(reversed(items))
             self._added.notify_all()
 
     def close(self) -> None:
-        """Tells the replicas that nothing more will come."""
+        """Tells the replicas that there will be no more items."""
         with self._added:
             self._closed = True
             self._added.notify_all()
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Tells the replicas that nobody wants more.
+        """Tells the replicas that no more answers are needed.
 
         Args:
-            error: What the reader is to raise.
+            error: Raised where the answers are read.
         """
         self.close()
         with self._finished:
@@ -118,148 +108,120 @@ class WorkQueue(Generic[Task, Done]):
             self._error = self._error or error
             self._finished.notify_all()
 
-    def work(self, worker: Worker[Task, Done]) -> None:
-        """Computes, as one of the replicas, until nothing more will come."""
+    def run(self, worker: Worker[Row, Answer], rows: int) -> None:
+        """Computes as one of the replicas, until there are no more items.
+
+        If memory runs out, unfinished items return to the queue and the worker continues with half
+        as many rows at once.
+
+        Args:
+            worker: Computes items.
+            rows: How many at once, at first.
+        """
         try:
-            for todo, done in worker(self):
-                with self._finished:
-                    self._done[todo] = done
-                    self._finished.notify_all()
-                if self._stopped:
-                    break
-        except BaseException as error:  # noqa: BLE001 - raised where the results are read
+            while True:
+                taken: dict[WorkItem[Row], None] = {}
+                try:
+                    self._work(worker, rows, taken)
+                    return
+                except MemoryError as error:
+                    rows = min(rows, len(taken)) // 2
+                    if rows == 0:
+                        raise InputError(
+                            f"there is not enough memory for a single row ({error}); shorten the "
+                            "longest rows, run fewer replicas, or end other programs"
+                        ) from error
+                # Only here, where the error no longer keeps the buffers of the batch alive.
+                self.put_back(list(taken))
+        except BaseException as error:  # noqa: BLE001 - raised where the answers are read
             self.stop(error)
 
-    def results(self, rows: Iterable[WorkItem[Task] | Done]) -> Iterator[Done]:
-        """Waits for what became of rows, in order, and forgets it."""
-        todos = set()
+    def _work(
+        self, worker: Worker[Row, Answer], rows: int, taken: dict[WorkItem[Row], None]
+    ) -> None:
+        def take(most: int) -> list[WorkItem[Row]]:
+            items = self.take(min(most, rows))
+            taken.update(dict.fromkeys(items))
+            return items
+
+        for item, answer in worker(take, rows):
+            del taken[item]
+            with self._finished:
+                self._answers[item] = answer
+                self._finished.notify_all()
+            if self._stopped:
+                return
+
+    def answers(self, rows: Iterable[WorkItem[Row] | Answer]) -> Iterator[Answer]:
+        """Yields the answers to rows in order, waiting for each, and forgets them at the end."""
+        items = set()
         for row in rows:
             if not isinstance(row, WorkItem):
                 yield row
                 continue
-            todos.add(row)
+            items.add(row)
             with self._finished:
-                while row not in self._done:
+                while row not in self._answers:
                     if self._error is not None:
                         raise self._error
                     self._finished.wait()
-                done = self._done[row]
-            yield done
+                answer = self._answers[row]
+            yield answer
         with self._finished:
-            for todo in todos:
-                del self._done[todo]
+            for item in items:
+                del self._answers[item]
 
 
-Worker: TypeAlias = Callable[[WorkQueue[Task, Done]], Iterable[tuple[WorkItem[Task], Done]]]
-# A worker that is told how much to compute at once.
-Work: TypeAlias = Callable[[Tasks[Task], int], Iterable[tuple[WorkItem[Task], Done]]]
+def batch_worker(compute: Callable[[list[Row]], list[Answer]]) -> Worker[Row, Answer]:
+    """Returns a worker that computes one batch after another."""
 
-
-class _Loan(Generic[Task]):
-    """What a worker has taken and not computed yet."""
-
-    def __init__(self, supply: WorkQueue[Task, Done], most: int) -> None:
-        self._supply: Tasks[Task] = supply
-        self._most = most
-        self.taken: dict[WorkItem[Task], None] = {}
-
-    def take(self, most: int) -> list[WorkItem[Task]]:
-        todos = self._supply.take(min(most, self._most))
-        self.taken.update(dict.fromkeys(todos))
-        return todos
-
-
-def sparing(work: Work[Task, Done], rows: int) -> Worker[Task, Done]:
-    """Returns a worker that goes on with half as much at once where memory runs out.
-
-    What it was at is given back and computed again: no answer depends on what is beside it.
-
-    Args:
-        work: Computes so many at once.
-        rows: How many at first.
-
-    Raises:
-        InputError: There is not enough memory for one.
-    """
-
-    def worker(supply: WorkQueue[Task, Done]) -> Iterator[tuple[WorkItem[Task], Done]]:
-        rows_now, most = rows, sys.maxsize
-        while True:
-            loan = _Loan(supply, most)
-            try:
-                for todo, done in work(loan, rows_now):
-                    del loan.taken[todo]
-                    yield todo, done
-                return
-            except MemoryError as error:
-                taken = list(loan.taken)
-                rows_now = most = min(rows_now, len(taken)) // 2
-                if most == 0:
-                    raise InputError(
-                        f"there is not enough memory for a single row ({error}); shorten the "
-                        "longest rows, run fewer replicas, or end other programs"
-                    ) from error
-            # Not before the error is forgotten, which holds all that was computed with.
-            supply.give_back(taken)
+    def worker(take: Take[Row], rows: int) -> Iterator[tuple[WorkItem[Row], Answer]]:
+        while items := take(rows):
+            yield from zip(items, compute([item.row for item in items]), strict=True)
 
     return worker
 
 
-def batch_worker(compute: Callable[[list[Task]], list[Done]], rows: int) -> Worker[Task, Done]:
-    """Returns a worker that computes one batch after another.
-
-    Args:
-        compute: Computes a batch.
-        rows: Most rows of a batch.
-    """
-
-    def work(tasks: Tasks[Task], rows: int) -> Iterator[tuple[WorkItem[Task], Done]]:
-        while todos := tasks.take(rows):
-            yield from zip(todos, compute([todo.task for todo in todos]), strict=True)
-
-    return sparing(work, rows)
-
-
 def in_order(
-    items: Iterable[Item],
-    prepare: Callable[[int, list[Item]], list[WorkItem[Task] | Done]],
-    workers: Sequence[Worker[Task, Done]],
-    *,
+    inputs: Iterable[Input],
+    prepare: Callable[[list[Input]], list[WorkItem[Row] | Answer]],
+    workers: Sequence[Worker[Row, Answer]],
+    rows: int,
     options: BatchOptions,
-) -> Iterator[Done]:
-    """Computes every item, and yields what became of each in order.
+) -> Iterator[Answer]:
+    """Computes every input, and yields the answers in order.
 
     Args:
-        items: Any iterable, however long; it is read ahead by at most two windows.
-        prepare: Makes rows of a window of items, given the number of the first: what is to be
-            computed, and what is done already, such as an error.
-        workers: Each takes from the supply and computes, in a thread of its own.
-        options: Sizes of windows, and of what a supply hands out, in tokens.
+        inputs: Of any number; read ahead by two windows at most.
+        prepare: Encodes a window of inputs: work items, and answers that need no model, such as
+            errors.
+        workers: Run by a thread each.
+        rows: Limit on the rows that a worker computes at once.
+        options: Sizes of windows, and of batches in tokens.
     """
-    supply = WorkQueue[Task, Done](options.tokens, len(workers))
+    queue = WorkQueue[Row, Answer](options.tokens, len(workers))
     threads = [
-        threading.Thread(target=supply.work, args=(worker,), name=f"replica {number}")
+        threading.Thread(target=queue.run, args=(worker, rows), name=f"replica {number}")
         for number, worker in enumerate(workers)
     ]
     for thread in threads:
         thread.start()
     try:
-        first = 0
-        pending: deque[list[WorkItem[Task] | Done]] = deque()
-        for number, window in enumerate(windows(items, options.window)):
-            rows = prepare(first, window)
-            first += len(window)
-            # Up and down by turns: where windows meet, what is computed together is alike, too.
-            todos = dict.fromkeys(row for row in rows if isinstance(row, WorkItem))
-            supply.add(sorted(todos, key=lambda todo: todo.tokens, reverse=number % 2 == 0))
-            pending.append(rows)
+        pending: deque[list[WorkItem[Row] | Answer]] = deque()
+        for number, window in enumerate(windows(inputs, options.window)):
+            prepared = prepare(window)
+            # Alternately down and up, so that neighbours are of similar length also where two
+            # windows meet.
+            items = dict.fromkeys(row for row in prepared if isinstance(row, WorkItem))
+            queue.put(sorted(items, key=lambda item: item.tokens, reverse=number % 2 == 0))
+            pending.append(prepared)
             # One window is computed while the next is read, so that no replica waits.
             if len(pending) > 1:
-                yield from supply.results(pending.popleft())
-        supply.close()
+                yield from queue.answers(pending.popleft())
+        queue.close()
         while pending:
-            yield from supply.results(pending.popleft())
+            yield from queue.answers(pending.popleft())
     finally:
-        supply.stop()
+        queue.stop()
         for thread in threads:
             thread.join()

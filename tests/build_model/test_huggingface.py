@@ -1076,7 +1076,7 @@ def test_from_their_folder_to_answers(
     found = [json.loads(line)["text"] for line in out.read_text(encoding="utf-8").splitlines()]
     assert found == [load_tokenizer(run).decode(answer) for answer in wanted]
     options = GenerationOptions(max_length=14, suppress=suppress)
-    rows = [row.outputs[0].tokens for row in Engine.load(bundle).generate(LINES, options)]
+    rows = [row.hypotheses[0].tokens for row in Engine.load(bundle).generate(LINES, options)]
     assert [list(tokens) for tokens in rows] == wanted
     pairs = ("--target", lines) if kind == "marian" else ()
     scores = tmp_path / "scores.jsonl"
@@ -1099,7 +1099,7 @@ def require_the_target_model(bundle: Path, lines: Path, scores: Path) -> None:
         prefix=tuple(tokenizer.encode_target(prefix)),
         suppress=engine.default_options().suppress,
     )
-    answers = [round(row.outputs[0].score, 6) for row in engine.generate(LINES, options)]
+    answers = [round(row.hypotheses[0].score, 6) for row in engine.generate(LINES, options)]
     assert [json.loads(line)["score"] for line in given] == answers
 
 

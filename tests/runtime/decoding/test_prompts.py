@@ -45,7 +45,7 @@ def prompts() -> list[str]:
 
 
 def outputs(results: list[GenerationResult]) -> list[list[tuple[int, ...]]]:
-    return [[output.tokens for output in result.outputs] for result in results]
+    return [[output.tokens for output in result.hypotheses] for result in results]
 
 
 @pytest.mark.parametrize("prefix", ["", "a b"])
@@ -59,7 +59,7 @@ def test_a_prompt_cut_short_leaves_room_for_an_answer(engine: Engine, prefix: st
     result, short = engine.generate([text, "one"], options, long_rows="truncate")
     assert (result.error, result.truncated, short.truncated) == (None, True, False)
     assert result.source_tokens == 64 - len(forced)
-    (output,) = result.outputs
+    (output,) = result.hypotheses
     assert output.tokens[: len(forced)] == forced
     assert len(output.tokens) + (output.finish_reason == "end") == len(forced) + 1
     source = tokenizer.encode(text)[: 64 - len(forced)]
@@ -124,7 +124,7 @@ def test_greedy_search_is_the_plain_loop_without_cache_and_padding(
         )
         for prompt in prompts
     ]
-    found = [list(result.outputs[0].tokens) for result in engine.generate(prompts, options)]
+    found = [list(result.hypotheses[0].tokens) for result in engine.generate(prompts, options)]
     assert found == expected
     assert len(set(map(tuple, found))) > len(prompts) // 2
 
@@ -185,7 +185,7 @@ def test_answers_end_where_the_positions_end(engine: Engine, prompts: list[str])
     options = GenerationOptions(max_length=64, min_length=60, no_repeat_ngram=1)
     lengths = set()
     for result in engine.generate(prompts, options):
-        (output,) = result.outputs
+        (output,) = result.hypotheses
         room = 64 - result.source_tokens + 1
         assert len(output.tokens) == room
         assert output.finish_reason == "length"
@@ -200,9 +200,9 @@ def test_a_prompt_that_fills_the_positions_has_one_answer_left(engine: Engine) -
     fitting, longer = tokenizer.decode(ids[:64]), tokenizer.decode(ids[:65])
     assert (len(tokenizer.encode(fitting)), len(tokenizer.encode(longer))) == (64, 65)
     first, second = engine.generate([fitting, longer], GenerationOptions(max_length=9))
-    assert len(first.outputs[0].tokens) <= 1
+    assert len(first.hypotheses[0].tokens) <= 1
     assert second.error is not None
-    assert (second.error.kind, second.outputs) == ("too-long", ())
+    assert (second.error.kind, second.hypotheses) == ("too-long", ())
     assert "65 tokens, but the model has 64 positions" in second.error.message
 
 
@@ -222,7 +222,7 @@ def test_a_prefix_that_does_not_fit_is_an_error_of_its_row(engine: Engine) -> No
     long, short = engine.generate([text, "a"], options)
     assert long.error is not None
     assert "62 tokens leave room for 3 in the model's 64 positions" in long.error.message
-    assert short.outputs[0].tokens[:4] == (5, 6, 7, 8)
+    assert short.hypotheses[0].tokens[:4] == (5, 6, 7, 8)
 
 
 def test_an_encoder_s_tasks_are_refused(engine: Engine) -> None:

@@ -1,8 +1,7 @@
 """A vector is torch's hidden states pooled over the row's own tokens, whatever the batch."""
 
-import threading
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -10,12 +9,10 @@ import torch
 
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.corpus import builtin_pairs
-from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.engine.embed import embed
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import UsageError
-from transferry.runtime.ort.encoder import EncoderModel
 
 TEXTS = ["a", *(pair.source for pair in builtin_pairs(25, seed=6))]
 
@@ -48,45 +45,17 @@ def test_vectors_are_torch_s(
         np.testing.assert_allclose(row.vector, vector.numpy(), atol=1e-5)
 
 
-def test_a_vector_does_not_depend_on_the_batch(engine: Engine) -> None:
-    alone = [next(iter(embed(engine, [text]))).vector for text in TEXTS]
-    for rows, tokens in ((1, 4096), (5, 60), (64, 4096)):
-        batches = BatchOptions(rows=rows, tokens=tokens, window=11)
-        cut = Engine(engine.bundle, engine.model, batches=batches)
-        for left, right in zip(alone, embed(cut, TEXTS), strict=True):
-            np.testing.assert_array_equal(left, right.vector)
-
-
 def test_bad_rows_are_nan_and_say_why(engine: Engine) -> None:
-    empty, good, long = embed(engine, [" ", "a", "a " * 99])
-    assert empty.error is not None
-    assert long.error is not None
-    assert (empty.error.kind, good.error, long.error.kind) == ("empty", None, "too-long")
-    assert np.isnan(empty.vector).all()
-    assert empty.vector.shape == good.vector.shape
-    assert empty.record()["error"]["kind"] == "empty"
-    assert len(good.record()["vector"]) == 32
-
-
-def test_several_devices_share_the_rows(
-    engine: Engine, reader_bundle_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = [row.vector for row in embed(engine, TEXTS)]
-    devices = [Engine.load(reader_bundle_folder).encoder for _ in range(2)]
-    meeting, encode = threading.Barrier(2), EncoderModel.encode
-    at_work = []
-
-    def together(self: EncoderModel, *arguments: Any) -> Any:
-        if self not in at_work:
-            at_work.append(self)
-            meeting.wait(60)
-        return encode(self, *arguments)
-
-    monkeypatch.setattr(EncoderModel, "encode", together)
-    shared = Engine(engine.bundle, *devices, batches=BatchOptions(rows=4))
-    for vector, row in zip(expected, embed(shared, TEXTS), strict=True):
-        np.testing.assert_array_equal(row.vector, vector)
-    assert len(at_work) == 2
+    broken = RowError("undecodable", "byte 3 is no UTF-8")
+    *bad, good = embed(engine, [broken, " ", "a " * 99, "a"])
+    assert [row.error and row.error.kind for row in bad] == ["undecodable", "empty", "too-long"]
+    assert (good.error, good.vector.shape) == (None, (32,))
+    assert good.record() == {"source": "a", "vector": good.vector}
+    for row in bad:
+        assert row.error is not None
+        assert np.isnan(row.vector).all()
+        assert row.vector.shape == good.vector.shape
+        assert row.record() == {"source": row.source, "error": row.error.record()}
 
 
 def test_long_rows_are_cut_short_and_say_so(engine: Engine) -> None:
@@ -99,19 +68,6 @@ def test_long_rows_are_cut_short_and_say_so(engine: Engine) -> None:
     np.testing.assert_array_equal(cut.vector, whole.vector)
     with pytest.raises(UsageError, match="long_rows=split and task embed exclude each other"):
         embed(engine, [], long_rows="split")
-
-
-def test_an_error_that_came_in_comes_out_in_its_place(engine: Engine) -> None:
-    broken = RowError("undecodable", "byte 3 is no UTF-8")
-    rows = list(embed(engine, [broken, "a", broken, "b"]))
-    assert [(row.source, row.error) for row in rows] == [
-        ("", broken),
-        ("a", None),
-        ("", broken),
-        ("b", None),
-    ]
-    assert np.isnan(rows[2].vector).all()
-    np.testing.assert_array_equal(rows[3].vector, next(embed(engine, ["b"])).vector)
 
 
 def test_a_decoder_embeds_nothing(bundle_folder: Path) -> None:

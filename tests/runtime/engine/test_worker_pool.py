@@ -12,13 +12,12 @@ import pytest
 
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.engine.worker_pool import (
-    Tasks,
+    Take,
     Worker,
     WorkItem,
     WorkQueue,
     batch_worker,
     in_order,
-    sparing,
 )
 from transferry.runtime.errors import InputError
 
@@ -26,13 +25,7 @@ from transferry.runtime.errors import InputError
 PATIENCE = 60.0
 
 
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    yield
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
-
-
-def prepare(first: int, items: list[int]) -> list[WorkItem[int] | str]:
+def prepare(items: list[int]) -> list[WorkItem[int] | str]:
     """An item is as long as it is large; one below 0 is done already."""
     return [f"{item} is bad" if item < 0 else WorkItem(item, item) for item in items]
 
@@ -54,8 +47,9 @@ def run(
     return in_order(
         items,
         prepare,
-        [worker or batch_worker(compute, rows)] * replicas,
-        options=BatchOptions(tokens=tokens, window=window),
+        [worker or batch_worker(compute)] * replicas,
+        rows,
+        BatchOptions(tokens=tokens, window=window),
     )
 
 
@@ -74,18 +68,26 @@ def test_rows_come_back_in_order(replicas: int, window: int) -> None:
     assert list(run([])) == []
 
 
-def test_batches_are_of_similar_length_where_windows_meet_too() -> None:
+def test_batches_are_of_similar_length_where_windows_meet_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     batches = []
+    windows, put = threading.Semaphore(0), WorkQueue.put
+
+    def tell(queue: WorkQueue[int, str], items: Iterable[WorkItem[int]]) -> None:
+        put(queue, items)
+        windows.release()
 
     def compute(batch: list[int]) -> list[str]:
         batches.append(batch)
         return names(batch)
 
-    def worker(supply: WorkQueue[int, str]) -> Iterator[tuple[WorkItem[int], str]]:
-        while len(supply._waiting) < 10:  # until two windows are there
-            time.sleep(0.001)
-        yield from batch_worker(compute, 4)(supply)
+    def worker(take: Take[int], rows: int) -> Iterator[tuple[WorkItem[int], str]]:
+        assert windows.acquire(timeout=PATIENCE)
+        assert windows.acquire(timeout=PATIENCE)
+        yield from batch_worker(compute)(take, rows)
 
+    monkeypatch.setattr(WorkQueue, "put", tell)
     items = [3, 9, 1, 7, 5, *[2, 8, 4, 6, 1], *[1, 2, 9, 4, 5]]
     assert list(run(items, worker=worker)) == names(items)
     assert batches[:2] == [[9, 7, 5, 3], [1, 1, 2, 4]]
@@ -108,41 +110,24 @@ def test_no_batch_is_larger_than_asked_for(rows: int, tokens: int) -> None:
     assert len(batches) < len(items) or rows == 1
 
 
-def test_the_source_is_read_two_windows_ahead_at_most() -> None:
-    read = 0
-
-    def source() -> Iterator[int]:
-        nonlocal read
-        for item in range(1, 1000):
-            read += 1
-            yield item
-
-    stream = run(source(), window=5, replicas=2)
-    assert read == 0
-    for given in range(40):
-        assert next(stream) == str(given + 1)
-        assert read <= (given // 5 + 2) * 5
-    stream.close()  # type: ignore[attr-defined]
-
-
 def test_a_worker_has_rows_of_the_next_window_before_it_gives_up_those_of_the_last() -> None:
     """Four places that are never empty until the end: no window drains."""
     items = list(range(1, 31))
     fewest = []
 
-    def worker(supply: WorkQueue[int, str]) -> Iterator[tuple[WorkItem[int], str]]:
+    def worker(take: Take[int], rows: int) -> Iterator[tuple[WorkItem[int], str]]:
         held: list[WorkItem[int]] = []
         taken = 0
         while taken < len(items) or held:
             while len(held) < 4 and taken < len(items):
-                more = supply.take(4 - len(held))
+                more = take(4 - len(held))
                 assert more
                 held += more
                 taken += len(more)
             if taken < len(items):
                 fewest.append(len(held))
             oldest = held.pop(0)
-            yield oldest, str(oldest.task)
+            yield oldest, str(oldest.row)
 
     assert list(run(items, worker=worker)) == names(items)
     assert set(fewest) == {4}
@@ -155,13 +140,12 @@ def test_what_is_there_twice_is_computed_once() -> None:
         seen.extend(batch)
         return names(batch)
 
-    def once(first: int, items: list[int]) -> list[WorkItem[int] | str]:
+    def once(items: list[int]) -> list[WorkItem[int] | str]:
         known = {item: WorkItem(item, 1) for item in items}
         return [known[item] for item in items]
 
     items = [1, 2, 1, 1, 3, 3, 4, 3]
-    options = BatchOptions(window=5)
-    found = list(in_order(items, once, [batch_worker(compute, 2)], options=options))
+    found = list(in_order(items, once, [batch_worker(compute)], 2, BatchOptions(window=5)))
     assert found == names(items)
     assert sorted(seen) == [1, 2, 3, 3, 4]
 
@@ -202,15 +186,15 @@ def test_what_ran_out_of_memory_is_computed_before_all_else() -> None:
 def test_what_was_done_before_memory_ran_out_is_not_done_again() -> None:
     given = []
 
-    def work(tasks: Tasks[int], rows: int) -> Iterator[tuple[WorkItem[int], str]]:
-        while todos := tasks.take(rows):
-            for todo in todos:
-                given.append(todo.task)
+    def worker(take: Take[int], rows: int) -> Iterator[tuple[WorkItem[int], str]]:
+        while items := take(rows):
+            for item in items:
+                given.append(item.row)
                 if len(given) == 6:
                     raise MemoryError
-                yield todo, str(todo.task)
+                yield item, str(item.row)
 
-    found = list(run(range(20), worker=sparing(work, 4), window=20))
+    found = list(run(range(20), worker=worker, window=20))
     assert found == names(list(range(20)))
     assert len(given) == 21
 
@@ -271,60 +255,63 @@ def test_an_error_of_the_source_ends_the_workers() -> None:
         list(run(source(), replicas=2))
 
 
-def test_closing_early_stops_the_workers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed, stopped, stop = [], threading.Event(), WorkQueue.stop
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once a queue has been stopped."""
+    event, stop = threading.Event(), WorkQueue.stop
 
-    def tell(supply: WorkQueue[int, str], error: BaseException | None = None) -> None:
-        stop(supply, error)
-        stopped.set()
+    def tell(queue: WorkQueue[int, str], error: BaseException | None = None) -> None:
+        stop(queue, error)
+        event.set()
+
+    monkeypatch.setattr(WorkQueue, "stop", tell)
+    return event
+
+
+def test_closing_early_stops_the_workers_at_once(stopped: threading.Event) -> None:
+    computed = []
 
     def compute(batch: list[int]) -> list[str]:
         computed.extend(batch)
         assert 1 not in batch or stopped.wait(PATIENCE)
         return names(batch)
 
-    monkeypatch.setattr(WorkQueue, "stop", tell)
     stream = run([2, *[1] * 99], compute, rows=1, window=100)
     assert next(stream) == "2"
     stream.close()  # type: ignore[attr-defined]
     assert len(computed) <= 2
 
 
-def test_closing_early_ends_what_a_worker_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, stopped, stop = [], threading.Event(), WorkQueue.stop
+def test_closing_early_ends_what_a_worker_has_begun(stopped: threading.Event) -> None:
+    given = []
 
-    def tell(supply: WorkQueue[int, str], error: BaseException | None = None) -> None:
-        stop(supply, error)
-        stopped.set()
-
-    def worker(supply: WorkQueue[int, str]) -> Iterator[tuple[WorkItem[int], str]]:
-        for todo in supply.take(100):
-            given.append(todo)
-            yield todo, str(todo.task)
+    def worker(take: Take[int], rows: int) -> Iterator[tuple[WorkItem[int], str]]:
+        for item in take(rows):
+            given.append(item)
+            yield item, str(item.row)
             assert stopped.wait(PATIENCE)
 
-    monkeypatch.setattr(WorkQueue, "stop", tell)
-    stream = run([1] * 100, worker=worker, window=100)
+    stream = run([1] * 100, worker=worker, rows=100, window=100)
     assert next(stream) == "1"
     stream.close()  # type: ignore[attr-defined]
     assert len(given) <= 2
 
 
 def test_the_last_rows_are_shared_out() -> None:
-    supply = WorkQueue[int, str](1000, workers=3)
-    supply.add([WorkItem(row, 1) for row in range(200)])
+    queue = WorkQueue[int, str](1000, workers=3)
+    queue.put([WorkItem(row, 1) for row in range(200)])
     # A third of what is left each time, until that is not worth a batch.
-    taken = [len(supply.take(most)) for most in (50, 100, 100, 100, 100, 7, 100, 100)]
+    taken = [len(queue.take(most)) for most in (50, 100, 100, 100, 100, 7, 100, 100)]
     assert taken == [50, 50, 34, 22, 16, 7, 16, 5]
-    supply.add([WorkItem(row, 1) for row in range(300)])
-    assert len(supply.take(100)) == 100
+    queue.put([WorkItem(row, 1) for row in range(300)])
+    assert len(queue.take(100)) == 100
 
 
 def test_nothing_is_handed_out_once_nobody_wants_more() -> None:
-    supply = WorkQueue[int, str](100)
-    supply.add([WorkItem(1, 1), WorkItem(2, 2)])
-    supply.stop()
-    assert supply.take(9) == []
+    queue = WorkQueue[int, str](100)
+    queue.put([WorkItem(1, 1), WorkItem(2, 2)])
+    queue.stop()
+    assert queue.take(9) == []
 
 
 def test_workers_that_wait_are_stopped_too() -> None:
@@ -336,9 +323,9 @@ def test_workers_that_wait_are_stopped_too() -> None:
 def test_a_program_may_end_without_closing_its_stream() -> None:
     script = """
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.engine.worker_pool import Todo, batch_worker, in_order
-stream = in_order(iter(int, 1), lambda first, items: [Todo(item, 1) for item in items],
-                  [batch_worker(list, 2)] * 2, options=BatchOptions(window=4))
+from transferry.runtime.engine.worker_pool import WorkItem, batch_worker, in_order
+stream = in_order(iter(int, 1), lambda items: [WorkItem(item, 1) for item in items],
+                  [batch_worker(list)] * 2, 2, BatchOptions(window=4))
 print(next(stream))
 """
     done = subprocess.run(

@@ -26,7 +26,7 @@ def test_cuda_gives_the_tokens_of_the_cpu(bundle_folder: Path, beam: int) -> Non
     options = GenerationOptions(beam=beam, n_best=beam, max_length=20)
     cpu, cuda = (
         [
-            [output.tokens for output in result.outputs]
+            [output.tokens for output in result.hypotheses]
             for result in Engine.load(bundle_folder, provider=provider).generate(TEXTS, options)
         ]
         for provider in ("cpu", "cuda")
@@ -74,6 +74,6 @@ def test_the_top_k_of_the_device_changes_no_answer(
     for one, other in zip(
         ranking.generate(texts, options), plain.generate(texts, options), strict=True
     ):
-        assert [item.tokens for item in one.outputs] == [item.tokens for item in other.outputs]
-        scores = [[item.score for item in result.outputs] for result in (one, other)]
+        assert [item.tokens for item in one.hypotheses] == [item.tokens for item in other.hypotheses]
+        scores = [[item.score for item in result.hypotheses] for result in (one, other)]
         np.testing.assert_allclose(scores[0], scores[1], rtol=1e-3, atol=1e-3)

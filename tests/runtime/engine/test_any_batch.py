@@ -1,0 +1,146 @@
+"""For every task, the result of a row is the same to the bit, alone and in any batch."""
+
+import copy
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from transferry.build_model.corpus import builtin_pairs
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.engine import score as scoring
+from transferry.runtime.engine.embed import embed
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.fill_mask import fill_masks
+from transferry.runtime.engine.result import RowError, RowResult
+from transferry.runtime.engine.score import score
+from transferry.runtime.ort.encoder import EncoderModel
+from transferry.runtime.ort.open_model import Model
+
+# A random model would repeat one token. A third of the answers end before their limit.
+GREEDY = GenerationOptions(max_length=24, no_repeat_ngram=1)
+BEAM = GenerationOptions(max_length=12, no_repeat_ngram=1, beam=4, n_best=4, length_penalty=0.6)
+SAMPLING = GenerationOptions(max_length=12, sample=True, n_best=2, top_k=50, top_p=0.9, seed=3)
+
+PAIRS = builtin_pairs(50, seed=7)
+BROKEN = RowError("undecodable", "byte 3 is not UTF-8")
+LONG = " ".join(f"{pair.source.capitalize()}." for pair in PAIRS[:9])
+TEXTS: list[str | RowError] = [BROKEN, "a", "two", *(pair.source for pair in PAIRS)]
+TEXTS += ["", BROKEN, "word " * 5000, LONG, *TEXTS[:9]]
+# Short texts, and some of several sentences that the model has no positions for.
+LONG_TEXTS = [*TEXTS[:4], LONG, *TEXTS[4:6], f"{LONG} {LONG}", "", LONG.upper(), TEXTS[7]]
+MASKED = [
+    text if isinstance(text, RowError) else f"{text[:number]} [MASK]{text[number:]}"
+    for number, text in enumerate(TEXTS)
+]
+TARGETS = [text if isinstance(text, RowError) else text[:30] for text in reversed(TEXTS)]
+
+Ask = Callable[[Engine, Iterable[Any], int], Iterator[RowResult]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task: its bundle, how an engine computes rows of which the first has a number, and rows."""
+
+    bundle: str
+    ask: Ask
+    rows: Sequence[Any]
+    seeded: bool = False
+
+
+def generation(options: GenerationOptions, **more: Any) -> Ask:
+    return lambda engine, rows, first: engine.generate(rows, options, first_row=first, **more)
+
+
+def task(function: Callable[..., Iterator[RowResult]], **more: Any) -> Ask:
+    return lambda engine, rows, first: function(engine, rows, **more)
+
+
+one_sample = replace(SAMPLING, n_best=1)
+CASES = {
+    "greedy": Case("bundle_folder", generation(GREEDY), TEXTS),
+    "beam": Case("bundle_folder", generation(BEAM), TEXTS),
+    "sampling": Case("bundle_folder", generation(SAMPLING), TEXTS, seeded=True),
+    "prompts": Case("writer_bundle_folder", generation(GREEDY), TEXTS),
+    "truncated": Case("bundle_folder", generation(BEAM, long_rows="truncate"), LONG_TEXTS),
+    "split": Case("bundle_folder", generation(one_sample, long_rows="split"), LONG_TEXTS, True),
+    "mean": Case("reader_bundle_folder", task(embed), TEXTS),
+    "first": Case(
+        "reader_bundle_folder", task(embed, pooling="first", long_rows="truncate"), TEXTS
+    ),
+    "masks": Case("reader_bundle_folder", task(fill_masks, long_rows="truncate"), MASKED),
+    "pairs": Case("bundle_folder", task(score), list(zip(TEXTS, TARGETS, strict=True))),
+    "texts": Case("writer_bundle_folder", task(score), [(text, None) for text in TEXTS]),
+}
+# Every kind of cut: uneven batches, batches cut by tokens, many windows, replicas, devices.
+CUTS = [
+    (BatchOptions(rows=2, window=5), 2, 1),
+    (BatchOptions(rows=7, window=13), 1, 1),
+    (BatchOptions(rows=64, tokens=40), 2, 1),
+    (BatchOptions(rows=64), 1, 1),
+    (BatchOptions(rows=4, window=25), 1, 2),
+]
+
+
+def exact(result: RowResult) -> dict[str, Any]:
+    return {
+        name: value.tobytes() if isinstance(value, np.ndarray) else value
+        for name, value in vars(result).items()
+    }
+
+
+def devices(model: Model, count: int) -> list[Model]:
+    """Copies of a model, each of which begins only when the others are at work as well."""
+    meeting = threading.Barrier(count)
+
+    def device() -> Model:
+        one = copy.copy(model)
+        name = "encode" if isinstance(model, EncoderModel) else "start"
+        compute, waited = getattr(model, name), threading.Event()
+
+        def begin(*arguments: Any) -> Any:
+            if not waited.is_set():
+                waited.set()
+                meeting.wait(60)
+            return compute(*arguments)
+
+        vars(one)[name] = begin
+        return one
+
+    return [device() for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_result_is_the_same_alone_and_in_any_batch(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    engine = Engine.load(request.getfixturevalue(case.bundle), replicas=1)
+    expected = [next(case.ask(engine, [row], number)) for number, row in enumerate(case.rows)]
+    for row, result in zip(case.rows, expected, strict=True):
+        sides = row if isinstance(row, tuple) else (row,)
+        assert result.source == ("" if sides[0] == BROKEN else sides[0])
+        assert (result.error == BROKEN) == (BROKEN in sides)
+    good = [result for result in expected if result.error is None]
+    assert len(good) > len(case.rows) / 2
+    assert len({str(exact(result)) for result in good}) > len(good) / 2, "results tell rows apart"
+    for seed, (batches, replicas, count) in enumerate(CUTS):
+        order = list(range(len(case.rows)))
+        if not case.seeded:
+            random.Random(seed).shuffle(order)
+        # Scoring cuts its batches once more.
+        monkeypatch.setattr(scoring, "MOST_LOGITS", [1, 20_000, 1 << 26][seed % 3])
+        models = devices(engine.model, count)
+        cut = Engine(engine.bundle, *models, replicas=replicas, batches=batches)
+        found = case.ask(cut, (case.rows[number] for number in order), 0)
+        different = [
+            number
+            for number, result in zip(order, found, strict=True)
+            if exact(result) != exact(expected[number])
+        ]
+        assert not different, (batches, replicas, count)
