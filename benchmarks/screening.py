@@ -51,7 +51,7 @@ def main() -> None:
     }
 
     def answer(engine: Engine) -> list[tuple[int, ...]]:
-        return [result.outputs[0].tokens for result in engine.generate(texts, options)]
+        return [result.hypotheses[0].tokens for result in engine.generate(texts, options)]
 
     answers = {name: answer(engine) for name, engine in engines.items()}  # also warms both up
     work = {name: lambda engine=engine: answer(engine) for name, engine in engines.items()}

@@ -15,7 +15,6 @@ import numpy as np
 
 from transferry.runtime.bundle import REFERENCE
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.engine.embed import EmbeddingResult
 from transferry.runtime.engine.engine import PIECE, Engine
@@ -132,9 +131,9 @@ class Canary:
         }
 
     def _of_answers(self, number: int, row: GenerationResult, again: GenerationResult) -> str:
-        tokens = [output.tokens for output in row.outputs]
-        if tokens == [output.tokens for output in again.outputs]:
-            for one, other in zip(row.outputs, again.outputs, strict=True):
+        tokens = [one.tokens for one in row.hypotheses]
+        if tokens == [one.tokens for one in again.hypotheses]:
+            for one, other in zip(row.hypotheses, again.hypotheses, strict=True):
                 length = len(one.tokens) + 1
                 allowed = length ** (1 - self.options.length_penalty) * self.of_log_probabilities
                 if self.options.scores and not abs(one.score - other.score) <= allowed:
@@ -143,14 +142,14 @@ class Canary:
                     )
             return ""
         long_rows: LongRows = "truncate" if row.truncated else "error"
-        (reading,) = self.served.read([row.source], self.options, long_rows)
-        if reading.error is not None:
+        (encoded,) = self.served.encode([row.source], self.options, long_rows)
+        if encoded.error is not None:
             return self._of_pieces(number, row)
         divergence = explain(
-            reading.ids,
-            self.served.fitted(self.options, len(reading.ids)),
-            _hypotheses(again),
-            _hypotheses(row),
+            encoded.ids,
+            self.served.fitted(self.options, len(encoded.ids)),
+            again.hypotheses,
+            row.hypotheses,
             self.reference.decoder,
             self.served.decoder,
             self.reference.decoder,
@@ -166,7 +165,7 @@ class Canary:
     def _of_pieces(self, number: int, row: GenerationResult) -> str:
         """As `_of_answers`, of a row that was split: what is joined tells nothing of near ties."""
         ties = self.ties
-        for place, piece in enumerate(self.served.reader.pieces(row.source)):
+        for place, piece in enumerate(self.served.preprocessor.pieces(row.source)):
             first = number + place * PIECE
             (one,), (again,) = (
                 self.ask(engine, iter([piece]), first) for engine in (self.served, self.reference)
@@ -195,10 +194,3 @@ class Canary:
                 return f"mask {place} is {best.text!r}, but {wanted[0].text!r}"
             self.ties += int(best.token != wanted[0].token)
         return ""
-
-
-def _hypotheses(row: GenerationResult) -> list[Hypothesis]:
-    return [
-        Hypothesis(item.tokens, item.log_probability, item.score, item.finish_reason)
-        for item in row.outputs
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.engine.embed import EmbeddingResult, embed
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.fill_mask import FilledMaskResult, fill_masks
-from transferry.runtime.engine.result import GenerationResult, RowError, TextHypothesis
+from transferry.runtime.engine.result import GenerationResult, RowError
 from transferry.runtime.engine.score import ScoreResult, score
 from transferry.runtime.errors import UsageError
 from transferry.runtime.jobs.options import JobOptions
@@ -115,45 +114,7 @@ def record_of(row: SourceRow, answer: Answer, n_best: int = 1) -> dict[str, Any]
 
     Args:
         row: What came in.
-        answer: What became of it.
-        n_best: Where it is more than one, all answers are listed.
+        answer: Its result.
+        n_best: Above 1, all hypotheses are listed.
     """
-    text = row.text if isinstance(row.text, str) else ""
-    record: dict[str, Any] = {"id": row.id, **row.fields, "source": text}
-    if isinstance(answer, GenerationResult):
-        _add_result(record, answer, n_best)
-    elif isinstance(answer, EmbeddingResult) and answer.error is None:
-        record["vector"] = answer.vector  # as numbers, which the output may keep to the bit
-    else:
-        record |= answer.record()
-    if answer.truncated:
-        record["truncated"] = True
-    return record
-
-
-def _add_result(record: dict[str, Any], result: GenerationResult, n_best: int) -> None:
-    record["text"] = result.text
-    if result.outputs:
-        best = result.outputs[0]
-        record["score"] = _score(best)
-        record["finish_reason"] = best.finish_reason
-        record["target_tokens"] = len(best.tokens)
-    else:
-        record["finish_reason"] = "error"
-    if result.error is not None:
-        record["error"] = result.error.record()
-    record["source_tokens"] = result.source_tokens
-    if n_best > 1:
-        record["n_best"] = [
-            {
-                "text": output.text,
-                "score": _score(output),
-                "finish_reason": output.finish_reason,
-            }
-            for output in result.outputs
-        ]
-
-
-def _score(output: TextHypothesis) -> float | None:
-    """Returns the score; None where there is none, since JSON has no NaN."""
-    return None if math.isnan(output.score) else round(output.score, 6)
+    return {"id": row.id, **row.fields, **answer.record(n_best)}

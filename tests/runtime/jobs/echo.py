@@ -62,17 +62,17 @@ class Echo(Engine):
             if number == self.fail_at:
                 raise RuntimeError("the device is gone")
             if isinstance(item, RowError):
-                yield GenerationResult("", 0, (), item)
+                yield GenerationResult("", 0, error=item)
                 continue
             length = len(item.split()) + 1
             if not item:
-                yield GenerationResult(
-                    item, length, (), RowError("empty", "there is no text to work on")
-                )
+                error = RowError("empty", "there is no text to work on")
+                yield GenerationResult(item, length, error=error)
                 continue
-            best = TextHypothesis(self.change(item), (7,) * length, self.score, -1.5, "end")
-            second = TextHypothesis(item[::-1], (8, 9), -0.5, -1.0, "length")
-            yield GenerationResult(item, length, (best, second)[: options.n_best if options else 1])
+            best = TextHypothesis((7,) * length, -1.5, self.score, "end", self.change(item))
+            second = TextHypothesis((8, 9), -1.0, -0.5, "length", item[::-1])
+            found = (best, second)[: options.n_best if options else 1]
+            yield GenerationResult(item, length, found)
 
 
 def answered(computed: Path) -> list[int]:

@@ -74,6 +74,8 @@ def test_the_top_k_of_the_device_changes_no_answer(
     for one, other in zip(
         ranking.generate(texts, options), plain.generate(texts, options), strict=True
     ):
-        assert [item.tokens for item in one.hypotheses] == [item.tokens for item in other.hypotheses]
+        assert [item.tokens for item in one.hypotheses] == [
+            item.tokens for item in other.hypotheses
+        ]
         scores = [[item.score for item in result.hypotheses] for result in (one, other)]
         np.testing.assert_allclose(scores[0], scores[1], rtol=1e-3, atol=1e-3)
