@@ -461,7 +461,8 @@ def test_the_program_in_float64_is_the_oracle(pair: tuple[Transformer, Bundle]) 
             for value, output in zip(traced.outputs, spec.outputs, strict=True):
                 exact, _ = kept[value]
                 assert program.value_error(exact, call.truth.oracle[output.name]) < 1e-13
-                assert errors[value] <= max(call.truth.errors[output.name], 2**-21)
+                # Two float32 computations of one graph, so no closer than any two that pass.
+                assert errors[value] <= Tolerance().budget(call.truth.errors[output.name])
 
 
 def test_rows_that_are_chosen_wrongly_are_found(
