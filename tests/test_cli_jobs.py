@@ -1,4 +1,4 @@
-"""Jobs as a person or a scheduler runs them: stopped, gone on with, cut into shards, merged."""
+"""Jobs as a person or a scheduler runs them: stopped, continued, cut into partitions, merged."""
 
 import json
 import os
@@ -41,11 +41,11 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_job_that_is_stopped_is_gone_on_with(
+def test_a_stopped_job_is_continued(
     bundle_folder: Path, lines: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out name.jsonl"
-    command: list[str | Path] = ["run", bundle_folder, lines, "--shard-rows", "4"]
+    command: list[str | Path] = ["run", bundle_folder, lines, "--chunk-rows", "4"]
     done(*command, "-o", whole)
     command += ["-o", out]
     # Slow enough to be stopped in the middle.
@@ -130,7 +130,7 @@ def test_too_many_errors(bundle_folder: Path, tmp_path: Path) -> None:
     assert call(*command, "2").exit_code == 6
 
 
-def test_shards_are_merged(bundle_folder: Path, lines: Path, tmp_path: Path) -> None:
+def test_partitions_are_merged(bundle_folder: Path, lines: Path, tmp_path: Path) -> None:
     options = ["--sample", "--seed", "3"]
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     done("run", bundle_folder, lines, "-o", whole, *options)
@@ -145,14 +145,29 @@ def test_shards_are_merged(bundle_folder: Path, lines: Path, tmp_path: Path) -> 
     assert "shard 2/3 is missing" in missing.stderr
 
 
-def test_standard_input_is_gone_on_with(
+@pytest.mark.parametrize(
+    ("option", "former", "value", "message"),
+    [("partition", "shard", "4/3", "must be I/N"), ("chunk-rows", "shard-rows", 0, "at least 1")],
+)
+def test_former_names_of_options(
+    option: str, former: str, value: object, message: str, tmp_path: Path
+) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text(f"{former} = {json.dumps(value)}\n")
+    for words in ([f"--{option}={value}"], [f"--{former}={value}"], ["--config", str(settings)]):
+        refused = call("run", "bundle", "lines.txt", *words)
+        assert refused.exit_code == 2
+        assert message in refused.stderr
+
+
+def test_standard_input_is_continued(
     bundle_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same lines have to come again."""
     from transferry.runtime.jobs.job import Job
 
     out, stdin = tmp_path / "out.jsonl", b"one\ntwo\nthree\nfour\nfive\n"
-    command: list[str | Path] = ["run", bundle_folder, "-", "-o", out, "--shard-rows", "2"]
+    command: list[str | Path] = ["run", bundle_folder, "-", "-o", out, "--chunk-rows", "2"]
 
     def stop(*arguments: object) -> None:
         raise KeyboardInterrupt

@@ -29,7 +29,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 FILE = click.Path(path_type=Path)
 # Options that were renamed; the former name still works, also in a --config file.
-FORMER_NAMES = {"opinions": "cross-check", "shard": "partition"}
+FORMER_NAMES = {"opinions": "cross-check", "shard": "partition", "shard-rows": "chunk-rows"}
 COMMAND_LINE = f"{__name__}.command_line"
 
 

@@ -61,9 +61,9 @@ def progress(label: str, quiet: bool) -> Iterator[Callable[..., None]]:
 
 
 @contextlib.contextmanager
-def _watching(job: Job, quiet: bool) -> Iterator[Callable[[Summary], None]]:
+def _watching(job: Job, *, stdin: bool, quiet: bool) -> Iterator[Callable[[Summary], None]]:
     """Shows how far a job is: a bar on a terminal, else a line every `LOG_EVERY` seconds."""
-    has_bar = sys.stderr.isatty() and str(job.source.path) != "-" and not quiet
+    has_bar = sys.stderr.isatty() and not stdin and not quiet  # the rows of stdin are not counted
     total = job.count() if has_bar else None
     every, shown = (SHOW_EVERY if has_bar else LOG_EVERY), time.monotonic()
     with progress("running", not has_bar) as show:
@@ -92,7 +92,7 @@ def run_job(job: Job, options: Mapping[str, Any]) -> None:
         BadRowsError: Some rows hold an error.
         KeyboardInterrupt: The job was interrupted; the message says how to continue it.
     """
-    quiet = options["quiet"]
+    quiet, stdin = options["quiet"], str(options["text"]) == "-"
     if not job.certificate.startswith("none"):
         teller(quiet)(f"certificate {job.certificate}")
     settings = {
@@ -101,7 +101,7 @@ def run_job(job: Job, options: Mapping[str, Any]) -> None:
         if name not in OF_ONE_CALL
     }
     try:
-        with _watching(job, quiet) as watch:
+        with _watching(job, stdin=stdin, quiet=quiet) as watch:
             summary = job.run(watch, say=teller(quiet), settings=settings)
     except KeyboardInterrupt as error:
         command = click.get_current_context().meta[COMMAND_LINE]
