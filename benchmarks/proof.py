@@ -21,7 +21,7 @@ import torch
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.export.parity.cases import source_of
 from transferry.export.parity.oracle import ROWS, search_settings
-from transferry.export.torch_decoder import TorchDecoder
+from transferry.export.torch_model import TorchDecoder
 from transferry.export.verify import LONGEST_ANSWER, verify_against
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.batching import length_batches

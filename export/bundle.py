@@ -1,4 +1,4 @@
-"""A checkpoint becomes a bundle: made in a temporary folder, verified there, renamed into place."""
+"""Export: makes a bundle in a temporary folder, verifies it there and renames it into place."""
 
 from __future__ import annotations
 
@@ -19,14 +19,7 @@ from transferry.export.optimise.calibration import calibrate as calibrate_model
 from transferry.export.parity.cases import fitting, random_sources, room, source_of
 from transferry.export.parity.oracle import Judge
 from transferry.export.variants import PORTABLE, MadeVariant, make_variant, recipe_of
-from transferry.runtime.bundle import (
-    MANIFEST,
-    REFERENCE,
-    Bundle,
-    FileRecord,
-    Manifest,
-    Variant,
-)
+from transferry.runtime.bundle import MANIFEST, REFERENCE, Bundle, FileRecord, Manifest, Variant
 from transferry.runtime.decoding.options import options_of_json
 from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.files import atomic_file, replace_folder, sha256, staged_folder
@@ -39,9 +32,11 @@ from transferry.runtime.parity.report import ParityReport
 
 MADE_BY = ("transferry", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu")
 
-# Recorded searches run over this many sources, of at most this many tokens out.
+# Recorded searches: sources, and maximum tokens of a target.
 RECORDED_SOURCES = 8
 RECORDED_LENGTH = 64
+
+Say = Callable[[str], None]
 
 
 def export_bundle(
@@ -52,39 +47,44 @@ def export_bundle(
     variants: Sequence[str] = (),
     calibrate: Sequence[str] = (),
     force: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> Bundle:
-    """Exports a checkpoint, verifies what came out, and puts it in place.
+    """Exports a checkpoint as a verified bundle.
 
     The same checkpoint, texts and package versions give the same bytes.
 
     Args:
-        checkpoint: What was trained.
-        out: The bundle's folder.
-        texts: Sentences for the recorded reference; random tokens where none fits the model.
-        variants: Those beside the portable one, by name.
-        calibrate: Sentences that show what range activations have; for int8 variants.
-        force: Replace a bundle that is there.
-        say: Takes a line at each stage.
+        checkpoint: The trained model and its tokenizer.
+        out: Folder of the bundle.
+        texts: Sentences for the recorded reference; random tokens if none fits the model.
+        variants: Variants besides the portable one.
+        calibrate: Sentences that an int8 variant is calibrated on.
+        force: Replace an existing bundle.
+        say: Receives a line at each stage.
 
     Returns:
-        The bundle, as it lies in `out`.
+        The bundle in `out`.
 
     Raises:
-        UsageError: `out` exists and `force` is off, there is no such variant, one in int8 is not
-            calibrated.
+        UsageError: `out` exists and `force` is off, there is no such variant, or an int8 variant is
+            not calibrated.
         InputError: The folder cannot be written.
-        ParityError: The graphs are not valid or do not answer as torch does; `out` is untouched.
+        ParityError: The graphs are invalid or differ from torch; `out` is untouched.
     """
     if out.exists() and not force:
         raise UsageError(f"{out} exists already; add --force to replace it, or name another folder")
     if out.exists() and not (out / MANIFEST).exists():
         raise UsageError(f"{out} exists and is no bundle, so it is not replaced; name another")
-    for name in variants:  # known now rather than after the work
+    for name in variants:  # before any work
         recipe_of(name, calibrated=bool(calibrate))
     with staged_folder(out) as folder:
-        names = [PORTABLE, *variants]
-        bundle = _write(checkpoint, folder, texts, names, calibrate, say)
+        made = _made_variants(checkpoint, [PORTABLE, *variants], calibrate, say)
+        graphs = [graph for variant in made for graph in variant.graphs.values()]
+        write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs])
+        checkpoint.tokenizer.save(folder)
+        say("recording reference answers of torch")
+        _reference(checkpoint, texts).save(folder / REFERENCE)
+        bundle = Bundle(folder, _manifest(checkpoint, made, folder), checkpoint.tokenizer)
         say("verifying")
         check_graphs(bundle)
         for variant in bundle.manifest.variants.values():
@@ -92,7 +92,7 @@ def export_bundle(
                 say(f"variant {variant.name} is not verified: {obstacle.missing}")
                 continue
             check_bundle(bundle, variant).require()
-        # Last, so that what was not verified can never be loaded.
+        # Last, so that an unverified bundle can never be loaded.
         with atomic_file(folder / MANIFEST) as file:
             file.write(bundle.manifest.to_json().encode())
         replace_folder(folder, out)
@@ -100,10 +100,10 @@ def export_bundle(
 
 
 def require_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
-    """Does nothing if a bundle has the shape and the tokenizer of a run.
+    """Requires a bundle to have the shape and the tokenizer of a run.
 
     Raises:
-        InputError: It has others.
+        InputError: They differ.
     """
     config = checkpoint.model.config
     if ModelConfig.from_dict(dict(bundle.manifest.model)) != config:
@@ -119,10 +119,10 @@ def require_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
 
 
 def check_graphs(bundle: Bundle) -> None:
-    """Lets onnx check every graph: structure, types and shapes.
+    """Runs onnx.checker over every graph: structure, types and shapes.
 
     Raises:
-        ParityError: A graph is not valid.
+        ParityError: A graph is invalid.
     """
     for variant in bundle.manifest.variants.values():
         for graph in variant.graphs.values():
@@ -135,12 +135,12 @@ def check_graphs(bundle: Bundle) -> None:
 def check_bundle(
     bundle: Bundle, variant: Variant | None = None, tolerance: Tolerance | None = None
 ) -> ParityReport:
-    """Holds a variant against the recorded answers, the portable one in onnx itself too.
+    """Compares a variant with the recorded answers, the portable one in onnx's evaluator too.
 
     Args:
-        bundle: The bundle; a manifest need not be written yet.
-        variant: Which variant; the portable by default.
-        tolerance: What passes; by default what the variant's precision allows.
+        bundle: The bundle; its manifest may still be unwritten.
+        variant: The variant. Default: the portable one.
+        tolerance: Default: that of the variant's precision.
     """
     variant = variant or bundle.variant()
     tolerance = tolerance or Tolerance.of(variant.precision)
@@ -154,80 +154,71 @@ def check_bundle(
     if variant.name == PORTABLE:
         numbers_only = Reference(reference.cases, (), ())
         second = plain_model(variant, ReferenceBackend(bundle, variant))
-        opinions, _ = check_reference(numbers_only, second, special, tolerance)
-        comparisons = [*comparisons, *opinions]
+        cross_check, _ = check_reference(numbers_only, second, special, tolerance)
+        comparisons = [*comparisons, *cross_check]
     settings = {"variant": variant.name, "provider": provider}
     return ParityReport(str(bundle.folder), settings, tolerance, comparisons, decisions)
 
 
-def _write(
-    checkpoint: Checkpoint,
-    folder: Path,
-    texts: Sequence[str],
-    names: Sequence[str],
-    calibrate: Sequence[str],
-    say: Callable[[str], None],
-) -> Bundle:
-    """Writes everything but the manifest."""
-    model, tokenizer = checkpoint.model, checkpoint.tokenizer
+def calibrated(checkpoint: Checkpoint, texts: Sequence[str]) -> Calibration:
+    """Calibrates a checkpoint on texts; see `calibration.calibrate`."""
+    sources = _sources(checkpoint, texts)
+    length = room(checkpoint.model.config, sources, RECORDED_LENGTH) if sources else 0
+    return calibrate_model(checkpoint.model, checkpoint.tokenizer.special, sources, length)
+
+
+def _sources(checkpoint: Checkpoint, texts: Sequence[str]) -> list[list[int]]:
+    """Returns the token ids of the texts that fit the model."""
+    tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
+    return [
+        source_of(text, tokenizer, config, number)
+        for number, text in enumerate(fitting(texts, tokenizer, config), start=1)
+    ]
+
+
+def _made_variants(
+    checkpoint: Checkpoint, names: Sequence[str], calibrate: Sequence[str], say: Say
+) -> list[MadeVariant]:
     calibration = None
     if calibrate:
         say(f"calibrating on {len(calibrate)} sentences")
         calibration = calibrated(checkpoint, calibrate)
-    made: list[MadeVariant] = []
+    made = []
     for name in dict.fromkeys(names):
         say(f"exporting variant {name}")
-        made.append(make_variant(model, name, calibration))
-    write_graphs(
-        [
-            (graph.model, folder / graph.spec.file)
-            for variant in made
-            for graph in variant.graphs.values()
-        ]
+        made.append(make_variant(checkpoint.model, name, calibration))
+    return made
+
+
+def _reference(checkpoint: Checkpoint, texts: Sequence[str]) -> Reference:
+    """Returns torch's answers to the first texts that fit, or to random tokens."""
+    config, special = checkpoint.model.config, checkpoint.tokenizer.special
+    sources = _sources(checkpoint, texts)[:RECORDED_SOURCES]
+    judge = Judge(checkpoint.model, special, Tolerance())
+    return judge.record(
+        sources or random_sources(config, RECORDED_SOURCES),
+        RECORDED_LENGTH,
+        options_of_json(checkpoint.generation),
     )
-    tokenizer.save(folder)
 
-    say("recording what torch answers")
-    special = tokenizer.special
-    sources = [
-        source_of(text, tokenizer, model.config, number)
-        for number, text in enumerate(fitting(texts, tokenizer, model.config), start=1)
-    ][:RECORDED_SOURCES]
-    if not sources:
-        sources = random_sources(model.config, RECORDED_SOURCES)
-    judge = Judge(model, special, Tolerance())
+
+def _manifest(checkpoint: Checkpoint, made: Sequence[MadeVariant], folder: Path) -> Manifest:
+    """Returns the manifest of the files in a folder."""
+    config = checkpoint.model.config
     generation = options_of_json(checkpoint.generation)
-    judge.record(sources, RECORDED_LENGTH, generation).save(folder / REFERENCE)
-
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    manifest = Manifest(
-        architecture=model.config.architecture,
-        model=model.config.to_dict(),
-        generation={"max_length": min(256, model.config.max_positions), **generation},
+    versions = {}
+    for name in MADE_BY:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return Manifest(
+        architecture=config.architecture,
+        model=config.to_dict(),
+        generation={"max_length": min(256, config.max_positions), **generation},
         variants={variant.name: variant.described() for variant in made},
         files={
             path.relative_to(folder).as_posix(): FileRecord(sha256(path), path.stat().st_size)
             for path in files
         },
-        versions=_versions(),
+        versions=versions,
     )
-    return Bundle(folder, manifest, tokenizer)
-
-
-def calibrated(checkpoint: Checkpoint, texts: Sequence[str]) -> Calibration:
-    """Measures what ranges activations have on texts; see `calibration.calibrate`."""
-    tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
-    sources = [
-        source_of(text, tokenizer, config, number)
-        for number, text in enumerate(fitting(texts, tokenizer, config), start=1)
-    ]
-    length = room(config, sources, RECORDED_LENGTH) if sources else 0
-    return calibrate_model(checkpoint.model, tokenizer.special, sources, length)
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in MADE_BY:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions

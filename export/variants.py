@@ -1,4 +1,4 @@
-"""The ways to compute a model that a bundle may hold, and how the graphs of each are made."""
+"""The variants of a bundle: how their graphs are made."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from dataclasses import dataclass
 import torch
 
 from transferry.build_model.transformer import Transformer
-from transferry.export.graphs.fused import OPSET as SLOT_OPSET
-from transferry.export.graphs.fused import export_slot_graphs
-from transferry.export.graphs.portable import OPSET, Graph, export_graphs
-from transferry.export.optimise.calibration import Activation, Calibration
-from transferry.export.optimise.fusion import FloatKernels, Fusion, Kernels, drop_unused
-from transferry.export.optimise.kv_cache_int8 import round_cache
-from transferry.export.optimise.kv_scales import Units, in_units
+from transferry.export.graphs.fused import export_fused_graphs
+from transferry.export.graphs.graph import Graph
+from transferry.export.graphs.portable import export_graphs
+from transferry.export.graphs.rewriting import drop_unused
+from transferry.export.optimise.calibration import Calibration
+from transferry.export.optimise.fusion import FloatKernels, Fusion, Kernels
+from transferry.export.optimise.kv_cache_int8 import quantise_cache
+from transferry.export.optimise.kv_scales import KVScales, fold_kv_scales
 from transferry.export.optimise.linear_int8 import Int8Kernels, quantise_embedding
 from transferry.export.optimise.screening import (
     SMALLEST_VOCABULARY,
-    peaks_graph,
-    rough_graph,
+    approximate_graph,
     screen_tensors,
+    segment_maxima_graph,
 )
-from transferry.export.optimise.top_k import rank_graph
+from transferry.export.optimise.top_k import top_k_graph
 from transferry.runtime.bundle import CacheSpec, StoredTensor, Variant
 from transferry.runtime.errors import ParityError, UsageError
 
@@ -36,11 +37,11 @@ class Recipe:
     """How a variant is made.
 
     Attributes:
-        precision: Of weights and arithmetic, as the manifest has it.
-        providers: Where it is meant to run.
-        dtype: What the model is exported in.
-        prefix: What the names of its files begin with. Graphs that share weights lie in one
-            folder, since onnxruntime refuses weights that lie outside the graph's.
+        precision: Of weights and arithmetic, as in the manifest.
+        providers: Providers that the variant is made for.
+        dtype: Precision of the exported model.
+        prefix: Beginning of its files' names. Graphs that share weights lie in one folder, since
+            onnxruntime refuses weights outside the graph's folder.
         fused: Linear layers fused and the cache in place; else standard operators only.
     """
 
@@ -61,11 +62,11 @@ RECIPES = {
 
 
 def recipe_of(name: str, *, calibrated: bool) -> Recipe:
-    """Returns how a variant is made.
+    """Returns the recipe of a variant.
 
     Args:
         name: One of `RECIPES`.
-        calibrated: Whether there is anything to calibrate it with.
+        calibrated: Whether there is text to calibrate it with.
 
     Raises:
         UsageError: There is no such variant, or an int8 variant is not calibrated.
@@ -82,122 +83,103 @@ def recipe_of(name: str, *, calibrated: bool) -> Recipe:
 
 @dataclass(frozen=True)
 class MadeVariant:
-    """A variant whose graphs are in memory, or after `weights.write_graphs` on disk.
+    """A variant whose graphs are in memory, or on disk after `external_data.write_graphs`.
 
     Attributes:
         name: One of `RECIPES`.
-        opset: Version of the standard operators.
-        graphs: By name.
+        graphs: The graphs by name.
     """
 
     name: str
-    opset: int
     graphs: Mapping[str, Graph]
 
     def described(self) -> Variant:
-        """Returns what the manifest says of it; to be asked once the graphs are written."""
+        """Returns the variant's entry in the manifest; call it once the graphs are on disk."""
         recipe = RECIPES[self.name]
         specs = {name: graph.spec for name, graph in self.graphs.items()}
+        opset = next(iter(self.graphs.values())).model.opset_imports[""]
         screen: Mapping[str, StoredTensor] = {}
         if "rough" in self.graphs:
             screen = screen_tensors(self.graphs["head"], self.graphs["rough"])
         cache = None
         if "decoder" in specs:
             cache = CacheSpec(recipe.fused, specs["decoder"].tensor("past").type)
-        return Variant(
-            self.name,
-            recipe.precision,
-            recipe.providers,
-            self.opset,
-            specs,
-            cache,
-            "rank" in specs,
-            screen,
-        )
+        fixed = (self.name, recipe.precision, recipe.providers, opset)
+        return Variant(*fixed, specs, cache, top_k="rank" in specs, screen=screen)
 
 
 def make_variant(
-    model: Transformer,
-    name: str,
-    calibration: Calibration | None = None,
+    model: Transformer, name: str, calibration: Calibration | None = None
 ) -> MadeVariant:
-    """Exports the graphs of a variant, and fuses them where its recipe says so.
+    """Exports the graphs of a variant, and optimises them if its recipe says so.
 
     Args:
         model: The model in float32, in eval mode.
         name: One of `RECIPES`.
-        calibration: What an int8 variant is made with.
+        calibration: Required for an int8 variant.
 
     Raises:
         UsageError: There is no such variant, or an int8 variant is not calibrated.
-        ParityError: Not every linear layer was fused, or not every attention reads integers.
+        ParityError: A linear layer was not fused, or an attention does not read integers.
     """
     recipe = recipe_of(name, calibrated=calibration is not None)
-    if not recipe.fused:
-        return MadeVariant(name, OPSET, export_graphs(model, recipe.prefix))
-    if recipe.dtype != torch.float32:
-        model = copy.deepcopy(model).to(recipe.dtype)
-    activations, units = None, dict[str, Units]()
-    if recipe.precision == "int8" and calibration is not None:
-        activations, units = calibration.activations, dict(calibration.units)
-        model = in_units(model, units)
-    opset, graphs = OPSET, dict[str, Graph]()
-    if model.config.decoder_layers:
-        opset, graphs = (
-            SLOT_OPSET,
-            export_slot_graphs(
-                model,
-                recipe.prefix,
-                stored="int8" if units else None,
-            ),
-        )
-    else:
-        graphs = export_graphs(model, recipe.prefix)
-    fused = {name: _fuse(graph, recipe, activations) for name, graph in graphs.items()}
-    linears = sum(fused.values())
-    expected = linear_layers(model)
-    if linears != expected:
-        raise ParityError(
-            f"variant {name}: expected {expected} linear layers in the graphs, found {linears}; "
-            "the exporter wrote some in another way"
-        )
-    if units and (rounded := round_cache(graphs, units)) != len(units):
-        raise ParityError(
-            f"variant {name}: expected {len(units)} attentions of the decoder to read integers, "
-            f"found {rounded}; the exporter wrote some in another way"
-        )
-    if "cpu" not in recipe.providers and "head" in graphs:
-        graphs["rank"] = rank_graph(graphs["head"])
-    if _screened(recipe, graphs, model):
-        graphs["rough"] = rough_graph(graphs["head"])
-        graphs["peaks"] = peaks_graph(graphs["sums"])
-    return MadeVariant(name, opset, graphs)
-
-
-def _fuse(graph: Graph, recipe: Recipe, activations: Mapping[str, Activation] | None) -> int:
-    kernels: Kernels = FloatKernels(with_relu=recipe.providers == ("cpu",))
-    if recipe.precision == "int8":
-        assert activations is not None
-        kernels = Int8Kernels(activations)
-    outputs = [spec.name for spec in graph.spec.outputs if len(spec.shape) == 2]
-    linears = Fusion(graph.model, kernels, outputs).run()
-    if recipe.precision == "int8":
-        quantise_embedding(graph.model.graph, EMBEDDING)
-    drop_unused(graph.model.graph)
-    return linears
-
-
-def _screened(recipe: Recipe, graphs: Mapping[str, Graph], model: Transformer) -> bool:
-    """Whether greedy search is to be spared most of the vocabulary projection."""
-    return (
-        "head" in graphs
-        and (recipe.precision, recipe.providers) == ("float32", ("cpu",))
-        and model.config.vocabulary_size >= SMALLEST_VOCABULARY
-        and model.output_transform is None
+    graphs = _fused_graphs(model, name, calibration) if recipe.fused else export_graphs(model)
+    return MadeVariant(
+        name,
+        {key: graph.at(f"{recipe.prefix}{graph.spec.file}") for key, graph in graphs.items()},
     )
 
 
+def _fused_graphs(
+    model: Transformer, name: str, calibration: Calibration | None
+) -> dict[str, Graph]:
+    recipe = RECIPES[name]
+    on_cpu, int8 = recipe.providers == ("cpu",), recipe.precision == "int8"
+    kernels: Kernels = FloatKernels(with_relu=on_cpu)
+    scales: Mapping[str, KVScales] = {}
+    if int8 and calibration is not None:
+        kernels, scales = Int8Kernels(calibration.activations), calibration.kv_scales
+        model = fold_kv_scales(model, scales)
+    elif recipe.dtype != torch.float32:
+        model = copy.deepcopy(model).to(recipe.dtype)
+    if model.config.decoder_layers:
+        graphs = export_fused_graphs(model, "int8" if int8 else None)
+    else:
+        graphs = export_graphs(model)
+    linears = 0
+    for graph in graphs.values():
+        matrices = [spec.name for spec in graph.spec.outputs if len(spec.shape) == 2]
+        linears += Fusion(graph.model, kernels, matrices).run()
+        if int8:
+            quantise_embedding(graph.model.graph, EMBEDDING)
+        drop_unused(graph.model.graph)
+    _require_all(name, "linear layers in the graphs", linear_layers(model), linears)
+    if scales:
+        attentions = quantise_cache(graphs, scales)
+        _require_all(name, "attentions of the decoder to read integers", len(scales), attentions)
+    elif "head" in graphs and not on_cpu:
+        graphs["rank"] = top_k_graph(graphs["head"])
+    elif "head" in graphs and _worth_screening(model):
+        graphs["rough"] = approximate_graph(graphs["head"])
+        graphs["peaks"] = segment_maxima_graph(graphs["sums"])
+    return graphs
+
+
+def _require_all(variant: str, things: str, expected: int, found: int) -> None:
+    if found != expected:
+        raise ParityError(
+            f"variant {variant}: expected {expected} {things}, found {found}; the exporter wrote "
+            "some in another way"
+        )
+
+
+def _worth_screening(model: Transformer) -> bool:
+    """Whether screened argmax saves time, and the LM head is one product, as it requires."""
+    large = model.config.vocabulary_size >= SMALLEST_VOCABULARY
+    return large and model.output_transform is None
+
+
 def linear_layers(model: Transformer) -> int:
-    """Counts the linear layers of a model, the output projection included where it is tied."""
+    """Returns the number of linear layers of a model, a tied LM head included."""
     linears = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
     return linears + (model.output is None)

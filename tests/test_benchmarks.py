@@ -27,7 +27,7 @@ from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.corpus import builtin_pairs
 from transferry.build_model.transformer import Transformer
-from transferry.export.torch_decoder import TorchDecoder
+from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search

@@ -34,8 +34,8 @@ ROOMS = {
         *("bundle", "ort", "doctor", "parity", "engine", "jobs", "console"),
     ),
     "export": (
-        *("graphs", "torch_encoder", "torch_decoder", "optimise", "variants"),
-        *("parity", "backends", "bundle", "debug", "faults", "report", "verify"),
+        *("graphs", "torch_model", "optimise", "variants", "parity", "backends"),
+        *("bundle", "debug", "faults", "report", "verify"),
     ),
 }
 MAX_MODULES = 12  # in a folder, __init__.py left out

@@ -23,9 +23,8 @@ from transferry.build_model.transformer import Transformer
 from transferry.export.debug.replay import Replay, extract
 from transferry.export.debug.served_graph import MOST_SHOWN, ServedGraph, align
 from transferry.export.debug.traced_program import Program, trace, value_error
-from transferry.export.graphs.portable import Graph, flatten
-from transferry.export.torch_decoder import TorchDecoder, TorchState
-from transferry.export.torch_encoder import TorchEncoder
+from transferry.export.graphs.graph import Graph, flatten
+from transferry.export.torch_model import TorchDecoder, TorchEncoder, TorchState
 from transferry.runtime.bundle import Bundle, GraphSpec, Variant
 from transferry.runtime.decoding.decoder import Tensors
 from transferry.runtime.errors import InputError

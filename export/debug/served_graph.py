@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from transferry.export.debug.traced_program import Program
-from transferry.export.graphs.portable import Graph
+from transferry.export.graphs.graph import Graph
 from transferry.runtime.bundle import GraphSpec
 from transferry.runtime.ort.session import SessionOptions, open_session
 

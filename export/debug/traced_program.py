@@ -19,7 +19,8 @@ from torch.fx.node import Node, map_aggregate
 
 from transferry.build_model import attention, layers, transformer
 from transferry.build_model.transformer import Transformer
-from transferry.export.graphs.portable import Graph, export_graphs
+from transferry.export.graphs.graph import Graph
+from transferry.export.graphs.portable import export_graphs
 from transferry.runtime.parity.compare import relative_error
 
 PACKAGE = Path(transformer.__file__).parents[1]
@@ -179,7 +180,7 @@ def value_error(
 def trace(model: Transformer, variant: str, name: str) -> Graph:
     """Exports a graph once more, with a program whose every value knows its code."""
     with _functions_recorded():
-        return export_graphs(model, f"{variant}/", [name])[name]
+        return export_graphs(model, [name])[name]
 
 
 def _tensor(

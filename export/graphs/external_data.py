@@ -1,7 +1,7 @@
-"""Graphs on disk: one ONNX file each, and in each folder one file of weights that they name.
+"""Graphs on disk: one ONNX file each, and one file of weights per folder.
 
-Two graphs may name the same place of the same external file, so a weight that both use, such as
-the embedding, is stored once. The file has no 2 GB limit, which an ONNX file by itself has.
+Graphs of a folder share a weight, such as the embedding, by naming the same place in that file. It
+has no limit of 2 GB, unlike an ONNX file.
 """
 
 from __future__ import annotations
@@ -15,23 +15,26 @@ import onnx_ir as ir
 
 WEIGHTS = "weights.bin"
 
-# onnxruntime maps external data into memory only where it begins at a page.
+# onnxruntime maps external data into memory only if it begins at a page.
 ALIGNMENT = 4096
-# Smaller tensors, mostly shapes and other constants, stay in the graph: a page each is waste.
+# Smaller tensors, mostly shapes and other constants, stay in the graph: they do not merit a page.
 SMALLEST = 1024
+
+# Offset and length of stored tensors by type and hash.
+Places = dict[tuple[ir.DataType, bytes], tuple[int, int]]
 
 
 def write_graphs(graphs: Iterable[tuple[ir.Model, Path]]) -> None:
-    """Writes each graph to its path, and the weights of a folder's graphs to one file there.
+    """Writes each graph to its path, and the weights of each folder's graphs to one file there.
 
-    onnxruntime refuses external data that lies outside the graph's folder.
+    onnxruntime refuses external data outside the graph's folder.
     """
     folders: dict[Path, list[tuple[ir.Model, Path]]] = {}
     for model, path in graphs:
         folders.setdefault(path.parent, []).append((model, path))
     for folder, members in folders.items():
         folder.mkdir(exist_ok=True)
-        places: dict[tuple[ir.DataType, bytes], tuple[int, int]] = {}
+        places: Places = {}
         with (folder / WEIGHTS).open("wb") as file:
             for model, _ in members:
                 for value in model.graph.initializers.values():
@@ -42,17 +45,13 @@ def write_graphs(graphs: Iterable[tuple[ir.Model, Path]]) -> None:
             ir.save(model, path)
 
 
-def store(
-    tensor: ir.TensorProtocol,
-    file: BinaryIO,
-    places: dict[tuple[ir.DataType, bytes], tuple[int, int]],
-) -> ir.ExternalTensor:
-    """Appends a tensor unless its bytes lie there already, and returns the reference to it.
+def store(tensor: ir.TensorProtocol, file: BinaryIO, places: Places) -> ir.ExternalTensor:
+    """Appends a tensor unless its bytes are stored already; returns the reference to it.
 
     Args:
         tensor: The tensor.
-        file: Where it goes; the graphs that refer to it must lie in the same folder.
-        places: What lies in the file: offset and length by type and hash.
+        file: File of weights, in the folder of the graphs that will refer to it.
+        places: Tensors in the file; receives the new one.
     """
     data = tensor.tobytes()
     key = (tensor.dtype, hashlib.sha256(data).digest())
@@ -60,12 +59,5 @@ def store(
         file.write(b"\0" * (-file.tell() % ALIGNMENT))
         places[key] = (file.tell(), len(data))
         file.write(data)
-    offset, length = places[key]
-    return ir.ExternalTensor(
-        Path(file.name).name,
-        offset,
-        length,
-        tensor.dtype,
-        shape=ir.Shape(tensor.shape.numpy()),
-        name=tensor.name or "",
-    )
+    name, shape = Path(file.name).name, ir.Shape(tensor.shape.numpy())
+    return ir.ExternalTensor(name, *places[key], tensor.dtype, shape=shape, name=tensor.name or "")

@@ -1,15 +1,16 @@
-"""The graphs of the fused variants: a cache in place, in slots of sentences.
+"""Graphs of the fused variants: a cache in place, with one slot per sentence.
 
-The portable decoder makes a longer cache at every step. This one writes into buffers of a given
-capacity, where the host says, and reads what a bias lets it see. So prompts of one batch may be of
-different lengths, and the beams of a sentence share one cache: which of its columns a beam descends
-from is in the bias, no column moves because beams do, and one that no beam descends from is written
-again.
+The portable decoder returns a longer cache at every step. The fused one writes into buffers of
+fixed capacity, into cells that the host chooses, and a bias hides the columns that a token must not
+see. Prompts of one batch may therefore differ in length, and the beams of a sentence share one
+slot: the bias alone says which columns a beam descends from. Reordering beams moves no column, and
+a column that no beam descends from is written again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,28 +19,31 @@ from torch import Tensor, nn
 
 from transferry.build_model.attention import KeyValues
 from transferry.build_model.transformer import Transformer
-from transferry.export.graphs.portable import (
-    EncoderGraph,
+from transferry.export.graphs.graph import (
     Graph,
-    SelectGraph,
-    export_graph,
+    Module,
+    Specs,
+    cache_specs,
+    export_modules,
     flatten,
     pair,
-    silenced,
+    spec,
 )
-from transferry.runtime.bundle import GraphSpec, Role, TensorSpec
+from transferry.export.graphs.portable import EncoderGraph, ModelGraph, SelectGraph
 from transferry.runtime.decoding.logits import SEGMENT
 
-# The first that has TensorScatter.
-OPSET = 24
+# The first opset with TensorScatter.
+FUSED_OPSET = 24
 
 
 @dataclass(frozen=True)
 class CacheInPlace:
-    """Keys and values [batch, kv_heads, capacity, d_head], and the cells that new ones go to.
+    """Cache buffers of one layer, with the cells for new keys and values.
 
     Attributes:
-        cells: Slot, head and column [batch, target, kv_heads, 3].
+        keys: `[batch, kv_heads, capacity, d_head]`
+        values: `[batch, kv_heads, capacity, d_head]`
+        cells: Slot, head and column `[batch, target, kv_heads, 3]`, int64.
     """
 
     keys: Tensor
@@ -47,21 +51,16 @@ class CacheInPlace:
     cells: Tensor
 
     def append(self, newer: KeyValues) -> KeyValues:
-        """Returns the buffers after the new columns were written into them."""
+        """Returns the buffers with the new columns written."""
         return KeyValues(self._written(self.keys, newer[0]), self._written(self.values, newer[1]))
 
     def _written(self, buffer: Tensor, newer: Tensor) -> Tensor:
-        # As they were before they were split into heads, which then need not be done.
-        rows = newer.transpose(1, 2)
-        return _in_place("ScatterND", buffer, self.cells, rows)
+        # Undoes the transpose of the split into heads, so that the optimiser drops both.
+        return _in_place("ScatterND", buffer, self.cells, newer.transpose(1, 2))
 
 
-class SlotDecoderGraph(nn.Module):
-    """target, positions, cells, bias, cross and past -> hidden and present, written in place."""
-
-    def __init__(self, model: Transformer) -> None:
-        super().__init__()
-        self.model = model
+class FusedDecoderGraph(ModelGraph):
+    """target, positions, cells, bias, cross, past -> hidden, present (past, written in place)."""
 
     def forward(
         self, target: Tensor, positions: Tensor, cells: Tensor, bias: Tensor, *cache: Tensor
@@ -69,22 +68,21 @@ class SlotDecoderGraph(nn.Module):
         """Runs the decoder over new tokens of every sentence.
 
         Args:
-            target: [batch, target] int64: of each sentence its beams' tokens, or a prompt's.
-            positions: Of the tokens [batch, target] int64.
-            cells: Where in the cache each token's keys and values go: slot, head and column
-                [batch, target, kv_heads, 3] int64.
-            bias: [batch, 1, target, capacity]: 0 at the columns that a token sees, its own
-                included, and minus infinity elsewhere.
-            cache: Where there is an encoder, the same for the source [batch, 1, 1, source] and
-                all of cross, as `EncoderGraph` gives it; then all of past [batch, kv_heads,
-                capacity, d_head].
+            target: Tokens of a prompt, or one token per beam `[batch, target]`, int64.
+            positions: Their positions `[batch, target]`, int64.
+            cells: Cells for their keys and values `[batch, target, kv_heads, 3]`, int64.
+            bias: 0 at columns that a token sees, its own included, else minus infinity
+                `[batch, 1, target, capacity]`.
+            cache: With an encoder first the bias of the source `[batch, 1, 1, source]` and all of
+                cross, as `EncoderGraph` returns it; then all of past
+                `[batch, kv_heads, capacity, d_head]`.
         """
         cross_bias, cross = None, []
+        dtype = self.model.embedding.weight.dtype
         if self.model.encoder:
             crosses = 2 * len(self.model.decoder)
             cross_bias, columns, cache = cache[0], cache[1 : 1 + crosses], cache[1 + crosses :]
             cross = pair(columns)
-        dtype = self.model.embedding.weight.dtype
         hidden, present = self.model.decode_at(
             target,
             positions,
@@ -96,195 +94,160 @@ class SlotDecoderGraph(nn.Module):
         return hidden, *flatten(present)
 
 
-class HeadGraph(nn.Module):
+class HeadGraph(ModelGraph):
     """hidden -> logits.
 
-    A graph of its own: a prompt needs none, and greedy search seldom all of them.
+    A graph of its own: prompts need no logits, and screened greedy search few of them.
     """
 
-    def __init__(self, model: Transformer) -> None:
-        super().__init__()
-        self.model = model
-
     def forward(self, hidden: Tensor) -> Tensor:
-        """Projects hidden [batch * target, d_model] to [batch * target, vocabulary]."""
+        """Projects hidden `[rows, d_model]` to logits `[rows, vocabulary]`."""
         return self.model.logits(hidden).float()
 
 
 class SumsGraph(nn.Module):
-    """logits -> sums, peaks: what makes probabilities of them, and where the likeliest are."""
+    """logits -> sums of their exponentials, segment maxima."""
 
     def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the sums of exponentials `[rows]` and the segment maxima of the logits."""
+        """Returns sums `[rows]` and segment maxima `[rows, segments]`.
+
+        Logits `[rows, vocabulary]` beyond the last whole segment are segments of one token.
+        """
         segments, left = divmod(logits.shape[1], SEGMENT)
-        peaks = logits.clone()  # an output is no input
+        maxima = logits.clone()  # a graph's output cannot be its input
         if segments:
             whole = logits[:, : segments * SEGMENT] if left else logits
-            peaks = whole.reshape(-1, segments, SEGMENT).amax(dim=2)
+            maxima = whole.reshape(-1, segments, SEGMENT).amax(dim=2)
             if left:
-                peaks = torch.cat([peaks, logits[:, segments * SEGMENT :]], dim=1)
-        return logits.exp().sum(dim=1), peaks
+                maxima = torch.cat([maxima, logits[:, segments * SEGMENT :]], dim=1)
+        return logits.exp().sum(dim=1), maxima
 
 
 class GatherGraph(nn.Module):
-    """index, state -> the chosen columns of every tensor of the cache."""
+    """index, state -> the selected columns of every tensor of the cache."""
 
     def forward(self, index: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-        """Takes columns of each state [batch, heads, capacity, d_head], all counted as one row.
+        """Gathers columns `[selected, heads, columns, d_head]` of each state.
 
         Args:
-            index: (slot * heads + head) * capacity + column [selected, heads, columns].
-            state: The cache.
-
-        Returns:
-            Of each state [selected, heads, columns, d_head].
+            index: (slot * heads + head) * capacity + column `[selected, heads, columns]`, int64.
+            state: The cache `[batch, heads, capacity, d_head]`.
         """
         return tuple(F.embedding(index, each.reshape(-1, each.shape[-1])) for each in state)
 
 
 class MoveGraph(nn.Module):
-    """rows, places and state -> state with some rows in other places too, written in place."""
+    """rows, places, state -> moved (state with some rows copied, written in place)."""
 
     def forward(self, rows: Tensor, places: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-        """Copies rows [selected] of each state to places [selected], none of which are rows."""
+        """Copies rows `[selected]` of each state to other rows, `places` `[selected]`."""
         return tuple(each.index_put((places,), each[rows]) for each in state)
 
 
 class PlaceGraph(nn.Module):
-    """write, fresh and state -> state with fresh in it, written in place.
+    """write, fresh, state -> placed (state with fresh columns, written in place).
 
-    Both are cross, as `EncoderGraph` gives it.
+    Both fresh and state are cross, as `EncoderGraph` returns it.
     """
 
     def forward(self, write: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Puts the columns of each fresh into its state, from column write [batch] on."""
+        """Writes the columns of each fresh into its state, from column write `[batch]` on."""
         half = len(tensors) // 2
-        fresh, state = tensors[:half], tensors[half:]
         return tuple(
-            _in_place("TensorScatter", *each, write, axis=-2)
-            for each in zip(state, fresh, strict=True)
+            _in_place("TensorScatter", state, fresh, write, axis=-2)
+            for fresh, state in zip(tensors[:half], tensors[half:], strict=True)
         )
 
 
 def _in_place(kind: str, buffer: Tensor, *inputs: Tensor, **attributes: Any) -> Tensor:
-    """Returns what an operator makes of a buffer, which onnxruntime lets it write into."""
+    """Returns an operator's output, for which onnxruntime can reuse the buffer."""
     return torch.onnx.ops.symbolic(
         kind,
         (buffer, *inputs),
         attrs=attributes,
         dtype=buffer.dtype,
         shape=buffer.shape,
-        version=OPSET,
+        version=FUSED_OPSET,
     )
 
 
-def export_slot_graphs(
-    model: Transformer, prefix: str, *, stored: str | None = None
-) -> dict[str, Graph]:
+def export_fused_graphs(model: Transformer, cache_type: str | None = None) -> dict[str, Graph]:
     """Exports the graphs of a fused variant, before any rewriting.
 
-    Biases and logits are float32 whatever the model computes in, so that the host need know of no
-    other type; the cache has the model's.
+    Biases and logits are float32 in every precision, so that the host handles one type only; the
+    cache has the model's.
 
     Args:
         model: Encoder-decoder or decoder-only, in eval mode and in the variant's precision.
-        prefix: What the names of the files begin with, a folder included.
-        stored: What the cache is stored in, "int8" or else the model's precision. The encoder and
-            the decoder are written for the model's all the same.
+        cache_type: Element type of the stored cache. Default: the model's precision. Encoder and
+            decoder are written for the model's precision in either case.
 
     Returns:
         The graphs by name.
     """
     config = model.config
-    has_encoder = bool(config.encoder_layers)
     precision = str(model.embedding.weight.dtype).removeprefix("torch.")
-    stored = stored or precision
-
-    def ids(role: Role, *shape: str | int) -> TensorSpec:
-        return TensorSpec(role, role, "int64", shape)
-
-    def floats(role: Role, *shape: str | int) -> TensorSpec:
-        return TensorSpec(role, role, "float32", shape)
-
-    def cache(
-        role: Role, batch: str, columns: str, kind: str = precision, prefix: str = ""
-    ) -> tuple[TensorSpec, ...]:
-        shape = (batch, config.kv_heads, columns, config.d_head)
-        return tuple(
-            TensorSpec(f"{prefix}{role}.{layer}.{part}", role, kind, shape)
-            for layer in range(config.decoder_layers)
-            for part in ("keys", "values")
-        )
-
-    past, present = cache("past", "batch", "capacity"), cache("present", "batch", "capacity")
-
-    whole, left = divmod(config.vocabulary_size, SEGMENT)
-    segments = whole + left
-    source = ids("source", "batch", "source")
-    mask = TensorSpec("source_mask", "source_mask", "bool", ("batch", "source"))
-    cross = cache("cross", "batch", "source")
-    read = (floats("source_bias", "batch", 1, 1, "source"), *cross)
-    modules: dict[str, tuple[nn.Module, tuple[TensorSpec, ...], tuple[TensorSpec, ...]]] = {
+    computed = partial(cache_specs, config, dtype=precision)
+    stored = partial(cache_specs, config, dtype=cache_type or precision)
+    hidden = spec("hidden", precision, "rows", config.d_model)
+    logits = spec("logits", "float32", "rows", config.vocabulary_size)
+    rows = spec("rows", "int64", "selected")
+    cross = computed("cross", "batch", "source")
+    source_state = stored("state", "batch", "source")
+    state = stored("state", "batch", "capacity")
+    # With both caches in one graph, names tell them apart.
+    both: Specs = state
+    read: Specs = ()
+    if config.encoder_layers:
+        both = (*stored("state", "batch", "source", prefix="cross."), *state)
+        read = (spec("source_bias", "float32", "batch", 1, 1, "source"), *cross)
+    segments = sum(divmod(config.vocabulary_size, SEGMENT))
+    modules: dict[str, Module] = {
         "decoder": (
-            SlotDecoderGraph(model),
+            FusedDecoderGraph(model),
             (
-                ids("target", "batch", "target"),
-                ids("positions", "batch", "target"),
-                ids("cells", "batch", "target", config.kv_heads, 3),
-                floats("bias", "batch", 1, "target", "capacity"),
-                *(read if has_encoder else ()),
-                *past,
+                spec("target", "int64", "batch", "target"),
+                spec("positions", "int64", "batch", "target"),
+                spec("cells", "int64", "batch", "target", config.kv_heads, 3),
+                spec("bias", "float32", "batch", 1, "target", "capacity"),
+                *read,
+                *computed("past", "batch", "capacity"),
             ),
-            (
-                TensorSpec("hidden", "hidden", precision, ("rows", config.d_model)),
-                *present,
-            ),
+            (hidden, *computed("present", "batch", "capacity")),
         ),
-        "head": (
-            HeadGraph(model),
-            (TensorSpec("hidden", "hidden", precision, ("rows", config.d_model)),),
-            (floats("logits", "rows", config.vocabulary_size),),
-        ),
+        "head": (HeadGraph(model), (hidden,), (logits,)),
         "sums": (
             SumsGraph(),
-            (floats("logits", "rows", config.vocabulary_size),),
-            (floats("sums", "rows"), floats("peaks", "rows", segments)),
+            (logits,),
+            (spec("sums", "float32", "rows"), spec("peaks", "float32", "rows", segments)),
         ),
         "gather": (
             GatherGraph(),
-            (
-                ids("index", "selected", config.kv_heads, "columns"),
-                *cache("state", "batch", "capacity", stored),
-            ),
-            cache("gathered", "selected", "columns", stored),
+            (spec("index", "int64", "selected", config.kv_heads, "columns"), *state),
+            stored("gathered", "selected", "columns"),
+        ),
+        "move": (
+            MoveGraph(),
+            (rows, spec("places", "int64", "selected"), *both),
+            tuple(replace(each, name=f"moved.{each.name}", role="moved") for each in both),
         ),
     }
-    both = cache("state", "batch", "capacity", stored)
-    if has_encoder:
-        both = (*cache("state", "batch", "source", stored, "cross."), *both)
-    modules["move"] = (
-        MoveGraph(),
-        (ids("rows", "selected"), ids("places", "selected"), *both),
-        tuple(TensorSpec(f"moved.{each.name}", "moved", each.type, each.shape) for each in both),
-    )
-    if has_encoder:
+    if config.encoder_layers:
+        source = spec("source", "int64", "batch", "source")
+        mask = spec("source_mask", "bool", "batch", "source")
         modules["encoder"] = (EncoderGraph(model), (source, mask), cross)
         modules["select"] = (
             SelectGraph(),
-            (ids("rows", "selected"), *cache("state", "batch", "source", stored)),
-            cache("selected", "selected", "source", stored),
+            (rows, *source_state),
+            stored("selected", "selected", "source"),
         )
         modules["place"] = (
             PlaceGraph(),
             (
-                ids("write", "batch"),
-                *cache("fresh", "batch", "new", stored),
-                *cache("state", "batch", "source", stored),
+                spec("write", "int64", "batch"),
+                *stored("fresh", "batch", "new"),
+                *source_state,
             ),
-            cache("placed", "batch", "source", stored),
+            stored("placed", "batch", "source"),
         )
-    with silenced():
-        return {
-            name: export_graph(module, GraphSpec(f"{prefix}{name}.onnx", inputs, outputs), OPSET)
-            for name, (module, inputs, outputs) in modules.items()
-        }
+    return export_modules(modules, FUSED_OPSET)

@@ -1,4 +1,4 @@
-"""What ranges the inputs of the linear products have, and so how to round them to 8 bits."""
+"""Calibration of int8: ranges of the inputs of linear layers, and KV scales."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from transferry.build_model.transformer import Transformer
-from transferry.export.optimise.kv_scales import Ranges, Units, in_units
-from transferry.export.torch_decoder import TorchDecoder
+from transferry.export.optimise.kv_scales import KVRanges, KVScales, fold_kv_scales
+from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 BINS = 2048
-CLIPS = 100  # how many ranges are tried: this many equal steps up to the largest value
-ROWS = 32  # sentences that are searched together
-# Rows and tokens of each in which the vocabulary is run through.
+CLIPS = 100  # ranges tried: equal steps up to the largest value
+BATCH = 32  # sentences searched together
+# Rows, and tokens per row, of the sweep over the vocabulary.
 SWEPT_ROWS, SWEPT_LENGTH = 128, 64
 
 
 @dataclass(frozen=True)
 class Activation:
-    """How the input of a product is rounded to uint8: round(x / scale) + zero_point.
+    """Quantisation of a linear layer's input to uint8: round(x / scale) + zero_point.
 
     Attributes:
-        scale: The step, a float32.
+        scale: The step, representable in float32.
         zero_point: 0 where no input was negative, as after ReLU, else 128.
         largest: The largest absolute value seen.
-        clipped: Share of values that lie more than half a step beyond the range, to a bin's width.
-        values: How many were seen.
+        clipped: Share of values more than half a step beyond the range, to a bin's width.
+        values: Number of values seen.
     """
 
     scale: float
@@ -51,42 +51,42 @@ class Activation:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What an int8 variant is made with.
+    """The measurements for an int8 variant.
 
     Attributes:
-        activations: How to round the inputs of linear layers, by the name of the weight, in a model
-            whose keys and values count in `units`.
-        units: By the name of the attention; none where there is no decoder.
+        activations: Quantisation of the inputs of linear layers by the weight's name, in a model
+            with the KV scales folded in.
+        kv_scales: KV scales by the attention's name; empty without a decoder.
     """
 
     activations: Mapping[str, Activation]
-    units: Mapping[str, Units]
+    kv_scales: Mapping[str, KVScales]
 
 
 class Histogram:
-    """Counts absolute values in bins whose number is fixed and whose width is a power of two.
+    """Counts of absolute values in a fixed number of bins, whose width is a power of two.
 
-    Where a value lies beyond the last bin, bins are joined, 2 or 4 or 8 to one. The counts are
-    then those of wide bins from the start: they do not depend on the order of what is added.
+    A value beyond the last bin joins the bins in groups of 2, 4, 8 ... The counts then equal those
+    of wide bins from the start: they do not depend on the order of the values.
     """
 
     def __init__(self) -> None:
         self.counts = np.zeros(BINS, np.int64)
-        self.top = 0.0  # where the last bin ends: a power of two, 0 before any value but 0
+        self.top = 0.0  # end of the last bin: a power of two, or 0 while all values are 0
         self.largest = 0.0
         self.negative = False
 
     def add(self, values: NDArray[np.float32]) -> None:
-        """Takes in values of any shape.
+        """Adds values of any shape.
 
         Raises:
-            InputError: One is not finite.
+            InputError: A value is not finite.
         """
         sizes = np.abs(values).ravel()
         largest = float(sizes.max(initial=0))
         if not math.isfinite(largest):
             raise InputError(
-                "expected finite inputs of the linear products, found NaN or infinity: "
+                "expected finite inputs of the linear layers, found NaN or infinity: "
                 "the model cannot be calibrated; does it pass verify?"
             )
         self.largest = max(self.largest, largest)
@@ -102,7 +102,7 @@ class Histogram:
         self.counts += np.bincount(places.astype(np.int64), minlength=BINS)
 
     def activation(self) -> Activation:
-        """Chooses the range of the least squared error of rounding and clipping.
+        """Returns the quantisation with the least squared error of rounding and clipping.
 
         See Nagel et al. 2021, A White Paper on Neural Network Quantization, section 3.1, and for
         calibration by histograms Wu et al. 2020, Integer Quantization for Deep Learning Inference.
@@ -112,7 +112,7 @@ class Histogram:
         if not self.largest:
             return Activation(1.0, zero_point, 0.0, 0.0, values)
         centres = (np.arange(BINS) + 0.5) * (self.top / BINS)
-        # The widest first: of equal errors it is the one that clips least.
+        # The widest first: argmin takes it among equal errors.
         clips = self.largest * np.arange(CLIPS, 0, -1) / CLIPS
         errors = []
         for clip in clips:
@@ -129,32 +129,26 @@ class Histogram:
         )
 
 
-class Linears(TorchFunctionMode):
-    """Sees every product with a parameter of the model, wherever it is computed."""
+class LinearObserver(TorchFunctionMode):
+    """Reports every product with a parameter of the model, wherever it is computed."""
 
-    def __init__(self, model: Transformer, see: Callable[[str, Tensor, Tensor], None]) -> None:
-        """Takes what is told of each: the parameter's name, what came in and what came out."""
+    def __init__(self, model: Transformer, report: Callable[[str, Tensor, Tensor], None]) -> None:
+        """Takes the callback for the parameter's name, the input and the output."""
         super().__init__()
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.see = see
+        self.report = report
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Computes what was asked for, and tells of it where it is F.linear."""
-        kwargs = kwargs or {}
-        found = func(*args, **kwargs)
-        if func is F.linear:
-            given: dict[str, Tensor] = dict(zip(("input", "weight"), args, strict=False))
-            given.update(kwargs)
-            name = self.names.get(id(given["weight"]))
-            if name is not None:
-                self.see(name, given["input"], found)
-        return found
+        """Computes a function of torch and reports it if it is F.linear."""
+        output = func(*args, **(kwargs or {}))
+        if func is F.linear and (name := self.names.get(id(args[1]))) is not None:
+            self.report(name, args[0], output)
+        return output
+
+
+Text = tuple[Tensor, Tensor]  # source and target, `[1, length]` int64 each
 
 
 @torch.inference_mode()
@@ -164,20 +158,20 @@ def calibrate(
     sentences: Sequence[Sequence[int]],
     max_length: int,
 ) -> Calibration:
-    """Runs the model over sentences and its own greedy answers to them, a row at a time.
+    """Runs the model over sentences and its own greedy answers, one row at a time.
 
-    Alone, a row has no padding, of which nothing shall be counted.
+    A single row has no padding, which must not be counted.
 
     Args:
         model: The model in float32; it is put into eval mode.
-        special: The ids that pad, begin and end.
-        sentences: Token ids as the model reads them, at least one token each: of an encoder the
-            sources, of a decoder alone what its texts begin with.
-        max_length: Most tokens of an answer.
+        special: Special tokens.
+        sentences: Token ids as the model reads them, at least one each: sources for an encoder,
+            prompts for a decoder-only model.
+        max_length: Maximum number of tokens of an answer.
 
     Returns:
-        Units, and with them how to round the input of every linear product; of the output
-        projection where it is tied, by the name of the embedding.
+        KV scales, and the quantisation of the input of every linear layer; a tied LM head has the
+        name of the embedding.
 
     Raises:
         InputError: There is no sentence, one has no tokens, or an activation is not finite.
@@ -189,54 +183,55 @@ def calibrate(
             "empty: give sentences like those that will be run"
         )
     decoder = TorchDecoder(model)
-    ranges = Ranges(model)
-    texts: list[tuple[Tensor, Tensor]] = []
-    for first in range(0, len(sentences), ROWS):
-        part = sentences[first : first + ROWS]
-        answers: list[Sequence[int]] = [()] * len(part)
+    options = GenerationOptions(max_length=max_length)
+    texts: list[Text] = []
+    for first in range(0, len(sentences), BATCH):
+        batch = sentences[first : first + BATCH]
+        answers: list[Sequence[int]] = [()] * len(batch)
         if model.decoder:
-            options = GenerationOptions(max_length=max_length)
-            found = search(decoder, part, options, special)
+            found = search(decoder, batch, options, special)
             answers = [hypotheses[0].tokens for hypotheses in found]
-        for sentence, answer in zip(part, answers, strict=True):
-            source = list(sentence) if model.encoder else []
-            begin = [special.bos_id] if model.encoder else list(sentence)
-            # What the search feeds: of an answer that it cut off all but the last token.
+        for sentence, answer in zip(batch, answers, strict=True):
+            begin = [special.bos_id] if model.encoder else sentence
+            # As fed by the search: without the last token of an answer that reached max_length.
             target = [*begin, *answer[: max_length - 1]]
-            texts.append((_row(source, model), _row(target, model)))
-    # All sizes of keys and values count, not only frequent ones; answers hold few of the tokens.
-    swept = [*texts, *vocabulary_texts(model)]
-    _run(model, swept, lambda name, _, found: ranges.see(name, found))
-    units = ranges.units()
-    # In other units the heads find other numbers, which the output layers round.
+            texts.append(_text(model, sentence if model.encoder else (), target))
+    ranges = KVRanges(model)
+    # The largest keys and values of all tokens count, and answers hold few of the tokens.
+    _run(
+        model, [*texts, *vocabulary_texts(model)], lambda name, _, output: ranges.add(name, output)
+    )
+    scales = ranges.scales()
+    # Scaled values change the inputs of attention's output layers.
     inputs = collections.defaultdict[str, Histogram](Histogram)
     _run(
-        in_units(model, units),
+        fold_kv_scales(model, scales),
         texts,
-        lambda name, given, _: inputs[name].add(given.detach().cpu().numpy()),
+        lambda name, x, _: inputs[name].add(x.detach().cpu().numpy()),
     )
-    return Calibration({name: found.activation() for name, found in inputs.items()}, units)
+    return Calibration({name: seen.activation() for name, seen in inputs.items()}, scales)
 
 
-def vocabulary_texts(model: Transformer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields sources and targets of tokens in random order, each of a small vocabulary once."""
+def vocabulary_texts(model: Transformer) -> Iterator[Text]:
+    """Yields texts of tokens in random order; of a small vocabulary each token once."""
     length = min(SWEPT_LENGTH, model.config.max_positions)
     tokens = np.random.default_rng(0).permutation(model.config.vocabulary_size)
-    for row in range(min(SWEPT_ROWS, -(-len(tokens) // length))):
-        ids = tokens[row * length : (row + 1) * length].tolist()
-        yield _row(ids if model.encoder else [], model), _row(ids, model)
+    for first in range(0, min(SWEPT_ROWS * length, len(tokens)), length):
+        ids = tokens[first : first + length].tolist()
+        yield _text(model, ids if model.encoder else (), ids)
 
 
-def _row(ids: Sequence[int], model: Transformer) -> Tensor:
-    return torch.tensor([ids], dtype=torch.int64, device=model.embedding.weight.device)
+def _text(model: Transformer, source: Sequence[int], target: Sequence[int]) -> Text:
+    device = model.embedding.weight.device
+    source_ids, target_ids = (
+        torch.tensor([ids], dtype=torch.int64, device=device) for ids in (source, target)
+    )
+    return source_ids, target_ids
 
 
 def _run(
-    model: Transformer,
-    texts: Iterable[tuple[Tensor, Tensor]],
-    see: Callable[[str, Tensor, Tensor], None],
+    model: Transformer, texts: Iterable[Text], report: Callable[[str, Tensor, Tensor], None]
 ) -> None:
-    """Runs a model over sources and targets, a row at a time."""
-    with Linears(model, see):
+    with LinearObserver(model, report):
         for source, target in texts:
             model(source, torch.ones_like(source, dtype=torch.bool), target)

@@ -1,12 +1,12 @@
-"""The cache in 8 bits: keys and values of the source, and of earlier positions.
+"""The KV cache in int8: keys and values of the source and of earlier positions.
 
-Every step reads all of it, mostly from memory far from the processor, so its size is what a step of
-a single query waits for. Keys and values count in `units`, so rounding is all there is to do.
+Every step reads the whole cache, mostly from main memory, so a step of a single query waits for its
+size. The scales are folded into the weights (`kv_scales`), so quantising is rounding.
 
-A step of one query a slot reads the integers, and writes its own, by GroupQueryAttention: each slot
-the columns that it has. It knows neither beams that share a slot nor several tokens: for these the
-integers become floats again, which costs about what reading a quarter of the memory saves. So both
-stand in the graph, in the branches of an If, and the engine says which a step takes.
+A step with one query per slot reads and writes the integers with GroupQueryAttention, which reads
+only the columns that a slot has. That operator supports neither beams that share a slot nor several
+tokens; for these the integers are cast to float32, which costs about as much as reading a quarter
+of the memory saves. Both ways are branches of an If, and the engine chooses one per step.
 """
 
 from __future__ import annotations
@@ -17,158 +17,165 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
-from transferry.export.graphs.fused import OPSET
-from transferry.export.graphs.portable import Graph
-from transferry.export.optimise.fusion import CONTRIB, constant, rank, register, shared
-from transferry.export.optimise.kv_scales import Units
-from transferry.runtime.bundle import GraphSpec, Role, TensorSpec
+from transferry.export.graphs.fused import FUSED_OPSET
+from transferry.export.graphs.graph import Graph, Specs, spec
+from transferry.export.graphs.rewriting import (
+    CONTRIB,
+    alike,
+    argument,
+    cast,
+    constant,
+    described,
+    rank,
+    register,
+    shared,
+    size,
+)
+from transferry.export.optimise.kv_scales import KVScales
+from transferry.runtime.bundle import GraphSpec
 from transferry.runtime.errors import ParityError
 
-IR_VERSION = 10  # as torch's exporter writes it
-CACHE: tuple[Role, ...] = ("cross", "past", "present")
-FRESH = 2  # the input of ScatterND that holds what it writes
+IR_VERSION = 10  # that of torch's exporter
+ATTENTIONS = {"cross": "cross_attention", "past": "self_attention"}
+UPDATES = 2  # index of the written values among ScatterND's inputs
 FLOAT, INT8 = ir.TensorType(ir.DataType.FLOAT), ir.TensorType(ir.DataType.INT8)
 
 
-def round_cache(graphs: dict[str, Graph], units: Mapping[str, Units]) -> int:
-    """Lets graphs hold the cache in 8 bits.
+def quantise_cache(graphs: dict[str, Graph], scales: Mapping[str, KVScales]) -> int:
+    """Makes graphs store the KV cache in int8, and adds the graph "unrounded".
 
     Args:
-        graphs: Encoder and decoder of `slot_graphs`, of `units.in_units`' model, in float32 and
-            fused; the others hold the cache in 8 bits already. Changed in place.
-        units: By the name of the attention.
+        graphs: Encoder and decoder of a model with folded KV scales, in float32 and fused; the
+            other graphs were exported with an int8 cache. Changed in place.
+        scales: KV scales by the attention's name.
 
     Returns:
-        How many attentions of the decoder read integers now.
+        Number of attentions of the decoder that read integers.
+
+    Raises:
+        ParityError: The graphs are not as torch's exporter writes them.
     """
     if "encoder" in graphs:
-        graphs["encoder"] = _rounding(graphs["encoder"])
-    graphs["decoder"], count = _reading(graphs["decoder"])
-    graphs["unrounded"] = _meaning(graphs["decoder"].spec, units)
+        graphs["encoder"] = _rounded_encoder(graphs["encoder"])
+    graphs["decoder"], count = _int8_decoder(graphs["decoder"])
+    graphs["unrounded"] = _unrounded_graph(graphs["decoder"].spec, scales)
     return count
 
 
-def _int8(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    return tuple(replace(each, type="int8") if each.role in CACHE else each for each in specs)
+def _int8(specs: Specs) -> Specs:
+    roles = ("cross", "past", "present")
+    return tuple(replace(each, type="int8") if each.role in roles else each for each in specs)
 
 
-def _rounding(encoder: Graph) -> Graph:
-    """Rounds what the encoder gives, before it is split into heads: then that moves less."""
-    graph = encoder.model.graph
-    for value in graph.outputs:
-        split, transpose = _splitting(value) or (None, None)
-        if split is None or transpose is None or split.inputs[0] is None:
+def _rounded_encoder(encoder: Graph) -> Graph:
+    """Rounds the outputs before they are split into heads, which then moves fewer bytes."""
+    for value in encoder.model.graph.outputs:
+        split = _split_into_heads(value)
+        if split is None:
             raise ParityError(
                 f"{encoder.spec.file}: expected {value.name} to be split into heads, found another "
                 "end; the exporter wrote it in another way"
             )
-        node = _rounded(graph, split.inputs[0])
-        graph.insert_before(split, node)
-        split.replace_input_with(0, node.outputs[0])
-        split.outputs[0].type = transpose.outputs[0].type = INT8
+        reshape, transpose = split
+        _round_input(reshape, 0)
+        reshape.outputs[0].type = transpose.outputs[0].type = INT8
     return replace(encoder, spec=replace(encoder.spec, outputs=_int8(encoder.spec.outputs)))
 
 
-def _rounded(graph: ir.Graph, value: ir.Value) -> ir.Node:
-    """Returns the node that rounds to the nearest of -128..127, of two to the even one."""
+def _round_input(node: ir.Node, index: int) -> None:
+    """Rounds an input of a node to the nearest of -128..127, ties to even."""
+    graph, value = node.graph, argument(node, index)
+    assert isinstance(graph, ir.Graph)
     one, zero = shared(graph, "unit", np.float32(1)), shared(graph, "unit.zero", np.int8(0))
-    node = ir.node("QuantizeLinear", [value, one, zero])
-    node.outputs[0].type, node.outputs[0].shape = INT8, value.shape
-    return node
+    rounding = ir.node("QuantizeLinear", [value, one, zero])
+    rounding.outputs[0].type, rounding.outputs[0].shape = INT8, value.shape
+    graph.insert_before(node, rounding)
+    node.replace_input_with(index, rounding.outputs[0])
 
 
-def _meaning(decoder: GraphSpec, units: Mapping[str, Units]) -> Graph:
-    """Makes the graph that tells what integers stand for: state -> cross and past."""
-    graph = ir.Graph([], [], nodes=[], name="unrounded", opset_imports={"": OPSET})
-    specs = [each for each in decoder.inputs if each.role in CACHE]
-    kinds = {"cross": "cross_attention", "past": "self_attention"}
-    for spec in specs:
-        _, layer, part = spec.name.split(".")
-        unit = getattr(units[f"decoder.{layer}.{kinds[spec.role]}"], part)
-        state = ir.Value(name=f"state.{spec.name}", type=INT8, shape=ir.Shape(spec.shape))
-        factors = register(graph, f"unit.{spec.name}", unit[:, None].numpy())
-        floats = ir.node("Cast", [state], {"to": int(ir.DataType.FLOAT)})
-        product = ir.node("Mul", [floats.outputs[0], factors])
+def _unrounded_graph(decoder: GraphSpec, scales: Mapping[str, KVScales]) -> Graph:
+    """Returns the graph that multiplies by the scales: state -> cross, past in float32."""
+    graph = ir.Graph([], [], nodes=[], name="unrounded", opset_imports={"": FUSED_OPSET})
+    tape = ir.tape.Tape(graph)
+    outputs = tuple(
+        replace(each, type="float32") for each in decoder.inputs if each.role in ATTENTIONS
+    )
+    inputs = tuple(
+        replace(each, name=f"state.{each.name}", role="state", type="int8") for each in outputs
+    )
+    for given, output in zip(inputs, outputs, strict=True):
+        _, layer, kind = output.name.split(".")
+        scale = getattr(scales[f"decoder.{layer}.{ATTENTIONS[output.role]}"], kind)
+        factors = register(graph, f"unit.{output.name}", scale[:, None].numpy())
+        state = described(ir.Value(), given)
+        product = tape.op("Mul", [cast(tape, state, ir.DataType.FLOAT), factors])
         graph.inputs.append(state)
-        graph.extend([floats, product])
-        (real,) = product.outputs
-        real.name, real.type, real.shape = spec.name, FLOAT, state.shape
-        graph.outputs.append(real)
-    inputs = tuple(replace(each, name=f"state.{each.name}", role="state") for each in specs)
-    outputs = tuple(replace(each, type="float32") for each in specs)
-    file = decoder.file.replace("decoder.onnx", "unrounded.onnx")
-    return Graph(ir.Model(graph, ir_version=IR_VERSION), GraphSpec(file, inputs, outputs))
+        graph.outputs.append(described(product, output))
+    model = ir.Model(graph, ir_version=IR_VERSION)
+    return Graph(model, GraphSpec("unrounded.onnx", inputs, outputs))
 
 
-def _reading(decoder: Graph) -> tuple[Graph, int]:
-    """Lets the decoder read and write integers, and tells in how many places."""
-    graph, spec = decoder.model.graph, decoder.spec
+def _int8_decoder(decoder: Graph) -> tuple[Graph, int]:
+    """Makes the decoder read and write integers; returns the number of attentions too."""
+    graph, specs = decoder.model.graph, decoder.spec
     attentions = [_Attention(node) for node in graph if node.op_type == "Softmax"]
-    added = [TensorSpec("single", "single", "bool", ())]
-    crosses = [each for each in spec.inputs if each.role == "cross"]
+    crosses = [each for each in specs.inputs if each.role == "cross"]
+    inputs = (*_int8(specs.inputs), spec("single", "bool"))
     if crosses:
-        added.append(TensorSpec("source_length", "source_length", "int64", ("batch",)))
-    for each in added:
-        of = ir.TensorType(ir.DataType[each.type.upper()])
-        graph.inputs.append(ir.Value(name=each.name, type=of, shape=ir.Shape(each.shape)))
-    values = {value.name: value for value in graph.inputs}
-    for each in spec.inputs:
-        if each.role in CACHE:
-            values[each.name].type = INT8
-    first = graph[0]
-
-    def add(kind: str, inputs: Sequence[ir.Value], **attributes: int) -> ir.Value:
-        node = ir.node(kind, inputs, attributes)
-        graph.insert_before(first, node)
-        return node.outputs[0]
-
-    # What GroupQueryAttention wants: how many columns a slot has with the new one, less one, how
-    # many there is room for, and where it is to write nothing new ones of no length.
-    int32 = int(ir.DataType.INT32)
+        inputs = (*inputs, spec("source_length", "int64", "batch"))
+    graph.inputs.extend(ir.Value() for _ in inputs[len(specs.inputs) :])
+    values = {
+        each.name: described(value, each) for value, each in zip(graph.inputs, inputs, strict=True)
+    }
+    # GroupQueryAttention takes each slot's columns with the new one, less one; the capacity; and
+    # for cross-attention, which writes nothing, new keys and values of length 0.
+    tape, int32 = ir.tape.Tape(), ir.DataType.INT32
     earliest = shared(graph, "earliest", np.int64(0))
-    past = add("Cast", [add("Gather", [values["positions"], earliest], axis=1)], to=int32)
-    cache = next(each for each in spec.inputs if each.role == "past")
-    room = add("Shape", [values[cache.name]], start=2, end=3)
-    columns = {"self": [past, add("Cast", [room], to=int32)]}
-    nothing: list[ir.Value] = []
+    past = cast(tape, tape.op("Gather", [values["positions"], earliest], {"axis": 1}), int32)
+    capacity = tape.op("Shape", [values[specs.names("past")[0]]], {"start": 2, "end": 3})
+    columns = {"self": [past, cast(tape, capacity, int32)]}
+    empty: list[ir.Value] = []
     if crosses:
-        last = add("Sub", [values["source_length"], constant(graph, "one", [1])])
-        room = add("Shape", [values[crosses[0].name]], start=2, end=3)
-        columns["cross"] = [add("Cast", [each], to=int32) for each in (last, room)]
-        narrow = attentions[0].kv_heads * attentions[0].d_head
-        shape = [add("Shape", [past]), constant(graph, "nothing", [0, narrow])]
-        nothing = [add("ConstantOfShape", [add("Concat", shape, axis=0)])] * 2
+        last = tape.op("Sub", [values["source_length"], constant(graph, "one", [1])])
+        capacity = tape.op("Shape", [values[crosses[0].name]], {"start": 2, "end": 3})
+        columns["cross"] = [cast(tape, each, int32) for each in (last, capacity)]
+        width = attentions[0].kv_heads * attentions[0].d_head
+        shape = [tape.op("Shape", [past]), constant(graph, "nothing", [0, width])]
+        empty = [tape.op("ConstantOfShape", [tape.op("Concat", shape, {"axis": 0})])] * 2
+    graph.insert_before(graph[0], tape.nodes)
     for attention in attentions:
         kind = "self" if attention.writers else "cross"
-        attention.choose(values["single"], columns[kind], nothing)
-    kept = tuple(
-        replace(each, name=f"kept.{each.name}", role="kept", type="int8") for each in crosses
-    )
-    inputs, outputs = (*_int8(spec.inputs), *added), (*_int8(spec.outputs), *kept)
-    return replace(decoder, spec=replace(spec, inputs=inputs, outputs=outputs)), len(attentions)
+        attention.branch(values["single"], columns[kind], empty)
+    kept = (replace(each, name=f"kept.{each.name}", role="kept", type="int8") for each in crosses)
+    outputs = (*_int8(specs.outputs), *kept)
+    specs = replace(specs, inputs=inputs, outputs=outputs)
+    return replace(decoder, spec=specs), len(attentions)
 
 
 class _Attention:
-    """Attention around a softmax, as the exporter writes `build_model.attention.attend`.
+    """Attention around a Softmax, as exported from `build_model.attention.attend`.
 
     Attributes:
-        query: [batch * target, heads * d_head], or what rotary positions make of it [batch, heads,
-            target, d_head].
-        memory: Keys and values [batch, kv_heads, columns, d_head], with the new ones in them.
-        joined: What the heads found, side by side [batch * target, heads * d_head].
-        readers: What reads keys, and what reads values.
-        writers: What writes new keys and new values into the cache; none where nothing is written.
+        query: `[batch * target, heads * d_head]`, or with rotary positions
+            `[batch, heads, target, d_head]`.
+        memory: Keys and values `[batch, kv_heads, columns, d_head]`, the new ones included.
+        joined: Outputs of the heads, concatenated `[batch * target, heads * d_head]`.
+        readers: Uses of the keys, and uses of the values.
+        writers: The nodes that write new keys and new values into the cache; none in
+            cross-attention.
     """
 
     def __init__(self, softmax: ir.Node) -> None:
-        scores = _producer(_producer(softmax.inputs[0]).inputs[0])
+        scores = _producer(argument(_producer(argument(softmax, 0)), 0))
         product = softmax.outputs[0].consumers()[0]
-        keys = _producer(scores.inputs[1]).inputs[0]  # before they are transposed
-        query = _of_four(scores.inputs[0])
-        self.memory = [_of_four(keys), _of_four(product.inputs[1])]
-        self.heads, self.kv_heads = _size(query, 1), _size(self.memory[0], 1)
-        self.d_head = _size(query, 3)
-        self.query = _unsplit(query)
+        keys = argument(_producer(argument(scores, 1)), 0)  # before the transpose
+        query = _ungrouped(argument(scores, 0))
+        self.memory = [_ungrouped(keys), _ungrouped(argument(product, 1))]
+        self.heads, self.kv_heads = size(query, 1), size(self.memory[0], 1)
+        self.d_head = size(query, 3)
+        # With a single token both shapes hold the same numbers in the same order.
+        split = _split_into_heads(query)
+        self.query = query if split is None else argument(split[0], 0)
         self.joined = product.outputs[0]
         while rank(self.joined) != 2:
             self.joined = self.joined.consumers()[0].outputs[0]
@@ -178,27 +185,27 @@ class _Attention:
         writers = [value.producer() for value in self.memory]
         self.writers = [writer for writer in writers if writer is not None]
 
-    def choose(
-        self, single: ir.Value, columns: Sequence[ir.Value], nothing: Sequence[ir.Value]
+    def branch(
+        self, single: ir.Value, columns: Sequence[ir.Value], empty: Sequence[ir.Value]
     ) -> None:
-        """Puts a choice between two ways to read integers in its place.
+        """Replaces the attention by an If over the two ways to read integers.
 
         Args:
-            single: Whether there is a single query a slot, bool [].
-            columns: How many each slot has with the new one, less one int32 [batch], and how many
-                there is room for int32 [1].
-            nothing: Keys and values to write where none are [batch, 0, kv_heads * d_head].
+            single: Whether there is a single query per slot, bool `[]`.
+            columns: Each slot's columns with the new one, less one `[batch]` int32, and the
+                capacity `[1]` int32.
+            empty: Keys and values `[batch, 0, kv_heads * d_head]` for an attention that writes
+                none.
         """
         before = self.joined.consumers()[0]
         graph = before.graph
-        assert graph is not None
-        then = self._one_query(graph, columns, nothing)
-        states = self._as_floats(graph)
-        olds = [self.joined, *states]
-        nodes = _made_for(olds, graph)
+        assert isinstance(graph, ir.Graph)
+        single_query = self._single_query(graph, columns, empty)
+        olds = [self.joined, *self._cast_to_float(graph)]
+        nodes = _nodes_only_for(olds, graph)
         choice = ir.node("If", [single], num_outputs=3)
         for old, new in zip(olds, choice.outputs, strict=True):
-            new.name, new.type, new.shape = old.name, old.type, old.shape
+            alike(new, old).name = old.name
             for node, index in old.uses():
                 if node not in nodes:
                     node.replace_input_with(index, new)
@@ -208,28 +215,31 @@ class _Attention:
             graph.outputs.extend(choice.outputs[1:])
         graph.remove(nodes)
         graph.insert_before(before, choice)
-        otherwise = self._branch("several", nodes, olds)
-        choice.attributes["then_branch"] = ir.AttrGraph("then_branch", then)
-        choice.attributes["else_branch"] = ir.AttrGraph("else_branch", otherwise)
+        several = self._subgraph("several", nodes, olds)
+        choice.attributes["then_branch"] = ir.AttrGraph("then_branch", single_query)
+        choice.attributes["else_branch"] = ir.AttrGraph("else_branch", several)
 
-    def _one_query(
-        self, graph: ir.Graph, columns: Sequence[ir.Value], nothing: Sequence[ir.Value]
+    def _single_query(
+        self, graph: ir.Graph, columns: Sequence[ir.Value], empty: Sequence[ir.Value]
     ) -> ir.Graph:
-        """Returns the branch for a single query a slot."""
-        wide, narrow = self.heads * self.d_head, self.kv_heads * self.d_head
-        given = [(self.query, wide)]
-        given += [(_fresh(writer), narrow) for writer in self.writers]
+        """Returns the branch for a single query per slot."""
+        tape, width, kv_width = (
+            ir.tape.Tape(),
+            self.heads * self.d_head,
+            self.kv_heads * self.d_head,
+        )
+        given = [(self.query, width)]
+        given += [(argument(writer, UPDATES), kv_width) for writer in self.writers]
         rows = [
-            ir.node("Reshape", [value, constant(graph, "row", [-1, 1, size])])
-            for value, size in given
+            tape.op("Reshape", [value, constant(graph, "row", [-1, 1, last])])
+            for value, last in given
         ]
-        states = [writer.inputs[0] for writer in self.writers] or self.memory
-        unit = shared(graph, "units", np.ones(1, np.float32))
-        new = [] if self.writers else nothing
-        inputs = [*(row.outputs[0] for row in rows), *new, *states, *columns]
-        attention = ir.node(
+        new = [] if self.writers else empty
+        states = [argument(writer, 0) for writer in self.writers] or self.memory
+        one = shared(graph, "units", np.ones(1, np.float32))
+        attended, *states = tape.op_multi_out(
             "GroupQueryAttention",
-            [*inputs, *[None] * 5, unit, unit],
+            [*rows, *new, *states, *columns, *[None] * 5, one, one],
             {
                 "num_heads": self.heads,
                 "kv_num_heads": self.kv_heads,
@@ -241,35 +251,34 @@ class _Attention:
             domain=CONTRIB,
             num_outputs=3,
         )
-        matrix = constant(graph, "matrix", [-1, wide])
-        joined = ir.node("Reshape", [attention.outputs[0], matrix])
-        outputs = [joined.outputs[0], *attention.outputs[1:]]
-        return self._branch("single", [*rows, attention, joined], outputs)
+        joined = tape.op("Reshape", [attended, constant(graph, "matrix", [-1, width])])
+        return self._subgraph("single", tape.nodes, [joined, *states])
 
-    def _as_floats(self, graph: ir.Graph) -> list[ir.Value]:
-        """Lets the products as they stand read integers, and returns what they leave these in."""
+    def _cast_to_float(self, graph: ir.Graph) -> list[ir.Value]:
+        """Casts the int8 cache to float before the existing MatMuls; returns the updated cache."""
         for value, readers in zip(self.memory, self.readers, strict=True):
-            cast = ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)})
-            graph.insert_before(readers[0].node, cast)
+            tape = ir.tape.Tape()
+            floats = cast(tape, value, ir.DataType.FLOAT)
+            graph.insert_before(readers[0].node, tape.nodes)
             for node, index in readers:
-                node.replace_input_with(index, cast.outputs[0])
+                node.replace_input_with(index, floats)
         for writer in self.writers:
-            rounded = _rounded(graph, _fresh(writer))
-            graph.insert_before(writer, rounded)
-            writer.replace_input_with(FRESH, rounded.outputs[0])
+            _round_input(writer, UPDATES)
             writer.outputs[0].type = INT8
         if self.writers:
             return self.memory
-        # They stay where they are: onnxruntime copies nothing to where it lies.
-        kept = [ir.node("Identity", [value]) for value in self.memory]
-        for node, value in zip(kept, self.memory, strict=True):
-            node.outputs[0].name = f"kept.{value.name}"
-            node.outputs[0].type, node.outputs[0].shape = INT8, value.shape
-        graph.insert_before(self.joined.consumers()[0], kept)
-        return [node.outputs[0] for node in kept]
+        # The engine binds these outputs to the inputs' own buffers, so nothing is copied.
+        tape = ir.tape.Tape()
+        kept = [alike(tape.op("Identity", [value]), value) for value in self.memory]
+        for value, original in zip(kept, self.memory, strict=True):
+            value.name = f"kept.{original.name}"
+        graph.insert_before(self.joined.consumers()[0], tape.nodes)
+        return kept
 
-    def _branch(self, name: str, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> ir.Graph:
-        # Names are unique in all of a graph, its branches included.
+    def _subgraph(
+        self, name: str, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]
+    ) -> ir.Graph:
+        # Names are unique across a graph and its branches.
         for number, value in enumerate(value for node in nodes for value in node.outputs):
             value.name = f"{self.joined.name}.{name}.{number}"
         for value, kind in zip(outputs, (FLOAT, INT8, INT8), strict=True):
@@ -277,25 +286,25 @@ class _Attention:
         return ir.Graph([], outputs, nodes=nodes, name=name)
 
 
-def _made_for(values: Sequence[ir.Value], graph: ir.Graph) -> list[ir.Node]:
-    """Returns the nodes of a graph whose outputs serve these values alone, in order."""
-    made: set[ir.Node] = set()
+def _nodes_only_for(values: Sequence[ir.Value], graph: ir.Graph) -> list[ir.Node]:
+    """Returns, in order, the nodes of a graph whose outputs serve only the given values."""
+    found: set[ir.Node] = set()
     waiting = [_producer(value) for value in values]
     while waiting:
         node = waiting.pop()
-        made.add(node)
-        for origin in {each.producer() for each in node.inputs if each is not None} - made:
+        found.add(node)
+        for origin in {each.producer() for each in node.inputs if each is not None} - found:
             if origin is not None and all(
-                not each.is_graph_output() and made.issuperset(each.consumers())
+                not each.is_graph_output() and found.issuperset(each.consumers())
                 for each in origin.outputs
             ):
                 waiting.append(origin)
-    return [node for node in graph if node in made]
+    return [node for node in graph if node in found]
 
 
-def _producer(value: ir.Value | None) -> ir.Node:
-    """Returns the node that makes a value."""
-    node = value.producer() if value is not None else None
+def _producer(value: ir.Value) -> ir.Node:
+    """Returns the node that computes a value."""
+    node = value.producer()
     if node is None:
         raise ParityError(
             f"attention of the exported graph: expected a node that makes {value}, found none; the "
@@ -304,39 +313,15 @@ def _producer(value: ir.Value | None) -> ir.Node:
     return node
 
 
-def _fresh(writer: ir.Node) -> ir.Value:
-    """Returns the new keys or values that a node writes [batch, target, kv_heads, d_head]."""
-    value = writer.inputs[FRESH]
-    assert value is not None
-    return value
+def _ungrouped(value: ir.Value) -> ir.Value:
+    """Returns a value as it was before its heads were grouped, with four dimensions."""
+    return value if rank(value) == 4 else _ungrouped(argument(_producer(value), 0))
 
 
-def _of_four(value: ir.Value | None) -> ir.Value:
-    """Returns what a value of five dimensions was before heads were grouped."""
-    assert value is not None
-    return value if rank(value) == 4 else _of_four(_producer(value).inputs[0])
-
-
-def _unsplit(value: ir.Value | None) -> ir.Value:
-    """Returns [batch * target, heads * d_head] of [batch, heads, target, d_head], if that was it.
-
-    With a single token both are the same numbers in the same order.
-    """
-    assert value is not None
-    split = _splitting(value)
-    return value if split is None or split[0].inputs[0] is None else split[0].inputs[0]
-
-
-def _splitting(value: ir.Value) -> tuple[ir.Node, ir.Node] | None:
-    """Returns the Reshape and the Transpose that split a value into heads, if they did."""
+def _split_into_heads(value: ir.Value) -> tuple[ir.Node, ir.Node] | None:
+    """Returns the Reshape and the Transpose that split a value into heads, or None."""
     transpose = value.producer()
     if transpose is None or transpose.op_type != "Transpose":
         return None
-    reshape = _producer(transpose.inputs[0])
+    reshape = _producer(argument(transpose, 0))
     return (reshape, transpose) if reshape.op_type == "Reshape" else None
-
-
-def _size(value: ir.Value, axis: int) -> int:
-    size = value.shape[axis] if value.shape is not None else None
-    assert isinstance(size, int), value.name
-    return size

@@ -1,65 +1,65 @@
-"""Linear layers in 8 bits: weights signed, a scale an output; activations unsigned, scales fixed.
+"""Linear layers in int8: signed weights with a scale per output, uint8 inputs with fixed scales.
 
-A scale measured on the batch at hand would make an answer depend on its neighbours in the batch.
-These are measured once, on text of the user's (`export.calibration`).
+A scale measured on the current batch would make a row's result depend on its neighbours. These
+scales are measured once, on the user's text (`export.optimise.calibration`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
+from transferry.export.graphs.rewriting import (
+    CONTRIB,
+    alike,
+    array_of,
+    cast,
+    register,
+    shared,
+)
 from transferry.export.optimise.calibration import Activation
-from transferry.export.optimise.fusion import CONTRIB, Linear, find_linear, register
+from transferry.export.optimise.fusion import Linear, find_linear
 from transferry.export.optimise.weight_int8 import quantised
 
 
 class Int8Kernels:
-    """x and W in 8 bits, products summed up in 32, the result in float32.
-
-    MatMulIntegerToFloat: (q_x - z_x) s_x (q_W s_W) + b.
-    """
+    """MatMulIntegerToFloat: (q_x - z_x) s_x (q_W s_W) + b, summed in int32, result in float32."""
 
     def __init__(self, activations: Mapping[str, Activation]) -> None:
-        """Takes what the inputs of the linear layers are quantised with, by name of the weight."""
+        """Takes the quantisation of the layers' inputs by the weights' names."""
         self.activations = activations
         self._inputs: dict[tuple[ir.Value, float], ir.Value] = {}
 
-    def emit(self, linear: Linear, x: ir.Value, graph: ir.Graph) -> list[ir.Node]:
+    def emit(self, linear: Linear, x: ir.Value, graph: ir.Graph) -> Sequence[ir.Node]:
         """See `Kernels.emit`."""
         weight, scales = quantised_weight(graph, linear.weight)
         activation = self._activation(linear)
         name = parameter(linear.weight)
         scale = register(graph, f"{name}.input_scale", np.float32(activation.scale))
         zero = register(graph, f"{name}.input_zero", np.uint8(activation.zero_point))
-        nodes = []
-        key = (x, activation.scale)
+        tape, key, bias = ir.tape.Tape(), (x, activation.scale), linear.bias
         if key not in self._inputs:
-            nodes.append(ir.node("QuantizeLinear", [x, scale, zero]))
-            self._inputs[key] = nodes[-1].outputs[0]
-        # onnxruntime folds the Transpose when it opens the graph.
-        nodes.append(ir.node("Transpose", [weight], {"perm": [1, 0]}))
-        bias = linear.bias
+            self._inputs[key] = tape.op("QuantizeLinear", [x, scale, zero])
+        weight = transposed(tape, weight)
         if linear.divisor != 1:
             divided = np.float32(activation.scale / linear.divisor)
             scale = register(graph, f"{name}.divided_scale", divided)
             if bias is not None:
-                assert bias.const_value is not None
-                array = bias.const_value.numpy() / np.float32(linear.divisor)
-                bias = register(graph, f"{name}.divided_bias", array)
-        inputs = [self._inputs[key], nodes[-1].outputs[0], scale, scales, zero, None, bias]
-        nodes.append(ir.node("MatMulIntegerToFloat", inputs, domain=CONTRIB))
+                quotient = array_of(bias) / np.float32(linear.divisor)
+                bias = register(graph, f"{name}.divided_bias", quotient)
+        inputs = [self._inputs[key], weight, scale, scales, zero, None, bias]
+        product = tape.op("MatMulIntegerToFloat", inputs, domain=CONTRIB)
         if linear.relu and not self._clamped(linear):
-            nodes.append(ir.node("Relu", [nodes[-1].outputs[0]]))
-        return nodes
+            tape.op("Relu", [product])
+        return tape.nodes
 
     def _activation(self, linear: Linear) -> Activation:
         return self.activations[parameter(linear.weight)]
 
     def _clamped(self, linear: Linear) -> bool:
-        """Whether all that read the output quantise it from 0 upwards, which is a ReLU too."""
+        """Whether every reader quantises the output with zero point 0, which implies ReLU."""
         readers = [find_linear(node) for node in linear.output.consumers()]
         return not linear.output.is_graph_output() and all(
             reader is not None and self._activation(reader).zero_point == 0 for reader in readers
@@ -67,11 +67,13 @@ class Int8Kernels:
 
 
 def quantise_embedding(graph: ir.Graph, name: str) -> None:
-    """Lets the embedding look up 8 bits and their scale: where tied, those of the output layer.
+    """Replaces embedding lookups by lookups of int8 rows and their scales.
+
+    A tied embedding shares both with the LM head.
 
     Args:
-        graph: Changed in place; one without an embedding stays as it is.
-        name: Of the embedding [vocabulary, d_model].
+        graph: Changed in place, unless it lacks the embedding.
+        name: Name of the embedding `[vocabulary, d_model]`.
     """
     weight = graph.initializers.get(name)
     if weight is None:
@@ -79,16 +81,12 @@ def quantise_embedding(graph: ir.Graph, name: str) -> None:
     for node in list(weight.consumers()):
         if node.op_type == "Gather":
             integers, scales = quantised_weight(graph, weight)
-            column = _column(graph, scales)
-            ids = node.inputs[1]
-            rows = ir.node("Gather", [integers, ids])
-            floats = ir.node("Cast", [rows.outputs[0]], {"to": int(ir.DataType.FLOAT)})
-            scale = ir.node("Gather", [column, ids])
-            product = ir.node("Mul", [floats.outputs[0], scale.outputs[0]])
-            product.outputs[0].type = node.outputs[0].type
-            product.outputs[0].shape = node.outputs[0].shape
-            graph.insert_before(node, [rows, floats, scale, product])
-            node.outputs[0].replace_all_uses_with(product.outputs[0])
+            column = shared(graph, f"{scales.name}.column", array_of(scales)[:, None])
+            tape, ids = ir.tape.Tape(), node.inputs[1]
+            rows = cast(tape, tape.op("Gather", [integers, ids]), ir.DataType.FLOAT)
+            product = tape.op("Mul", [rows, tape.op("Gather", [column, ids])])
+            graph.insert_before(node, tape.nodes)
+            node.outputs[0].replace_all_uses_with(alike(product, node.outputs[0]))
             graph.remove(node, safe=True)
 
 
@@ -101,16 +99,12 @@ def quantised_weight(graph: ir.Graph, weight: ir.Value) -> tuple[ir.Value, ir.Va
     """Returns a weight's integers and scales as initializers of the graph."""
     name = parameter(weight)
     if f"{name}.int8" not in graph.initializers:
-        assert weight.const_value is not None
-        integers, scales = quantised(weight.const_value.numpy())
+        integers, scales = quantised(array_of(weight))
         register(graph, f"{name}.int8", integers)
         register(graph, f"{name}.scales", scales)
     return graph.initializers[f"{name}.int8"], graph.initializers[f"{name}.scales"]
 
 
-def _column(graph: ir.Graph, scales: ir.Value) -> ir.Value:
-    name = f"{scales.name}.column"
-    if name not in graph.initializers:
-        assert scales.const_value is not None
-        register(graph, name, scales.const_value.numpy()[:, None])
-    return graph.initializers[name]
+def transposed(tape: ir.tape.Tape, weight: ir.Value) -> ir.Value:
+    """Transposes a matrix; onnxruntime folds that when it opens the graph."""
+    return tape.op("Transpose", [weight], {"perm": [1, 0]})

@@ -1,48 +1,39 @@
-"""The graph that ranks tokens where their logits are, so that few numbers leave the device."""
+"""Top-k of the logits on the device, so that few numbers are copied to the host."""
 
 from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
 
-from transferry.export.graphs.portable import Graph
-from transferry.export.optimise.fusion import register
-from transferry.runtime.bundle import GraphSpec, TensorSpec
+from transferry.export.graphs.graph import Graph, spec
+from transferry.export.graphs.rewriting import described, register
+from transferry.runtime.bundle import GraphSpec
 
 
-def rank_graph(head: Graph) -> Graph:
-    """Makes the graph hidden, count -> top_logits, top_tokens, relative_sums.
+def top_k_graph(head: Graph) -> Graph:
+    """Returns the graph hidden, count -> top_logits, top_tokens, relative_sums.
 
-    The log of the sum of all exponentials is that of `relative_sums` plus the largest logit; it is
-    NaN where a logit is NaN or infinite, or none is finite.
+    The log-sum-exp of a row is log(relative_sums) plus its largest logit. It is NaN where a logit
+    is NaN or infinite, or none is finite.
 
     Args:
         head: hidden -> logits, fused.
     """
     model = head.model.clone()
-    graph = model.graph
+    graph, tape = model.graph, ir.tape.Tape(model.graph)
     logits = graph.outputs[0]
-    count = ir.Value(name="count", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))
-    graph.inputs.append(count)
+    count = spec("count", "int64", 1)
+    graph.inputs.append(described(ir.Value(), count))
     first, second = (register(graph, f"rank.{n}", np.array([n])) for n in (0, 1))
-    # Of equal logits the one of the lower token comes first (ONNX, TopK).
-    top = ir.node("TopK", [logits, count], {"axis": 1}, num_outputs=2)
-    largest = ir.node("Slice", [top.outputs[0], first, second, second])
-    relative = ir.node("Sub", [logits, largest.outputs[0]])
-    powers = ir.node("Exp", relative.outputs)
-    sums = ir.node("ReduceSum", [powers.outputs[0], second], {"keepdims": 0})
-    graph.extend([top, largest, relative, powers, sums])
+    # Of equal logits the lower token comes first (ONNX, TopK).
+    top = tape.op_multi_out("TopK", [logits, graph.inputs[-1]], {"axis": 1}, num_outputs=2)
+    largest = tape.op("Slice", [top[0], first, second, second])
+    powers = tape.op("Exp", [tape.op("Sub", [logits, largest])])
+    sums = tape.op("ReduceSum", [powers, second], {"keepdims": 0})
     specs = (
-        TensorSpec("top_logits", "top_logits", "float32", ("rows", "count")),
-        TensorSpec("top_tokens", "top_tokens", "int64", ("rows", "count")),
-        TensorSpec("relative_sums", "relative_sums", "float32", ("rows",)),
+        spec("top_logits", "float32", "rows", "count"),
+        spec("top_tokens", "int64", "rows", "count"),
+        spec("relative_sums", "float32", "rows"),
     )
-    graph.outputs.clear()
-    for value, spec in zip((*top.outputs, *sums.outputs), specs, strict=True):
-        value.name = spec.name
-        value.type = ir.TensorType(ir.DataType[{"float32": "FLOAT", "int64": "INT64"}[spec.type]])
-        value.shape = ir.Shape(spec.shape)
-        graph.outputs.append(value)
-    wanted = TensorSpec("count", "count", "int64", (1,))
-    file = head.spec.file.replace("head.onnx", "rank.onnx")
-    return Graph(model, GraphSpec(file, (*head.spec.inputs, wanted), specs))
+    graph.outputs[:] = [described(*both) for both in zip((*top, sums), specs, strict=True)]
+    return Graph(model, GraphSpec("rank.onnx", (*head.spec.inputs, count), specs))

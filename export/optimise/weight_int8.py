@@ -1,4 +1,4 @@
-"""Weights in 8 bits."""
+"""Quantisation of weights to int8."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ LARGEST_PAIR = 128
 
 
 def quantised(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Rounds each row to 8 bits, symmetrically: `weight` is about `scales[:, None] * integers`.
+    """Rounds each row to int8, symmetrically: `weight` is about `scales[:, None] * integers`.
 
-    A scale is the finest at which no integer leaves -127..127 and no two neighbours of a row,
-    2i and 2i + 1, add up to more than 128 either way: then the product with any uint8 is exact on
-    every CPU. Halving the range (-64..64) would be as safe and coarser.
+    The scale is the finest at which no integer leaves -127..127 and no two neighbours of a row,
+    2i and 2i + 1, sum to more than 128 in size: then the product with any uint8 is exact on every
+    CPU. Halving the range (-64..64) would be as safe but coarser.
 
     Args:
-        weight: [outputs, inputs]
+        weight: `[outputs, inputs]`
 
     Returns:
-        The integers [outputs, inputs] and the scales [outputs]; 1 where a row is all zero.
+        Integers `[outputs, inputs]` int8, and scales `[outputs]`; scale 1 for a row of zeros.
     """
     outputs, inputs = weight.shape
     pairs = np.zeros((outputs, -(-inputs // 2), 2), np.float64)
     pairs.reshape(outputs, -1)[:, :inputs] = weight
     single = np.abs(pairs).max(axis=(1, 2)) / LARGEST
-    # Each of the two is rounded up by a half at most.
+    # Rounding adds at most one half to each of the two.
     double = np.abs(pairs.sum(axis=2)).max(axis=1) / (LARGEST_PAIR - 1)
     scales = np.maximum(single, double)
     scales = np.where(scales > 0, scales, 1).astype(np.float32)

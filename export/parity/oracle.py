@@ -12,8 +12,7 @@ from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.export.parity.cases import MOST_LOGITS, random_case, room, text_case
 from transferry.export.parity.teacher_forcing import TeacherForcing
-from transferry.export.torch_decoder import TorchDecoder
-from transferry.export.torch_encoder import TorchEncoder
+from transferry.export.torch_model import TorchDecoder, TorchEncoder
 from transferry.runtime.decoding.batching import length_batches
 from transferry.runtime.decoding.decoder import (
     Decoder,

@@ -29,7 +29,7 @@ from transferry.build_model.huggingface.weights import carry_over
 from transferry.build_model.transformer import Transformer
 from transferry.build_model.vocabulary import byte_of_character
 from transferry.cli import main
-from transferry.export.torch_decoder import TorchDecoder
+from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle import REFERENCE
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search

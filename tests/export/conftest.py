@@ -17,15 +17,20 @@ from transferry.build_model.transformer import Transformer
 from transferry.export import bundle as exporting
 from transferry.export import variants
 from transferry.export.bundle import export_bundle
-from transferry.export.graphs.fused import export_slot_graphs
-from transferry.export.graphs.portable import Graph
-from transferry.export.optimise.calibration import Calibration, Histogram, Linears
-from transferry.export.optimise.kv_scales import Ranges, in_units
+from transferry.export.graphs.external_data import write_graphs
+from transferry.export.graphs.fused import export_fused_graphs
+from transferry.export.graphs.graph import Graph
+from transferry.export.optimise.calibration import Calibration, Histogram, LinearObserver
+from transferry.export.optimise.kv_scales import KVRanges, fold_kv_scales
 from transferry.export.parity.oracle import Judge
-from transferry.runtime.bundle import Bundle
+from transferry.export.variants import MadeVariant
+from transferry.runtime.bundle import Bundle, Manifest
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
+
+BYTES = Tokenizer("bytes", r"\S+|\s+", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 
 
 @pytest.fixture(scope="session")
@@ -64,40 +69,63 @@ Exporter = Callable[..., dict[str, Graph]]
 
 
 def copied(graphs: dict[str, Graph]) -> Exporter:
-    """Stands for an exporter: tracing takes seconds, and what was traced fits all weights."""
+    """An exporter without tracing, which takes seconds: traced graphs fit all weights."""
 
-    def export(model: Transformer, prefix: str) -> dict[str, Graph]:
+    def export(model: Transformer) -> dict[str, Graph]:
         weights = {f"model.{name}": tensor.numpy() for name, tensor in model.state_dict().items()}
         copies = {}
         for name, graph in graphs.items():
             cloned = graph.model.clone()
             for key in cloned.graph.initializers.keys() & weights.keys():
                 cloned.graph.initializers[key].const_value = ir.tensor(weights[key], name=key)
-            copies[name] = Graph(cloned, replace(graph.spec, file=f"{prefix}{name}.onnx"))
+            copies[name] = Graph(cloned, graph.spec).at(f"{name}.onnx")
         return copies
 
     return export
 
 
-@pytest.fixture(scope="session")
-def portable_traced(bundle: Bundle) -> Exporter:
-    """The portable graphs of the run, not traced anew."""
+def loaded(bundle: Bundle) -> dict[str, Graph]:
+    """The portable graphs of a bundle."""
     specs = bundle.variant().graphs
-    return copied({name: Graph(ir.load(bundle.graph(spec)), spec) for name, spec in specs.items()})
-
-
-@pytest.fixture(scope="session")
-def slots_traced(checkpoint: Checkpoint) -> Exporter:
-    """The graphs of the run with the cache in place, traced once for each type of the cache."""
-    traced = {
-        stored: copied(export_slot_graphs(checkpoint.model, "", stored=stored))
-        for stored in (None, "int8")
+    return {
+        name: Graph(ir.load(bundle.graph(spec)), spec).at(f"{name}.onnx")
+        for name, spec in specs.items()
     }
 
-    def export(model: Transformer, prefix: str, *, stored: str | None = None) -> dict[str, Graph]:
-        return traced[stored](model, prefix)
 
-    return export
+def written(folder: Path, model: Transformer, made: MadeVariant) -> Bundle:
+    """A variant on disk, as a bundle without anything else."""
+    graphs = made.graphs.values()
+    write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs])
+    variants = {made.name: made.described()}
+    config = model.config
+    manifest = Manifest(config.architecture, config.to_dict(), {}, variants, {}, {})
+    return Bundle(folder, manifest, BYTES)
+
+
+@pytest.fixture(scope="session")
+def portable_traced(bundle: Bundle) -> Exporter:
+    """Stands for `export_graphs`."""
+    return copied(loaded(bundle))
+
+
+@pytest.fixture(scope="session")
+def fused_traced(checkpoint: Checkpoint) -> Exporter:
+    """Stands for `export_fused_graphs`; traced once for each type of the cache."""
+    traced = {
+        cache_type: copied(export_fused_graphs(checkpoint.model, cache_type))
+        for cache_type in (None, "int8")
+    }
+    return lambda model, cache_type=None: traced[cache_type](model)
+
+
+@pytest.fixture
+def not_traced(
+    portable_traced: Exporter, fused_traced: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variants of the run are made without tracing."""
+    monkeypatch.setattr(variants, "export_graphs", portable_traced)
+    monkeypatch.setattr(variants, "export_fused_graphs", fused_traced)
 
 
 @pytest.fixture(scope="session")
@@ -116,7 +144,7 @@ def calm(checkpoint: Checkpoint) -> Checkpoint:
 def widest(checkpoint: Checkpoint, texts: Sequence[str]) -> Calibration:
     """Stands for `calibrated`: ranges that clip nothing, of tokens from the whole vocabulary.
 
-    What is verified are random tokens, and to random weights no text is typical of them.
+    Verification feeds random tokens, and no text is typical of these.
     """
     assert texts
     generator = torch.Generator().manual_seed(0)
@@ -125,22 +153,22 @@ def widest(checkpoint: Checkpoint, texts: Sequence[str]) -> Calibration:
         torch.randint(0, vocabulary, (2, 8, length), generator=generator) for length in range(8, 24)
     ]
 
-    def run(model: Transformer, see: Callable[[str, Tensor, Tensor], None]) -> None:
-        with torch.inference_mode(), Linears(model, see):
+    def run(model: Transformer, report: Callable[[str, Tensor, Tensor], None]) -> None:
+        with torch.inference_mode(), LinearObserver(model, report):
             for source, target in pairs:
                 model(source, torch.ones_like(source, dtype=torch.bool), target)
 
-    ranges, inputs = Ranges(checkpoint.model), defaultdict[str, Histogram](Histogram)
-    run(checkpoint.model, lambda name, _, found: ranges.see(name, found))
-    units = ranges.units()
-    scaled = in_units(checkpoint.model, units)
-    run(scaled, lambda name, given, _: inputs[name].add(given.numpy()))
+    ranges, inputs = KVRanges(checkpoint.model), defaultdict[str, Histogram](Histogram)
+    run(checkpoint.model, lambda name, _, output: ranges.add(name, output))
+    scales = ranges.scales()
+    folded = fold_kv_scales(checkpoint.model, scales)
+    run(folded, lambda name, x, _: inputs[name].add(x.numpy()))
     found = {name: histogram.activation() for name, histogram in inputs.items()}
     activations = {
         name: replace(each, scale=1.1 * each.largest / (127 if each.zero_point else 255))
         for name, each in found.items()
     }
-    return Calibration(activations, units)
+    return Calibration(activations, scales)
 
 
 @pytest.fixture(scope="session")
@@ -154,14 +182,14 @@ def export_all(
     calm: Checkpoint,
     texts: list[str],
     portable_traced: Exporter,
-    slots_traced: Exporter,
+    fused_traced: Exporter,
 ) -> Callable[..., Bundle]:
     """Exports `calm` with every variant that a CPU runs; greedy search is screened."""
 
     def export(out: Path, **options: Any) -> Bundle:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(variants, "export_graphs", portable_traced)
-            patch.setattr(variants, "export_slot_graphs", slots_traced)
+            patch.setattr(variants, "export_fused_graphs", fused_traced)
             patch.setattr(variants, "SMALLEST_VOCABULARY", 1)
             patch.setattr(exporting, "calibrated", widest)
             names = ["cpu-fp32", "cpu-int8"]

@@ -19,8 +19,7 @@ from transferry.build_model.vocabulary import train_bpe
 from transferry.export.parity.cases import random_case, sweep
 from transferry.export.parity.oracle import Judge
 from transferry.export.parity.teacher_forcing import TeacherForcing
-from transferry.export.torch_decoder import TorchDecoder
-from transferry.export.torch_encoder import TorchEncoder
+from transferry.export.torch_model import TorchDecoder, TorchEncoder
 from transferry.export.verify import verify_against
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.decoder import StepOutput

@@ -29,7 +29,7 @@ from transferry.export.debug.replay import Replay, replay
 from transferry.export.graphs import portable as graphs
 from transferry.export.graphs.external_data import WEIGHTS, write_graphs
 from transferry.export.parity.cases import random_case, sweep
-from transferry.export.torch_decoder import TorchDecoder
+from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import sha256
@@ -68,7 +68,7 @@ def exported_wrongly(
     with pytest.MonkeyPatch.context() as patch:
         flawed = copy.deepcopy(model)
         plant(patch, flawed)
-        graph = graphs.export_graphs(flawed, "flawed/", [name])[name]
+        graph = graphs.export_graphs(flawed, [name])[name].at(f"flawed/{name}.onnx")
         write_graphs([(graph.model, folder / graph.spec.file)])
     right = bundle.variant()
     return copied, dataclasses.replace(right, graphs={**right.graphs, name: graph.spec})

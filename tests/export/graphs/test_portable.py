@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from transferry.build_model.attention import KeyValues
-from transferry.export.graphs.portable import OPSET, flatten, pair
+from transferry.export.graphs.graph import OPSET, flatten, pair
 from transferry.runtime.bundle import Bundle, GraphSpec, TensorSpec
 from transferry.runtime.ort.session import SessionOptions, open_session
 

@@ -16,7 +16,7 @@ from transferry.export.optimise.calibration import (
     Histogram,
     calibrate,
 )
-from transferry.export.torch_decoder import TorchDecoder
+from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import pad_sources, search
 from transferry.runtime.errors import InputError
@@ -168,10 +168,10 @@ def test_the_order_of_sentences_does_not_matter(run_folder: Path) -> None:
     special = checkpoint.tokenizer.special
     again = calibrate(checkpoint.model, special, sources[::-1], LENGTH)
     assert again.activations == found.activations
-    assert again.units.keys() == found.units.keys()
-    for name, unit in again.units.items():
-        assert torch.equal(unit.keys, found.units[name].keys)
-        assert torch.equal(unit.values, found.units[name].values)
+    assert again.kv_scales.keys() == found.kv_scales.keys()
+    for name, scale in again.kv_scales.items():
+        assert torch.equal(scale.keys, found.kv_scales[name].keys)
+        assert torch.equal(scale.values, found.kv_scales[name].values)
     fewer = calibrate(checkpoint.model, special, sources[:1], LENGTH)
     assert fewer.activations != found.activations
 

@@ -10,25 +10,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.export.conftest import loaded, written
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.export import variants
-from transferry.export.graphs.external_data import write_graphs
-from transferry.export.graphs.portable import Graph, export_graph
+from transferry.export.graphs.graph import export_graph
+from transferry.export.graphs.rewriting import drop_unused, register
 from transferry.export.optimise import fusion
-from transferry.export.optimise.fusion import FloatKernels, Fusion, drop_unused, find_linear
+from transferry.export.optimise.fusion import FloatKernels, Fusion, find_linear
 from transferry.export.parity.cases import random_case
 from transferry.export.parity.oracle import Judge
 from transferry.export.variants import MadeVariant, linear_layers, make_variant
-from transferry.runtime.bundle import Bundle, GraphSpec, Manifest, TensorSpec
+from transferry.runtime.bundle import Bundle, GraphSpec, TensorSpec
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance
-from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, Tokenizer
+from transferry.runtime.tokenizer.byte_pair import SOURCES
 
-BYTES = Tokenizer("bytes", r"\S+|\s+", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 Made = tuple[Transformer, MadeVariant, Model]
 
 
@@ -65,18 +65,10 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             run = {"both": "run_folder"}.get(request.param, f"{request.param}_run_folder")
             model = load_checkpoint(request.getfixturevalue(run)).model
         if request.param == "both":
-            patch.setattr(variants, "export_slot_graphs", request.getfixturevalue("slots_traced"))
+            patch.setattr(variants, "export_fused_graphs", request.getfixturevalue("fused_traced"))
         variant = make_variant(model, "cpu-fp32")
-    folder = tmp_path_factory.mktemp("fused")
-    (folder / "portable").mkdir()
-    graphs = variant.graphs.values()
-    write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs])
-    config, described = model.config, variant.described()
-    manifest = Manifest(
-        config.architecture, config.to_dict(), {}, {variant.name: described}, {}, {}
-    )
-    opened = open_model(Bundle(folder, manifest, BYTES), described, SessionOptions())
-    return model, variant, opened
+    bundle = written(tmp_path_factory.mktemp("fused"), model, variant)
+    return model, variant, open_model(bundle, bundle.variant(), SessionOptions())
 
 
 def operators(variant: MadeVariant) -> Counter[str]:
@@ -138,19 +130,14 @@ def test_a_linear_layer_that_is_not_found_is_refused(
     reader_bundle_folder: Path, reader_run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_checkpoint(reader_run_folder).model
-    bundle = Bundle.load(reader_bundle_folder)
-    spec = bundle.variant().graphs["encoder"]
-
-    def traced(model: Transformer, prefix: str) -> dict[str, Graph]:
-        return {"encoder": Graph(ir.load(bundle.graph(spec)), spec)}
 
     def misses_one(node: ir.Node) -> fusion.Linear | None:
         linear = find_linear(node)
         missed = "model.encoder.0.feed_forward.outer.weight"
         return None if linear is not None and linear.weight.name == missed else linear
 
-    monkeypatch.setattr(variants, "export_graphs", traced)
-    make_variant(model, "cpu-fp32")
+    bundle = Bundle.load(reader_bundle_folder)
+    monkeypatch.setattr(variants, "export_graphs", lambda model: loaded(bundle))
     monkeypatch.setattr(fusion, "find_linear", misses_one)
     with pytest.raises(ParityError, match=r"variant cpu-fp32: expected 14 linear.*found 13"):
         make_variant(model, "cpu-fp32")
@@ -249,7 +236,7 @@ def test_nodes_that_nothing_reads_are_dropped() -> None:
     """A chain that ends nowhere goes whole, and its weights with it; inputs stay."""
     x = ir.Value(name="x", shape=ir.Shape([2, 2]), type=ir.TensorType(ir.DataType.FLOAT))
     graph = ir.Graph([x], [], nodes=[], opset_imports={"": 20})
-    fusion.register(graph, "w", np.ones((2, 2), np.float32))
+    register(graph, "w", np.ones((2, 2), np.float32))
     used = ir.node("Neg", [x])
     first = ir.node("MatMul", [x, graph.initializers["w"]])
     graph.extend([used, first, ir.node("Relu", [first.outputs[0]])])

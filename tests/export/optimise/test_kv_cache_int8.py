@@ -1,6 +1,5 @@
-"""The cache in 8 bits: its units, its two readers, and that either finds what the other does."""
+"""The int8 KV cache: its scales, its two readers, and that both find the same."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,21 +9,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.export.conftest import BYTES, written
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.export import variants
-from transferry.export.graphs.external_data import write_graphs
 from transferry.export.optimise.calibration import Calibration, calibrate, vocabulary_texts
-from transferry.export.optimise.kv_cache_int8 import round_cache
-from transferry.export.optimise.kv_scales import HEADROOM, LARGEST, Ranges, in_units
+from transferry.export.optimise.kv_cache_int8 import quantise_cache
+from transferry.export.optimise.kv_scales import HEADROOM, LARGEST, KVRanges, fold_kv_scales
 from transferry.export.variants import MadeVariant, make_variant
-from transferry.runtime.bundle import Bundle, Manifest
 from transferry.runtime.errors import InputError, ParityError
 from transferry.runtime.ort.fused_decoder import AHEAD, FusedDecoder
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
 
-BYTES = Tokenizer("bytes", r"\S+|\s+", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 SENTENCES = [np.random.default_rng(row).integers(3, 300, 5 + row % 7).tolist() for row in range(12)]
 TARGET = np.random.default_rng(1).integers(3, 300, (4, 24))
 SOURCE = np.array([[9, 40, 77, 12, 2], [30, 8, 2, 0, 0], [5, 2, 0, 0, 0], [61, 62, 63, 2, 0]])
@@ -67,20 +63,12 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     model = model_of(OPTIONS[request.param])
     calibration = calibrate(model, BYTES.special, SENTENCES, 10)
     variant = make_variant(model, "cpu-int8", calibration)
-    folder = tmp_path_factory.mktemp("int8")
-    write_graphs([(graph.model, folder / graph.spec.file) for graph in variant.graphs.values()])
-    return model, calibration, variant, opened(folder, model, variant)
+    bundle = written(tmp_path_factory.mktemp("int8"), model, variant)
+    decoder = FusedDecoder(bundle, bundle.variant(), SessionOptions())
+    return model, calibration, variant, decoder
 
 
-def opened(folder: Path, model: Transformer, variant: MadeVariant) -> FusedDecoder:
-    config, described = model.config, variant.described()
-    manifest = Manifest(
-        config.architecture, config.to_dict(), {}, {variant.name: described}, {}, {}
-    )
-    return FusedDecoder(Bundle(folder, manifest, BYTES), described, SessionOptions())
-
-
-# Units
+# Scales
 
 
 @torch.no_grad()
@@ -89,14 +77,14 @@ def answered(model: Transformer, source: Tensor, mask: Tensor, target: Tensor) -
     return logits
 
 
-def test_a_model_in_units_gives_the_same(made: Made) -> None:
+def test_a_model_with_folded_scales_gives_the_same(made: Made) -> None:
     model, calibration, _, _ = made
     given = [torch.from_numpy(each) for each in (SOURCE, MASK, TARGET)]
     if not model.encoder:
         given[:2] = [each[:, :0] for each in given[:2]]
     before = model.embedding.weight.clone()
-    expected = answered(in_units(model, {}), *given)
-    found = answered(in_units(model, calibration.units), *given)
+    expected = answered(fold_kv_scales(model, {}), *given)
+    found = answered(fold_kv_scales(model, calibration.kv_scales), *given)
     assert not torch.equal(found, expected)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
     assert torch.equal(model.embedding.weight, before)
@@ -106,8 +94,8 @@ def test_keys_and_values_that_were_seen_fill_the_integers(made: Made) -> None:
     """Nearly: beside what was seen there is room, and no angle of rotary positions leaves it."""
     model, calibration, _, _ = made
     attentions = model.config.decoder_layers * (2 if model.encoder else 1)
-    assert len(calibration.units) == attentions
-    scaled = in_units(model, calibration.units)
+    assert len(calibration.kv_scales) == attentions
+    scaled = fold_kv_scales(model, calibration.kv_scales)
     sizes: dict[str, float] = {}
     with torch.inference_mode():
         for source, target in vocabulary_texts(model):
@@ -119,34 +107,34 @@ def test_keys_and_values_that_were_seen_fill_the_integers(made: Made) -> None:
                     for part, tensor in zip(("keys", "values"), layer, strict=True):
                         name = f"{kind} {number} {part}"
                         sizes[name] = max(sizes.get(name, 0), float(tensor.abs().max()))
-    assert len(sizes) == 2 * len(calibration.units)
+    assert len(sizes) == 2 * len(calibration.kv_scales)
     for name, size in sizes.items():
         assert 0.5 < size / (LARGEST / HEADROOM) < 1.00001, name
 
 
-def test_rotary_pairs_have_one_unit() -> None:
+def test_rotary_pairs_have_one_scale() -> None:
     model = model_of(OPTIONS["both, rotary and grouped"])
-    ranges = Ranges(model)
+    ranges = KVRanges(model)
     name = "decoder.0.self_attention.{}.weight"
     keys = torch.zeros(1, 1, 16)
     keys[0, 0, 0], keys[0, 0, 4], keys[0, 0, 9] = 3.0, 4.0, -2.0  # of two heads of 8
-    ranges.see(name.format("key"), keys)
-    ranges.see(name.format("value"), -keys)
-    ranges.see("decoder.0.self_attention.query.weight", keys * 9)
-    (unit,) = ranges.units().values()
+    ranges.add(name.format("key"), keys)
+    ranges.add(name.format("value"), -keys)
+    ranges.add("decoder.0.self_attention.query.weight", keys * 9)
+    (scale,) = ranges.scales().values()
     step = HEADROOM / LARGEST
     expected = torch.ones(2, 8)
     expected[0, [0, 4]], expected[1, [1, 5]] = 5 * step, 2 * step
-    torch.testing.assert_close(unit.keys, expected)
+    torch.testing.assert_close(scale.keys, expected)
     expected = torch.ones(2, 8)
     expected[0, 0], expected[0, 4], expected[1, 1] = 3 * step, 4 * step, 2 * step
-    torch.testing.assert_close(unit.values, expected)
+    torch.testing.assert_close(scale.values, expected)
 
 
 def test_keys_that_are_not_finite_are_refused() -> None:
-    ranges = Ranges(model_of({}))
+    ranges = KVRanges(model_of({}))
     with pytest.raises(InputError, match=r"finite outputs of decoder\.1\.cross_attention\.key"):
-        ranges.see("decoder.1.cross_attention.key.weight", torch.full((1, 32), torch.nan))
+        ranges.add("decoder.1.cross_attention.key.weight", torch.full((1, 32), torch.nan))
 
 
 # The graphs
@@ -184,7 +172,7 @@ def test_attention_that_was_missed_is_an_error(
 ) -> None:
     model = model_of({"decoder_layers": 1, "encoder_layers": 1})
     calibration = calibrate(model, BYTES.special, SENTENCES[:1], 4)
-    monkeypatch.setattr(variants, "round_cache", lambda *given: round_cache(*given) - 1)
+    monkeypatch.setattr(variants, "quantise_cache", lambda *given: quantise_cache(*given) - 1)
     with pytest.raises(ParityError, match=r"expected 2 attentions .*, found 1"):
         make_variant(model, "cpu-int8", calibration)
 

@@ -8,10 +8,9 @@ import onnx_ir as ir
 import pytest
 
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.export import variants
 from transferry.export.graphs.external_data import WEIGHTS
-from transferry.export.graphs.portable import Graph
-from transferry.export.optimise.screening import SMALLEST_VOCABULARY, rough_graph
+from transferry.export.graphs.graph import Graph
+from transferry.export.optimise.screening import SMALLEST_VOCABULARY, approximate_graph
 from transferry.export.optimise.weight_int8 import quantised
 from transferry.export.variants import make_variant
 from transferry.runtime.bundle import Bundle
@@ -67,31 +66,24 @@ def another_node(graph: ir.Graph) -> None:
 def test_a_head_that_is_not_one_product_is_refused(
     head: Graph, damage: Callable[[ir.Graph], None], nodes: int
 ) -> None:
-    rough_graph(head)
+    approximate_graph(head)
     damage(head.model.graph)
     with pytest.raises(ParityError, match=rf"expected one Gemm in .*head\.onnx, found {nodes}"):
-        rough_graph(head)
+        approximate_graph(head)
 
 
 def test_the_head_stays_as_it_is(head: Graph) -> None:
     before = ir.to_proto(head.model).SerializeToString()
-    rough_graph(head)
+    approximate_graph(head)
     assert ir.to_proto(head.model).SerializeToString() == before
 
 
 @pytest.mark.parametrize("vocabulary", [SMALLEST_VOCABULARY - 1, SMALLEST_VOCABULARY])
 def test_small_vocabularies_are_not_screened(
-    calm: Checkpoint,
-    slots_traced: Callable[..., dict[str, Graph]],
-    monkeypatch: pytest.MonkeyPatch,
-    vocabulary: int,
+    calm: Checkpoint, vocabulary: int, not_traced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graphs are those of a smaller one: only whether there is a rough one matters."""
-    monkeypatch.setattr(variants, "export_slot_graphs", slots_traced)
-    monkeypatch.setattr(
-        calm.model,
-        "config",
-        dataclasses.replace(calm.model.config, vocabulary_size=vocabulary),
-    )
+    """The graphs are those of a smaller model: only the presence of "rough" matters."""
+    config = dataclasses.replace(calm.model.config, vocabulary_size=vocabulary)
+    monkeypatch.setattr(calm.model, "config", config)
     made = make_variant(calm.model, "cpu-fp32")
     assert ("rough" in made.graphs) == (vocabulary == SMALLEST_VOCABULARY)

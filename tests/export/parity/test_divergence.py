@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.transformer import Transformer
 from transferry.export.parity.oracle import Judge
-from transferry.export.torch_decoder import TorchDecoder, TorchState
+from transferry.export.torch_model import TorchDecoder, TorchState
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.options import GenerationOptions

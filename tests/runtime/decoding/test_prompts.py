@@ -11,7 +11,7 @@ import pytest
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.corpus import builtin_pairs
 from transferry.build_model.transformer import continue_greedily
-from transferry.export.torch_decoder import TorchDecoder
+from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.options import GenerationOptions

@@ -1,4 +1,4 @@
-"""The reference model as a `Decoder`, so that torch and onnxruntime are driven by one search."""
+"""The reference model behind the runtime's interfaces, so that one search drives both sides."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from torch import Tensor
 
 from transferry.build_model.attention import KeyValues
 from transferry.build_model.transformer import Transformer
-from transferry.export.graphs.portable import flatten
+from transferry.export.graphs.graph import flatten
 from transferry.runtime.decoding.decoder import StepOutput, longer
+
+Ids = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Floats = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
 class TorchState:
-    """What a step reads besides the tokens; shapes as in `Transformer.decode`."""
+    """Everything a step reads besides the tokens; shapes as in `Transformer.decode`."""
 
     mask: Tensor
     cross: list[KeyValues]
@@ -27,7 +31,7 @@ class TorchState:
 
 
 class TorchDecoder:
-    """Runs the model in its own precision: float32 as trained, float64 as the oracle."""
+    """`Decoder` in the model's own precision: float32 as trained, float64 as the oracle."""
 
     shares_cache = False
 
@@ -38,14 +42,13 @@ class TorchDecoder:
 
     @classmethod
     def oracle(cls, model: Transformer) -> TorchDecoder:
-        """Returns a decoder that runs a float64 copy of the model: the truth, as far as known."""
+        """Returns a decoder with a float64 copy of the model."""
         return cls(copy.deepcopy(model).double())
 
     @torch.inference_mode()
-    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> TorchState:
+    def start(self, source: Ids, mask: Mask) -> TorchState:
         """Encodes the source; see `Decoder.start`."""
-        device = self.model.embedding.weight.device
-        tokens, mask_tensor = torch.from_numpy(source).to(device), torch.from_numpy(mask).to(device)
+        tokens, mask_tensor = _on_device(self.model, source, mask)
         past = self.model.empty_past(len(source))
         if self.has_encoder:
             cross = self.model.cross(self.model.encode(tokens, mask_tensor))
@@ -56,35 +59,48 @@ class TorchDecoder:
 
     @torch.inference_mode()
     def step(
-        self,
-        tokens: NDArray[np.int64],
-        state: TorchState,
-        *,
-        top: int | None = None,
-        normalise: bool = False,
+        self, tokens: Ids, state: TorchState, *, top: int | None = None, normalise: bool = False
     ) -> tuple[StepOutput, TorchState]:
         """Reads target tokens and returns all logits; see `Decoder.step`."""
-        target = torch.from_numpy(np.ascontiguousarray(tokens)).to(state.mask.device)
+        (target,) = _on_device(self.model, np.ascontiguousarray(tokens))
         logits, past = self.model.decode(target, state.mask, state.cross, state.past)
         mask = state.mask
         if not self.has_encoder:
-            mask = torch.from_numpy(longer(mask.cpu().numpy(), tokens)).to(target.device)
+            (mask,) = _on_device(self.model, longer(mask.cpu().numpy(), tokens))
         return StepOutput(logits.cpu().numpy()), TorchState(mask, state.cross, past)
 
     @torch.inference_mode()
-    def select(self, state: TorchState, rows: NDArray[np.int64]) -> TorchState:
-        """Takes rows of the state; see `Decoder.select`."""
-        index = torch.from_numpy(rows).to(state.mask.device)
+    def select(self, state: TorchState, rows: Ids) -> TorchState:
+        """Selects rows of the state; see `Decoder.select`."""
+        (index,) = _on_device(self.model, rows)
 
         def take(caches: list[KeyValues]) -> list[KeyValues]:
             return [KeyValues(cache.keys[index], cache.values[index]) for cache in caches]
 
         return TorchState(state.mask[index], take(state.cross), take(state.past))
 
-    def tensors(self, state: TorchState) -> dict[str, NDArray[np.floating[Any]]]:
-        """Copies the cross and past of a state to numpy, named as in the exported graphs."""
+    def tensors(self, state: TorchState) -> dict[str, Floats]:
+        """Copies cross and past of a state to numpy, named as in the exported graphs."""
         return {
             f"{role}.{number // 2}.{('keys', 'values')[number % 2]}": tensor.cpu().numpy()
             for role, caches in (("cross", state.cross), ("past", state.past))
             for number, tensor in enumerate(flatten(caches))
         }
+
+
+class TorchEncoder:
+    """An encoder-only model in its own precision: float32 as trained, float64 as the oracle."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = model.eval()
+
+    @torch.inference_mode()
+    def encode(self, source: Ids, mask: Mask) -> dict[str, Floats]:
+        """Returns hidden `[rows, source, d_model]` and logits `[rows, source, vocabulary]`."""
+        hidden = self.model.encode(*_on_device(self.model, source, mask))
+        outputs = {"hidden": hidden, "logits": self.model.logits(hidden)}
+        return {name: tensor.cpu().numpy() for name, tensor in outputs.items()}
+
+
+def _on_device(model: Transformer, *arrays: NDArray[Any]) -> list[Tensor]:
+    return [torch.from_numpy(array).to(model.embedding.weight.device) for array in arrays]

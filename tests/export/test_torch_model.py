@@ -12,7 +12,7 @@ from transferry.build_model.layers import sinusoidal_positions
 from transferry.build_model.transformer import greedy
 from transferry.export.parity.cases import random_case
 from transferry.export.parity.oracle import Judge
-from transferry.export.torch_decoder import TorchDecoder
+from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import pad_sources, search
 from transferry.runtime.ort.portable_decoder import PortableDecoder
@@ -107,7 +107,7 @@ def test_cache_is_named_as_in_the_graphs(
         np.testing.assert_array_equal(tensors[f"cross.{layer}.values"], cross.values.numpy())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def plain(checkpoint: Checkpoint, sources: list[list[int]]) -> list[list[int]]:
     """Greedy tokens of a loop that shares nothing with the search and keeps no cache."""
     source, mask = pad_sources(sources, SOURCES.pad_id)
@@ -122,15 +122,12 @@ def plain(checkpoint: Checkpoint, sources: list[list[int]]) -> list[list[int]]:
     )
 
 
-def test_search_is_the_plain_greedy_loop(
-    judge: Judge, sources: list[list[int]], plain: list[list[int]]
+def test_torch_and_onnxruntime_are_the_plain_greedy_loop(
+    judge: Judge, decoder: PortableDecoder, sources: list[list[int]], plain: list[list[int]]
 ) -> None:
-    found = search(judge.reference, sources, GenerationOptions(max_length=LENGTH), SOURCES)
-    assert [list(row[0].tokens) for row in found] == plain
-
-
-def test_onnxruntime_is_the_plain_greedy_loop(
-    decoder: PortableDecoder, sources: list[list[int]], plain: list[list[int]]
-) -> None:
-    found = search(decoder, sources, GenerationOptions(max_length=LENGTH), SOURCES)
-    assert [list(row[0].tokens) for row in found] == plain
+    options = GenerationOptions(max_length=LENGTH)
+    for found in (
+        search(judge.reference, sources, options, SOURCES),
+        search(decoder, sources, options, SOURCES),
+    ):
+        assert [list(row[0].tokens) for row in found] == plain

@@ -1,0 +1,167 @@
+"""Exported graphs: tracing of a torch module, and the description of its tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx_ir as ir
+import onnxscript.optimizer
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from transferry.build_model.attention import KeyValues
+from transferry.build_model.config import ModelConfig
+from transferry.runtime.bundle import GraphSpec, Role, TensorSpec
+
+# The exporter's own opset, so that nothing is converted afterwards: 23 and later have an Attention
+# operator, whose kernel is slower than the separate products and which fewer runtimes know.
+OPSET = 20
+# Example sizes while tracing. No two dimensions of a graph share one, or torch would merge them.
+SIZES = {
+    "batch": 2,
+    "source": 7,
+    "target": 3,
+    "past": 5,
+    "length": 5,
+    "selected": 3,
+    "capacity": 11,
+    "new": 4,
+    "rows": 6,
+    "columns": 12,
+}
+
+Specs = tuple[TensorSpec, ...]
+# A module with its inputs and outputs.
+Module = tuple[nn.Module, Specs, Specs]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """An exported graph and its origin.
+
+    Attributes:
+        model: The graph.
+        spec: Its entry in the manifest.
+        program: torch's traced program; most values have the same names in the graph. None where
+            the graph was read from a file.
+    """
+
+    model: ir.Model
+    spec: GraphSpec
+    program: ExportedProgram | None = None
+
+    def at(self, file: str) -> Graph:
+        """Returns the graph with another file name."""
+        return replace(self, spec=replace(self.spec, file=file))
+
+
+def spec(role: Role, dtype: str, *shape: str | int) -> TensorSpec:
+    """Returns the spec of a tensor named after its role."""
+    return TensorSpec(role, role, dtype, shape)
+
+
+def cache_specs(
+    config: ModelConfig,
+    role: Role,
+    batch: str,
+    length: str,
+    dtype: str = "float32",
+    prefix: str = "",
+) -> Specs:
+    """Returns the specs of a cache, `[batch, kv_heads, length, d_head]` for each layer."""
+    shape = (batch, config.kv_heads, length, config.d_head)
+    return tuple(
+        TensorSpec(f"{prefix}{role}.{layer}.{kind}", role, dtype, shape)
+        for layer in range(config.decoder_layers)
+        for kind in ("keys", "values")
+    )
+
+
+def flatten(caches: Sequence[KeyValues]) -> tuple[Tensor, ...]:
+    """Returns keys and values of each layer in turn."""
+    return tuple(tensor for cache in caches for tensor in cache)
+
+
+def pair(tensors: Sequence[Tensor]) -> list[KeyValues]:
+    """Undoes `flatten`."""
+    return [KeyValues(*both) for both in zip(tensors[::2], tensors[1::2], strict=True)]
+
+
+def export_modules(modules: Mapping[str, Module], opset: int = OPSET) -> dict[str, Graph]:
+    """Exports each module to a graph with the file name `NAME.onnx`."""
+    return {
+        name: export_graph(module, GraphSpec(f"{name}.onnx", inputs, outputs), opset)
+        for name, (module, inputs, outputs) in modules.items()
+    }
+
+
+def export_graph(module: nn.Module, spec: GraphSpec, opset: int = OPSET) -> Graph:
+    """Traces a module with every symbolic dimension of its inputs dynamic."""
+    dynamic = [
+        {axis: size for axis, size in enumerate(tensor.shape) if isinstance(size, str)}
+        for tensor in spec.inputs
+    ]
+    # forward(a, b, *cache) takes the shapes of *cache as one tuple; forward(a, b) has none.
+    forward = inspect.getfullargspec(module.forward)
+    fixed = len(forward.args) - 1
+    shapes = (*dynamic[:fixed], tuple(dynamic[fixed:])) if forward.varargs else tuple(dynamic)
+    with _silenced():
+        program = torch.onnx.export(
+            module.eval(),
+            tuple(_example(tensor) for tensor in spec.inputs),
+            dynamic_shapes=shapes,
+            input_names=[tensor.name for tensor in spec.inputs],
+            output_names=[tensor.name for tensor in spec.outputs],
+            opset_version=opset,
+            dynamo=True,
+            optimize=False,
+            verbose=False,
+        )
+        assert program is not None
+        # Folding a Transpose would store a Linear's weight a second time, and the tied embedding
+        # too; onnxruntime folds it when it opens the graph.
+        onnxscript.optimizer.optimize_ir(
+            program.model, should_fold=lambda node: False if node.op_type == "Transpose" else None
+        )
+    _strip(program.model)
+    return Graph(program.model, spec, program.exported_program)
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Hides the warnings of torch's exporter about its own internals."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _example(tensor: TensorSpec) -> Tensor:
+    shape = [size if isinstance(size, int) else SIZES[size] for size in tensor.shape]
+    dtype: torch.dtype = getattr(torch, tensor.type)
+    make = torch.zeros if dtype.is_floating_point else torch.ones
+    return make(shape, dtype=dtype)
+
+
+def _strip(model: ir.Model) -> None:
+    """Drops traces of the exporting machine: stack traces, paths, names of modules."""
+    stripped: list[Any] = [model, *model.graph.inputs, *model.graph.initializers.values()]
+    for graph in (model.graph, *model.functions.values()):
+        stripped.append(graph)
+        for node in graph:
+            stripped += [node, *node.outputs]
+    for each in stripped:
+        each.doc_string = None
+        each.metadata_props.clear()
