@@ -1,1 +1,1 @@
-"""The reference Transformer in torch and its training: clarity over speed."""
+"""The reference Transformer in torch and its training; clarity before speed."""

@@ -1,9 +1,9 @@
-"""The built-in corpus: English to German, made on the spot, with one right answer each.
+"""The built-in corpus: generated English sentences, each with its one German translation.
 
-Three kinds of lines, of rising difficulty for a translator: dates ("5 March" becomes "5. März"),
-number names (units change places with tens, blanks and hyphens vanish), and short sentences of both
-(the date moves to the front, the verb stays second, the article follows the noun's gender).
-The number names are those of num2words, the names of days and months those of the Unicode CLDR.
+Three kinds of lines, of increasing difficulty: dates ("5 March" becomes "5. März"), number names
+(units and tens swap, blanks and hyphens vanish) and short sentences with both (the date moves to
+the front, the verb stays second, the article agrees with the noun's gender). Number names come from
+num2words, names of days and months from the Unicode CLDR.
 """
 
 import random
@@ -53,7 +53,7 @@ _GOODS = {
 
 @dataclass(frozen=True)
 class Corpus:
-    """Three sets of pairs, of which no two share a source line."""
+    """Three sets of pairs without a source line in common."""
 
     train: list[Pair]
     valid: list[Pair]
@@ -61,10 +61,10 @@ class Corpus:
 
 
 def builtin_corpus(seed: int = 0) -> Corpus:
-    """Make the whole corpus, about 21,000 pairs to train on and 450 in each of the other sets.
+    """Generates the corpus: about 21,000 training pairs, and 450 in each of the other sets.
 
-    One source line in twenty is held out, chosen by its checksum. Training meets a short number
-    many times, as it would in real text; the other sets hold each line once.
+    One source line in twenty is held out, by its checksum. Short numbers occur many times in the
+    training set, as in real text; the other sets have each line once.
     """
     pairs = builtin_pairs(_PAIRS, seed)
     held_out = {pair.source: pair for pair in pairs if crc32(pair.source.encode()) % 20 == 0}
@@ -74,16 +74,16 @@ def builtin_corpus(seed: int = 0) -> Corpus:
 
 
 def write_corpus(folder: Path) -> None:
-    """Write `train.en`, `train.de`, `valid.en`, ... into a folder, which is made if missing.
+    """Writes `train.en`, `train.de`, `valid.en`, ... into a folder, which is created if missing.
 
     Raises:
-        InputError: the folder cannot be made or written to.
+        InputError: The folder cannot be created or written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"{folder}: expected a place for a folder, found none: {error.strerror or error}."
+            f"{folder}: cannot be created: {error.strerror or error}; choose another folder"
         ) from error
     corpus = builtin_corpus()
     for name, pairs in (("train", corpus.train), ("valid", corpus.valid), ("test", corpus.test)):
@@ -94,7 +94,7 @@ def write_corpus(folder: Path) -> None:
 
 
 def builtin_pairs(count: int, seed: int) -> list[Pair]:
-    """Draw pairs of the three kinds; the same seed draws the same ones."""
+    """Draws pairs of the three kinds, reproducibly for a seed."""
     draw = random.Random(seed)
     kinds = (_date, _number, _sentence)
     return [draw.choice(kinds)(draw) for _ in range(count)]
@@ -112,7 +112,7 @@ def _number(draw: random.Random) -> Pair:
 
 
 def _sentence(draw: random.Random) -> Pair:
-    """On Wednesday, 5 March 2031 -> Am Mittwoch, dem 5. März 2031, and what happened that day."""
+    """The farmer sold two books on Friday, 5 May 2006. -> Am Freitag, dem 5. Mai 2006, ..."""
     # From two on, and without "...eins", which would have to agree with the noun.
     number = draw.randrange(2, 100) + 100 * draw.randrange(100)
     (weekday, day), (wochentag, tag) = _spell_date(draw)
@@ -127,7 +127,7 @@ def _sentence(draw: random.Random) -> Pair:
 
 
 def _spell_date(draw: random.Random) -> tuple[tuple[str, str], tuple[str, str]]:
-    """The weekday and the rest of a date, in English and in German."""
+    """Weekday and date, in English and in German."""
     from babel.dates import get_day_names, get_month_names
 
     day = date.fromordinal(draw.randint(_FIRST_DAY.toordinal(), _LAST_DAY.toordinal()))

@@ -1,4 +1,4 @@
-"""Parallel text from files to pairs to token ids, and batches of any token ids."""
+"""Parallel text: files to pairs to token ids; batches of token ids."""
 
 import json
 from collections import Counter
@@ -28,35 +28,42 @@ class Pair(NamedTuple):
 
 
 class Example(NamedTuple):
-    """Token ids that a model learns from; a side that its architecture lacks is empty.
+    """Token ids of one training example; a side that the architecture lacks is empty.
 
     Attributes:
-        source: what the encoder reads.
-        target: what the model shall say at each position, the padding id where nothing.
-        target_input: what the decoder reads at each position.
+        source: Input of the encoder.
+        target: Label of each position; the padding id where there is none.
+        target_input: Input of the decoder at each position.
     """
 
     source: list[int]
     target: list[int]
     target_input: list[int]
 
-    def spoken(self, pad_id: int) -> int:
-        """At how many positions something shall be said."""
+    def target_tokens(self, pad_id: int) -> int:
+        """Number of target tokens, padding excluded."""
         return len(self.target) - self.target.count(pad_id)
 
 
 class Batch(NamedTuple):
-    """Examples side by side, padded with `pad_id` to the longest."""
+    """Examples as tensors, padded with `pad_id` to the longest.
 
-    source: Tensor  # [batch, source] int64
-    source_mask: Tensor  # [batch, source] bool, True where there is a token
-    target_input: Tensor  # [batch, target] int64, what the decoder reads
-    target_output: Tensor  # [batch, target] int64, what the model shall say
+    Attributes:
+        source: `[batch, source]` int64
+        source_mask: `[batch, source]` bool, True for tokens.
+        target_input: `[batch, target]` int64, input of the decoder.
+        target_output: `[batch, target]` int64, labels.
+    """
+
+    source: Tensor
+    source_mask: Tensor
+    target_input: Tensor
+    target_output: Tensor
 
 
 @dataclass(frozen=True)
 class ReadReport:
-    """How many pairs were read and kept, and how many were dropped for which reason."""
+    """Numbers of pairs that were read, kept, and dropped by reason."""
 
     read: int
     kept: int
@@ -64,31 +71,31 @@ class ReadReport:
 
 
 class BadPair(InputError):
-    """A pair that cannot be used; `reason` is what it is counted under when skipping."""
+    """An unusable pair; skipped pairs are counted by `reason`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 
 
-Given = TypeVar("Given")
+Raw = TypeVar("Raw")
 Made = TypeVar("Made")
 
 
 def read_pairs(
     source: Path, target: Path, *, skip_bad: bool = False, max_characters: int = MAX_CHARACTERS
 ) -> tuple[list[Pair], ReadReport]:
-    """Read two files, plain or gzip, whose lines translate each other.
+    """Reads two files of lines, each line the translation of the other file's.
 
     Args:
-        source: one text a line.
-        target: the translation of each, on the line of the same number.
-        skip_bad: drop and count the pairs that cannot be used instead of stopping at the first.
-        max_characters: how long a line may be.
+        source: File of texts, plain or gzip.
+        target: File of their translations.
+        skip_bad: Drop and count unusable pairs instead of raising at the first.
+        max_characters: Limit for the length of a line.
 
     Raises:
-        InputError: the files differ in their number of lines, or no pair remains.
-        BadPair: a line is empty, over-long or not UTF-8, and `skip_bad` is off.
+        InputError: The files have different numbers of lines, or no pair remains.
+        BadPair: A line is empty, too long or not UTF-8, and `skip_bad` is off.
     """
 
     def pair(number: int, lines: tuple[bytes, bytes]) -> Pair:
@@ -103,25 +110,25 @@ def read_pairs(
 def read_pair_file(
     path: Path, *, skip_bad: bool = False, max_characters: int = MAX_CHARACTERS
 ) -> tuple[list[Pair], ReadReport]:
-    """Read one file of pairs: TSV or JSON lines, plain or gzip, told apart by the name.
+    """Reads one file of pairs, TSV or JSON lines by its suffix, plain or gzip.
 
     `.tsv`: source, tab, target. `.jsonl`: `{"source": "...", "target": "..."}`.
 
     Args:
-        path: the file.
-        skip_bad: drop and count the pairs that cannot be used instead of stopping at the first.
-        max_characters: how long each side may be.
+        path: The file.
+        skip_bad: Drop and count unusable pairs instead of raising at the first.
+        max_characters: Limit for the length of each side.
 
     Raises:
-        InputError: the name tells no format, or no pair remains.
-        BadPair: a line is malformed, or a side is empty, over-long or not UTF-8, and `skip_bad`
+        InputError: The suffix is another, or no pair remains.
+        BadPair: A line is malformed, or a side is empty, too long or not UTF-8, and `skip_bad`
             is off.
     """
     suffix = Path(path.name.removesuffix(".gz")).suffix
     if suffix not in _PARSERS:
         raise InputError(
             f"{path}: expected a name ending in .tsv, .jsonl, .tsv.gz or .jsonl.gz. For two files "
-            "of lines give one as the source and one as the target."
+            "of lines, give one as the source and one as the target."
         )
     parse = _PARSERS[suffix]
 
@@ -138,17 +145,17 @@ def read_pair_file(
 def encode_pairs(
     pairs: Iterable[Pair], tokenizer: Tokenizer, max_tokens: int, *, skip_bad: bool = False
 ) -> tuple[list[Example], ReadReport]:
-    """Turn pairs into token ids.
+    """Encodes pairs as token ids.
 
     Args:
-        pairs: the texts.
-        tokenizer: shared by both sides.
-        max_tokens: how many tokens a side may have, the end of the sentence included.
-        skip_bad: drop and count over-long pairs instead of stopping at the first.
+        pairs: The texts.
+        tokenizer: Tokenizer of both sides.
+        max_tokens: Limit for the tokens of a side, the end token included.
+        skip_bad: Drop and count pairs that are too long instead of raising at the first.
 
     Raises:
-        InputError: no pair remains.
-        BadPair: a side is over-long, and `skip_bad` is off.
+        InputError: No pair remains.
+        BadPair: A side is too long, and `skip_bad` is off.
     """
     special = tokenizer.special
 
@@ -170,31 +177,31 @@ def encode_pairs(
 def token_batches(
     examples: Sequence[Example], max_tokens: int, *, seed: int, epoch: int
 ) -> list[list[int]]:
-    """Group examples of similar length into batches, in a random order.
+    """Groups examples of similar length into batches, in random order.
 
     Args:
-        examples: what to group.
-        max_tokens: rows times longest side, padding included, stays within it.
-        seed: with `epoch`, decides everything: the same two give the same batches.
-        epoch: the number of the pass over the data.
+        examples: The examples.
+        max_tokens: Limit for rows times longest side, padding included.
+        seed: With `epoch`, determines the batches.
+        epoch: Number of the pass over the data.
 
     Returns:
         Indices into `examples`, each exactly once.
 
     Raises:
-        UsageError: one example alone exceeds `max_tokens`.
+        UsageError: A single example exceeds `max_tokens`.
     """
     lengths = np.array([max(len(example.source), len(example.target)) for example in examples])
     if lengths.max() > max_tokens:
         raise UsageError(
-            f"expected batches of at least {lengths.max()} tokens, the length of the longest "
-            f"example, found {max_tokens}. Raise the tokens a batch may have or drop long pairs."
+            f"batch_tokens must be at least {lengths.max()}, the length of the longest example, "
+            f"found {max_tokens}; raise it or drop long pairs"
         )
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     order = np.lexsort((generator.random(len(lengths)), lengths))
     batches: list[list[int]] = [[]]
     for index in order.tolist():
-        # Ascending lengths: the newcomer is the longest of its batch.
+        # Lengths ascend, so the new example is the longest of its batch.
         if (len(batches[-1]) + 1) * lengths[index] > max_tokens:
             batches.append([])
         batches[-1].append(index)
@@ -202,7 +209,7 @@ def token_batches(
 
 
 def collate(examples: Sequence[Example], pad_id: int, device: torch.device | str) -> Batch:
-    """Put examples side by side as tensors; see `Batch` for their shapes."""
+    """Pads examples and stacks them into tensors."""
 
     def pad(rows: Iterable[list[int]]) -> Tensor:
         tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
@@ -218,7 +225,7 @@ def collate(examples: Sequence[Example], pad_id: int, device: torch.device | str
 
 
 def _lines_of_both(source: Path, target: Path) -> Iterator[tuple[bytes, bytes]]:
-    """The lines of two files, one of each at a time."""
+    """Lines of two files in parallel."""
     counts = [0, 0]
     for lines in zip_longest(read_raw_lines(source), read_raw_lines(target)):
         counts = [count + (line is not None) for count, line in zip(counts, lines, strict=True)]
@@ -232,15 +239,15 @@ def _lines_of_both(source: Path, target: Path) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _sift(
-    items: Iterable[Given], make: Callable[[int, Given], Made], skip_bad: bool, origin: str
+    pairs: Iterable[Raw], make: Callable[[int, Raw], Made], skip_bad: bool, origin: str
 ) -> tuple[list[Made], ReadReport]:
-    """Make something of every item; bad ones stop it, or are dropped and counted."""
+    """Converts every pair; bad ones raise, or are dropped and counted."""
     made: list[Made] = []
     dropped: Counter[str] = Counter()
     number = 0
-    for number, item in enumerate(items, start=1):
+    for number, pair in enumerate(pairs, start=1):
         try:
-            made.append(make(number, item))
+            made.append(make(number, pair))
         except BadPair as error:
             if not skip_bad:
                 raise
@@ -282,7 +289,7 @@ def _parse_tsv(line: str) -> tuple[str, str]:
 def _parse_json(line: str) -> tuple[str, str]:
     match json.loads(line):
         case {"source": str(source), "target": str(target)}:
-            # A JSON escape can hold half a surrogate pair, which is no text.
+            # A JSON escape can be half a surrogate pair, which cannot be encoded.
             (source + target).encode()
             return source, target
     raise ValueError(f'expected {{"source": "...", "target": "..."}}, found {line[:80]!r}')

@@ -1,4 +1,4 @@
-"""One process of a training: alone, or one of several that torchrun started (torch's DDP)."""
+"""A training process: the only one, or one of several started by torchrun (torch's DDP)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from transferry.runtime.errors import ProviderError
 
 
 def leader() -> bool:
-    """Whether this process writes and speaks; true where torchrun started none."""
+    """Whether this process writes files and output; true without torchrun."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @dataclass(frozen=True)
 class Process:
-    """Which part of the work is this process's.
+    """This process's place in the group.
 
     Attributes:
-        rank: 0 .. world - 1; rank 0 alone validates, writes and speaks.
+        rank: 0 to world - 1; only rank 0 validates, writes and prints.
         world: Number of processes.
-        device: Where this one computes.
+        device: Device of this process.
     """
 
     rank: int
@@ -32,13 +32,13 @@ class Process:
 
     @classmethod
     def start(cls, device: str) -> Process:
-        """Joins the group that torchrun describes in the environment, or works alone.
+        """Joins the group of torchrun's environment variables, if there is one.
 
         Args:
-            device: "cpu", "cuda", or "auto" for CUDA where torch has it.
+            device: "cpu", "cuda", or "auto" for CUDA if available.
 
         Raises:
-            ProviderError: CUDA was asked for and torch cannot use it.
+            ProviderError: CUDA is requested and torch cannot use it.
         """
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,7 +58,7 @@ class Process:
         return cls(int(os.environ["RANK"]), world, place)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set in any process: all must leave the loop at the same step."""
+        """Whether the flag is set in any process, so that all leave the loop at one step."""
         if self.world == 1:
             return flag
         votes = torch.tensor(int(flag), device=self.device)
@@ -66,7 +66,7 @@ class Process:
         return bool(votes.item())
 
     def wait(self) -> None:
-        """Waits until all processes are here."""
+        """Waits for all processes."""
         if self.world > 1:
             torch.distributed.barrier()
 

@@ -1,4 +1,4 @@
-"""How good a model is on held-out text: loss a token, and sacreBLEU where it translates."""
+"""Quality of a model on held-out text: loss per token, and sacreBLEU for translation."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from transferry.runtime.tokenizer.byte_pair import Tokenizer
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model's marks on held-out text.
+    """Scores of a model on held-out text.
 
     Attributes:
-        loss: Mean negative log-likelihood of a token to be said, in nats, without smoothing.
-        bleu: sacreBLEU of greedy translations (Post 2018: cased, 13a), 0 to 100; None for a model
-            that does not translate.
+        loss: Mean negative log-likelihood per target token in nats, without smoothing.
+        bleu: sacreBLEU of greedy translations (Post 2018: cased, 13a), 0 to 100; None if the model
+            does not translate.
     """
 
     loss: float
@@ -31,15 +31,15 @@ class Evaluation:
 
     @property
     def score(self) -> float:
-        """What models are ranked by, the larger the better."""
+        """Score that ranks models; larger is better."""
         return -self.loss if self.bleu is None else self.bleu
 
     def record(self, prefix: str) -> dict[str, float]:
-        """Returns the marks as metrics.jsonl names them."""
-        marks = {f"{prefix}_loss": round(self.loss, 6)}
+        """Returns the scores under their names in metrics.jsonl."""
+        scores = {f"{prefix}_loss": round(self.loss, 6)}
         if self.bleu is not None:
-            marks[f"{prefix}_bleu"] = round(self.bleu, 3)
-        return marks
+            scores[f"{prefix}_bleu"] = round(self.bleu, 3)
+        return scores
 
     def __str__(self) -> str:
         if self.bleu is None:
@@ -48,13 +48,13 @@ class Evaluation:
 
 
 def cross_entropy(logits: Tensor, target: Tensor, pad_id: int, smoothing: float = 0.0) -> Tensor:
-    """Returns the cross-entropy summed over all tokens that are not padding.
+    """Cross-entropy in nats, summed over all tokens except padding.
 
     Args:
-        logits: [batch, target, vocabulary]
-        target: [batch, target] int64
-        pad_id: The id of padding.
-        smoothing: Mass taken from the right token and spread evenly (section 5.4 of the paper).
+        logits: `[batch, target, vocabulary]`
+        target: `[batch, target]` int64
+        pad_id: Id of padding.
+        smoothing: Label smoothing (Vaswani et al. 2017, section 5.4).
     """
     return F.cross_entropy(
         logits.float().flatten(0, 1),
@@ -74,9 +74,9 @@ def evaluate(
     batch_tokens: int,
     sentences: int,
 ) -> Evaluation:
-    """Scores all examples, and where there are references translates the first `sentences`.
+    """Computes the loss of all examples, and BLEU of the first `sentences` with references.
 
-    The model is left in the mode, training or not, that it came in.
+    Keeps the model's training mode.
     """
     training = model.training
     model.eval()
@@ -88,7 +88,7 @@ def evaluate(
             batch = collate(chosen, special.pad_id, device)
             logits = model(batch.source, batch.source_mask, batch.target_input)
             total += cross_entropy(logits, batch.target_output, special.pad_id).item()
-            tokens += sum(example.spoken(special.pad_id) for example in chosen)
+            tokens += sum(example.target_tokens(special.pad_id) for example in chosen)
     bleu = None
     if references:
         translations = _translate(model, examples[:sentences], tokenizer)

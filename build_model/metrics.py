@@ -1,4 +1,4 @@
-"""The record of a training: metrics.jsonl, one JSON object a line, and a picture of it."""
+"""Training log: metrics.jsonl with one JSON object per line, and a plot of it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CURVES = "curves.png"
 class Metrics:
     """Appends records to RUN/metrics.jsonl.
 
-    After a kill the file may be ahead of the saved state, or end in half a line; opening it at
-    `step` drops what lies beyond, and the marks of an end that was not the last, so that a resumed
-    run leaves the file of an uninterrupted one.
+    After a kill the file may be ahead of the saved state or end in half a line. Opening it at
+    `step` drops later records and the final scores of an earlier end, so that a resumed run leaves
+    the same file as an uninterrupted one.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -38,7 +38,7 @@ class Metrics:
                 file.write(json.dumps(record).encode() + b"\n")
 
     def add(self, **record: float) -> None:
-        """Appends one record, which must have a `step`.
+        """Appends one record, which must have a "step".
 
         Raises:
             InputError: The disk is full.
@@ -53,7 +53,7 @@ class Metrics:
             ) from error
 
     def draw(self) -> None:
-        """Draws losses, and BLEU where there is any, against steps into RUN/curves.png."""
+        """Plots loss, and BLEU if there is any, over steps into RUN/curves.png."""
         from matplotlib.figure import Figure
 
         def series(name: str) -> tuple[list[float], list[float]]:
@@ -65,7 +65,7 @@ class Metrics:
         losses.plot(*series("train_loss"), color="tab:blue", alpha=0.5, label="training, smoothed")
         losses.plot(*series("valid_loss"), color="tab:blue", marker="o", label="validation")
         losses.set_xlabel("step")
-        losses.set_ylabel("loss a token (nats)")
+        losses.set_ylabel("loss per token (nats)")
         steps, bleu = series("valid_bleu")
         if steps:
             scores = losses.twinx()

@@ -1,4 +1,4 @@
-"""From files to a trained run: what `transferry train` does."""
+"""The training recipe behind `transferry train`: from files to a trained run."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from transferry.runtime.tokenizer.byte_pair import (
     Tokenizer,
 )
 
-# How many validation texts are kept with the run, and how much of each.
+# Number and length of the validation texts kept with the run.
 SAMPLES, SAMPLE_CHARACTERS = 8, 200
-# Of a text without one for validation, one part of this many is held out.
+# Without a validation text, one in so many tokens is held out.
 HELD_OUT = 10
 BUILTIN = ("train", "valid")
 
 
 @dataclass(frozen=True)
 class PairFiles:
-    """Where one set of pairs lies: two files of lines, or one TSV or JSONL file."""
+    """Files of one set of pairs: two files of lines, or one TSV or JSONL file."""
 
     source: Path
     target: Path | None = None
 
     def read(self, *, skip_bad: bool) -> tuple[list[Pair], ReadReport]:
-        """Reads the pairs; `build_model.data` says what is an error."""
+        """Reads the pairs; raises as `read_pairs` and `read_pair_file`."""
         if self.target is None:
             return read_pair_file(self.source, skip_bad=skip_bad)
         return read_pairs(self.source, self.target, skip_bad=skip_bad)
@@ -56,13 +56,13 @@ class PairFiles:
 
 @dataclass(frozen=True)
 class Learned:
-    """What the text of a recipe comes to.
+    """Text of a recipe, prepared for training.
 
     Attributes:
-        tokenizer: Made from the text, or the run's own when resuming.
-        examples: To learn from.
-        validation: To be marked by.
-        samples: Texts kept with the run, for the answers that export records in the bundle.
+        tokenizer: Made from the text; when resuming, the run's own.
+        examples: Training examples.
+        validation: Validation examples.
+        samples: Texts kept with the run, whose answers export records in the bundle.
     """
 
     tokenizer: Tokenizer
@@ -73,18 +73,18 @@ class Learned:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides a trained model.
+    """Everything that determines a trained model.
 
     Attributes:
-        train: What to learn from: pairs for an encoder-decoder, else a file of text; None takes
-            the built-in corpus, written into the run.
-        valid: What to be marked by; None takes the built-in corpus too, or the end of the text.
+        train: Training text: pairs for an encoder-decoder, else a text file. None is the built-in
+            corpus, written into the run.
+        valid: Validation text. None is the built-in corpus, or the end of the training text.
         preset: Shape and settings to start from.
         model_changes: Fields of ModelConfig that differ from the preset.
         train_changes: Fields of TrainConfig that differ from the preset.
-        vocabulary_size: Size of a vocabulary trained from the text; None takes the preset's.
-        encoding: A tiktoken encoding to cut down to what the text uses, instead of training one.
-        skip_bad: Drop and count pairs that cannot be used, instead of refusing the file.
+        vocabulary_size: Size of the vocabulary to train; None is the preset's.
+        encoding: A tiktoken encoding to cut down to the text instead of training a vocabulary.
+        skip_bad: Drop and count unusable pairs instead of refusing the file.
     """
 
     train: PairFiles | Path | None
@@ -98,10 +98,10 @@ class Recipe:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
-        """Makes the recipe that the options of `transferry train` describe.
+        """Makes the recipe from the options of `transferry train`.
 
         Raises:
-            UsageError: Options exclude each other, or what to learn from is not given.
+            UsageError: Options exclude each other, or there is no training text.
         """
         preset = PRESETS[options["preset"]]
         default = preset.model.get("architecture", "encoder-decoder")
@@ -110,16 +110,16 @@ class Recipe:
         wanted = sides if architecture == "encoder-decoder" else ("text",)
         named = [name for name in (*sides, "text") if options[name] is not None]
         if options["builtin"] and named:
-            raise UsageError(f"--builtin and --{named[0]} exclude each other: train on either")
+            raise UsageError(f"--builtin and --{named[0]} exclude each other; leave one out")
         if unfit := [name for name in named if name not in wanted]:
             raise UsageError(
-                f"--{unfit[0]} and architecture {architecture} exclude each other: "
-                f"it learns from --{', --'.join(wanted)}"
+                f"--{unfit[0]} and architecture {architecture} exclude each other; use "
+                f"--{', --'.join(wanted)}"
             )
         if options["encoding"] is not None and options["vocabulary_size"] is not None:
             raise UsageError(
                 f"--encoding {options['encoding']} and --vocabulary-size "
-                f"{options['vocabulary_size']} exclude each other: cut a vocabulary or train one"
+                f"{options['vocabulary_size']} exclude each other; leave one out"
             )
 
         def given(prefix: str) -> PairFiles | Path | None:
@@ -138,7 +138,7 @@ class Recipe:
             raise UsageError(f"give {flags[0]} and {flags[1]}, or {flags[2]}, or --builtin")
 
         def changes(config: type[Any]) -> dict[str, Any]:
-            # The size of the vocabulary is the tokenizer's.
+            # The tokenizer determines the size of the vocabulary.
             names = {field.name for field in dataclasses.fields(config)} - {"vocabulary_size"}
             return {name: options[name] for name in names if options[name] is not None}
 
@@ -162,36 +162,27 @@ class Recipe:
         quiet: bool,
         say: Callable[[str], None],
     ) -> Evaluation | None:
-        """Trains into `folder`; `Trainer.run` says what comes back and what is raised.
+        """Trains into `folder`; returns and raises as `Trainer.run`.
 
         Args:
-            folder: Where the run is written; it must hold one already when resuming.
+            folder: Folder of the run; when resuming, of the run to continue.
             device: "cpu", "cuda" or "auto".
-            resume: Continue the run that lies in `folder`.
-            quiet: No progress bar.
-            say: Takes a line on what was read and made.
+            resume: Continue the run in `folder`.
+            quiet: Show no progress bar.
+            say: Receives lines about what was read and made.
         """
         process = Process.start(device)
         try:
-            return self._follow(
-                folder,
-                process,
-                resume=resume,
-                quiet=quiet,
-                say=say if process.rank == 0 else lambda line: None,
+            trainer = self._trainer(
+                folder, process, resume, say if process.rank == 0 else lambda line: None
             )
+            return trainer.run(resume=resume, quiet=quiet)
         finally:
             process.stop()
 
-    def _follow(
-        self,
-        folder: Path,
-        process: Process,
-        *,
-        resume: bool,
-        quiet: bool,
-        say: Callable[[str], None],
-    ) -> Evaluation | None:
+    def _trainer(
+        self, folder: Path, process: Process, resume: bool, say: Callable[[str], None]
+    ) -> Trainer:
         corpus = folder / "corpus"
         if process.rank == 0 and not resume and self.train is None:
             write_corpus(corpus)
@@ -203,7 +194,7 @@ class Recipe:
                 stored.to_dict() | {name: self.train_changes[name] for name in ends}
             )
         else:
-            # The size of the vocabulary is known when the text has been read.
+            # The size of the vocabulary is known once the text is read.
             model_config = self.preset.model_config(1, **self.model_changes)
             train_config = self.preset.train_config(**self.train_changes)
         tokenizer = Tokenizer.load(folder) if resume else None
@@ -229,7 +220,7 @@ class Recipe:
             folder.mkdir(parents=True, exist_ok=True)
             checkpoint.save_samples(folder, learned.samples)
         say(f"model: {parameters:,} parameters, on {process.device}")
-        return trainer.run(resume=resume, quiet=quiet)
+        return trainer
 
     def _pairs(
         self,
@@ -238,7 +229,7 @@ class Recipe:
         longest: int,
         say: Callable[[str], None],
     ) -> Learned:
-        """Pairs, for a model that answers a source with a target."""
+        """Prepares pairs for an encoder-decoder."""
         builtin = [PairFiles(corpus / f"{name}.en", corpus / f"{name}.de") for name in BUILTIN]
         train, valid = self.train or builtin[0], self.valid or builtin[1]
         assert isinstance(train, PairFiles)
@@ -252,7 +243,7 @@ class Recipe:
         examples, report = encode_pairs(pairs, tokenizer, longest, skip_bad=self.skip_bad)
         if report.dropped:
             say(f"training pairs: {_describe(report)}")
-        # References must stay beside their examples, so over-long validation pairs are refused.
+        # Not skipping: references and examples must stay aligned.
         valid_examples, _ = encode_pairs(valid_pairs, tokenizer, longest)
         return Learned(
             tokenizer,
@@ -269,7 +260,7 @@ class Recipe:
         model_config: ModelConfig,
         say: Callable[[str], None],
     ) -> Learned:
-        """Plain text, for a model that goes on with it or reads it."""
+        """Prepares plain text for a decoder-only or encoder-only model."""
         masked = model_config.architecture == "encoder-only"
         train, valid = self.train or corpus / "train.en", self.valid
         if self.train is None:
@@ -282,7 +273,7 @@ class Recipe:
         tokens = tokenizer.encode(text)
         say(f"training text: {tokenizer.describe(tokens)}")
         if valid is None:
-            # The end of the text, which no window of the rest has seen.
+            # The end of the text, so that no training window overlaps it.
             cut = len(tokens) - len(tokens) // HELD_OUT
             tokens, valid_tokens = tokens[:cut], tokens[cut:]
             valid_text = tokenizer.decode(valid_tokens)

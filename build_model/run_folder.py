@@ -1,4 +1,4 @@
-"""The folder of a run: made, refused or replaced, and what it remembers of the command."""
+"""The folder of a run: created, refused or replaced; the options of its command."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.settings import read_settings, write_settings
 
 SETTINGS = "settings.toml"
-# One of these settings is in every run, trained or imported.
+# Every run has one of these settings: trained runs the first, imported ones the second.
 MARKS = frozenset({"preset", "huggingface"})
-# What a run does not remember, and what may be said anew when it continues: where it ends, and
-# where its files lie by now.
+# Options that a run does not store, and options that may change on --resume: the end of the
+# training, and the places of its files.
 OF_ONE_CALL = {"out", "resume", "force", "device", "quiet"}
 MAY_CHANGE = {"max_steps", "max_minutes"} | {
     f"{prefix}{name}" for prefix in ("", "valid_") for name in ("source", "target", "pairs", "text")
@@ -23,50 +23,50 @@ MAY_CHANGE = {"max_steps", "max_minutes"} | {
 
 
 def check_folder(out: Path, *, force: bool, resumable: bool = False) -> bool:
-    """Tells whether a folder holds a run that is to be replaced.
+    """Returns whether a folder holds a run to be replaced.
 
     Args:
         out: The folder, which need not exist.
         force: Replace a run.
-        resumable: The command could continue it.
+        resumable: The command has --resume.
 
     Raises:
-        UsageError: The folder holds something and `force` is off, or what it holds is no run.
-        InputError: It is a file.
+        UsageError: The folder is not empty and `force` is off, or it holds something else.
+        InputError: The path is a file.
     """
     if out.exists() and not out.is_dir():
-        raise InputError(f"{out}: cannot be made: it is no folder; name another")
+        raise InputError(f"{out}: cannot be created: it is a file; choose another folder")
     if not out.is_dir() or not any(out.iterdir()):
         return False
     if not force:
-        remedy = (
-            "--resume continues it, --force replaces it" if resumable else "--force replaces it"
-        )
-        raise UsageError(f"{out} holds something already; {remedy}")
-    # Other programs have a settings.toml too.
+        resume = "continue it with --resume, or " if resumable else ""
+        raise UsageError(f"{out} is not empty; {resume}replace it with --force")
+    # Other programs also write settings.toml.
     path = out / SETTINGS
     if not path.exists() or MARKS.isdisjoint(read_settings(path)):
-        raise UsageError(f"{out} is no run of transferry, so it is not replaced; name another")
+        raise UsageError(f"{out} is not a run, so it is not replaced; choose another folder")
     return True
 
 
 def make_folder(out: Path, *, force: bool) -> None:
-    """Makes an empty folder.
+    """Creates an empty folder.
 
     Raises:
-        UsageError: The folder holds something and `force` is off, or what it holds is no run.
-        InputError: It cannot be made.
+        UsageError: The folder is not empty and `force` is off, or it holds something else.
+        InputError: The folder cannot be created.
     """
     try:
         if check_folder(out, force=force, resumable=True):
             shutil.rmtree(out)
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{out}: cannot be made: {error.strerror}; name another") from error
+        raise InputError(
+            f"{out}: cannot be created: {error.strerror}; choose another folder"
+        ) from error
 
 
 def remember(out: Path, options: Mapping[str, Any]) -> None:
-    """Writes RUN/settings.toml: the command's options, for `recall` and for a person."""
+    """Writes RUN/settings.toml with the command's options."""
     chosen = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in options.items()
@@ -77,28 +77,27 @@ def remember(out: Path, options: Mapping[str, Any]) -> None:
 
 
 def recall(out: Path, options: dict[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that a run was started with, but for what may change.
+    """Returns the options for continuing a run: the stored ones, except those that may change.
 
     Args:
         out: The run.
-        options: All options of the command that continues it.
-        said: Those of them that are no defaults.
+        options: All options of the resuming command.
+        said: Those of them that the user gave.
 
     Raises:
-        UsageError: What was said would change the run.
+        UsageError: A given option would change the run.
         InputError: There is no run to continue.
     """
     if said.get("force"):
         raise UsageError("--resume and --force exclude each other: continue a run or replace it")
     stored = read_settings(out / SETTINGS)
     if "huggingface" in stored:
-        raise UsageError(f"{out} was imported, so there is no training to continue; train anew")
+        raise UsageError(f"{out} was imported, so it has no training to continue; train anew")
     for name, value in said.items():
         if name not in OF_ONE_CALL | MAY_CHANGE and value != stored.get(name):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(
-                f"--resume continues the run as it was started, with {flag} "
-                f"{stored.get(name, 'left out')}, and {flag} {value} would change it; leave it "
-                "out, or start anew with --force"
+                f"the run was started with {flag} {stored.get(name, 'left out')}, found {flag} "
+                f"{value}; leave it out to resume, or start anew with --force"
             )
     return options | stored | dict(said)

@@ -1,4 +1,4 @@
-"""Plain text: from a file to token ids, and from those to windows that a model learns from."""
+"""Plain text: a file to token ids, and token ids to windows for training."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transferry.runtime.errors import InputError
 from transferry.runtime.files import read_lines
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
-# Devlin et al. (2019), section 3.1: of the tokens this share is to be found again; of those, this
-# share is hidden, this share is another token, and the rest is left as it is.
+# Devlin et al. (2019), section 3.1: share of the tokens that are labels, and the shares of these
+# that are masked and replaced by another token; the rest stays.
 CHOSEN, HIDDEN, REPLACED = 0.15, 0.8, 0.1
 
 
@@ -23,26 +23,26 @@ def read_text(path: Path) -> str:
     """Reads a UTF-8 file, plain or gzip, as one text.
 
     Raises:
-        InputError: It cannot be read, is binary, is not UTF-8 or holds no text.
+        InputError: The file is unreadable, binary, not UTF-8 or blank.
     """
     text = "\n".join(read_lines(path))
     if not text.strip():
-        raise InputError(f"{path}: expected text, found nothing; name another file")
+        raise InputError(f"{path}: expected text, found nothing; choose another file")
     return text
 
 
 class Windows(Sequence[Example]):
-    """A text cut into windows of `context` tokens, each token to be told from those before it.
+    """A text in windows of `context` tokens, to predict each token from those before it.
 
-    The windows follow each other without a gap; each epoch cuts elsewhere.
+    Windows are adjacent; each epoch starts at another offset.
     """
 
     def __init__(self, tokens: Sequence[int] | NDArray[np.int64], context: int) -> None:
-        """Cuts from the first token on.
+        """Starts at the first token.
 
         Args:
-            tokens: Ids of the whole text [tokens].
-            context: How many tokens the model reads at once.
+            tokens: Ids of the whole text `[tokens]`.
+            context: Number of tokens that the model reads at once.
 
         Raises:
             InputError: The text has fewer than two tokens.
@@ -56,7 +56,7 @@ class Windows(Sequence[Example]):
             )
 
     def epoch(self, seed: int, number: int) -> Self:
-        """Returns the windows of a pass over the text, cut elsewhere than in other passes."""
+        """Returns the windows of one pass over the text, at an offset of its own."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.key = (seed, number)
@@ -83,7 +83,7 @@ class Windows(Sequence[Example]):
 
 
 class MaskedWindows(Windows):
-    """A text cut into windows, some of their tokens hidden and to be found again."""
+    """A text in windows, to predict some of their tokens, most of which are masked."""
 
     def __init__(
         self,
@@ -92,13 +92,13 @@ class MaskedWindows(Windows):
         special: SpecialTokens,
         ordinary: range,
     ) -> None:
-        """Cuts from the first token on.
+        """Starts at the first token.
 
         Args:
-            tokens: Ids of the whole text [tokens].
-            context: How many tokens the model reads at once, those that wrap a text included.
-            special: Has the mask.
-            ordinary: The ids that may stand in the place of another.
+            tokens: Ids of the whole text `[tokens]`.
+            context: Number of tokens that the model reads at once, special tokens included.
+            special: Special tokens with a mask.
+            ordinary: Ids that may replace a token.
 
         Raises:
             InputError: The text has fewer than two tokens, or there is no mask.
@@ -120,16 +120,12 @@ class MaskedWindows(Windows):
         window = self.tokens[first : first + self.context]
         generator = np.random.default_rng((*self.key, index))
         chosen = generator.random(len(window)) < CHOSEN
-        chosen[generator.integers(len(window))] = True  # a window without any teaches nothing
+        chosen[generator.integers(len(window))] = True  # at least one label per window
         fate = generator.random(len(window))
         others = generator.integers(self.ordinary.start, self.ordinary.stop, size=len(window))
         read = np.where(chosen & (fate < HIDDEN), self.mask_id, window)
         read = np.where(chosen & (fate >= HIDDEN) & (fate < HIDDEN + REPLACED), others, read)
-        wanted = np.where(chosen, window, self.special.pad_id)
-        before, after = len(self.special.before), len(self.special.after)
-        pad = self.special.pad_id
-        return Example(
-            self.special.wrap(read.tolist()),
-            [*[pad] * before, *wanted.tolist(), *[pad] * after],
-            [],
-        )
+        special, pad = self.special, self.special.pad_id
+        labels = np.where(chosen, window, pad).tolist()
+        target = [pad] * len(special.before) + labels + [pad] * len(special.after)
+        return Example(special.wrap(read.tolist()), target, [])

@@ -1,8 +1,8 @@
-"""The training loop: AdamW over token-budgeted batches, resumable to the same weights.
+"""The training loop: AdamW over batches of bounded tokens, resumable to the same weights.
 
-What a step does is a function of the seed and the step's number alone: the order of batches comes
-from (seed, epoch), dropout from (seed, step, rank). So the saved state needs no random state, and
-a run that was killed and resumed ends with the weights of one that was not.
+A step depends on the seed and its number only: the order of batches comes from (seed, epoch),
+dropout from (seed, step, rank). So the saved state needs no random state, and a run that was killed
+and resumed ends with the weights of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from transferry.build_model.transformer import Transformer
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import Tokenizer
 
-REPORT_EVERY = 50  # steps between two lines of training loss in metrics.jsonl
+REPORT_EVERY = 50  # steps between training losses in metrics.jsonl
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Held-out examples, and the target sentences as BLEU's references where they are pairs."""
+    """Held-out examples; for pairs, their target sentences as references for BLEU."""
 
     examples: Sequence[Example]
     references: Sequence[str] = ()
@@ -49,17 +49,17 @@ class Validation:
 
 @dataclass
 class Progress:
-    """Where a training stands; saved with the weights.
+    """Progress of a training, saved with the weights.
 
     Attributes:
         step: Optimiser steps done.
         epoch: Passes over the data done.
-        group: Steps done of the current epoch.
+        group: Steps done in the current epoch.
         tokens: Target tokens seen.
-        seconds: Time spent, summed over resumed parts.
-        loss: Training loss summed since it was last reported.
-        loss_tokens: Target tokens that this loss is of.
-        scores: `Evaluation.score` at each validation so far, by step.
+        seconds: Time spent, interruptions excluded.
+        loss: Training loss in nats, summed since the last report.
+        loss_tokens: Target tokens behind `loss`.
+        scores: `Evaluation.score` of each validation, by step.
     """
 
     step: int = 0
@@ -73,16 +73,16 @@ class Progress:
 
     @property
     def best(self) -> int:
-        """The step with the best score, the earliest of equals."""
+        """Step with the best score, the earliest of equals."""
         return max(self.scores, key=lambda step: (self.scores[step], -step))
 
     def validations_since_best(self) -> int:
-        """How many validations in a row brought nothing better."""
+        """Number of validations since the best one."""
         return sum(step > self.best for step in self.scores)
 
 
 def fingerprint(examples: Iterable[Example]) -> str:
-    """Returns the sha256 of all token ids: other text would make batches that no state fits."""
+    """SHA-256 of all token ids; a saved state fits batches of the same text only."""
     digest = hashlib.sha256()
     for example in examples:
         digest.update(json.dumps(example).encode())
@@ -127,19 +127,19 @@ class Trainer:
         )
 
     def run(self, *, resume: bool, quiet: bool) -> Evaluation | None:
-        """Trains to the end that the config names, and writes RUN/model.safetensors.
+        """Trains to the end set in the config and writes RUN/model.safetensors.
 
         Args:
             resume: Continue from RUN/state.safetensors.
             quiet: Show no progress on stderr.
 
         Returns:
-            The marks of the written weights on the validation set; None in processes of rank > 0.
+            Validation scores of the written weights; None in processes of rank > 0.
 
         Raises:
-            InputError: There is nothing to resume, or it is of another model; or the folder
-                cannot be written to.
-            KeyboardInterrupt: SIGINT or SIGTERM came; the state is saved.
+            InputError: There is nothing to resume, the state is another model's, or the folder is
+                not writable.
+            KeyboardInterrupt: After SIGINT or SIGTERM; the state is saved.
         """
         leader = self.process.rank == 0
         if resume:
@@ -155,9 +155,9 @@ class Trainer:
             self._loop(metrics, quiet=quiet or not leader)
         if self.progress.step not in self.progress.scores:
             self._validate(metrics, quiet=quiet)
-        marks = self._finish(metrics) if metrics else None
+        evaluation = self._finish(metrics) if metrics else None
         self.process.wait()
-        return marks
+        return evaluation
 
     def _loop(self, metrics: Metrics | None, *, quiet: bool) -> None:
         progress, config = self.progress, self.config
@@ -214,14 +214,14 @@ class Trainer:
                     raise KeyboardInterrupt
 
     def _groups(self, epoch: int) -> list[list[list[int]]]:
-        """The epoch's steps: each a list of `accumulation * world` batches of example indices."""
+        """Steps of an epoch, each with `accumulation * world` batches of example indices."""
         if isinstance(self.examples, Windows):
             self.examples = self.examples.epoch(self.config.seed, epoch)
         batches = token_batches(
             self.examples, self.config.batch_tokens, seed=self.config.seed, epoch=epoch
         )
         size = self.config.accumulation * self.process.world
-        # The last step is filled up from the first batches, so that every process has its share.
+        # The first batches fill up the last step, so that every process has its share.
         padded = [batches[i % len(batches)] for i in range(-(-len(batches) // size) * size)]
         return [padded[start : start + size] for start in range(0, len(padded), size)]
 
@@ -238,7 +238,7 @@ class Trainer:
         return self.process.any(ended)
 
     def _step(self, forward: torch.nn.Module, group: list[list[int]]) -> tuple[float, int]:
-        """One optimiser step; returns the summed loss and the number of target tokens."""
+        """Makes one optimiser step; returns the summed loss and the number of target tokens."""
         progress, config, process = self.progress, self.config, self.process
         progress.step, progress.group = progress.step + 1, progress.group + 1
         entropy = np.random.SeedSequence([config.seed, progress.step, process.rank])
@@ -247,7 +247,9 @@ class Trainer:
             settings["lr"] = config.learning_rate(progress.step)
 
         pad_id = self.tokenizer.special.pad_id
-        tokens = sum(self.examples[index].spoken(pad_id) for batch in group for index in batch)
+        tokens = sum(
+            self.examples[index].target_tokens(pad_id) for batch in group for index in batch
+        )
         mine = group[process.rank :: process.world]
         total = 0.0
         for number, indices in enumerate(mine):
@@ -255,14 +257,14 @@ class Trainer:
             waits = isinstance(forward, DistributedDataParallel) and number < len(mine) - 1
             with forward.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
                 loss = self._loss(forward, batch)
-                # DDP averages over processes; times world makes it the sum that one would have.
+                # DDP averages over processes; the factor `world` turns that into the sum.
                 (loss * (process.world / tokens)).backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         progress.tokens += tokens
-        # Other processes' losses are not gathered: one share is as good a picture as the sum.
+        # An estimate from this process's share; gathering the others is not worth the time.
         return total * process.world, tokens
 
     def _loss(self, forward: torch.nn.Module, batch: Batch) -> Tensor:
@@ -292,17 +294,17 @@ class Trainer:
         return self.folder / "checkpoints" / f"{step:08d}.safetensors"
 
     def _validate(self, metrics: Metrics | None, *, quiet: bool) -> None:
-        """Validates in process 0, tells the score to all, and keeps the weights for averaging."""
+        """Validates in process 0, broadcasts the score and keeps the weights for averaging."""
         progress = self.progress
         score = torch.zeros(1, device=self.process.device)
         if metrics:
-            marks = self._evaluate()
-            score[0] = marks.score
-            self._report(metrics, marks, "valid")
+            evaluation = self._evaluate()
+            score[0] = evaluation.score
+            self._report(metrics, evaluation, "valid")
             checkpoint.save_tensors(self._weights(progress.step), self.model.state_dict())
             if not quiet:
                 tqdm.write(
-                    f"step {progress.step}, epoch {progress.epoch}: {marks}, "
+                    f"step {progress.step}, epoch {progress.epoch}: {evaluation}, "
                     f"{progress.seconds / 60:.1f} min",
                     file=sys.stderr,
                 )
@@ -311,7 +313,7 @@ class Trainer:
         progress.scores[progress.step] = score.item()
         self._save_state()
         if metrics:
-            # Only after the state names the newest ones may older ones go.
+            # After the state is saved: it must never name weights that are gone.
             kept = {progress.best, *sorted(progress.scores)[-self.config.average :]}
             for step in progress.scores.keys() - kept:
                 self._weights(step).unlink(missing_ok=True)
@@ -330,7 +332,7 @@ class Trainer:
         checkpoint.save_tensors(self.folder / checkpoint.STATE, tensors, record)
 
     def _clear(self) -> None:
-        """Makes the folder; an earlier training's weights must not be taken for this one's."""
+        """Creates the folder and removes the weights of an earlier training."""
         checkpoints = self.folder / "checkpoints"
         try:
             checkpoints.mkdir(parents=True, exist_ok=True)
@@ -349,14 +351,14 @@ class Trainer:
         path = self.folder / checkpoint.STATE
         if not path.exists():
             raise InputError(
-                f"{path} is missing, so there is nothing to resume; start anew without --resume "
-                "and with --force"
+                f"{path} is missing, so there is nothing to resume; start anew with --force "
+                "instead of --resume"
             )
         tensors, record = checkpoint.load_tensors(path)
         if record.get("data") != self.fingerprint:
             raise InputError(
-                f"{path} was saved while training on other text than is given now; give the files "
-                "that the run began with, or start anew without --resume and with --force"
+                f"{path} is from training on other text; give the files that the run began with, "
+                "or start anew with --force instead of --resume"
             )
         try:
             values = json.loads(record["progress"])
@@ -371,12 +373,12 @@ class Trainer:
                     moments[kind] = tensor.to(self.process.device)
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             raise InputError(
-                f"{path} does not fit {self.folder / checkpoint.CONFIG}: {error}; start anew "
-                "without --resume and with --force"
+                f"{path} does not fit {self.folder / checkpoint.CONFIG}: "
+                f"{checkpoint.first_mismatch(error)}; start anew with --force instead of --resume"
             ) from error
 
     def _finish(self, metrics: Metrics) -> Evaluation:
-        """Writes the better of the averaged and the best single checkpoint as the model."""
+        """Writes the averaged or the best single checkpoint as the model, whichever is better."""
         progress = self.progress
         last = sorted(progress.scores)[-self.config.average :]
         candidates = {
@@ -389,24 +391,24 @@ class Trainer:
             self.model.load_state_dict(weights)
             results[name] = (self._evaluate(), weights)
         chosen = max(results, key=lambda name: results[name][0].score)
-        marks, weights = results[chosen]
+        evaluation, weights = results[chosen]
         checkpoint.save_tensors(self.folder / checkpoint.WEIGHTS, weights, {"weights": chosen})
-        self._report(metrics, marks, "final")
-        return marks
+        self._report(metrics, evaluation, "final")
+        return evaluation
 
-    def _report(self, metrics: Metrics, marks: Evaluation, prefix: str) -> None:
+    def _report(self, metrics: Metrics, evaluation: Evaluation, prefix: str) -> None:
         progress = self.progress
         metrics.add(
             step=progress.step,
             epoch=progress.epoch,
-            **marks.record(prefix),
+            **evaluation.record(prefix),
             seconds=round(progress.seconds, 1),
         )
         metrics.draw()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Makes SIGINT and SIGTERM finish the step and save; a second one ends at once."""
+        """On SIGINT or SIGTERM finishes the step and saves; a second signal ends at once."""
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             if self.interrupted:

@@ -1,4 +1,4 @@
-"""Where a tokenizer comes from: BPE trained on a corpus, or a tiktoken encoding cut down to it."""
+"""Tokenizers from a corpus: trained BPE, or a tiktoken encoding cut down to the corpus."""
 
 from collections.abc import Iterable
 
@@ -6,14 +6,14 @@ import tiktoken
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, require
 from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, SpecialTokens, Tokenizer
 
 ENCODINGS = ("cl100k_base", "o200k_base")
 
-# How cl100k_base (GPT-4) splits text into words, as tiktoken 0.14 writes it: the possessive
-# quantifiers keep a run of a million blanks from overflowing the stack of tiktoken's regex engine.
-# Only "{1,3}" has none, since it would mean something else to the engine of `tokenizers`.
+# Splits text into words as cl100k_base (GPT-4) does, in tiktoken 0.14's form: the possessive
+# quantifiers keep a run of a million blanks from overflowing the stack of its regex engine. "{1,3}"
+# has none, since "{1,3}+" means something else in the engine of `tokenizers`.
 WORD_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -23,24 +23,21 @@ WORD_PATTERN = (
 def train_bpe(
     lines: Iterable[str], vocabulary_size: int, special: SpecialTokens = SOURCES
 ) -> Tokenizer:
-    """Train byte-level BPE (Sennrich et al. 2016, over bytes as in GPT-2).
+    """Trains byte-level BPE (Sennrich et al. 2016, over bytes as in GPT-2).
 
     Args:
-        lines: the corpus; for translation, both languages.
-        vocabulary_size: how many ids, the special ones included. The tokenizer has fewer when no
-            two neighbouring tokens occur twice any more.
-        special: the special ids, the first ones.
+        lines: The corpus; for translation, both languages.
+        vocabulary_size: Number of ids, special ones included. A small corpus gives fewer, as
+            merges need a pair of tokens that occurs twice.
+        special: Special ids, the first ones.
 
     Raises:
-        UsageError: the size leaves no room for the special ids and the 256 single bytes.
+        UsageError: The size is too small for the special ids and the 256 single bytes.
     """
     reserved = max(special.ids()) + 1
     smallest = reserved + len(SINGLE_BYTES)
-    if vocabulary_size < smallest:
-        raise UsageError(
-            f"expected a vocabulary of at least {smallest} ({reserved} special tokens, 256 single "
-            f"bytes), found {vocabulary_size}."
-        )
+    expected = f"at least {smallest} ({reserved} special tokens and 256 single bytes)"
+    require(vocabulary_size >= smallest, "vocabulary_size", expected, vocabulary_size)
     trained = HuggingFaceTokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -66,9 +63,9 @@ def train_bpe(
 
 
 def byte_of_character() -> dict[str, int]:
-    """The printable character that stands for each byte in GPT-2's vocabularies, turned round.
+    """Byte of each character in GPT-2's vocabularies, where every byte is a printable character.
 
-    Printable Latin-1 stands for itself; the other bytes, in ascending order, take the characters
+    Printable Latin-1 stands for itself; the other bytes, in ascending order, are the characters
     from U+0100 on (`bytes_to_unicode` of openai/gpt-2, src/encoder.py).
     """
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -79,20 +76,19 @@ def byte_of_character() -> dict[str, int]:
 
 
 def cut_encoding(name: str, lines: Iterable[str], special: SpecialTokens = SOURCES) -> Tokenizer:
-    """Take a named tiktoken encoding and keep the tokens that the corpus uses.
+    """Cuts a tiktoken encoding down to the tokens that the corpus uses.
 
     Raises:
-        UsageError: transferry knows no encoding of that name.
-        InputError: tiktoken can neither find the ranks in its cache nor download them.
+        UsageError: The encoding is unknown.
+        InputError: tiktoken has the ranks neither in its cache nor from the network.
     """
-    if name not in ENCODINGS:
-        raise UsageError(f"expected one of {', '.join(ENCODINGS)}, found {name!r}.")
+    require(name in ENCODINGS, "encoding", f"one of {', '.join(ENCODINGS)}", repr(name))
     try:
         encoding = tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:
         raise InputError(
             f"{name}: tiktoken cannot get the ranks ({error}). Without a network, set "
-            "TIKTOKEN_CACHE_DIR to a folder in which tiktoken has put them before."
+            "TIKTOKEN_CACHE_DIR to a folder where tiktoken has cached them."
         ) from error
     pattern, ranks = encoding._pat_str, encoding._mergeable_ranks
     whole = Tokenizer(name, pattern, ranks)

@@ -326,7 +326,7 @@ class TestTrain:
         weights = (run / "model.safetensors").read_bytes()
         refused = call("train", *options, "--seed", "1")
         assert refused.exit_code == 2
-        assert "--resume continues it, --force replaces it" in refused.stderr
+        assert "continue it with --resume, or replace it with --force" in refused.stderr
         assert (run / "model.safetensors").read_bytes() == weights
         assert call("train", *options, "--seed", "1", "--force").exit_code == 0
         assert (run / "model.safetensors").read_bytes() != weights
@@ -349,7 +349,7 @@ class TestTrain:
         out.write_text("dear to somebody\n")
         result = call("train", *pairs, *SMALLEST, "--max-steps=1", "--out", out, "--force")
         assert result.exit_code == 3
-        assert f"{out}: cannot be made" in result.stderr
+        assert f"{out}: cannot be created" in result.stderr
         assert out.read_text() == "dear to somebody\n"
 
     def test_a_run_continues_as_it_was_started(self, pairs: list[str], tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ class TestTrain:
 
         changed = call("train", "--out", run, "--resume", "--batch-tokens", "999")
         assert changed.exit_code == 2
-        assert "--batch-tokens 999 would change it" in changed.stderr
+        assert "found --batch-tokens 999" in changed.stderr
 
         def steps() -> int:
             records = read_json_lines(run / "metrics.jsonl")

@@ -84,5 +84,5 @@ def test_sets_share_no_source_and_files_hold_them(
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
-    with pytest.raises(InputError, match="taken: expected a place for a folder"):
+    with pytest.raises(InputError, match="taken: cannot be created"):
         write_corpus(tmp_path / "taken")

@@ -170,7 +170,7 @@ def test_an_example_that_fills_the_budget_is_a_batch(examples: list[Example]) ->
         [[0], [1]],
         [[1], [0]],
     )
-    with pytest.raises(UsageError, match=r"at least 40 tokens.*found 39"):
+    with pytest.raises(UsageError, match=r"batch_tokens must be at least 40.*found 39"):
         token_batches(examples, 39, seed=0, epoch=0)
 
 

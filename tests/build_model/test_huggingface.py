@@ -999,16 +999,16 @@ def test_nothing_is_half_written(
 def test_a_run_is_replaced_with_force_only(made: Makes, tmp_path: Path) -> None:
     out = tmp_path / "run"
     import_checkpoint(made("gpt2").folder, out)
-    with pytest.raises(UsageError, match="holds something already; --force replaces it"):
+    with pytest.raises(UsageError, match="is not empty; replace it with --force"):
         import_checkpoint(made("bert").folder, out)
     assert load_checkpoint(out).model.config.architecture == "decoder-only"
     import_checkpoint(made("bert").folder, out, force=True)
     assert load_checkpoint(out).model.config.architecture == "encoder-only"
     assert listing(tmp_path) == {"run", *(f"run/{name}" for name in listing(out))}
     (out / "settings.toml").unlink()
-    with pytest.raises(UsageError, match="is no run of transferry"):
+    with pytest.raises(UsageError, match="is not a run"):
         import_checkpoint(made("gpt2").folder, out, force=True)
-    with pytest.raises(InputError, match="it is no folder"):
+    with pytest.raises(InputError, match="it is a file"):
         import_checkpoint(made("gpt2").folder, out / "config.json", force=True)
 
 

@@ -272,7 +272,7 @@ def test_a_resumed_training_may_go_further(tmp_path: Path) -> None:
 def test_other_text_is_not_resumed_on(tmp_path: Path) -> None:
     run(tmp_path, max_steps=5)
     other = trainer(tmp_path, examples=EXAMPLES[:-1])
-    with pytest.raises(InputError, match="other text than is given now"):
+    with pytest.raises(InputError, match="from training on other text"):
         other.run(resume=True, quiet=True)
 
 
