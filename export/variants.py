@@ -99,13 +99,13 @@ class MadeVariant:
         specs = {name: graph.spec for name, graph in self.graphs.items()}
         opset = next(iter(self.graphs.values())).model.opset_imports[""]
         screen: Mapping[str, StoredTensor] = {}
-        if "rough" in self.graphs:
-            screen = screen_tensors(self.graphs["head"], self.graphs["rough"])
+        if "approximate_logits" in self.graphs:
+            screen = screen_tensors(self.graphs["lm_head"], self.graphs["approximate_logits"])
         cache = None
         if "decoder" in specs:
             cache = CacheSpec(recipe.fused, specs["decoder"].tensor("past").type)
         fixed = (self.name, recipe.precision, recipe.providers, opset)
-        return Variant(*fixed, specs, cache, top_k="rank" in specs, screen=screen)
+        return Variant(*fixed, specs, cache, top_k="top_k" in specs, screen=screen)
 
 
 def make_variant(
@@ -157,11 +157,11 @@ def _fused_graphs(
     if scales:
         attentions = quantise_cache(graphs, scales)
         _require_all(name, "attentions of the decoder to read integers", len(scales), attentions)
-    elif "head" in graphs and not on_cpu:
-        graphs["rank"] = top_k_graph(graphs["head"])
-    elif "head" in graphs and _worth_screening(model):
-        graphs["rough"] = approximate_graph(graphs["head"])
-        graphs["peaks"] = segment_maxima_graph(graphs["sums"])
+    elif "lm_head" in graphs and not on_cpu:
+        graphs["top_k"] = top_k_graph(graphs["lm_head"])
+    elif "lm_head" in graphs and _worth_screening(model):
+        graphs["approximate_logits"] = approximate_graph(graphs["lm_head"])
+        graphs["segment_maxima"] = segment_maxima_graph(graphs["exp_sums"])
     return graphs
 
 

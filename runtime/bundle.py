@@ -35,59 +35,58 @@ from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 FORMAT = 7
 MANIFEST = "manifest.json"
 REFERENCE = "reference.npz"
-# Which graphs a variant has at least, by architecture.
+# Graphs of a variant whose steps return a longer cache, by architecture.
 GRAPHS = {
     "encoder-decoder": ("encoder", "decoder", "select"),
     "decoder-only": ("decoder", "select"),
     "encoder-only": ("encoder",),
 }
-# The same where the cache lies in place.
+# Graphs of a variant whose steps write into the cache in place.
 IN_PLACE = {
-    "encoder-decoder": ("encoder", "decoder", "head", "sums", "gather", "move", "place", "select"),
-    "decoder-only": ("decoder", "head", "sums", "gather", "move"),
+    "encoder-decoder": (
+        *("encoder", "decoder", "lm_head", "exp_sums", "gather", "move", "place", "select"),
+    ),
+    "decoder-only": ("decoder", "lm_head", "exp_sums", "gather", "move"),
 }
 
+# Heads are those of keys and values. Where the cache is in place, a batch is one of slots.
 Role = Literal[
-    "source",  # int64 [batch, source]: token ids
-    "source_mask",  # bool [batch, source]: True at a token
-    "cross",  # [batch, heads, source, d_head]: keys or values of the source; like past in units
-    #           that graph "unrounded" knows where it is int8
-    "target",  # int64 [batch, target]: token ids
-    "past_mask",  # bool [batch, past]: True at a token; where there is no encoder
-    "past",  # [batch, heads, past, d_head]: keys or values of earlier positions
-    "present",  # [batch, heads, past + target, d_head]: the next step's past; where the cache lies
-    #             in place both are [batch, heads, capacity, d_head]
-    "rough",  # [batch * target, vocabulary]: the logits as int8 gives them, for screening
-    "count",  # int64 [1]: how many tokens are wanted of each row, on the host
+    "source",  # [batch, source] int64: token ids
+    "source_mask",  # [batch, source] bool: True at a token
+    "cross",  # [batch, heads, source, d_head]: keys or values of the source
+    "target",  # [batch, target] int64: token ids
+    "past_mask",  # [batch, past] bool: True at a token; without an encoder
+    "past",  # [batch, heads, past, d_head]: keys or values of earlier positions; in place
+    #          [batch, heads, capacity, d_head]
+    "present",  # [batch, heads, past + target, d_head]: the next step's past; in place as past
+    "logits",  # [batch, target, vocabulary]; in place [batch * target, vocabulary]; of an encoder
+    #            alone [batch, source, vocabulary]
+    "hidden",  # [batch * target, d_model]: input of the LM head; of an encoder alone
+    #            [batch, source, d_model]
+    "approximate_logits",  # [batch * target, vocabulary]: logits of the int8 LM head
+    "exp_sums",  # [rows]: sums of the exponentials of the logits
+    "segment_maxima",  # [rows, segments]: largest of each 64 neighbouring logits, then the rest
+    "count",  # [1] int64, on the host: k of the top k
     "top_logits",  # [rows, count]: the largest logits of each row, the largest first
-    "top_tokens",  # int64 [rows, count]: whose they are
-    "relative_sums",  # [rows]: of the exponentials of the logits less the largest
-    "sums",  # [rows]: of the exponentials of the logits
-    "peaks",  # [rows, segments]: the largest of each 64 neighbouring logits, then those left over
-    "logits",  # [batch, target, vocabulary], or of an encoder alone [batch, source, vocabulary];
-    #            where the cache lies in place [batch * target, vocabulary], or of some tokens
-    #            alone [batch * target, tokens]
-    "hidden",  # [batch, source, d_model]: what an encoder alone makes of the source; of a decoder
-    #            [batch * target, d_model], what its logits are made of
-    "positions",  # int64 [batch, target]: of the target; where the cache lies in place
-    "cells",  # int64 [batch, target, heads, 3]: where in the cache the keys and values of the
-    #           target go, by slot, head and column; likewise
-    "write",  # int64 [batch]: the column from which what is fresh is written into a state
-    "bias",  # [batch, 1, target, capacity]: 0 at columns that a token sees, else minus infinity
+    "top_tokens",  # [rows, count] int64: their tokens
+    "relative_sums",  # [rows]: sums of the exponentials of the logits less the largest
+    "positions",  # [batch, target] int64: positions of the target
+    "cells",  # [batch, target, heads, 3] int64: slot, head and column of its keys and values
+    "bias",  # [batch, 1, target, capacity]: 0 where a token attends, else minus infinity
     "source_bias",  # [batch, 1, 1, source]: the same for the source
-    "source_length",  # int64 [batch]: tokens of the source; where the cache is int8
-    "single",  # bool []: whether the target is one token, which sees all columns before; likewise
-    "kept",  # [batch, heads, source, d_head]: cross once more, where it lies; likewise
-    "rows",  # int64 [selected]: which rows to take
-    "places",  # int64 [selected]: and where to put them
-    "moved",  # [batch, heads, length, d_head]: the state after that
-    "index",  # int64 [selected, heads, columns]: which columns of the cache to take
-    "gathered",  # [selected, heads, columns, d_head]: the cache with these columns
-    "fresh",  # [batch, heads, columns, d_head]: cross of a few sentences, to be written into
-    #           that of all
-    "placed",  # [batch, heads, length, d_head]: the state after that
+    "source_length",  # [batch] int64: tokens of the source; of an int8 cache
+    "single",  # [] bool: whether the target is one token a slot without gaps before it; likewise
+    "kept",  # [batch, heads, source, d_head]: cross again, in place; likewise
+    "rows",  # [selected] int64: rows to take
+    "places",  # [selected] int64: where to put them
     "state",  # [batch, heads, length, d_head]: past or cross, before a selection
-    "selected",  # [selected, heads, length, d_head]: and after it
+    "selected",  # [selected, heads, length, d_head]: after it
+    "moved",  # [batch, heads, length, d_head]: state with rows copied to other places
+    "index",  # [selected, heads, columns] int64: columns of the cache to take
+    "gathered",  # [selected, heads, columns, d_head]: the cache with these columns
+    "write",  # [batch] int64: the column from which fresh is written into state
+    "fresh",  # [batch, heads, columns, d_head]: cross of a few sentences
+    "placed",  # [batch, heads, length, d_head]: state with fresh written into it
 ]
 
 
@@ -97,9 +96,9 @@ class TensorSpec:
 
     Attributes:
         name: Its name in the graph.
-        role: What it is for.
+        role: Its purpose.
         type: numpy's name of the element type, such as "float32".
-        shape: A number where the dimension is fixed, its symbol where it varies.
+        shape: Sizes of fixed dimensions, symbols of dynamic ones.
     """
 
     name: str
@@ -134,7 +133,7 @@ class GraphSpec:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A weight that the runtime reads itself: where it lies, from which byte, and what it is."""
+    """A weight that the runtime reads itself: its file, byte offset, type and shape."""
 
     file: str
     offset: int
@@ -170,7 +169,7 @@ class Variant:
         opset: Version of the standard ONNX operators that the graphs use.
         graphs: By name; `required_graphs` lists those that a variant must have.
         cache: The KV cache of the decoder; None for an encoder-only model.
-        top_k: Whether graph "rank" ranks tokens on the device, so that few numbers leave it.
+        top_k: Whether a graph ranks tokens on the device, so that few numbers leave it.
         screen: Weights of the LM head that `ScreenedArgmax` reads, by its parameters; empty if
             greedy search computes all logits.
     """
@@ -186,7 +185,7 @@ class Variant:
 
     @property
     def exact(self) -> bool:
-        """Whether it computes in the precision of the model; another may choose other tokens."""
+        """Whether it computes in the model's own precision, so that its tokens must be the same."""
         return self.precision == "float32"
 
     @property
@@ -198,15 +197,15 @@ class Variant:
         """Returns the names of the graphs that the variant must have, by what it says of itself."""
         return (
             *(IN_PLACE if self.in_place else GRAPHS)[architecture],
-            *(("unrounded",) if self.cache is not None and self.cache.type == "int8" else ()),
-            *(("rank",) if self.top_k else ()),
-            *(("rough", "peaks") if self.screen else ()),
+            *(("dequantise",) if self.cache is not None and self.cache.type == "int8" else ()),
+            *(("top_k",) if self.top_k else ()),
+            *(("approximate_logits", "segment_maxima") if self.screen else ()),
         )
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file of the bundle must be."""
+    """Hash and size of a file of the bundle."""
 
     sha256: str
     size: int
@@ -214,15 +213,15 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """manifest.json as a value.
+    """The content of manifest.json.
 
     Attributes:
         architecture: One of `GRAPHS`.
-        model: The shape of the model, as build_model's ModelConfig writes it.
-        generation: Defaults of GenerationOptions that differ from its own.
+        model: Configuration of the model, as written by build_model's ModelConfig.
+        generation: The bundle's defaults of GenerationOptions, where they differ from its own.
         variants: By name.
-        files: Every file but the manifest, by its path inside the bundle.
-        versions: Of the packages that made the bundle.
+        files: Every file but the manifest, by path in the bundle.
+        versions: Versions of the packages that made the bundle.
     """
 
     architecture: str
@@ -237,7 +236,7 @@ class Manifest:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False) + "\n"
 
     def to_text(self) -> str:
-        """Returns the manifest as a person reads it."""
+        """Returns the manifest as text for people."""
         model = ", ".join(f"{name} {value}" for name, value in self.model.items())
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         files = [(name, entry.size, entry.sha256[:16]) for name, entry in self.files.items()]
@@ -265,14 +264,14 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes, origin: str) -> Manifest:
-        """Makes the manifest from `to_json`'s text.
+        """Parses the text that `to_json` wrote.
 
         Args:
             text: The text.
-            origin: Names it in errors.
+            origin: Name of the file in errors.
 
         Raises:
-            InputError: It is no JSON, of another format version, or incomplete.
+            InputError: The text is not JSON, incomplete, or of another format version.
         """
         try:
             record = json.loads(text)
@@ -302,7 +301,7 @@ class Manifest:
 
 
 def _check_graphs(manifest: Manifest) -> None:
-    """Refuses what could not be run, and graphs that no hash vouches for."""
+    """Raises for a variant that could not run, and for files without a hash."""
     if manifest.architecture not in GRAPHS:
         raise ValueError(f"its architecture {manifest.architecture!r} is none of {list(GRAPHS)}")
     if not manifest.variants:
@@ -357,7 +356,7 @@ def _tensors(records: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle whose files are what its manifest says."""
+    """A bundle whose files match its manifest."""
 
     folder: Path
     manifest: Manifest
@@ -389,7 +388,7 @@ class Bundle:
         """Returns a variant by name; without a name the first.
 
         Raises:
-            UsageError: The bundle has none of that name.
+            UsageError: The bundle has no variant of that name.
         """
         variants = self.manifest.variants
         if name is None:
@@ -399,22 +398,22 @@ class Bundle:
         return variants[name]
 
     def graph(self, spec: GraphSpec) -> Path:
-        """Returns where a graph's file lies."""
+        """Returns the path of a graph's file."""
         return self.folder / spec.file
 
 
 def _check_file(folder: Path, name: str, record: FileRecord) -> None:
     path = folder / name
-    mend = "copy the bundle again, or export it again"
+    remedy = "copy the bundle again, or export it again"
     if not path.resolve().is_relative_to(folder.resolve()):
         raise InputError(f"{folder / MANIFEST} names {name!r}, which lies outside the bundle")
     if not path.is_file():
-        raise InputError(f"{path} is missing; {mend}")
+        raise InputError(f"{path} is missing; {remedy}")
     size = path.stat().st_size
     if size != record.size:
-        raise InputError(f"{path} must have {record.size} bytes, but has {size}; {mend}")
+        raise InputError(f"{path} must have {record.size} bytes, but has {size}; {remedy}")
     digest = sha256(path)
     if digest != record.sha256:
         raise InputError(
-            f"{path} has changed: its sha256 must be {record.sha256}, but is {digest}; {mend}"
+            f"{path} has changed: its sha256 must be {record.sha256}, but is {digest}; {remedy}"
         )

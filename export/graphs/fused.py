@@ -215,11 +215,14 @@ def export_fused_graphs(model: Transformer, cache_type: str | None = None) -> di
             ),
             (hidden, *computed("present", "batch", "capacity")),
         ),
-        "head": (HeadGraph(model), (hidden,), (logits,)),
-        "sums": (
+        "lm_head": (HeadGraph(model), (hidden,), (logits,)),
+        "exp_sums": (
             SumsGraph(),
             (logits,),
-            (spec("sums", "float32", "rows"), spec("peaks", "float32", "rows", segments)),
+            (
+                spec("exp_sums", "float32", "rows"),
+                spec("segment_maxima", "float32", "rows", segments),
+            ),
         ),
         "gather": (
             GatherGraph(),

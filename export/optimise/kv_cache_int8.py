@@ -42,7 +42,7 @@ FLOAT, INT8 = ir.TensorType(ir.DataType.FLOAT), ir.TensorType(ir.DataType.INT8)
 
 
 def quantise_cache(graphs: dict[str, Graph], scales: Mapping[str, KVScales]) -> int:
-    """Makes graphs store the KV cache in int8, and adds the graph "unrounded".
+    """Makes graphs store the KV cache in int8, and adds the graph "dequantise".
 
     Args:
         graphs: Encoder and decoder of a model with folded KV scales, in float32 and fused; the
@@ -58,7 +58,7 @@ def quantise_cache(graphs: dict[str, Graph], scales: Mapping[str, KVScales]) -> 
     if "encoder" in graphs:
         graphs["encoder"] = _rounded_encoder(graphs["encoder"])
     graphs["decoder"], count = _int8_decoder(graphs["decoder"])
-    graphs["unrounded"] = _unrounded_graph(graphs["decoder"].spec, scales)
+    graphs["dequantise"] = _dequantise_graph(graphs["decoder"].spec, scales)
     return count
 
 
@@ -93,9 +93,9 @@ def _round_input(node: ir.Node, index: int) -> None:
     node.replace_input_with(index, rounding.outputs[0])
 
 
-def _unrounded_graph(decoder: GraphSpec, scales: Mapping[str, KVScales]) -> Graph:
+def _dequantise_graph(decoder: GraphSpec, scales: Mapping[str, KVScales]) -> Graph:
     """Returns the graph that multiplies by the scales: state -> cross, past in float32."""
-    graph = ir.Graph([], [], nodes=[], name="unrounded", opset_imports={"": FUSED_OPSET})
+    graph = ir.Graph([], [], nodes=[], name="dequantise", opset_imports={"": FUSED_OPSET})
     tape = ir.tape.Tape(graph)
     outputs = tuple(
         replace(each, type="float32") for each in decoder.inputs if each.role in ATTENTIONS
@@ -112,7 +112,7 @@ def _unrounded_graph(decoder: GraphSpec, scales: Mapping[str, KVScales]) -> Grap
         graph.inputs.append(state)
         graph.outputs.append(described(product, output))
     model = ir.Model(graph, ir_version=IR_VERSION)
-    return Graph(model, GraphSpec("unrounded.onnx", inputs, outputs))
+    return Graph(model, GraphSpec("dequantise.onnx", inputs, outputs))
 
 
 def _int8_decoder(decoder: Graph) -> tuple[Graph, int]:

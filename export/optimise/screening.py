@@ -37,11 +37,14 @@ def approximate_graph(head: Graph) -> Graph:
     tape, bias = ir.tape.Tape(graph), (*product.inputs, None)[2]
     inputs = [product.inputs[0], transposed(tape, integers), scales, None, bias]
     approximate = tape.op("DynamicQuantizeMatMul", inputs, domain=CONTRIB)
-    (output,) = (replace(logits, name="rough", role="rough") for logits in head.spec.outputs)
+    (output,) = (
+        replace(logits, name="approximate_logits", role="approximate_logits")
+        for logits in head.spec.outputs
+    )
     graph.outputs[0] = described(approximate, output)
     graph.remove(product, safe=True)
     drop_unused(graph)
-    return Graph(model, GraphSpec("rough.onnx", head.spec.inputs, (output,)))
+    return Graph(model, GraphSpec("approximate_logits.onnx", head.spec.inputs, (output,)))
 
 
 def segment_maxima_graph(sums: Graph) -> Graph:
@@ -49,7 +52,7 @@ def segment_maxima_graph(sums: Graph) -> Graph:
     model = sums.model.clone()
     model.graph.outputs.pop(0)
     drop_unused(model.graph)
-    return Graph(model, GraphSpec("peaks.onnx", sums.spec.inputs, sums.spec.outputs[1:]))
+    return Graph(model, GraphSpec("segment_maxima.onnx", sums.spec.inputs, sums.spec.outputs[1:]))
 
 
 def screen_tensors(head: Graph, approximate: Graph) -> Mapping[str, StoredTensor]:

@@ -36,4 +36,4 @@ def top_k_graph(head: Graph) -> Graph:
         spec("relative_sums", "float32", "rows"),
     )
     graph.outputs[:] = [described(*both) for both in zip((*top, sums), specs, strict=True)]
-    return Graph(model, GraphSpec("rank.onnx", (*head.spec.inputs, count), specs))
+    return Graph(model, GraphSpec("top_k.onnx", (*head.spec.inputs, count), specs))

@@ -139,6 +139,6 @@ class CacheBuffers:
         self, cross: Sequence[BufferView], past: Sequence[BufferView]
     ) -> tuple[list[BufferView], list[BufferView]]:
         """Returns the cross and past of an int8 cache in float32."""
-        found = self._runners["unrounded"].run({"state": [*cross, *past]}, "cross", "past")
+        found = self._runners["dequantise"].run({"state": [*cross, *past]}, "cross", "past")
         floats = [BufferView.of(each) for each in found]
         return floats[: len(cross)], floats[len(cross) :]

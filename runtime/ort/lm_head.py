@@ -53,7 +53,7 @@ class LMHead:
         self._runners = runners
         self._own = _Workspace()
         self._top_k = variant.top_k
-        self.vocabulary_size = int(variant.graphs["head"].tensor("logits").shape[-1])
+        self.vocabulary_size = int(variant.graphs["lm_head"].tensor("logits").shape[-1])
         self.screened: ScreenedArgmax | None = None
         if variant.screen:
             weights = {name: tensor.read(bundle.folder) for name, tensor in variant.screen.items()}
@@ -77,20 +77,20 @@ class LMHead:
         if top is not None and self._top_k:
             return StepOutput(top_k=self._ranked(rows, top))
         if top == 1 and not normalise and self.screened is not None:
-            approximate = self._run("rough", rows)["rough"]
-            maxima = SegmentMaxima(self._run("peaks", rows)["peaks"], SEGMENT)
+            approximate = self._run("approximate_logits", rows)["approximate_logits"]
+            maxima = SegmentMaxima(self._run("segment_maxima", rows)["segment_maxima"], SEGMENT)
             tokens = self.screened.argmax(self.hidden(rows).numpy(), approximate, maxima)
             return StepOutput(top_k=TopK(np.maximum(tokens, 0)[:, None], tokens >= 0))
-        logits = self._run("head", rows)["logits"]
-        if not normalise or self._runners["sums"].on_device:
+        logits = self._run("lm_head", rows)["logits"]
+        if not normalise or self._runners["exp_sums"].on_device:
             return StepOutput(logits[None])
-        found = self._run("sums", rows)
-        maxima = SegmentMaxima(found["peaks"], SEGMENT)
-        return StepOutput(logits[None], None, _log_of_sums(found["sums"], logits), maxima)
+        found = self._run("exp_sums", rows)
+        maxima = SegmentMaxima(found["segment_maxima"], SEGMENT)
+        return StepOutput(logits[None], None, _log_of_sums(found["exp_sums"], logits), maxima)
 
     def _ranked(self, rows: int, k: int) -> TopK:
         """Returns the k likeliest tokens of each row, ranked on the device."""
-        found = self._run("rank", rows, k)
+        found = self._run("top_k", rows, k)
         logits, tokens, sums = (
             found[role] for role in ("top_logits", "top_tokens", "relative_sums")
         )
@@ -100,21 +100,21 @@ class LMHead:
     def _run(self, name: str, rows: int, k: int = 0) -> Mapping[str, NDArray[Any]]:
         """Runs a graph on this thread's buffers, and returns its outputs by role.
 
-        The next run of the graph overwrites them; "rough" and "logits" overwrite each other.
+        The next run of the graph overwrites them; exact and approximate logits share a buffer.
         """
         own = self._own
         hidden = self.hidden(rows)
-        if name != "rank" and rows > len(own.logits):
+        if name != "top_k" and rows > len(own.logits):
             own.calls.clear()
             own.logits = np.empty((hidden.buffer.shape()[0], self.vocabulary_size), np.float32)
         if (name, rows, k) not in own.calls:
             runner, logits = self._runners[name], own.logits[:rows]
             read: dict[str, Bindable] = {"hidden": hidden}
-            if name in ("sums", "peaks"):
+            if name in ("exp_sums", "segment_maxima"):
                 read["logits"] = runner.value(logits)  # on the CPU: a view
-            if name == "rank":
+            if name == "top_k":
                 read["count"] = OrtValue.ortvalue_from_numpy(np.array([k]))  # read on the host
-            written = {"logits": logits, "rough": logits}
+            written = {"logits": logits, "approximate_logits": logits}
             for spec in runner.graph.outputs:
                 size = spec.shape[-1] if isinstance(spec.shape[-1], int) else k
                 shape = (rows, size) if len(spec.shape) > 1 else (rows,)

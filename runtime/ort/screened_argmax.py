@@ -27,9 +27,10 @@ MOST = 1024
 # Tokens of which float32 weights are widened to float64 at once, to bound the memory.
 CHUNK = 2048
 
-# Relative error allowed to the rough product besides quantisation. The integers are summed exactly;
+# Relative error of the approximate product besides quantisation. The integers are summed exactly;
 # converting the sum, multiplying it by two scales and adding the bias round four times by 2^-24 at
-# most, the scale found here and the kernel's differ by two roundings, comparing takes four: 2^-20.6
+# most, the scale found here and the kernel's differ by two roundings, comparing takes four: at most
+# 2^-20.6.
 ROUNDING = 2.0**-19
 # The same where a product underflows: 2^8 2^7 d times the smallest normal number is below this,
 # whether or not subnormal numbers are flushed to zero.
@@ -56,10 +57,10 @@ class ScreeningCounts:
 
 
 class ScreenedArgmax:
-    """Finds the exact argmax of h · w_j + b_j from rough scores and the bound on their error.
+    """Finds the exact argmax of h · w_j + b_j from approximate logits and a bound on their error.
 
-    The answer is that of float64 and depends on a row's hidden state alone: not on the rough
-    scores, which decide only how much work it takes, and not on the other rows.
+    The result is that of float64 and depends on a row's hidden state alone: the approximate logits
+    decide only how much work it takes, and other rows do not matter.
     """
 
     def __init__(
@@ -72,12 +73,12 @@ class ScreenedArgmax:
         """Measures how far each token's quantised weights lie from its own.
 
         Args:
-            weight: The vocabulary projection [vocabulary, d_model]; read where it lies, not copied.
-            quantised: What the rough product multiplies [vocabulary, d_model]; a transposed view
-                will do. Where a kernel without VNNI multiplies, sums of neighbours must not
-                saturate: see `export.quantise`.
-            scales: ŵ_j is `scales[j] * quantised[j]` [vocabulary].
-            bias: Added to the exact scores; the rough ones have it in them already [vocabulary].
+            weight: Weights of the LM head `[vocabulary, d_model]`; read in place, not copied.
+            quantised: Int8 weights of the approximate product `[vocabulary, d_model]`, perhaps a
+                transposed view. On CPUs without VNNI, sums of neighbours must not saturate: see
+                export/optimise/weight_int8.py.
+            scales: ŵ_j is `scales[j] * quantised[j]` `[vocabulary]`.
+            bias: Bias of the LM head, which the approximate logits include `[vocabulary]`.
 
         Raises:
             InputError: Shapes disagree, or a number is not finite.

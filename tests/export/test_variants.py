@@ -28,11 +28,11 @@ from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.tokenizer.byte_pair import SOURCES
 
-FUSED = {"encoder", "decoder", "head", "sums", "select", "gather", "move", "place"}
+FUSED = {"encoder", "decoder", "lm_head", "exp_sums", "select", "gather", "move", "place"}
 GRAPHS = {
     "portable": {"encoder", "decoder", "select"},
-    "cpu-fp32": FUSED | {"rough", "peaks"},
-    "cpu-int8": FUSED | {"unrounded"},
+    "cpu-fp32": FUSED | {"approximate_logits", "segment_maxima"},
+    "cpu-int8": FUSED | {"dequantise"},
 }
 
 

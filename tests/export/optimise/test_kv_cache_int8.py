@@ -163,7 +163,7 @@ def test_nothing_but_the_cache_is_stored_otherwise(made: Made) -> None:
     roles = ("cross", "past", "present", "kept", "state", "fresh", "moved", "placed", "selected")
     for name, graph in variant.graphs.items():
         for spec in (*graph.spec.inputs, *graph.spec.outputs):
-            real = name == "unrounded" and spec.role != "state"
+            real = name == "dequantise" and spec.role != "state"
             assert (spec.type == "int8") == (spec.role in (*roles, "gathered") and not real)
 
 

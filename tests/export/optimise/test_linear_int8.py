@@ -56,9 +56,9 @@ def operators(model: ir.Model) -> Counter[str]:
 def test_every_linear_layer_is_quantised_and_every_input_once(graphs: dict[str, ir.Model]) -> None:
     """What query, key and value read is one value, and so is what all cross-attentions read."""
     counts = {name: operators(model) for name, model in graphs.items()}
-    layers = {"encoder": 6 + 2 * 2, "decoder": 2 * (4 + 2 + 2), "head": 1}
+    layers = {"encoder": 6 + 2 * 2, "decoder": 2 * (4 + 2 + 2), "lm_head": 1}
     cross = 2 * 2  # keys and values, which are rounded too
-    inputs = {"encoder": 4 + 1 + cross, "decoder": 2 * (2 + 2 + 2), "head": 1}
+    inputs = {"encoder": 4 + 1 + cross, "decoder": 2 * (2 + 2 + 2), "lm_head": 1}
     for name, count in counts.items():
         assert count["MatMulIntegerToFloat"] == layers.get(name, 0), name
         assert count["QuantizeLinear"] == inputs.get(name, 0), name
@@ -76,7 +76,7 @@ def test_no_weight_of_a_linear_layer_is_left_in_float(graphs: dict[str, ir.Model
 def test_tied_embedding_is_stored_once(graphs: dict[str, ir.Model]) -> None:
     """Both lookups and the projection name the same bytes."""
     places = []
-    for name in ("encoder", "decoder", "head"):
+    for name in ("encoder", "decoder", "lm_head"):
         tensor = graphs[name].graph.initializers["embedding.weight.int8"].const_value
         assert isinstance(tensor, ir.ExternalTensor)
         places.append((tensor.location, tensor.offset, tensor.length))

@@ -1,4 +1,4 @@
-"""The rough graph beside the head, and where the runtime finds what both multiply with."""
+"""The approximate graph beside the head, and where the runtime finds what both multiply with."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from transferry.runtime.ort.session import SessionOptions
 
 @pytest.fixture
 def head(all_variants: Bundle) -> Graph:
-    spec = all_variants.variant("cpu-fp32").graphs["head"]
+    spec = all_variants.variant("cpu-fp32").graphs["lm_head"]
     return Graph(ir.load(all_variants.graph(spec)), spec)
 
 
@@ -43,15 +43,18 @@ def test_what_the_screen_reads_is_the_checkpoint(all_variants: Bundle, calm: Che
 def test_rough_scores_are_near_the_exact_ones(all_variants: Bundle) -> None:
     graphs = all_variants.variant("cpu-fp32").graphs
     hidden = np.random.default_rng(0).standard_normal((7, 32)).astype(np.float32)
-    exact, rough = (
+    exact, approximate = (
         runner.run({"hidden": [runner.value(hidden)]}, role)[0].numpy()
         for runner, role in (
-            (GraphRunner(all_variants, graphs["head"], SessionOptions()), "logits"),
-            (GraphRunner(all_variants, graphs["rough"], SessionOptions()), "rough"),
+            (GraphRunner(all_variants, graphs["lm_head"], SessionOptions()), "logits"),
+            (
+                GraphRunner(all_variants, graphs["approximate_logits"], SessionOptions()),
+                "approximate_logits",
+            ),
         )
     )
-    assert exact.shape == rough.shape
-    assert 0 < np.abs(exact - rough).max() < 0.02 * np.abs(exact).max()
+    assert exact.shape == approximate.shape
+    assert 0 < np.abs(exact - approximate).max() < 0.02 * np.abs(exact).max()
 
 
 def no_product(graph: ir.Graph) -> None:
@@ -82,8 +85,8 @@ def test_the_head_stays_as_it_is(head: Graph) -> None:
 def test_small_vocabularies_are_not_screened(
     calm: Checkpoint, vocabulary: int, not_traced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graphs are those of a smaller model: only the presence of "rough" matters."""
+    """The graphs are those of a smaller model: only the presence of a graph matters."""
     config = dataclasses.replace(calm.model.config, vocabulary_size=vocabulary)
     monkeypatch.setattr(calm.model, "config", config)
     made = make_variant(calm.model, "cpu-fp32")
-    assert ("rough" in made.graphs) == (vocabulary == SMALLEST_VOCABULARY)
+    assert ("approximate_logits" in made.graphs) == (vocabulary == SMALLEST_VOCABULARY)

@@ -28,8 +28,8 @@ GREEDY = GenerationOptions(max_length=12)
 BEAM = GenerationOptions(max_length=12, beam=4, n_best=4)
 # Fractions of the largest logit. A twin is 2 ** -21 less likely, four times float32's epsilon: no
 # sum of 32 products rounds that much between two equal rows of weights. Twice that turns the
-# choice, and half of what is excused at least, 8 epsilons for each of two candidates. Two logits are never
-# further apart than twice the largest.
+# choice, and is half of what is excused at least, 8 epsilons for each of two candidates. Two logits
+# are never further apart than twice the largest.
 TWIN, ROUNDING, REAL = 2.0**-21, 2.0**-20, 2.5
 
 searches = pytest.mark.parametrize("options", [GREEDY, BEAM], ids=["greedy", "beam 4"])

@@ -102,7 +102,7 @@ def test_the_top_k_changes_no_answer(ranking: FusedDecoder, plain: FusedDecoder,
 
 @dataclass(frozen=True)
 class ChosenLogits:
-    """A runner of graph "head" that gives chosen logits, whatever the hidden states are."""
+    """A runner of graph "lm_head" that gives chosen logits, whatever the hidden states are."""
 
     graph: GraphSpec
     logits: Logits
@@ -119,10 +119,10 @@ def test_sums_and_segment_maxima_are_those_of_numpy(fast_bundle_folder: Path) ->
     bundle = Bundle.load(fast_bundle_folder)
     variant = bundle.variant("cpu-fp32")
     runners: dict[str, Any] = {**open_graphs(bundle, variant.graphs, SessionOptions())}
-    vocabulary = int(variant.graphs["head"].tensor("logits").shape[-1])
+    vocabulary = int(variant.graphs["lm_head"].tensor("logits").shape[-1])
 
     def scored(logits: Logits) -> tuple[NDArray[np.float64], SegmentMaxima]:
-        runners["head"] = ChosenLogits(variant.graphs["head"], logits)
+        runners["lm_head"] = ChosenLogits(variant.graphs["lm_head"], logits)
         output = LMHead(bundle, variant, runners).scores(len(logits), normalise=True)
         assert output.log_sum_exp is not None and output.maxima is not None
         return output.log_sum_exp, output.maxima

@@ -1,4 +1,4 @@
-"""The screened argmax against float64, with rough scores of the kernels that the graphs use."""
+"""The screened argmax against float64, with approximate logits of the kernels in the graphs."""
 
 import dataclasses
 from typing import Any
@@ -67,15 +67,17 @@ class Projection:
             model.SerializeToString(), providers=["CPUExecutionProvider"]
         )
 
-    def rough(self, hidden: Floats) -> Floats:
+    def approximate(self, hidden: Floats) -> Floats:
         scores: Floats = self.session.run(["q"], {"h": hidden})[0]
         return scores
 
     def likeliest(self, hidden: Floats) -> NDArray[np.int64]:
-        return self.argmax(hidden, self.rough(hidden))
+        return self.argmax(hidden, self.approximate(hidden))
 
-    def argmax(self, hidden: Floats, rough: Floats, length: int = SEGMENT) -> NDArray[np.int64]:
-        return self.screen.argmax(hidden, rough, SegmentMaxima.of(rough, length))
+    def argmax(
+        self, hidden: Floats, approximate: Floats, length: int = SEGMENT
+    ) -> NDArray[np.int64]:
+        return self.screen.argmax(hidden, approximate, SegmentMaxima.of(approximate, length))
 
     def exact(self, hidden: Floats) -> NDArray[np.float64]:
         scores = hidden.astype(np.float64) @ self.weight.T.astype(np.float64)
@@ -121,14 +123,14 @@ def test_the_length_of_segments_changes_nothing(vocabulary: int) -> None:
     hidden = normal(1, 64, 48)
     expected = projection.likeliest(hidden).tolist()
     for length in (1, 32, vocabulary):
-        found = projection.argmax(hidden, projection.rough(hidden), length)
+        found = projection.argmax(hidden, projection.approximate(hidden), length)
         assert found.tolist() == expected
 
 
 def test_rough_scores_alone_would_choose_otherwise() -> None:
     projection, hidden = Projection(normal(0, 2000, 32)), normal(1, 512, 32)
     best = projection.check(hidden)
-    assert (projection.rough(hidden).argmax(axis=1) != best).sum() > 5
+    assert (projection.approximate(hidden).argmax(axis=1) != best).sum() > 5
 
 
 def test_peaked_rows_are_certified_without_a_product() -> None:
@@ -146,7 +148,7 @@ def test_peaked_rows_are_certified_without_a_product() -> None:
 
 
 def edge(term: str) -> tuple[Projection, Floats]:
-    """Token 0 is best by a little, and rough scores put it behind 1 by 0.95 of both radii.
+    """Token 0 is best by a little, and approximate scores put it behind 1 by 0.95 of both radii.
 
     Every element errs by half a step, in the direction of the other factor, so that the inequality
     of Cauchy and Schwarz is all but an equality.
@@ -172,7 +174,7 @@ def edge(term: str) -> tuple[Projection, Floats]:
 @pytest.mark.parametrize("term", ["hidden", "weight"])
 def test_a_token_at_the_edge_of_the_bound_is_found(term: str) -> None:
     projection, hidden = edge(term)
-    assert projection.rough(hidden).argmax() == 1
+    assert projection.approximate(hidden).argmax() == 1
     assert projection.exact(hidden).argmax() == 0
     assert projection.likeliest(hidden).tolist() == [0]
 
@@ -184,7 +186,7 @@ def test_rounding_to_a_large_bias_is_allowed_for() -> None:
     bias = np.full(2, 2.0**23, np.float32)
     projection = Projection(weight, bias, integers=integers, scales=scales)
     hidden = np.array([[1, 0]], np.float32)
-    assert (projection.rough(hidden) - bias).tolist() == [[0, 1]]
+    assert (projection.approximate(hidden) - bias).tolist() == [[0, 1]]
     assert projection.likeliest(hidden).tolist() == [0]
 
 
@@ -249,10 +251,10 @@ def test_a_row_that_is_not_finite_fails_alone(value: float) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_rough_score_that_is_not_finite_costs_a_full_row(value: float) -> None:
     projection, hidden = Projection(normal(0, 1100, 16)), normal(1, 6, 16)
-    expected, rough = projection.likeliest(hidden), projection.rough(hidden)
-    rough[2, 3] = value
+    expected, approximate = projection.likeliest(hidden), projection.approximate(hidden)
+    approximate[2, 3] = value
     projection.screen.counts = ScreeningCounts()
-    assert projection.argmax(hidden, rough).tolist() == expected.tolist()
+    assert projection.argmax(hidden, approximate).tolist() == expected.tolist()
     assert projection.screen.counts.full == 1
 
 
