@@ -25,7 +25,7 @@ from transferry.runtime.console.options import (
     job_options,
     open_job,
     option,
-    require,
+    require_option,
     session_options,
     writable,
 )
@@ -280,8 +280,8 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     checkpoint, text, target = (options[name] for name in ("checkpoint", "text", "target"))
     of_torch = ("text", "target", "self_test", "cross_check", "replay")
     reason = "without torch only the recorded answers are compared"
-    require(options, "checkpoint", for_options=of_torch, reason=reason)
-    require(options, "text", for_options=["target"], reason="the sentences that it translates")
+    require_option(options, "checkpoint", for_options=of_torch, reason=reason)
+    require_option(options, "text", for_options=["target"], reason="what it translates")
     from transferry.export.report.write import write_report
     from transferry.runtime.bundle import Bundle
     from transferry.runtime.files import read_lines

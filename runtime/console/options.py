@@ -143,7 +143,7 @@ def given(
     return {name: value for name, value in values.items() if name in names and value is not None}
 
 
-def require(
+def require_option(
     values: Mapping[str, Any], needed: str, *, for_options: Sequence[str], reason: str
 ) -> None:
     """Refuses options that have no effect without another one.
