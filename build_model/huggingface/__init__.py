@@ -1,1 +1,1 @@
-"""Checkpoints of Hugging Face's transformers, turned into runs; transformers is not needed."""
+"""Import of Hugging Face checkpoints as runs; transformers itself is not needed."""

@@ -1,4 +1,4 @@
-"""A checkpoint becomes a run: read, carried over, and written whole or not at all."""
+"""Import of a checkpoint: read, converted, and written as a run whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transferry.build_model.config import ModelConfig
 from transferry.build_model.huggingface.folder import Checkpoint
 from transferry.build_model.huggingface.tables import FAMILIES
 from transferry.build_model.huggingface.vocabularies import TOKENIZERS
-from transferry.build_model.huggingface.weights import Carried, carry_over
+from transferry.build_model.huggingface.weights import Converted, convert_weights
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import replace_folder, staged_folder
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
-# What `generate` of transformers goes by and a run does not: how to search is said to transferry.
+# Settings of transformers' `generate` that a run does not keep: they are options of transferry.
 SEARCH_SETTINGS = (
     "do_sample",
     "early_stopping",
@@ -40,45 +40,45 @@ SEARCH_SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Imported:
-    """What was read of a checkpoint.
+    """A checkpoint, converted.
 
     Attributes:
         kind: Its model_type.
-        config: The shape of our model.
-        carried: The weights, and what was left out of them.
-        tokenizer: The tokenizer.
-        generation: Fields of GenerationOptions that a bundle makes its defaults.
-        not_taken: Settings of the search that are not.
+        config: Shape of our model.
+        weights: Its weights, and what was left out.
+        tokenizer: Its tokenizer.
+        generation: Fields of GenerationOptions that become the bundle's defaults.
+        ignored: Settings of `generate` that do not.
     """
 
     kind: str
     config: ModelConfig
-    carried: Carried
+    weights: Converted
     tokenizer: AnyTokenizer
     generation: dict[str, Any]
-    not_taken: dict[str, Any]
+    ignored: dict[str, Any]
 
     def to_text(self) -> str:
-        """Tells a person what became of the model."""
-        left_out, parameters = self.carried.left_out, self.carried.parameters
+        """Summary for the user."""
+        left_out, computed = self.weights.left_out, self.weights.computed
+        imported = self.weights.parameters - computed
         lines = [
-            f"{self.kind}, {self.config.architecture}: "
-            f"{parameters - self.carried.made + sum(left_out.values()):,} parameters in the file, "
-            f"{parameters - self.carried.made:,} of them imported"
+            f"{self.kind}, {self.config.architecture}: imported {imported:,} of "
+            f"{imported + sum(left_out.values()):,} parameters"
         ]
-        if self.carried.made:
-            lines.append(f"made by formula: {self.carried.made:,} numbers of positions")
         if left_out:
-            parts = ", ".join(f"{part} {count:,}" for part, count in left_out.items())
-            lines.append(f"left out: {parts}")
+            counts = ", ".join(f"{what} {count:,}" for what, count in left_out.items())
+            lines.append(f"left out: {counts}")
+        if computed:
+            lines.append(f"computed: {computed:,} numbers of positions")
         if self.kind == "bert" and not self.config.output_transform:
-            lines.append("there is no head of a masked language model: for --task embed only")
+            lines.append("no masked language model head: only --task embed works")
         if self.generation:
             kept = ", ".join(f"{name} {value}" for name, value in self.generation.items())
-            lines.append(f"defaults of generation: {kept}")
-        if self.not_taken:
-            names = ", ".join(f"{name} {value}" for name, value in self.not_taken.items())
-            lines.append(f"settings of the search, left to `transferry run`: {names}")
+            lines.append(f"generation defaults: {kept}")
+        if self.ignored:
+            names = ", ".join(f"{name} {value}" for name, value in self.ignored.items())
+            lines.append(f"ignored settings of generate, set them on `transferry run`: {names}")
         return "\n".join(lines)
 
 
@@ -86,9 +86,9 @@ def read_checkpoint(folder: Path) -> Imported:
     """Reads a folder that `save_pretrained` of transformers wrote.
 
     Raises:
-        InputError: A file is missing or damaged, a setting is not supported, or a tensor does not
+        InputError: A file is missing or damaged, a setting is unsupported, or a tensor does not
             fit.
-        UsageError: The library that the tokenizer needs is not installed.
+        UsageError: The tokenizer's library is not installed.
     """
     checkpoint = Checkpoint(folder)
     config = checkpoint.config
@@ -103,23 +103,23 @@ def read_checkpoint(folder: Path) -> Imported:
     if tokenizer.vocabulary_size != shape.vocabulary_size:
         raise InputError(
             f"{config.path}: vocab_size is {shape.vocabulary_size}, but the tokenizer has "
-            f"{tokenizer.vocabulary_size} ids; the two are not of one checkpoint"
+            f"{tokenizer.vocabulary_size} ids; take both from one checkpoint"
         )
-    generation, not_taken = {}, {}
+    generation, ignored = {}, {}
     if shape.decoder_layers:
         if suppress := _suppressed(checkpoint, shape.vocabulary_size):
             generation["suppress"] = suppress
-        not_taken = {
+        ignored = {
             name: value
             for name in SEARCH_SETTINGS
             if (value := checkpoint.generation.get(name, config.get(name))) is not None
         }
-    carried = carry_over(family, shape, checkpoint.tensors(), str(folder))
-    return Imported(kind, shape, carried, tokenizer, generation, not_taken)
+    weights = convert_weights(family, shape, checkpoint.tensors(), str(folder))
+    return Imported(kind, shape, weights, tokenizer, generation, ignored)
 
 
 def _suppressed(checkpoint: Checkpoint, vocabulary_size: int) -> tuple[int, ...]:
-    """The tokens that `bad_words_ids` forbids, as `generate` finds them."""
+    """Tokens in `bad_words_ids`; generation_config.json takes precedence, as in `generate`."""
     settings = checkpoint.generation
     if settings.get("bad_words_ids") is None:
         settings = checkpoint.config
@@ -142,24 +142,24 @@ def import_checkpoint(
     force: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Turns a checkpoint into a run, as training leaves it, which export takes.
+    """Imports a checkpoint as a run, which export accepts like a trained one.
 
     Args:
-        folder: What `save_pretrained` of transformers wrote.
+        folder: Folder that `save_pretrained` of transformers wrote.
         out: The run.
-        force: Replace a run that is there.
-        say: Takes what became of the model.
+        force: Replace an existing run.
+        say: Receives the summary.
 
     Raises:
-        InputError: See `read_checkpoint`; or the run cannot be written.
-        UsageError: `out` holds something and `force` is off, or what it holds is no run.
+        InputError: As `read_checkpoint`; or the run cannot be written.
+        UsageError: `out` is not empty and `force` is off, or it holds something else than a run.
     """
     run_folder.check_folder(out, force=force)
     imported = read_checkpoint(folder)
     with staged_folder(out) as staged:
         run.save_config(staged, imported.config, None, imported.generation)
         imported.tokenizer.save(staged)
-        run.save_tensors(staged / run.WEIGHTS, imported.carried.state)
+        run.save_tensors(staged / run.WEIGHTS, imported.weights.state)
         run_folder.remember(staged, {"huggingface": folder})
         replace_folder(staged, out)
     say(imported.to_text())

@@ -1,7 +1,7 @@
-"""What goes where: for each type of model its settings as ModelConfig, and its tensors as ours.
+"""Conversion tables: each model type's settings as ModelConfig, and its tensors as ours.
 
-In a table "#" stands for the number of a layer and "*" for weight or bias. A value is the name of
-our tensor, or a `Move` where the tensor is changed on its way, or why it has no place with us.
+In a table "#" stands for a layer's number and "*" for weight or bias. A value is the name of our
+tensor, a `Move` if the tensor changes, or `NoPlace` if our model has no such tensor.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from transferry.build_model.huggingface.folder import Settings
 
 @dataclass(frozen=True)
 class Move:
-    """A tensor that is changed on its way.
+    """A tensor that changes in the conversion.
 
     Attributes:
-        ours: The names of what comes out, in order.
-        change: Makes them of their tensor.
-        adds: What it is, for the report, where it is added to what another tensor gives.
+        ours: Names of our tensors, in order.
+        change: Converts their tensor to ours.
+        adds: If the result is added to another tensor's: what it is, for the report.
     """
 
     ours: tuple[str, ...]
@@ -35,13 +35,13 @@ class Move:
 
 @dataclass(frozen=True)
 class NoPlace:
-    """A tensor that has no place with us.
+    """A tensor that our model does not have.
 
     Attributes:
-        part: What it belongs to, for the report; empty where it is a constant and no weight.
+        what: What it belongs to, for the report; empty for constants.
     """
 
-    part: str = ""
+    what: str = ""
 
 
 Table = Mapping[str, str | Move | NoPlace]
@@ -49,33 +49,33 @@ Table = Mapping[str, str | Move | NoPlace]
 
 @dataclass(frozen=True)
 class Family:
-    """A type of model.
+    """A model type.
 
     Attributes:
-        shape: Makes the ModelConfig of config.json and of the names of all tensors.
-        table: Where each tensor goes.
-        prefix: What a model with a head puts before the names of the model without.
-        makes: Tensors that the file need not hold, because a formula gives them.
+        shape: Makes the ModelConfig from config.json and the names of all tensors.
+        table: Our tensors by theirs.
+        prefix: Prefix of the names in a model with a head.
+        computes: Tensors that a formula gives if the file lacks them.
     """
 
     shape: Callable[[Settings, set[str]], ModelConfig]
     table: Table
     prefix: str
-    makes: Callable[[ModelConfig], dict[str, Tensor]] = field(default=lambda config: {})
+    computes: Callable[[ModelConfig], dict[str, Tensor]] = field(default=lambda config: {})
 
 
 def conv1d(*ours: str) -> Move:
-    """GPT-2's Conv1D: a weight is [in, out]; several matrices may lie side by side in one."""
+    """Weight of GPT-2's Conv1D, `[in, out]`; may concatenate several matrices."""
     return Move(ours, lambda tensor: tensor.t().tensor_split(len(ours)))
 
 
 def first_row_into(ours: str, what: str) -> Move:
-    """The first row is added to every row of ours."""
+    """Adds the first row to every row of our tensor."""
     return Move((ours,), lambda tensor: (tensor[:1],), f"{what} (the first is in the {ours})")
 
 
 def flat(ours: str) -> Move:
-    """[1, n] becomes [n]."""
+    """`[1, n]` to `[n]`."""
     return Move((ours,), lambda tensor: (tensor.flatten(),))
 
 
@@ -95,7 +95,7 @@ def _marian_shape(config: Settings, names: set[str]) -> ModelConfig:
     """MarianMT (Junczys-Dowmunt et al. 2018): the paper's Transformer with another activation."""
     config.only("share_encoder_decoder_embeddings", True)
     config.only("tie_word_embeddings", True)
-    # What Marian itself can do and transformers' MarianMTModel cannot.
+    # Marian supports these, transformers' MarianMTModel does not.
     for name in ("normalize_before", "normalize_embedding", "add_final_layer_norm"):
         config.only(name, False)
     config.only("static_position_embeddings", True)
@@ -111,9 +111,9 @@ def _marian_shape(config: Settings, names: set[str]) -> ModelConfig:
         decoder_layers=config.whole("decoder_layers"),
         d_ff=config.whole("encoder_ffn_dim"),
         max_positions=config.whole("max_position_embeddings", 1024),
-        # Marian's sinusoids are the paper's in another order, all sines before all cosines, and in
-        # transformers they are float32 numbers whatever the model computes in: they are imported
-        # as a table, which holds these very numbers, and not as a formula that gives others.
+        # Marian's sinusoids have all sines before all cosines, and transformers keeps them as
+        # float32 numbers whatever the model computes in. A table holds exactly these numbers, our
+        # formula would give others.
         positions="learned",
         activation=config.choice("activation_function", ACTIVATIONS, "gelu"),  # type: ignore[arg-type]
         scale_embedding=config.flag("scale_embedding", False),
@@ -122,7 +122,7 @@ def _marian_shape(config: Settings, names: set[str]) -> ModelConfig:
 
 
 def marian_positions(config: ModelConfig) -> dict[str, Tensor]:
-    """The numbers of transformers' MarianSinusoidalPositionalEmbedding: float64, then rounded."""
+    """Table of transformers' MarianSinusoidalPositionalEmbedding: float64, rounded to float32."""
     width = config.d_model
     rates = np.power(10000, 2 * (np.arange(width) // 2) / width)
     angles = np.arange(config.max_positions)[:, None] / rates
@@ -199,7 +199,7 @@ GPT2: Table = {
     "h.#.mlp.c_proj.*": conv1d("decoder.#.feed_forward.outer.*"),
     "ln_f.*": "decoder_norm.*",
     "lm_head.weight": "output.weight",
-    # The causal mask, which older versions of transformers saved.
+    # Causal mask, saved by older versions of transformers.
     "h.#.attn.bias": BUFFER,
     "h.#.attn.masked_bias": BUFFER,
 }
@@ -236,7 +236,7 @@ def _llama_shape(config: Settings, names: set[str]) -> ModelConfig:
 
 
 def _rotary_base(config: Settings) -> float:
-    """The base of unscaled rotary positions; transformers 5 keeps it in `rope_parameters`."""
+    """Base of unscaled rotary positions; transformers 5 has it in `rope_parameters`."""
     base = config.number("rope_theta", 10000.0)
     for name in ("rope_scaling", "rope_parameters"):
         found = config.get(name, {})
@@ -265,7 +265,7 @@ LLAMA: Table = {
     "layers.#.mlp.down_proj.weight": "decoder.#.feed_forward.outer.weight",
     "norm.weight": "decoder_norm.weight",
     "lm_head.weight": "output.weight",
-    # The angles, which older versions of transformers saved.
+    # Angles, saved by older versions of transformers.
     "layers.#.self_attn.rotary_emb.inv_freq": BUFFER,
 }
 
@@ -273,7 +273,7 @@ BERT_HEAD = "cls.predictions.bias"
 
 
 def _bert_shape(config: Settings, names: set[str]) -> ModelConfig:
-    """BERT (Devlin et al. 2019); without the head of its masked language model for embedding."""
+    """BERT (Devlin et al. 2019); without a masked language model head for embedding only."""
     config.only("position_embedding_type", "absolute")
     config.only("is_decoder", False)
     config.only("add_cross_attention", False)
@@ -301,7 +301,7 @@ def _bert_shape(config: Settings, names: set[str]) -> ModelConfig:
 BERT: Table = {
     "embeddings.word_embeddings.weight": "embedding.weight",
     "embeddings.position_embeddings.weight": "positions",
-    # A text is a single segment, type 0 in all places: its vector is part of the positions.
+    # A text is a single segment of type 0, whose vector is added to every position.
     "embeddings.token_type_embeddings.weight": first_row_into("positions", "token types"),
     "embeddings.LayerNorm.*": "embedding_norm.*",
     "encoder.layer.#.attention.self.query.*": "encoder.#.self_attention.query.*",

@@ -1,10 +1,11 @@
-"""The tokenizer of a checkpoint: as tiktoken ranks where it is BPE over bytes, else as it is."""
+"""Tokenizers of checkpoints: byte-level BPE as tiktoken ranks, others unchanged."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.huggingface.folder import Checkpoint
@@ -22,13 +23,13 @@ from transferry.runtime.tokenizer.third_party import (
 
 TOKENIZER = "tokenizer.json"
 
-# How GPT-2 splits text into words (openai/gpt-2, src/encoder.py), with the possessive quantifiers
-# that tiktoken adds: the same words, without a stack that a long run of blanks overflows.
+# Splits text into words as GPT-2 does (openai/gpt-2, src/encoder.py). The possessive quantifiers
+# are tiktoken's: the same words, without overflowing the stack on a long run of blanks.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
 
 def marian_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
-    """Two models of SentencePiece and a table; decoding begins after what the config says."""
+    """Two SentencePiece models and a table of ids."""
     checkpoint.tokenizer.only("separate_vocabs", False)
     eos = checkpoint.token("eos_token_id")
     special = SpecialTokens(
@@ -39,11 +40,11 @@ def marian_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenize
     )
     names = SentencePiecePair.names
     files = {name: read_bytes(checkpoint.folder / name) for name in names}
-    return _original(SentencePiecePair, files, special, config, str(checkpoint.folder))
+    return _third_party(SentencePiecePair, files, special, config, str(checkpoint.folder))
 
 
 def gpt2_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
-    """vocab.json and merges.txt, or what tokenizer.json holds of them, as tiktoken ranks."""
+    """vocab.json and merges.txt, or their content in tokenizer.json, as tiktoken ranks."""
     vocabulary, merges = _gpt2_files(checkpoint)
     checkpoint.tokenizer.only("add_prefix_space", False)
     checkpoint.tokenizer.only("add_bos_token", False)
@@ -59,7 +60,7 @@ def gpt2_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
 
 
 def _gpt2_files(checkpoint: Checkpoint) -> tuple[Mapping[str, int], Sequence[Sequence[str]]]:
-    """Ids by token, and merges as pairs."""
+    """Ids by token, and merges as pairs of tokens."""
     folder = checkpoint.folder
     if (folder / "vocab.json").exists() or not (folder / TOKENIZER).exists():
         lines = read_bytes(folder / "merges.txt").decode(errors="replace").splitlines()
@@ -72,8 +73,8 @@ def _gpt2_files(checkpoint: Checkpoint) -> tuple[Mapping[str, int], Sequence[Seq
     found = {name: splitting.get(name, True) for name in expected}
     if model.get("type") != "BPE" or found != expected or record.get("normalizer"):
         raise InputError(
-            f"{path}: expected the BPE over bytes of GPT-2, found the model {model.get('type')!r} "
-            f"after pre_tokenizer {json.dumps(splitting)} and normalizer "
+            f"{path}: expected GPT-2's byte-level BPE, found the model {model.get('type')!r} with "
+            f"pre_tokenizer {json.dumps(splitting)} and normalizer "
             f"{json.dumps(record.get('normalizer'))}"
         )
     merges = [
@@ -85,17 +86,17 @@ def _gpt2_files(checkpoint: Checkpoint) -> tuple[Mapping[str, int], Sequence[Seq
 def ranks_of(
     vocabulary: Mapping[str, int], merges: Sequence[Sequence[str]], origin: str
 ) -> tuple[dict[bytes, int], int]:
-    """Turns ids and merges into tiktoken's ranks, or refuses to.
+    """Converts ids and merges to tiktoken's ranks, if both split every text alike.
 
-    tiktoken joins whatever two neighbours make a token, the token of lowest rank first, and knows
-    no merges. That is the same if the ids of tokens grow in the order of the merges, and if each
-    token is reached by its own merge, which is tried.
+    tiktoken has no merges: it joins any two neighbours that form a token, lowest rank first. The
+    result is the same if ids ascend in the order of the merges and every token is reached by its
+    own merge; both are checked.
 
     Returns:
         The ranks, and the id of rank 0.
 
     Raises:
-        InputError: The vocabulary is of another kind.
+        InputError: tiktoken would split text differently.
     """
     byte_of = byte_of_character()
     order = [*byte_of, *("".join(merge) for merge in merges)]
@@ -108,44 +109,44 @@ def ranks_of(
             f"found no {error}"
         ) from error
     first = min(ids)
-    # The ids of the bytes do not matter, as long as they come first.
+    # The bytes may have any order, as long as they come first.
     if sorted(ids[:256]) + ids[256:] != list(range(first, first + len(ids))):
         raise InputError(
-            f"{origin}: expected a vocabulary in the order of the merges, found others; its ids "
+            f"{origin}: expected ids in the order of the merges, found another order; the ids "
             "cannot serve as ranks"
         )
     ranks = {token: number - first for token, number in zip(tokens, ids, strict=True)}
     for token, (left, right) in zip(tokens[256:], merges, strict=True):
-        parts = _joined(token, ranks)
-        if [len(part) for part in parts] != [len(left), len(right)]:
+        pieces = _joined(token, ranks)
+        if [len(piece) for piece in pieces] != [len(left), len(right)]:
             raise InputError(
-                f"{origin}: expected the merge {left} {right} to be the way to its token, found "
-                f"that {parts} come first; tiktoken would split text in another way"
+                f"{origin}: expected the merge {left} {right} to lead to its token, found {pieces} "
+                "before; tiktoken would split text differently"
             )
     return ranks, first
 
 
 def _joined(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    """BPE over a token by all ranks below its own."""
-    parts = [token[place : place + 1] for place in range(len(token))]
+    """BPE of a token by the ranks below its own."""
+    pieces = [token[place : place + 1] for place in range(len(token))]
     while True:
-        pairs = [ranks.get(left + right, len(ranks)) for left, right in zip(parts, parts[1:])]  # noqa: B905, RUF007
+        pairs = [ranks.get(left + right, len(ranks)) for left, right in pairwise(pieces)]
         lowest = min(pairs, default=len(ranks))
         if lowest >= ranks[token]:
-            return parts
+            return pieces
         place = pairs.index(lowest)
-        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+        pieces[place : place + 2] = [pieces[place] + pieces[place + 1]]
 
 
 def llama_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
-    """tokenizer.json as it is, or tokenizer.model where there is none."""
+    """tokenizer.json, or tokenizer.model if there is none."""
     eos = checkpoint.token("eos_token_id")
     bos = checkpoint.token("bos_token_id", eos)
     special = SpecialTokens(checkpoint.token("pad_token_id", eos), bos, eos, after=())
     path = checkpoint.folder / TOKENIZER
     if path.exists():
-        return _as_it_is(read_bytes(path), special, config, str(path))
-    # Where there is a tokenizer.json, transformers 5 does not look at these two.
+        return _unchanged(read_bytes(path), special, config, str(path))
+    # transformers 5 ignores these two if there is a tokenizer.json.
     settings = checkpoint.tokenizer
     special = dataclasses.replace(
         special,
@@ -154,11 +155,11 @@ def llama_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer
     )
     path = checkpoint.folder / "tokenizer.model"
     files = dict.fromkeys(SentencePieceTokenizer.names, read_bytes(path))
-    return _original(SentencePieceTokenizer, files, special, config, str(path))
+    return _third_party(SentencePieceTokenizer, files, special, config, str(path))
 
 
 def bert_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
-    """tokenizer.json as it is, or one made of vocab.txt."""
+    """tokenizer.json, or one made from vocab.txt."""
     path = checkpoint.folder / TOKENIZER
     if path.exists():
         content = read_bytes(path)
@@ -168,7 +169,7 @@ def bert_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
         try:
             lines = read_bytes(path).decode().split("\n")
         except UnicodeDecodeError as error:
-            raise InputError(f"{path}: expected UTF-8, found something else: {error}") from error
+            raise InputError(f"{path} is not UTF-8 ({error}); restore the file") from error
         vocabulary = {line.removesuffix("\r"): number for number, line in enumerate(lines) if line}
         content = _word_piece(vocabulary, checkpoint)
 
@@ -186,11 +187,11 @@ def bert_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
         mask_id=token("mask") if config.output_transform else None,
         after=(),
     )
-    return _as_it_is(content, special, config, str(path))
+    return _unchanged(content, special, config, str(path))
 
 
 def _word_piece(vocabulary: dict[str, int], checkpoint: Checkpoint) -> bytes:
-    """The tokenizer.json that transformers makes of BERT's vocab.txt."""
+    """The tokenizer.json that transformers makes from BERT's vocab.txt."""
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
@@ -218,19 +219,17 @@ def _vocabulary(content: bytes, origin: str) -> dict[str, int]:
     try:
         return dict(tokenizers.Tokenizer.from_buffer(content).get_vocab())
     except ValueError as error:
-        raise InputError(
-            f"{origin}: expected a tokenizer, found something else: {error}"
-        ) from error
+        raise InputError(f"{origin} is not a tokenizer ({error}); restore the file") from error
 
 
-def _as_it_is(
+def _unchanged(
     content: bytes, special: SpecialTokens, config: ModelConfig, origin: str
 ) -> AnyTokenizer:
-    """A tokenizer.json, and what it puts before and after a text, which is seen on a text."""
+    """A tokenizer.json; the tokens that it puts around a text are found by encoding one."""
     import tokenizers
 
     files = dict.fromkeys(HuggingFaceTokenizer.names, content)
-    plain = _original(HuggingFaceTokenizer, files, special, config, origin).encode("a")
+    plain = _third_party(HuggingFaceTokenizer, files, special, config, origin).encode("a")
     found = tokenizers.Tokenizer.from_buffer(content)
     found.no_truncation()
     found.no_padding()
@@ -240,11 +239,13 @@ def _as_it_is(
         if plain and whole[start:end] == plain:
             before, after = tuple(whole[:start]), tuple(whole[end:])
             special = dataclasses.replace(special, before=before, after=after)
-            return _original(HuggingFaceTokenizer, files, special, config, origin)
-    raise InputError(f"{origin}: expected the tokens {plain} of 'a' in what is read, found {whole}")
+            return _third_party(HuggingFaceTokenizer, files, special, config, origin)
+    raise InputError(
+        f"{origin}: expected the tokens {plain} of 'a' within special tokens, found {whole}"
+    )
 
 
-def _original(
+def _third_party(
     kind: type[ThirdPartyTokenizer],
     files: Mapping[str, bytes],
     special: SpecialTokens,

@@ -1,4 +1,4 @@
-"""Tensors carried over by a family's table; what does not fit is an error that names the tensor."""
+"""Conversion of tensors by a family's table; errors name the tensor."""
 
 from __future__ import annotations
 
@@ -14,123 +14,124 @@ from transferry.build_model.huggingface.tables import Family, Move, NoPlace, Tab
 from transferry.build_model.transformer import Transformer
 from transferry.runtime.errors import InputError
 
-# What the first versions of BERT called them.
+# Names in the first versions of BERT.
 OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 
 
 @dataclass
-class Carried:
-    """What became of a file's tensors.
+class Converted:
+    """Tensors of a checkpoint, converted.
 
     Attributes:
         state: Our tensors by name, float32.
-        left_out: How many numbers are not in `state`, by what they belong to.
-        made: How many numbers of `state` come of a formula and not of the file.
+        left_out: Count of numbers that are not in `state`, by what they belong to.
+        computed: Count of numbers in `state` that a formula gave, not the file.
     """
 
     state: dict[str, Tensor] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
-    made: int = 0
+    computed: int = 0
 
     @property
     def parameters(self) -> int:
-        """How many numbers our model has."""
+        """Number of parameters of our model."""
         return sum(tensor.numel() for tensor in self.state.values())
 
-    def leave_out(self, part: str, tensor: Tensor) -> None:
+    def leave_out(self, what: str, tensor: Tensor) -> None:
         """Counts a tensor that is not in `state`."""
-        self.left_out[part] = self.left_out.get(part, 0) + tensor.numel()
+        self.left_out[what] = self.left_out.get(what, 0) + tensor.numel()
 
 
-def carry_over(
+def convert_weights(
     family: Family, config: ModelConfig, tensors: Iterable[tuple[str, Tensor]], origin: str
-) -> Carried:
-    """Turns the tensors of a file into the state of our model.
+) -> Converted:
+    """Converts the tensors of a checkpoint to the state of our model.
 
     Args:
-        family: Says what goes where.
-        config: The shape of our model.
-        tensors: Names and tensors, of any floating type: narrower ones are widened, which is exact,
+        family: Table of the conversion.
+        config: Shape of our model.
+        tensors: Names and tensors of any floating type. float16 and bfloat16 convert exactly,
             float64 is rounded.
-        origin: Names the file in errors.
+        origin: Name of the checkpoint for errors.
 
     Raises:
-        InputError: A tensor is unknown, missing, misshapen, not finite or no floating type, or two
-            that must be the same differ.
+        InputError: A tensor is unknown, missing, of another shape, not finite or not floating, or
+            two that must be equal differ.
     """
     expected = _shapes(config)
-    carried = Carried()
+    converted = Converted()
     came_from: dict[str, str] = {}
     additions: list[tuple[str, Tensor]] = []
     for name, tensor in tensors:
         move, layer = _place(family.table, name.removeprefix(family.prefix))
         if move is None:
             raise InputError(
-                f"{origin}: the tensor {name} is unknown; it is of another model than config.json "
-                "describes, or of a head that cannot be imported"
+                f"{origin}: the tensor {name} is unknown; it belongs to another model than that of "
+                "config.json, or to a head that cannot be imported"
             )
         if isinstance(move, NoPlace):
-            if move.part:
-                carried.leave_out(move.part, tensor)
+            if move.what:
+                converted.leave_out(move.what, tensor)
             continue
         if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
             raise InputError(
                 f"{origin}: expected finite numbers in the tensor {name}, found others in "
                 f"{tensor.dtype}; the file is damaged or quantised"
             )
-        for ours, part in _parts(move, layer, tensor):
+        for ours, piece in _pieces(move, layer, tensor):
             if config.tied and ours == "output.weight":
                 ours = "embedding.weight"
             if ours not in expected:
                 raise InputError(
-                    f"{origin}: the tensor {name} has no place in a model of the shape that "
-                    "config.json describes; the two are not of one checkpoint"
+                    f"{origin}: the tensor {name} has no place in the model of config.json; take "
+                    "both from one checkpoint"
                 )
             shape = [1, *expected[ours][1:]] if move.adds else expected[ours]
-            if list(part.shape) != shape:
+            if list(piece.shape) != shape:
                 raise InputError(
                     f"{origin}: the tensor {name} of shape {list(tensor.shape)} does not fit: by "
-                    f"config.json, {ours} has the shape {shape}, but {list(part.shape)} was found"
+                    f"config.json {ours} must have the shape {shape}, found {list(piece.shape)}"
                 )
             if move.adds:
-                additions.append((ours, part.float()))
-                carried.leave_out(move.adds, tensor)
-            elif ours not in carried.state:
-                carried.state[ours], came_from[ours] = part.float().contiguous(), name
-            elif not torch.equal(carried.state[ours], part.float()):
+                additions.append((ours, piece.float()))
+                converted.leave_out(move.adds, tensor)
+            elif ours not in converted.state:
+                converted.state[ours], came_from[ours] = piece.float().contiguous(), name
+            elif not torch.equal(converted.state[ours], piece.float()):
                 raise InputError(
-                    f"{origin}: the tensors {came_from[ours]} and {name} differ, but must be the "
-                    "same; models that do not share them cannot be imported"
+                    f"{origin}: expected equal tensors {came_from[ours]} and {name}, but they "
+                    "differ; only models that share them can be imported"
                 )
-    for ours, tensor in family.makes(config).items():
-        if ours not in carried.state:
-            carried.state[ours] = tensor
-            carried.made += tensor.numel()
-    missing = [_theirs(family, ours) for ours in expected if ours not in carried.state]
+    for ours, tensor in family.computes(config).items():
+        if ours not in converted.state:
+            converted.state[ours] = tensor
+            converted.computed += tensor.numel()
+    missing = [_theirs(family, ours) for ours in expected if ours not in converted.state]
     missing += [
         name
         for name, place in family.table.items()
-        if isinstance(place, Move) and place.adds and place.adds not in carried.left_out
+        if isinstance(place, Move) and place.adds and place.adds not in converted.left_out
     ]
     if missing:
         more = f", and {len(missing) - 1} more" if missing[1:] else ""
         raise InputError(
-            f"{origin}: the tensor {missing[0]}{more} is missing; the file is not whole, or not "
-            "what config.json describes"
+            f"{origin}: the tensor {missing[0]}{more} is missing; the file is cut short, or of "
+            "another model than that of config.json"
         )
-    for ours, part in additions:
-        carried.state[ours] = carried.state[ours] + part
-    return carried
+    for ours, piece in additions:
+        converted.state[ours] = converted.state[ours] + piece
+    return converted
 
 
 def _shapes(config: ModelConfig) -> dict[str, list[int]]:
-    """Name and shape of each tensor of our model, which takes no memory."""
+    """Name and shape of each tensor of our model, without allocating it."""
     with torch.device("meta"):
-        return {name: list(part.shape) for name, part in Transformer(config).state_dict().items()}
+        state = Transformer(config).state_dict()
+    return {name: list(tensor.shape) for name, tensor in state.items()}
 
 
 def _place(table: Table, name: str) -> tuple[Move | NoPlace | None, dict[str, str]]:
-    """What a table says of a tensor, and what its "#" and "*" stand for."""
+    """Table entry of a tensor, and the values of its "#" and "*"."""
     for old, new in OLD_NAMES.items():
         if name.endswith(old):
             name = name.removesuffix(old) + new
@@ -144,8 +145,8 @@ def _place(table: Table, name: str) -> tuple[Move | NoPlace | None, dict[str, st
     return (Move((place,)) if isinstance(place, str) else place), meaning
 
 
-def _parts(move: Move, meaning: dict[str, str], tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """Our tensors by name; a tensor that cannot be changed stays as it is, and will not fit."""
+def _pieces(move: Move, meaning: dict[str, str], tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """Our tensors from one of theirs; one of unexpected rank is unchanged and fails later."""
     names = [ours.replace("#", meaning["#"]).replace("*", meaning["*"]) for ours in move.ours]
     if tensor.dim() not in (1, 2):
         return [(names[0], tensor)]
@@ -153,7 +154,7 @@ def _parts(move: Move, meaning: dict[str, str], tensor: Tensor) -> list[tuple[st
 
 
 def _theirs(family: Family, ours: str) -> str:
-    """The name in the file that gives one of our tensors."""
+    """Their name of one of our tensors."""
     for pattern, place in family.table.items():
         for candidate in _our_patterns(place):
             expression = re.escape(candidate).replace("\\#", r"(?P<layer>\d+)")
