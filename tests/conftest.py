@@ -1,7 +1,10 @@
-"""What all tests share: where the corpus lies, and what a test of CUDA needs to run at all."""
+"""What all tests share: the corpus, what a test of CUDA needs, and models and their bundles."""
 
+import fcntl
 import os
 import random
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,24 +108,56 @@ def make_bundle(run: Path, folder: Path, *variants: str) -> Path:
     return folder
 
 
+Once = Callable[[str, Callable[[Path], object]], Path]
+
+
 @pytest.fixture(scope="session")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """Makes a folder once in a run of the suite, not once per worker of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+
+    def once(name: str, make: Callable[[Path], object]) -> Path:
+        folder = base / "shared" / name
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                draft = folder.with_suffix(".draft")
+                shutil.rmtree(draft, ignore_errors=True)
+                make(draft)
+                draft.rename(folder)
+        return folder
+
+    return once
+
+
+@pytest.fixture(scope="session")
+def traced_once(once: Once) -> Iterator[None]:
+    """Traces each graph of a variant once in a run of the suite; see `tests/traced.py`."""
+    from tests import traced
+
+    with traced.traced_once(once):
+        yield
+
+
+@pytest.fixture(scope="session")
+def run_folder(once: Once) -> Path:
     """A run of an encoder-decoder."""
-    return make_run(tmp_path_factory.mktemp("runs") / "run", SOURCES)
+    return once("run", lambda folder: make_run(folder, SOURCES))
 
 
 @pytest.fixture(scope="session")
-def bundle_folder(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle_folder(run_folder: Path, once: Once, traced_once: None) -> Path:
     """The bundle of `run_folder`. Copy it before changing anything in it."""
-    return make_bundle(run_folder, tmp_path_factory.mktemp("bundles") / "bundle")
+    return once("bundle", lambda folder: make_bundle(run_folder, folder))
 
 
 @pytest.fixture(scope="session")
-def writer_run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def writer_run_folder(once: Once) -> Path:
     """A run of a decoder alone, made as Llama is."""
-    return make_run(
-        tmp_path_factory.mktemp("runs") / "writer",
-        PROMPTS,
+    options: dict[str, Any] = dict(
         architecture="decoder-only",
         encoder_layers=0,
         heads=4,
@@ -134,35 +169,32 @@ def writer_run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bias=False,
         tied=False,
     )
+    return once("writer-run", lambda folder: make_run(folder, PROMPTS, **options))
 
 
 @pytest.fixture(scope="session")
-def writer_bundle_folder(writer_run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def writer_bundle_folder(writer_run_folder: Path, once: Once, traced_once: None) -> Path:
     """The bundle of `writer_run_folder`."""
-    return make_bundle(writer_run_folder, tmp_path_factory.mktemp("bundles") / "writer")
+    return once("writer-bundle", lambda folder: make_bundle(writer_run_folder, folder))
 
 
 @pytest.fixture(scope="session")
-def fast_bundle_folder(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fast_bundle_folder(run_folder: Path, once: Once, traced_once: None) -> Path:
     """The bundle of `run_folder` with its fused variant in float32."""
-    return make_bundle(run_folder, tmp_path_factory.mktemp("bundles") / "fast", "cpu-fp32")
+    return once("fast-bundle", lambda folder: make_bundle(run_folder, folder, "cpu-fp32"))
 
 
 @pytest.fixture(scope="session")
-def fast_writer_bundle_folder(
-    writer_run_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def fast_writer_bundle_folder(writer_run_folder: Path, once: Once, traced_once: None) -> Path:
     """The bundle of `writer_run_folder` with its fused variant in float32."""
-    folder = tmp_path_factory.mktemp("bundles") / "fast-writer"
-    return make_bundle(writer_run_folder, folder, "cpu-fp32")
+    name = "fast-writer-bundle"
+    return once(name, lambda folder: make_bundle(writer_run_folder, folder, "cpu-fp32"))
 
 
 @pytest.fixture(scope="session")
-def reader_run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reader_run_folder(once: Once) -> Path:
     """A run of an encoder alone, made as BERT is."""
-    return make_run(
-        tmp_path_factory.mktemp("runs") / "reader",
-        PASSAGES,
+    options: dict[str, Any] = dict(
         architecture="encoder-only",
         encoder_layers=2,
         decoder_layers=0,
@@ -173,9 +205,10 @@ def reader_run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         output_transform=True,
         output_bias=True,
     )
+    return once("reader-run", lambda folder: make_run(folder, PASSAGES, **options))
 
 
 @pytest.fixture(scope="session")
-def reader_bundle_folder(reader_run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reader_bundle_folder(reader_run_folder: Path, once: Once, traced_once: None) -> Path:
     """The bundle of `reader_run_folder`."""
-    return make_bundle(reader_run_folder, tmp_path_factory.mktemp("bundles") / "reader")
+    return once("reader-bundle", lambda folder: make_bundle(reader_run_folder, folder))

@@ -16,6 +16,8 @@ from click.testing import CliRunner, Result
 
 from transferry.cli import main
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 # The smallest model that is one.
 SMALLEST = [
     *("--preset=tiny", "--d-model=16", "--heads=2", "--d-ff=16"),

@@ -12,6 +12,8 @@ from click.testing import CliRunner, Result
 from transferry.build_model.corpus import builtin_pairs
 from transferry.cli import main
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 SIZES = ["--d-model=16", "--heads=2", "--d-ff=16", "--max-positions=24", "--batch-tokens=96"]
 STEPS = ["--max-steps=2", "--warmup-steps=1", "--vocabulary-size=300", "--device=cpu"]
 

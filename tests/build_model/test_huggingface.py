@@ -1045,6 +1045,7 @@ def done(*arguments: str | Path) -> Result:
     return result
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize("kind", KINDS)
 def test_from_their_folder_to_answers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,19 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
 import pytest
 import torch
 from torch import Tensor
 
+from tests.conftest import Once
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.build_model.transformer import Transformer
 from transferry.export import bundle as exporting
 from transferry.export import variants
 from transferry.export.bundle import export_bundle
 from transferry.export.graphs.external_data import write_graphs
-from transferry.export.graphs.fused import export_fused_graphs
-from transferry.export.graphs.graph import Graph
 from transferry.export.optimise.calibration import Calibration, Histogram, LinearObserver
 from transferry.export.optimise.kv_scales import KVRanges, fold_kv_scales
 from transferry.export.parity.oracle import Judge
@@ -65,32 +63,9 @@ def judge(checkpoint: Checkpoint) -> Judge:
     return Judge(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
 
 
-Exporter = Callable[..., dict[str, Graph]]
-
-
-def copied(graphs: dict[str, Graph]) -> Exporter:
-    """An exporter without tracing, which takes seconds: traced graphs fit all weights."""
-
-    def export(model: Transformer) -> dict[str, Graph]:
-        weights = {f"model.{name}": tensor.numpy() for name, tensor in model.state_dict().items()}
-        copies = {}
-        for name, graph in graphs.items():
-            cloned = graph.model.clone()
-            for key in cloned.graph.initializers.keys() & weights.keys():
-                cloned.graph.initializers[key].const_value = ir.tensor(weights[key], name=key)
-            copies[name] = Graph(cloned, graph.spec).at(f"{name}.onnx")
-        return copies
-
-    return export
-
-
-def loaded(bundle: Bundle) -> dict[str, Graph]:
-    """The portable graphs of a bundle."""
-    specs = bundle.variant().graphs
-    return {
-        name: Graph(ir.load(bundle.graph(spec)), spec).at(f"{name}.onnx")
-        for name, spec in specs.items()
-    }
+@pytest.fixture(scope="session", autouse=True)
+def _traced_once(traced_once: None) -> None:
+    """Every variant that these tests make is made of graphs that were traced before."""
 
 
 def written(folder: Path, model: Transformer, made: MadeVariant) -> Bundle:
@@ -101,31 +76,6 @@ def written(folder: Path, model: Transformer, made: MadeVariant) -> Bundle:
     config = model.config
     manifest = Manifest(config.architecture, config.to_dict(), {}, variants, {}, {})
     return Bundle(folder, manifest, BYTES)
-
-
-@pytest.fixture(scope="session")
-def portable_traced(bundle: Bundle) -> Exporter:
-    """Stands for `export_graphs`."""
-    return copied(loaded(bundle))
-
-
-@pytest.fixture(scope="session")
-def fused_traced(checkpoint: Checkpoint) -> Exporter:
-    """Stands for `export_fused_graphs`; traced once for each type of the cache."""
-    traced = {
-        cache_type: copied(export_fused_graphs(checkpoint.model, cache_type))
-        for cache_type in (None, "int8")
-    }
-    return lambda model, cache_type=None: traced[cache_type](model)
-
-
-@pytest.fixture
-def not_traced(
-    portable_traced: Exporter, fused_traced: Exporter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Variants of the run are made without tracing."""
-    monkeypatch.setattr(variants, "export_graphs", portable_traced)
-    monkeypatch.setattr(variants, "export_fused_graphs", fused_traced)
 
 
 @pytest.fixture(scope="session")
@@ -178,18 +128,11 @@ def calibration(calm: Checkpoint, texts: list[str]) -> Calibration:
 
 
 @pytest.fixture(scope="session")
-def export_all(
-    calm: Checkpoint,
-    texts: list[str],
-    portable_traced: Exporter,
-    fused_traced: Exporter,
-) -> Callable[..., Bundle]:
+def export_all(calm: Checkpoint, texts: list[str]) -> Callable[..., Bundle]:
     """Exports `calm` with every variant that a CPU runs; greedy search is screened."""
 
     def export(out: Path, **options: Any) -> Bundle:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(variants, "export_graphs", portable_traced)
-            patch.setattr(variants, "export_fused_graphs", fused_traced)
             patch.setattr(variants, "SMALLEST_VOCABULARY", 1)
             patch.setattr(exporting, "calibrated", widest)
             names = ["cpu-fp32", "cpu-int8"]
@@ -199,8 +142,6 @@ def export_all(
 
 
 @pytest.fixture(scope="session")
-def all_variants(
-    export_all: Callable[[Path], Bundle], tmp_path_factory: pytest.TempPathFactory
-) -> Bundle:
+def all_variants(export_all: Callable[[Path], Bundle], once: Once) -> Bundle:
     """The bundle of `export_all`. Copy it before changing anything in it."""
-    return export_all(tmp_path_factory.mktemp("bundles") / "all")
+    return Bundle.load(once("all-variants", export_all))

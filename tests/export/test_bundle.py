@@ -14,7 +14,6 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from tests.export.conftest import loaded
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.transformer import Transformer
 from transferry.export import bundle as export
@@ -37,21 +36,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def traced(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the export take the graphs of the bundle, and record short searches.
-
-    Tracing takes seconds, and one test does it.
-    """
-    monkeypatch.setattr(variants, "export_graphs", lambda model: loaded(bundle))
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the export record short searches."""
     monkeypatch.setattr(export, "RECORDED_LENGTH", 4)
 
 
 @pytest.fixture
-def one_weight_off(traced: None, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def one_weight_off(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the export lose 1 % of a single weight."""
+    honest: Callable[[Transformer], dict[str, Graph]] = vars(variants)["export_graphs"]
 
     def export_graphs(model: Transformer) -> dict[str, Graph]:
-        graphs = loaded(bundle)
+        graphs = honest(model)
         name = "model.encoder.0.feed_forward.inner.weight"
         value = graphs["encoder"].model.graph.initializers[name]
         assert value.const_value is not None
@@ -151,7 +147,7 @@ def test_invalid_graph_is_found(
         check_graphs(bundle)
 
 
-@pytest.mark.usefixtures("traced")
+@pytest.mark.usefixtures("short")
 class TestPlace:
     """Where the bundle may go, and what happens to what is there."""
 
@@ -200,7 +196,7 @@ class TestPlace:
         assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
-@pytest.mark.usefixtures("traced")
+@pytest.mark.usefixtures("short")
 def test_texts_that_do_not_fit_are_not_recorded(
     checkpoint: Checkpoint, texts: list[str], sources: list[list[int]], tmp_path: Path
 ) -> None:
@@ -246,7 +242,7 @@ def test_failed_check_leaves_nothing(
     require_untouched(tmp_path, old, bundle_folder)
 
 
-@pytest.mark.usefixtures("traced")
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("stage", STAGES)
 @errors
 def test_interruption_leaves_nothing(
@@ -267,7 +263,7 @@ def test_interruption_leaves_nothing(
     require_untouched(tmp_path, old, bundle_folder)
 
 
-@pytest.mark.usefixtures("traced")
+@pytest.mark.usefixtures("short")
 @errors
 def test_interrupted_replacement_puts_the_old_bundle_back(
     checkpoint: Checkpoint,
@@ -291,7 +287,7 @@ def test_interrupted_replacement_puts_the_old_bundle_back(
     require_untouched(tmp_path, old, bundle_folder)
 
 
-@pytest.mark.usefixtures("traced")
+@pytest.mark.usefixtures("short")
 def test_former_bundle_that_cannot_be_removed_is_named(
     checkpoint: Checkpoint, old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,7 +305,7 @@ def test_former_bundle_that_cannot_be_removed_is_named(
     Bundle.load(old)
 
 
-@pytest.mark.usefixtures("traced")
+@pytest.mark.usefixtures("short")
 def test_manifest_is_written_last(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,7 +323,7 @@ def test_manifest_is_written_last(
     assert seen[0].name.startswith(".")
 
 
-@pytest.mark.usefixtures("traced")
+@pytest.mark.usefixtures("short")
 def test_stages_are_told(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A variant that is named twice is made once."""
     said: list[str] = []

@@ -11,9 +11,9 @@ from transferry.build_model.config import ModelConfig
 from transferry.build_model.evaluation import cross_entropy
 from transferry.build_model.transformer import Transformer
 from transferry.export.graphs.external_data import write_graphs
-from transferry.export.graphs.portable import export_graphs
 from transferry.export.parity.cases import random_case
 from transferry.export.parity.oracle import Judge
+from transferry.export.variants import make_variant
 from transferry.runtime.bundle import Bundle, Manifest, Variant
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
@@ -118,7 +118,7 @@ def trained_a_little(config: ModelConfig) -> Transformer:
 
 def opened(model: Transformer, folder: Path) -> Model:
     """The graphs in onnxruntime, without what a bundle has besides."""
-    graphs = export_graphs(model, "portable/")
+    graphs = make_variant(model, "portable").graphs
     (folder / "portable").mkdir()
     write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs.values()])
     specs = {name: graph.spec for name, graph in graphs.items()}
@@ -128,7 +128,7 @@ def opened(model: Transformer, folder: Path) -> Model:
     return open_model(Bundle(folder, manifest, BYTES), variant, SessionOptions())
 
 
-@pytest.mark.parametrize("config", cells())
+@pytest.mark.parametrize("config", list(cells()))
 def test_what_is_exported_is_what_was_trained(config: ModelConfig, tmp_path: Path) -> None:
     model = trained_a_little(config)
     sizes = [(1, 1, 0), (3, 7, 0), (2, 5, 4)]

@@ -8,15 +8,12 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from tests.export.conftest import loaded, written
+from tests.export.conftest import written
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
-from transferry.export import variants
 from transferry.export.bundle import check_graphs, export_bundle
 from transferry.export.graphs.external_data import ALIGNMENT, WEIGHTS
-from transferry.export.graphs.graph import Graph
-from transferry.export.graphs.portable import export_graphs
 from transferry.export.parity.cases import random_case
 from transferry.export.parity.oracle import Judge
 from transferry.export.variants import RECIPES, make_variant
@@ -61,7 +58,7 @@ def test_variants_say_what_they_are(all_variants: Bundle) -> None:
 
 
 def test_cpu_fp32_adds_nothing_to_the_weights(
-    checkpoint: Checkpoint, bundle: Bundle, not_traced: None, tmp_path: Path
+    checkpoint: Checkpoint, bundle: Bundle, tmp_path: Path
 ) -> None:
     """Not screened: byte for byte the file of the portable graphs alone."""
     graphs = dict(make_variant(checkpoint.model, "portable").graphs)
@@ -95,19 +92,10 @@ def test_unknown_variants_are_refused(checkpoint: Checkpoint, tmp_path: Path) ->
 
 
 def test_variants_for_a_gpu_are_written_where_there_is_none(
-    reader_run_folder: Path,
-    reader_bundle_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    reader_run_folder: Path, tmp_path: Path
 ) -> None:
     """They are reported as not verified; onnx checks every graph all the same."""
     checkpoint = load_checkpoint(reader_run_folder)
-    portable = Bundle.load(reader_bundle_folder)
-
-    def traced(model: Transformer) -> dict[str, Graph]:
-        return loaded(portable) if model is checkpoint.model else export_graphs(model)
-
-    monkeypatch.setattr(variants, "export_graphs", traced)
     types, said = {"cuda-fp16": "float16", "cuda-bf16": "bfloat16"}, list[str]()
     bundle = export_bundle(
         checkpoint,

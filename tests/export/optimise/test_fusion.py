@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.export.conftest import loaded, written
+from tests.export.conftest import written
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
-from transferry.export import variants
 from transferry.export.graphs.graph import export_graph
 from transferry.export.graphs.rewriting import drop_unused, register
 from transferry.export.optimise import fusion
@@ -22,7 +21,7 @@ from transferry.export.optimise.fusion import FloatKernels, Fusion, find_linear
 from transferry.export.parity.cases import random_case
 from transferry.export.parity.oracle import Judge
 from transferry.export.variants import MadeVariant, linear_layers, make_variant
-from transferry.runtime.bundle import Bundle, GraphSpec, TensorSpec
+from transferry.runtime.bundle import GraphSpec, TensorSpec
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
@@ -58,15 +57,12 @@ def pre_norm_reader() -> Transformer:
 @pytest.fixture(scope="module", params=["both", "writer", "reader", "pre-norm reader"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """A model of each architecture, its fused variant, and that opened."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "pre-norm reader":
-            model = pre_norm_reader()
-        else:
-            run = {"both": "run_folder"}.get(request.param, f"{request.param}_run_folder")
-            model = load_checkpoint(request.getfixturevalue(run)).model
-        if request.param == "both":
-            patch.setattr(variants, "export_fused_graphs", request.getfixturevalue("fused_traced"))
-        variant = make_variant(model, "cpu-fp32")
+    if request.param == "pre-norm reader":
+        model = pre_norm_reader()
+    else:
+        run = {"both": "run_folder"}.get(request.param, f"{request.param}_run_folder")
+        model = load_checkpoint(request.getfixturevalue(run)).model
+    variant = make_variant(model, "cpu-fp32")
     bundle = written(tmp_path_factory.mktemp("fused"), model, variant)
     return model, variant, open_model(bundle, bundle.variant(), SessionOptions())
 
@@ -127,7 +123,7 @@ def test_outputs_have_the_dimensions_that_the_manifest_tells(made: Made) -> None
 
 
 def test_a_linear_layer_that_is_not_found_is_refused(
-    reader_bundle_folder: Path, reader_run_folder: Path, monkeypatch: pytest.MonkeyPatch
+    reader_run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_checkpoint(reader_run_folder).model
 
@@ -136,8 +132,6 @@ def test_a_linear_layer_that_is_not_found_is_refused(
         missed = "model.encoder.0.feed_forward.outer.weight"
         return None if linear is not None and linear.weight.name == missed else linear
 
-    bundle = Bundle.load(reader_bundle_folder)
-    monkeypatch.setattr(variants, "export_graphs", lambda model: loaded(bundle))
     monkeypatch.setattr(fusion, "find_linear", misses_one)
     with pytest.raises(ParityError, match=r"variant cpu-fp32: expected 14 linear.*found 13"):
         make_variant(model, "cpu-fp32")

@@ -26,10 +26,10 @@ from transferry.runtime.tokenizer.byte_pair import SOURCES
 Array = NDArray[Any]
 GREEDY = GenerationOptions(max_length=12)
 BEAM = GenerationOptions(max_length=12, beam=4, n_best=4)
-# Fractions of the largest logit. A twin is 2 ** -21 less likely, four times float32's epsilon: no
-# sum of 32 products rounds that much between two equal rows of weights. Twice that turns the
-# choice, and is half of what is excused at least, 8 epsilons for each of two candidates. Two logits
-# are never further apart than twice the largest.
+# Fractions of the largest logit. A twin is 2 ** -21 less likely, four times float32's epsilon: two
+# equal rows of 32 weights give products that differ by less. Twice that turns the choice, and is
+# half of what is excused at least, 8 epsilons for each of two candidates. No two logits are further
+# apart than twice the largest.
 TWIN, ROUNDING, REAL = 2.0**-21, 2.0**-20, 2.5
 
 searches = pytest.mark.parametrize("options", [GREEDY, BEAM], ids=["greedy", "beam 4"])
