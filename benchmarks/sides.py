@@ -85,12 +85,12 @@ class Side:
     def _open_engine(self) -> Answering:
         from transferry.runtime.decoding.batching import BatchOptions
         from transferry.runtime.engine.engine import Engine
+        from transferry.runtime.ort.session import SessionOptions
 
         engine = Engine.load(
             self.folder,
-            provider=self.provider,
+            SessionOptions(self.provider, self.threads),
             variant=self.kind,
-            threads=self.threads,
             replicas=self.replicas,
         )
 

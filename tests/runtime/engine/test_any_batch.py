@@ -144,3 +144,32 @@ def test_a_result_is_the_same_alone_and_in_any_batch(
             if exact(result) != exact(expected[number])
         ]
         assert not different, (batches, replicas, count)
+
+
+@pytest.mark.parametrize("name", ["mean", "masks", "pairs"])
+def test_a_row_with_nan_is_an_error_and_no_other(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first row of the batch, which is the longest; test_engine.py does the same for search."""
+    case = CASES[name]
+    engine = Engine.load(request.getfixturevalue(case.bundle), replicas=1)
+    rows = [row for row in case.rows if not next(case.ask(engine, [row], 0)).error][:8]
+    expected = list(case.ask(engine, rows, 0))
+    lengths = [max(result.source_tokens, result.target_tokens) for result in expected]
+    longest = lengths.index(max(lengths))
+    kind = "encode" if isinstance(engine.model, EncoderModel) else "step"
+    compute = getattr(engine.model, kind)
+
+    def overflow(*arguments: Any) -> Any:
+        found = compute(*arguments)
+        for logits in found.values() if kind == "encode" else [found[0].all_logits]:
+            logits[0, -1 if name == "mean" else slice(None)] = np.nan
+        return found
+
+    monkeypatch.setattr(engine.model, kind, overflow)
+    results = list(case.ask(engine, rows, 0))
+    failed = results.pop(longest)
+    assert failed.error is not None
+    assert (failed.error.kind, failed.target_tokens) == ("not-finite", 0)
+    assert failed.source_tokens == expected.pop(longest).source_tokens
+    assert list(map(exact, results)) == list(map(exact, expected))
