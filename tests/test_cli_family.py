@@ -78,7 +78,7 @@ def test_a_decoder_alone_from_nothing_to_answers(book: Path, tmp_path: Path) -> 
     other.write_text("something else altogether, but text it is\n" * 9)
     refused = call("train", "--out", run, "--resume", "--max-steps", "4", "--text", other)
     assert refused.exit_code == 3
-    assert "was saved while training on other text" in refused.stderr
+    assert "from training on other text" in refused.stderr
 
 
 def test_an_encoder_alone_from_nothing_to_vectors(book: Path, tmp_path: Path) -> None:
@@ -111,25 +111,11 @@ def test_the_builtin_corpus_is_text_too(tmp_path: Path) -> None:
         (["--preset", "tiny", "--text", "a"], "--text and architecture encoder-decoder exclude"),
         (["--preset", "prose"], "give --text, or --builtin"),
         (["--preset", "prose", "--builtin", "--text", "a"], "--builtin and --text exclude"),
-        (
-            ["--preset", "prose", "--text", "a", "--heads", "3"],
-            "d_model must be a multiple of heads, but 256 is not one of 3",
-        ),
-        (
-            ["--preset", "prose", "--text", "a", "--key-value-heads", "3"],
-            "heads must be a multiple of key_value_heads, but 4 is not one of 3",
-        ),
-        (
-            ["--preset", "prose", "--text", "a", "--d-model", "12"],
-            "d_model 12 over heads 4 is 3; change either",
-        ),
-        (
-            ["--preset", "prose", "--text", "a", "--encoder-layers", "2"],
-            "encoder_layers must be 0 where architecture is decoder-only, found 2",
-        ),
     ],
 )
-def test_trainings_that_cannot_be(options: list[str], message: str, tmp_path: Path) -> None:
+def test_text_that_does_not_fit_the_architecture_is_refused(
+    options: list[str], message: str, tmp_path: Path
+) -> None:
     result = call("train", *options, "--out", tmp_path / "run")
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
