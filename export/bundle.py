@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import onnx
@@ -14,11 +14,12 @@ from transferry.build_model.config import ModelConfig
 from transferry.export.backends.backends import ReferenceBackend
 from transferry.export.backends.plain_decoder import plain_model
 from transferry.export.graphs.external_data import write_graphs
+from transferry.export.graphs.graph import Graph
 from transferry.export.optimise.calibration import Calibration
 from transferry.export.optimise.calibration import calibrate as calibrate_model
 from transferry.export.parity.cases import fitting, random_sources, room, source_of
 from transferry.export.parity.oracle import Judge
-from transferry.export.variants import PORTABLE, MadeVariant, make_variant, recipe_of
+from transferry.export.variants import PORTABLE, describe, make_variant, recipe_of
 from transferry.runtime.bundle import MANIFEST, REFERENCE, Bundle, FileRecord, Manifest, Variant
 from transferry.runtime.decoding.options import options_of_json
 from transferry.runtime.errors import InputError, ParityError, UsageError
@@ -36,8 +37,6 @@ MADE_BY = ("transferry", "torch", "onnx", "onnxscript", "onnxruntime", "onnxrunt
 RECORDED_SOURCES = 8
 RECORDED_LENGTH = 64
 
-Say = Callable[[str], None]
-
 
 def export_bundle(
     checkpoint: Checkpoint,
@@ -47,7 +46,7 @@ def export_bundle(
     variants: Sequence[str] = (),
     calibrate: Sequence[str] = (),
     force: bool = False,
-    say: Say = lambda line: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Bundle:
     """Exports a checkpoint as a verified bundle.
 
@@ -78,8 +77,15 @@ def export_bundle(
     for name in variants:  # before any work
         recipe_of(name, calibrated=bool(calibrate))
     with staged_folder(out) as folder:
-        made = _made_variants(checkpoint, [PORTABLE, *variants], calibrate, say)
-        graphs = [graph for variant in made for graph in variant.graphs.values()]
+        calibration = None
+        if calibrate:
+            say(f"calibrating on {len(calibrate)} sentences")
+            calibration = calibrated(checkpoint, calibrate)
+        made: dict[str, dict[str, Graph]] = {}
+        for name in dict.fromkeys([PORTABLE, *variants]):
+            say(f"exporting variant {name}")
+            made[name] = make_variant(checkpoint.model, name, calibration)
+        graphs = [graph for variant in made.values() for graph in variant.values()]
         write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs])
         checkpoint.tokenizer.save(folder)
         say("recording reference answers of torch")
@@ -176,20 +182,6 @@ def _sources(checkpoint: Checkpoint, texts: Sequence[str]) -> list[list[int]]:
     ]
 
 
-def _made_variants(
-    checkpoint: Checkpoint, names: Sequence[str], calibrate: Sequence[str], say: Say
-) -> list[MadeVariant]:
-    calibration = None
-    if calibrate:
-        say(f"calibrating on {len(calibrate)} sentences")
-        calibration = calibrated(checkpoint, calibrate)
-    made = []
-    for name in dict.fromkeys(names):
-        say(f"exporting variant {name}")
-        made.append(make_variant(checkpoint.model, name, calibration))
-    return made
-
-
 def _reference(checkpoint: Checkpoint, texts: Sequence[str]) -> Reference:
     """Returns torch's answers to the first texts that fit, or to random tokens."""
     config, special = checkpoint.model.config, checkpoint.tokenizer.special
@@ -202,7 +194,9 @@ def _reference(checkpoint: Checkpoint, texts: Sequence[str]) -> Reference:
     )
 
 
-def _manifest(checkpoint: Checkpoint, made: Sequence[MadeVariant], folder: Path) -> Manifest:
+def _manifest(
+    checkpoint: Checkpoint, made: Mapping[str, Mapping[str, Graph]], folder: Path
+) -> Manifest:
     """Returns the manifest of the files in a folder."""
     config = checkpoint.model.config
     generation = options_of_json(checkpoint.generation)
@@ -215,7 +209,7 @@ def _manifest(checkpoint: Checkpoint, made: Sequence[MadeVariant], folder: Path)
         architecture=config.architecture,
         model=config.to_dict(),
         generation={"max_length": min(256, config.max_positions), **generation},
-        variants={variant.name: variant.described() for variant in made},
+        variants={name: describe(name, graphs) for name, graphs in made.items()},
         files={
             path.relative_to(folder).as_posix(): FileRecord(sha256(path), path.stat().st_size)
             for path in files

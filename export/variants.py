@@ -25,7 +25,7 @@ from transferry.export.optimise.screening import (
     segment_maxima_graph,
 )
 from transferry.export.optimise.top_k import top_k_graph
-from transferry.runtime.bundle import CacheSpec, StoredTensor, Variant
+from transferry.runtime.bundle import CacheSpec, Variant
 from transferry.runtime.errors import ParityError, UsageError
 
 PORTABLE = "portable"
@@ -39,7 +39,6 @@ class Recipe:
     Attributes:
         precision: Of weights and arithmetic, as in the manifest.
         providers: Providers that the variant is made for.
-        dtype: Precision of the exported model.
         prefix: Beginning of its files' names. Graphs that share weights lie in one folder, since
             onnxruntime refuses weights outside the graph's folder.
         fused: Linear layers fused and the cache in place; else standard operators only.
@@ -47,26 +46,21 @@ class Recipe:
 
     precision: str
     providers: tuple[str, ...]
-    dtype: torch.dtype
     prefix: str
     fused: bool = True
 
 
 RECIPES = {
-    PORTABLE: Recipe("float32", ("cpu", "cuda"), torch.float32, "portable/", fused=False),
-    "cpu-fp32": Recipe("float32", ("cpu",), torch.float32, "portable/fused-"),
-    "cpu-int8": Recipe("int8", ("cpu",), torch.float32, "cpu-int8/"),
-    "cuda-fp16": Recipe("float16", ("cuda",), torch.float16, "cuda-fp16/"),
-    "cuda-bf16": Recipe("bfloat16", ("cuda",), torch.bfloat16, "cuda-bf16/"),
+    PORTABLE: Recipe("float32", ("cpu", "cuda"), "portable/", fused=False),
+    "cpu-fp32": Recipe("float32", ("cpu",), "portable/fused-"),
+    "cpu-int8": Recipe("int8", ("cpu",), "cpu-int8/"),
+    "cuda-fp16": Recipe("float16", ("cuda",), "cuda-fp16/"),
+    "cuda-bf16": Recipe("bfloat16", ("cuda",), "cuda-bf16/"),
 }
 
 
 def recipe_of(name: str, *, calibrated: bool) -> Recipe:
     """Returns the recipe of a variant.
-
-    Args:
-        name: One of `RECIPES`.
-        calibrated: Whether there is text to calibrate it with.
 
     Raises:
         UsageError: There is no such variant, or an int8 variant is not calibrated.
@@ -81,37 +75,10 @@ def recipe_of(name: str, *, calibrated: bool) -> Recipe:
     return RECIPES[name]
 
 
-@dataclass(frozen=True)
-class MadeVariant:
-    """A variant whose graphs are in memory, or on disk after `external_data.write_graphs`.
-
-    Attributes:
-        name: One of `RECIPES`.
-        graphs: The graphs by name.
-    """
-
-    name: str
-    graphs: Mapping[str, Graph]
-
-    def described(self) -> Variant:
-        """Returns the variant's entry in the manifest; call it once the graphs are on disk."""
-        recipe = RECIPES[self.name]
-        specs = {name: graph.spec for name, graph in self.graphs.items()}
-        opset = next(iter(self.graphs.values())).model.opset_imports[""]
-        screen: Mapping[str, StoredTensor] = {}
-        if "approximate_logits" in self.graphs:
-            screen = screen_tensors(self.graphs["lm_head"], self.graphs["approximate_logits"])
-        cache = None
-        if "decoder" in specs:
-            cache = CacheSpec(recipe.fused, specs["decoder"].tensor("past").type)
-        fixed = (self.name, recipe.precision, recipe.providers, opset)
-        return Variant(*fixed, specs, cache, top_k="top_k" in specs, screen=screen)
-
-
 def make_variant(
     model: Transformer, name: str, calibration: Calibration | None = None
-) -> MadeVariant:
-    """Exports the graphs of a variant, and optimises them if its recipe says so.
+) -> dict[str, Graph]:
+    """Exports the graphs of a variant by name, and optimises them if its recipe says so.
 
     Args:
         model: The model in float32, in eval mode.
@@ -124,42 +91,51 @@ def make_variant(
     """
     recipe = recipe_of(name, calibrated=calibration is not None)
     graphs = _fused_graphs(model, name, calibration) if recipe.fused else export_graphs(model)
-    return MadeVariant(
-        name,
-        {key: graph.at(f"{recipe.prefix}{graph.spec.file}") for key, graph in graphs.items()},
-    )
+    return {key: graph.at(f"{recipe.prefix}{graph.spec.file}") for key, graph in graphs.items()}
+
+
+def describe(name: str, graphs: Mapping[str, Graph]) -> Variant:
+    """Returns a variant's entry in the manifest, once its graphs are on disk."""
+    recipe, specs = RECIPES[name], {key: graph.spec for key, graph in graphs.items()}
+    opset = next(iter(graphs.values())).model.opset_imports[""]
+    cache = None
+    if "decoder" in specs:
+        cache = CacheSpec(recipe.fused, specs["decoder"].tensor("past").type)
+    fixed = (name, recipe.precision, recipe.providers, opset)
+    return Variant(*fixed, specs, cache, top_k="top_k" in specs, screen=screen_tensors(graphs))
 
 
 def _fused_graphs(
     model: Transformer, name: str, calibration: Calibration | None
 ) -> dict[str, Graph]:
-    recipe = RECIPES[name]
-    on_cpu, int8 = recipe.providers == ("cpu",), recipe.precision == "int8"
+    precision, on_cpu = RECIPES[name].precision, RECIPES[name].providers == ("cpu",)
     kernels: Kernels = FloatKernels(with_relu=on_cpu)
     scales: Mapping[str, KVScales] = {}
-    if int8 and calibration is not None:
+    if precision == "int8" and calibration is not None:
         kernels, scales = Int8Kernels(calibration.activations), calibration.kv_scales
         model = fold_kv_scales(model, scales)
-    elif recipe.dtype != torch.float32:
-        model = copy.deepcopy(model).to(recipe.dtype)
-    if model.config.decoder_layers:
-        graphs = export_fused_graphs(model, "int8" if int8 else None)
-    else:
-        graphs = export_graphs(model)
+    elif precision != "float32":
+        model = copy.deepcopy(model).to(getattr(torch, precision))
+    decoder, cache_type = bool(model.config.decoder_layers), "int8" if scales else None
+    graphs = export_fused_graphs(model, cache_type) if decoder else export_graphs(model)
     linears = 0
     for graph in graphs.values():
-        matrices = [spec.name for spec in graph.spec.outputs if len(spec.shape) == 2]
-        linears += Fusion(graph.model, kernels, matrices).run()
-        if int8:
+        linears += Fusion(graph, kernels).run()
+        if precision == "int8":
             quantise_embedding(graph.model.graph, EMBEDDING)
         drop_unused(graph.model.graph)
     _require_all(name, "linear layers in the graphs", linear_layers(model), linears)
     if scales:
         attentions = quantise_cache(graphs, scales)
         _require_all(name, "attentions of the decoder to read integers", len(scales), attentions)
-    elif "lm_head" in graphs and not on_cpu:
+    elif decoder and not on_cpu:
         graphs["top_k"] = top_k_graph(graphs["lm_head"])
-    elif "lm_head" in graphs and _worth_screening(model):
+    # A transform before the LM head makes it more than one product.
+    elif (
+        decoder
+        and model.config.vocabulary_size >= SMALLEST_VOCABULARY
+        and model.output_transform is None
+    ):
         graphs["approximate_logits"] = approximate_graph(graphs["lm_head"])
         graphs["segment_maxima"] = segment_maxima_graph(graphs["exp_sums"])
     return graphs
@@ -171,12 +147,6 @@ def _require_all(variant: str, things: str, expected: int, found: int) -> None:
             f"variant {variant}: expected {expected} {things}, found {found}; the exporter wrote "
             "some in another way"
         )
-
-
-def _worth_screening(model: Transformer) -> bool:
-    """Whether screened argmax saves time, and the LM head is one product, as it requires."""
-    large = model.config.vocabulary_size >= SMALLEST_VOCABULARY
-    return large and model.output_transform is None
 
 
 def linear_layers(model: Transformer) -> int:

@@ -179,11 +179,8 @@ def export_fused_graphs(model: Transformer, cache_type: str | None = None) -> di
 
     Args:
         model: Encoder-decoder or decoder-only, in eval mode and in the variant's precision.
-        cache_type: Element type of the stored cache. Default: the model's precision. Encoder and
-            decoder are written for the model's precision in either case.
-
-    Returns:
-        The graphs by name.
+        cache_type: Element type of the stored cache. Default: the model's precision, which
+            "encoder" and "decoder" keep in either case.
     """
     config = model.config
     precision = str(model.embedding.weight.dtype).removeprefix("torch.")
@@ -244,13 +241,10 @@ def export_fused_graphs(model: Transformer, cache_type: str | None = None) -> di
             (rows, *source_state),
             stored("selected", "selected", "source"),
         )
+        fresh = stored("fresh", "batch", "new")
         modules["place"] = (
             PlaceGraph(),
-            (
-                spec("write", "int64", "batch"),
-                *stored("fresh", "batch", "new"),
-                *source_state,
-            ),
+            (spec("write", "int64", "batch"), *fresh, *source_state),
             stored("placed", "batch", "source"),
         )
     return export_modules(modules, FUSED_OPSET)

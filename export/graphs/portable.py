@@ -75,11 +75,7 @@ def export_graphs(model: Transformer, names: Sequence[str] | None = None) -> dic
 
     Args:
         model: The model, in eval mode.
-        names: Names of the graphs. Default: those that `runtime.bundle.GRAPHS` lists for the
-            architecture.
-
-    Returns:
-        The graphs by name.
+        names: Default: all graphs of the architecture (`runtime.bundle.GRAPHS`).
     """
     config = model.config
     cache = partial(cache_specs, config)

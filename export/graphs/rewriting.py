@@ -70,6 +70,12 @@ def only_consumer(value: ir.Value) -> ir.Node | None:
     return consumers[0] if len(consumers) == 1 and not value.is_graph_output() else None
 
 
+def transposed_from(value: ir.Value) -> ir.Value | None:
+    """Returns the input of the Transpose that computes a value, or None."""
+    producer = value.producer()
+    return producer.inputs[0] if producer is not None and producer.op_type == "Transpose" else None
+
+
 def drop_unused(graph: ir.Graph) -> None:
     """Drops nodes and initializers without a reader."""
     for node in reversed(list(graph)):

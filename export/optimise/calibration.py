@@ -38,14 +38,12 @@ class Activation:
         scale: The step, representable in float32.
         zero_point: 0 where no input was negative, as after ReLU, else 128.
         largest: The largest absolute value seen.
-        clipped: Share of values more than half a step beyond the range, to a bin's width.
         values: Number of values seen.
     """
 
     scale: float
     zero_point: int
     largest: float
-    clipped: float
     values: int
 
 
@@ -110,7 +108,7 @@ class Histogram:
         values = int(self.counts.sum())
         levels, zero_point = (127, 128) if self.negative else (255, 0)
         if not self.largest:
-            return Activation(1.0, zero_point, 0.0, 0.0, values)
+            return Activation(1.0, zero_point, 0.0, values)
         centres = (np.arange(BINS) + 0.5) * (self.top / BINS)
         # The widest first: argmin takes it among equal errors.
         clips = self.largest * np.arange(CLIPS, 0, -1) / CLIPS
@@ -120,13 +118,7 @@ class Histogram:
             rounded = np.minimum(np.rint(centres / step), levels) * step
             errors.append(float((self.counts * (rounded - centres) ** 2).sum()))
         clip = float(clips[np.argmin(errors)])
-        return Activation(
-            scale=float(np.float32(clip / levels)),
-            zero_point=zero_point,
-            largest=self.largest,
-            clipped=int(self.counts[centres > clip * (1 + 0.5 / levels)].sum()) / values,
-            values=values,
-        )
+        return Activation(float(np.float32(clip / levels)), zero_point, self.largest, values)
 
 
 class LinearObserver(TorchFunctionMode):
@@ -202,7 +194,7 @@ def calibrate(
         model, [*texts, *vocabulary_texts(model)], lambda name, _, output: ranges.add(name, output)
     )
     scales = ranges.scales()
-    # Scaled values change the inputs of attention's output layers.
+    # Scaled values change the inputs of the output projections of attention.
     inputs = collections.defaultdict[str, Histogram](Histogram)
     _run(
         fold_kv_scales(model, scales),

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import onnx_ir as ir
 
+from transferry.export.graphs.graph import Graph
 from transferry.export.graphs.rewriting import (
     CONTRIB,
     alike,
@@ -24,6 +25,7 @@ from transferry.export.graphs.rewriting import (
     only_consumer,
     rank,
     size,
+    transposed_from,
 )
 
 ELEMENTWISE = frozenset(
@@ -66,7 +68,7 @@ def find_linear(node: ir.Node) -> Linear | None:
     nodes, bias = [node], None
     if node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1:
         weight, bias = node.inputs[1], (*node.inputs, None)[2]  # of a matrix, and with a bias
-    elif node.op_type == "MatMul" and (weight := _transposed(argument(node, 1))) is not None:
+    elif node.op_type == "MatMul" and (weight := transposed_from(argument(node, 1))) is not None:
         following = only_consumer(node.outputs[0])
         if following is not None and following.op_type == "Add":
             other = next(value for value in following.inputs if value is not node.outputs[0])
@@ -94,12 +96,6 @@ def _divisor(node: ir.Node | None, dividend: ir.Value) -> float:
         return 1.0
     divisor = float(constant.numpy().item())
     return divisor if math.frexp(divisor)[0] == 0.5 else 1.0
-
-
-def _transposed(value: ir.Value) -> ir.Value | None:
-    """Returns the input of the Transpose that produces a value, or None."""
-    producer = value.producer()
-    return producer.inputs[0] if producer is not None and producer.op_type == "Transpose" else None
 
 
 class Kernels(Protocol):
@@ -136,14 +132,14 @@ class FloatKernels:
 class Fusion:
     """Rewrites the linear layers of one graph."""
 
-    def __init__(self, model: ir.Model, kernels: Kernels, matrix_outputs: Sequence[str]) -> None:
-        """Takes the model, changed in place, and the outputs that become matrices."""
-        self.graph, self.kernels, self.matrix_outputs = model.graph, kernels, matrix_outputs
-        self.linears = 0
+    def __init__(self, graph: Graph, kernels: Kernels) -> None:
+        """Takes the graph, changed in place; its spec says which outputs become matrices."""
+        self.graph, self.kernels, self.linears = graph.model.graph, kernels, 0
+        self.matrix_outputs = [spec.name for spec in graph.spec.outputs if len(spec.shape) == 2]
         # Value to its matrix form; a value that has become a matrix maps to itself.
         self._matrices: dict[ir.Value, ir.Value] = {}
         self._batch_and_length: ir.Value | None = None
-        model.opset_imports[CONTRIB] = 1
+        graph.model.opset_imports[CONTRIB] = 1
 
     def run(self) -> int:
         """Rewrites every linear layer; returns their number."""

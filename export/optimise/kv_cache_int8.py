@@ -30,6 +30,7 @@ from transferry.export.graphs.rewriting import (
     register,
     shared,
     size,
+    transposed_from,
 )
 from transferry.export.optimise.kv_scales import KVScales
 from transferry.runtime.bundle import GraphSpec
@@ -76,9 +77,8 @@ def _rounded_encoder(encoder: Graph) -> Graph:
                 f"{encoder.spec.file}: expected {value.name} to be split into heads, found another "
                 "end; the exporter wrote it in another way"
             )
-        reshape, transpose = split
-        _round_input(reshape, 0)
-        reshape.outputs[0].type = transpose.outputs[0].type = INT8
+        _round_input(split, 0)
+        split.outputs[0].type = value.type = INT8
     return replace(encoder, spec=replace(encoder.spec, outputs=_int8(encoder.spec.outputs)))
 
 
@@ -175,7 +175,7 @@ class _Attention:
         self.d_head = size(query, 3)
         # With a single token both shapes hold the same numbers in the same order.
         split = _split_into_heads(query)
-        self.query = query if split is None else argument(split[0], 0)
+        self.query = query if split is None else argument(split, 0)
         self.joined = product.outputs[0]
         while rank(self.joined) != 2:
             self.joined = self.joined.consumers()[0].outputs[0]
@@ -223,11 +223,8 @@ class _Attention:
         self, graph: ir.Graph, columns: Sequence[ir.Value], empty: Sequence[ir.Value]
     ) -> ir.Graph:
         """Returns the branch for a single query per slot."""
-        tape, width, kv_width = (
-            ir.tape.Tape(),
-            self.heads * self.d_head,
-            self.kv_heads * self.d_head,
-        )
+        tape, width = ir.tape.Tape(), self.heads * self.d_head
+        kv_width = self.kv_heads * self.d_head
         given = [(self.query, width)]
         given += [(argument(writer, UPDATES), kv_width) for writer in self.writers]
         rows = [
@@ -318,10 +315,8 @@ def _ungrouped(value: ir.Value) -> ir.Value:
     return value if rank(value) == 4 else _ungrouped(argument(_producer(value), 0))
 
 
-def _split_into_heads(value: ir.Value) -> tuple[ir.Node, ir.Node] | None:
-    """Returns the Reshape and the Transpose that split a value into heads, or None."""
-    transpose = value.producer()
-    if transpose is None or transpose.op_type != "Transpose":
-        return None
-    reshape = _producer(argument(transpose, 0))
-    return (reshape, transpose) if reshape.op_type == "Reshape" else None
+def _split_into_heads(value: ir.Value) -> ir.Node | None:
+    """Returns the Reshape that, with a Transpose, splits a value into heads, or None."""
+    origin = transposed_from(value)
+    reshape = origin.producer() if origin is not None else None
+    return reshape if reshape is not None and reshape.op_type == "Reshape" else None

@@ -85,11 +85,9 @@ class KVRanges:
 
 @torch.no_grad()
 def fold_kv_scales(model: Transformer, scales: Mapping[str, KVScales]) -> Transformer:
-    """Returns an equivalent model whose keys and values are multiples of their scales.
+    """Returns an equivalent copy of a model that computes keys and values divided by their scales.
 
-    Args:
-        model: The model; left unchanged.
-        scales: KV scales by the attention's name.
+    The scales come by the attention's name.
     """
     model = copy.deepcopy(model)
     for name, scale in scales.items():

@@ -67,13 +67,9 @@ class Int8Kernels:
 
 
 def quantise_embedding(graph: ir.Graph, name: str) -> None:
-    """Replaces embedding lookups by lookups of int8 rows and their scales.
+    """Replaces lookups in an embedding `[vocabulary, d_model]`, if the graph has it, by int8 ones.
 
-    A tied embedding shares both with the LM head.
-
-    Args:
-        graph: Changed in place, unless it lacks the embedding.
-        name: Name of the embedding `[vocabulary, d_model]`.
+    A tied embedding shares its integers and scales with the LM head.
     """
     weight = graph.initializers.get(name)
     if weight is None:

@@ -18,16 +18,13 @@ SMALLEST_VOCABULARY = 2048
 
 
 def approximate_graph(head: Graph) -> Graph:
-    """Returns the LM head in int8: hidden -> approximate logits.
+    """Returns a fused LM head in int8: hidden -> approximate logits.
 
-    Hidden states are quantised with a scale of the batch. The search still gets exact results,
-    which do not depend on it.
-
-    Args:
-        head: hidden -> logits, fused, in float32.
+    Hidden states are quantised with a scale of the batch; the result of screening is exact and does
+    not depend on it.
 
     Raises:
-        ParityError: `head` is not a single linear layer.
+        ParityError: The LM head is not a single linear layer.
     """
     model = head.model.clone()
     graph, (product, *others) = model.graph, list(model.graph)
@@ -55,10 +52,13 @@ def segment_maxima_graph(sums: Graph) -> Graph:
     return Graph(model, GraphSpec("segment_maxima.onnx", sums.spec.inputs, sums.spec.outputs[1:]))
 
 
-def screen_tensors(head: Graph, approximate: Graph) -> Mapping[str, StoredTensor]:
-    """Returns the places of the LM head's weights, exact and int8, in the files already written."""
+def screen_tensors(graphs: Mapping[str, Graph]) -> dict[str, StoredTensor]:
+    """Returns the places of a screened LM head's weights, float32 and int8, in written files."""
+    if "approximate_logits" not in graphs:
+        return {}
+    head = graphs["lm_head"]
     (product,) = head.model.graph
-    transpose, int8_product = approximate.model.graph
+    transpose, int8_product = graphs["approximate_logits"].model.graph
     values = {
         "weight": product.inputs[1],
         "quantised": transpose.inputs[0],

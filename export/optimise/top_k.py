@@ -11,13 +11,10 @@ from transferry.runtime.bundle import GraphSpec
 
 
 def top_k_graph(head: Graph) -> Graph:
-    """Returns the graph hidden, count -> top_logits, top_tokens, relative_sums.
+    """Returns a fused LM head with top-k: hidden, count -> top_logits, top_tokens, relative_sums.
 
     The log-sum-exp of a row is log(relative_sums) plus its largest logit. It is NaN where a logit
     is NaN or infinite, or none is finite.
-
-    Args:
-        head: hidden -> logits, fused.
     """
     model = head.model.clone()
     graph, tape = model.graph, ir.tape.Tape(model.graph)

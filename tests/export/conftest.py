@@ -1,4 +1,4 @@
-"""What the tests of the export share: the random run and its bundle, and both as decoders."""
+"""Fixtures of the export's tests: the random run and its bundle, and both as decoders."""
 
 import copy
 from collections import defaultdict
@@ -18,10 +18,11 @@ from transferry.export import bundle as exporting
 from transferry.export import variants
 from transferry.export.bundle import export_bundle
 from transferry.export.graphs.external_data import write_graphs
+from transferry.export.graphs.graph import Graph
 from transferry.export.optimise.calibration import Calibration, Histogram, LinearObserver
 from transferry.export.optimise.kv_scales import KVRanges, fold_kv_scales
 from transferry.export.parity.oracle import Judge
-from transferry.export.variants import MadeVariant
+from transferry.export.variants import describe
 from transferry.runtime.bundle import Bundle, Manifest
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
@@ -65,23 +66,20 @@ def judge(checkpoint: Checkpoint) -> Judge:
 
 @pytest.fixture(scope="session", autouse=True)
 def _traced_once(traced_once: None) -> None:
-    """Every variant that these tests make is made of graphs that were traced before."""
+    """All variants of these tests are made from graphs traced once."""
 
 
-def written(folder: Path, model: Transformer, made: MadeVariant) -> Bundle:
+def written(folder: Path, model: Transformer, name: str, graphs: dict[str, Graph]) -> Bundle:
     """A variant on disk, as a bundle without anything else."""
-    graphs = made.graphs.values()
-    write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs])
-    variants = {made.name: made.described()}
-    config = model.config
-    manifest = Manifest(config.architecture, config.to_dict(), {}, variants, {}, {})
+    write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs.values()])
+    config, described = model.config, {name: describe(name, graphs)}
+    manifest = Manifest(config.architecture, config.to_dict(), {}, described, {}, {})
     return Bundle(folder, manifest, BYTES)
 
 
 @pytest.fixture(scope="session")
 def calm(checkpoint: Checkpoint) -> Checkpoint:
-    """The run as a model that 8 bits suffice for: trained ones do not blow errors up as wide
-    random weights do, and no token's embedding is three times as large as others."""
+    """The run with narrower weights, as trained models have: wide ones amplify rounding errors."""
     model = copy.deepcopy(checkpoint.model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -123,13 +121,13 @@ def widest(checkpoint: Checkpoint, texts: Sequence[str]) -> Calibration:
 
 @pytest.fixture(scope="session")
 def calibration(calm: Checkpoint, texts: list[str]) -> Calibration:
-    """What the int8 variant of `export_all` is made with."""
+    """The calibration of the int8 variant of `export_all`."""
     return widest(calm, texts)
 
 
 @pytest.fixture(scope="session")
 def export_all(calm: Checkpoint, texts: list[str]) -> Callable[..., Bundle]:
-    """Exports `calm` with every variant that a CPU runs; greedy search is screened."""
+    """Exports `calm` with every variant for a CPU, with screened greedy search."""
 
     def export(out: Path, **options: Any) -> Bundle:
         with pytest.MonkeyPatch.context() as patch:

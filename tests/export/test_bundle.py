@@ -1,4 +1,4 @@
-"""A bundle comes whole and verified or not at all, and twice the same bytes."""
+"""An export gives a whole, verified bundle or nothing, and always the same bytes."""
 
 import errno
 import os
@@ -69,7 +69,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 def test_same_checkpoint_gives_the_same_bytes(
     bundle_folder: Path, run_folder: Path, tmp_path: Path
 ) -> None:
-    """In another process, folder and order of hashing: nothing of them may show."""
+    """In another process and folder, with another order of hashing."""
     script = """
 import sys
 from pathlib import Path
@@ -129,7 +129,7 @@ def dangling_input(graph: onnx.GraphProto) -> None:
 
 
 def wrong_type(graph: onnx.GraphProto) -> None:
-    """Only type inference, which full_check asks for, can see this."""
+    """Only type inference (full_check) finds this."""
     graph.output[0].type.tensor_type.elem_type = onnx.TensorProto.INT64
 
 
@@ -149,7 +149,7 @@ def test_invalid_graph_is_found(
 
 @pytest.mark.usefixtures("short")
 class TestPlace:
-    """Where the bundle may go, and what happens to what is there."""
+    """Target folders of an export, new and existing."""
 
     def test_folders_on_the_way_are_made(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
         out = tmp_path / "some" / "where"
@@ -200,7 +200,7 @@ class TestPlace:
 def test_texts_that_do_not_fit_are_not_recorded(
     checkpoint: Checkpoint, texts: list[str], sources: list[list[int]], tmp_path: Path
 ) -> None:
-    """Where none fits, random sources are."""
+    """If none fits, random sources are recorded."""
     too_long = " ".join(texts)
     bundle = export_bundle(checkpoint, tmp_path / "one", texts=["", too_long, texts[0]])
     assert Reference.load(bundle.folder / REFERENCE).sources == sources[:1]
@@ -219,7 +219,7 @@ errors = pytest.mark.parametrize(
 
 @pytest.fixture
 def old(bundle_folder: Path, tmp_path: Path) -> Path:
-    """A bundle that is in the way."""
+    """An existing bundle at the target."""
     return Path(shutil.copytree(bundle_folder, tmp_path / "old" / "bundle"))
 
 

@@ -7,20 +7,18 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import torch
 
+from tests.export.conftest import written
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.evaluation import cross_entropy
 from transferry.build_model.transformer import Transformer
-from transferry.export.graphs.external_data import write_graphs
 from transferry.export.parity.cases import random_case
 from transferry.export.parity.oracle import Judge
 from transferry.export.variants import make_variant
-from transferry.runtime.bundle import Bundle, Manifest, Variant
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance
-from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, Tokenizer
+from transferry.runtime.tokenizer.byte_pair import SOURCES
 
-BYTES = Tokenizer("bytes", r"\S+|\s+", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 SHAPE: dict[str, Any] = dict(
     vocabulary_size=40, d_model=16, heads=4, d_ff=24, max_positions=24, dropout=0.0
 )
@@ -118,14 +116,8 @@ def trained_a_little(config: ModelConfig) -> Transformer:
 
 def opened(model: Transformer, folder: Path) -> Model:
     """The graphs in onnxruntime, without what a bundle has besides."""
-    graphs = make_variant(model, "portable").graphs
-    (folder / "portable").mkdir()
-    write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs.values()])
-    specs = {name: graph.spec for name, graph in graphs.items()}
-    variant = Variant("portable", "float32", ("cpu",), 20, specs)
-    config = model.config
-    manifest = Manifest(config.architecture, config.to_dict(), {}, {"portable": variant}, {}, {})
-    return open_model(Bundle(folder, manifest, BYTES), variant, SessionOptions())
+    bundle = written(folder, model, "portable", make_variant(model, "portable"))
+    return open_model(bundle, bundle.variant(), SessionOptions())
 
 
 @pytest.mark.parametrize("config", list(cells()))

@@ -1,4 +1,4 @@
-"""The model as a `Decoder` is still the model; driven by the search it is the plain greedy loop."""
+"""TorchDecoder gives the model's own logits, and the search drives it as a plain greedy loop."""
 
 from collections.abc import Sequence
 
@@ -36,7 +36,7 @@ def case(checkpoint: Checkpoint) -> Case:
 
 
 def logits_of_model(decoder: TorchDecoder, case: Case) -> NDArray[np.float64]:
-    """What the model gives in one call, without a cache."""
+    """Logits of the model in one call, without a cache."""
     tensors = [torch.from_numpy(array) for array in (case.source, case.mask, case.target)]
     with torch.inference_mode():
         logits: NDArray[np.float64] = decoder.model(*tensors).numpy()
@@ -109,7 +109,7 @@ def test_cache_is_named_as_in_the_graphs(
 
 @pytest.fixture
 def plain(checkpoint: Checkpoint, sources: list[list[int]]) -> list[list[int]]:
-    """Greedy tokens of a loop that shares nothing with the search and keeps no cache."""
+    """Greedy tokens of a loop that shares no code with the search and has no cache."""
     source, mask = pad_sources(sources, SOURCES.pad_id)
     return greedy(
         checkpoint.model,

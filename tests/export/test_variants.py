@@ -13,7 +13,7 @@ from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.export.bundle import check_graphs, export_bundle
-from transferry.export.graphs.external_data import ALIGNMENT, WEIGHTS
+from transferry.export.graphs.external_data import ALIGNMENT, WEIGHTS, write_graphs
 from transferry.export.parity.cases import random_case
 from transferry.export.parity.oracle import Judge
 from transferry.export.variants import RECIPES, make_variant
@@ -61,10 +61,12 @@ def test_cpu_fp32_adds_nothing_to_the_weights(
     checkpoint: Checkpoint, bundle: Bundle, tmp_path: Path
 ) -> None:
     """Not screened: byte for byte the file of the portable graphs alone."""
-    graphs = dict(make_variant(checkpoint.model, "portable").graphs)
-    fused = make_variant(checkpoint.model, "cpu-fp32")
-    graphs |= {f"fused {name}": graph for name, graph in fused.graphs.items()}
-    written(tmp_path, checkpoint.model, replace(fused, graphs=graphs))
+    graphs = [
+        graph
+        for name in ("portable", "cpu-fp32")
+        for graph in make_variant(checkpoint.model, name).values()
+    ]
+    write_graphs([(graph.model, tmp_path / graph.spec.file) for graph in graphs])
     alone = bundle.folder / "portable" / WEIGHTS
     assert (tmp_path / "portable" / WEIGHTS).read_bytes() == alone.read_bytes()
 
@@ -125,7 +127,7 @@ def test_half_precision_answers_nearly_alike(tmp_path: Path) -> None:
     stacks = dict(encoder_layers=0, decoder_layers=1, norm_order="pre")
     config = ModelConfig.from_dict({**shape, **stacks, "architecture": "decoder-only"})
     model = Transformer(config).eval()
-    bundle = written(tmp_path, model, make_variant(model, "cuda-fp16"))
+    bundle = written(tmp_path, model, "cuda-fp16", make_variant(model, "cuda-fp16"))
     variant = bundle.variant()
     assert (variant.top_k, variant.cache) == (True, CacheSpec(True, "float16"))
     check_graphs(bundle)

@@ -1,4 +1,4 @@
-"""Weights lie on disk once, where onnxruntime can map them, and are the checkpoint's own bytes."""
+"""Weights are stored once, page-aligned, and byte for byte as in the checkpoint."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ Place = tuple[int, int]
 
 
 def places(path: Path) -> dict[str, Place]:
-    """Offset and length in weights.bin of every initializer that lies there."""
+    """Offset and length of every initializer in weights.bin."""
     found = {}
     for tensor in onnx.load(path, load_external_data=False).graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
@@ -34,7 +34,7 @@ def arrays(path: Path) -> dict[str, NDArray[np.generic]]:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Checkpoint) -> dict[str, NDArray[np.generic]]:
-    """What the model computes with, by name: the checkpoint's tensors and the positions."""
+    """Weights of the model by name: the checkpoint's tensors and the positions."""
     tensors = {**checkpoint.model.state_dict(), "positions": checkpoint.model.positions}
     return {f"model.{name}": tensor.numpy() for name, tensor in tensors.items()}
 
@@ -68,7 +68,7 @@ def test_each_weight_is_stored_once(
 
 
 def graph(**initializers: NDArray[np.generic]) -> ir.Model:
-    """A graph that gives its initializers back."""
+    """A graph whose outputs are its initializers."""
     helper = onnx.helper
     outputs = [
         helper.make_tensor_value_info(

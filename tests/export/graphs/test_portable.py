@@ -1,4 +1,4 @@
-"""The graphs are plain ONNX, are what the manifest says, and have no size frozen into them."""
+"""Portable graphs use standard ONNX, match the manifest, and have no frozen size."""
 
 from itertools import product
 from pathlib import Path
@@ -17,7 +17,7 @@ from transferry.runtime.ort.session import SessionOptions, open_session
 
 GRAPHS = ("encoder", "decoder", "select")
 CHECKOUT = Path(__file__).resolve().parents[2]
-# Whatever the graph is asked for, no two of its dimensions have the same size by chance alone.
+# Sizes such that no two dimensions of a graph are always equal.
 BATCHES, SOURCES, PASTS, TARGETS, ROWS = (1, 2, 7), (1, 2, 13), (0, 1, 9), (1, 3), (1, 5)
 
 
@@ -32,7 +32,7 @@ def model(bundle: Bundle, spec: GraphSpec) -> onnx.ModelProto:
 
 
 def tensor_specs(values: list[onnx.ValueInfoProto]) -> list[tuple[str, str, tuple[int | str, ...]]]:
-    """Name, type and shape of each input or output, as the file has them."""
+    """Name, type and shape of each input or output of the file."""
     return [
         (
             value.name,
@@ -63,14 +63,14 @@ def test_file_is_what_the_manifest_says(spec: GraphSpec, model: onnx.ModelProto)
 
 
 def size(dimension: int | str, sizes: dict[str, int]) -> int:
-    """What a dimension of the manifest comes to, sums such as "past + target" included."""
+    """The size of a dimension of the manifest, a sum such as "past + target" included."""
     if isinstance(dimension, int):
         return dimension
     return sum(sizes[symbol] for symbol in dimension.split(" + "))
 
 
 def example(item: TensorSpec, sizes: dict[str, int]) -> NDArray[np.generic]:
-    """An input that means something whatever its sizes: tokens and rows that exist, no padding."""
+    """An input that is valid at any size: tokens and rows that exist, no padding."""
     shape = tuple(size(dimension, sizes) for dimension in item.shape)
     value = 0 if item.role == "rows" else 1
     return np.full(shape, value, item.type)
@@ -97,7 +97,7 @@ def test_every_size_that_varies_is_free(bundle: Bundle, spec: GraphSpec) -> None
 
 
 def test_sizes_beyond_the_manifest_are_refused(bundle: Bundle) -> None:
-    """What varies is what the manifest names: the number of heads, for one, does not."""
+    """Only the dimensions that the manifest names vary; the number of heads does not."""
     select = bundle.variant().graphs["select"]
     session = open_session(bundle.graph(select), SessionOptions())
     feeds = {
@@ -109,7 +109,7 @@ def test_sizes_beyond_the_manifest_are_refused(bundle: Bundle) -> None:
         session.run(None, feeds)
 
 
-def test_nothing_tells_of_the_machine(bundle: Bundle, spec: GraphSpec) -> None:
+def test_no_trace_of_the_exporting_machine(bundle: Bundle, spec: GraphSpec) -> None:
     content = bundle.graph(spec).read_bytes()
     for trace in (b".py", b"stack_trace", b"pkg.torch", b"/home/", str(CHECKOUT).encode()):
         assert trace not in content

@@ -1,4 +1,4 @@
-"""Every linear layer becomes one product of matrices, and the graphs answer as before."""
+"""Every linear layer becomes one product of matrices, and results stay the same."""
 
 from collections import Counter
 from pathlib import Path
@@ -14,13 +14,13 @@ from tests.export.conftest import written
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
-from transferry.export.graphs.graph import export_graph
+from transferry.export.graphs.graph import Graph, export_graph
 from transferry.export.graphs.rewriting import drop_unused, register
 from transferry.export.optimise import fusion
 from transferry.export.optimise.fusion import FloatKernels, Fusion, find_linear
 from transferry.export.parity.cases import random_case
 from transferry.export.parity.oracle import Judge
-from transferry.export.variants import MadeVariant, linear_layers, make_variant
+from transferry.export.variants import linear_layers, make_variant
 from transferry.runtime.bundle import GraphSpec, TensorSpec
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import Model, open_model
@@ -28,11 +28,12 @@ from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.tokenizer.byte_pair import SOURCES
 
-Made = tuple[Transformer, MadeVariant, Model]
+Graphs = dict[str, Graph]
+Made = tuple[Transformer, Graphs, Model]
 
 
 def pre_norm_reader() -> Transformer:
-    """GELU in its other form, and a norm before each part instead of after it."""
+    """GELU by tanh, and a norm before each sublayer instead of after it."""
     torch.manual_seed(0)
     model = Transformer(
         ModelConfig(
@@ -56,22 +57,22 @@ def pre_norm_reader() -> Transformer:
 
 @pytest.fixture(scope="module", params=["both", "writer", "reader", "pre-norm reader"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """A model of each architecture, its fused variant, and that opened."""
+    """A model of each architecture, its fused variant, and the opened variant."""
     if request.param == "pre-norm reader":
         model = pre_norm_reader()
     else:
         run = {"both": "run_folder"}.get(request.param, f"{request.param}_run_folder")
         model = load_checkpoint(request.getfixturevalue(run)).model
-    variant = make_variant(model, "cpu-fp32")
-    bundle = written(tmp_path_factory.mktemp("fused"), model, variant)
-    return model, variant, open_model(bundle, bundle.variant(), SessionOptions())
+    graphs = make_variant(model, "cpu-fp32")
+    bundle = written(tmp_path_factory.mktemp("fused"), model, "cpu-fp32", graphs)
+    return model, graphs, open_model(bundle, bundle.variant(), SessionOptions())
 
 
-def operators(variant: MadeVariant) -> Counter[str]:
-    return Counter(node.op_type for graph in variant.graphs.values() for node in graph.model.graph)
+def operators(graphs: Graphs) -> Counter[str]:
+    return Counter(node.op_type for graph in graphs.values() for node in graph.model.graph)
 
 
-# Four of each attention, two of each feed-forward or three of SwiGLU's, and the vocabulary's.
+# Four per attention, two per feed-forward or three with SwiGLU, and the LM head.
 LINEARS = {
     ("encoder-decoder", "post"): 1 * 6 + 2 * 10 + 1,
     ("decoder-only", "pre"): 2 * 7 + 1,
@@ -81,15 +82,15 @@ LINEARS = {
 
 
 def test_every_linear_layer_is_one_product(made: Made) -> None:
-    model, variant, _ = made
+    model, graphs, _ = made
     config = model.config
     expected = LINEARS[config.architecture, config.norm_order]
     assert linear_layers(model) == expected
-    count = operators(variant)
+    count = operators(graphs)
     assert count["Gemm"] + count["FusedGemm"] == expected
     relus = config.encoder_layers + config.decoder_layers if config.activation == "relu" else 0
     assert (count["FusedGemm"], count["Relu"]) == (relus, 0)
-    for graph in variant.graphs.values():
+    for graph in graphs.values():
         for node in graph.model.graph:
             if node.op_type == "MatMul":
                 assert not any(value.is_initializer() for value in node.inputs if value)
@@ -106,16 +107,16 @@ def test_fused_graphs_answer_as_torch(made: Made) -> None:
 
 
 def test_outputs_have_the_dimensions_that_the_manifest_tells(made: Made) -> None:
-    """Of an encoder alone three, as the portable graph has them; of a decoder matrices."""
-    model, variant, _ = made
-    for graph in variant.graphs.values():
+    """Three for an encoder-only model, as in the portable graph; two for a decoder."""
+    model, graphs, _ = made
+    for graph in graphs.values():
         for spec, value in zip(graph.spec.outputs, graph.model.graph.outputs, strict=True):
             assert value.name == spec.name
             assert value.shape is not None
             assert len(value.shape) == len(spec.shape)
     outputs = {
         spec.role: len(spec.shape)
-        for graph in variant.graphs.values()
+        for graph in graphs.values()
         for spec in graph.spec.outputs
         if spec.role in ("hidden", "logits")
     }
@@ -138,7 +139,7 @@ def test_a_linear_layer_that_is_not_found_is_refused(
 
 
 class Mixed(nn.Module):
-    """What works on rows alone beside what mixes them: tokens -> three outputs."""
+    """Operators that work on rows beside others that mix them: tokens -> three outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +169,7 @@ def test_a_value_may_be_read_as_a_matrix_and_in_three_dimensions(tmp_path: Path)
         for name, width in zip(names, widths, strict=True)
     )
     graph = export_graph(module, GraphSpec("mixed.onnx", (tokens,), outputs))
-    assert Fusion(graph.model, FloatKernels(with_relu=True), []).run() == 3
+    assert Fusion(graph, FloatKernels(with_relu=True)).run() == 3
     drop_unused(graph.model.graph)
     count = Counter(node.op_type for node in graph.model.graph)
     assert (count["Gemm"], count["FusedGemm"], count["MatMul"]) == (2, 1, 0)
@@ -185,7 +186,7 @@ def test_a_value_may_be_read_as_a_matrix_and_in_three_dimensions(tmp_path: Path)
 
 
 class Divided(nn.Module):
-    """A linear layer whose result is divided, or divides: tokens -> result."""
+    """A linear layer as dividend or as divisor: tokens -> result."""
 
     def __init__(self, linear: nn.Linear, divisor: float | None, inverse: bool) -> None:
         super().__init__()
@@ -215,7 +216,7 @@ def test_a_power_of_two_divides_within_the_product_to_the_bit(
         torch.manual_seed(0)  # the same embedding
         module = Divided(linear, value, inverse)
         graph = export_graph(module, GraphSpec("divided.onnx", (tokens,), (output,)))
-        Fusion(graph.model, FloatKernels(with_relu=True), []).run()
+        Fusion(graph, FloatKernels(with_relu=True)).run()
         ir.save(graph.model, tmp_path / "divided.onnx")
         session = onnxruntime.InferenceSession(tmp_path / "divided.onnx")
         results += session.run(None, {"tokens": np.arange(9).reshape(3, 3)})
@@ -226,8 +227,8 @@ def test_a_power_of_two_divides_within_the_product_to_the_bit(
     np.testing.assert_array_equal(found, expected)
 
 
-def test_nodes_that_nothing_reads_are_dropped() -> None:
-    """A chain that ends nowhere goes whole, and its weights with it; inputs stay."""
+def test_unused_nodes_are_dropped() -> None:
+    """A chain without a reader is dropped with its weights; inputs stay."""
     x = ir.Value(name="x", shape=ir.Shape([2, 2]), type=ir.TensorType(ir.DataType.FLOAT))
     graph = ir.Graph([x], [], nodes=[], opset_imports={"": 20})
     register(graph, "w", np.ones((2, 2), np.float32))

@@ -1,4 +1,4 @@
-"""The int8 KV cache: its scales, its two readers, and that both find the same."""
+"""The int8 KV cache: its scales, and two ways to read it that agree."""
 
 from typing import Any
 
@@ -13,10 +13,11 @@ from tests.export.conftest import BYTES, written
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.export import variants
+from transferry.export.graphs.graph import Graph
 from transferry.export.optimise.calibration import Calibration, calibrate, vocabulary_texts
 from transferry.export.optimise.kv_cache_int8 import quantise_cache
 from transferry.export.optimise.kv_scales import HEADROOM, LARGEST, KVRanges, fold_kv_scales
-from transferry.export.variants import MadeVariant, make_variant
+from transferry.export.variants import make_variant
 from transferry.runtime.errors import InputError, ParityError
 from transferry.runtime.ort.fused_decoder import AHEAD, FusedDecoder
 from transferry.runtime.ort.session import SessionOptions
@@ -25,11 +26,10 @@ SENTENCES = [np.random.default_rng(row).integers(3, 300, 5 + row % 7).tolist() f
 TARGET = np.random.default_rng(1).integers(3, 300, (4, 24))
 SOURCE = np.array([[9, 40, 77, 12, 2], [30, 8, 2, 0, 0], [5, 2, 0, 0, 0], [61, 62, 63, 2, 0]])
 MASK = SOURCE != 0
-# Of the largest logit. Of two ways to the same integers a few fall on the other side of a half.
+# Fraction of the largest logit. On two ways to the same integers, a few halves round differently.
 NEAR = 0.02
 
-# What decides how attention is written: rotary positions and groups of heads, with an encoder and
-# without.
+# Options that change how attention is exported.
 OPTIONS: dict[str, dict[str, Any]] = {
     "both": {},
     "both, rotary and grouped": {"positions": "rotary", "key_value_heads": 2, "bias": False},
@@ -43,7 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "norm_order": "pre",
     },
 }
-Made = tuple[Transformer, Calibration, MadeVariant, FusedDecoder]
+Made = tuple[Transformer, Calibration, dict[str, Graph], FusedDecoder]
 
 
 def model_of(options: dict[str, Any]) -> Transformer:
@@ -62,10 +62,10 @@ def model_of(options: dict[str, Any]) -> Transformer:
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     model = model_of(OPTIONS[request.param])
     calibration = calibrate(model, BYTES.special, SENTENCES, 10)
-    variant = make_variant(model, "cpu-int8", calibration)
-    bundle = written(tmp_path_factory.mktemp("int8"), model, variant)
+    graphs = make_variant(model, "cpu-int8", calibration)
+    bundle = written(tmp_path_factory.mktemp("int8"), model, "cpu-int8", graphs)
     decoder = FusedDecoder(bundle, bundle.variant(), SessionOptions())
-    return model, calibration, variant, decoder
+    return model, calibration, graphs, decoder
 
 
 # Scales
@@ -77,7 +77,7 @@ def answered(model: Transformer, source: Tensor, mask: Tensor, target: Tensor) -
     return logits
 
 
-def test_a_model_with_folded_scales_gives_the_same(made: Made) -> None:
+def test_folded_scales_change_no_logit(made: Made) -> None:
     model, calibration, _, _ = made
     given = [torch.from_numpy(each) for each in (SOURCE, MASK, TARGET)]
     if not model.encoder:
@@ -90,8 +90,8 @@ def test_a_model_with_folded_scales_gives_the_same(made: Made) -> None:
     assert torch.equal(model.embedding.weight, before)
 
 
-def test_keys_and_values_that_were_seen_fill_the_integers(made: Made) -> None:
-    """Nearly: beside what was seen there is room, and no angle of rotary positions leaves it."""
+def test_measured_keys_and_values_fill_the_integers(made: Made) -> None:
+    """Up to the headroom, at every angle of rotary positions."""
     model, calibration, _, _ = made
     attentions = model.config.decoder_layers * (2 if model.encoder else 1)
     assert len(calibration.kv_scales) == attentions
@@ -140,9 +140,9 @@ def test_keys_that_are_not_finite_are_refused() -> None:
 # The graphs
 
 
-def test_every_attention_has_both_ways(made: Made) -> None:
-    model, _, variant, _ = made
-    graph = variant.graphs["decoder"].model.graph
+def test_every_attention_has_both_branches(made: Made) -> None:
+    model, _, graphs, _ = made
+    graph = graphs["decoder"].model.graph
     choices = [node for node in graph if node.op_type == "If"]
     assert len(choices) == model.config.decoder_layers * (2 if model.encoder else 1)
     for choice in choices:
@@ -151,25 +151,23 @@ def test_every_attention_has_both_ways(made: Made) -> None:
         assert [node.op_type for node in several].count("Softmax") == 1
     outside = {node.op_type for node in graph}
     assert not outside & {"Softmax", "GroupQueryAttention", "TensorScatter"}
-    # What becomes floats for the one does not for the other.
+    # The branch for a single query reads no float copy of the cache.
     for node in graph:
         if node.op_type == "Cast":
             assert node.inputs[0] is not None
             assert node.inputs[0].dtype != ir.DataType.INT8 or "embedding" in str(node.inputs[0])
 
 
-def test_nothing_but_the_cache_is_stored_otherwise(made: Made) -> None:
-    _, _, variant, _ = made
+def test_only_the_cache_is_int8(made: Made) -> None:
+    _, _, graphs, _ = made
     roles = ("cross", "past", "present", "kept", "state", "fresh", "moved", "placed", "selected")
-    for name, graph in variant.graphs.items():
+    for name, graph in graphs.items():
         for spec in (*graph.spec.inputs, *graph.spec.outputs):
             real = name == "dequantise" and spec.role != "state"
             assert (spec.type == "int8") == (spec.role in (*roles, "gathered") and not real)
 
 
-def test_attention_that_was_missed_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missed_attention_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of({"decoder_layers": 1, "encoder_layers": 1})
     calibration = calibrate(model, BYTES.special, SENTENCES[:1], 4)
     monkeypatch.setattr(variants, "quantise_cache", lambda *given: quantise_cache(*given) - 1)
@@ -194,7 +192,7 @@ def distance(one: NDArray[Any], other: NDArray[Any]) -> float:
 
 
 def test_one_token_at_a_time_is_as_all_at_once(made: Made) -> None:
-    """Over as many columns as make the cache grow, with sources and prompts of unequal length."""
+    """Over enough columns to make the cache grow, with sources of unequal length."""
     _, _, _, decoder = made
     assert TARGET.shape[1] > 2 * AHEAD
     state, steps = fed(decoder, decoder.start(SOURCE, MASK), TARGET)
@@ -207,7 +205,7 @@ def test_one_token_at_a_time_is_as_all_at_once(made: Made) -> None:
 
 
 def test_beams_that_become_one_see_no_column_of_the_others(made: Made) -> None:
-    """There are gaps in the cache then, so it is not read from its beginning on."""
+    """The cache then has gaps, so the branch for a single query must not be taken."""
     _, _, _, decoder = made
     state, _ = fed(decoder, decoder.start(SOURCE, MASK), TARGET[:, :2])
     state = decoder.select(state, np.arange(4).repeat(2))
@@ -223,7 +221,7 @@ def test_beams_that_become_one_see_no_column_of_the_others(made: Made) -> None:
 
 
 def test_a_row_is_the_same_to_the_bit_whatever_is_beside_it(made: Made) -> None:
-    """Shorter than its neighbours, among more of them, and after some have left."""
+    """Beside longer rows, in batches of different sizes, and after rows have left."""
     _, _, _, decoder = made
     state, together = fed(decoder, decoder.start(SOURCE, MASK), TARGET[:, :6])
     state = decoder.select(state, np.array([3, 1]))

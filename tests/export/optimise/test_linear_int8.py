@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits: which there are, what they compute, and what they do not depend on."""
+"""Linear layers in int8: every layer is quantised, and computes exactly what its scales say."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -31,10 +31,6 @@ from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import observe
 
-# Of the largest entry. Steps are 1/127 of a range, and layers of random weights add up their
-# errors; a scale or a zero point that is not the layer's own is off by the entry itself.
-NEAR = 0.1
-
 
 @pytest.fixture(scope="module")
 def graphs(all_variants: Bundle) -> dict[str, ir.Model]:
@@ -54,7 +50,7 @@ def operators(model: ir.Model) -> Counter[str]:
 
 
 def test_every_linear_layer_is_quantised_and_every_input_once(graphs: dict[str, ir.Model]) -> None:
-    """What query, key and value read is one value, and so is what all cross-attentions read."""
+    """Query, key and value share one quantised input, and so do all cross-attentions."""
     counts = {name: operators(model) for name, model in graphs.items()}
     layers = {"encoder": 6 + 2 * 2, "decoder": 2 * (4 + 2 + 2), "lm_head": 1}
     cross = 2 * 2  # keys and values, which are rounded too
@@ -74,7 +70,7 @@ def test_no_weight_of_a_linear_layer_is_left_in_float(graphs: dict[str, ir.Model
 
 
 def test_tied_embedding_is_stored_once(graphs: dict[str, ir.Model]) -> None:
-    """Both lookups and the projection name the same bytes."""
+    """Both lookups and the LM head name the same bytes."""
     places = []
     for name in ("encoder", "decoder", "lm_head"):
         tensor = graphs[name].graph.initializers["embedding.weight.int8"].const_value
@@ -84,10 +80,7 @@ def test_tied_embedding_is_stored_once(graphs: dict[str, ir.Model]) -> None:
 
 
 class Rounding(TorchFunctionMode):
-    """Rounds every linear layer's input and weight as the variant does, and computes in float.
-
-    And what goes into the cache.
-    """
+    """Rounds inputs and weights of linear layers and the KV cache, and computes in float."""
 
     def __init__(self, model: Transformer, activations: Mapping[str, Activation]) -> None:
         super().__init__()
@@ -117,7 +110,7 @@ def dequantised(weight: Tensor) -> Tensor:
 def test_the_whole_model_rounds_nothing_else(
     calm: Checkpoint, calibration: Calibration, decoder: FusedDecoder
 ) -> None:
-    """But for values on the verge of two integers, which may fall either way, it is the same."""
+    """Equal except for values halfway between two integers, which may round either way."""
     model = fold_kv_scales(calm.model, calibration.kv_scales)
     case = random_case(model.config, 3, 7, 4, seed=0)
     with Rounding(model, calibration.activations), torch.no_grad():
@@ -146,10 +139,10 @@ def test_the_same_export_gives_the_same_bytes(
 
 
 class Layers(nn.Module):
-    """tokens -> what a feed-forward network gives, and what its ReLU gives if that is asked for.
+    """tokens -> output of a feed-forward network, and optionally that of its ReLU.
 
     Attributes:
-        reads: What else reads the ReLU: "nothing", "linear", "float", or "output".
+        reads: The other reader of the ReLU: "nothing", "linear", "float", or "output".
     """
 
     def __init__(self, reads: str) -> None:
@@ -169,16 +162,16 @@ class Layers(nn.Module):
 
 
 def rounded(x: Tensor, activation: Activation) -> Tensor:
-    """x as the scale and the zero point say, as integers less the zero point, in float64."""
+    """x quantised: integers minus the zero point, in float64."""
     steps = x.double() / activation.scale
-    # Nothing on the verge of two integers, or the test itself would depend on rounding.
+    # No value halfway between two integers, or the test itself would depend on rounding.
     assert ((steps - steps.floor() - 0.5).abs() > 1e-4).all()
     low, high = -activation.zero_point, 255 - activation.zero_point
     return steps.round().clamp(low, high)
 
 
 def emulated(x: Tensor, linear: nn.Linear, activation: Activation) -> Tensor:
-    """The product of integers, exactly, times both scales, plus the bias."""
+    """The exact product of integers times both scales, plus the bias."""
     integers, scales = quantised(linear.weight.detach().numpy())
     product = rounded(x, activation) @ torch.from_numpy(integers).double().T
     return product * activation.scale * torch.from_numpy(scales).double() + linear.bias
@@ -198,7 +191,7 @@ def emulated(x: Tensor, linear: nn.Linear, activation: Activation) -> Tensor:
 def test_arithmetic_is_what_the_scales_say(
     reads: str, zero: int, other_zero: int, relus: int, tmp_path: Path
 ) -> None:
-    """And the ReLU is left out exactly where whoever reads it rounds from 0 upwards."""
+    """The ReLU is dropped exactly where every reader quantises with zero point 0."""
     torch.manual_seed(0)
     module = Layers(reads)
     tokens = TensorSpec("tokens", "source", "int64", ("batch", "source"))
@@ -207,14 +200,15 @@ def test_arithmetic_is_what_the_scales_say(
         TensorSpec(name, "hidden", "float32", ("batch", "source", width))
         for name, width in widths.items()
     )
-    graph = export_graph(module, GraphSpec("layers.onnx", (tokens,), outputs)).model
+    exported = export_graph(module, GraphSpec("layers.onnx", (tokens,), outputs))
+    graph = exported.model
     activations = {
-        "inner.weight": Activation(0.011, 128, 2.0, 0.0, 1),
-        "outer.weight": Activation(0.0037 if zero == 0 else 0.0073, zero, 1.0, 0.0, 1),
-        "other.weight": Activation(0.0037 if other_zero == 0 else 0.0073, other_zero, 1.0, 0.0, 1),
+        "inner.weight": Activation(0.011, 128, 2.0, 1),
+        "outer.weight": Activation(0.0037 if zero == 0 else 0.0073, zero, 1.0, 1),
+        "other.weight": Activation(0.0037 if other_zero == 0 else 0.0073, other_zero, 1.0, 1),
     }
     kernels = Int8Kernels(activations)
-    linears = Fusion(graph, kernels, []).run()
+    linears = Fusion(exported, kernels).run()
     assert linears == 3 - (reads != "linear")
     quantise_embedding(graph.graph, "embedding.weight")
     drop_unused(graph.graph)
@@ -243,7 +237,7 @@ def test_arithmetic_is_what_the_scales_say(
 
 
 class Lookup(nn.Module):
-    """tokens -> their embeddings twice, which rounds nothing."""
+    """tokens -> embeddings times 2, which is exact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +255,7 @@ def test_lookup_is_scales_times_integers(tmp_path: Path) -> None:
     x = TensorSpec("x", "hidden", "float32", ("batch", "source", 32))
     graph = export_graph(module, GraphSpec("lookup.onnx", (tokens,), (x,))).model
     quantise_embedding(graph.graph, "another.weight")
-    assert operators(graph)["Gather"] == 1, "of another embedding nothing is known"
+    assert operators(graph)["Gather"] == 1, "another embedding stays as it is"
     quantise_embedding(graph.graph, "embedding.weight")
     drop_unused(graph.graph)
     assert "embedding.weight" not in graph.graph.initializers

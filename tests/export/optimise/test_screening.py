@@ -1,4 +1,4 @@
-"""The approximate graph beside the head, and where the runtime finds what both multiply with."""
+"""The graph of approximate logits, and the weights that the runtime reads for screening."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ def head(all_variants: Bundle) -> Graph:
     return Graph(ir.load(all_variants.graph(spec)), spec)
 
 
-def test_what_the_screen_reads_is_the_checkpoint(all_variants: Bundle, calm: Checkpoint) -> None:
+def test_screened_weights_are_those_of_the_run(all_variants: Bundle, calm: Checkpoint) -> None:
     stored = all_variants.variant("cpu-fp32").screen
     found = {name: tensor.read(all_variants.folder) for name, tensor in stored.items()}
     assert found.keys() == {"weight", "quantised", "scales"}
@@ -40,7 +40,7 @@ def test_what_the_screen_reads_is_the_checkpoint(all_variants: Bundle, calm: Che
         assert stored[name].file == f"portable/{WEIGHTS}"
 
 
-def test_rough_scores_are_near_the_exact_ones(all_variants: Bundle) -> None:
+def test_approximate_logits_are_near_the_exact_ones(all_variants: Bundle) -> None:
     graphs = all_variants.variant("cpu-fp32").graphs
     hidden = np.random.default_rng(0).standard_normal((7, 32)).astype(np.float32)
     exact, approximate = (
@@ -87,4 +87,4 @@ def test_small_vocabularies_are_not_screened(
 ) -> None:
     smallest = calm.model.config.vocabulary_size + more
     monkeypatch.setattr(variants, "SMALLEST_VOCABULARY", smallest)
-    assert ("approximate_logits" in make_variant(calm.model, "cpu-fp32").graphs) == (more == 0)
+    assert ("approximate_logits" in make_variant(calm.model, "cpu-fp32")) == (more == 0)

@@ -1,4 +1,4 @@
-"""Weights in 8 bits: how near, and exact under kernels that add pairs in 16 bits."""
+"""Weights in int8: rounding errors, and exact products on kernels that add pairs in int16."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from transferry.export.optimise.weight_int8 import quantised
 
 
 def saturated(activations: NDArray[np.uint8], weights: NDArray[np.int8]) -> NDArray[np.int64]:
-    """Products as x86 without VNNI makes them: vpmaddubsw adds neighbours in 16 bits."""
+    """Products on x86 without VNNI: vpmaddubsw adds neighbours in int16 and saturates."""
     products = activations.astype(np.int64) * weights
     pairs = products.reshape(*products.shape[:-1], -1, 2).sum(axis=-1)
     sums: NDArray[np.int64] = np.clip(pairs, -(2**15), 2**15 - 1).sum(axis=-1)
