@@ -393,15 +393,15 @@ class TestVerifyAgainst:
 class TestFillings:
     """An encoder alone: what it fills in, judged as the choices of a search are."""
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def checkpoint(self, reader_run_folder: Path) -> Checkpoint:
         return load_checkpoint(reader_run_folder)
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def judge(self, checkpoint: Checkpoint) -> Judge:
         return Judge(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def sources(self, checkpoint: Checkpoint, reader_run_folder: Path) -> list[list[int]]:
         tokenizer = checkpoint.tokenizer
         samples = load_samples(reader_run_folder)
@@ -424,7 +424,7 @@ class TestFillings:
         decisions = self.fillings(judge, sources, 0.0)
         assert decisions.passed
         assert decisions.identical == 8
-        assert 0 < decisions.score_error < 1e-4, "of torch itself, against the oracle"
+        assert decisions.score_error > 0, "of torch itself, against the oracle"
 
     def test_another_token_is_a_defect(self, judge: Judge, sources: list[list[int]]) -> None:
         decisions = self.fillings(judge, sources, 50.0)
@@ -451,9 +451,10 @@ class TestFillings:
         with torch.no_grad():
             model.embedding.weight[9] = model.embedding.weight[7]
             assert model.output_bias is not None
-            model.output_bias[[7, 9]] = 60.0
+            # Apart by four epsilons, as in test_divergence.py; twice that turns every choice.
+            model.output_bias[7], model.output_bias[9] = 60.0, 60.0 * (1 - 2.0**-21)
         judge = Judge(model, checkpoint.tokenizer.special, Tolerance())
-        decisions = self.fillings(judge, sources, 1e-5, token=9)
+        decisions = self.fillings(judge, sources, 60.0 * 2.0**-20, token=9)
         assert decisions.passed
         assert len(decisions.ties) == 8
 

@@ -44,7 +44,7 @@ def test_margins_are_those_of_the_oracle() -> None:
 
 def test_perplexity_is_that_of_what_was_fed() -> None:
     forcing = TeacherForcing()
-    even = np.zeros((2, 4))
+    even = np.ones((2, 4))
     forcing.add([9, 1, 2], even, even, even + np.array([0.0, np.log(4.0), 0.0, 0.0]))
     task = forcing.perplexity(0.1)
     assert task.reference == pytest.approx(4.0)
