@@ -1,4 +1,4 @@
-"""How much of the time a GPU is at work, as its driver tells."""
+"""GPU utilisation, as reported by NVML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Self
 
 
 def gpu_share(device: int = 0) -> Callable[[], float]:
-    """Returns what asks NVML for the share of the last moments in which a kernel ran, 0 to 1.
+    """Returns a function that asks NVML for the recent share of time with a kernel running, 0 to 1.
 
     Raises:
         ImportError: nvidia-ml-py is missing.
@@ -23,10 +23,10 @@ def gpu_share(device: int = 0) -> Callable[[], float]:
 
 
 class Busy:
-    """Asks again and again while it is entered, in a thread of its own."""
+    """Samples a share in a background thread while the context is active."""
 
     def __init__(self, share: Callable[[], float], every: float = 0.05) -> None:
-        """Takes what is asked, and how often, in seconds."""
+        """Takes the function to sample and the interval in seconds."""
         self._share, self._every = share, every
         self._shares: list[float] = []
         self._over = threading.Event()
@@ -51,5 +51,5 @@ class Busy:
 
     @property
     def mean(self) -> float | None:
-        """The mean of all answers; None where nothing was asked in so short a time."""
+        """Mean of all samples; None if there are none."""
         return round(statistics.fmean(self._shares), 3) if self._shares else None

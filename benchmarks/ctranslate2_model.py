@@ -1,8 +1,8 @@
-"""A checkpoint as a CTranslate2 model, and that model as text in, text out.
+"""Conversion of a checkpoint to CTranslate2, and that model as text in, text out.
 
     pip install ctranslate2
 
-Its vocabulary is "t0", "t1" and so on, so that our tokenizer serves both sides.
+Its vocabulary is "t0", "t1", ..., so that our tokenizer serves both sides.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sentences import Answer
-from transferry.build_model.config import ModelConfig
+from sentences import Answer, require_fields
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.errors import UsageError
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
@@ -22,20 +21,20 @@ from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 if TYPE_CHECKING:
     from transferry.build_model.checkpoint import Checkpoint
 
-# CTranslate2's names of the activations of its feed-forward layer.
+# CTranslate2's names of activations.
 ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu-tanh": "GELUTanh", "swish": "SWISH"}
-# What its specification cannot hold, or what is not carried over here: field, what is needed.
-NEEDED: tuple[tuple[str, Sequence[object]], ...] = (
-    ("architecture", ("encoder-decoder",)),
-    ("norm", ("layer",)),
-    ("positions", ("sinusoidal", "learned")),
-    ("activation", tuple(ACTIVATIONS)),
-    ("output_transform", (False,)),
-)
+# Values of ModelConfig that can be converted.
+ALLOWED: dict[str, Sequence[object]] = {
+    "architecture": ("encoder-decoder",),
+    "norm": ("layer",),
+    "positions": ("sinusoidal", "learned"),
+    "activation": tuple(ACTIVATIONS),
+    "output_transform": (False,),
+}
 
 
 def import_ctranslate2() -> Any:
-    """Returns the module.
+    """Imports the module.
 
     Raises:
         UsageError: It is not installed.
@@ -49,39 +48,20 @@ def import_ctranslate2() -> Any:
     return ctranslate2
 
 
-def require_shape(config: ModelConfig) -> None:
-    """Does nothing if the shape can be carried over.
-
-    Raises:
-        UsageError: It cannot; the message names the field.
-    """
-    for name, allowed in NEEDED:
-        if getattr(config, name) not in allowed:
-            raise UsageError(
-                f"a CTranslate2 model needs {name} to be one of "
-                f"{', '.join(map(str, allowed))}, but the checkpoint has {getattr(config, name)}; "
-                "compare another model"
-            )
-    if config.kv_heads != config.heads:
-        raise UsageError(
-            f"a CTranslate2 model needs key_value_heads as many as heads, {config.heads}, but the "
-            f"checkpoint has {config.kv_heads}; compare another model"
-        )
-
-
 def write_ctranslate2(checkpoint: Checkpoint, folder: Path, precision: str) -> None:
-    """Writes the checkpoint's weights as a CTranslate2 model.
+    """Writes a checkpoint as a CTranslate2 model.
 
     Args:
-        checkpoint: What to carry over; its weights are not changed.
-        folder: Where to; it is made.
-        precision: "float32", or "int8" for its own dynamic quantisation of all matrices.
+        checkpoint: The checkpoint; its weights stay unchanged.
+        folder: Folder of the model.
+        precision: "float32", or "int8" for CTranslate2's dynamic quantisation of all matrices.
 
     Raises:
-        UsageError: ctranslate2 is missing, or its specification cannot hold the model.
+        UsageError: ctranslate2 is missing, or cannot hold the model.
     """
     config, special = checkpoint.model.config, checkpoint.tokenizer.special
-    require_shape(config)
+    heads = {"key_value_heads": (0, config.heads)}
+    require_fields(config, ALLOWED | heads, "CTranslate2")
     import_ctranslate2()
     from ctranslate2.specs import common_spec, transformer_spec
 
@@ -96,11 +76,11 @@ def write_ctranslate2(checkpoint: Checkpoint, folder: Path, precision: str) -> N
     tokens = [f"t{number}" for number in range(config.vocabulary_size)]
     spec.register_source_vocabulary(tokens)
     spec.register_target_vocabulary(tokens)
-    # Where nothing is unknown, the unknown token can be any that no source holds.
+    # Nothing is unknown, so any token that no source contains will do.
     spec.config.unk_token = tokens[special.pad_id]
     spec.config.bos_token = spec.config.decoder_start_token = tokens[special.bos_id]
     spec.config.eos_token = tokens[special.eos_id]
-    # Sources come wrapped by our tokenizer.
+    # Our tokenizer adds the special tokens of sources.
     spec.config.add_source_bos = spec.config.add_source_eos = False
     spec.config.layer_norm_epsilon = config.norm_epsilon
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +95,7 @@ class _Weights:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.config = checkpoint.model.config
-        # Copied, since the quantisation multiplies arrays where they lie.
+        # Copied, because quantisation changes arrays in place.
         self.tensors = {
             name: tensor.detach().numpy().copy()
             for name, tensor in (
@@ -145,8 +125,8 @@ class _Weights:
 
     def layer(self, spec: Any, name: str, *, cross: bool) -> None:
         attention = f"{name}.self_attention"
-        parts = [f"{attention}.{part}" for part in ("query", "key", "value")]
-        self.linear(spec.self_attention.linear[0], *parts)
+        names = [f"{attention}.{name}" for name in ("query", "key", "value")]
+        self.linear(spec.self_attention.linear[0], *names)
         self.linear(spec.self_attention.linear[1], f"{attention}.output")
         self.norm(spec.self_attention.layer_norm, f"{name}.self_residual.norm")
         if cross:
@@ -160,7 +140,7 @@ class _Weights:
         self.norm(spec.ffn.layer_norm, f"{name}.feed_forward_residual.norm")
 
     def linear(self, spec: Any, *names: str) -> None:
-        """One matrix, or several that read the same and lie one under the other."""
+        """Fills one matrix, or several of the same input, concatenated."""
         spec.weight = np.concatenate([self.tensors[f"{name}.weight"] for name in names])
         if self.config.bias:
             spec.bias = np.concatenate([self.tensors[f"{name}.bias"] for name in names])
@@ -171,23 +151,22 @@ class _Weights:
 
 
 class CTranslate2Model:
-    """A CTranslate2 model with our tokenizer around it: text in, text out."""
+    """A CTranslate2 model with our tokenizer: text in, text out."""
 
     def __init__(
         self, folder: Path, tokenizer_folder: Path, precision: str, inter: int, intra: int
     ) -> None:
         """Opens a model.
 
-        On AMD processors CTranslate2 takes oneDNN by itself, and the environment variable
-        CT2_USE_MKL=1, read when it is imported, makes it take MKL. Where that was tried MKL was
-        1.5 to 7 times slower, so its own choice stands.
+        On AMD CPUs CTranslate2 uses oneDNN. With the environment variable CT2_USE_MKL=1 it uses
+        MKL, which was 1.5 to 7 times slower, so its own choice stands.
 
         Args:
-            folder: What `write_ctranslate2` wrote.
-            tokenizer_folder: The bundle or the run whose tokenizer the model has.
+            folder: Folder that `write_ctranslate2` wrote.
+            tokenizer_folder: Bundle or run with the tokenizer.
             precision: "float32" or "int8".
-            inter: Batches in progress at a time.
-            intra: Threads of each.
+            inter: Concurrent batches.
+            intra: Threads per batch.
         """
         self.tokenizer: AnyTokenizer = load_tokenizer(tokenizer_folder)
         self.translator = import_ctranslate2().Translator(
@@ -200,10 +179,10 @@ class CTranslate2Model:
         """Answers each text, in order.
 
         Args:
-            texts: What to answer.
-            options: beam, lengths and length penalty are used.
-            batch_rows: Most sentences of a batch. CTranslate2 sorts the sentences by length
-                before it cuts them into batches, as the engine does.
+            texts: The texts.
+            options: Only beam, lengths and length penalty are used.
+            batch_rows: Sentences per batch. CTranslate2 sorts sentences by length before batching,
+                as the engine does.
         """
         special = self.tokenizer.special
         results = self.translator.translate_batch(
@@ -216,12 +195,11 @@ class CTranslate2Model:
             max_batch_size=batch_rows,
             batch_type="examples",
             max_input_length=0,
-            # Both sides count what is generated, so that the end token takes up one of the
-            # longest length, and forbid that token for as many steps as the shortest.
+            # Both sides count the end token in the maximum and not in the minimum length.
             max_decoding_length=options.max_length,
             min_decoding_length=options.min_length,
             length_penalty=options.length_penalty,
-            return_scores=getattr(options, "scores", True),
+            return_scores=options.scores,
         )
         answers = []
         for result in results:

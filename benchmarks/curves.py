@@ -1,4 +1,4 @@
-"""Throughput against the size of batches, and cost against length, measured and drawn."""
+"""Throughput by batch size and cost by length, measured and plotted."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ def measure_curves(
 
     Args:
         tuned: The sides.
-        texts: Sentences for the curve by size of batch.
-        options: How to search there.
-        fixed: Makes sentences of a length for the curve by length, whose answers are as long.
+        texts: Sentences for the curve by batch size.
+        options: Options of their search.
+        fixed: Returns sentences of a length, for the curve by length; answers are as long.
         longest: Positions of the model.
 
     Returns:
-        By curve and side: tokens a second by sentences of a batch, milliseconds a sentence by
-        length.
+        By curve and side: tokens per second by batch size, milliseconds per sentence by length.
     """
     by_batch: dict[str, dict[int, float]] = {name: {} for name in tuned}
     by_length: dict[str, dict[int, float]] = {name: {} for name in tuned}
@@ -63,7 +62,7 @@ def measure_curves(
 
 
 def plot_curves(cells: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Draws the curves of the cells that have some, each side with a line of its own."""
+    """Plots the curves of all cells that have some."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
@@ -78,8 +77,8 @@ def plot_curves(cells: Sequence[Mapping[str, Any]], title: str, path: Path) -> N
                 )
     left, right = panels
     left.set_xscale("log", base=2)
-    left.set(xlabel="sentences of a batch", ylabel="tokens a second", title=title)
-    right.set(xlabel="tokens of source and answer", ylabel="milliseconds a sentence")
+    left.set(xlabel="sentences per batch", ylabel="tokens per second", title=title)
+    right.set(xlabel="tokens of source and answer", ylabel="milliseconds per sentence")
     for axes in panels:
         axes.set_ylim(0)
         axes.legend()

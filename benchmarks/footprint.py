@@ -1,7 +1,7 @@
-"""What a side costs besides time: seconds to open, peak memory, bytes on disk.
+"""Costs of a side besides speed: seconds to open, peak memory, bytes on disk.
 
-Run as a script it is the process that is measured; `footprint` starts it. It loads nothing that
-the side itself does not need: no torch, no converter.
+`footprint` runs this file as a script, which is the measured process. It loads only what the side
+itself needs: no torch, no converter.
 """
 
 from __future__ import annotations
@@ -35,41 +35,41 @@ def footprint(
     """Measures a side in processes of its own.
 
     Args:
-        side: What is opened.
-        texts: What it answers once.
+        side: The side.
+        texts: Texts that it answers once.
         search: Arguments of `search_options`.
-        batch_rows: How much it computes at once.
-        openings: How often it is opened for the median; the first process answers too.
+        batch_rows: Rows per batch.
+        openings: Number of processes; only the first one answers.
 
     Returns:
-        import_seconds and open_seconds, medians; opened_bytes and peak_bytes of memory, None
-        where the system does not tell.
+        Medians import_seconds and open_seconds; opened_bytes and peak_bytes of memory, None if the
+        system does not report them.
     """
-    task = {"side": asdict(side), "search": dict(search), "batch_rows": batch_rows}
-    found = [_child(task | {"texts": [] if number else list(texts)}) for number in range(openings)]
+    work = {"side": asdict(side), "search": dict(search), "batch_rows": batch_rows}
+    found = [_child(work | {"texts": [] if number else list(texts)}) for number in range(openings)]
     return found[0] | {
         name: round(statistics.median(one[name] for one in found), 3)
         for name in ("import_seconds", "open_seconds")
     }
 
 
-def _child(task: Mapping[str, Any]) -> dict[str, Any]:
+def _child(work: Mapping[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "task.json"
-        path.write_text(json.dumps(task), encoding="utf-8")
+        path = Path(folder) / "work.json"
+        path.write_text(json.dumps(work), encoding="utf-8")
         result = subprocess.run(
             [sys.executable, __file__, str(path)], capture_output=True, text=True, check=False
         )
     if result.returncode:
-        raise RuntimeError(f"the process that was to be measured failed:\n{result.stderr}")
+        raise RuntimeError(f"the measured process failed:\n{result.stderr}")
     return dict(json.loads(result.stdout.splitlines()[-1]))
 
 
 def bundle_bytes(bundle: Bundle, variant: Variant) -> int:
-    """Bytes of what a bundle of this one variant holds: whatever `Bundle.load` wants to see."""
+    """Size of a bundle with this variant alone."""
     import onnx
 
-    # What lies beside the variants' folders serves all of them: tokenizer, recorded answers.
+    # Files beside the variants' folders serve all variants: tokenizer, recorded answers.
     files = {bundle.folder / name for name in bundle.manifest.files if "/" not in name}
     files.add(bundle.folder / MANIFEST)
     for graph in variant.graphs.values():
@@ -82,12 +82,12 @@ def bundle_bytes(bundle: Bundle, variant: Variant) -> int:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files in a folder."""
+    """Size of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _memory(field: str) -> int | None:
-    """VmRSS or VmHWM of this process in bytes; `ru_maxrss` would hold the parent's peak too."""
+    """VmRSS or VmHWM of this process in bytes; `ru_maxrss` would include the parent's peak."""
     try:
         lines = STATUS.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -97,17 +97,17 @@ def _memory(field: str) -> int | None:
 
 
 def main() -> None:
-    """Opens the side that the task names, answers its texts, and prints what that took."""
-    task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    side = Side(**task["side"])
+    """Opens a side, answers its texts and prints the costs."""
+    work = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    side = Side(**work["side"])
     started = time.perf_counter()
     side.load_library()
     imported = time.perf_counter()
     answer = side.open()
     opened = time.perf_counter()
     opened_bytes = _memory("VmRSS")
-    if task["texts"]:
-        answer(task["texts"], search_options(**task["search"]), task["batch_rows"])
+    if work["texts"]:
+        answer(work["texts"], search_options(**work["search"]), work["batch_rows"])
     print(
         json.dumps(
             {

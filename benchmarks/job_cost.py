@@ -1,13 +1,12 @@
-"""What does a job cost beside the engine that does its work?
+"""What does a job cost compared with the bare engine?
 
     python benchmarks/job_cost.py BUNDLE TEXT [--rows 8000] [--rounds 9] [--beam 1]
         [--shard-rows 16384] [--long 1000000 [--plot memory.png]]
 
-A job reads, hashes and writes rows, syncs shards and joins them; the bare engine answers the same
-lines from a list into a list. Rounds are interleaved, and `ratio` is the job's rows a second over
-the engine's. With --long, one job over so many lines of random length, made of the words of TEXT,
-follows in a process of its own, whose memory is looked at once a second: does it stay flat? The
-last line is JSON.
+A job reads, hashes and writes rows, syncs chunks and joins them; the bare engine answers the same
+lines from a list into a list. Rounds are interleaved; `ratio` is the job's rows per second over the
+engine's. With --long, one job over so many lines of random length, made of words of TEXT, follows
+in a process of its own, and its memory is sampled every second. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from transferry.runtime.hardware import cpu_name, usable_cores
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.options import JobOptions
 
-# Of the memory curve, what counts as warming up: buffers have not seen their longest rows yet.
+# Share of the memory curve before the buffers have seen their longest rows.
 WARM_UP = 0.2
 MOST_WORDS = 40
 
 
 def cost(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Times the job and the engine by turns."""
+    """Times the job and the engine in interleaved rounds."""
     texts = read_sentences(arguments.text, arguments.rows)
     source, sink = folder / "source.txt", folder / "answers.jsonl"
     source.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
@@ -59,7 +58,7 @@ def cost(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def memory(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Runs one long job and looks at its memory."""
+    """Runs one long job and samples its memory."""
     words = " ".join(read_sentences(arguments.text)).split()
     source, sink = folder / "long.txt", folder / "long.jsonl"
     random_ = random.Random(0)
@@ -96,7 +95,7 @@ def memory(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def resident(process: int) -> float | None:
-    """Memory of a process in MB; None where it has just ended."""
+    """Memory of a process in MB; None if it has ended."""
     try:
         status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
@@ -106,7 +105,7 @@ def resident(process: int) -> float | None:
 
 
 def draw(curve: Sequence[tuple[float, float]], path: Path) -> None:
-    """Draws memory over time."""
+    """Plots memory over time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3), layout="constrained")
@@ -134,7 +133,7 @@ def main() -> None:
             record = {
                 "cost": cost(arguments, Path(name)) if arguments.rounds else None,
                 "memory": memory(arguments, Path(name)) if arguments.long else None,
-                "processor": cpu_name(),
+                "cpu": cpu_name(),
                 "cores": usable_cores(),
             }
     except TransferryError as error:

@@ -1,6 +1,6 @@
-"""A checkpoint as transformers' MarianMTModel, and what generates with such a model.
+"""Conversion of a checkpoint to transformers' MarianMTModel, and generation with it.
 
-MarianMT is the paper's Transformer, so that its shape holds ours where both are post-norm.
+MarianMT is the Transformer of Vaswani et al. (2017), so it can hold our post-norm models.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from sentences import Answer
+from sentences import Answer, require_fields
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.build_model.config import ModelConfig
 from transferry.build_model.huggingface.tables import ACTIVATIONS, MARIAN, NoPlace
 from transferry.build_model.transformer import greedy
 from transferry.runtime.decoding.batching import length_batches
@@ -24,40 +23,24 @@ from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.errors import UsageError
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
-# What MarianMTModel cannot be: field, what is needed.
-NEEDED: tuple[tuple[str, tuple[object, ...]], ...] = (
-    ("architecture", ("encoder-decoder",)),
-    ("norm", ("layer",)),
-    ("norm_order", ("post",)),
-    ("norm_epsilon", (1e-5,)),
-    ("positions", ("sinusoidal", "learned")),
-    ("activation", ("relu", "gelu", "gelu-tanh", "swish")),
-    ("key_value_heads", (0,)),
-    ("tied", (True,)),
-    ("bias", (True,)),
-    ("embedding_norm", (False,)),
-    ("output_transform", (False,)),
-)
-
-BufferView = list[list[int]]
-
-
-def require_shape(config: ModelConfig) -> None:
-    """Does nothing if the shape is MarianMT's.
-
-    Raises:
-        UsageError: It is not; the message names the field.
-    """
-    for name, allowed in NEEDED:
-        if getattr(config, name) not in allowed:
-            raise UsageError(
-                f"MarianMTModel needs {name} to be one of {', '.join(map(str, allowed))}, but the "
-                f"checkpoint has {getattr(config, name)}; compare another model"
-            )
+# Values of ModelConfig that MarianMTModel can hold.
+ALLOWED: dict[str, Sequence[object]] = {
+    "architecture": ("encoder-decoder",),
+    "norm": ("layer",),
+    "norm_order": ("post",),
+    "norm_epsilon": (1e-5,),
+    "positions": ("sinusoidal", "learned"),
+    "activation": ("relu", "gelu", "gelu-tanh", "swish"),
+    "key_value_heads": (0,),
+    "tied": (True,),
+    "bias": (True,),
+    "embedding_norm": (False,),
+    "output_transform": (False,),
+}
 
 
 def marian_model(checkpoint: Checkpoint) -> Any:
-    """Returns a MarianMTModel that holds the checkpoint's weights, in eval mode.
+    """Returns a MarianMTModel with the checkpoint's weights, in eval mode.
 
     Raises:
         ImportError: transformers is missing.
@@ -65,7 +48,7 @@ def marian_model(checkpoint: Checkpoint) -> Any:
     """
     transformers: Any = importlib.import_module("transformers")
     config, special = checkpoint.model.config, checkpoint.tokenizer.special
-    require_shape(config)
+    require_fields(config, ALLOWED, "MarianMTModel")
     activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     model = transformers.MarianMTModel(
         transformers.MarianConfig(
@@ -90,12 +73,12 @@ def marian_model(checkpoint: Checkpoint) -> Any:
     with torch.no_grad():
         theirs = model.state_dict()
         for name, tensor in _tensors(checkpoint).items():
-            # `copy_` would broadcast what does not fit.
+            # Reshaped, because `copy_` would broadcast a wrong shape.
             theirs[name].copy_(tensor.reshape(theirs[name].shape))
             del theirs[name]
     if theirs:
         raise UsageError(f"MarianMTModel has tensors without a counterpart: {', '.join(theirs)}")
-    # Marian forbids its padding and may be saved with more such rules; our search has none.
+    # Without Marian's default rules, such as forbidding padding, which our search does not have.
     model.generation_config = transformers.GenerationConfig(
         pad_token_id=special.pad_id,
         bos_token_id=special.bos_id,
@@ -107,11 +90,11 @@ def marian_model(checkpoint: Checkpoint) -> Any:
 
 
 def _tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Our tensors under MarianMT's names, by the importer's table read the other way."""
+    """Our tensors under MarianMT's names: the importer's table, inverted."""
     model, config = checkpoint.model, checkpoint.model.config
     ours = {
         "output_bias": torch.zeros(config.vocabulary_size),
-        # Marian's sinusoids are in another order: all sines before all cosines.
+        # A table, because Marian's sinusoids have another order.
         "positions": model.positions,
         **model.state_dict(),
     }
@@ -137,9 +120,9 @@ def optimum_model(marian: Any, folder: Path, provider: str = "cpu") -> Any:
     """Exports a MarianMTModel with Optimum and opens it in ONNX Runtime, cache included.
 
     Args:
-        marian: In float32, on the CPU.
-        folder: Where to.
-        provider: "cpu" or "cuda", which reads float32 too.
+        marian: The model in float32, on the CPU.
+        folder: Folder for the graphs.
+        provider: "cpu" or "cuda".
 
     Raises:
         ImportError: optimum-onnx is missing.
@@ -148,8 +131,8 @@ def optimum_model(marian: Any, folder: Path, provider: str = "cpu") -> Any:
     from optimum.onnxruntime import ORTModelForSeq2SeqLM
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the tracer, a dozen
-        # From memory: a saved MarianMT leaves out its positions, which are not Marian's here.
+        warnings.simplefilter("ignore")  # of the tracer
+        # From memory: save_pretrained omits the positions, which are ours and not Marian's.
         onnx_export_from_model(
             marian, folder, task="text2text-generation-with-past", do_validation=False
         )
@@ -162,8 +145,8 @@ def optimum_model(marian: Any, folder: Path, provider: str = "cpu") -> Any:
 
 def transformers_rows(
     model: Any, source: torch.Tensor, mask: torch.Tensor, options: GenerationOptions
-) -> BufferView:
-    """Generates with transformers' own search, set up as ours."""
+) -> list[list[int]]:
+    """Generates with transformers' own search, configured like ours."""
     with torch.inference_mode():
         found = model.generate(
             input_ids=source.to(model.device),
@@ -185,8 +168,8 @@ def transformers_rows(
 
 def torch_rows(
     checkpoint: Checkpoint, source: torch.Tensor, mask: torch.Tensor, options: GenerationOptions
-) -> BufferView:
-    """Generates with the plain torch loop, which is greedy and keeps a cache."""
+) -> list[list[int]]:
+    """Generates with the plain torch loop: greedy, with a cache."""
     special = checkpoint.tokenizer.special
     device = checkpoint.model.embedding.weight.device
     return greedy(
@@ -200,13 +183,13 @@ def torch_rows(
 
 
 def batched_answers(
-    generate: Callable[[torch.Tensor, torch.Tensor, GenerationOptions], BufferView],
+    generate: Callable[[torch.Tensor, torch.Tensor, GenerationOptions], list[list[int]]],
     tokenizer: AnyTokenizer,
     texts: Sequence[str],
     options: GenerationOptions,
     batch_rows: int,
 ) -> list[Answer]:
-    """Answers each text, in order: our tokenizer and length-sorted batches around a model."""
+    """Answers each text in order, with our tokenizer and length-sorted batches."""
     sources = [tokenizer.special.wrap(ids) for ids in tokenizer.encode_batch(texts)]
     answers = [Answer("", ())] * len(sources)
     for batch in length_batches([len(source) for source in sources], batch_rows, batch_rows << 7):

@@ -1,4 +1,4 @@
-"""A model's matrix products: how many there are, and how fast the machine can do them."""
+"""Matrix products of a model: their number, and how fast the machine can do them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onnxruntime import InferenceSession, OrtValue
 from transferry.build_model.config import ModelConfig
 from transferry.runtime.ort.session import SessionOptions, open_session
 
-# Matrices [in, out] and how many of each there are.
+# Counts of matrices by shape `[in, out]`.
 Shapes = Counter[tuple[int, int]]
 
 MICROSOFT = "com.microsoft"
@@ -26,14 +26,14 @@ BEST_OF_SECONDS = 0.3
 
 
 def matrices(config: ModelConfig) -> dict[str, Shapes]:
-    """Counts the matrices of an encoder-decoder that every token goes through.
+    """Counts the matrices of an encoder-decoder that multiply every token.
 
-    What reads the same lies side by side: query, key and value, and a decoder layer's cross keys
-    and values. The products of attention, of one activation with another, are left out.
+    Matrices of the same input count as one: query, key and value, and cross keys and values.
+    Products of two activations, as in attention, are left out.
 
     Returns:
-        "source": of each source token, the keys and values that the decoder reads included;
-        "target": of each token that the decoder reads, the output projection included.
+        "source": per source token, the cross keys and values of the decoder included;
+        "target": per token that the decoder reads, the LM head included.
     """
     d_model, d_ff = config.d_model, config.d_ff
     narrow = config.kv_heads * config.d_head
@@ -54,22 +54,22 @@ def matrices(config: ModelConfig) -> dict[str, Shapes]:
 
 
 def multiply_adds(shapes: Shapes) -> int:
-    """Returns the multiply-adds of one token."""
+    """Multiply-adds of one token."""
     return sum(inner * outer * count for (inner, outer), count in shapes.items())
 
 
 def least_seconds(shapes: Shapes, rows: int, precision: str, folder: Path) -> float:
-    """Measures how long onnxruntime takes for a token's products and nothing else.
+    """Measures how long onnxruntime takes for the products of a token alone.
 
     Args:
         shapes: The matrices.
-        rows: Tokens that are multiplied at once.
+        rows: Tokens per product.
         precision: "float32" or "int8".
-        folder: For the graphs.
+        folder: Folder for the graphs.
 
     Returns:
-        Seconds a token on one thread: of each product the fastest of many, since whatever else
-        runs only slows them down.
+        Seconds per token on one thread. Of many runs of a product the fastest counts, since other
+        work on the machine only slows it down.
     """
     total = 0.0
     for (inner, outer), count in shapes.items():
@@ -80,7 +80,7 @@ def least_seconds(shapes: Shapes, rows: int, precision: str, folder: Path) -> fl
 
 
 def _product(rows: int, inner: int, outer: int, precision: str) -> onnx.ModelProto:
-    """One product with a constant matrix; int8 as QuantizeLinear would feed it."""
+    """Graph of one product with a constant matrix; int8 inputs as from QuantizeLinear."""
     random = np.random.default_rng(0)
     if precision == "float32":
         constants: Mapping[str, NDArray[Any]] = {
@@ -106,7 +106,7 @@ def _product(rows: int, inner: int, outer: int, precision: str) -> onnx.ModelPro
         [numpy_helper.from_array(array, name) for name, array in constants.items()],
     )
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
-    # A fixed version of the format, so that a newer onnx writes nothing that onnxruntime refuses.
+    # A fixed IR version, because onnxruntime may refuse that of a newer onnx.
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 

@@ -1,20 +1,20 @@
-"""How fast is the engine beside what people generate with in Python, on the same weights?
+"""How fast is the engine compared with other ways to generate in Python, on the same weights?
 
     pip install "transferry[export,peers]"
     python benchmarks/peers.py RUN BUNDLE TEXT [--beams 1,4] [--rows 500] [--rounds 9]
     python benchmarks/peers.py RUN BUNDLE TEXT --provider cuda --variant cuda-fp16 --rows 8000
 
 The peers: transformers' `generate` with a MarianMTModel, the same through Optimum and ONNX Runtime
-(exported with its cache), and the plain torch loop with a cache, which is greedy only. All hold
-RUN's weights; text in and text out, our tokenizer, length-sorted batches, the same search. Each is
-tuned on the first sentences (batch size); torch and Optimum use all cores on one batch, as they do
-by themselves. With `--provider cuda` all of them run on the first GPU, torch and transformers in
-the variant's precision, Optimum in float32, and the share of the time in which the GPU was at work
-is told. A peer that is missing is named and left out. `ratio` is the engine's tokens a second
-over a peer's. The last line is JSON.
+(exported with its cache), and the plain torch loop with a cache, which is greedy only. All have
+RUN's weights, our tokenizer, length-sorted batches and the same search; text in, text out. The
+batch size of each is tuned on the first sentences; torch and Optimum use all cores for one batch,
+as by default. With `--provider cuda` all run on the first GPU, torch and transformers in the
+variant's precision, Optimum in float32, and GPU utilisation is reported. Peers that are missing or
+cannot hold the model are named and left out. `ratio` is the engine's tokens per second over a
+peer's. The last line is JSON.
 
-Tried with optimum-onnx 0.1.0, optimum 2.1.0, transformers 4.57.6 and torch 2.13.0; optimum-onnx
-does not take transformers 5, with which the other peers run too (5.23.0 was tried):
+Tested with optimum-onnx 0.1.0, optimum 2.1.0, transformers 4.57.6 and torch 2.13.0. optimum-onnx
+needs transformers 4; the other peers also run with transformers 5.23.0:
 
     pip install ctranslate2==4.8.5 optimum-onnx==0.1.0 transformers==4.57.6
 """
@@ -45,7 +45,7 @@ from sentences import Answer, read_sentences, search_options
 from sides import Answering, Side
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.runtime.bundle import Bundle
-from transferry.runtime.errors import TransferryError
+from transferry.runtime.errors import TransferryError, UsageError
 from transferry.runtime.hardware import cpu_name, usable_cores
 from transferry.runtime.ort.session import Provider
 from transferry.runtime.tables import table
@@ -61,19 +61,16 @@ def numbers(text: str) -> list[int]:
 def open_peers(
     checkpoint: Checkpoint, folder: Path, provider: Provider, precision: str
 ) -> tuple[dict[str, Answering], dict[str, str]]:
-    """Opens what is installed.
+    """Opens the peers that are installed and can hold the model.
 
     Args:
-        checkpoint: Whose weights they hold; its model is moved to where it runs.
-        folder: For Optimum's graphs.
-        provider: Where they run.
-        precision: What torch computes in, such as "float16".
+        checkpoint: The weights; the model is moved to the provider's device.
+        folder: Folder for Optimum's graphs.
+        provider: Provider of all peers.
+        precision: dtype of torch on CUDA, such as "float16".
 
     Returns:
-        The peers, and why others are left out.
-
-    Raises:
-        UsageError: The model is of a shape that they cannot hold.
+        The peers, and the reasons why others are left out.
     """
 
     def around(generate: Callable[..., list[list[int]]], model: object) -> Answering:
@@ -85,11 +82,12 @@ def open_peers(
         marian = marian_model(checkpoint)
         peers["transformers"] = around(transformers_rows, marian)
         peers["optimum"] = around(transformers_rows, optimum_model(marian, folder, provider))
-    except ImportError as error:
+    except (ImportError, UsageError) as error:
         for name, package in (("transformers", "transformers"), ("optimum", "optimum-onnx")):
             if name not in peers:
-                missing[name] = f"{error}; pip install {package}"
-    # After Optimum has exported it.
+                remedy = f"; pip install {package}" if isinstance(error, ImportError) else ""
+                missing[name] = f"{error}{remedy}"
+    # After Optimum's export.
     if "transformers" in peers:
         marian.to(provider, dtype)
     checkpoint.model.to(provider, dtype)
@@ -97,7 +95,7 @@ def open_peers(
 
 
 def versions() -> dict[str, str]:
-    """Of what is installed."""
+    """Installed versions."""
     found = {}
     for name in ("transferry", "torch", "transformers", "optimum", "optimum-onnx"):
         try:
@@ -115,7 +113,7 @@ def run_cell(
     search: Mapping[str, Any],
     rounds: int,
 ) -> dict[str, Any]:
-    """Times the engine and the peers with one beam."""
+    """Times the engine and the peers with one beam size."""
     options = search_options(**search)
     tuned = engine.tune(texts[:tune_rows], options)
     work: dict[str, Callable[[], list[Answer]]] = {
@@ -146,7 +144,7 @@ def run_cell(
             with Busy(gpu_share()) as measured:
                 run()
             busy[name] = measured.mean
-        print(f"share of the time in which the GPU was at work: {busy}", flush=True)
+        print(f"GPU utilisation: {busy}", flush=True)
     times = interleaved(work, rounds)
     tokens = {name: sum(len(one.tokens) for one in found) for name, found in answers.items()}
     found = {
@@ -226,7 +224,7 @@ def main() -> None:
                 "rows": len(texts),
                 "rounds": arguments.rounds,
                 "cores": usable_cores(),
-                "processor": cpu_name(),
+                "cpu": cpu_name(),
                 "versions": versions(),
             }
         )

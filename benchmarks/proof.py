@@ -1,23 +1,23 @@
-"""How long does the proof take, beside answering the same text once on both sides?
+"""How long does `verify` take compared with answering the same text once on both sides?
 
     python benchmarks/proof.py RUN BUNDLE TEXT [--rows 1000] [--rounds 1]
 
-Both sides answer with greedy search and with a beam of 4, in the batches of `verify`; then `verify`
-itself. One thread each, rounds interleaved. The last line is JSON.
+torch and the bundle answer with greedy search and with a beam of 4, in the batches of `verify`;
+then `verify` itself runs. One thread, interleaved rounds. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rounds import interleaved
+from sentences import read_sentences
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.export.parity.cases import source_of
 from transferry.export.parity.oracle import ROWS, search_settings
@@ -28,7 +28,6 @@ from transferry.runtime.decoding.batching import length_batches
 from transferry.runtime.decoding.decoder import Decoder
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search
-from transferry.runtime.files import read_lines
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
 
@@ -46,7 +45,7 @@ def main() -> None:
 
     checkpoint, bundle = load_checkpoint(arguments.run), Bundle.load(arguments.bundle)
     tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
-    texts = list(itertools.islice(read_lines(arguments.text), arguments.rows))
+    texts = read_sentences(arguments.text, arguments.rows)
     sources = [
         source_of(text, tokenizer, config, number) for number, text in enumerate(texts, start=1)
     ]
@@ -69,13 +68,7 @@ def main() -> None:
     def verify() -> None:
         verify_against(checkpoint, bundle, variant, SessionOptions(), texts).require()
 
-    times: dict[str, list[float]] = {"answer": [], "verify": []}
-    for number in range(arguments.rounds):
-        for name, work in (("answer", answer), ("verify", verify)):
-            started = time.perf_counter()
-            work()
-            times[name].append(time.perf_counter() - started)
-        print(f"round {number + 1}: " + ", ".join(f"{n} {t[-1]:.1f} s" for n, t in times.items()))
+    times = interleaved({"answer": answer, "verify": verify}, arguments.rounds)
     medians = {name: statistics.median(values) for name, values in times.items()}
     print(
         json.dumps(

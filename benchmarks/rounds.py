@@ -1,4 +1,4 @@
-"""How sides are timed beside each other: interleaved rounds, medians, ratios by round."""
+"""Timing of sides in interleaved rounds; medians and ratios."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Setting = TypeVar("Setting")
 def interleaved(
     work: Mapping[Setting, Callable[[], object]], rounds: int, *, quiet: bool = False
 ) -> dict[Setting, list[float]]:
-    """Times each side once a round, every other round in reverse order.
+    """Times each side once per round, every other round in reverse order.
 
     Args:
-        work: What each side does. It has run before, so that nothing is cold.
-        rounds: How often each does it.
-        quiet: Print no line a round.
+        work: Work of each side, warmed up before.
+        rounds: Number of rounds.
+        quiet: Do not print a line per round.
 
     Returns:
         Seconds of each round, by side.
@@ -36,7 +36,7 @@ def interleaved(
 
 
 def fastest(work: Mapping[Setting, Callable[[], object]], repeats: int = 3) -> Setting:
-    """Returns the setting with the smallest of its times, all of them warmed up before."""
+    """Warms up and times all settings; returns the one with the shortest time."""
     for function in work.values():
         function()
     times = interleaved(work, repeats, quiet=True)
@@ -46,18 +46,18 @@ def fastest(work: Mapping[Setting, Callable[[], object]], repeats: int = 3) -> S
 def compare(
     times: Mapping[str, list[float]], tokens: Mapping[str, int], rows: int, base: str
 ) -> dict[str, Any]:
-    """Sums up the rounds.
+    """Summarises the rounds.
 
     Args:
         times: Seconds of each round, by side.
-        tokens: Finished tokens of a round, by side.
-        rows: Sentences of a round.
-        base: The side that the others are held against.
+        tokens: Finished tokens per round, by side.
+        rows: Sentences per round.
+        base: Side that the others are compared with.
 
     Returns:
-        `ratio` is each side's tokens a second over the base's, by the median round;
-        `ratio_of_times` the same for sentences a second, which says more where the sides' answers
-        differ in length; `ratio_range` the least and the greatest ratio of a single round.
+        `ratio` is each side's tokens per second over the base's, by median time; `ratio_of_times`
+        the same for sentences per second, for answers of different length; `ratio_range` the
+        smallest and largest ratio of a single round.
     """
     medians = {name: statistics.median(values) for name, values in times.items()}
 

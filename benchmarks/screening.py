@@ -1,26 +1,25 @@
-"""What does the screened argmax gain in greedy search without scores?
+"""What does screened argmax gain in greedy search without scores?
 
     python benchmarks/screening.py BUNDLE TEXT [--variant cpu-fp32] [--rows 1000] [--rounds 9]
 
-The same variant with and without it, rounds interleaved. The last line is JSON; `ratio` is the
-median time without over the median time with it, `full` and `candidates` count rows scored in full
-and tokens scored exactly.
+The same variant with and without it, in interleaved rounds. The last line is JSON; `ratio` is the
+median time without over the median time with it, `full` and `candidates` count rows with all logits
+and tokens with exact logits.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import statistics
 from pathlib import Path
 
 from rounds import interleaved
+from sentences import read_sentences
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.files import read_lines
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.fused_decoder import FusedDecoder
 from transferry.runtime.ort.session import SessionOptions
@@ -37,7 +36,7 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=100)
     arguments = parser.parse_args()
 
-    texts = list(itertools.islice(read_lines(arguments.text), arguments.rows))
+    texts = read_sentences(arguments.text, arguments.rows)
     options = GenerationOptions(max_length=arguments.max_length, scores=False)
     bundle = Bundle.load(arguments.bundle)
     variant = bundle.variant(arguments.variant)

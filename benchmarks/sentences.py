@@ -1,28 +1,28 @@
-"""What benchmarks read and count: sentences of a text, sentences of one length, answers."""
+"""Input and output of benchmarks: sentences of a text or of one length, and answers."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.errors import InputError
+from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import read_lines
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
 if TYPE_CHECKING:
+    from transferry.build_model.config import ModelConfig
     from transferry.runtime.engine.engine import Engine
 
 
 class Answer(NamedTuple):
-    """What a side gave for a sentence.
+    """Answer of a side to one sentence.
 
     Attributes:
         text: The tokens as text.
-        tokens: Ids, without the start and end tokens.
+        tokens: Ids, without start and end tokens.
     """
 
     text: str
@@ -30,15 +30,22 @@ class Answer(NamedTuple):
 
 
 def search_options(beam: int, max_length: int, min_length: int = 0) -> GenerationOptions:
-    """Returns a search without what only some of its callers want.
+    """Returns options for both sides; greedy search without scores, which it does not need."""
+    return GenerationOptions(
+        beam=beam, max_length=max_length, min_length=min_length, scores=beam > 1
+    )
 
-    Greedy search needs no scores: where the engine can leave them out, it does, and so does the
-    other side.
-    """
-    settings: dict[str, Any] = dict(beam=beam, max_length=max_length, min_length=min_length)
-    if beam == 1 and "scores" in {field.name for field in dataclasses.fields(GenerationOptions)}:
-        settings["scores"] = False
-    return GenerationOptions(**settings)
+
+def require_fields(
+    config: ModelConfig, allowed: Mapping[str, Sequence[object]], library: str
+) -> None:
+    """Raises a UsageError if a field of the model has a value that a library cannot hold."""
+    for name, values in allowed.items():
+        if getattr(config, name) not in values:
+            raise UsageError(
+                f"{library} needs {name} to be one of {', '.join(map(str, values))}, found "
+                f"{getattr(config, name)}; compare another model"
+            )
 
 
 def engine_answers(
@@ -47,7 +54,7 @@ def engine_answers(
     """Answers each text with the engine, in order.
 
     Raises:
-        InputError: A text has no answer.
+        InputError: A text got an error instead of an answer.
     """
     answers = []
     for number, result in enumerate(engine.generate(texts, options), start=1):
@@ -61,7 +68,7 @@ def engine_answers(
 
 
 def read_sentences(path: Path, rows: int | None = None) -> list[str]:
-    """Returns the first lines of a text that are not blank, or all of them."""
+    """Returns the first `rows` lines of a text that are not blank."""
     return list(itertools.islice((line for line in read_lines(path) if line.strip()), rows))
 
 
@@ -72,12 +79,12 @@ def fixed_sentences(
 
     Args:
         lines: The text.
-        tokenizer: Counts the tokens; those that it puts around a source count too.
-        rows: How many sentences are wanted.
-        length: How many tokens each has.
+        tokenizer: Counts the tokens, special ones included.
+        rows: Number of sentences.
+        length: Tokens of each sentence.
 
     Returns:
-        Texts that `tokenizer` turns into exactly the tokens that they were cut from.
+        Texts that `tokenizer` encodes as exactly the tokens that they were cut from.
 
     Raises:
         InputError: The text is too short.
@@ -86,27 +93,27 @@ def fixed_sentences(
     inner = length - around
     if inner < 1:
         raise InputError(
-            f"a sentence of {length} tokens has no text: {around} of them are around it; give "
-            f"at least {around + 1}"
+            f"the length must be at least {around + 1}, {around} of them special tokens, found "
+            f"{length}"
         )
     ids = tokenizer.encode(" ".join(lines))
     texts = list(itertools.islice(_cuts(ids, tokenizer, inner), rows))
     if len(texts) < rows:
         raise InputError(
-            f"the text gives {len(texts)} sentences of {length} tokens, not {rows}; give more "
-            "text or ask for fewer rows"
+            f"expected text for {rows} sentences of {length} tokens, found {len(texts)}; give more "
+            "text or fewer rows"
         )
     return texts
 
 
 def _cuts(ids: Sequence[int], tokenizer: AnyTokenizer, inner: int) -> Iterator[str]:
-    """Distinct texts of `inner` tokens, first side by side, then each time one token further."""
+    """Distinct texts of `inner` tokens: adjacent ones, then shifted by one token each pass."""
     seen = set()
     for shift in range(inner):
         for start in range(shift, len(ids) - inner + 1, inner):
             wanted = list(ids[start : start + inner])
             text = tokenizer.decode(wanted)
-            # A cut within a word may give its halves other tokens, or half a character.
+            # A cut inside a word or a character may change the tokens.
             if text not in seen and tokenizer.encode(text) == wanted:
                 seen.add(text)
                 yield text

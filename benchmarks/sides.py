@@ -1,4 +1,4 @@
-"""What is compared: the engine and CTranslate2, opened alike, text in and text out."""
+"""The compared sides: the engine and CTranslate2, with one interface, text in and text out."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from sentences import Answer, engine_answers
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.hardware import usable_cores
 
-if TYPE_CHECKING:  # a side loads nothing of the other's
+if TYPE_CHECKING:  # a side must not load the other's libraries
     from transferry.runtime.ort.session import Provider
 
-# Texts, how to search, and how many rows to compute at once. For the engine a row is a beam, for
-# CTranslate2 a sentence: each counts as it does by itself, and each is tuned.
+# Rows per batch to try. For the engine a row is a hypothesis, for CTranslate2 a sentence, as in
+# their own options.
 BATCH_ROWS = {"engine": (64, 128, 192, 256, 384, 512, 768), "ctranslate2": (8, 16, 32, 64, 128)}
 CUDA_BATCH_ROWS = (256, 512, 1024, 2048, 4096)
+# Arguments: texts, options of the search, rows per batch.
 Answering = Callable[[Sequence[str], GenerationOptions, int], list[Answer]]
 
 
 @dataclass(frozen=True)
 class Side:
-    """A model of one side, and how it shares the processor.
+    """A model of one side, and its use of the hardware.
 
     Attributes:
-        name: Whose it is.
+        name: The side.
         folder: The bundle, or the CTranslate2 model.
         kind: The bundle's variant, or CTranslate2's compute type.
-        tokenizer: The folder of the tokenizer around a CTranslate2 model.
-        replicas: Batches in progress at a time.
-        threads: Threads of each.
-        provider: Where the engine runs.
+        tokenizer: Folder of the tokenizer for CTranslate2.
+        replicas: Concurrent batches.
+        threads: Threads per batch.
+        provider: Execution provider of the engine.
     """
 
     name: Literal["engine", "ctranslate2"]
@@ -47,7 +48,7 @@ class Side:
     provider: Provider = "cpu"
 
     def tune(self, texts: Sequence[str], options: GenerationOptions) -> Tuned:
-        """Opens the side in each layout and returns the fastest, with its size of batches."""
+        """Opens the side in each layout; returns the fastest with its batch size."""
         opened = {side: side.open() for side in self._layouts()}
         sizes = CUDA_BATCH_ROWS if self.provider == "cuda" else BATCH_ROWS[self.name]
         side, rows = fastest(
@@ -64,11 +65,11 @@ class Side:
             cores = usable_cores()
             layouts = dict.fromkeys([(cores, 1), (1, cores)])
             return [replace(self, replicas=count, threads=threads) for count, threads in layouts]
-        # With two replicas one waits for the GPU while the other prepares a step.
+        # With two replicas, one waits for the GPU while the other prepares a step.
         return [replace(self, replicas=replicas) for replicas in (1, 2)]
 
     def load_library(self) -> None:
-        """Imports what the side needs, so that `open` measures the model alone."""
+        """Imports the side's library, so that the time of `open` is the model's alone."""
         engine = "transferry.runtime.engine.engine"
         importlib.import_module(engine if self.name == "engine" else "ctranslate2")
 
@@ -105,14 +106,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A side as it is fastest, open, with the rows that it computes at once."""
+    """An open side in its fastest layout, with its fastest rows per batch."""
 
     side: Side
     batch_rows: int
     answer: Answering
 
     def settings(self) -> dict[str, int]:
-        """What was chosen."""
+        """Returns the chosen settings."""
         return {
             "replicas": self.side.replicas,
             "threads": self.side.threads,

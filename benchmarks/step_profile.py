@@ -1,13 +1,12 @@
-"""Where does the time of an answer go, and how far is it from what the machine's matrices give?
+"""Where does the time of decoding go, and how far is it from the limit of matrix products?
 
     python benchmarks/step_profile.py BUNDLE TEXT [--variant portable] [--beam 1] [--rows 256]
 
-One replica of one thread on the CPU, for an encoder-decoder. Three measurements: by stage, with a
-clock around each; by operator, from onnxruntime's own trace in another run, which tracing slows
-down; and the matrix limit: the time that onnxruntime takes for the model's products with its
-weights and nothing else, batched alike and each matrix already in the cache, over the time of all
-stages. Only real source tokens and tokens of answers count as work, each beam's; padding and ended
-rows do not. The last line is JSON.
+One replica with one thread on the CPU, for an encoder-decoder. Three measurements: time by stage,
+with a clock around each; time by operator, from onnxruntime's trace of a separate, slower run; and
+the matrix limit: the time that onnxruntime takes for the products with the model's weights alone,
+batched alike and each matrix in the cache, over the time of all stages. Source tokens and tokens of
+all hypotheses count as work; padding and ended rows do not. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ BETWEEN = "between operators"
 
 
 class Clock:
-    """Seconds by stage; the time of a stage within another counts for the inner one only."""
+    """Seconds by stage; time in a nested stage counts for the inner one only."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._stage, self._inner = "", 0.0
 
     def timed(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function with a clock around it; onnxruntime's counts for who calls it."""
+        """Wraps a function in a clock; time in onnxruntime is kept per calling stage."""
 
         @functools.wraps(function)
         def run(*arguments: Any, **named: Any) -> Any:
@@ -74,7 +73,7 @@ class Clock:
 
 @contextmanager
 def clocked(engine: Engine, clock: Clock) -> Iterator[None]:
-    """Puts the clock around an engine's stages."""
+    """Wraps the engine's stages in the clock."""
     session, tokenizer = onnxruntime.InferenceSession, engine.bundle.tokenizer
     places = [
         *((engine.model, name, name) for name in METHODS),
@@ -91,7 +90,7 @@ def clocked(engine: Engine, clock: Clock) -> Iterator[None]:
 
 
 def open_engine(bundle: Bundle, variant: Variant, options: SessionOptions, rows: int) -> Engine:
-    """Opens one replica."""
+    """Opens an engine with one replica."""
     model = open_model(bundle, variant, options)
     batches = BatchOptions(rows=rows, tokens=rows << 7, window=10**6)
     return Engine(bundle, model, replicas=1, batches=batches)
@@ -100,7 +99,7 @@ def open_engine(bundle: Bundle, variant: Variant, options: SessionOptions, rows:
 def by_stage(
     engine: Engine, texts: Sequence[str], options: GenerationOptions, rounds: int
 ) -> tuple[dict[str, float], list[GenerationResult]]:
-    """Answers the texts; returns seconds by stage in the fastest round, and the answers."""
+    """Answers the texts; returns seconds by stage of the fastest round, and the results."""
 
     def answer() -> list[GenerationResult]:
         return list(engine.generate(texts, options))
@@ -116,34 +115,34 @@ def by_stage(
 
 
 def longest_first(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Returns the same, sorted."""
+    """Sorts by time."""
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def by_operator(
     bundle: Bundle, variant: Variant, rows: int, texts: Sequence[str], options: GenerationOptions
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Answers the texts with tracing on; returns seconds and calls of each operator by graph."""
+    """Answers the texts with tracing; returns seconds and calls by graph and operator."""
     with tempfile.TemporaryDirectory() as folder:
         engine = open_engine(bundle, variant, SessionOptions(profile=Path(folder)), rows)
         for _ in engine.generate(texts, options):
             pass
-        # A session completes its trace as it goes.
+        # A session writes its trace when it is deleted.
         del engine
         gc.collect()
         events: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
         for path in sorted(Path(folder).glob("*.json")):
-            # onnxruntime appends the time to the name of the graph.
+            # onnxruntime appends a time stamp to the graph's name.
             graph = re.sub(r"_\d{4}-\d\d-\d\d_.*", "", path.stem)
             events[graph] += json.loads(path.read_text(encoding="utf-8"))
     return {graph: read_trace(graph, found) for graph, found in events.items()}
 
 
 def read_trace(graph: str, events: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Sums up a trace: seconds and calls by operator, the longest first, and what is between them.
+    """Sums up a trace: seconds and calls by operator, longest first, and the time between them.
 
     Raises:
-        UsageError: It is cut off: onnxruntime keeps a million events.
+        UsageError: The trace is truncated; onnxruntime keeps a million events.
     """
     if len(events) >= 1_000_000:
         raise UsageError(f"the trace of {graph} is full; profile fewer rows")
@@ -156,7 +155,7 @@ def read_trace(graph: str, events: Sequence[dict[str, Any]]) -> dict[str, dict[s
         elif (
             event["cat"] == "Node"
             and event["name"].endswith("_kernel_time")
-            and event["args"]["op_name"] != "If"  # whose branches are in the trace themselves
+            and event["args"]["op_name"] != "If"  # its branches are in the trace
         ):
             seconds[event["args"]["op_name"]] += event["dur"] / 1e6
             calls[event["args"]["op_name"]] += 1
@@ -174,8 +173,8 @@ def matrix_limit(
     beam: int,
     batch_rows: int,
 ) -> dict[str, float]:
-    """Measures the least time for the products of the answers, and counts the products."""
-    # A step a token, the end token included.
+    """Measures the least time for the products behind the answers, and counts the products."""
+    # One step per token, the end token included.
     target = sum(
         len(result.hypotheses[0].tokens) + (result.hypotheses[0].finish_reason == "end")
         for result in results
@@ -185,13 +184,13 @@ def matrix_limit(
     sentences = max(1, batch_rows // beam)
     rows = {"source": max(1, sentences * source // len(results)), "target": sentences * beam}
     found: dict[str, float] = {"products": 0, "least_seconds": 0.0}
-    for part, shapes in matrices(config).items():
-        found[f"{part}_tokens"] = tokens[part]
-        found[f"products_a_{part}_token"] = multiply_adds(shapes)
-        found["products"] += multiply_adds(shapes) * tokens[part]
+    for side, shapes in matrices(config).items():
+        found[f"{side}_tokens"] = tokens[side]
+        found[f"products_per_{side}_token"] = multiply_adds(shapes)
+        found["products"] += multiply_adds(shapes) * tokens[side]
         with tempfile.TemporaryDirectory() as folder:
-            seconds = least_seconds(shapes, rows[part], precision, Path(folder))
-        found["least_seconds"] += seconds * tokens[part]
+            seconds = least_seconds(shapes, rows[side], precision, Path(folder))
+        found["least_seconds"] += seconds * tokens[side]
     return found
 
 

@@ -1,15 +1,14 @@
-"""How fast is the engine beside CTranslate2, on the same weights?
+"""How fast is the engine compared with CTranslate2, on the same weights?
 
     pip install "transferry[export,peers]"
     python benchmarks/throughput.py RUN BUNDLE TEXT [--variants portable] [--beams 1,4]
         [--rows 500] [--rounds 9] [--fixed-length 32] [--plot throughput.png]
 
 On the CPU, text in and text out on both sides, with the same tokenizer, search and sentences. The
-CTranslate2 model is made of RUN, whose export BUNDLE must be. For each variant and beam: both
-answer, and their answers are held against each other; each is tuned on the sentences (batch
-size; replicas of one thread or one of all); rounds are interleaved; processes of their own tell
-what opening takes, memory and disk. A `ratio` is the engine's tokens a second over
-CTranslate2's, by the medians. The last line is JSON.
+CTranslate2 model is converted from RUN; BUNDLE must be its export. For each variant and beam size:
+the answers are compared; batch size and threads of each side are tuned; rounds are interleaved;
+separate processes measure opening time, memory and disk. `ratio` is the engine's tokens per second
+over CTranslate2's, by median time. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def numbers(text: str) -> list[int]:
 
 
 def compute_type(precision: str) -> str:
-    """Returns CTranslate2's counterpart of a variant's precision.
+    """CTranslate2's compute type for a variant's precision.
 
     Raises:
         UsageError: There is none.
@@ -58,7 +57,7 @@ def compute_type(precision: str) -> str:
 
 
 class Comparison:
-    """The engine beside CTranslate2, a cell for each variant and beam."""
+    """The engine compared with CTranslate2, one cell per variant and beam size."""
 
     def __init__(self, arguments: argparse.Namespace, models: Path) -> None:
         self.arguments, self.models = arguments, models
@@ -66,8 +65,8 @@ class Comparison:
         self.bundle = Bundle.load(arguments.bundle)
         if self.bundle.manifest.model != self.checkpoint.model.config.to_dict():
             raise UsageError(
-                f"{arguments.bundle} is of another model than {arguments.run}; give the run that "
-                "it was exported from"
+                f"{arguments.bundle} must be an export of {arguments.run}, found another model; "
+                "give its run"
             )
         self.positions = int(self.bundle.manifest.model["max_positions"])
         if arguments.fixed_length:
@@ -88,7 +87,7 @@ class Comparison:
         return {"beam": beam, "max_length": longest, "min_length": length}
 
     def precision(self, variant: str) -> str:
-        """The compute type that a variant is held against."""
+        """CTranslate2's compute type for a variant."""
         return compute_type(self.bundle.variant(variant).precision)
 
     def engine(self, variant: str) -> Side:
@@ -103,23 +102,23 @@ class Comparison:
         return Side("ctranslate2", str(folder), precision, str(self.arguments.bundle))
 
     def answers(self, side: Side, beam: int) -> list[Answer]:
-        """What a side answers."""
+        """Answers of a side, computed once."""
         if (side, beam) not in self._answers:
             found = side.open()(self.texts, search_options(**self.search(beam)), 32)
             length = self.arguments.fixed_length
             if any(len(answer.tokens) != length for answer in found if length):
                 raise InputError(
-                    f"{side.name} did not give {length} tokens to every sentence, so the sides do "
-                    "not have the same work; leave out --fixed-length"
+                    f"expected answers of {length} tokens, found others from {side.name}, so the "
+                    "work differs; leave out --fixed-length"
                 )
             self._answers[side, beam] = found
         return self._answers[side, beam]
 
     def same_tokens(self, variant: str, beam: int) -> dict[str, str]:
-        """In how many rows sides have the same tokens, such as "499/500"; prints the others.
+        """Counts rows in which two sides have the same tokens, such as "499/500"; prints the rest.
 
-        Both sides are held against each other in float32, and one of reduced precision against
-        itself in float32.
+        The sides are compared in float32; with a reduced precision, also each side with itself in
+        float32.
         """
         exact = variant
         if self.precision(variant) != "float32":
@@ -138,7 +137,7 @@ class Comparison:
             rows = [row for row, one in enumerate(mine) if one.tokens != theirs[row].tokens]
             found[names] = f"{len(mine) - len(rows)}/{len(mine)}"
             print(f"beam {beam}: the same tokens in {found[names]} rows of {names}")
-            # Where only precision differs, rows that differ are no surprise.
+            # Differences by precision alone are expected.
             for row in rows if pair == pairs[0] else ():
                 print(f"  row {row + 1}: {self.texts[row]}")
                 for side, answer in zip(pair, (mine[row], theirs[row]), strict=True):
@@ -146,7 +145,7 @@ class Comparison:
         return found
 
     def cell(self, variant: str, beam: int) -> dict[str, Any]:
-        """Everything about one variant and beam."""
+        """Measures one variant and beam size."""
         search, texts = self.search(beam), self.texts
         options = search_options(**search)
         same = self.same_tokens(variant, beam)
@@ -158,7 +157,7 @@ class Comparison:
         work = {
             name: partial(one.answer, texts, options, one.batch_rows) for name, one in tuned.items()
         }
-        # The run that counts the tokens also warms both up.
+        # Also warms both up.
         tokens = {name: sum(len(one.tokens) for one in run()) for name, run in work.items()}
         times = interleaved(work, self.arguments.rounds)
         disk = {
@@ -185,12 +184,12 @@ class Comparison:
 
 
 def megabytes(value: int | None) -> str:
-    """A table's cell."""
+    """Formats a table cell."""
     return "-" if value is None else f"{value / 1e6:.1f}"
 
 
 def report(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the tables for a person."""
+    """Formats the tables."""
     speed = [
         (
             cell["kinds"]["engine"],
@@ -224,15 +223,15 @@ def report(cells: Sequence[Mapping[str, Any]]) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """What the numbers hold for."""
+    """CPU and versions."""
     import onnxruntime
 
     return {
-        "processor": cpu_name(),
+        "cpu": cpu_name(),
         "cores": usable_cores(),
         "instruction_sets": instruction_sets(),
         "versions": {
-            # Its distribution is called onnxruntime-gpu on some systems.
+            # Its distribution is onnxruntime-gpu on some systems.
             "onnxruntime": onnxruntime.__version__,
             **{
                 name: importlib.metadata.version(name)
@@ -274,7 +273,7 @@ def main() -> None:
         parser.exit(error.exit_code, f"{parser.prog}: {error}\n")
     here = environment()
     if arguments.plot:
-        title = f"beam {arguments.beams[0]}, {here['cores']} cores of {here['processor']}"
+        title = f"beam {arguments.beams[0]}, {here['cores']} cores of {here['cpu']}"
         plot_curves(cells, title, arguments.plot)
     print(f"\n{report(cells)}\n")
     record = json.dumps(

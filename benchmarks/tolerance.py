@@ -1,9 +1,9 @@
-"""How far is onnxruntime from the truth, in units of torch's own float32 error?
+"""How large is onnxruntime's error relative to torch's own float32 error?
 
     python benchmarks/tolerance.py RUN BUNDLE [RUN BUNDLE ...] [--seeds 5] [--longest 64]
 
-The measurement behind the default of `runtime.compare.Tolerance.factor`: over seeds of the sweep,
-the largest ratio of a tensor's error to what torch's error counts as. The last line is JSON.
+The measurement behind the default of `runtime.parity.compare.Tolerance.factor`: the ratios of each
+tensor's error to torch's error, over seeds of the sweep. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -210,9 +210,9 @@ def test_sentences_of_one_length_keep_it(checkpoint: Checkpoint) -> None:
 
 
 def test_a_text_too_short_for_its_sentences_is_refused(checkpoint: Checkpoint) -> None:
-    with pytest.raises(InputError, match="gives 0 sentences of 32 tokens, not 1"):
+    with pytest.raises(InputError, match="for 1 sentences of 32 tokens, found 0"):
         fixed_sentences(["one"], checkpoint.tokenizer, 1, 32)
-    with pytest.raises(InputError, match="give at least 2"):
+    with pytest.raises(InputError, match="must be at least 2"):
         fixed_sentences(TEXTS, checkpoint.tokenizer, 1, 1)
 
 
