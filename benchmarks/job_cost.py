@@ -1,7 +1,7 @@
 """What does a job cost compared with the bare engine?
 
     python benchmarks/job_cost.py BUNDLE TEXT [--rows 8000] [--rounds 9] [--beam 1]
-        [--shard-rows 16384] [--long 1000000 [--plot memory.png]]
+        [--chunk-rows 16384] [--long 1000000 [--plot memory.png]]
 
 A job reads, hashes and writes rows, syncs chunks and joins them; the bare engine answers the same
 lines from a list into a list. Rounds are interleaved; `ratio` is the job's rows per second over the
@@ -43,7 +43,7 @@ def cost(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     source.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
     engine = Engine.load(arguments.bundle)
     options = JobOptions(
-        force=True, shard_rows=arguments.shard_rows, generation={"beam": arguments.beam}
+        force=True, chunk_rows=arguments.chunk_rows, generation={"beam": arguments.beam}
     )
     search = GenerationOptions(**{**engine.bundle.manifest.generation, "beam": arguments.beam})
     work: dict[str, Callable[[], object]] = {
@@ -69,7 +69,7 @@ def memory(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     command = [
         *(sys.executable, "-m", "transferry.cli", "run", str(arguments.bundle), str(source)),
         *("--out", str(sink), "--beam", str(arguments.beam), "--quiet"),
-        *("--shard-rows", str(arguments.shard_rows)),
+        *("--chunk-rows", str(arguments.chunk_rows)),
     ]
     started = time.monotonic()
     curve: list[tuple[float, float]] = []
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8000)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--beam", type=int, default=1)
-    parser.add_argument("--shard-rows", type=int, default=JobOptions().shard_rows)
+    parser.add_argument("--chunk-rows", type=int, default=JobOptions().chunk_rows)
     parser.add_argument("--long", type=int, default=0, metavar="ROWS")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     arguments = parser.parse_args()

@@ -178,7 +178,7 @@ def change_weight(place: Path, change: Callable[[float], float]) -> None:
     "nothing to resume",
     "unknown variant",
     "int8 without calibration",
-    "shard that is none",
+    "partition that is none",
     "workers of nothing",
 )
 def leave_as_it_is(place: Path) -> None:
@@ -226,15 +226,16 @@ def empty_line(place: Path) -> None:
 
 
 def interrupt(place: Path) -> None:
-    """Leaves a job of which the first of two shards is finished."""
-    from transferry.runtime.jobs.job import Job, Summary
+    """Leaves a job of which the first of two chunks is finished."""
+    from transferry.runtime.jobs.job import Job
     from transferry.runtime.jobs.options import JobOptions
+    from transferry.runtime.jobs.summary import Summary
 
     def stop(summary: Summary) -> None:
         if summary.rows == 3:
             raise KeyboardInterrupt
 
-    job = Job("bundle", "lines.txt", "answers.jsonl", JobOptions(shard_rows=2))
+    job = Job("bundle", "lines.txt", "answers.jsonl", JobOptions(chunk_rows=2))
     with pytest.raises(KeyboardInterrupt):
         job.run(stop)
 
@@ -250,10 +251,10 @@ def change_answered_line(place: Path) -> None:
     replace_line(place / "lines.txt", 2, "seven hundred")
 
 
-@spoils("missing shard", "shard that was changed")
-def make_shards(place: Path) -> None:
+@spoils("missing partition", "partition that was changed")
+def make_partitions(place: Path) -> None:
     for number in (1, 2, 3):
-        command = f"transferry run bundle lines.txt -o {number}.jsonl --shard {number}/3"
+        command = f"transferry run bundle lines.txt -o {number}.jsonl --partition {number}/3"
         assert execute(command)[0] == 0
     truncate(place / "2.jsonl")
 

@@ -265,9 +265,9 @@ def open_job(chosen: JobOptions, options: Mapping[str, Any]) -> Job:
     fleet = RayOptions(**given(options, RayOptions))
     load = _engine_loader(options)
     if fleet.engine == "ray":
-        from transferry.runtime.jobs.ray_job import RayJob
+        from transferry.runtime.jobs.ray_job import ray_job
 
-        return RayJob(load, options["text"], options["out"], chosen, fleet)
+        return ray_job(load, options["text"], options["out"], chosen, fleet)
     from transferry.runtime.jobs.job import Job
 
     return Job(load(), options["text"], options["out"], chosen)

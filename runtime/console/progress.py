@@ -16,7 +16,8 @@ from transferry.runtime.console.options import COMMAND_LINE
 from transferry.runtime.errors import BadRowsError
 
 if TYPE_CHECKING:
-    from transferry.runtime.jobs.job import Job, Summary
+    from transferry.runtime.jobs.job import Job
+    from transferry.runtime.jobs.summary import Summary
 
 # Seconds between two lines of progress, and between two updates of a bar.
 LOG_EVERY, SHOW_EVERY = 30.0, 0.2
@@ -93,8 +94,8 @@ def run_job(job: Job, options: Mapping[str, Any]) -> None:
         KeyboardInterrupt: The job was interrupted; the message says how to continue it.
     """
     quiet, stdin = options["quiet"], str(options["text"]) == "-"
-    if not job.certificate.startswith("none"):
-        teller(quiet)(f"certificate {job.certificate}")
+    if not job.engine.certificate.startswith("none"):
+        teller(quiet)(f"certificate {job.engine.certificate}")
     settings = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in options.items()

@@ -1,13 +1,12 @@
-"""Rows of a job that are computed once more, elsewhere, so that a job gone wrong stops.
+"""Rows of a job that are computed again on the reference, so that a job gone wrong stops.
 
-What is served may differ from what was verified: other hardware, a driver that was updated, a batch
-that no test has seen. One row in so many is answered again by the same bundle, alone, on the CPU
-and with onnxruntime's optimiser off, which is slow and as near to the graph as onnxruntime gets.
+The served graph may differ from the verified one: other hardware, an updated driver, a batch that
+no test has seen. One row in N is computed again by the same bundle, alone, on the CPU and with
+onnxruntime's optimiser off, which is slow and as near to the graph as onnxruntime gets.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,45 +19,31 @@ from transferry.runtime.engine.embed import EmbeddingResult
 from transferry.runtime.engine.engine import PIECE, Engine
 from transferry.runtime.engine.fill_mask import FilledMaskResult
 from transferry.runtime.engine.preprocess import LongRows
-from transferry.runtime.engine.result import GenerationResult
-from transferry.runtime.errors import ParityError, UsageError
+from transferry.runtime.engine.result import GenerationResult, RowResult
+from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.parity.divergence import explain
 from transferry.runtime.parity.recorded import Reference
 
-Row = GenerationResult | EmbeddingResult | FilledMaskResult
-
-
-def share(text: str) -> int:
-    """Reads "1/N", and returns N.
-
-    Raises:
-        UsageError: It is not of this form.
-    """
-    found = re.fullmatch(r"1/([1-9][0-9]*)", text.strip())
-    if not found:
-        raise UsageError(f"canary must be 1/N, such as 1/1000, found {text!r}")
-    return int(found[1])
-
 
 class Canary:
-    """Answers rows again and compares."""
+    """Computes rows again and compares."""
 
     def __init__(
         self,
         engine: Engine,
         every: int,
-        ask: Callable[[Engine, Iterator[str], int], Iterator[Any]],
+        run: Callable[[Engine, Iterator[str], int], Iterator[Any]],
         options: GenerationOptions | None = None,
     ) -> None:
         """Opens the bundle a second time.
 
         Args:
-            engine: What serves.
-            every: One row in so many is answered again, beginning with the first.
-            ask: Answers texts with an engine, given the number of the first.
+            engine: The engine of the job.
+            every: One row in so many is computed again, beginning with the first.
+            run: Runs the task on texts; see `Task.run`.
             options: How the job generates, if it does.
 
         Raises:
@@ -69,33 +54,33 @@ class Canary:
         self.served = engine
         self.reference = Engine(bundle, model, batches=BatchOptions(rows=1, window=1))
         self.every = every
-        self.ask = ask
+        self.run = run
         self.options = options or engine.default_options()
         self.rows = self.identical = self.ties = 0
-        # Both sides may be as far from the truth as verification allows, in units of the error
+        # Both sides may be as far from float64 as verification allows: a multiple of the error
         # that torch made on the recorded cases.
         cases = Reference.load(bundle.folder / REFERENCE).cases
-        own = {
+        torch = {
             name: max(truth.errors.get(name, 0.0) for _, truth in cases)
             for name in ("logits", "hidden")
         }
         tolerance = Tolerance.of(variant.precision)
         factor = 2 * tolerance.factor
-        self.tolerance = Tolerance(factor, max(own["logits"], tolerance.floor))
-        self.of_vectors = factor * max(own["hidden"], tolerance.floor)
+        self.tolerance = Tolerance(factor, max(torch["logits"], tolerance.floor))
+        self.vector_limit = factor * max(torch["hidden"], tolerance.floor)
         largest = max(float(np.abs(truth.oracle["logits"]).max(initial=0.0)) for _, truth in cases)
-        # A log-probability is a logit less the logits' log-sum-exp: each may be off.
-        self.of_log_probabilities = 2 * self.tolerance.budget(0.0) * largest
+        # A log-probability is a logit minus the log-sum-exp of the logits: either may be off.
+        self.log_probability_limit = 2 * self.tolerance.budget(0.0) * largest
 
-    def check(self, number: int, row: Row) -> None:
-        """Answers a row again, if it is its turn.
+    def check(self, number: int, row: RowResult) -> None:
+        """Computes a row again, if it is its turn.
 
         Args:
-            number: Of the row in the job, from 0.
-            row: What the job answers.
+            number: Number of the row in the input, from 0.
+            row: The job's result.
 
         Raises:
-            ParityError: The answers differ by more than rounding explains.
+            ParityError: The results differ by more than rounding explains.
         """
         if number % self.every:
             return
@@ -103,17 +88,18 @@ class Canary:
         if row.error is not None and not row.source:
             self.identical += 1  # there was no text to answer
             return
-        (again,) = self.ask(self.reference, iter([row.source]), number)
+        (again,) = self.run(self.reference, iter([row.source]), number)
         if (row.error and row.error.kind) != (again.error and again.error.kind):
             difference = f"{row.error or 'an answer'}, but {again.error or 'an answer'}"
         elif row.error is not None:
             difference = ""
         elif isinstance(row, EmbeddingResult):
-            difference = self._of_vectors(row, again)
+            difference = self._compare_vectors(row, again)
         elif isinstance(row, FilledMaskResult):
-            difference = self._of_candidates(row, again)
+            difference = self._compare_candidates(row, again)
         else:
-            difference = self._of_answers(number, row, again)
+            assert isinstance(row, GenerationResult)
+            difference = self._compare_outputs(number, row, again)
         if difference:
             raise ParityError(
                 f"line {number + 1} is answered differently by the reference (CPU, no "
@@ -123,19 +109,19 @@ class Canary:
         self.identical += 1
 
     def tally(self) -> dict[str, int]:
-        """How many rows were answered again, and how they compared."""
+        """Returns the number of rows computed again, and how they compared."""
         return {
             "canaries": self.rows,
             "canaries_identical": self.identical - self.ties,
             "canaries_tied": self.ties,
         }
 
-    def _of_answers(self, number: int, row: GenerationResult, again: GenerationResult) -> str:
-        tokens = [one.tokens for one in row.hypotheses]
-        if tokens == [one.tokens for one in again.hypotheses]:
+    def _compare_outputs(self, number: int, row: GenerationResult, again: GenerationResult) -> str:
+        tokens = [hypothesis.tokens for hypothesis in row.hypotheses]
+        if tokens == [hypothesis.tokens for hypothesis in again.hypotheses]:
             for one, other in zip(row.hypotheses, again.hypotheses, strict=True):
                 length = len(one.tokens) + 1
-                allowed = length ** (1 - self.options.length_penalty) * self.of_log_probabilities
+                allowed = length ** (1 - self.options.length_penalty) * self.log_probability_limit
                 if self.options.scores and not abs(one.score - other.score) <= allowed:
                     return (
                         f"score {one.score:.6f}, but {other.score:.6f}, at most {allowed:.1e} apart"
@@ -144,7 +130,7 @@ class Canary:
         long_rows: LongRows = "truncate" if row.truncated else "error"
         (encoded,) = self.served.encode([row.source], self.options, long_rows)
         if encoded.error is not None:
-            return self._of_pieces(number, row)
+            return self._compare_pieces(number, row)
         divergence = explain(
             encoded.ids,
             self.served.fitted(self.options, len(encoded.ids)),
@@ -162,27 +148,27 @@ class Canary:
             return ""
         return f"{row.text!r}, but {again.text!r} ({divergence})"
 
-    def _of_pieces(self, number: int, row: GenerationResult) -> str:
-        """As `_of_answers`, of a row that was split: what is joined tells nothing of near ties."""
+    def _compare_pieces(self, number: int, row: GenerationResult) -> str:
+        """Compares a row that was split piece by piece: joined, near ties cannot be seen."""
         ties = self.ties
         for place, piece in enumerate(self.served.preprocessor.pieces(row.source)):
             first = number + place * PIECE
             (one,), (again,) = (
-                self.ask(engine, iter([piece]), first) for engine in (self.served, self.reference)
+                self.run(engine, iter([piece]), first) for engine in (self.served, self.reference)
             )
-            if difference := self._of_answers(first, one, again):
+            if difference := self._compare_outputs(first, one, again):
                 return f"piece {place + 1}: {difference}"
         self.ties = min(self.ties, ties + 1)
         return ""
 
-    def _of_vectors(self, row: EmbeddingResult, again: EmbeddingResult) -> str:
+    def _compare_vectors(self, row: EmbeddingResult, again: EmbeddingResult) -> str:
         largest = np.abs(again.vector).max(initial=0.0)
         error = float(np.abs(row.vector - again.vector).max(initial=0.0) / (largest or 1.0))
-        if error <= self.of_vectors:
+        if error <= self.vector_limit:
             return ""
-        return f"a vector {error:.1e} of its largest entry away, at most {self.of_vectors:.1e}"
+        return f"a vector {error:.1e} of its largest entry away, at most {self.vector_limit:.1e}"
 
-    def _of_candidates(self, row: FilledMaskResult, again: FilledMaskResult) -> str:
+    def _compare_candidates(self, row: FilledMaskResult, again: FilledMaskResult) -> str:
         for place, (found, wanted) in enumerate(
             zip(row.candidates, again.candidates, strict=True), start=1
         ):
@@ -190,7 +176,7 @@ class Canary:
             best = found[0]
             margin = wanted[0].log_probability - known.get(best.token, -np.inf)
             error = abs(best.log_probability - known.get(best.token, np.inf))
-            if not max(margin, error) <= self.of_log_probabilities:
+            if not max(margin, error) <= self.log_probability_limit:
                 return f"mask {place} is {best.text!r}, but {wanted[0].text!r}"
             self.ties += int(best.token != wanted[0].token)
         return ""

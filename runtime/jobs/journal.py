@@ -1,12 +1,12 @@
-"""What a job has finished so far, in a folder beside its output that outlives any interruption.
+"""Finished chunks of a job, in a folder beside its output that survives any interruption.
 
-    OUT.job/job.json        what the job goes by; a job is continued only by what is the same
-    OUT.job/journal.jsonl   a line for each finished shard
-    OUT.job/00000000.part   its answers, in the format of the output
-    OUT.job/lock            locked while a job runs; a process that is killed locks nothing
+    OUT.job/job.json        fingerprint: everything that decides the output
+    OUT.job/journal.jsonl   one line per finished chunk
+    OUT.job/00000000.part   output rows of the first chunk, a whole file of the output's format
+    OUT.job/lock            locked while a job runs; the lock of a killed process is released
 
-A shard is finished when its line is on the disk, and its part is there before. So whenever a
-process or a machine stops, what the journal names is whole, and everything else is thrown away.
+A chunk is finished once its line is on the disk, which happens after its file is. So whenever a
+process or a machine stops, everything the journal names is whole; the rest is discarded.
 """
 
 from __future__ import annotations
@@ -17,75 +17,36 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import durable_file, sha256, sync_folder
+from transferry.runtime.jobs.summary import Tally
 
+# Version of job folders and of the fingerprint. Format 1 had no such key; it named chunks shards.
+JOB_FORMAT = 2
 JOB, JOURNAL, LOCK = "job.json", "journal.jsonl", "lock"
-# Where the output and what lies beside it are written, before they get their names.
+# Where the output, its summary and its settings are written before they get their names.
 OUTPUT, BESIDE = "output.tmp", "beside.tmp"
-OWN = re.compile(r"job\.json(\.tmp)?|journal\.jsonl|(output|beside)\.tmp|\d{8}\.(part|tmp)")
 
 Fingerprint = Mapping[str, Any]
 
 
 @dataclass
-class Tally:
-    """Rows that were answered, counted.
+class Chunk(Tally):
+    """Consecutive rows that are finished as a whole: one line of the journal.
 
     Attributes:
-        rows: Answered, errors included.
-        errors: Of them, those that have an error instead of an answer, by its kind.
-        truncated: Of them, those of which an answer read the beginning alone.
-        source_tokens: Tokens read, end tokens included.
-        target_tokens: Tokens of the best answers, end tokens left out; or tokens scored.
-        log_probability: Of all tokens scored, in nats.
-        seconds: That it took.
-        first_error: Where and what the first error is.
-    """
-
-    rows: int = 0
-    errors: dict[str, int] = field(default_factory=dict)
-    truncated: int = 0
-    source_tokens: int = 0
-    target_tokens: int = 0
-    log_probability: float = 0.0
-    seconds: float = 0.0
-    first_error: str = ""
-
-    @property
-    def bad_rows(self) -> int:
-        """How many rows have an error instead of an answer."""
-        return sum(self.errors.values())
-
-    def add(self, other: Tally) -> None:
-        """Counts what another has counted."""
-        self.rows += other.rows
-        for kind, count in other.errors.items():
-            self.errors[kind] = self.errors.get(kind, 0) + count
-        self.truncated += other.truncated
-        self.source_tokens += other.source_tokens
-        self.target_tokens += other.target_tokens
-        self.log_probability += other.log_probability
-        self.seconds += other.seconds
-        self.first_error = self.first_error or other.first_error
-
-
-@dataclass
-class Shard(Tally):
-    """Consecutive rows that were finished as a whole: a line of the journal.
-
-    Attributes:
-        first: Number of the first row, in the whole input.
-        source_sha256: Of what the rows were read from.
-        sha256: Of the part.
-        size: Of the part, in bytes.
-        session: How many runs of the job had finished shards before this one's did.
+        first: Number of the first row in the whole input.
+        source_sha256: Hash of the input rows.
+        sha256: Hash of the chunk's file.
+        size: Size of the chunk's file, in bytes.
+        session: Number of earlier runs of the job that finished chunks.
     """
 
     first: int = 0
@@ -94,38 +55,47 @@ class Shard(Tally):
     size: int = 0
     session: int = 0
 
+    def seal(self, file: Path) -> None:
+        """Records the file of the chunk as it is now."""
+        self.sha256, self.size = sha256(file), file.stat().st_size
+
+    def is_intact(self, file: Path) -> bool:
+        """Whether a file is the one that was sealed."""
+        return file.is_file() and file.stat().st_size == self.size and sha256(file) == self.sha256
+
 
 class Journal:
-    """The folder of a job, and what it says is finished.
+    """The folder of a job and its finished chunks, which form a beginning of the input.
 
     Attributes:
-        own: What the names of its files match.
+        own: Pattern of the names in the folder, those of earlier formats included.
     """
 
-    own = OWN
+    # On disk a chunk's file is a "part", as in format 1: so --force clears folders of that format.
+    own = re.compile(r"job\.json(\.tmp)?|journal\.jsonl|(output|beside)\.tmp|\d{8}\.(part|tmp)")
 
     def __init__(self, folder: Path) -> None:
-        """Looks at nothing yet; see `locked`."""
+        """Reads nothing yet; see `locked`."""
         self.folder = folder
-        self.shards: list[Shard] = []
+        self.chunks: list[Chunk] = []
         self.session = 0
         self._is_new = False
 
     @classmethod
     @contextmanager
-    def locked(cls, folder: Path) -> Iterator[Journal]:
-        """The folder for this process alone; one in which nothing is finished is removed again.
+    def locked(cls, folder: Path) -> Iterator[Self]:
+        """Locks the folder for this process; removes it again if it holds no finished chunk.
 
         Raises:
             OSError: The folder cannot be made or locked.
-            UsageError: Another job is at work there.
+            UsageError: Another job is running there.
         """
         journal, lock = cls(folder), None
         try:
             lock = _lock(folder)
             yield journal
         except KeyboardInterrupt:
-            if lock is None:  # the folder was just made, or is another's
+            if lock is None:  # the folder was just made, or belongs to another process
                 with contextlib.suppress(OSError, UsageError):
                     lock = _lock(folder)
             raise
@@ -134,9 +104,9 @@ class Journal:
                 journal._leave(lock)
 
     def _leave(self, lock: BinaryIO) -> None:
-        # Where the disk is full or the folder read-only, there is something else to be told.
+        # An OSError here (full disk, read-only folder) must not hide the error before it.
         with lock, contextlib.suppress(OSError):
-            if self._is_new and not self.shards:
+            if self._is_new and not self.chunks:
                 self.clear()
             if not (self.folder / JOB).exists():
                 (self.folder / LOCK).unlink(missing_ok=True)
@@ -144,47 +114,58 @@ class Journal:
 
     @property
     def rows(self) -> int:
-        """How many rows are finished."""
-        return sum(shard.rows for shard in self.shards)
+        """Number of rows in finished chunks."""
+        return sum(chunk.rows for chunk in self.chunks)
 
     @property
-    def parts(self) -> list[Path]:
-        """The answers of the finished shards, in order."""
-        return [self._part(number) for number in range(len(self.shards))]
+    def files(self) -> list[Path]:
+        """The files of the finished chunks, in order."""
+        return [self._path(number) for number in range(len(self.chunks))]
+
+    def is_complete(self, chunk_rows: int) -> bool:
+        """Whether the last chunk is finished: the only one shorter than `chunk_rows`."""
+        return bool(self.chunks) and self.chunks[-1].rows < chunk_rows
 
     def begin(self, fingerprint: Fingerprint, *, force: bool) -> str:
-        """Goes on where the same job was interrupted, or begins.
+        """Resumes the job if it was interrupted, or starts it.
 
         Args:
-            fingerprint: What the job goes by, as JSON values.
-            force: Throw away what another job has finished.
+            fingerprint: Everything that decides the output, as JSON values.
+            force: Discard the finished chunks of another job.
 
         Returns:
-            What a person should know of it, or nothing.
+            A note for the user, or "".
 
         Raises:
-            InputError: The shards that are finished are another job's.
-            UsageError: The folder is none of a job.
+            InputError: The finished chunks belong to another job, or to another format of folder.
+            UsageError: The folder holds files that are not of a job.
         """
         self._require_own()
         former, note = self.former(), ""
-        if former is not None:
+        # Reading would truncate a journal whose lines have another form.
+        if former and (found := former.get("job_format")) != fingerprint.get("job_format"):
+            if not force:
+                raise InputError(
+                    f"{self.folder} was begun by another version of transferry: expected job "
+                    f"format {fingerprint.get('job_format')}, found {found or 1}. Finish it with "
+                    "that version, or add --force to start anew"
+                )
+        elif former is not None:
             note = self.read()
             changes = differences(former, fingerprint)
-            if not changes and self.shards:
-                self.session = 1 + max(shard.session for shard in self.shards)
+            if not changes and self.chunks:
+                self.session = 1 + max(chunk.session for chunk in self.chunks)
                 return note
-            if self.shards and not force:
+            if self.chunks and not force:
                 raise InputError(
-                    f"{self.folder} holds {self.rows} rows of a job that went by something else: "
-                    f"{'; '.join(changes)}. Run it as it was begun, or add --force to throw them "
-                    "away"
+                    f"{self.folder} holds {self.rows} rows of a job with other settings: "
+                    f"{'; '.join(changes)}. Finish it with those, or add --force to start anew"
                 )
         self.clear()
         self._is_new = True
         with (self.folder / JOURNAL).open("wb") as file:
             os.fsync(file.fileno())
-        # Before there is a job.json: or a power cut might bring back another job's journal.
+        # Before job.json exists: else a power cut might bring back another job's journal.
         sync_folder(self.folder)
         with durable_file(self.folder / JOB, self.folder / f"{JOB}.tmp") as file:
             file.write(f"{json.dumps(fingerprint, indent=1)}\n".encode())
@@ -192,35 +173,34 @@ class Journal:
         return note
 
     @contextmanager
-    def part(self) -> Iterator[BinaryIO]:
-        """A file for the answers of the next shard."""
-        path = self._part(len(self.shards))
+    def next_file(self) -> Iterator[BinaryIO]:
+        """Opens the file of the next chunk; it is on the disk when the `with` ends."""
+        path = self._path(len(self.chunks))
         with durable_file(path, path.with_suffix(".tmp")) as file:
             yield file
 
-    def append(self, shard: Shard) -> None:
-        """Writes down that the shard is finished whose part was written last."""
-        part = self._part(len(self.shards))
-        shard.sha256, shard.size = sha256(part), part.stat().st_size
-        shard.session = self.session
+    def append(self, chunk: Chunk) -> None:
+        """Marks the chunk as finished whose file was written last."""
+        chunk.seal(self._path(len(self.chunks)))
+        chunk.session = self.session
         with (self.folder / JOURNAL).open("ab") as file:
-            file.write(f"{json.dumps(asdict(shard))}\n".encode())
+            file.write(f"{json.dumps(asdict(chunk))}\n".encode())
             file.flush()
             os.fsync(file.fileno())
-        self.shards.append(shard)
+        self.chunks.append(chunk)
 
     def clear(self) -> None:
-        """Throws away all that is finished; the lock stays."""
-        self.shards = []
+        """Removes everything but the lock."""
+        self.chunks = []
         for path in self.folder.iterdir():
             if self.own.fullmatch(path.name):
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def _part(self, number: int) -> Path:
+    def _path(self, number: int) -> Path:
         return self.folder / f"{number:08d}.part"
 
     def _require_own(self) -> None:
-        """Refuses a folder in which something of somebody else would be thrown away."""
+        """Refuses a folder with files that are not of a job, since `clear` would follow."""
         for path in self.folder.iterdir():
             if path.name != LOCK and not self.own.fullmatch(path.name):
                 raise UsageError(
@@ -229,7 +209,7 @@ class Journal:
                 )
 
     def former(self) -> Fingerprint | None:
-        """What the job went by that was interrupted, if one was."""
+        """Returns the fingerprint of the interrupted job; None where there is none."""
         try:
             former = json.loads((self.folder / JOB).read_bytes())
         except FileNotFoundError:
@@ -239,10 +219,10 @@ class Journal:
         return former if isinstance(former, dict) else {}
 
     def read(self) -> str:
-        """Reads the finished shards, and cuts off what is torn or damaged.
+        """Reads the finished chunks and truncates the journal where one is torn or damaged.
 
         Returns:
-            What a person should know of it, or nothing.
+            A note for the user, or "".
         """
         path = self.folder / JOURNAL
         content = path.read_bytes() if path.exists() else b""
@@ -250,27 +230,30 @@ class Journal:
         first = None
         for line in lines:
             try:
-                shard = Shard(**json.loads(line))
+                chunk = Chunk(**json.loads(line))
             except (ValueError, TypeError):
                 break
-            part = self._part(len(self.shards))
-            if first not in (None, shard.first) or not is_intact(part, shard):
+            intact = chunk.is_intact(self._path(len(self.chunks)))
+            if first not in (None, chunk.first) or not intact:
                 break
-            self.shards.append(shard)
-            first = shard.first + shard.rows
+            self.chunks.append(chunk)
+            first = chunk.first + chunk.rows
             end += len(line) + 1
         if end < len(content):
             with path.open("r+b") as file:
                 file.truncate(end)
                 os.fsync(file.fileno())
-        if lost := len(lines) - len(self.shards):
-            return f"{lost} finished shards are damaged or gone, and are computed again"
+        if lost := len(lines) - len(self.chunks):
+            return f"{lost} finished chunks are damaged or gone and will be computed again"
         return ""
 
 
 def differences(former: Fingerprint, now: Fingerprint) -> list[str]:
-    """What two jobs do not have in common, each as "NAME was …, is …"."""
+    """Lists the settings in which two jobs differ, each as "NAME was …, is …"."""
     missing = "not set"
+    if former.get("job_format") != (expected := now.get("job_format")):
+        found = former.get("job_format", 1)
+        return [f"job format was {found}, is {expected} in this version of transferry"]
     return [
         f"{name} was {former.get(name, missing)}, is {now.get(name, missing)}"
         for name in {**former, **now}
@@ -279,20 +262,15 @@ def differences(former: Fingerprint, now: Fingerprint) -> list[str]:
 
 
 def hash_of_hashes(hashes: Iterable[str]) -> str:
-    """Returns what stands for several hashes, in order."""
+    """Returns one hash for several, in order."""
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def hash_output(path: Path) -> str:
-    """Returns the hash of a file, or that of a folder's files in the order of their names."""
+    """Returns the hash of a file, or of a folder's files in the order of their names."""
     if path.is_dir():
-        return hash_of_hashes(sha256(part) for part in sorted(path.iterdir()))
+        return hash_of_hashes(sha256(file) for file in sorted(path.iterdir()))
     return sha256(path)
-
-
-def is_intact(part: Path, shard: Shard) -> bool:
-    """Whether a part is as it was finished."""
-    return part.is_file() and part.stat().st_size == shard.size and sha256(part) == shard.sha256
 
 
 def _lock(folder: Path) -> BinaryIO:
@@ -301,10 +279,10 @@ def _lock(folder: Path) -> BinaryIO:
         try:
             file = (folder / LOCK).open("ab")
         except FileNotFoundError:
-            continue  # whoever had it removes the folder just now
+            continue  # its last owner is just removing the folder
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # What was opened may have been removed before it was locked.
+            # The file may have been removed between opening and locking.
             if os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat()):
                 return file
         except FileNotFoundError:
@@ -316,6 +294,6 @@ def _lock(folder: Path) -> BinaryIO:
                 "another output"
             ) from error
         except KeyboardInterrupt:
-            file.close()  # or whoever cleans up would wait for this lock
+            file.close()  # else `locked` would find this very lock
             raise
         file.close()

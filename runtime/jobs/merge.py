@@ -1,4 +1,4 @@
-"""The shards of a job, computed on several machines, joined into one output."""
+"""Joins the outputs of a job's partitions, computed on several machines."""
 
 from __future__ import annotations
 
@@ -11,157 +11,163 @@ from typing import Any, cast
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import atomic_file, sha256
-from transferry.runtime.jobs.job import Summary, read_summary
-from transferry.runtime.jobs.journal import differences, hash_output
-from transferry.runtime.jobs.readers import Source, named_format, opened_parquet
-from transferry.runtime.jobs.writers import Sink, open_sink
+from transferry.runtime.jobs.journal import JOB_FORMAT, differences, hash_output
+from transferry.runtime.jobs.readers import RowReader, named_format, opened_parquet
+from transferry.runtime.jobs.summary import Summary, read_summary, summary_path
+from transferry.runtime.jobs.writers import RowWriter, open_writer
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The output of one job: of a shard, or all of them where workers of Ray wrote it.
+class _Partition:
+    """The output of one partition; or of a whole job, where workers of Ray wrote a folder.
 
     Attributes:
-        path: Of the output, a file or a folder of files.
-        number: Of the shard, from 1.
-        shards: How many there are.
-        fingerprint: What it went by, without the number.
+        path: The output, a file or a folder of files.
+        number: Number of the partition, from 1.
+        count: Number of partitions.
+        fingerprint: Fingerprint of its job, without `number`.
         record: Its whole summary.
     """
 
     path: Path
     number: int
-    shards: int
+    count: int
     fingerprint: dict[str, Any]
     record: dict[str, Any]
 
     @classmethod
-    def read(cls, path: Path) -> _Part:
+    def read(cls, path: Path) -> _Partition:
         record = read_summary(path)
         if record is None:
             raise InputError(
-                f"{path} has no {path.name}.summary.json beside it that tells how it was made; "
+                f"{path} has no {summary_path(path).name} beside it that tells how it was made; "
                 "give what `transferry run` wrote, with its summary"
             )
         fingerprint = dict(record["fingerprint"])
-        shard = fingerprint.pop("shard", None)
-        if shard is None and path.is_dir():
+        if (found := fingerprint.get("job_format", 1)) != JOB_FORMAT:
+            raise InputError(
+                f"{path} was written by another version of transferry: expected job format "
+                f"{JOB_FORMAT}, found {found}. Merge with that version, or run the partition again"
+            )
+        partition = fingerprint.pop("partition", None)
+        if partition is None and path.is_dir():
             return cls(path, 1, 1, fingerprint, record)
-        if shard is None:
-            raise InputError(f"{path} is no shard: its job ran without --shard")
-        number, shards = map(int, shard.split("/"))
-        return cls(path, number, shards, fingerprint | {"shards": shards}, record)
+        if partition is None:
+            raise InputError(f"{path} is no partition: its job ran without --partition")
+        number, count = map(int, partition.split("/"))
+        return cls(path, number, count, fingerprint | {"partitions": count}, record)
 
     def check(self) -> None:
-        """Refuses an output that is not as its job left it."""
+        """Refuses an output that has changed since its job wrote it."""
         rows = self.fingerprint.get("input_rows", self.record["rows"])
-        first, last = (rows * number // self.shards for number in (self.number - 1, self.number))
+        first, last = (rows * number // self.count for number in (self.number - 1, self.number))
         if hash_output(self.path) != self.record["sha256"] or self.record["rows"] != last - first:
             raise InputError(
                 f"{self.path} has changed since its job wrote it; copy it again, or run "
-                f"--shard {self.number}/{self.shards} again"
+                f"--partition {self.number}/{self.count} again"
             )
 
     @property
     def files(self) -> list[Path]:
-        """The output, in the order of the rows."""
+        """The files of the output, in the order of the rows."""
         return sorted(self.path.iterdir()) if self.path.is_dir() else [self.path]
 
 
 def merge(paths: Sequence[Path], out: Path, *, force: bool = False) -> Summary:
-    """Joins the outputs of all shards of a job.
+    """Joins the outputs of all partitions of a job.
 
     Args:
         paths: The outputs, in any order, each with its summary beside it.
-        out: Where all answers go, in the same format.
+        out: The joined output, in the same format.
         force: Replace `out` if it exists.
 
     Returns:
-        What the shards did together; it lies beside `out` too.
+        The summary of all partitions together; it is written beside `out` too.
 
     Raises:
-        InputError: A shard is missing, there twice, of another job, or not as its job left it; or
-            `out` cannot be written.
-        UsageError: `out` exists, is one of the shards, or is of another format.
+        InputError: A partition is missing, given twice, of another job or changed; or `out` cannot
+            be written.
+        UsageError: `out` exists, is one of the partitions, or has another format.
     """
-    parts = _complete([_Part.read(path) for path in paths])
-    for part in parts:
-        part.check()
-    hashes = [part.record["sha256"] for part in parts]
-    if out.exists() and any(out.samefile(part.path) for part in parts):
-        raise UsageError(f"{out} is one of the shards; name another file for the output")
+    partitions = _complete([_Partition.read(path) for path in paths])
+    for partition in partitions:
+        partition.check()
+    hashes = [partition.record["sha256"] for partition in partitions]
+    if out.exists() and any(out.samefile(partition.path) for partition in partitions):
+        raise UsageError(f"{out} is one of the partitions; name another file for the output")
     if out.exists() and not force:
         former = read_summary(out) or {}
         if former.get("merged") != hashes or former["sha256"] != sha256(out):
             raise UsageError(f"{out} exists already; add --force to replace it")
         return replace(Summary.from_dict(former), finished_before=True)
-    sink = _sink(parts[0], out)
+    writer = _writer(partitions[0], out)
     summary = Summary()
-    for part in parts:
-        shard = Summary.from_dict(part.record)
-        summary.add(shard)
-        summary.resumed += shard.resumed
+    for partition in partitions:
+        done = Summary.from_dict(partition.record)
+        summary.add(done)
+        summary.resumed += done.resumed
     with atomic_file(out) as file:
-        sink.join([path for part in parts for path in part.files], file)
+        writer.join([path for partition in partitions for path in partition.files], file)
         file.flush()
+        certificates = {str(partition.record.get("certificate")) for partition in partitions}
         summary.made = {
-            "fingerprint": parts[0].fingerprint,
-            "certificates": sorted({str(part.record.get("certificate")) for part in parts}),
+            "fingerprint": partitions[0].fingerprint,
+            "certificates": sorted(certificates),
             "merged": hashes,
             "sha256": sha256(Path(file.name)),
         }
-        with atomic_file(out.with_name(f"{out.name}.summary.json")) as beside:
+        with atomic_file(summary_path(out)) as beside:
             beside.write(f"{json.dumps(summary.to_dict(), indent=1)}\n".encode())
     return summary
 
 
-def _complete(parts: Sequence[_Part]) -> list[_Part]:
-    """Puts the shards in order, and refuses them where they are not one job."""
-    first, *others = parts
-    for part in others:
-        if changes := differences(first.fingerprint, part.fingerprint):
+def _complete(partitions: Sequence[_Partition]) -> list[_Partition]:
+    """Returns the partitions in order; refuses them where they are not one whole job."""
+    first, *others = partitions
+    for other in others:
+        if changes := differences(first.fingerprint, other.fingerprint):
             raise InputError(
-                f"{first.path} and {part.path} are not of the same job: {'; '.join(changes)}"
+                f"{first.path} and {other.path} are not of the same job: {'; '.join(changes)}"
             )
-    by_number: dict[int, _Part] = {}
-    for part in parts:
-        if part.number in by_number:
+    by_number: dict[int, _Partition] = {}
+    for partition in partitions:
+        if (twin := by_number.setdefault(partition.number, partition)) is not partition:
             raise InputError(
-                f"{by_number[part.number].path} and {part.path} are both shard "
-                f"{part.number}/{part.shards}; give each shard once"
+                f"{twin.path} and {partition.path} are both partition "
+                f"{partition.number}/{partition.count}; give each partition once"
             )
-        by_number[part.number] = part
-    if missing := [n for n in range(1, first.shards + 1) if n not in by_number]:
-        names = ", ".join(f"{number}/{first.shards}" for number in missing)
-        raise InputError(f"shard {names} is missing; give the outputs of all {first.shards}")
+    if missing := [n for n in range(1, first.count + 1) if n not in by_number]:
+        names = ", ".join(f"{number}/{first.count}" for number in missing)
+        raise InputError(f"partition {names} is missing; give the outputs of all {first.count}")
     return [by_number[number] for number in sorted(by_number)]
 
 
-def _sink(part: _Part, out: Path) -> Sink:
-    """What joins the parts, as the job of one of them would."""
-    fingerprint = part.fingerprint
+def _writer(partition: _Partition, out: Path) -> RowWriter:
+    """Returns a writer that joins files as the job of one partition would."""
+    fingerprint = partition.fingerprint
     format, compression = fingerprint["output_format"], fingerprint["compression"]
     types, columns = None, tuple(fingerprint["columns"])
     if format == "parquet":
-        with opened_parquet(part.files[0]) as file:
+        with opened_parquet(partition.files[0]) as file:
             schema = file.schema_arrow
             types = {name: schema.field(name).type for name in ("id", *columns)}
     if named_format(out)[1] != compression:
         raise UsageError(
-            f"{out} must be compressed as {part.path} is; let its name end in "
+            f"{out} must be compressed as {partition.path} is; let its name end in "
             f"{compression or 'no .gz or .zst'}"
         )
-    source = SimpleNamespace(
-        path=part.path,
+    # A writer needs to know the input's columns; the input itself may be on another machine.
+    reader = SimpleNamespace(
+        path=partition.path,
         format=fingerprint["input_format"],
         columns=columns,
         has_id=fingerprint["has_id"],
         types=types,
     )
-    return open_sink(
+    return open_writer(
         out,
         format=format,
-        source=cast(Source, source),
+        reader=cast(RowReader, reader),
         task=fingerprint["task"],
         n_best=fingerprint.get("n_best", 1) > 1,
         width=fingerprint["width"],

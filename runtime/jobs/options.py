@@ -1,4 +1,4 @@
-"""What may be set about a job: one frozen description, checked once."""
+"""Settings of a job: frozen descriptions, checked on construction."""
 
 from __future__ import annotations
 
@@ -9,41 +9,40 @@ from pathlib import Path
 from typing import Any, Literal
 
 from transferry.runtime.engine.preprocess import LongRows
-from transferry.runtime.errors import UsageError
+from transferry.runtime.errors import UsageError, require
 
-Task = Literal["generate", "embed", "fill-mask", "score"]
-SourceFormat = Literal["text", "tsv", "csv", "jsonl", "parquet"]
-SinkFormat = Literal["text", "jsonl", "tsv", "csv", "parquet", "npy"]
+TaskName = Literal["generate", "embed", "fill-mask", "score"]
+InputFormat = Literal["text", "tsv", "csv", "jsonl", "parquet"]
+OutputFormat = Literal["text", "jsonl", "tsv", "csv", "parquet", "npy"]
 
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Settings of a job. What may change the output is part of what a job must go on with.
+    """Settings of a job. A job is resumed only with the settings that decide its output.
 
     Attributes:
-        task: what is done with each row; embed and fill-mask are an encoder-only bundle's.
-        generation: fields of GenerationOptions, over the bundle's defaults.
-        prefix: text that every answer begins with.
-        pooling: of embed: over all tokens, or the first one.
-        normalise: of embed: vectors of length 1.
-        mask: of fill-mask: what is filled in.
-        top: of fill-mask: candidates for each mask.
-        target: of score: the other side of the pairs, in a file of the same format.
-        column: the field that holds the text; the others pass through. By default text or
+        task: what to do with each row; embed and fill-mask need an encoder-only bundle.
+        generation: fields of GenerationOptions that replace the bundle's defaults.
+        prefix: text that every output begins with.
+        pooling: for embed: mean over all tokens, or the first one.
+        normalise: for embed: scale vectors to length 1.
+        mask: for fill-mask: the text that stands for a masked token.
+        top: for fill-mask: candidates per mask.
+        target: for score: file with the other side of the pairs, in the format of the input.
+        column: field that holds the text; the others are passed through. By default text or
             source, or the only one.
-        format_in: how the input is written; by default as its name ends, else text.
-        format: how the output is written; by default as its name ends, else text, or JSONL of
-            scores.
-        long_rows: what happens to a row that is longer than the model's positions: it is an error,
-            it is cut, or it is split into sentences and their answers are joined.
-        shard: I/N: only the I-th of N parts of the input, for N machines.
-        shard_rows: rows that are saved together; what an interruption may cost.
-        max_errors: stop when more rows than this are bad.
-        canary: 1/N: answer one row in N again on the reference, and compare.
-        force: replace the output if it exists, and an interrupted job that does not fit.
+        format_in: format of the input; by default from its name, else text.
+        format: format of the output; by default from its name, else text, or JSONL for scores.
+        long_rows: what to do with a row longer than the model's positions: report an error,
+            truncate it, or split it into sentences and join their outputs.
+        partition: I/N: only the I-th of N parts of the input, to use N machines.
+        chunk_rows: rows saved together, and lost together by an interruption.
+        max_errors: stop when more rows than this have errors.
+        canary: 1/N: compute one row in N again on the reference, and compare.
+        force: replace an existing output, and an interrupted job with other settings.
     """
 
-    task: Task = "generate"
+    task: TaskName = "generate"
     generation: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = ""
     pooling: Literal["mean", "first"] = "mean"
@@ -52,21 +51,16 @@ class JobOptions:
     top: int = 5
     target: Path | None = None
     column: str | None = None
-    format_in: SourceFormat | None = None
-    format: SinkFormat | None = None
+    format_in: InputFormat | None = None
+    format: OutputFormat | None = None
     long_rows: LongRows = "error"
-    shard: str | None = None
-    shard_rows: int = 16384
+    partition: str | None = None
+    chunk_rows: int = 16384
     max_errors: int | None = None
     canary: str | None = None
     force: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be.
-
-        Raises:
-            UsageError: A value is out of its range, or has no effect.
-        """
         if self.task != "generate" and self.generation:
             name = next(iter(self.generation))
             raise UsageError(
@@ -74,32 +68,43 @@ class JobOptions:
             )
         if self.task == "score" and self.canary is not None:
             raise UsageError("task score has no canary; leave it out")
-        if self.shard_rows < 1:
-            raise UsageError(f"shard-rows must be at least 1, not {self.shard_rows}")
-        if self.max_errors is not None and self.max_errors < 0:
-            raise UsageError(f"max-errors must be at least 0, not {self.max_errors}")
-        _ = self.share
+        require(self.chunk_rows >= 1, "chunk_rows", "at least 1", self.chunk_rows)
+        require((self.max_errors or 0) >= 0, "max_errors", "at least 0", self.max_errors)
+        _ = self.share, self.canary_every
 
     @property
-    def share(self) -> tuple[int, int] | None:
-        """I and N of `shard`."""
-        if self.shard is None:
+    def share(self) -> tuple[int, int]:
+        """I and N of `partition`; 1 and 1 where there is none."""
+        text = "1/1" if self.partition is None else self.partition
+        return _fraction("partition", text, "I/N, such as 1/4 up to 4/4")
+
+    @property
+    def canary_every(self) -> int | None:
+        """N of `canary`."""
+        if self.canary is None:
             return None
-        found = re.fullmatch(r"([1-9][0-9]*)/([1-9][0-9]*)", self.shard.strip())
-        if not found or int(found[1]) > int(found[2]):
-            raise UsageError(f"shard must be I/N, such as 1/4 up to 4/4, found {self.shard!r}")
-        return int(found[1]), int(found[2])
+        expected = "1/N, such as 1/1000"
+        one, every = _fraction("canary", self.canary, expected)
+        require(one == 1, "canary", expected, repr(self.canary))
+        return every
+
+
+def _fraction(name: str, text: str, expected: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([1-9][0-9]*)/([1-9][0-9]*)", text.strip())
+    number, count = (int(found[1]), int(found[2])) if found else (1, 0)
+    require(number <= count, name, expected, repr(text))
+    return number, count
 
 
 @dataclass(frozen=True)
 class RayOptions:
-    """Which processes do the work of a job.
+    """Where the chunks of a job are computed.
 
     Attributes:
-        engine: plain is this process; ray are the workers of Ray, which write shards into the
+        engine: plain is this process, ray are workers of Ray; these write their chunks into the
             folder --out.
-        ray_address: of a Ray cluster; by default RAY_ADDRESS, or Ray on this machine alone.
-        workers: of ray: how many processes open the bundle; by default as many as there are cores
+        ray_address: address of a Ray cluster; by default RAY_ADDRESS, else Ray on this machine.
+        workers: Ray workers, each of which opens the bundle; by default as many as there are cores
             or GPUs for.
     """
 
@@ -108,15 +113,9 @@ class RayOptions:
     workers: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be.
-
-        Raises:
-            UsageError: A value is out of its range, or has no effect.
-        """
         if self.engine == "plain":
             for name in ("ray_address", "workers"):
                 if getattr(self, name) is not None:
                     option = name.replace("_", "-")
                     raise UsageError(f"{option} has no effect without Ray; add --engine ray")
-        if self.workers is not None and self.workers < 1:
-            raise UsageError(f"workers must be at least 1, not {self.workers}")
+        require(self.workers is None or self.workers >= 1, "workers", "at least 1", self.workers)

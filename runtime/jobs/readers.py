@@ -1,4 +1,4 @@
-"""What a job reads: the rows of a file, whatever its format, one after the other."""
+"""Input formats of a job: rows streamed from text, TSV, CSV, JSONL or Parquet."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
+from dataclasses import replace
+from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import Compression, read_raw_lines
-from transferry.runtime.jobs.options import SourceFormat
-from transferry.runtime.jobs.rows import SourceRow
+from transferry.runtime.jobs.options import InputFormat
+from transferry.runtime.jobs.rows import InputRow
 
-# In characters. What is longer was opened by a quotation mark that nothing closes.
+# Characters in a CSV field: a longer one was opened by a quotation mark that nothing closes.
 MOST_FIELD = 1 << 24
 # Deeper JSON is refused, since writing it again could exceed Python's stack.
 MOST_NESTED = 100
-# How many rows of JSONL are looked at for one that tells the fields.
+# Rows of JSONL searched for an object whose keys become the columns.
 _FIRST_ROWS = 1000
 _BATCH_BYTES = 1 << 23
 _MOST_BATCH_ROWS = 1024
@@ -33,162 +34,197 @@ _MOST_BATCH_ROWS = 1024
 Fields = dict[str, Any]
 
 
-class Source(Protocol):
-    """A file of rows.
+class RowReader(ABC):
+    """Reads the rows of one file.
 
     Attributes:
         path: The file; "-" is standard input, which can be read once.
         format: Its format.
-        columns: Fields that the rows pass through, in order: all but the text and `id`. Those of
-            the first object in JSONL, where each row has its own.
-        has_id: Whether the rows bring an id; otherwise their number is one.
-        types: Of Parquet the Arrow types of `columns` and `id`, by name; otherwise None.
+        columns: Fields that are passed through, in order: all but the text and `id`. In JSONL,
+            where each row has its own, those of the first object.
+        has_id: Whether rows have an id of their own.
+        types: Arrow types of `columns` and `id` by name, for Parquet; else None.
     """
 
-    path: Path
-    format: SourceFormat
-    columns: tuple[str, ...]
-    has_id: bool
-    types: Any
+    types: Any = None
 
-    def rows(self, first: int = 0, last: int | None = None) -> Iterator[SourceRow]:
-        """Streams the rows with the numbers first to last - 1 of the whole input.
+    def __init__(self, path: Path, format: InputFormat, names: Sequence[str], column: str) -> None:
+        self.path, self.format, self._column = path, format, column
+        self.columns = tuple(name for name in names if name not in ("id", column))
+        self.has_id = "id" in names and column != "id"
+
+    @abstractmethod
+    def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
+        """Streams rows first to last - 1 of the whole input.
 
         Raises:
             InputError: The file cannot be read or is damaged.
         """
-        ...
+
+    def _row(self, number: int, fields: Fields | RowError, raw: bytes) -> InputRow:
+        if isinstance(fields, RowError):
+            return InputRow(number, number, fields, {}, raw)
+        missing = RowError("no-text", f"there is no field {self._column}")
+        text = fields.pop(self._column, missing)
+        if not isinstance(text, str | RowError):
+            found = as_text(text)[:80]
+            text = RowError("no-text", f"expected text in the field {self._column}, found {found}")
+        id = fields.pop("id", None)
+        if id is None:
+            id = number
+        elif isinstance(id, bool) or not isinstance(id, int | str):
+            id = as_text(id)
+        return InputRow(number, id, text, fields, raw)
 
 
-def open_source(
-    path: Path, *, format: SourceFormat | None = None, column: str | None = None
-) -> Source:
-    """Opens a file of rows, and looks at its header.
+def open_reader(
+    path: Path, *, format: InputFormat | None = None, column: str | None = None
+) -> RowReader:
+    """Opens a file of rows and reads its header.
 
     Args:
-        path: The file; "-" is standard input. Lines may be gzip or zstd.
-        format: By default what the name says, and text where it says nothing.
-        column: The field that holds the text; by default `text` or `source` where one of them is
-            there, or the only one besides `id`.
+        path: The file; "-" is standard input. Files of lines may be gzip or zstd.
+        format: By default from the name, else text.
+        column: The field that holds the text; by default `text` or `source`, or the only one
+            besides `id`.
 
     Raises:
-        InputError: The file cannot be read, has no such column, or two of one name.
+        InputError: The file cannot be read, lacks the column, or has two of one name.
         UsageError: The format cannot be read from there, or needs a package that is missing.
     """
     name, compression = named_format(path)
-    format = format or cast(SourceFormat, name if name in get_args(SourceFormat) else "text")
+    format = format or cast(InputFormat, name if name in get_args(InputFormat) else "text")
     if format == "text":
         if column is not None:
             raise UsageError(f"{path} is read as text, which has no column {column}; leave it out")
-        return _TextSource(path, format, None)
+        return _TextReader(path, format, None)
     if format == "parquet":
         if str(path) == "-":
             raise UsageError("Parquet cannot be read from standard input; name a file")
         if compression:
             raise UsageError(f"{path}: Parquet is compressed inside; unpack it first")
-        return _ParquetSource(path, column)
-    kinds = {"tsv": _TsvSource, "csv": _CsvSource, "jsonl": _JsonlSource}
+        return _ParquetReader(path, column)
+    kinds = {"tsv": _TsvReader, "csv": _CsvReader, "jsonl": _JsonlReader}
     return kinds[format](path, format, column)
 
 
 def named_format(path: Path) -> tuple[str, Compression]:
-    """Returns what a file's name says: its format, perhaps none that is known, and compression."""
+    """Splits a file's name into its format, which may be unknown, and its compression."""
     compression: Compression = ""
     if path.suffix in (".gz", ".zst"):
         compression, path = cast(Compression, path.suffix), path.with_suffix("")
     return path.suffix.removeprefix(".").lower(), compression
 
 
-class _Record(NamedTuple):
-    """The bytes of a row of lines, and of CSV what stands between its commas."""
+def read_rows(
+    reader: RowReader, target: RowReader | None, first: int = 0, last: int | None = None
+) -> Iterator[InputRow]:
+    """Streams rows, each with the row of the same number of `target` where there is one.
+
+    Raises:
+        InputError: A file cannot be read, or one of the two ends before the other.
+    """
+    rows = reader.rows(first, last)
+    return rows if target is None else _paired(rows, target.rows(first, last), target.path)
+
+
+def _paired(rows: Iterator[InputRow], others: Iterator[InputRow], path: Path) -> Iterator[InputRow]:
+    for row, other in zip_longest(rows, others):
+        if row is None or other is None:
+            longer = f"{path} goes on" if row is None else f"{path} ends"
+            raise InputError(
+                f"{longer} after row {(row or other).number} of the other input; give files of "
+                "equal length"
+            )
+        raw = b"%d %b%b" % (len(row.raw), row.raw, other.raw)
+        yield replace(row, raw=raw, target=other.text)
+
+
+class _Line(NamedTuple):
+    """The bytes of a row, and its cells if they are parsed while reading, as in CSV."""
 
     raw: bytes
     cells: list[str] | RowError | None = None
 
 
-class _LineSource(ABC):
-    """Rows that are lines; those of standard input can be asked for once."""
+class _LineReader(RowReader):
+    """Reads files of lines. Standard input can be iterated once."""
 
-    types: Any = None
+    def __init__(self, path: Path, format: InputFormat, column: str | None) -> None:
+        self.path = path
+        self._names, lines = self._header(self._lines())
+        super().__init__(path, format, self._names, self._choose(column))
+        self._standard_input = lines if str(path) == "-" else None
 
-    def __init__(self, path: Path, format: SourceFormat, column: str | None) -> None:
-        self.path, self.format = path, format
-        self._names, records = self._look(self._open())
-        self._column = self._choose(column)
-        self.columns = _passed(self._names, self._column)
-        self.has_id = _has_id(self._names, self._column)
-        self._standard_input = records if str(path) == "-" else None
+    def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
+        lines = self._standard_input or self._header(self._lines())[1]
+        for number, line in islice(enumerate(lines), first, last):
+            yield self._row(number, self._fields(line), line.raw)
 
-    def rows(self, first: int = 0, last: int | None = None) -> Iterator[SourceRow]:
-        """Streams the rows."""
-        records = self._standard_input or self._look(self._open())[1]
-        for number, record in islice(enumerate(records), first, last):
-            yield _row(number, self._fields(record), self._column, record.raw)
-
-    def _open(self) -> Iterator[_Record]:
-        """Reads the file from its beginning."""
-        return map(_Record, read_raw_lines(self.path))
+    def _lines(self) -> Iterator[_Line]:
+        """Reads the file from its beginning, header included."""
+        return map(_Line, read_raw_lines(self.path))
 
     def _choose(self, column: str | None) -> str:
         return _choose(self._names, column, self.path)
 
     @abstractmethod
-    def _look(self, records: Iterator[_Record]) -> tuple[list[str], Iterator[_Record]]:
-        """Returns the names of the fields, and those of the records that are rows."""
+    def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
+        """Returns the names of the fields, and the lines that are rows."""
 
     @abstractmethod
-    def _fields(self, record: _Record) -> Fields | RowError:
-        """Returns the fields of a row, the text and the id among them."""
+    def _fields(self, line: _Line) -> Fields | RowError:
+        """Returns the fields of a row, its text and id included."""
 
 
-class _TextSource(_LineSource):
-    def _look(self, records: Iterator[_Record]) -> tuple[list[str], Iterator[_Record]]:
-        return ["text"], records
+class _TextReader(_LineReader):
+    def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
+        return ["text"], lines
 
-    def _fields(self, record: _Record) -> Fields | RowError:
-        text = _decoded(record.raw)
+    def _fields(self, line: _Line) -> Fields | RowError:
+        text = _decoded(line.raw)
         return text if isinstance(text, RowError) else {"text": text}
 
 
-class _TsvSource(_LineSource):
-    """Lines cut at each tab: a quotation mark is a letter like any other."""
+class _TsvReader(_LineReader):
+    """Lines split at each tab; a quotation mark is an ordinary character."""
 
-    def _look(self, records: Iterator[_Record]) -> tuple[list[str], Iterator[_Record]]:
-        header = next(records, None)
+    def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
+        header = next(lines, None)
         if header is None:
             raise InputError(f"{self.path}: expected a header with names of columns, found nothing")
         names = self._cells(header)
         if isinstance(names, RowError):
             raise InputError(f"{self.path}: the header cannot be read: {names.message}")
-        return _unique(names, self.path), records
+        return _unique(names, self.path), lines
 
-    def _fields(self, record: _Record) -> Fields | RowError:
-        cells = self._cells(record)
+    def _fields(self, line: _Line) -> Fields | RowError:
+        cells = self._cells(line)
         if isinstance(cells, RowError):
             return cells
         if len(cells) != len(self._names):
             return RowError("malformed", f"expected {len(self._names)} columns, found {len(cells)}")
         return dict(zip(self._names, cells, strict=True))
 
-    def _cells(self, record: _Record) -> list[str] | RowError:
-        text = _decoded(record.raw)
+    def _cells(self, line: _Line) -> list[str] | RowError:
+        text = _decoded(line.raw)
         return text if isinstance(text, RowError) else text.split("\t")
 
 
-class _CsvSource(_TsvSource):
-    """RFC 4180: commas, and quotation marks around what holds one or a line break."""
+class _CsvReader(_TsvReader):
+    """RFC 4180: commas, and quotation marks around fields with commas or line breaks."""
 
-    def _open(self) -> Iterator[_Record]:
+    def _lines(self) -> Iterator[_Line]:
         csv.field_size_limit(max(csv.field_size_limit(), MOST_FIELD))
         taken: list[bytes] = []
 
-        def lines() -> Iterator[str]:
+        def texts() -> Iterator[str]:
             for line in read_raw_lines(self.path, keep_ends=True):
                 taken.append(line)
-                # What is no UTF-8 comes out in _cells, when it is known which row it is in.
+                # Bytes that are not UTF-8 are found in _cells, once it is known which row has them.
                 yield line.decode(errors="replace")
 
-        reader = csv.reader(lines(), strict=True)
+        reader = csv.reader(texts(), strict=True)
         while True:
             cells: list[str] | RowError
             try:
@@ -196,35 +232,35 @@ class _CsvSource(_TsvSource):
             except StopIteration:
                 return
             except csv.Error as error:
-                over = f" in what reaches over {len(taken)} lines" if len(taken) > 1 else ""
+                over = f" in a record over {len(taken)} lines" if len(taken) > 1 else ""
                 cells = RowError("malformed", f"expected CSV{over}, found: {error}")
-            yield _Record(b"".join(taken), cells)
+            yield _Line(b"".join(taken), cells)
             taken.clear()
 
-    def _cells(self, record: _Record) -> list[str] | RowError:
-        text = _decoded(record.raw)
-        assert record.cells is not None
-        return text if isinstance(text, RowError) else record.cells
+    def _cells(self, line: _Line) -> list[str] | RowError:
+        text = _decoded(line.raw)
+        assert line.cells is not None
+        return text if isinstance(text, RowError) else line.cells
 
 
-class _JsonlSource(_LineSource):
-    def _look(self, records: Iterator[_Record]) -> tuple[list[str], Iterator[_Record]]:
-        seen: list[_Record] = []
+class _JsonlReader(_LineReader):
+    def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
+        seen: list[_Line] = []
         names: list[str] = []
-        for record in islice(records, _FIRST_ROWS):
-            seen.append(record)
-            fields = self._fields(record)
+        for line in islice(lines, _FIRST_ROWS):
+            seen.append(line)
+            fields = self._fields(line)
             if not isinstance(fields, RowError):
                 names = list(fields)
                 break
-        return names, chain(seen, records)
+        return names, chain(seen, lines)
 
     def _choose(self, column: str | None) -> str:
-        # A field may be missing in one row and not in the next.
+        # A field may be missing in one row and present in the next.
         return column or (super()._choose(None) if self._names else "text")
 
-    def _fields(self, record: _Record) -> Fields | RowError:
-        text = _decoded(record.raw)
+    def _fields(self, line: _Line) -> Fields | RowError:
+        text = _decoded(line.raw)
         if isinstance(text, RowError):
             return text
         try:
@@ -241,7 +277,7 @@ class _JsonlSource(_LineSource):
             try:
                 json.dumps(fields, ensure_ascii=False).encode()
             except UnicodeEncodeError as error:
-                return RowError("undecodable", f"half a character stands alone: {error.reason}")
+                return RowError("undecodable", f"half of a surrogate pair: {error.reason}")
         return fields
 
 
@@ -258,7 +294,7 @@ def _finite(number: str) -> float:
 
 
 def _refuse_number(number: str) -> float:
-    raise ValueError(f"{number} is no number that JSON and float64 share")
+    raise ValueError(f"{number} is not both a JSON number and a float64")
 
 
 _JSON = json.JSONDecoder(
@@ -272,13 +308,10 @@ def _depth(value: Any) -> int:
     return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
 
 
-class _ParquetSource:
-    """Rows of Parquet, in batches of a few megabytes."""
-
-    format: SourceFormat = "parquet"
+class _ParquetReader(RowReader):
+    """Reads Parquet in batches of a few megabytes."""
 
     def __init__(self, path: Path, column: str | None) -> None:
-        self.path = path
         with opened_parquet(path) as file:
             schema = file.schema_arrow
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
@@ -286,20 +319,18 @@ class _ParquetSource:
             wide = max((g.total_byte_size // max(1, g.num_rows) for g in groups), default=0)
         self._batch = max(1, min(_MOST_BATCH_ROWS, _BATCH_BYTES // max(1, wide)))
         names = _unique(schema.names, path)
-        self._column = _choose(names, column, path)
+        super().__init__(path, "parquet", names, _choose(names, column, path))
         found = schema.field(self._column).type
         if not _is_text(found):
             raise InputError(
                 f"{path}: expected text in the column {self._column}, found {found}; name another "
                 "with --column"
             )
-        self.columns = _passed(names, self._column)
-        self.has_id = _has_id(names, self._column)
         kept = ("id", *self.columns) if self.has_id else self.columns
         self.types = {name: schema.field(name).type for name in kept}
 
-    def rows(self, first: int = 0, last: int | None = None) -> Iterator[SourceRow]:
-        """Streams the rows; groups of rows before the first are not read."""
+    def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
+        # Row groups before the first row are not read.
         start, skipped = 0, 0
         for rows in self._groups:
             if start + rows > first:
@@ -311,11 +342,11 @@ class _ParquetSource:
             batches = file.iter_batches(self._batch, row_groups=groups, use_threads=False)
             found = enumerate(chain.from_iterable(map(_parquet_fields, batches)), start)
             for number, (fields, raw) in islice(found, max(0, first - start), stop):
-                yield _row(number, fields, self._column, raw)
+                yield self._row(number, fields, raw)
 
 
 def _parquet_fields(batch: Any) -> Iterator[tuple[Fields | RowError, bytes]]:
-    """Yields the fields of each row, and bytes that tell it from others."""
+    """Yields the fields of each row, and bytes that distinguish it from others."""
     try:
         batch.validate(full=True)
     except ValueError as error:
@@ -331,13 +362,12 @@ def _parquet_fields(batch: Any) -> Iterator[tuple[Fields | RowError, bytes]]:
 
 
 def _values(column: Any) -> list[Any]:
-    """Returns what Python has the same of; the rest stays an Arrow scalar, which loses nothing."""
+    """Returns Python values; types that would lose something stay Arrow scalars."""
     import pyarrow
 
     types, kind = pyarrow.types, column.type
-    if types.is_integer(kind) or types.is_boolean(kind) or _is_text(kind):
-        return list(column.to_pylist())
-    if types.is_float32(kind) or types.is_float64(kind):
+    exact = (types.is_integer, types.is_boolean, types.is_float32, types.is_float64, _is_text)
+    if any(is_kind(kind) for is_kind in exact):
         return list(column.to_pylist())
     return [value if value.is_valid else None for value in column]
 
@@ -353,7 +383,7 @@ def _is_text(kind: Any) -> bool:
 
 @contextmanager
 def opened_parquet(path: Path) -> Iterator[Any]:
-    """Opens a file in pieces of a megabyte. Every OSError inside counts as one of reading."""
+    """Opens a file, buffered by the megabyte. Every OSError inside counts as one of reading."""
     pyarrow = import_pyarrow()
     try:
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
@@ -381,10 +411,9 @@ def import_pyarrow() -> Any:
 
 
 def json_value(value: Any) -> Any:
-    """Returns an array or an Arrow scalar as JSON values, for `default` of json.dumps.
+    """Converts an array or an Arrow scalar to JSON values, for `default` of json.dumps.
 
-    Times are ISO 8601, numbers with a fixed point are text, bytes are base64; what is not finite
-    is null.
+    Times become ISO 8601, decimals text, bytes base64; NaN and infinity become null.
     """
     if isinstance(value, np.ndarray):
         return [round(float(number), 7) for number in value]
@@ -394,9 +423,9 @@ def json_value(value: Any) -> Any:
     if not value.is_valid:
         return None
     if types.is_struct(kind):
-        return {name: json_value(item) for name, item in value.items()}
+        return {name: json_value(field) for name, field in value.items()}
     if types.is_nested(kind):
-        return [json_value(item) for item in value.values]
+        return [json_value(element) for element in value.values]
     if types.is_dictionary(kind) or isinstance(value, pyarrow.ExtensionScalar):
         return json_value(value.value)
     if types.is_floating(kind):
@@ -415,28 +444,10 @@ def as_text(value: Any) -> str:
     """Returns text as it is, and any other value of a field as JSON."""
     if value is not None and not isinstance(value, str | int | float | list | dict):
         value = json_value(value)
-    if isinstance(value, str):
-        return value
-    return _to_json(value)
+    return value if isinstance(value, str) else _to_json(value)
 
 
 _to_json = json.JSONEncoder(ensure_ascii=False, default=json_value).encode
-
-
-def _row(number: int, fields: Fields | RowError, column: str, raw: bytes) -> SourceRow:
-    if isinstance(fields, RowError):
-        return SourceRow(number, number, fields, {}, raw)
-    missing = RowError("no-text", f"there is no field {column}")
-    text = fields.pop(column, missing)
-    if not isinstance(text, str | RowError):
-        found = as_text(text)[:80]
-        text = RowError("no-text", f"expected text in the field {column}, found {found}")
-    id = fields.pop("id", None)
-    if id is None:
-        id = number
-    elif isinstance(id, bool) or not isinstance(id, int | str):
-        id = as_text(id)
-    return SourceRow(number, id, text, fields, raw)
 
 
 def _decoded(line: bytes) -> str | RowError:
@@ -461,22 +472,15 @@ def _choose(names: Sequence[str], column: str | None, path: Path) -> str:
     """Returns the name of the field that holds the text.
 
     Raises:
-        InputError: There is none of that name, or none stands out.
+        InputError: There is none of that name, or more than one could be it.
     """
     usual = [name for name in names if name in ("text", "source")]
     others = [name for name in names if name != "id"]
     candidates = [column] if column is not None else usual or others
     if len(candidates) == 1 and candidates[0] in names:
         return candidates[0]
-    found = f"no column {column}" if column is not None else "nothing that says which is the text"
-    raise InputError(
-        f"{path}: there is {found}; it has the columns {', '.join(names)}: name one with --column"
-    )
-
-
-def _passed(names: Sequence[str], column: str) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in ("id", column))
-
-
-def _has_id(names: Sequence[str], column: str) -> bool:
-    return "id" in names and column != "id"
+    if column is not None:
+        problem = f"there is no column {column}"
+    else:
+        problem = "cannot tell which column holds the text"
+    raise InputError(f"{path}: {problem}; choose one of {', '.join(names)} with --column")

@@ -1,8 +1,9 @@
-"""A row of the input of a job."""
+"""Rows of a job's input."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,15 +11,16 @@ from transferry.runtime.engine.result import RowError
 
 
 @dataclass(frozen=True)
-class SourceRow:
-    """A row of the input.
+class InputRow:
+    """One row of the input.
 
     Attributes:
-        number: Its place in the whole input, from 0.
-        id: What the input calls it, and its number where it has no field `id`.
-        text: What is to be answered, or why there is nothing to answer.
-        fields: What else the row holds and the output repeats, in order; neither the text nor `id`.
-        raw: The bytes that it was read from, or as many as tell it from any other row.
+        number: Position in the whole input, from 0.
+        id: The field `id`; `number` where the row has none.
+        text: Text for the task, or why the row has none.
+        fields: All other fields, in order, which the output repeats.
+        raw: Bytes that the row was read from, or that distinguish it from any other row.
+        target: Target text of a pair, or why it has none; None where rows are not pairs.
     """
 
     number: int
@@ -26,3 +28,18 @@ class SourceRow:
     text: str | RowError
     fields: Mapping[str, Any] = field(default_factory=dict)
     raw: bytes = b""
+    target: str | RowError | None = None
+
+    def update(self, digest: hashlib._Hash) -> None:
+        """Adds the row's bytes to a hash of rows."""
+        digest.update(b"%d " % len(self.raw))
+        digest.update(self.raw)
+
+
+def hash_rows(rows: Iterable[InputRow]) -> tuple[int, str]:
+    """Returns the number of rows and the hash of their bytes."""
+    digest, count = hashlib.sha256(), 0
+    for row in rows:
+        row.update(digest)
+        count += 1
+    return count, digest.hexdigest()

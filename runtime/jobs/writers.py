@@ -1,4 +1,4 @@
-"""What a job writes: records as lines, tables or vectors, in parts that join into one file."""
+"""Output formats of a job: records as lines, tables or vectors, in files that join into one."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, cast, get_args
+from typing import Any, BinaryIO, Literal, cast, get_args
 
 import numpy as np
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import Compression, packed, read_blocks
-from transferry.runtime.jobs.options import SinkFormat, Task
+from transferry.runtime.jobs.options import OutputFormat, TaskName
 from transferry.runtime.jobs.readers import (
-    Source,
+    RowReader,
     as_text,
     import_pyarrow,
     json_value,
     named_format,
     opened_parquet,
 )
-from transferry.runtime.jobs.rows import SourceRow
+from transferry.runtime.jobs.rows import InputRow
 
+Record = Mapping[str, Any]
 _Kind = Literal["text", "integer", "float", "boolean", "json", "vector"]
-# What each task can write.
-FORMATS: dict[Task, tuple[SinkFormat, ...]] = {
+# Formats of each task.
+FORMATS: dict[TaskName, tuple[OutputFormat, ...]] = {
     "generate": ("jsonl", "text", "tsv", "csv", "parquet"),
     "embed": ("npy", "parquet", "jsonl"),
     "fill-mask": ("jsonl", "text", "tsv", "csv", "parquet"),
@@ -45,8 +45,8 @@ _ANY_TASK: dict[str, _Kind] = {
     "error_kind": "text",
     "error_message": "text",
 }
-# What the answer to a row consists of, besides its id.
-ANSWER_FIELDS: dict[Task, dict[str, _Kind]] = {
+# Fields of a task's results, in the order of the columns of a table.
+RESULT_FIELDS: dict[TaskName, dict[str, _Kind]] = {
     "generate": {
         "source": "text",
         "text": "text",
@@ -72,46 +72,39 @@ ROW_GROUP = 4096
 _AS_SPACE = {ord(letter): " " for letter in "\t\r\n"}
 
 
-class RowWriter(Protocol):
-    """Takes records in order."""
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Writes a record: `id`, fields passed through, those of the answer, perhaps `error`."""
-        ...
-
-    def close(self) -> None:
-        """Writes what is left, and leaves the file open; not called where a job failed."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class Sink(ABC):
-    """A format of output. The same records are the same bytes, in however many parts.
+class RowWriter(ABC):
+    """Writes records in one format. The same records give the same bytes, however they are split.
 
     Attributes:
-        format: Its name.
-        columns: Fields of the source that it can repeat; None where it has no columns.
-        refused: Names that no field of the source may have.
+        format: Name of the format.
+        columns: Fields of the input that it can repeat; None for a format without columns.
+        refused: Names that no field of the input may have.
     """
 
-    format: SinkFormat
+    format: OutputFormat
     columns: tuple[str, ...] | None = None
     refused: frozenset[str] = frozenset()
 
     @abstractmethod
-    def open(self, file: BinaryIO) -> RowWriter:
-        """Begins a part, which is itself a whole file of the format."""
+    def write(self, records: Iterable[Record], file: BinaryIO) -> None:
+        """Writes records to a file, which is a whole one of the format and stays open.
 
-    @abstractmethod
-    def join(self, parts: Sequence[Path], file: BinaryIO) -> None:
-        """Writes what the parts hold, in order, as one file; it does not tell where one ends.
-
-        Raises:
-            InputError: A part cannot be read, or is none of this sink.
+        Args:
+            records: `id`, fields passed through, fields of the result, perhaps `error`.
+            file: An empty file.
         """
 
-    def admit(self, row: SourceRow) -> SourceRow:
-        """Returns a row as the output can hold it: with an error where it cannot hold a field."""
+    @abstractmethod
+    def join(self, files: Sequence[Path], file: BinaryIO) -> None:
+        """Writes the records of several files, in order, as one file.
+
+        Raises:
+            InputError: A file cannot be read, or was not written by this writer.
+        """
+
+    def admit(self, row: InputRow) -> InputRow:
+        """Returns the row as the output can hold it, with an error for a field it cannot hold."""
         kept = {name: value for name, value in row.fields.items() if self._holds(name, value)}
         id = row.id if self._holds_id(row.id) else row.number
         if len(kept) == len(row.fields) and id == row.id:
@@ -128,31 +121,33 @@ class Sink(ABC):
         return True
 
 
-def open_sink(
+def open_writer(
     path: Path,
     *,
-    format: SinkFormat | None = None,
-    source: Source,
-    task: Task = "generate",
+    format: OutputFormat | None = None,
+    reader: RowReader,
+    task: TaskName = "generate",
     n_best: bool = False,
     width: int = 0,
-) -> Sink:
-    """Returns how to write what a job answers.
+) -> RowWriter:
+    """Returns the writer of a job's output.
 
     Args:
-        path: Where it goes; "-" is standard output. Lines are compressed as the name says.
-        format: By default what the name says, and text where it says nothing.
-        source: What is answered.
-        task: How.
-        n_best: Whether tables have a column for it.
-        width: How long the vectors of embed are, which npy and Parquet need to know.
+        path: The output; "-" is standard output. Lines are compressed as the name says.
+        format: By default from the name, else text, or JSONL for scores, which are no text.
+        reader: The input.
+        task: The task of the job.
+        n_best: Whether tables have a column for all outputs of a row.
+        width: Length of the vectors of embed, which npy and Parquet need to know.
 
     Raises:
-        InputError: The source has a column with the name of a part of the answer.
-        UsageError: The task does not write that, or not there, or a package is missing.
+        InputError: A column of the input has the name of a field of the result.
+        UsageError: The task has no such format, it cannot go there, or a package is missing.
     """
     name, compression = named_format(path)
-    format = format or cast(SinkFormat, name if name in get_args(SinkFormat) else "text")
+    known = name in get_args(OutputFormat)
+    default = name if known else "jsonl" if task == "score" else "text"
+    format = format or cast(OutputFormat, default)
     if format not in FORMATS[task]:
         raise UsageError(
             f"task {task} writes {' or '.join(FORMATS[task])}, not {format}; name another --out or "
@@ -163,33 +158,33 @@ def open_sink(
     if format in ("npy", "parquet") and compression:
         raise UsageError(f"{path}: {format} is written without {compression}; leave it out")
     if format == "text":
-        return _LineSink(format=format, compression=compression, to_line=_text_line)
+        return _LineWriter(format=format, compression=compression, to_line=_text_line)
     if format == "npy":
-        return _NpySink(format=format, width=width)
+        return _NpyWriter(format=format, width=width)
 
-    kinds = dict(ANSWER_FIELDS[task])
+    kinds = dict(RESULT_FIELDS[task])
     refused = frozenset({"id", "error", *kinds})
-    clash = sorted(refused.intersection(source.columns))
-    if clash and source.format != "jsonl":
+    clash = sorted(refused.intersection(reader.columns))
+    if clash and reader.format != "jsonl":
         raise InputError(
-            f"{source.path}: the answer has fields of its own with the names {', '.join(clash)}; "
+            f"{reader.path}: the output has fields of its own with the names {', '.join(clash)}; "
             "rename these columns"
         )
     if format == "jsonl":
-        return _LineSink(
+        return _LineWriter(
             format=format, refused=refused, compression=compression, to_line=_json_line
         )
     if not n_best:
         kinds.pop("n_best", None)
-    columns = tuple(name for name in source.columns if name not in clash)
+    columns = tuple(name for name in reader.columns if name not in clash)
     if format == "parquet":
         if task == "embed":
             del kinds["source"]
-        return _ParquetSink(
-            format=format, columns=columns, schema=_schema(source, columns, kinds, width)
+        return _ParquetWriter(
+            format=format, columns=columns, schema=_schema(reader, columns, kinds, width)
         )
     names = ("id", *columns, *kinds)
-    kind, joined = (_LineSink, _csv) if format == "csv" else (_TsvSink, _tsv)
+    kind, joined = (_LineWriter, _csv) if format == "csv" else (_TsvWriter, _tsv)
     return kind(
         format=format,
         columns=columns,
@@ -200,26 +195,29 @@ def open_sink(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _LineSink(Sink):
-    """A line a record."""
+class _LineWriter(RowWriter):
+    """One line per record, behind a header if there is one."""
 
     compression: Compression
-    to_line: Callable[[Mapping[str, Any]], str]
+    to_line: Callable[[Record], str]
     header: str = ""
 
-    def open(self, file: BinaryIO) -> RowWriter:
-        return _LineWriter(self, file)
+    def write(self, records: Iterable[Record], file: BinaryIO) -> None:
+        with packed(file, self.compression) as stream:
+            stream.write(self.header.encode())
+            for record in records:
+                stream.write(self.to_line(record).encode())
 
-    def join(self, parts: Sequence[Path], file: BinaryIO) -> None:
+    def join(self, files: Sequence[Path], file: BinaryIO) -> None:
         header = self.header.encode()
         with packed(file, self.compression) as stream:
             stream.write(header)
-            for part in parts:
-                _copy_behind(header, part, stream)
+            for path in files:
+                _copy_behind(header, path, stream)
 
 
-class _TsvSink(_LineSink):
-    """Nothing stands for a tab or a line break, so a field that has one cannot be repeated."""
+class _TsvWriter(_LineWriter):
+    """TSV has no escape for tabs and line breaks, so a field with one cannot be repeated."""
 
     def _holds(self, name: str, value: Any) -> bool:
         return super()._holds(name, value) and self._holds_id(_text(value))
@@ -228,26 +226,13 @@ class _TsvSink(_LineSink):
         return _tsv([str(id)]) == f"{id}\n"
 
 
-class _LineWriter:
-    def __init__(self, sink: _LineSink, file: BinaryIO) -> None:
-        self._to_line, self._stack = sink.to_line, ExitStack()
-        self._stream = self._stack.enter_context(packed(file, sink.compression))
-        self._stream.write(sink.header.encode())
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        self._stream.write(self._to_line(record).encode())
-
-    def close(self) -> None:
-        self._stack.close()
-
-
-def _text_line(record: Mapping[str, Any]) -> str:
-    """The best answer; a line break inside it becomes a space."""
+def _text_line(record: Record) -> str:
+    """The best output; a line break inside it becomes a space."""
     return " ".join((record.get("text") or "").splitlines()) + "\n"
 
 
-def _json_line(record: Mapping[str, Any]) -> str:
-    """Every field, but no `truncated` that is false; what is not finite is null."""
+def _json_line(record: Record) -> str:
+    """All fields except a false `truncated`; NaN and infinity become null."""
     finite = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()
@@ -260,14 +245,14 @@ _to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=json_va
 
 
 def _table_line(
-    joined: Callable[[Iterable[str]], str], names: Sequence[str], record: Mapping[str, Any]
+    joined: Callable[[Iterable[str]], str], names: Sequence[str], record: Record
 ) -> str:
     return joined([_text(value) for value in _cells(record, names)])
 
 
 def _csv(cells: Iterable[str]) -> str:
-    # With both in the line's end, csv puts either into quotation marks; writerow returns what
-    # `write` returns.
+    # With both characters in its line terminator, csv quotes fields with either of them;
+    # writerow returns what `write` returns.
     line: str = csv.writer(_Echo(), lineterminator="\r\n").writerow(cells)
     return line.removesuffix("\r\n") + "\n"
 
@@ -281,7 +266,7 @@ def _tsv(cells: Iterable[str]) -> str:
     return "\t".join(cell.translate(_AS_SPACE) for cell in cells) + "\n"
 
 
-def _cells(record: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
+def _cells(record: Record, names: Iterable[str]) -> list[Any]:
     """Returns the values of a record in the order of a table's columns."""
     error = record.get("error") or {}
     flat = {
@@ -296,85 +281,87 @@ def _text(value: Any) -> str:
     return "" if value is None else as_text(value)
 
 
-def _copy_behind(header: bytes, part: Path, file: BinaryIO) -> None:
-    """Appends a file without the header that it begins with."""
+def _copy_behind(header: bytes, path: Path, file: BinaryIO) -> None:
+    """Appends a file without its header."""
     begun = False
-    for chunk in read_blocks(part):
-        if not begun and not chunk.startswith(header):
+    for block in read_blocks(path):
+        if not begun and not block.startswith(header):
             break
-        file.write(chunk if begun else chunk[len(header) :])
+        file.write(block if begun else block[len(header) :])
         begun = True
     if header and not begun:
-        raise InputError(f"{part} does not begin as its job writes it; run the job again")
+        raise InputError(f"{path} does not begin as its job writes it; run the job again")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _NpySink(Sink):
-    """numpy's own format: one array [rows, width] float32, for `numpy.load(path, mmap_mode="r")`.
+class _NpyWriter(RowWriter):
+    """One array `[rows, width]` float32, for `numpy.load(path, mmap_mode="r")`.
 
-    A row that has an error is NaN.
+    A row with an error is NaN.
     """
 
     width: int
 
-    def open(self, file: BinaryIO) -> RowWriter:
-        return _NpyWriter(self, file)
+    def write(self, records: Iterable[Record], file: BinaryIO) -> None:
+        file.write(self._header(0))
+        nothing, rows = np.full(self.width, np.nan, "<f4"), 0
+        for record in records:
+            vector = record.get("vector")
+            row = nothing if vector is None else np.asarray(vector, "<f4")
+            file.write(row.reshape(self.width).tobytes())
+            rows += 1
+        file.seek(0)
+        file.write(self._header(rows))
+        file.seek(0, io.SEEK_END)
 
-    def join(self, parts: Sequence[Path], file: BinaryIO) -> None:
-        fixed, row = len(self.header(0)), 4 * self.width
-        rows = [(part.stat().st_size - fixed) // row for part in parts]
-        file.write(self.header(sum(rows)))
-        for part, count in zip(parts, rows, strict=True):
-            _copy_behind(self.header(count), part, file)
+    def join(self, files: Sequence[Path], file: BinaryIO) -> None:
+        fixed, row = len(self._header(0)), 4 * self.width
+        rows = [(path.stat().st_size - fixed) // row for path in files]
+        file.write(self._header(sum(rows)))
+        for path, count in zip(files, rows, strict=True):
+            _copy_behind(self._header(count), path, file)
 
-    def header(self, rows: int) -> bytes:
-        """Returns how a file of so many rows begins; numpy pads it to the same length for all."""
+    def _header(self, rows: int) -> bytes:
+        """Returns the header of a file; numpy pads it to one length for any number of rows."""
         file = io.BytesIO()
         shape = {"descr": "<f4", "fortran_order": False, "shape": (rows, self.width)}
         np.lib.format.write_array_header_1_0(file, shape)
         return file.getvalue()
 
 
-class _NpyWriter:
-    def __init__(self, sink: _NpySink, file: BinaryIO) -> None:
-        self._sink, self._file, self._rows = sink, file, 0
-        file.write(sink.header(0))
-        self._nothing = np.full(sink.width, np.nan, "<f4")
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        vector = record.get("vector")
-        row = self._nothing if vector is None else np.asarray(vector, "<f4")
-        self._file.write(row.reshape(self._sink.width).tobytes())
-        self._rows += 1
-
-    def close(self) -> None:
-        self._file.seek(0)
-        self._file.write(self._sink.header(self._rows))
-        self._file.seek(0, io.SEEK_END)
-
-
 @dataclass(frozen=True, kw_only=True)
-class _ParquetSink(Sink):
-    """A column each for the id, the fields of the source and those of the answer."""
+class _ParquetWriter(RowWriter):
+    """A column each for the id, the fields of the input and those of the result."""
 
     schema: Any
 
-    def open(self, file: BinaryIO) -> RowWriter:
-        return _ParquetWriter(self.schema, file)
+    def write(self, records: Iterable[Record], file: BinaryIO) -> None:
+        pyarrow = import_pyarrow()
+        writer = pyarrow.parquet.ParquetWriter(file, self.schema)
+        rows = (_cells(record, self.schema.names) for record in records)
+        while group := list(islice(rows, ROW_GROUP)):
+            arrays = []
+            for kind, column in zip(self.schema.types, zip(*group, strict=True), strict=True):
+                values: Iterable[Any] = column
+                if pyarrow.types.is_string(kind):
+                    values = [None if value is None else as_text(value) for value in column]
+                arrays.append(pyarrow.array(values, kind))
+            writer.write_table(pyarrow.table(arrays, schema=self.schema))
+        writer.close()
 
-    def join(self, parts: Sequence[Path], file: BinaryIO) -> None:
+    def join(self, files: Sequence[Path], file: BinaryIO) -> None:
         pyarrow = import_pyarrow()
         with pyarrow.parquet.ParquetWriter(file, self.schema) as writer:
-            batches = chain.from_iterable(map(self._batches, parts))
+            batches = chain.from_iterable(map(self._batches, files))
             for group in _row_groups(batches):
                 table = pyarrow.Table.from_batches(group).cast(self.schema)
-                # Where a batch ended would show in the pages.
+                # Else the pages would show where batches ended.
                 writer.write_table(table.combine_chunks())
 
-    def _batches(self, part: Path) -> Iterator[Any]:
-        with opened_parquet(part) as file:
+    def _batches(self, path: Path) -> Iterator[Any]:
+        with opened_parquet(path) as file:
             if not file.schema_arrow.equals(self.schema):
-                raise InputError(f"{part} has other columns than its job writes; run the job again")
+                raise InputError(f"{path} has other columns than its job writes; run the job again")
             yield from file.iter_batches(ROW_GROUP, use_threads=False)
 
     def _holds_id(self, id: int | str) -> bool:
@@ -389,7 +376,7 @@ class _ParquetSink(Sink):
 
 
 def _row_groups(batches: Iterable[Any]) -> Iterator[list[Any]]:
-    """Cuts batches of at most `ROW_GROUP` rows anew: each list but the last has that many."""
+    """Regroups batches of at most `ROW_GROUP` rows: each list but the last has that many."""
     group: list[Any] = []
     room = ROW_GROUP
     for batch in batches:
@@ -403,7 +390,9 @@ def _row_groups(batches: Iterable[Any]) -> Iterator[list[Any]]:
         yield group
 
 
-def _schema(source: Source, columns: Iterable[str], kinds: Mapping[str, _Kind], width: int) -> Any:
+def _schema(
+    reader: RowReader, columns: Iterable[str], kinds: Mapping[str, _Kind], width: int
+) -> Any:
     pyarrow = import_pyarrow()
     types = {
         "text": pyarrow.string(),
@@ -413,39 +402,12 @@ def _schema(source: Source, columns: Iterable[str], kinds: Mapping[str, _Kind], 
         "boolean": pyarrow.bool_(),
         "vector": pyarrow.list_(pyarrow.float32(), width),
     }
-    passed = dict.fromkeys(columns, types["text"]) | (source.types or {})
-    number = passed.pop("id", types["text" if source.has_id else "integer"])
-    # Of categories only the values stay; an id that is neither a number nor text became text.
+    passed = dict.fromkeys(columns, types["text"]) | (reader.types or {})
+    number = passed.pop("id", types["text" if reader.has_id else "integer"])
+    # Dictionaries keep their values only; an id that is neither a number nor text became text.
     passed = {
         name: kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         for name, kind in passed.items()
     }
     fields = {"id": number if pyarrow.types.is_integer(number) else types["text"], **passed}
     return pyarrow.schema([*fields.items(), *((name, types[kinds[name]]) for name in kinds)])
-
-
-class _ParquetWriter:
-    def __init__(self, schema: Any, file: BinaryIO) -> None:
-        self._pyarrow, self._schema = import_pyarrow(), schema
-        self._writer = self._pyarrow.parquet.ParquetWriter(file, schema)
-        self._rows: list[list[Any]] = []
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        self._rows.append(_cells(record, self._schema.names))
-        if len(self._rows) == ROW_GROUP:
-            self._flush()
-
-    def close(self) -> None:
-        if self._rows:
-            self._flush()
-        self._writer.close()
-
-    def _flush(self) -> None:
-        arrays = []
-        for kind, column in zip(self._schema.types, zip(*self._rows, strict=True), strict=True):
-            values: Iterable[Any] = column
-            if self._pyarrow.types.is_string(kind):
-                values = [None if value is None else as_text(value) for value in column]
-            arrays.append(self._pyarrow.array(values, kind))
-        self._writer.write_table(self._pyarrow.table(arrays, schema=self._schema))
-        self._rows = []

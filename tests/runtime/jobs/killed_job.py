@@ -1,8 +1,8 @@
-"""Kills a job at every step that changes a file, goes on with it, and says what came of it.
+"""Kills a job at every step that changes a file, resumes it, and reports what came of it.
 
-A program of its own: it forks for each kill, which a process with threads had better not.
-Usage: killed_job.py FOLDER NAME EVERY; FOLDER holds the input, NAME is that of the output, and one
-step in so many is tried. The last line that it prints is JSON.
+A program of its own, since it forks for each kill, which a process with threads must not.
+Usage: python -m tests.runtime.jobs.killed_job FOLDER NAME EVERY; FOLDER holds the input, NAME is
+the output's, and one step in EVERY is tried. The last line that it prints is JSON.
 """
 
 import functools
@@ -10,7 +10,6 @@ import io
 import json
 import os
 import random
-import runpy
 import shutil
 import signal
 import sys
@@ -19,12 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transferry.runtime.jobs.job import Job
-from transferry.runtime.jobs.options import JobOptions
+from tests.runtime.jobs.helpers import Echo, computed_rows, make_job, names
 
-Echo: Any = runpy.run_path(str(Path(__file__).with_name("echo.py")))["Echo"]
-SHARD_ROWS = 3
-# What changes names and sizes; writing is counted apart, in its middle.
+# What changes names and sizes; a write is killed in its middle.
 CALLS = ("mkdir", "rmdir", "unlink", "replace", "fsync", "truncate", "ftruncate")
 
 
@@ -76,9 +72,8 @@ class Steps:
 def run(folder: Path, name: str, fatal: int | None = None, seconds: float = 0.0) -> int:
     """Runs the job in this process, and returns how many steps it took."""
     steps = Steps(fatal)
-    engine = Echo(computed=folder / "computed", seconds=seconds)
-    options = JobOptions(shard_rows=SHARD_ROWS)
-    Job(engine, folder / "input.txt", folder / name, options).run(settings={"a": 1})
+    engine = Echo(computed=folder.parent / "computed", seconds=seconds)
+    make_job(folder / "input.txt", name, engine).run(settings={"a": 1})
     return steps.done
 
 
@@ -98,13 +93,6 @@ def forked(work: Callable[[], Any], after: float | None = None) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def computed(folder: Path) -> list[int]:
-    path = folder / "computed"
-    numbers = [int(line) for line in path.read_text().split()] if path.exists() else []
-    path.unlink(missing_ok=True)
-    return numbers
-
-
 def finished(out: Path) -> int:
     """Rows that the journal names, or all of them where the output is there."""
     if out.exists():
@@ -117,15 +105,13 @@ def finished(out: Path) -> int:
 
 
 def whole(folder: Path, name: str) -> bool:
-    """Goes on after a kill; whether all is as it should be, and nothing was done twice."""
-    saved = finished(folder / name)
-    computed(folder)
+    """Resumes after a kill; whether the output is right, and no row was computed twice."""
+    saved, computed = finished(folder / name), folder.parent / "computed"
+    computed_rows(computed)
     assert forked(lambda: run(folder, name)) == 0
-    first = [*range(ROWS)][saved:]
-    assert computed(folder) == first, f"{saved} rows were saved"
-    found = {path.name for path in folder.iterdir()}
+    assert computed_rows(computed) == [*range(ROWS)][saved:], f"{saved} rows were saved"
     expected = {"input.txt", name, f"{name}.summary.json", f"{name}.settings.toml"}
-    assert found == expected, found
+    assert names(folder) == expected, names(folder)
     return (folder / name).read_bytes() == EXPECTED
 
 

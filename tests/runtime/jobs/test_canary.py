@@ -1,4 +1,4 @@
-"""A row that is answered wrongly stops the job, and what was answered before is kept."""
+"""A wrong result stops the job, and the rows before it are kept."""
 
 import json
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.preprocess import LongRows
 from transferry.runtime.engine.result import GenerationResult, RowError
-from transferry.runtime.errors import ParityError, UsageError
-from transferry.runtime.jobs.canary import Canary, share
+from transferry.runtime.errors import ParityError
+from transferry.runtime.jobs.canary import Canary
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.options import JobOptions
 from transferry.runtime.ort.encoder import EncoderModel
@@ -31,13 +31,14 @@ def lines(run_folder: Path, tmp_path: Path) -> Path:
 
 
 def job(folder: Path, lines: Path, name: str = "out.jsonl", **changes: Any) -> Job:
-    options: dict[str, Any] = {"canary": "1/3", "shard_rows": 4, **changes}
+    options: dict[str, Any] = {"canary": "1/3", "chunk_rows": 4, **changes}
     if options.get("task", "generate") == "generate":
         options["generation"] = {"max_length": 12, **changes.get("generation", {})}
     return Job(folder, lines, lines.with_name(name), JobOptions(**options))
 
 
-def tally(done: Job) -> dict[str, int]:
+def canaries(done: Job) -> dict[str, int]:
+    done.run()
     assert done.canary is not None
     return done.canary.tally()
 
@@ -52,20 +53,15 @@ def test_a_sound_job_is_not_stopped(
 ) -> None:
     """Nine rows, one of them empty; a sample is drawn again as the row that it was."""
     done = job(bundle_folder, lines, canary="1/1", generation=generation)
-    assert done.run().rows == 9
-    assert tally(done) == {"canaries": 9, "canaries_identical": 9, "canaries_tied": 0}
+    assert canaries(done) == {"canaries": 9, "canaries_identical": 9, "canaries_tied": 0}
 
 
-def test_one_row_in_so_many_is_answered_again(bundle_folder: Path, lines: Path) -> None:
-    done = job(bundle_folder, lines, canary="1/4")
-    done.run()
-    assert tally(done)["canaries"] == 3
+def test_one_row_in_so_many_is_computed_again(bundle_folder: Path, lines: Path) -> None:
+    assert canaries(job(bundle_folder, lines, canary="1/4"))["canaries"] == 3
 
 
-def test_a_prompt_is_answered_again(writer_bundle_folder: Path, lines: Path) -> None:
-    done = job(writer_bundle_folder, lines, canary="1/1")
-    done.run()
-    assert tally(done)["canaries_identical"] == 9
+def test_a_prompt_is_computed_again(writer_bundle_folder: Path, lines: Path) -> None:
+    assert canaries(job(writer_bundle_folder, lines, canary="1/1"))["canaries_identical"] == 9
 
 
 @pytest.mark.parametrize("task", ["embed", "fill-mask"])
@@ -74,21 +70,20 @@ def test_tasks_of_an_encoder(reader_bundle_folder: Path, lines: Path, task: str)
         text = lines.read_text("utf-8").splitlines()
         lines.write_text("".join(f"{line} [MASK]\n" if line else "\n" for line in text), "utf-8")
     done = job(reader_bundle_folder, lines, task=task, canary="1/1")
-    done.run()
-    assert tally(done)["canaries_identical"] == 9
+    assert canaries(done)["canaries_identical"] == 9
 
 
 @pytest.mark.parametrize("long_rows", ["truncate", "split"])
 @pytest.mark.parametrize("factor", [1.0, -1.0])
-def test_long_rows_are_answered_again(
+def test_long_rows_are_computed_again(
     bundle_folder: Path, monkeypatch: pytest.MonkeyPatch, long_rows: LongRows, factor: float
 ) -> None:
     spoil(monkeypatch, factor)
     engine = Engine.load(bundle_folder)
     options = GenerationOptions(max_length=8)
-    ask = partial(ask_for, options=options, long_rows=long_rows)
-    canary = Canary(engine, 1, ask, options)
-    (row,) = ask(engine, iter(["One two three. Four five six. " * 6]), 0)
+    run = partial(generate, options=options, long_rows=long_rows)
+    canary = Canary(engine, 1, run, options)
+    (row,) = run(engine, iter(["One two three. Four five six. " * 6]), 0)
     if factor == 1.0:
         canary.check(0, row)
         assert canary.tally()["canaries_identical"] == 1
@@ -97,18 +92,18 @@ def test_long_rows_are_answered_again(
         canary.check(0, row)
 
 
-def ask_for(
-    engine: Engine, lines: Iterator[str], first: int, **options: Any
+def generate(
+    engine: Engine, texts: Iterator[str], first: int, **options: Any
 ) -> Iterator[GenerationResult]:
-    return engine.generate(lines, first_row=first, **options)
+    return engine.generate(texts, first_row=first, **options)
 
 
-def test_an_error_that_came_in_is_not_asked_about(bundle_folder: Path, lines: Path) -> None:
+def test_an_unreadable_row_is_not_computed_again(bundle_folder: Path, lines: Path) -> None:
     done = job(bundle_folder, lines, canary="1/1")
     assert done.canary is not None
-    (row,) = Engine.load(bundle_folder).generate([RowError("undecodable", "no UTF-8")])
+    (row,) = done.engine.generate([RowError("undecodable", "no UTF-8")])
     done.canary.check(0, row)
-    assert tally(done)["canaries_identical"] == 1
+    assert done.canary.tally()["canaries_identical"] == 1
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
@@ -136,7 +131,7 @@ def test_a_defect_stops_the_job(
     assert not lines.with_name("out.jsonl").exists()
 
 
-def test_what_was_answered_before_is_kept(
+def test_the_rows_before_are_kept(
     bundle_folder: Path, lines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = job(bundle_folder, lines, "whole.jsonl")
@@ -157,7 +152,7 @@ def test_what_was_answered_before_is_kept(
     kept = (lines.with_name("out.jsonl.job") / "00000000.part").read_bytes().splitlines()
     assert kept == lines.with_name("whole.jsonl").read_bytes().splitlines()[:4]
     assert job(bundle_folder, lines).run().resumed == 1
-    assert lines.with_name("out.jsonl").read_bytes() == whole.path.read_bytes()
+    assert lines.with_name("out.jsonl").read_bytes() == whole.output.read_bytes()
 
 
 def test_a_wrong_vector_stops_the_job(
@@ -175,13 +170,3 @@ def test_a_wrong_vector_stops_the_job(
     with pytest.raises(ParityError, match=r"line 1 .*a vector 1\.0e-03 of its largest entry away"):
         job(reader_bundle_folder, lines, "out.npy", task="embed").run()
     assert {path.name for path in lines.parent.iterdir()} == {"lines.txt"}
-
-
-@pytest.mark.parametrize("text", ["", "1000", "2/3", "1/0", "1/-4", "1/x"])
-def test_a_share_is_one_in_so_many(text: str) -> None:
-    with pytest.raises(UsageError, match="canary must be 1/N"):
-        share(text)
-
-
-def test_share() -> None:
-    assert share("1/1000") == 1000

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import resource
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,52 +12,43 @@ from typing import Any
 
 import pytest
 
+from tests.runtime.jobs.helpers import Echo, computed_rows, make_job, names, run, write_rows
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.jobs.job import Job, Summary
-from transferry.runtime.jobs.options import JobOptions
+from transferry.runtime.jobs.job import Runner
+from transferry.runtime.jobs.summary import Summary
 
-ECHO = runpy.run_path(str(Path(__file__).with_name("echo.py")))
-Echo, answered = ECHO["Echo"], ECHO["answered"]
+CHECKOUT = Path(__file__).parents[3]
 ROWS = 11
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Eleven rows, the fifth of them empty."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    lines = [f"row {number}" if number != 4 else "" for number in range(ROWS)]
-    (folder / "input.txt").write_text("".join(f"{line}\n" for line in lines))
-    return folder / "input.txt"
+    (tmp_path / "folder").mkdir()
+    return write_rows(tmp_path / "folder" / "input.txt", ROWS)
 
 
-def job(source: Path, name: str = "out.jsonl", engine: Any = None, **options: Any) -> Job:
-    chosen = JobOptions(**{"shard_rows": 3, **options})
-    return Job(engine or Echo(), source, source.with_name(name), chosen)
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
-def stopped(source: Path, at: int, **options: Any) -> Job:
-    """A job that broke down at a row."""
-    broken = job(source, engine=Echo(fail_at=at), **options)
+def stop(source: Path, at: int, **options: Any) -> None:
+    """Runs a job that breaks down at a row."""
     with pytest.raises(RuntimeError, match="the device is gone"):
-        broken.run()
-    return broken
+        run(source, engine=Echo(fail_at=at, **options))
+
+
+def finish_as_if_never_stopped(source: Path) -> Summary:
+    summary = make_job(source).run()
+    assert source.with_name("out.jsonl").read_bytes() == run(source, "whole.jsonl")
+    assert not source.with_name("out.jsonl.job").exists()
+    return summary
 
 
 @pytest.mark.parametrize(("name", "every"), [("jsonl", 1), ("csv.gz", 1), ("parquet", 5)])
 def test_a_job_that_is_killed_at_any_step(source: Path, name: str, every: int) -> None:
     if name == "parquet":
         pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
-    program = str(Path(__file__).with_name("killed_job.py"))
+    program = [sys.executable, "-m", "tests.runtime.jobs.killed_job"]
+    arguments = [str(source.parent), f"out.{name}", str(every)]
     done = subprocess.run(
-        [sys.executable, program, str(source.parent), f"out.{name}", str(every)],
-        capture_output=True,
-        text=True,
-        check=False,
+        [*program, *arguments], cwd=CHECKOUT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
@@ -68,51 +58,46 @@ def test_a_job_that_is_killed_at_any_step(source: Path, name: str, every: int) -
 
 
 def test_the_summary_tells_of_the_whole_job(source: Path) -> None:
-    whole = job(source, "whole.jsonl").run()
-    stopped(source, 7)
+    whole = make_job(source, "whole.jsonl").run()
+    stop(source, 7)
     said: list[str] = []
-    summary = job(source, engine=Echo()).run(say=said.append)
-    assert said == [
-        f"6 rows are saved in {source.parent}/out.jsonl.job; this run goes on behind them"
-    ]
+    summary = make_job(source).run(say=said.append)
+    saved = f"6 rows are saved in {source.parent}/out.jsonl.job"
+    assert said == [f"{saved}; this run computes the rest"]
     assert (summary.rows, summary.errors, summary.saved) == (ROWS, {"empty": 1}, ROWS)
     assert summary.first_error == "row 5: there is no text to work on"
-    assert (summary.source_tokens, summary.target_tokens) == (
-        whole.source_tokens,
-        whole.target_tokens,
-    )
+    for name in ("source_tokens", "target_tokens"):
+        assert getattr(summary, name) == getattr(whole, name)
     assert (whole.resumed, summary.resumed) == (0, 1)
     assert json.loads((source.parent / "out.jsonl.summary.json").read_bytes())["resumed"] == 1
 
 
 def test_rows_are_computed_once(source: Path, tmp_path: Path) -> None:
     computed = tmp_path / "computed"
-    broken = job(source, engine=Echo(computed=computed, fail_at=7))
-    with pytest.raises(RuntimeError):
-        broken.run()
-    assert answered(computed) == [*range(8)]
-    job(source, engine=Echo(computed=computed)).run()
-    assert answered(computed) == [*range(6, ROWS)]
+    stop(source, 7, computed=computed)
+    assert computed_rows(computed) == [*range(8)]
+    run(source, engine=Echo(computed=computed))
+    assert computed_rows(computed) == [*range(6, ROWS)]
 
 
 def test_a_finished_job_is_not_done_again(source: Path, tmp_path: Path) -> None:
-    first = job(source).run()
+    first = make_job(source).run()
     before = {path: path.stat().st_mtime_ns for path in source.parent.iterdir()}
     computed = tmp_path / "computed"
-    again = job(source, engine=Echo(computed=computed)).run()
-    assert answered(computed) == []
+    again = make_job(source, engine=Echo(computed=computed)).run()
+    assert computed_rows(computed) == []
     assert again.finished_before
     assert not first.finished_before
     assert again.to_dict() == first.to_dict()
     assert again.bad_rows == 1
     assert {path: path.stat().st_mtime_ns for path in source.parent.iterdir()} == before
-    job(source, engine=Echo(computed=computed), force=True).run()
-    assert answered(computed) == [*range(ROWS)]
+    run(source, engine=Echo(computed=computed), force=True)
+    assert computed_rows(computed) == [*range(ROWS)]
 
 
-@pytest.mark.parametrize("change", ["output", "input", "option", "no summary"])
+@pytest.mark.parametrize("change", ["output", "input", "option", "version", "no summary"])
 def test_an_output_of_something_else_is_not_taken_for_the_jobs(source: Path, change: str) -> None:
-    job(source).run()
+    make_job(source).run()
     options: dict[str, Any] = {}
     out = source.with_name("out.jsonl")
     expected = "out.jsonl exists already"
@@ -124,10 +109,14 @@ def test_an_output_of_something_else_is_not_taken_for_the_jobs(source: Path, cha
     elif change == "option":
         options = {"generation": {"beam": 2}}
         expected += ", and beam was 1, is 2"
+    elif change == "version":
+        summary = source.with_name("out.jsonl.summary.json")
+        summary.write_text(summary.read_text().replace('"job_format": 2', '"job_format": 3'))
+        expected += ", and job format was 3, is 2 in this version of transferry"
     else:
         source.with_name("out.jsonl.summary.json").unlink()
     with pytest.raises(UsageError, match=f"{expected}; add --force to replace it"):
-        job(source, **options).run()
+        make_job(source, **options).run()
     assert "out.jsonl.job" not in names(source.parent)
 
 
@@ -135,37 +124,35 @@ def test_an_output_of_something_else_is_not_taken_for_the_jobs(source: Path, cha
     ("options", "difference"),
     [
         ({"generation": {"beam": 5}}, "beam was 1, is 5"),
-        ({"shard_rows": 4}, "shard_rows was 3, is 4"),
+        ({"chunk_rows": 4}, "chunk_rows was 3, is 4"),
         ({"prefix": "a"}, r"prefix was \[\], is \[97\]"),
         ({"long_rows": "truncate"}, "long_rows was error, is truncate"),
-        ({"shard": "1/1"}, "shard was not set, is 1/1; input_rows was not set, is 11"),
+        ({"partition": "1/1"}, "partition was not set, is 1/1; input_rows was not set, is 11"),
         ({"format": "text"}, "was jsonl.*, is text"),
     ],
 )
 def test_another_option_is_refused_by_name(
     source: Path, options: dict[str, Any], difference: str
 ) -> None:
-    stopped(source, 7)
+    stop(source, 7)
     with pytest.raises(InputError, match=f"holds 6 rows of a job .*: .*{difference}.* or add --fo"):
-        job(source, **options).run()
-    assert job(source).run().resumed == 1
+        make_job(source, **options).run()
+    assert make_job(source).run().resumed == 1
 
 
-@pytest.mark.parametrize(
-    ("options"), [{"max_errors": 5}, {"force": True}], ids=["max_errors", "force"]
-)
-def test_what_changes_no_answer_may_change(source: Path, options: dict[str, Any]) -> None:
-    stopped(source, 7)
-    assert job(source, **options).run().resumed == 1
+@pytest.mark.parametrize("options", [{"max_errors": 5}, {"force": True}])
+def test_what_changes_no_result_may_change(source: Path, options: dict[str, Any]) -> None:
+    stop(source, 7)
+    assert make_job(source, **options).run().resumed == 1
 
 
 def test_another_bundle_is_refused(source: Path) -> None:
-    stopped(source, 7)
+    stop(source, 7)
     other = Echo()
     other.described["manifest_sha256"] = "cd34"
     with pytest.raises(InputError, match="manifest_sha256 was ab12, is cd34"):
-        job(source, engine=other).run()
-    assert job(source, engine=other, force=True).run().resumed == 0
+        make_job(source, engine=other).run()
+    assert make_job(source, engine=other, force=True).run().resumed == 0
 
 
 @pytest.mark.parametrize(
@@ -177,39 +164,39 @@ def test_another_bundle_is_refused(source: Path) -> None:
     ],
 )
 def test_another_input_is_refused(source: Path, row: int, line: str, expected: str | None) -> None:
-    stopped(source, 7)
+    stop(source, 7)
     content = source.read_text()
     lines = content.splitlines()
     lines[row] = line
     source.write_text("".join(f"{text}\n" for text in lines))
     if expected is None:
-        job(source).run()
+        make_job(source).run()
         assert len(source.with_name("out.jsonl").read_bytes().splitlines()) == ROWS
         return
     with pytest.raises(InputError, match=f"input.txt has changed: {expected}"):
-        job(source).run()
+        make_job(source).run()
     source.write_text(content)
-    assert job(source).run().resumed == 1
+    assert make_job(source).run().resumed == 1
 
 
 def test_a_shorter_and_a_longer_input_are_refused(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(self: Job, *arguments: Any) -> None:
+    def interrupt(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Job, "_publish", stop)
-        job(source).run()
+        patch.setattr(Runner, "publish", interrupt)
+        make_job(source).run()
     content = source.read_text()
     source.write_text(content + "more\n")
-    with pytest.raises(InputError, match="has grown since its end was answered"):
-        job(source).run()
+    with pytest.raises(InputError, match="has grown since its end was computed"):
+        make_job(source).run()
     source.write_text("".join(content.splitlines(keepends=True)[:-1]))
     with pytest.raises(InputError, match="has changed: rows 10 to 11"):
-        job(source).run()
+        make_job(source).run()
     source.write_text(content)
-    assert job(source).run().rows == ROWS
+    assert make_job(source).run().rows == ROWS
 
 
 def test_two_at_once(source: Path) -> None:
@@ -218,10 +205,10 @@ def test_two_at_once(source: Path) -> None:
     def watch(summary: Summary) -> None:
         if summary.rows == 5:
             with pytest.raises(UsageError, match="is in use: another job writes the same output"):
-                job(source).run()
+                make_job(source).run()
             refused.append(summary.rows)
 
-    assert job(source).run(watch).rows == ROWS
+    assert make_job(source).run(watch).rows == ROWS
     assert refused == [5]
 
 
@@ -230,11 +217,11 @@ def test_too_many_errors_stop_it(source: Path) -> None:
     with pytest.raises(
         InputError, match=r"more than 1 rows are bad, the first .* row 2: .*; 3 row"
     ):
-        job(source, max_errors=1).run()
+        make_job(source, max_errors=1).run()
     assert names(source.parent) == {"input.txt", "out.jsonl.job"}
     with pytest.raises(InputError, match="more than 0 rows are bad"):
-        job(source, max_errors=0).run()
-    summary = job(source, max_errors=3).run()
+        make_job(source, max_errors=0).run()
+    summary = make_job(source, max_errors=3).run()
     assert (summary.rows, summary.bad_rows, summary.resumed) == (7, 3, 1)
 
 
@@ -243,15 +230,11 @@ def test_an_interruption_says_what_is_saved(source: Path) -> None:
         if summary.rows == 8:
             raise KeyboardInterrupt
 
-    counted = job(source)
+    counted = make_job(source)
     counted.count()
     with pytest.raises(KeyboardInterrupt, match=r"^6 of 11 rows are saved in .*out\.jsonl\.job$"):
         counted.run(watch)
-    whole = job(source, "whole.jsonl").run()
-    assert job(source).run().rows == whole.rows
-    assert (
-        source.with_name("out.jsonl").read_bytes() == source.with_name("whole.jsonl").read_bytes()
-    )
+    assert finish_as_if_never_stopped(source).rows == ROWS
 
 
 def test_an_interruption_before_anything_is_saved_leaves_nothing(source: Path) -> None:
@@ -259,42 +242,33 @@ def test_an_interruption_before_anything_is_saved_leaves_nothing(source: Path) -
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
-        job(source).run(watch)
+        make_job(source).run(watch)
     assert names(source.parent) == {"input.txt"}
 
 
 def test_a_lost_part_is_computed_again(source: Path, tmp_path: Path) -> None:
     """A disk that promised more than it kept."""
-    stopped(source, 10)
+    stop(source, 10)
     (source.with_name("out.jsonl.job") / "00000001.part").unlink()
     computed, said = tmp_path / "computed", list[str]()
-    job(source, engine=Echo(computed=computed)).run(say=said.append)
-    assert said[0] == "2 finished shards are damaged or gone, and are computed again"
-    assert answered(computed) == [*range(3, ROWS)]
-    job(source, "whole.jsonl").run()
-    assert (
-        source.with_name("out.jsonl").read_bytes() == source.with_name("whole.jsonl").read_bytes()
-    )
+    make_job(source, engine=Echo(computed=computed)).run(say=said.append)
+    assert said[0] == "2 finished chunks are damaged or gone and will be computed again"
+    assert computed_rows(computed) == [*range(3, ROWS)]
+    assert source.with_name("out.jsonl").read_bytes() == run(source, "whole.jsonl")
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 6])
-def test_shards_that_end_where_the_input_does(source: Path, rows: int) -> None:
-    source.write_text("".join(f"row {number}\n" for number in range(rows)))
-    assert job(source).run().rows == rows
-    assert len(source.with_name("out.jsonl").read_bytes().splitlines()) == rows
-    assert job(source).run().finished_before
+def test_chunks_that_end_where_the_input_does(source: Path, rows: int) -> None:
+    write_rows(source, rows)
+    assert len(run(source).splitlines()) == rows
+    assert make_job(source).run().finished_before
 
 
 def fill(source: Path, limited: Callable[[], contextlib.AbstractContextManager[None]]) -> str:
     """Runs a job where there is too little room, and then where there is enough."""
     with limited(), pytest.raises(InputError, match=r"out\.jsonl: cannot be written: ") as failure:
-        job(source).run()
-    job(source, "whole.jsonl").run()
-    assert job(source).run().rows == ROWS
-    assert (
-        source.with_name("out.jsonl").read_bytes() == source.with_name("whole.jsonl").read_bytes()
-    )
-    assert not source.with_name("out.jsonl.job").exists()
+        make_job(source).run()
+    assert finish_as_if_never_stopped(source).rows == ROWS
     return str(failure.value)
 
 
@@ -327,7 +301,7 @@ def test_a_full_disk(source: Path, pages: int, tmp_path: Path) -> None:
     if done.returncode:
         pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
     try:
-        line = "x" * 300  # a shard fills a page
+        line = "x" * 300  # a chunk fills a page
         source = disk / "input.txt"
         source.write_text("".join(f"{number} {line}\n" for number in range(ROWS)))
 

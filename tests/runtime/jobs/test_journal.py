@@ -1,6 +1,7 @@
 """What is finished stays finished, and nothing else is taken for it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,22 +9,24 @@ from typing import Any
 
 import pytest
 
+from tests.runtime.jobs.helpers import names
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.jobs.journal import JOB, JOURNAL, LOCK, Journal, Shard, Tally, differences
+from transferry.runtime.jobs.journal import JOB, JOURNAL, LOCK, Chunk, Journal, differences
+from transferry.runtime.jobs.summary import Tally
 
 FINGERPRINT = {"task": "generate", "beam": 4, "prefix": [1, 2]}
 
 
 def finish(journal: Journal, *contents: bytes, rows: int = 2) -> None:
     for content in contents:
-        with journal.part() as file:
+        with journal.next_file() as file:
             file.write(content)
-        journal.append(Shard(rows=rows, first=journal.rows, errors={"empty": 1}))
+        journal.append(Chunk(rows=rows, first=journal.rows, errors={"empty": 1}))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A job that was interrupted after three shards."""
+    """A job that was interrupted after three chunks."""
     folder = tmp_path / "out.job"
     with Journal.locked(folder) as journal:
         assert journal.begin(FINGERPRINT, force=False) == ""
@@ -31,21 +34,17 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
 def test_what_was_finished_is_found_again(folder: Path) -> None:
     with Journal.locked(folder) as journal:
         assert journal.begin(FINGERPRINT, force=False) == ""
-        assert [path.read_bytes() for path in journal.parts] == [b"one", b"two", b"three"]
-        assert [shard.first for shard in journal.shards] == [0, 2, 4]
+        assert [path.read_bytes() for path in journal.files] == [b"one", b"two", b"three"]
+        assert [chunk.first for chunk in journal.chunks] == [0, 2, 4]
         assert journal.rows == 6
         finish(journal, b"four")
     with Journal.locked(folder) as journal:
         journal.begin(FINGERPRINT, force=True)
         assert journal.rows == 8, "force throws away only what does not fit"
-        assert [shard.session for shard in journal.shards] == [0, 0, 0, 1]
+        assert [chunk.session for chunk in journal.chunks] == [0, 0, 0, 1]
         assert journal.session == 2
 
 
@@ -53,7 +52,7 @@ def test_what_was_finished_is_found_again(folder: Path) -> None:
     "tail",
     [b'{"first": 6, "rows"', b"\0\0\0\0", b"\0\0\0\n", b"17\n", b'{"first": 6, "lines": 2}\n'],
 )
-def test_a_torn_line_is_no_finished_shard(folder: Path, tail: bytes) -> None:
+def test_a_torn_line_is_no_finished_chunk(folder: Path, tail: bytes) -> None:
     whole = (folder / JOURNAL).read_bytes()
     with (folder / JOURNAL).open("ab") as file:
         file.write(tail)
@@ -93,14 +92,14 @@ def test_what_is_damaged_is_computed_again_and_all_behind_it(folder: Path, damag
         path.write_bytes(lines[0] + lines[2])
     with Journal.locked(folder) as journal:
         note = journal.begin(FINGERPRINT, force=False)
-        assert "finished shards are damaged or gone, and are computed again" in note
+        assert "finished chunks are damaged or gone and will be computed again" in note
         assert journal.rows == 2
         assert path.read_bytes() == lines[0]
 
 
 def test_another_job_is_refused_by_name(folder: Path) -> None:
     other = FINGERPRINT | {"beam": 5, "prefix": [], "seed": 1}
-    expected = "beam was 4, is 5; prefix was .1, 2., is ..; seed was not set, is 1. Run it as"
+    expected = "beam was 4, is 5; prefix was .1, 2., is ..; seed was not set, is 1. Finish it with"
     with Journal.locked(folder) as journal, pytest.raises(InputError, match=expected):
         journal.begin(other, force=False)
     with Journal.locked(folder) as journal:
@@ -108,8 +107,63 @@ def test_another_job_is_refused_by_name(folder: Path) -> None:
         assert journal.rows == 6, "a refusal changes nothing"
     with Journal.locked(folder) as journal:
         journal.begin(other, force=True)
-        assert journal.shards == []
+        assert journal.chunks == []
         assert names(folder) == {JOB, JOURNAL, LOCK}
+
+
+@pytest.mark.parametrize("form", [None, 3])
+def test_a_folder_of_another_version_is_refused(folder: Path, form: int | None) -> None:
+    """Not even its journal is touched, since its lines may have another form."""
+    fingerprint = FINGERPRINT if form is None else FINGERPRINT | {"job_format": form}
+    (folder / JOB).write_text(json.dumps(fingerprint))
+    with (folder / JOURNAL).open("ab") as file:
+        file.write(b"17\n")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    now = FINGERPRINT | {"job_format": 2}
+    expected = f"another version of transferry: expected job format 2, found {form or 1}. Finish it"
+    with Journal.locked(folder) as journal, pytest.raises(InputError, match=expected):
+        journal.begin(now, force=False)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    with Journal.locked(folder) as journal:
+        journal.begin(now, force=True)
+        assert names(folder) == {JOB, JOURNAL, LOCK}
+    assert differences(fingerprint, now) == [
+        f"job format was {form or 1}, is 2 in this version of transferry"
+    ]
+
+
+def test_nothing_is_named_before_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut keeps no more than what was synced: files before their names, names in order."""
+    done: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        for path in (tmp_path, *tmp_path.rglob("*")):
+            if os.path.samestat(path.stat(), found):
+                done.append(f"sync {path.name}")
+        fsync(descriptor)
+
+    def replaced(path: Path, target: Path) -> Path:
+        done.append(f"name {target.name}")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    with Journal.locked(tmp_path / "out.job") as journal:
+        journal.begin(FINGERPRINT, force=False)
+        assert done == [
+            *(f"sync {JOURNAL}", "sync out.job"),
+            *(f"sync {JOB}.tmp", f"name {JOB}", "sync out.job", f"sync {tmp_path.name}"),
+        ]
+        done.clear()
+        finish(journal, b"one")
+        part = "00000000"
+        assert done == [
+            *(f"sync {part}.tmp", f"name {part}.part", "sync out.job", f"sync {JOURNAL}")
+        ]
 
 
 def test_another_job_that_finished_nothing_is_in_nobodys_way(tmp_path: Path) -> None:
@@ -129,13 +183,13 @@ def test_what_lost_its_job_file_is_no_job(folder: Path) -> None:
     (folder / JOB).unlink()
     with Journal.locked(folder) as journal:
         journal.begin({"beam": 1}, force=False)
-        assert journal.shards == []
+        assert journal.chunks == []
 
 
 def test_a_job_that_finishes_nothing_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), Journal.locked(tmp_path / "out.job") as journal:
         journal.begin(FINGERPRINT, force=False)
-        with journal.part() as file:
+        with journal.next_file() as file:
             file.write(b"half")
             raise RuntimeError
     assert names(tmp_path) == set()
@@ -147,13 +201,13 @@ def test_an_error_before_anything_is_read_loses_nothing(
 ) -> None:
     before = names(folder)
 
-    def stop(part: Path, shard: Shard) -> bool:
+    def stop(chunk: Chunk, file: Path) -> bool:
         raise KeyboardInterrupt
 
     with Journal.locked(folder) as journal, pytest.raises(KeyboardInterrupt):
         if where == "before":
             raise KeyboardInterrupt
-        monkeypatch.setattr("transferry.runtime.jobs.journal.is_intact", stop)
+        monkeypatch.setattr(Chunk, "is_intact", stop)
         journal.begin(FINGERPRINT, force=False)
     assert names(folder) == before
 

@@ -1,8 +1,7 @@
-"""The shards of several machines are one output, if they are all there and of one job."""
+"""The partitions of several machines are one output, if they are all there and of one job."""
 
 import json
 import random
-import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.runtime.jobs.helpers import Echo, make_job, read_records, run
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.merge import merge
 from transferry.runtime.jobs.options import JobOptions
 
-Echo = runpy.run_path(str(Path(__file__).with_name("echo.py")))["Echo"]
 ROWS = 11
 
 
@@ -27,33 +26,27 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def run(source: Path, sink: Path, shard: str | None = None, **options: Any) -> Path:
-    Job(Echo(), source, sink, JobOptions(shard=shard, shard_rows=3, **options)).run()
-    return sink
+def partitions(source: Path, count: int, suffix: str = ".jsonl", **options: Any) -> list[Path]:
+    paths = [source.with_name(f"{n}of{count}{suffix}") for n in range(1, count + 1)]
+    for number, path in enumerate(paths, start=1):
+        run(source, path, partition=f"{number}/{count}", **options)
+    return paths
 
 
-def shards(source: Path, number: int, suffix: str = ".jsonl", **options: Any) -> list[Path]:
-    return [
-        run(source, source.with_name(f"{n}of{number}{suffix}"), f"{n}/{number}", **options)
-        for n in range(1, number + 1)
-    ]
-
-
-@pytest.mark.parametrize("number", [1, 2, 3, 11, 13])
-def test_shards_are_the_rows_of_one_machine(source: Path, number: int, tmp_path: Path) -> None:
-    parts = shards(source, number)
-    whole = run(source, tmp_path / "whole.jsonl")
-    assert b"".join(part.read_bytes() for part in parts) == whole.read_bytes()
+@pytest.mark.parametrize("count", [1, 2, 3, 11, 13])
+def test_partitions_are_the_rows_of_one_machine(source: Path, count: int, tmp_path: Path) -> None:
+    parts, whole = partitions(source, count), run(source, "whole.jsonl")
+    assert b"".join(part.read_bytes() for part in parts) == whole
     random.Random(0).shuffle(parts)
     out = tmp_path / "out.jsonl"
     summary = merge(parts, out)
-    assert out.read_bytes() == whole.read_bytes()
+    assert out.read_bytes() == whole
     assert (summary.rows, summary.errors) == (ROWS, {"empty": 1})
     assert summary.first_error == "row 5: there is no text to work on"
     record = json.loads((tmp_path / "out.jsonl.summary.json").read_bytes())
     alone = json.loads((tmp_path / "whole.jsonl.summary.json").read_bytes())
-    assert record["sha256"] == alone["sha256"]
-    assert record["source_tokens"] == alone["source_tokens"]
+    for name in ("sha256", "source_tokens"):
+        assert record[name] == alone[name]
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".tsv", ".csv", ".jsonl.gz", ".csv.zst", ".parquet"])
@@ -63,62 +56,65 @@ def test_every_format_is_joined(source: Path, suffix: str, tmp_path: Path) -> No
     if suffix.endswith(".zst"):
         pytest.importorskip("zstandard", reason="zstandard is an optional extra")
     options: dict[str, Any] = {"generation": {"beam": 2, "n_best": 2}}
-    whole = run(source, tmp_path / f"whole{suffix}", **options)
     out = tmp_path / f"out{suffix}"
-    merge(shards(source, 3, suffix, **options), out)
-    assert out.read_bytes() == whole.read_bytes()
+    merge(partitions(source, 3, suffix, **options), out)
+    assert out.read_bytes() == run(source, f"whole{suffix}", **options)
 
 
-def test_a_shard_is_gone_on_with(source: Path, tmp_path: Path) -> None:
-    options = JobOptions(shard="2/2", shard_rows=3)
-    sink = tmp_path / "2of2.jsonl"
+def test_a_partition_is_resumed(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "2of2.jsonl"
     with pytest.raises(RuntimeError):
-        Job(Echo(fail_at=9), source, sink, options).run()
-    assert Job(Echo(), source, sink, options).run().resumed == 1
-    assert Job(Echo(), source, sink, options).run().finished_before
-    assert [json.loads(line)["id"] for line in sink.read_text().splitlines()] == [*range(5, 11)]
+        run(source, out, engine=Echo(fail_at=9), partition="2/2")
+    assert make_job(source, out, partition="2/2").run().resumed == 1
+    assert make_job(source, out, partition="2/2").run().finished_before
+    assert [record["id"] for record in read_records(out)] == [*range(5, 11)]
 
 
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
-        ("missing", InputError, "shard 1/3, 3/3 is missing; give the outputs of all 3"),
-        ("doubled", InputError, "1of3.jsonl and .*copy.jsonl are both shard 1/3; give each"),
+        ("missing", InputError, "partition 1/3, 3/3 is missing; give the outputs of all 3"),
+        ("doubled", InputError, "1of3.jsonl and .*copy.jsonl are both partition 1/3; give each"),
         ("other beam", InputError, "are not of the same job: beam was 1, is 2"),
         ("other input", InputError, "are not of the same job: input_sha256 was .*, is "),
-        ("other number", InputError, "are not of the same job: shards was 3, is 4"),
-        ("changed", InputError, r"2of3.jsonl has changed .*, or run --shard 2/3 again"),
+        ("other number", InputError, "are not of the same job: partitions was 3, is 4"),
+        ("other version", InputError, "2of3.jsonl was written by .*: expected job format 2, found"),
+        ("changed", InputError, r"2of3.jsonl has changed .*, or run --partition 2/3 again"),
         ("no summary", InputError, r"2of3.jsonl has no 2of3.jsonl.summary.json beside it"),
-        ("no shard", InputError, "whole.jsonl is no shard: its job ran without --shard"),
+        ("no partition", InputError, "whole.jsonl is no partition: its job ran without --part"),
         ("existing", UsageError, "out.jsonl exists already; add --force to replace it"),
-        ("itself", UsageError, "1of3.jsonl is one of the shards; name another file"),
+        ("itself", UsageError, "1of3.jsonl is one of the partitions; name another file"),
         ("compression", UsageError, "must be compressed as .*; let its name end in no .gz or .zst"),
     ],
 )
 def test_what_is_not_one_job_is_refused(
     source: Path, tmp_path: Path, fault: str, error: type[Exception], message: str
 ) -> None:
-    parts, out = shards(source, 3), tmp_path / "out.jsonl"
-    if fault == "missing":
+    parts, out = partitions(source, 3), tmp_path / "out.jsonl"
+    others: dict[str, dict[str, Any]] = {
+        "other beam": {"partition": "2/3", "generation": {"beam": 2}},
+        "other input": {"partition": "2/3"},
+        "other number": {"partition": "2/4"},
+        "no partition": {},
+    }
+    summary = tmp_path / "2of3.jsonl.summary.json"
+    if fault in others:
+        if fault == "other input":
+            source.write_text(source.read_text().replace("text 9", "text 8"))
+        parts[1] = tmp_path / "whole.jsonl"
+        run(source, parts[1], **others[fault])
+    elif fault == "missing":
         parts = parts[1:2]
     elif fault == "doubled":
-        copy = tmp_path / "copy.jsonl"
+        parts.append(tmp_path / "copy.jsonl")
         for suffix in ("", ".summary.json"):
-            shutil.copy(f"{parts[0]}{suffix}", f"{copy}{suffix}")
-        parts.append(copy)
-    elif fault == "other beam":
-        parts[1] = run(source, tmp_path / "other.jsonl", "2/3", generation={"beam": 2})
-    elif fault == "other input":
-        source.write_text(source.read_text().replace("text 9", "text 8"))
-        parts[1] = run(source, tmp_path / "other.jsonl", "2/3")
-    elif fault == "other number":
-        parts[1] = run(source, tmp_path / "other.jsonl", "2/4")
+            shutil.copy(f"{parts[0]}{suffix}", f"{parts[-1]}{suffix}")
+    elif fault == "other version":
+        summary.write_text(summary.read_text().replace('"job_format": 2,', ""))
     elif fault == "changed":
         parts[1].write_bytes(parts[1].read_bytes()[:-1])
     elif fault == "no summary":
-        Path(f"{parts[1]}.summary.json").unlink()
-    elif fault == "no shard":
-        parts[1] = run(source, tmp_path / "whole.jsonl")
+        summary.unlink()
     elif fault == "existing":
         out.write_text("dear to somebody")
     elif fault == "itself":
@@ -132,7 +128,7 @@ def test_what_is_not_one_job_is_refused(
 
 
 def test_a_merge_that_was_done_is_done(source: Path, tmp_path: Path) -> None:
-    parts, out = shards(source, 2), tmp_path / "out.jsonl"
+    parts, out = partitions(source, 2), tmp_path / "out.jsonl"
     first = merge(parts, out)
     again = merge(parts, out)
     assert again.finished_before
@@ -147,14 +143,13 @@ def test_a_merge_that_was_done_is_done(source: Path, tmp_path: Path) -> None:
 def test_vectors_are_joined(
     reader_bundle_folder: Path, source: Path, tmp_path: Path, suffix: str
 ) -> None:
-    parts = []
-    for shard in (None, "1/2", "2/2"):
-        parts.append(tmp_path / f"{(shard or 'whole').replace('/', 'of')}{suffix}")
-        options = JobOptions("embed", shard=shard, shard_rows=2)
-        Job(reader_bundle_folder, source, parts[-1], options).run()
+    whole, *parts = (tmp_path / f"{name}{suffix}" for name in ("whole", "1of2", "2of2"))
+    for path, partition in ((whole, None), (parts[0], "1/2"), (parts[1], "2/2")):
+        options = JobOptions("embed", partition=partition, chunk_rows=2)
+        Job(reader_bundle_folder, source, path, options).run()
     out = tmp_path / f"out{suffix}"
-    merge(parts[1:], out)
-    np.testing.assert_allclose(vectors(out), vectors(parts[0]), atol=1e-5)
+    merge(parts, out)
+    np.testing.assert_allclose(vectors(out), vectors(whole), atol=1e-5)
     assert np.isnan(vectors(out)).any(axis=1).tolist() == [row == 4 for row in range(ROWS)]
 
 

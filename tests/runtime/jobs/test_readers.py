@@ -12,9 +12,9 @@ import pytest
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.jobs import readers as sources
-from transferry.runtime.jobs.readers import Source, as_text, open_source
-from transferry.runtime.jobs.rows import SourceRow
+from transferry.runtime.jobs import readers
+from transferry.runtime.jobs.readers import RowReader, as_text, open_reader
+from transferry.runtime.jobs.rows import InputRow
 
 zstandard = pytest.importorskip("zstandard", reason="zstandard is an optional extra")
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
@@ -31,15 +31,15 @@ def written(folder: Path, name: str, content: bytes) -> Path:
     return path
 
 
-def rows(source: Source, first: int = 0, last: int | None = None) -> list[SourceRow]:
-    return list(source.rows(first, last))
+def rows(reader: RowReader, first: int = 0, last: int | None = None) -> list[InputRow]:
+    return list(reader.rows(first, last))
 
 
 def texts(path: Path, **options: Any) -> list[str]:
     """Of each row the text, or the kind of its error."""
     return [
         row.text.kind if isinstance(row.text, RowError) else row.text
-        for row in open_source(path, **options).rows()
+        for row in open_reader(path, **options).rows()
     ]
 
 
@@ -72,39 +72,39 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_others_wrote_is_read(tmp_path: Path, name: str) -> None:
-    source = open_source(example(tmp_path, name))
-    found = rows(source)
+    reader = open_reader(example(tmp_path, name))
+    found = rows(reader)
     assert [row.text for row in found] == TEXTS
     assert [row.number for row in found] == [0, 1, 2, 3, 4]
-    assert source.format == name.split(".")[1]
-    if source.format == "text":
-        assert (source.columns, source.has_id) == ((), False)
+    assert reader.format == name.split(".")[1]
+    if reader.format == "text":
+        assert (reader.columns, reader.has_id) == ((), False)
         assert [row.id for row in found] == [0, 1, 2, 3, 4]
         return
-    assert (source.columns, source.has_id) == (("note",), True)
+    assert (reader.columns, reader.has_id) == (("note",), True)
     assert [row.fields for row in found] == [{"note": note} for note in NOTES]
     ids = {
         "tsv": ["0", "1", "2", "3", "4"],
         "csv": ["10", "11", "12", "13", "14"],
     }
-    assert [row.id for row in found] == ids.get(source.format, [10, 11, 12, 13, 14])
+    assert [row.id for row in found] == ids.get(reader.format, [10, 11, 12, 13, 14])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_range_of_rows_is_a_slice(tmp_path: Path, name: str) -> None:
-    source = open_source(example(tmp_path, name))
-    every = rows(source)
+    reader = open_reader(example(tmp_path, name))
+    every = rows(reader)
     assert len({row.raw for row in every}) == len(every)
     for first in range(7):
-        assert rows(source, first) == every[first:]
+        assert rows(reader, first) == every[first:]
         for last in range(7):
-            assert rows(source, first, last) == every[first:last]
+            assert rows(reader, first, last) == every[first:last]
 
 
 def test_bad_lines_of_text(tmp_path: Path) -> None:
     path = written(tmp_path, "a.txt", b"\xef\xbb\xbfeins\r\n\n\xff\xfe\nvier")
     assert texts(path) == ["eins", "", "undecodable", "vier"]
-    *_, bad, last = rows(open_source(path))
+    *_, bad, last = rows(open_reader(path))
     assert "found the byte 0xff at position 0" in bad.text.message  # type: ignore[union-attr]
     assert (bad.number, bad.raw, last.raw) == (2, b"\xff\xfe", b"vier")
 
@@ -114,8 +114,8 @@ def test_bad_lines_of_tsv(tmp_path: Path) -> None:
     path = written(tmp_path, "a.tsv", content)
     kinds = ["malformed", "malformed", "malformed", "undecodable"]
     assert texts(path) == ['"eins', *kinds, "", "last"]
-    assert rows(open_source(path))[0].fields == {"b": 'x"'}
-    assert rows(open_source(path))[1].text == RowError("malformed", "expected 2 columns, found 1")
+    assert rows(open_reader(path))[0].fields == {"b": 'x"'}
+    assert rows(open_reader(path))[1].text == RowError("malformed", "expected 2 columns, found 1")
 
 
 def test_bad_lines_of_csv(tmp_path: Path) -> None:
@@ -131,13 +131,13 @@ def test_bad_lines_of_csv(tmp_path: Path) -> None:
         b'8,"never closed\n9,gone'  # 7
     )
     path = written(tmp_path, "a.csv", content)
-    found = rows(open_source(path))
+    found = rows(open_reader(path))
     assert (
         texts(path) == ['a\r\nb "c"', "malformed", "malformed", "undecodable"] + ["malformed"] * 4
     )
     assert [row.id for row in found[:2]] == ["1", 1]
     assert b"".join(row.raw for row in found) == content.partition(b"\r\n")[2]
-    assert "reaches over 2 lines" in found[-1].text.message  # type: ignore[union-attr]
+    assert "in a record over 2 lines" in found[-1].text.message  # type: ignore[union-attr]
 
 
 def test_a_column_of_csv_may_have_empty_lines(tmp_path: Path) -> None:
@@ -158,9 +158,9 @@ def test_what_no_quotation_mark_closes_takes_bounded_memory(
 ) -> None:
     before = csv.field_size_limit(100)
     try:
-        monkeypatch.setattr(sources, "MOST_FIELD", 200)
+        monkeypatch.setattr(readers, "MOST_FIELD", 200)
         lines = b"".join(b"%d,line\n" % number for number in range(100))
-        found = rows(open_source(written(tmp_path, "a.csv", b'id,text\n0,"open\n' + lines)))
+        found = rows(open_reader(written(tmp_path, "a.csv", b'id,text\n0,"open\n' + lines)))
     finally:
         csv.field_size_limit(before)
     kinds = [row.text.kind if isinstance(row.text, RowError) else "" for row in found]
@@ -191,7 +191,7 @@ def test_bad_lines_of_jsonl(tmp_path: Path) -> None:
     path = written(tmp_path, "a.jsonl", "\n".join(lines).encode())
     undecodable, no_text = ["undecodable"] * 2, ["no-text"] * 3
     assert texts(path) == ["gut", *["malformed"] * 9, *undecodable, *no_text, "\U0001f600"]
-    found = rows(open_source(path))
+    found = rows(open_reader(path))
     assert found[0].id == "x"
     assert found[0].fields == {"more": {"a": [1, None, 1.5, True]}}
     assert found[12].fields == {"n": 1}
@@ -205,7 +205,7 @@ def test_bad_lines_of_jsonl(tmp_path: Path) -> None:
 )
 def test_an_id_is_a_number_or_text(tmp_path: Path, value: str, id: int | str) -> None:
     path = written(tmp_path, "a.jsonl", f'{{"text": "a", "id": {value}}}'.encode())
-    (row,) = open_source(path).rows()
+    (row,) = open_reader(path).rows()
     assert (row.id, type(row.id)) == (id, type(id))
 
 
@@ -239,7 +239,7 @@ def test_what_cannot_be_read_is_refused(
 ) -> None:
     path = tmp_path / name if content is None else written(tmp_path, name, content)
     with pytest.raises(InputError, match=message):
-        open_source(path)
+        open_reader(path)
 
 
 @pytest.mark.parametrize(
@@ -271,15 +271,15 @@ def test_which_column_is_the_text(
         written(tmp_path, "a.jsonl", json.dumps(values).encode()),
     ):
         if chosen is InputError and not (path.suffix == ".jsonl" and column):
-            with pytest.raises(InputError, match=f"columns {', '.join(names)}: .* --column"):
-                open_source(path, column=column)
+            with pytest.raises(InputError, match=f"one of {', '.join(names)} with --column"):
+                open_reader(path, column=column)
         else:
             assert texts(path, column=column) == ["no-text" if chosen is InputError else chosen]
 
 
 def test_text_has_no_column(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no column b"):
-        open_source(tmp_path / "a.txt", column="b")
+        open_reader(tmp_path / "a.txt", column="b")
 
 
 @pytest.mark.parametrize("pack", PACK.values())
@@ -293,7 +293,7 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch, pack: Any) -> None:
     lines = b'[]\n{"text": "eins"}\n{"text": "zwei"}\n'
     assert texts(given(lines), format="jsonl") == ["malformed", "eins", "zwei"]
     with pytest.raises(UsageError, match="standard input; name a file"):
-        open_source(given(b""), format="parquet")
+        open_reader(given(b""), format="parquet")
 
 
 def test_a_format_can_be_given(tmp_path: Path) -> None:
@@ -313,9 +313,9 @@ def test_damaged_zstd_breaks_where_it_is_damaged(tmp_path: Path, cut: int) -> No
     compressor = zstandard.ZstdCompressor(write_checksum=True)
     lines = b"".join(b"%d\n" % (number**9) for number in range(100_000))
     path = written(tmp_path, "a.zst", compressor.compress(lines)[:-cut])
-    found: list[SourceRow] = []
+    found: list[InputRow] = []
     with pytest.raises(InputError, match="whole zstd file, found one that is damaged or cut short"):
-        found.extend(open_source(path).rows())
+        found.extend(open_reader(path).rows())
     assert len(found) > 90_000
     assert [row.raw for row in found] == lines.split(b"\n")[: len(found)]
 
@@ -331,10 +331,10 @@ def test_rows_are_streamed(tmp_path: Path, name: str) -> None:
     """The first row is there although the end of the file, which is damaged, was not reached."""
     line = b'{"text": "a"}\n' if name == "a.jsonl" else b"text\n"
     packed = gzip.compress(line * 100_000)[:-9]
-    source = open_source(written(tmp_path, name + ".gz", packed))
-    assert next(source.rows()).number == 0
+    reader = open_reader(written(tmp_path, name + ".gz", packed))
+    assert next(reader.rows()).number == 0
     with pytest.raises(InputError, match="damaged or cut short"):
-        list(source.rows())
+        list(reader.rows())
 
 
 def test_parquet_keeps_what_python_would_lose(tmp_path: Path) -> None:
@@ -356,9 +356,9 @@ def test_parquet_keeps_what_python_would_lose(tmp_path: Path) -> None:
     )
     path = tmp_path / "a.parquet"
     parquet.write_table(table, path)
-    source = open_source(path)
-    assert source.types == {name: table.schema.field(name).type for name in source.columns}
-    first, second = rows(source)
+    reader = open_reader(path)
+    assert reader.types == {name: table.schema.field(name).type for name in reader.columns}
+    first, second = rows(reader)
     assert {name: as_text(value) for name, value in first.fields.items()} == {
         "at": "1970-01-01T00:00:00.000000001Z",
         "day": "1970-01-02",
@@ -391,7 +391,7 @@ def test_a_column_of_numbers_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": [1], "b": ["x"]}), path)
     with pytest.raises(InputError, match="column text, found int64; name another with --column"):
-        open_source(path)
+        open_reader(path)
 
 
 @pytest.mark.parametrize("bad", ["text", "b", "list"])
@@ -404,7 +404,7 @@ def test_bytes_that_are_no_text_in_parquet(tmp_path: Path, bad: str) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table(columns), path)
     assert texts(path) == ["a", "undecodable", "c"]
-    assert rows(open_source(path))[1].raw != b""
+    assert rows(open_reader(path))[1].raw != b""
 
 
 def test_groups_before_the_first_row_are_not_read(tmp_path: Path) -> None:
@@ -416,25 +416,25 @@ def test_groups_before_the_first_row_are_not_read(tmp_path: Path) -> None:
     place = first.data_page_offset
     content[place : place + 50] = bytes(50)
     path.write_bytes(content)
-    source = open_source(path)
-    assert [row.text for row in source.rows(1500, 1502)] == ["text 1500", "text 1501"]
+    reader = open_reader(path)
+    assert [row.text for row in reader.rows(1500, 1502)] == ["text 1500", "text 1501"]
     with pytest.raises(InputError, match="cannot be read as Parquet"):
-        rows(source)
+        rows(reader)
 
 
 def test_batches_of_long_rows_are_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_BATCH_BYTES", 1 << 14)
+    monkeypatch.setattr(readers, "_BATCH_BYTES", 1 << 14)
     path = tmp_path / "a.parquet"
     table = pyarrow.table({"text": [f"{number:04}" * 256 for number in range(100)]})
     parquet.write_table(table, path, use_dictionary=False)
     sizes: list[int] = []
-    read = sources._parquet_fields
+    read = readers._parquet_fields
 
     def watched(batch: Any) -> Any:
         sizes.append(batch.num_rows)
         return read(batch)
 
-    monkeypatch.setattr(sources, "_parquet_fields", watched)
+    monkeypatch.setattr(readers, "_parquet_fields", watched)
     assert texts(path) == table["text"].to_pylist()
     assert max(sizes) <= 16
 
@@ -445,7 +445,7 @@ def test_a_large_group_of_rows_is_read_in_pieces(tmp_path: Path) -> None:
     parquet.write_table(table, path, use_dictionary=False, compression="none")
     del table
     before = pyarrow.total_allocated_bytes()
-    most = max(pyarrow.total_allocated_bytes() for _ in open_source(path).rows())
+    most = max(pyarrow.total_allocated_bytes() for _ in open_reader(path).rows())
     assert most - before < 20 << 20
 
 

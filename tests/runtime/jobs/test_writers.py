@@ -8,7 +8,7 @@ import random
 import re
 import sys
 import tracemalloc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -17,26 +17,32 @@ import pytest
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.jobs import writers as sinks
-from transferry.runtime.jobs.options import Task
-from transferry.runtime.jobs.readers import Source, open_source
-from transferry.runtime.jobs.writers import FORMATS, Sink, open_sink
+from transferry.runtime.jobs import writers
+from transferry.runtime.jobs.options import TaskName
+from transferry.runtime.jobs.readers import RowReader, open_reader
+from transferry.runtime.jobs.writers import FORMATS, Record, RowWriter, open_writer
 
 zstandard = pytest.importorskip("zstandard", reason="zstandard is an optional extra")
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
 parquet = pytest.importorskip("pyarrow.parquet")
 
 WIDTH = 3
-Record = Mapping[str, Any]
 LINES = ("text", "jsonl", "tsv", "csv")
 # What csv and tsv have to hold, and what must not end a line.
 TEXTS = ["a", 'b "c", d', " e ", "\u2028f\x85", "", "'", '"', "g\\n"]
 
 
-def source_of(folder: Path, name: str = "in.csv", content: bytes = b"id,text,note\n") -> Source:
+def reader_of(folder: Path, name: str = "in.csv", content: bytes = b"id,text,note\n") -> RowReader:
     path = folder / name
     path.write_bytes(content)
-    return open_source(path)
+    return open_reader(path)
+
+
+def writer_of(out: Path, content: bytes = b"id,text,note\n", **options: Any) -> RowWriter:
+    """A writer of a job that reads CSV; vectors for npy."""
+    if out.suffix == ".npy":
+        options = {"task": "embed", "width": WIDTH, **options}
+    return open_writer(out, reader=reader_of(out.parent, content=content), **options)
 
 
 def records(count: int, texts: Sequence[str] = TEXTS) -> list[Record]:
@@ -73,39 +79,36 @@ def vectors(count: int) -> list[Record]:
     ]
 
 
-def write(sink: Sink, path: Path, rows: Sequence[Record]) -> Path:
+def write(writer: RowWriter, path: Path, rows: Sequence[Record]) -> Path:
     with path.open("wb") as file:
-        writer = sink.open(file)
-        for row in rows:
-            writer.write(row)
-        writer.close()
+        writer.write(rows, file)
         assert not file.closed
     return path
 
 
-def join(sink: Sink, path: Path, parts: Sequence[Path]) -> Path:
+def join(writer: RowWriter, path: Path, parts: Sequence[Path]) -> Path:
     with path.open("wb") as file:
-        sink.join(parts, file)
+        writer.join(parts, file)
         assert not file.closed
     return path
 
 
-def in_parts(sink: Sink, out: Path, rows: Sequence[Record], cuts: Sequence[int]) -> Path:
+def in_parts(writer: RowWriter, out: Path, rows: Sequence[Record], cuts: Sequence[int]) -> Path:
     """Writes rows as parts that begin at `cuts`, and joins them."""
     ends = zip([0, *cuts], [*cuts, len(rows)], strict=True)
     parts = [
-        write(sink, out.with_name(f"{number:08}.part"), rows[first:last])
+        write(writer, out.with_name(f"{number:08}.part"), rows[first:last])
         for number, (first, last) in enumerate(ends)
     ]
-    return join(sink, out, parts)
+    return join(writer, out, parts)
 
 
 @pytest.mark.parametrize("name", ["out.csv", "out.tsv", "out.csv.gz", "out.csv.zst", "out.tsv.zst"])
 def test_pandas_reads_tables(tmp_path: Path, name: str) -> None:
     pandas = pytest.importorskip("pandas")
     rows = records(40)
-    sink = open_sink(tmp_path / name, source=source_of(tmp_path), n_best=True)
-    path = in_parts(sink, tmp_path / name, rows, [9, 9, 30])
+    writer = writer_of(tmp_path / name, n_best=True)
+    path = in_parts(writer, tmp_path / name, rows, [9, 9, 30])
     quoting = {"sep": "\t", "quoting": 3} if "tsv" in name else {}
     table = pandas.read_csv(path, dtype=str, keep_default_na=False, lineterminator="\n", **quoting)
     assert list(table.columns) == [
@@ -128,29 +131,29 @@ def test_pandas_reads_tables(tmp_path: Path, name: str) -> None:
 
 def test_csv_gives_back_every_string(tmp_path: Path) -> None:
     wild = [*TEXTS, "a\rb", "\r", "a\nb", "\r\n", '""', "a,b", "\t", "\ufeff", '"\n"']
-    sink = open_sink(tmp_path / "out.csv", source=source_of(tmp_path))
+    writer = writer_of(tmp_path / "out.csv")
     rows: list[Record] = [
         {"id": text, "note": text, "source": text, "text": text, "finish_reason": "end"}
         for text in wild
     ]
-    path = write(sink, tmp_path / "out.csv", rows)
-    again = list(open_source(path, column="text").rows())
+    path = write(writer, tmp_path / "out.csv", rows)
+    again = list(open_reader(path, column="text").rows())
     assert [(row.id, row.text, row.fields["note"]) for row in again] == [(t, t, t) for t in wild]
     assert path.read_bytes().startswith(b"id,note,source,text,score,")
 
 
 def test_tsv_has_no_place_for_tabs_and_line_breaks(tmp_path: Path) -> None:
     content = b'id,text,note\n1,a,"x\ty"\n"2\n",b,z\n3,"c\td",\n'
-    source = source_of(tmp_path, content=content)
-    sink = open_sink(tmp_path / "out.tsv", source=source)
-    first, second, third = map(sink.admit, source.rows())
+    reader = reader_of(tmp_path, content=content)
+    writer = open_writer(tmp_path / "out.tsv", reader=reader)
+    first, second, third = map(writer.admit, reader.rows())
     assert first.text == RowError("fields", "tsv output cannot hold the field 'note'")
     assert first.fields == {}
     assert second.text == RowError("fields", "tsv output cannot hold the field 'id'")
     assert (second.id, second.fields) == (1, {"note": "z"})
     assert third.text == "c\td"
     row = {"id": "3", "note": "", "source": "c\td", "text": "e\nf\r\ng\t"}
-    lines = write(sink, tmp_path / "out.tsv", [row]).read_text(encoding="utf-8")
+    lines = write(writer, tmp_path / "out.tsv", [row]).read_text(encoding="utf-8")
     assert lines.splitlines()[1] == "3\t\tc d\te f  g \t\t\t\t\tfalse\t\t"
 
 
@@ -159,8 +162,8 @@ def test_pandas_reads_jsonl(tmp_path: Path, compression: str) -> None:
     pandas = pytest.importorskip("pandas")
     rows = records(40)
     out = tmp_path / f"out.jsonl{compression}"
-    sink = open_sink(out, source=source_of(tmp_path))
-    in_parts(sink, out, rows, [9, 9, 30])
+    writer = writer_of(out)
+    in_parts(writer, out, rows, [9, 9, 30])
     table = pandas.read_json(out, lines=True, dtype=False)
     assert table["id"].tolist() == [row["id"] for row in rows]
     assert table["note"].tolist() == [row["note"] for row in rows]
@@ -170,10 +173,10 @@ def test_pandas_reads_jsonl(tmp_path: Path, compression: str) -> None:
 
 
 def test_jsonl_holds_what_is_so(tmp_path: Path) -> None:
-    sink = open_sink(tmp_path / "out.jsonl", source=source_of(tmp_path))
+    writer = writer_of(tmp_path / "out.jsonl")
     row = {"id": 1, "a": {"b": [None, 12345678901234567890123]}, "text": "ä", "truncated": False}
     vector = {"id": 2, "vector": np.array([0.1, 1e-9, 3], np.float32), "share": float("nan")}
-    path = write(sink, tmp_path / "out.jsonl", [row, vector])
+    path = write(writer, tmp_path / "out.jsonl", [row, vector])
     assert path.read_text(encoding="utf-8").splitlines() == [
         '{"id": 1, "a": {"b": [null, 12345678901234567890123]}, "text": "ä"}',
         '{"id": 2, "vector": [0.1, 0.0, 3.0], "share": null}',
@@ -183,17 +186,17 @@ def test_jsonl_holds_what_is_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
 def test_text_is_a_line_a_row(tmp_path: Path, compression: str) -> None:
     out = tmp_path / f"out.txt{compression}"
-    sink = open_sink(out, source=source_of(tmp_path))
+    writer = writer_of(out)
     rows = [{"text": "ein\nZeilen\u2028ende"}, {"text": "", "error": {}}, {}, {"text": "ä "}]
-    in_parts(sink, out, cast("list[Record]", rows), [1])
+    in_parts(writer, out, cast("list[Record]", rows), [1])
     with pyarrow.input_stream(out, compression="detect") as stream:
         assert stream.read().decode() == "ein Zeilen ende\n\n\nä \n"
 
 
 def test_pyarrow_reads_tables(tmp_path: Path) -> None:
     rows = records(40)
-    sink = open_sink(tmp_path / "out.parquet", source=source_of(tmp_path), n_best=True)
-    table = parquet.read_table(in_parts(sink, tmp_path / "out.parquet", rows, [9, 9, 30]))
+    writer = writer_of(tmp_path / "out.parquet", n_best=True)
+    table = parquet.read_table(in_parts(writer, tmp_path / "out.parquet", rows, [9, 9, 30]))
     assert [(field.name, str(field.type)) for field in table.schema] == [
         *(("id", "string"), ("note", "string"), ("source", "string"), ("text", "string")),
         *(("score", "double"), ("finish_reason", "string"), ("target_tokens", "int64")),
@@ -214,13 +217,13 @@ def test_pyarrow_reads_tables(tmp_path: Path) -> None:
 def passed_through(folder: Path, table: Any, name: str) -> Path:
     """A job from a table to a file that repeats its fields."""
     parquet.write_table(table, folder / "in.parquet", row_group_size=2)
-    source = open_source(folder / "in.parquet")
-    sink = open_sink(folder / name, source=source)
+    reader = open_reader(folder / "in.parquet")
+    writer = open_writer(folder / name, reader=reader)
     rows = [
         {"id": row.id, **row.fields, "source": row.text, "text": "x"}
-        for row in map(sink.admit, source.rows())
+        for row in map(writer.admit, reader.rows())
     ]
-    return in_parts(sink, folder / name, rows, [1])
+    return in_parts(writer, folder / name, rows, [1])
 
 
 TYPED = {
@@ -277,7 +280,7 @@ def test_parquet_to_jsonl_and_csv(tmp_path: Path) -> None:
         answer = {"source": "abc"[number], "text": "x"}
         assert json.loads(line) == {"id": number, **fields, **answer}
     path = passed_through(tmp_path, table, "out.csv")
-    (row, _, _) = open_source(path, column="text").rows()
+    (row, _, _) = open_reader(path, column="text").rows()
     assert row.fields["at"] == "1970-01-01T00:00:00.000000001Z"
     assert row.fields["list"] == '[{"x": 1.5}]'
     assert (row.fields["yes"], row.fields["price"]) == ("true", "1.10")
@@ -306,11 +309,11 @@ def test_jsonl_to_a_table_has_the_fields_of_the_first_row(tmp_path: Path) -> Non
         '{"text": "f", "id": "own"}',
         '{"n": 2, "more": 1}',
     ]
-    source = source_of(tmp_path, "in.jsonl", "\n".join(lines).encode())
+    reader = reader_of(tmp_path, "in.jsonl", "\n".join(lines).encode())
     for name in ("out.csv", "out.parquet"):
-        sink = open_sink(tmp_path / name, source=source)
-        rows = list(map(sink.admit, source.rows()))
-        format = sink.format
+        writer = open_writer(tmp_path / name, reader=reader)
+        rows = list(map(writer.admit, reader.rows()))
+        format = writer.format
         own = RowError("fields", "parquet output cannot hold the field 'id'")
         assert [row.text for row in rows] == [
             *("a", "b", "c"),
@@ -321,14 +324,14 @@ def test_jsonl_to_a_table_has_the_fields_of_the_first_row(tmp_path: Path) -> Non
         ]
         assert (rows[4].fields, rows[6].fields) == ({"n": "kept"}, {"n": 2})
         assert rows[5].id == (5 if format == "parquet" else "own")
-        path = write(sink, tmp_path / name, [{"id": row.id, **row.fields} for row in rows])
+        path = write(writer, tmp_path / name, [{"id": row.id, **row.fields} for row in rows])
         expected = [("1.5", "x"), ('{"ä": [1, true]}', None), (None, None)]
         if name == "out.parquet":
             table = parquet.read_table(path)
             found = list(zip(table["n"].to_pylist(), table["m"].to_pylist(), strict=True))
             assert found[:3] == expected
         else:
-            again = list(open_source(path, column="text").rows())
+            again = list(open_reader(path, column="text").rows())
             assert [(row.fields["n"], row.fields["m"]) for row in again[:3]] == [
                 (n or "", m or "") for n, m in expected
             ]
@@ -340,9 +343,9 @@ def test_jsonl_to_jsonl_leaves_each_row_its_fields(tmp_path: Path) -> None:
         '{"text": "b", "m": [1.50, null]}',
         '{"text": "c", "score": 1, "n": 2}',
     ]
-    source = source_of(tmp_path, "in.jsonl", "\n".join(lines).encode())
-    sink = open_sink(tmp_path / "out.jsonl", source=source)
-    first, second, third = map(sink.admit, source.rows())
+    reader = reader_of(tmp_path, "in.jsonl", "\n".join(lines).encode())
+    writer = open_writer(tmp_path / "out.jsonl", reader=reader)
+    first, second, third = map(writer.admit, reader.rows())
     assert (first.text, first.fields) == ("a", {"n": 1})
     assert (second.text, second.fields) == ("b", {"m": [1.5, None]})
     assert third.text == RowError("fields", "jsonl output cannot hold the field 'score'")
@@ -351,27 +354,27 @@ def test_jsonl_to_jsonl_leaves_each_row_its_fields(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["out.csv", "out.tsv", "out.jsonl", "out.parquet"])
 def test_a_column_called_as_a_part_of_the_answer_is_refused(tmp_path: Path, name: str) -> None:
-    source = source_of(tmp_path, content=b"source,score,error,target\n")
+    reader = reader_of(tmp_path, content=b"source,score,error,target\n")
     with pytest.raises(InputError, match="names error, score; rename these columns"):
-        open_sink(tmp_path / name, source=source)
-    open_sink(tmp_path / "out.txt", source=source)  # which repeats nothing
+        open_writer(tmp_path / name, reader=reader)
+    open_writer(tmp_path / "out.txt", reader=reader)  # which repeats nothing
     with pytest.raises(InputError, match="names error, target; rename"):
-        open_sink(tmp_path / name, source=source, task="score")
+        open_writer(tmp_path / name, reader=reader, task="score")
 
 
 def test_plain_text_and_vectors_admit_any_field(tmp_path: Path) -> None:
-    source = source_of(tmp_path, "in.jsonl", b'{"text": "a", "score": 1, "id": "\\t"}')
-    (row,) = source.rows()
-    assert open_sink(tmp_path / "out.txt", source=source).admit(row) is row
-    assert open_sink(tmp_path / "out.npy", source=source, task="embed", width=3).admit(row) is row
+    reader = reader_of(tmp_path, "in.jsonl", b'{"text": "a", "score": 1, "id": "\\t"}')
+    (row,) = reader.rows()
+    assert open_writer(tmp_path / "out.txt", reader=reader).admit(row) is row
+    assert open_writer(tmp_path / "out.npy", reader=reader, task="embed", width=3).admit(row) is row
 
 
 @pytest.mark.parametrize("count", [0, 1, 9, 12_345])
 def test_numpy_reads_vectors(tmp_path: Path, count: int) -> None:
     out = tmp_path / "out.npy"
-    sink = open_sink(out, source=source_of(tmp_path), task="embed", width=WIDTH)
+    writer = writer_of(out)
     rows = vectors(count)
-    in_parts(sink, out, rows, sorted([count // 2, count // 3, count // 3]))
+    in_parts(writer, out, rows, sorted([count // 2, count // 3, count // 3]))
     nothing = np.full(WIDTH, np.nan, np.float32)
     wanted = np.array([row.get("vector", nothing) for row in rows], np.float32)
     for mode in ("r", None):
@@ -381,18 +384,18 @@ def test_numpy_reads_vectors(tmp_path: Path, count: int) -> None:
 
 
 def test_vectors_of_another_width_are_no_rows(tmp_path: Path) -> None:
-    sink = open_sink(tmp_path / "o.npy", source=source_of(tmp_path), task="embed", width=WIDTH + 1)
+    writer = writer_of(tmp_path / "o.npy", width=WIDTH + 1)
     with pytest.raises(ValueError, match="reshape"):
-        write(sink, tmp_path / "o.npy", vectors(1))
+        write(writer, tmp_path / "o.npy", vectors(1))
 
 
-@pytest.mark.parametrize("count", [0, 1, sinks.ROW_GROUP, sinks.ROW_GROUP + 5])
+@pytest.mark.parametrize("count", [0, 1, writers.ROW_GROUP, writers.ROW_GROUP + 5])
 def test_pyarrow_reads_vectors(tmp_path: Path, count: int) -> None:
     out = tmp_path / "out.parquet"
-    source = source_of(tmp_path, "in.txt", b"")
-    sink = open_sink(out, source=source, task="embed", width=WIDTH)
+    reader = reader_of(tmp_path, "in.txt", b"")
+    writer = open_writer(out, reader=reader, task="embed", width=WIDTH)
     rows = vectors(count)
-    in_parts(sink, out, rows, [count // 2])
+    in_parts(writer, out, rows, [count // 2])
     table = parquet.read_table(out)
     assert table.schema.field("vector").type == pyarrow.list_(pyarrow.float32(), WIDTH)
     assert table.column_names == ["id", "vector", "truncated", "error_kind", "error_message"]
@@ -414,11 +417,10 @@ OUTPUTS = [
 
 @pytest.mark.parametrize(("task", "name"), OUTPUTS)
 def test_no_byte_tells_how_rows_were_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: Task, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: TaskName, name: str
 ) -> None:
-    monkeypatch.setattr(sinks, "ROW_GROUP", 64)
-    source = source_of(tmp_path, content=b"text,note\n")
-    sink = open_sink(tmp_path / name, source=source, task=task, n_best=True, width=WIDTH)
+    monkeypatch.setattr(writers, "ROW_GROUP", 64)
+    writer = writer_of(tmp_path / name, b"text,note\n", task=task, n_best=True, width=WIDTH)
     texts = [f"{text}{number}" for number in range(50) for text in TEXTS]
     # Ids are numbers here.
     rows: list[Record] = [
@@ -427,70 +429,68 @@ def test_no_byte_tells_how_rows_were_cut(
     ]
     if task == "embed":
         rows = [{**row, "note": texts[number]} for number, row in enumerate(vectors(300))]
-    whole = write(sink, tmp_path / "whole", rows).read_bytes()
+    whole = write(writer, tmp_path / "whole", rows).read_bytes()
     chance = random.Random(name)
     for cuts in ([], [0, 300], *(sorted(chance.choices(range(301), k=12)) for _ in range(4))):
-        assert in_parts(sink, tmp_path / name, rows, cuts).read_bytes() == whole
-    empty = write(sink, tmp_path / "empty", [])
-    assert join(sink, tmp_path / name, [empty, empty]).read_bytes() == empty.read_bytes()
+        assert in_parts(writer, tmp_path / name, rows, cuts).read_bytes() == whole
+    empty = write(writer, tmp_path / "empty", [])
+    assert join(writer, tmp_path / name, [empty, empty]).read_bytes() == empty.read_bytes()
 
 
 def test_pages_of_parquet_do_not_tell_either(tmp_path: Path) -> None:
     """They end by size, which has to be looked at at the same rows."""
-    sink = open_sink(tmp_path / "out.parquet", source=source_of(tmp_path))
+    writer = writer_of(tmp_path / "out.parquet")
     chance = random.Random(0)
     rows = records(5000, [chance.randbytes(500).hex() for _ in range(5000)])
-    whole = write(sink, tmp_path / "whole", rows).read_bytes()
+    whole = write(writer, tmp_path / "whole", rows).read_bytes()
     for cuts in ([700], [1500, 1501, 4500]):
-        assert in_parts(sink, tmp_path / "out.parquet", rows, cuts).read_bytes() == whole
+        assert in_parts(writer, tmp_path / "out.parquet", rows, cuts).read_bytes() == whole
 
 
 def test_gzip_holds_neither_time_nor_name(tmp_path: Path) -> None:
-    sink = open_sink(tmp_path / "out.txt.gz", source=source_of(tmp_path))
-    packed = write(sink, tmp_path / "out.txt.gz", [{"text": "a"}]).read_bytes()
+    writer = writer_of(tmp_path / "out.txt.gz")
+    packed = write(writer, tmp_path / "out.txt.gz", [{"text": "a"}]).read_bytes()
     assert packed[3:8] == bytes(5)  # no flags, so no name; no time
     assert gzip.decompress(packed) == b"a\n"
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.csv.gz", "out.csv.zst", "out.npy"])
 def test_joining_takes_bounded_memory(tmp_path: Path, name: str) -> None:
-    task: Task = "embed" if name == "out.npy" else "generate"
-    sink = open_sink(tmp_path / name, source=source_of(tmp_path), task=task, width=1 << 16)
+    width = 1 << 16
+    sized: dict[str, Any] = {"width": width} if name == "out.npy" else {}
+    writer = writer_of(tmp_path / name, **sized)
     chance = random.Random(0)
     rows: list[Record] = [{"id": 1, "text": chance.randbytes(50_000).hex()} for _ in range(100)]
-    if task == "embed":
-        rows = [{"vector": np.zeros(1 << 16, np.float32)}] * 40
-    part = write(sink, tmp_path / "part", rows)
+    if name == "out.npy":
+        rows = [{"vector": np.zeros(width, np.float32)}] * 40
+    part = write(writer, tmp_path / "part", rows)
     assert part.stat().st_size > 4 << 20
     tracemalloc.start()
     try:
-        join(sink, tmp_path / name, [part, part])
+        join(writer, tmp_path / name, [part, part])
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert most < 4 << 20, most
 
 
-@pytest.mark.parametrize("name", ["out.csv", "out.tsv.gz", "out.npy", "out.parquet"])
-def test_a_part_of_another_job_is_refused(tmp_path: Path, name: str) -> None:
-    task: Task = "embed" if name == "out.npy" else "generate"
-    source = source_of(tmp_path)
-    sink = open_sink(tmp_path / name, source=source, task=task, width=WIDTH)
-    other_source = source_of(tmp_path, content=b"text,comment,other\n")
-    other = open_sink(tmp_path / name, source=other_source, task=task, width=WIDTH + 1)
-    good = write(sink, tmp_path / "good", [])
-    with pytest.raises(InputError, match=r"bad (does not begin|has other columns)"):
-        join(sink, tmp_path / name, [good, write(other, tmp_path / "bad", [])])
+TABLES = ["out.csv", "out.csv.gz", "out.csv.zst", "out.npy", "out.parquet"]
 
 
-@pytest.mark.parametrize("name", ["out.csv", "out.csv.gz", "out.csv.zst", "out.npy", "out.parquet"])
-def test_a_damaged_part_is_refused(tmp_path: Path, name: str) -> None:
-    task: Task = "embed" if name == "out.npy" else "generate"
-    sink = open_sink(tmp_path / name, source=source_of(tmp_path), task=task, width=WIDTH)
-    part = tmp_path / "part"
-    part.write_bytes(write(sink, part, []).read_bytes()[:-9])
-    with pytest.raises(InputError, match="part"):
-        join(sink, tmp_path / name, [part])
+@pytest.mark.parametrize("fault", ["of another job", "cut short"])
+@pytest.mark.parametrize("name", [*TABLES, "out.tsv.gz"])
+def test_a_bad_part_is_refused(tmp_path: Path, name: str, fault: str) -> None:
+    writer, good, bad = writer_of(tmp_path / name), tmp_path / "good", tmp_path / "bad"
+    write(writer, good, [])
+    if fault == "cut short":
+        bad.write_bytes(good.read_bytes()[:-9])
+        expected = "bad"
+    else:
+        width: dict[str, Any] = {"width": WIDTH + 1} if name == "out.npy" else {}
+        write(writer_of(tmp_path / name, b"text,comment,other\n", **width), bad, [])
+        expected = "bad (does not begin|has other columns)"
+    with pytest.raises(InputError, match=expected):
+        join(writer, tmp_path / name, [good, bad])
 
 
 class FullDisk(io.BytesIO):
@@ -502,15 +502,13 @@ class FullDisk(io.BytesIO):
         return super().write(data)
 
 
-@pytest.mark.parametrize("name", ["out.csv", "out.csv.gz", "out.csv.zst", "out.npy", "out.parquet"])
+@pytest.mark.parametrize("name", TABLES)
 def test_a_full_disk_is_no_fault_of_the_parts(tmp_path: Path, name: str) -> None:
-    task: Task = "embed" if name == "out.npy" else "generate"
-    sink = open_sink(tmp_path / name, source=source_of(tmp_path), task=task, width=WIDTH)
-    rng = random.Random(0)
+    writer, rng = writer_of(tmp_path / name), random.Random(0)
     rows = records(3000, [rng.randbytes(20).hex() for _ in range(3000)])
-    part = write(sink, tmp_path / "part", vectors(3000) if task == "embed" else rows)
+    part = write(writer, tmp_path / "part", vectors(3000) if name == "out.npy" else rows)
     with pytest.raises(OSError, match="No space left on device"):
-        sink.join([part, part], cast(BinaryIO, FullDisk()))
+        writer.join([part, part], cast(BinaryIO, FullDisk()))
 
 
 @pytest.mark.parametrize(
@@ -527,7 +525,7 @@ def test_what_cannot_be_written_is_refused(
     tmp_path: Path, name: str, options: Any, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        open_sink(Path(name), source=source_of(tmp_path), **options)
+        open_writer(Path(name), reader=reader_of(tmp_path), **options)
 
 
 @pytest.mark.parametrize(
@@ -542,23 +540,23 @@ def test_what_cannot_be_written_is_refused(
     ],
 )
 def test_the_name_tells_the_format(tmp_path: Path, name: str, given: Any, format: str) -> None:
-    assert open_sink(Path(name), format=given, source=source_of(tmp_path)).format == format
+    assert open_writer(Path(name), format=given, reader=reader_of(tmp_path)).format == format
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = source_of(tmp_path)
+    reader = reader_of(tmp_path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(UsageError, match=r'pip install "transferry\[jobs\]"'):
-        open_sink(tmp_path / "a.parquet", source=source)
+        open_writer(tmp_path / "a.parquet", reader=reader)
     with pytest.raises(UsageError, match=r'pip install "transferry\[jobs\]"'):
-        write(open_sink(tmp_path / "a.txt.zst", source=source), tmp_path / "a", [])
+        write(open_writer(tmp_path / "a.txt.zst", reader=reader), tmp_path / "a", [])
 
 
 def test_the_example_of_the_document_is_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = Path(__file__).parents[2] / "docs" / "formats.md"
+    page = Path(__file__).parents[3] / "docs" / "formats.md"
     code, shown = re.findall(r"^```\w+\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
     monkeypatch.chdir(tmp_path)
     exec(compile(code, page.name, "exec"), {})

@@ -1,0 +1,139 @@
+"""What a job has done: counts of rows, tokens and errors, and what explains its output."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Tally:
+    """Counts over rows.
+
+    Attributes:
+        rows: Rows computed, errors included.
+        errors: Rows with an error, by its kind.
+        truncated: Rows whose text was cut short.
+        source_tokens: Tokens read, end tokens included.
+        target_tokens: Tokens of the best outputs, end tokens excluded; or tokens scored.
+        log_probability: Sum over all tokens scored, in nats.
+        seconds: Time taken.
+        first_error: Position and message of the first error.
+    """
+
+    rows: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+    truncated: int = 0
+    source_tokens: int = 0
+    target_tokens: int = 0
+    log_probability: float = 0.0
+    seconds: float = 0.0
+    first_error: str = ""
+
+    @property
+    def bad_rows(self) -> int:
+        """Number of rows with an error."""
+        return sum(self.errors.values())
+
+    def add(self, other: Tally) -> None:
+        """Adds other counts to these."""
+        self.rows += other.rows
+        for kind, count in other.errors.items():
+            self.errors[kind] = self.errors.get(kind, 0) + count
+        self.truncated += other.truncated
+        self.source_tokens += other.source_tokens
+        self.target_tokens += other.target_tokens
+        self.log_probability += other.log_probability
+        self.seconds += other.seconds
+        self.first_error = self.first_error or other.first_error
+
+
+@dataclass
+class Summary(Tally):
+    """Counts of a whole job, finished or in progress.
+
+    Attributes:
+        saved: Rows of finished chunks, which an interruption cannot lose.
+        resumed: Number of runs that continued the work of an earlier run.
+        finished_before: Whether the output was complete before this run.
+        made: What explains the output, as JSON values: fingerprint, versions, hashes.
+    """
+
+    saved: int = 0
+    resumed: int = 0
+    finished_before: bool = False
+    made: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the record of OUT.summary.json: counts, rates per second, `marks` and `made`."""
+        seconds = max(self.seconds, 1e-9)
+        return {
+            "rows": self.rows,
+            "bad_rows": self.bad_rows,
+            "errors": self.errors,
+            "first_error": self.first_error,
+            "truncated": self.truncated,
+            "source_tokens": self.source_tokens,
+            "target_tokens": self.target_tokens,
+            "log_probability": self.log_probability,
+            "seconds": round(self.seconds, 3),
+            "rows_per_second": round(self.rows / seconds, 1),
+            "target_tokens_per_second": round(self.target_tokens / seconds, 1),
+            "resumed": self.resumed,
+            **self.marks(),
+            **self.made,
+        }
+
+    def marks(self) -> dict[str, float]:
+        """Returns results for people other than counts: those of scores and canary."""
+        marks = {name: self.made[name] for name in self.made if name.startswith("canaries")}
+        fingerprint = self.made.get("fingerprint", {})
+        if fingerprint.get("task") == "score":
+            marks["scored_tokens"] = self.target_tokens
+            marks["log_probability"] = round(self.log_probability, 6)
+            if self.target_tokens:
+                mean = -self.log_probability / self.target_tokens
+                marks["perplexity"] = round(math.exp(mean), 6)
+        return marks
+
+    def __str__(self) -> str:
+        """Returns the progress as one line."""
+        seconds = max(self.seconds, 1e-9)
+        return (
+            f"{self.rows} rows in {self.seconds:.1f} s, {self.bad_rows} errors, "
+            f"{self.rows / seconds:,.0f} rows/s, {self.target_tokens / seconds:,.0f} tokens/s"
+        )
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Summary:
+        """Inverse of `to_dict`."""
+        known = {field.name for field in fields(cls)}
+        made = {name: value for name, value in record.items() if name not in known}
+        return cls(**{name: record[name] for name in known & record.keys()}, made=made)
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the values of `to_dict` that a flat file can hold."""
+        return {
+            name: value
+            for name, value in self.to_dict().items()
+            if value is not None and not isinstance(value, dict)
+        }
+
+
+def summary_path(output: Path) -> Path:
+    """Returns the path of an output's summary."""
+    return output.with_name(f"{output.name}.summary.json")
+
+
+def read_summary(output: Path) -> dict[str, Any] | None:
+    """Reads the summary beside an output; None where there is none of a job."""
+    try:
+        record = json.loads(summary_path(output).read_bytes())
+    except (OSError, ValueError):
+        return None
+    needed = {"fingerprint", "sha256", "rows"}
+    return record if isinstance(record, dict) and needed <= record.keys() else None

@@ -1,0 +1,117 @@
+"""An engine without a model, and jobs of three rows a chunk that run on it."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.result import GenerationResult, RowError, TextHypothesis
+from transferry.runtime.jobs.job import Job
+from transferry.runtime.jobs.options import JobOptions
+
+
+class Echo(Engine):
+    """Returns a text in capitals, then reversed; an error for an empty one.
+
+    Attributes:
+        change: Used instead of capitals.
+        computed: File to which the number of each computed row is added.
+        seconds: Time per row.
+        fail_at: Row at which the engine breaks down.
+        score: Score of the best output.
+        described: Returned by `describe`.
+    """
+
+    def __init__(
+        self,
+        *,
+        change: Callable[[str], str] = str.upper,
+        computed: Path | None = None,
+        seconds: float = 0.0,
+        fail_at: int | None = None,
+        score: float = -0.25000004,
+    ) -> None:
+        self.change, self.computed, self.seconds = change, computed, seconds
+        self.fail_at, self.score = fail_at, score
+        self.described: dict[str, Any] = {"manifest_sha256": "ab12", "onnxruntime": "1.0"}
+        tokenizer = SimpleNamespace(encode_target=lambda text: list(text.encode()))
+        self.bundle: Any = SimpleNamespace(tokenizer=tokenizer, folder="bundle")
+
+    def describe(self) -> dict[str, Any]:
+        return self.described
+
+    def default_options(self) -> GenerationOptions:
+        return GenerationOptions()
+
+    def generate(
+        self,
+        texts: Iterable[str | RowError],
+        options: GenerationOptions | None = None,
+        *,
+        first_row: int = 0,
+        long_rows: str = "error",
+    ) -> Iterator[GenerationResult]:
+        for number, text in enumerate(texts, start=first_row):
+            if self.computed is not None:
+                with self.computed.open("a") as file:
+                    file.write(f"{number}\n")
+            if self.seconds:
+                time.sleep(self.seconds)
+            if number == self.fail_at:
+                raise RuntimeError("the device is gone")
+            if isinstance(text, RowError):
+                yield GenerationResult("", 0, error=text)
+                continue
+            length = len(text.split()) + 1
+            if not text:
+                error = RowError("empty", "there is no text to work on")
+                yield GenerationResult(text, length, error=error)
+                continue
+            best = TextHypothesis((7,) * length, -1.5, self.score, "end", self.change(text))
+            second = TextHypothesis((8, 9), -1.0, -0.5, "length", text[::-1])
+            found = (best, second)[: options.n_best if options else 1]
+            yield GenerationResult(text, length, found)
+
+
+def computed_rows(computed: Path) -> list[int]:
+    """Rows that were computed, in order of time; empties the file."""
+    if not computed.exists():
+        return []
+    numbers = [int(line) for line in computed.read_text().split()]
+    os.truncate(computed, 0)
+    return numbers
+
+
+def make_job(
+    source: Path, output: Path | str = "out.jsonl", engine: Engine | None = None, **options: Any
+) -> Job:
+    """A job; an output without a folder lies beside the input."""
+    chosen = JobOptions(**{"chunk_rows": 3, **options})
+    return Job(engine or Echo(), source, source.parent / output, chosen)
+
+
+def run(source: Path, output: Path | str = "out.jsonl", **options: Any) -> bytes:
+    """Runs a job; returns the bytes of its output."""
+    job = make_job(source, output, **options)
+    job.run()
+    return job.output.read_bytes()
+
+
+def write_rows(path: Path, rows: int = 11, empty: int | None = 4) -> Path:
+    """Writes "row 0", "row 1" and so on, with one empty line."""
+    lines = [f"row {number}" if number != empty else "" for number in range(rows)]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
