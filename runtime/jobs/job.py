@@ -27,11 +27,11 @@ from transferry.runtime.jobs.journal import (
     hash_of_hashes,
     hash_output,
 )
-from transferry.runtime.jobs.options import JobOptions
+from transferry.runtime.jobs.options import JobOptions, fraction
 from transferry.runtime.jobs.readers import named_format, open_reader, read_rows
 from transferry.runtime.jobs.rows import InputRow, hash_rows
 from transferry.runtime.jobs.summary import Summary, Tally, read_summary
-from transferry.runtime.jobs.tasks import Task, record_of, tally_of
+from transferry.runtime.jobs.tasks import Task, tally_of
 from transferry.runtime.jobs.writers import open_writer
 from transferry.runtime.settings import to_toml
 
@@ -160,10 +160,9 @@ class Job:
             width=self.task.width,
         )
         self.canary = None
-        if options.canary_every is not None:
-            self.canary = Canary(
-                self.engine, options.canary_every, self.task.run, self.task.generation
-            )
+        if options.canary is not None:
+            _, every = fraction(options.canary)
+            self.canary = Canary(self.engine, every, self.task.run, self.task.generation)
 
     @property
     def folder(self) -> Path:
@@ -206,7 +205,7 @@ class Job:
         """The job's first row, and the row after its last; None where the input ends there."""
         if self.options.partition is None:
             return 0, None
-        number, partitions = self.options.share
+        number, partitions = fraction(self.options.partition)
         rows, _ = self._whole
         return rows * (number - 1) // partitions, rows * number // partitions
 
@@ -331,7 +330,7 @@ class Job:
             for row, result in results:
                 if self.canary is not None:
                     self.canary.check(row.number, result)
-                yield record_of(row, result, self.task.n_best)
+                yield {"id": row.id, **row.fields, **result.record(self.task.n_best)}
                 row.update(digest)
                 now = time.monotonic()
                 tally = tally_of(row, result, now - before)

@@ -12,6 +12,7 @@ from typing import Any, cast
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import atomic_file, sha256
 from transferry.runtime.jobs.journal import JOB_FORMAT, differences, hash_output
+from transferry.runtime.jobs.options import fraction
 from transferry.runtime.jobs.readers import RowReader, named_format, opened_parquet
 from transferry.runtime.jobs.summary import Summary, read_summary, summary_path
 from transferry.runtime.jobs.writers import RowWriter, open_writer
@@ -54,7 +55,7 @@ class _Partition:
             return cls(path, 1, 1, fingerprint, record)
         if partition is None:
             raise InputError(f"{path} is no partition: its job ran without --partition")
-        number, count = map(int, partition.split("/"))
+        number, count = fraction(partition)
         return cls(path, number, count, fingerprint | {"partitions": count}, record)
 
     def check(self) -> None:

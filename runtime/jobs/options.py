@@ -70,30 +70,19 @@ class JobOptions:
             raise UsageError("task score has no canary; leave it out")
         require(self.chunk_rows >= 1, "chunk_rows", "at least 1", self.chunk_rows)
         require((self.max_errors or 0) >= 0, "max_errors", "at least 0", self.max_errors)
-        _ = self.share, self.canary_every
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """I and N of `partition`; 1 and 1 where there is none."""
-        text = "1/1" if self.partition is None else self.partition
-        return _fraction("partition", text, "I/N, such as 1/4 up to 4/4")
-
-    @property
-    def canary_every(self) -> int | None:
-        """N of `canary`."""
-        if self.canary is None:
-            return None
-        expected = "1/N, such as 1/1000"
-        one, every = _fraction("canary", self.canary, expected)
-        require(one == 1, "canary", expected, repr(self.canary))
-        return every
+        if self.partition is not None:
+            number, count = fraction(self.partition)
+            expected = "I/N, such as 1/4 up to 4/4"
+            require(number <= count, "partition", expected, repr(self.partition))
+        if self.canary is not None:
+            one, every = fraction(self.canary)
+            require(one == 1 <= every, "canary", "1/N, such as 1/1000", repr(self.canary))
 
 
-def _fraction(name: str, text: str, expected: str) -> tuple[int, int]:
+def fraction(text: str) -> tuple[int, int]:
+    """Reads "I/N"; returns 1 and 0 for other text."""
     found = re.fullmatch(r"([1-9][0-9]*)/([1-9][0-9]*)", text.strip())
-    number, count = (int(found[1]), int(found[2])) if found else (1, 0)
-    require(number <= count, name, expected, repr(text))
-    return number, count
+    return (int(found[1]), int(found[2])) if found else (1, 0)
 
 
 @dataclass(frozen=True)

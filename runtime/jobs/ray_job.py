@@ -41,7 +41,7 @@ from transferry.runtime.jobs.journal import (
     hash_of_hashes,
 )
 from transferry.runtime.jobs.options import JobOptions, RayOptions
-from transferry.runtime.jobs.readers import RowReader, opened_parquet, read_rows
+from transferry.runtime.jobs.readers import opened_parquet, read_rows
 from transferry.runtime.jobs.rows import InputRow
 from transferry.runtime.jobs.summary import Summary, Tally, read_summary
 
@@ -74,7 +74,7 @@ def ray_job(
         input_path: File of the rows.
         output: Folder of the chunks.
         options: Settings of the job.
-        ray_options: Workers.
+        ray_options: Settings of the workers.
 
     Raises:
         InputError: The bundle or the input cannot be used.
@@ -378,20 +378,20 @@ class _Worker:
 
 
 def reader_ranges(job: Job, workers: int) -> list[tuple[int, int | None]]:
-    """Returns the first chunk of each reader and its number of chunks; None is all that follow.
+    """Returns the first row of each reader and its number of chunks; None is all that follow.
 
     Lines are found by reading all before them, so they have one reader.
     """
-    if job.reader.format != "parquet" or job.target is not None:
-        return [(0, None)]
     first, last = job.row_range
+    if job.reader.format != "parquet" or job.target is not None:
+        return [(first, None)]
     if last is None:
         with opened_parquet(job.reader.path) as file:
             last = file.metadata.num_rows
-    chunks = (last - first) // job.options.chunk_rows + 1
-    each = -(-chunks // workers)
-    *others, (start, _) = ((start, each) for start in range(0, chunks, each))
-    return [*others, (start, None)]
+    rows = job.options.chunk_rows
+    each = -(-((last - first) // rows + 1) // workers)
+    *others, final = range(first, last + 1, each * rows)
+    return [*((start, each) for start in others), (final, None)]
 
 
 def chunk_source(job: Job, ranges: list[tuple[int, int | None]]) -> Any:
@@ -400,7 +400,8 @@ def chunk_source(job: Job, ranges: list[tuple[int, int | None]]) -> Any:
     from ray.data.block import BlockMetadata
     from ray.data.datasource import ReadTask
 
-    read = partial(read_chunks, job.reader, job.target, job.options.chunk_rows, job.row_range)
+    rows_from = partial(read_rows, job.reader, job.target, last=job.row_range[1])
+    read = partial(read_chunks, rows_from, job.options.chunk_rows)
     about = BlockMetadata(None, None, [str(job.reader.path)], None)
     tasks = [ReadTask(partial(read, *span), about) for span in ranges]
 
@@ -415,30 +416,16 @@ def chunk_source(job: Job, ranges: list[tuple[int, int | None]]) -> Any:
 
 
 def read_chunks(
-    reader: RowReader,
-    target: RowReader | None,
-    chunk_rows: int,
-    row_range: tuple[int, int | None],
-    start: int,
-    chunks: int | None,
+    rows_from: Callable[[int], Iterator[InputRow]], chunk_rows: int, first: int, chunks: int | None
 ) -> Iterator[Any]:
     """Yields chunks as tables of one row: the number of the first row, and all rows, pickled.
 
-    Where the input cannot be read on, the error takes the place of the rows.
-
-    Args:
-        reader: The input.
-        target: The other side, if rows are pairs.
-        chunk_rows: Rows of each chunk; the last has fewer, perhaps none.
-        row_range: First row of the job, and the row after its last; None is the input's end.
-        start: Number of the first chunk.
-        chunks: How many chunks; None is all that follow.
+    The last chunk has fewer than `chunk_rows` rows, perhaps none. Where the input cannot be read
+    on, the error takes the place of the rows.
     """
     import pyarrow
 
-    first, last = row_range
-    first += start * chunk_rows
-    rows = read_rows(reader, target, first, last)
+    rows = rows_from(first)
     for number in islice(count(first, chunk_rows), chunks):
         block: list[InputRow] | TransferryError
         try:

@@ -48,10 +48,30 @@ class RowReader(ABC):
 
     types: Any = None
 
-    def __init__(self, path: Path, format: InputFormat, names: Sequence[str], column: str) -> None:
-        self.path, self.format, self._column = path, format, column
-        self.columns = tuple(name for name in names if name not in ("id", column))
-        self.has_id = "id" in names and column != "id"
+    def __init__(
+        self, path: Path, format: InputFormat, names: Sequence[str], column: str | None
+    ) -> None:
+        self.path, self.format = path, format
+        self._column = self._choose(names, column)
+        self.columns = tuple(name for name in names if name not in ("id", self._column))
+        self.has_id = "id" in names and self._column != "id"
+
+    def _choose(self, names: Sequence[str], column: str | None) -> str:
+        """Returns the name of the field that holds the text."""
+        if self.format == "jsonl" and (column or not names):
+            # A field may be missing in one row and present in the next.
+            return column or "text"
+        if column is not None:
+            if column in names:
+                return column
+            problem = f"there is no column {column}"
+        else:
+            usual = [name for name in names if name in ("text", "source")]
+            candidates = usual or [name for name in names if name != "id"]
+            if len(candidates) == 1:
+                return candidates[0]
+            problem = "cannot tell which column holds the text"
+        raise InputError(f"{self.path}: {problem}; choose one of {', '.join(names)} with --column")
 
     @abstractmethod
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
@@ -153,7 +173,7 @@ class _LineReader(RowReader):
     def __init__(self, path: Path, format: InputFormat, column: str | None) -> None:
         self.path = path
         self._names, lines = self._header(self._lines())
-        super().__init__(path, format, self._names, self._choose(column))
+        super().__init__(path, format, self._names, column)
         self._standard_input = lines if str(path) == "-" else None
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
@@ -164,9 +184,6 @@ class _LineReader(RowReader):
     def _lines(self) -> Iterator[_Line]:
         """Reads the file from its beginning, header included."""
         return map(_Line, read_raw_lines(self.path))
-
-    def _choose(self, column: str | None) -> str:
-        return _choose(self._names, column, self.path)
 
     @abstractmethod
     def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
@@ -255,10 +272,6 @@ class _JsonlReader(_LineReader):
                 break
         return names, chain(seen, lines)
 
-    def _choose(self, column: str | None) -> str:
-        # A field may be missing in one row and present in the next.
-        return column or (super()._choose(None) if self._names else "text")
-
     def _fields(self, line: _Line) -> Fields | RowError:
         text = _decoded(line.raw)
         if isinstance(text, RowError):
@@ -319,7 +332,7 @@ class _ParquetReader(RowReader):
             wide = max((g.total_byte_size // max(1, g.num_rows) for g in groups), default=0)
         self._batch = max(1, min(_MOST_BATCH_ROWS, _BATCH_BYTES // max(1, wide)))
         names = _unique(schema.names, path)
-        super().__init__(path, "parquet", names, _choose(names, column, path))
+        super().__init__(path, "parquet", names, column)
         found = schema.field(self._column).type
         if not _is_text(found):
             raise InputError(
@@ -466,21 +479,3 @@ def _unique(names: list[str], path: Path) -> list[str]:
     if twice is not None:
         raise InputError(f"{path}: two columns have the name {twice!r}; rename one")
     return names
-
-
-def _choose(names: Sequence[str], column: str | None, path: Path) -> str:
-    """Returns the name of the field that holds the text.
-
-    Raises:
-        InputError: There is none of that name, or more than one could be it.
-    """
-    usual = [name for name in names if name in ("text", "source")]
-    others = [name for name in names if name != "id"]
-    candidates = [column] if column is not None else usual or others
-    if len(candidates) == 1 and candidates[0] in names:
-        return candidates[0]
-    if column is not None:
-        problem = f"there is no column {column}"
-    else:
-        problem = "cannot tell which column holds the text"
-    raise InputError(f"{path}: {problem}; choose one of {', '.join(names)} with --column")

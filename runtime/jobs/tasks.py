@@ -1,4 +1,4 @@
-"""What a job does with its rows, and what it writes of each."""
+"""The tasks of a job."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ class Task:
             UsageError: The bundle cannot do it.
         """
         long_rows = options.long_rows
-        chosen: dict[str, Any]
         if options.task == "generate":
             prefix = tuple(engine.bundle.tokenizer.encode_target(options.prefix))
             generation = replace(engine.default_options(), **options.generation, prefix=prefix)
@@ -66,29 +65,17 @@ class Task:
                 raise UsageError(f"{engine.bundle.folder} is {architecture} and {need}")
             return cls(lambda engine, pairs, first: score(engine, pairs, long_rows=long_rows), {})
         _ = engine.encoder  # refuses other architectures before anything is opened
+        compute: Callable[..., Iterator[RowResult]] = fill_masks
+        chosen: dict[str, Any] = {"mask": options.mask, "top": options.top}
+        width = 0
         if options.task == "embed":
+            compute, width = embed, int(engine.bundle.manifest.model["d_model"])
             chosen = {"pooling": options.pooling, "normalise": options.normalise}
-            return cls(
-                lambda engine, texts, first: embed(engine, texts, long_rows=long_rows, **chosen),
-                chosen,
-                width=int(engine.bundle.manifest.model["d_model"]),
-            )
-        chosen = {"mask": options.mask, "top": options.top}
         return cls(
-            lambda engine, texts, first: fill_masks(engine, texts, long_rows=long_rows, **chosen),
+            lambda engine, texts, first: compute(engine, texts, long_rows=long_rows, **chosen),
             chosen,
+            width=width,
         )
-
-
-def record_of(row: InputRow, result: RowResult, n_best: int = 1) -> dict[str, Any]:
-    """Returns the output record of a row: `id`, its other fields and its result, in this order.
-
-    Args:
-        row: The input row.
-        result: Its result.
-        n_best: Above 1, all hypotheses are listed.
-    """
-    return {"id": row.id, **row.fields, **result.record(n_best)}
 
 
 def tally_of(row: InputRow, result: RowResult, seconds: float) -> Tally:

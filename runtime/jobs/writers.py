@@ -39,34 +39,24 @@ FORMATS: dict[TaskName, tuple[OutputFormat, ...]] = {
     "fill-mask": ("jsonl", "text", "tsv", "csv", "parquet"),
     "score": ("jsonl", "tsv", "csv", "parquet"),
 }
-# In tables `error` is two columns.
-_ANY_TASK: dict[str, _Kind] = {
+_KINDS: dict[str, _Kind] = {
+    **dict.fromkeys(("source", "text", "finish_reason", "target"), "text"),
+    **dict.fromkeys(("error_kind", "error_message"), "text"),
+    **dict.fromkeys(("target_tokens", "source_tokens"), "integer"),
+    **dict.fromkeys(("score", "total"), "float"),
+    **dict.fromkeys(("masks", "tokens", "log_probabilities", "n_best"), "json"),
     "truncated": "boolean",
-    "error_kind": "text",
-    "error_message": "text",
+    "vector": "vector",
 }
+# In tables `error` is two columns.
+_ANY_TASK = ("truncated", "error_kind", "error_message")
+_COUNTS = ("target_tokens", "source_tokens")
 # Fields of a task's results, in the order of the columns of a table.
-RESULT_FIELDS: dict[TaskName, dict[str, _Kind]] = {
-    "generate": {
-        "source": "text",
-        "text": "text",
-        "score": "float",
-        "finish_reason": "text",
-        "target_tokens": "integer",
-        "source_tokens": "integer",
-        **_ANY_TASK,
-        "n_best": "json",
-    },
-    "embed": {"source": "text", "vector": "vector", **_ANY_TASK},
-    "fill-mask": {"source": "text", "text": "text", "masks": "json", **_ANY_TASK},
-    "score": {
-        "source": "text",
-        "target": "text",
-        "total": "float",
-        "tokens": "json",
-        "log_probabilities": "json",
-        **_ANY_TASK,
-    },
+RESULT_FIELDS: dict[TaskName, tuple[str, ...]] = {
+    "generate": ("source", "text", "score", "finish_reason", *_COUNTS, *_ANY_TASK, "n_best"),
+    "embed": ("source", "vector", *_ANY_TASK),
+    "fill-mask": ("source", "text", "masks", *_ANY_TASK),
+    "score": ("source", "target", "total", "tokens", "log_probabilities", *_ANY_TASK),
 }
 ROW_GROUP = 4096
 _AS_SPACE = {ord(letter): " " for letter in "\t\r\n"}
@@ -134,11 +124,11 @@ def open_writer(
 
     Args:
         path: The output; "-" is standard output. Lines are compressed as the name says.
-        format: By default from the name, else text, or JSONL for scores, which are no text.
+        format: By default from the name, else text, or JSONL for scores.
         reader: The input.
-        task: The task of the job.
-        n_best: Whether tables have a column for all outputs of a row.
-        width: Length of the vectors of embed, which npy and Parquet need to know.
+        task: The task.
+        n_best: Whether tables list all hypotheses of a row.
+        width: Length of the vectors of embed.
 
     Raises:
         InputError: A column of the input has the name of a field of the result.
@@ -162,8 +152,8 @@ def open_writer(
     if format == "npy":
         return _NpyWriter(format=format, width=width)
 
-    kinds = dict(RESULT_FIELDS[task])
-    refused = frozenset({"id", "error", *kinds})
+    fields = RESULT_FIELDS[task]
+    refused = frozenset({"id", "error", *fields})
     clash = sorted(refused.intersection(reader.columns))
     if clash and reader.format != "jsonl":
         raise InputError(
@@ -175,15 +165,12 @@ def open_writer(
             format=format, refused=refused, compression=compression, to_line=_json_line
         )
     if not n_best:
-        kinds.pop("n_best", None)
+        fields = tuple(name for name in fields if name != "n_best")
     columns = tuple(name for name in reader.columns if name not in clash)
     if format == "parquet":
-        if task == "embed":
-            del kinds["source"]
-        return _ParquetWriter(
-            format=format, columns=columns, schema=_schema(reader, columns, kinds, width)
-        )
-    names = ("id", *columns, *kinds)
+        schema = _schema(reader, columns, fields[1:] if task == "embed" else fields, width)
+        return _ParquetWriter(format=format, columns=columns, schema=schema)
+    names = ("id", *columns, *fields)
     kind, joined = (_LineWriter, _csv) if format == "csv" else (_TsvWriter, _tsv)
     return kind(
         format=format,
@@ -390,9 +377,7 @@ def _row_groups(batches: Iterable[Any]) -> Iterator[list[Any]]:
         yield group
 
 
-def _schema(
-    reader: RowReader, columns: Iterable[str], kinds: Mapping[str, _Kind], width: int
-) -> Any:
+def _schema(reader: RowReader, columns: Iterable[str], results: Iterable[str], width: int) -> Any:
     pyarrow = import_pyarrow()
     types = {
         "text": pyarrow.string(),
@@ -410,4 +395,4 @@ def _schema(
         for name, kind in passed.items()
     }
     fields = {"id": number if pyarrow.types.is_integer(number) else types["text"], **passed}
-    return pyarrow.schema([*fields.items(), *((name, types[kinds[name]]) for name in kinds)])
+    return pyarrow.schema([*fields.items(), *((name, types[_KINDS[name]]) for name in results)])

@@ -31,10 +31,10 @@ def lines(run_folder: Path, tmp_path: Path) -> Path:
 
 
 def job(folder: Path, lines: Path, name: str = "out.jsonl", **changes: Any) -> Job:
-    options: dict[str, Any] = {"canary": "1/3", "chunk_rows": 4, **changes}
-    if options.get("task", "generate") == "generate":
-        options["generation"] = {"max_length": 12, **changes.get("generation", {})}
-    return Job(folder, lines, lines.with_name(name), JobOptions(**options))
+    if "task" not in changes:
+        changes["generation"] = {"max_length": 12, **changes.get("generation", {})}
+    options = JobOptions(**{"canary": "1/3", "chunk_rows": 4, **changes})
+    return Job(folder, lines, lines.with_name(name), options)
 
 
 def canaries(done: Job) -> dict[str, int]:

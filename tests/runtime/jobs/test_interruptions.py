@@ -19,6 +19,8 @@ from transferry.runtime.jobs.summary import Summary
 
 CHECKOUT = Path(__file__).parents[3]
 ROWS = 11
+OTHER = Echo()
+OTHER.described["manifest_sha256"] = "cd34"
 
 
 @pytest.fixture
@@ -51,10 +53,7 @@ def test_a_job_that_is_killed_at_any_step(source: Path, name: str, every: int) -
         [*program, *arguments], cwd=CHECKOUT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    tried = report["tried"]
-    assert report.pop("steps") > 50, "what is patched is what the job calls"
-    assert report == {"tried": tried, "killed": tried, "same": tried, "chains": 20, "times": 10}
+    assert int(done.stdout.splitlines()[-1]) > 50, "what is patched is what the job calls"
 
 
 def test_the_summary_tells_of_the_whole_job(source: Path) -> None:
@@ -72,12 +71,19 @@ def test_the_summary_tells_of_the_whole_job(source: Path) -> None:
     assert json.loads((source.parent / "out.jsonl.summary.json").read_bytes())["resumed"] == 1
 
 
-def test_rows_are_computed_once(source: Path, tmp_path: Path) -> None:
-    computed = tmp_path / "computed"
-    stop(source, 7, computed=computed)
-    assert computed_rows(computed) == [*range(8)]
-    run(source, engine=Echo(computed=computed))
-    assert computed_rows(computed) == [*range(6, ROWS)]
+@pytest.mark.parametrize("lost", [False, True])
+def test_rows_are_computed_once(source: Path, tmp_path: Path, lost: bool) -> None:
+    """Unless the disk promised more than it kept."""
+    computed, said = tmp_path / "computed", list[str]()
+    stop(source, 10, computed=computed)
+    assert computed_rows(computed) == [*range(ROWS)]
+    if lost:
+        (source.with_name("out.jsonl.job") / "00000001.part").unlink()
+    make_job(source, engine=Echo(computed=computed)).run(say=said.append)
+    assert computed_rows(computed) == [*range(3 if lost else 9, ROWS)]
+    note = "2 finished chunks are damaged or gone and will be computed again"
+    assert (said[0] == note) is lost
+    assert source.with_name("out.jsonl").read_bytes() == run(source, "whole.jsonl")
 
 
 def test_a_finished_job_is_not_done_again(source: Path, tmp_path: Path) -> None:
@@ -95,28 +101,29 @@ def test_a_finished_job_is_not_done_again(source: Path, tmp_path: Path) -> None:
     assert computed_rows(computed) == [*range(ROWS)]
 
 
-@pytest.mark.parametrize("change", ["output", "input", "option", "version", "no summary"])
-def test_an_output_of_something_else_is_not_taken_for_the_jobs(source: Path, change: str) -> None:
-    make_job(source).run()
-    options: dict[str, Any] = {}
-    out = source.with_name("out.jsonl")
-    expected = "out.jsonl exists already"
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("output", ""),
+        ("no summary", ""),
+        ("input", ", and .*input.txt has changed since"),
+        ("option", ", and beam was 1, is 2"),
+        ("version", ", and job format was 3, is 2 in this version of transferry"),
+    ],
+)
+def test_another_output_is_not_taken_for_the_jobs(source: Path, change: str, reason: str) -> None:
+    content, summary = run(source), source.with_name("out.jsonl.summary.json")
     if change == "output":
-        out.write_bytes(out.read_bytes() + b"\n")
+        source.with_name("out.jsonl").write_bytes(content + b"\n")
     elif change == "input":
         source.write_text(source.read_text() + "one more\n")
-        expected += ", and .*input.txt has changed since"
-    elif change == "option":
-        options = {"generation": {"beam": 2}}
-        expected += ", and beam was 1, is 2"
     elif change == "version":
-        summary = source.with_name("out.jsonl.summary.json")
         summary.write_text(summary.read_text().replace('"job_format": 2', '"job_format": 3'))
-        expected += ", and job format was 3, is 2 in this version of transferry"
-    else:
-        source.with_name("out.jsonl.summary.json").unlink()
-    with pytest.raises(UsageError, match=f"{expected}; add --force to replace it"):
-        make_job(source, **options).run()
+    elif change == "no summary":
+        summary.unlink()
+    options: dict[str, Any] = {"generation": {"beam": 2}} if change == "option" else {}
+    with pytest.raises(UsageError, match=f"out.jsonl exists already{reason}; add --force to repl"):
+        run(source, **options)
     assert "out.jsonl.job" not in names(source.parent)
 
 
@@ -129,6 +136,7 @@ def test_an_output_of_something_else_is_not_taken_for_the_jobs(source: Path, cha
         ({"long_rows": "truncate"}, "long_rows was error, is truncate"),
         ({"partition": "1/1"}, "partition was not set, is 1/1; input_rows was not set, is 11"),
         ({"format": "text"}, "was jsonl.*, is text"),
+        ({"engine": OTHER}, "manifest_sha256 was ab12, is cd34"),
     ],
 )
 def test_another_option_is_refused_by_name(
@@ -146,15 +154,6 @@ def test_what_changes_no_result_may_change(source: Path, options: dict[str, Any]
     assert make_job(source, **options).run().resumed == 1
 
 
-def test_another_bundle_is_refused(source: Path) -> None:
-    stop(source, 7)
-    other = Echo()
-    other.described["manifest_sha256"] = "cd34"
-    with pytest.raises(InputError, match="manifest_sha256 was ab12, is cd34"):
-        make_job(source, engine=other).run()
-    assert make_job(source, engine=other, force=True).run().resumed == 0
-
-
 @pytest.mark.parametrize(
     ("row", "line", "expected"),
     [
@@ -170,8 +169,7 @@ def test_another_input_is_refused(source: Path, row: int, line: str, expected: s
     lines[row] = line
     source.write_text("".join(f"{text}\n" for text in lines))
     if expected is None:
-        make_job(source).run()
-        assert len(source.with_name("out.jsonl").read_bytes().splitlines()) == ROWS
+        assert len(run(source).splitlines()) == ROWS
         return
     with pytest.raises(InputError, match=f"input.txt has changed: {expected}"):
         make_job(source).run()
@@ -214,9 +212,7 @@ def test_two_at_once(source: Path) -> None:
 
 def test_too_many_errors_stop_it(source: Path) -> None:
     source.write_text("a\n\nb\n\nc\n\nd\n")
-    with pytest.raises(
-        InputError, match=r"more than 1 rows are bad, the first .* row 2: .*; 3 row"
-    ):
+    with pytest.raises(InputError, match=r"more than 1 rows are bad, .* row 2: .*; 3 rows"):
         make_job(source, max_errors=1).run()
     assert names(source.parent) == {"input.txt", "out.jsonl.job"}
     with pytest.raises(InputError, match="more than 0 rows are bad"):
@@ -244,17 +240,6 @@ def test_an_interruption_before_anything_is_saved_leaves_nothing(source: Path) -
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
         make_job(source).run(watch)
     assert names(source.parent) == {"input.txt"}
-
-
-def test_a_lost_part_is_computed_again(source: Path, tmp_path: Path) -> None:
-    """A disk that promised more than it kept."""
-    stop(source, 10)
-    (source.with_name("out.jsonl.job") / "00000001.part").unlink()
-    computed, said = tmp_path / "computed", list[str]()
-    make_job(source, engine=Echo(computed=computed)).run(say=said.append)
-    assert said[0] == "2 finished chunks are damaged or gone and will be computed again"
-    assert computed_rows(computed) == [*range(3, ROWS)]
-    assert source.with_name("out.jsonl").read_bytes() == run(source, "whole.jsonl")
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 6])

@@ -37,22 +37,12 @@ def test_jsonl(source: Path, out: Path) -> None:
     assert "東京".encode() in run(source), "readable by people"
     first, empty, *others = read_records(out)
     assert [*first.items()] == [
-        ("id", 0),
-        ("source", "eins zwei"),
-        ("text", "EINS ZWEI"),
-        ("score", -0.25),
-        ("finish_reason", "end"),
-        ("target_tokens", 3),
-        ("source_tokens", 3),
+        *(("id", 0), ("source", "eins zwei"), ("text", "EINS ZWEI"), ("score", -0.25)),
+        *(("finish_reason", "end"), ("target_tokens", 3), ("source_tokens", 3)),
     ]
-    assert empty == {
-        "id": 1,
-        "source": "",
-        "text": "",
-        "finish_reason": "error",
-        "error": {"kind": "empty", "message": "there is no text to work on"},
-        "source_tokens": 1,
-    }
+    error = {"kind": "empty", "message": "there is no text to work on"}
+    nothing = dict(id=1, source="", text="", finish_reason="error", error=error, source_tokens=1)
+    assert empty == nothing
     assert [(record["id"], record["source"]) for record in others] == list(enumerate(LINES))[2:]
     assert others[-1]["text"] == LINES[-1].upper()
 
@@ -117,21 +107,10 @@ def test_summary_as_a_record() -> None:
     )
     summary.made = {"sha256": "ab12"}
     record = summary.to_dict()
-    assert record == {
-        "rows": 10,
-        "bad_rows": 1,
-        "errors": {"empty": 1},
-        "first_error": "",
-        "truncated": 0,
-        "source_tokens": 50,
-        "target_tokens": 40,
-        "log_probability": 0.0,
-        "seconds": 2.0,
-        "rows_per_second": 5.0,
-        "target_tokens_per_second": 20.0,
-        "resumed": 3,
-        "sha256": "ab12",
-    }
+    counts = dict(rows=10, bad_rows=1, errors={"empty": 1}, first_error="", truncated=0)
+    tokens = dict(source_tokens=50, target_tokens=40, log_probability=0.0, seconds=2.0)
+    rates = dict(rows_per_second=5.0, target_tokens_per_second=20.0, resumed=3, sha256="ab12")
+    assert record == {**counts, **tokens, **rates}
     assert Summary.from_dict(json.loads(json.dumps(record))).to_dict() == record
     assert Summary().to_dict()["rows_per_second"] == 0.0
     assert str(summary) == "10 rows in 2.0 s, 1 errors, 5 rows/s, 20 tokens/s"
@@ -256,11 +235,6 @@ def test_a_summary_lies_beside_the_output(source: Path, out: Path) -> None:
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         JobOptions(**options)
-
-
-def test_fractions() -> None:
-    options = JobOptions(partition=" 2/4 ", canary="1/1000")
-    assert (options.share, options.canary_every) == ((2, 4), 1000)
 
 
 def test_a_partition_of_standard_input_is_refused(out: Path) -> None:

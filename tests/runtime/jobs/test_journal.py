@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +26,30 @@ def finish(journal: Journal, *contents: bytes, rows: int = 2) -> None:
         journal.append(Chunk(rows=rows, first=journal.rows, errors={"empty": 1}))
 
 
+@contextmanager
+def begun(folder: Path, fingerprint: Any = FINGERPRINT, **options: bool) -> Iterator[Journal]:
+    """The journal of a job that runs, and nothing to be told of an earlier run."""
+    with Journal.locked(folder) as journal:
+        assert journal.begin(fingerprint, **{"force": False, **options}) == ""
+        yield journal
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A job that was interrupted after three chunks."""
     folder = tmp_path / "out.job"
-    with Journal.locked(folder) as journal:
-        assert journal.begin(FINGERPRINT, force=False) == ""
+    with begun(folder) as journal:
         finish(journal, b"one", b"two", b"three")
     return folder
 
 
 def test_what_was_finished_is_found_again(folder: Path) -> None:
-    with Journal.locked(folder) as journal:
-        assert journal.begin(FINGERPRINT, force=False) == ""
+    with begun(folder) as journal:
         assert [path.read_bytes() for path in journal.files] == [b"one", b"two", b"three"]
         assert [chunk.first for chunk in journal.chunks] == [0, 2, 4]
         assert journal.rows == 6
         finish(journal, b"four")
-    with Journal.locked(folder) as journal:
-        journal.begin(FINGERPRINT, force=True)
+    with begun(folder, force=True) as journal:
         assert journal.rows == 8, "force throws away only what does not fit"
         assert [chunk.session for chunk in journal.chunks] == [0, 0, 0, 1]
         assert journal.session == 2
@@ -61,8 +68,7 @@ def test_a_torn_line_is_no_finished_chunk(folder: Path, tail: bytes) -> None:
         assert journal.rows == 6
         assert (folder / JOURNAL).read_bytes() == whole
         finish(journal, b"four")
-    with Journal.locked(folder) as journal:
-        assert journal.begin(FINGERPRINT, force=False) == ""
+    with begun(folder) as journal:
         assert journal.rows == 8
 
 
@@ -102,11 +108,9 @@ def test_another_job_is_refused_by_name(folder: Path) -> None:
     expected = "beam was 4, is 5; prefix was .1, 2., is ..; seed was not set, is 1. Finish it with"
     with Journal.locked(folder) as journal, pytest.raises(InputError, match=expected):
         journal.begin(other, force=False)
-    with Journal.locked(folder) as journal:
-        journal.begin(FINGERPRINT, force=False)
+    with begun(folder) as journal:
         assert journal.rows == 6, "a refusal changes nothing"
-    with Journal.locked(folder) as journal:
-        journal.begin(other, force=True)
+    with begun(folder, other, force=True) as journal:
         assert journal.chunks == []
         assert names(folder) == {JOB, JOURNAL, LOCK}
 
@@ -124,8 +128,7 @@ def test_a_folder_of_another_version_is_refused(folder: Path, form: int | None) 
     with Journal.locked(folder) as journal, pytest.raises(InputError, match=expected):
         journal.begin(now, force=False)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
-    with Journal.locked(folder) as journal:
-        journal.begin(now, force=True)
+    with begun(folder, now, force=True):
         assert names(folder) == {JOB, JOURNAL, LOCK}
     assert differences(fingerprint, now) == [
         f"job format was {form or 1}, is 2 in this version of transferry"
@@ -172,8 +175,7 @@ def test_another_job_that_finished_nothing_is_in_nobodys_way(tmp_path: Path) -> 
     (folder / JOB).write_text(json.dumps(FINGERPRINT))
     (folder / "00000000.tmp").write_bytes(b"open")
     (folder / JOURNAL).write_bytes(b"torn")
-    with Journal.locked(folder) as journal:
-        journal.begin({"beam": 1}, force=False)
+    with begun(folder, {"beam": 1}):
         assert (folder / JOURNAL).read_bytes() == b""
         assert names(folder) == {JOB, JOURNAL, LOCK}
 
@@ -181,8 +183,7 @@ def test_another_job_that_finished_nothing_is_in_nobodys_way(tmp_path: Path) -> 
 def test_what_lost_its_job_file_is_no_job(folder: Path) -> None:
     """A kill while the folder was removed, or before a forced job had begun."""
     (folder / JOB).unlink()
-    with Journal.locked(folder) as journal:
-        journal.begin({"beam": 1}, force=False)
+    with begun(folder, {"beam": 1}) as journal:
         assert journal.chunks == []
 
 
@@ -213,8 +214,7 @@ def test_an_error_before_anything_is_read_loses_nothing(
 
 
 def test_the_end_removes_the_folder(folder: Path) -> None:
-    with Journal.locked(folder) as journal:
-        journal.begin(FINGERPRINT, force=False)
+    with begun(folder) as journal:
         journal.clear()
         assert names(folder) == {LOCK}
     assert not folder.exists()
@@ -234,8 +234,7 @@ def test_a_folder_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
 
 def test_the_second_of_two_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "out.job"
-    with Journal.locked(folder) as journal:
-        journal.begin(FINGERPRINT, force=False)
+    with begun(folder) as journal:
         with (
             pytest.raises(UsageError, match=r"out\.job is in use: another job writes the same"),
             Journal.locked(folder),
@@ -276,8 +275,8 @@ with Journal.locked(pathlib.Path({str(folder)!r})) as journal:
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
     assert names(folder) == {JOB, JOURNAL, LOCK}
-    with Journal.locked(folder) as journal:
-        journal.begin(FINGERPRINT, force=False)
+    with begun(folder):
+        pass
 
 
 def test_tallies_add_up() -> None:

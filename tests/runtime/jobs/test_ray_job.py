@@ -16,12 +16,11 @@ from typing import Any
 import pyarrow.dataset
 import pyarrow.parquet
 import pytest
-from click.testing import CliRunner
 
+from tests.commands import call, done
 from tests.runtime.jobs import helpers
 from tests.runtime.jobs.helpers import Echo, computed_rows, make_job, run, write_rows
 from transferry.build_model.corpus import builtin_pairs
-from transferry.cli import main
 from transferry.runtime.engine.result import GenerationResult, RowError
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.job import Job
@@ -37,7 +36,6 @@ from transferry.runtime.jobs.ray_job import (
     reader_ranges,
     require_all,
 )
-from transferry.runtime.jobs.readers import open_reader
 from transferry.runtime.jobs.summary import Summary
 
 os.environ.update(ENVIRONMENT)
@@ -53,7 +51,9 @@ class Deadly(Echo):
         spared: File that says it did so once, and does so no more.
     """
 
-    spared: Path | None = None
+    def __init__(self, spared: Path | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.spared = spared
 
     def generate(
         self, texts: Iterable[str | RowError], *arguments: Any, **named: Any
@@ -67,12 +67,6 @@ class Deadly(Echo):
                 yield text
 
         yield from super().generate(watched(), *arguments, **named)
-
-
-def deadly(spared: Path | None = None, **settings: Any) -> Any:
-    engine = Deadly(**settings)
-    engine.spared = spared
-    return engine
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -117,7 +111,7 @@ def test_a_worker_that_is_killed_changes_nothing(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spared, computed = tmp_path / "spared", tmp_path / "computed"
-    summary = by_ray(source, load=partial(deadly, spared, computed=computed)).run()
+    summary = by_ray(source, load=partial(Deadly, spared, computed=computed)).run()
     assert spared.exists(), "nobody was killed"
     assert content(tmp_path / "out.jsonl") == chunks(source)
     # Nothing twice but the chunk in which it happened, and none of that is lost.
@@ -140,7 +134,7 @@ def test_a_job_goes_on_where_it_was_stopped(source: Path, tmp_path: Path) -> Non
     computed, said = tmp_path / "computed", list[str]()
     message = rf"{MOST_TRIES} workers went down.* rows 10 to 12\. .*rows are saved in .*\.job"
     with pytest.raises(InputError, match=message):
-        by_ray(source, load=deadly).run()
+        by_ray(source, load=Deadly).run()
     folder = tmp_path / "out.jsonl.job"
     saved = {int(path.name.partition(".")[0]) for path in (folder / "notes").glob("*.json")}
     assert 9 not in saved
@@ -186,19 +180,19 @@ def test_a_killed_driver_loses_no_finished_chunk(fast_bundle_folder: Path, tmp_p
     record = json.loads(resumed.stdout)
     assert (record["rows"], record["resumed"]) == (300, 1)
     assert len(content(out)) == 30
-    assert CliRunner().invoke(main, [*command, "-o", f"{tmp_path}/plain.parquet"]).exit_code == 0
+    done(*command, "-o", tmp_path / "plain.parquet")
     # Whole for any reader, and joined the same file.
     expected = pyarrow.parquet.read_table(tmp_path / "plain.parquet")
     assert pyarrow.dataset.dataset(out).to_table().equals(expected)
     merge([out], tmp_path / "merged.parquet")
-    same = (tmp_path / "merged.parquet").read_bytes() == (tmp_path / "plain.parquet").read_bytes()
-    assert same
+    merged = (tmp_path / "merged.parquet").read_bytes()
+    assert merged == (tmp_path / "plain.parquet").read_bytes()
     before = content(tmp_path)
-    again = CliRunner().invoke(main, ours)
+    again = call(*ours)
     assert (again.exit_code, content(tmp_path), len(content(out))) == (0, before, 30)
     assert "was finished before: 300 rows" in again.stderr
     next(out.iterdir()).write_bytes(b"changed")
-    refused = CliRunner().invoke(main, ours)
+    refused = call(*ours)
     assert (refused.exit_code, "exists already" in refused.stderr) == (2, True)
 
 
@@ -222,19 +216,24 @@ def computed_here(source: Path, **options: Any) -> tuple[Job, ChunkFolder]:
     folder.begin(here.fingerprint, force=False)
     folder.chunks = [
         compute_chunk(worker, first, rows, 0, 2)
-        for first, rows in map(unpacked, read_chunks(here.reader, None, 3, here.row_range, 0, None))
+        for first, rows in chunks_of(here, (here.row_range[0], None))
     ]
     return here, folder
 
 
-def unpacked(table: Any) -> tuple[int, list[Any]]:
-    return table["first"][0].as_py(), pickle.loads(table["rows"][0].as_py())
+def chunks_of(here: Job, *ranges: tuple[int, int | None]) -> list[tuple[int, list[Any]]]:
+    """First row and rows of each chunk that readers give to Ray."""
+    rows_from = partial(here.reader.rows, last=here.row_range[1])
+    return [
+        (table["first"][0].as_py(), pickle.loads(table["rows"][0].as_py()))
+        for span in ranges
+        for table in read_chunks(rows_from, 3, *span)
+    ]
 
 
 def test_the_last_chunk_has_fewer_rows_than_the_others(tmp_path: Path) -> None:
     for count, expected in ((0, [0]), (2, [2]), (3, [3, 0]), (7, [3, 3, 1])):
-        path = write_rows(tmp_path / "rows.txt", count)
-        found = [*map(unpacked, read_chunks(open_reader(path), None, 3, (0, None), 0, None))]
+        found = chunks_of(by_ray(write_rows(tmp_path / "rows.txt", count)), (0, None))
         assert [len(rows) for _, rows in found] == expected
         assert [first for first, _ in found] == [*range(0, count + 1, 3)]
 
@@ -250,11 +249,7 @@ def test_readers_read_every_row_once(
     )
     pyarrow.parquet.write_table(table, source, row_group_size=4)
     here = by_ray(source, partition=partition)
-    found = [
-        unpacked(table)
-        for span in reader_ranges(here, workers)
-        for table in read_chunks(here.reader, None, 3, here.row_range, *span)
-    ]
+    found = chunks_of(here, *reader_ranges(here, workers))
     first, last = here.row_range
     last = rows if last is None else last
     assert [number for number, _ in found] == [*range(first, last + 1, 3)]

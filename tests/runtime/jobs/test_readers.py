@@ -77,28 +77,19 @@ def test_what_others_wrote_is_read(tmp_path: Path, name: str) -> None:
     assert [row.text for row in found] == TEXTS
     assert [row.number for row in found] == [0, 1, 2, 3, 4]
     assert reader.format == name.split(".")[1]
+    assert len({row.raw for row in found}) == len(found)
+    for first in range(7):
+        assert rows(reader, first) == found[first:]
+        for last in range(7):
+            assert rows(reader, first, last) == found[first:last]
     if reader.format == "text":
         assert (reader.columns, reader.has_id) == ((), False)
         assert [row.id for row in found] == [0, 1, 2, 3, 4]
         return
     assert (reader.columns, reader.has_id) == (("note",), True)
     assert [row.fields for row in found] == [{"note": note} for note in NOTES]
-    ids = {
-        "tsv": ["0", "1", "2", "3", "4"],
-        "csv": ["10", "11", "12", "13", "14"],
-    }
+    ids = {"tsv": [*"01234"], "csv": ["10", "11", "12", "13", "14"]}
     assert [row.id for row in found] == ids.get(reader.format, [10, 11, 12, 13, 14])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_range_of_rows_is_a_slice(tmp_path: Path, name: str) -> None:
-    reader = open_reader(example(tmp_path, name))
-    every = rows(reader)
-    assert len({row.raw for row in every}) == len(every)
-    for first in range(7):
-        assert rows(reader, first) == every[first:]
-        for last in range(7):
-            assert rows(reader, first, last) == every[first:last]
 
 
 def test_bad_lines_of_text(tmp_path: Path) -> None:
@@ -210,14 +201,10 @@ def test_an_id_is_a_number_or_text(tmp_path: Path, value: str, id: int | str) ->
 
 
 @pytest.mark.parametrize("compression", PACK)
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.tsv", "a.csv"])
 def test_an_empty_file_has_no_rows(tmp_path: Path, name: str, compression: str) -> None:
-    assert texts(written(tmp_path, name + compression, PACK[compression](b""))) == []
-
-
-@pytest.mark.parametrize("name", ["a.tsv", "a.csv"])
-def test_a_header_alone_has_no_rows(tmp_path: Path, name: str) -> None:
-    assert texts(written(tmp_path, name, b"text")) == []
+    header = b"text" if name in ("a.tsv", "a.csv") else b""
+    assert texts(written(tmp_path, name + compression, PACK[compression](header))) == []
 
 
 @pytest.mark.parametrize(
@@ -338,18 +325,12 @@ def test_rows_are_streamed(tmp_path: Path, name: str) -> None:
 
 
 def test_parquet_keeps_what_python_would_lose(tmp_path: Path) -> None:
+    """More types in test_writers.py."""
     table = pyarrow.table(
         {
             "source": pyarrow.array(["a", None]),
-            "at": pyarrow.array([1, None], pyarrow.timestamp("ns", "UTC")),
-            "day": pyarrow.array([1, None], pyarrow.date32()),
-            "price": pyarrow.array(["1.10", None]).cast(pyarrow.decimal128(5, 2)),
-            "bytes": pyarrow.array([b"\xff", None]),
             "list": pyarrow.array([[{"x": 1.5, "y": float("nan")}], None]),
-            "map": pyarrow.array([[("k", 1)], None], pyarrow.map_("string", "int8")),
             "kind": pyarrow.array(["x", None]).dictionary_encode(),
-            "half": pyarrow.array([0.5, None], pyarrow.float16()),
-            "waited": pyarrow.array([5, None], pyarrow.duration("s")),
             "number": pyarrow.array([2**63, None], pyarrow.uint64()),
             "share": pyarrow.array([float("nan"), None]),
         }
@@ -360,15 +341,8 @@ def test_parquet_keeps_what_python_would_lose(tmp_path: Path) -> None:
     assert reader.types == {name: table.schema.field(name).type for name in reader.columns}
     first, second = rows(reader)
     assert {name: as_text(value) for name, value in first.fields.items()} == {
-        "at": "1970-01-01T00:00:00.000000001Z",
-        "day": "1970-01-02",
-        "price": "1.10",
-        "bytes": "/w==",
         "list": '[{"x": 1.5, "y": null}]',
-        "map": '[{"key": "k", "value": 1}]',
         "kind": "x",
-        "half": "0.5",
-        "waited": "5",
         "number": "9223372036854775808",
         "share": "NaN",
     }

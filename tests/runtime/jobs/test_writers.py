@@ -79,16 +79,11 @@ def vectors(count: int) -> list[Record]:
     ]
 
 
-def write(writer: RowWriter, path: Path, rows: Sequence[Record]) -> Path:
+def write(writer: RowWriter, path: Path, content: Sequence[Record] | Sequence[Path]) -> Path:
+    """Writes records, or joins files."""
     with path.open("wb") as file:
-        writer.write(rows, file)
-        assert not file.closed
-    return path
-
-
-def join(writer: RowWriter, path: Path, parts: Sequence[Path]) -> Path:
-    with path.open("wb") as file:
-        writer.join(parts, file)
+        joins = content and isinstance(content[0], Path)
+        (writer.join if joins else writer.write)(cast(Any, content), file)
         assert not file.closed
     return path
 
@@ -100,15 +95,14 @@ def in_parts(writer: RowWriter, out: Path, rows: Sequence[Record], cuts: Sequenc
         write(writer, out.with_name(f"{number:08}.part"), rows[first:last])
         for number, (first, last) in enumerate(ends)
     ]
-    return join(writer, out, parts)
+    return write(writer, out, parts)
 
 
 @pytest.mark.parametrize("name", ["out.csv", "out.tsv", "out.csv.gz", "out.csv.zst", "out.tsv.zst"])
 def test_pandas_reads_tables(tmp_path: Path, name: str) -> None:
     pandas = pytest.importorskip("pandas")
     rows = records(40)
-    writer = writer_of(tmp_path / name, n_best=True)
-    path = in_parts(writer, tmp_path / name, rows, [9, 9, 30])
+    path = in_parts(writer_of(tmp_path / name, n_best=True), tmp_path / name, rows, [9, 9, 30])
     quoting = {"sep": "\t", "quoting": 3} if "tsv" in name else {}
     table = pandas.read_csv(path, dtype=str, keep_default_na=False, lineterminator="\n", **quoting)
     assert list(table.columns) == [
@@ -186,9 +180,8 @@ def test_jsonl_holds_what_is_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
 def test_text_is_a_line_a_row(tmp_path: Path, compression: str) -> None:
     out = tmp_path / f"out.txt{compression}"
-    writer = writer_of(out)
     rows = [{"text": "ein\nZeilen\u2028ende"}, {"text": "", "error": {}}, {}, {"text": "ä "}]
-    in_parts(writer, out, cast("list[Record]", rows), [1])
+    in_parts(writer_of(out), out, cast("list[Record]", rows), [1])
     with pyarrow.input_stream(out, compression="detect") as stream:
         assert stream.read().decode() == "ein Zeilen ende\n\n\nä \n"
 
@@ -273,12 +266,11 @@ def test_parquet_to_jsonl_and_csv(tmp_path: Path) -> None:
         "share": (float(np.float32(0.1)), None),
         "yes": (True, False),
     }
-    nothing: dict[str, Any] = dict.fromkeys(expected)
-    first: dict[str, Any] = {name: values[0] for name, values in expected.items()}
-    last: dict[str, Any] = {name: values[1] for name, values in expected.items()}
-    for number, (line, fields) in enumerate(zip(lines, (first, nothing, last), strict=True)):
+    for number, line in enumerate(lines):
+        fields = {name: (first, None, last)[number] for name, (first, last) in expected.items()}
         answer = {"source": "abc"[number], "text": "x"}
         assert json.loads(line) == {"id": number, **fields, **answer}
+    assert number == 2
     path = passed_through(tmp_path, table, "out.csv")
     (row, _, _) = open_reader(path, column="text").rows()
     assert row.fields["at"] == "1970-01-01T00:00:00.000000001Z"
@@ -371,10 +363,8 @@ def test_plain_text_and_vectors_admit_any_field(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 9, 12_345])
 def test_numpy_reads_vectors(tmp_path: Path, count: int) -> None:
-    out = tmp_path / "out.npy"
-    writer = writer_of(out)
-    rows = vectors(count)
-    in_parts(writer, out, rows, sorted([count // 2, count // 3, count // 3]))
+    out, rows = tmp_path / "out.npy", vectors(count)
+    in_parts(writer_of(out), out, rows, sorted([count // 2, count // 3, count // 3]))
     nothing = np.full(WIDTH, np.nan, np.float32)
     wanted = np.array([row.get("vector", nothing) for row in rows], np.float32)
     for mode in ("r", None):
@@ -391,10 +381,9 @@ def test_vectors_of_another_width_are_no_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, writers.ROW_GROUP, writers.ROW_GROUP + 5])
 def test_pyarrow_reads_vectors(tmp_path: Path, count: int) -> None:
-    out = tmp_path / "out.parquet"
+    out, rows = tmp_path / "out.parquet", vectors(count)
     reader = reader_of(tmp_path, "in.txt", b"")
     writer = open_writer(out, reader=reader, task="embed", width=WIDTH)
-    rows = vectors(count)
     in_parts(writer, out, rows, [count // 2])
     table = parquet.read_table(out)
     assert table.schema.field("vector").type == pyarrow.list_(pyarrow.float32(), WIDTH)
@@ -434,7 +423,7 @@ def test_no_byte_tells_how_rows_were_cut(
     for cuts in ([], [0, 300], *(sorted(chance.choices(range(301), k=12)) for _ in range(4))):
         assert in_parts(writer, tmp_path / name, rows, cuts).read_bytes() == whole
     empty = write(writer, tmp_path / "empty", [])
-    assert join(writer, tmp_path / name, [empty, empty]).read_bytes() == empty.read_bytes()
+    assert write(writer, tmp_path / name, [empty, empty]).read_bytes() == empty.read_bytes()
 
 
 def test_pages_of_parquet_do_not_tell_either(tmp_path: Path) -> None:
@@ -467,7 +456,7 @@ def test_joining_takes_bounded_memory(tmp_path: Path, name: str) -> None:
     assert part.stat().st_size > 4 << 20
     tracemalloc.start()
     try:
-        join(writer, tmp_path / name, [part, part])
+        write(writer, tmp_path / name, [part, part])
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -490,7 +479,7 @@ def test_a_bad_part_is_refused(tmp_path: Path, name: str, fault: str) -> None:
         write(writer_of(tmp_path / name, b"text,comment,other\n", **width), bad, [])
         expected = "bad (does not begin|has other columns)"
     with pytest.raises(InputError, match=expected):
-        join(writer, tmp_path / name, [good, bad])
+        write(writer, tmp_path / name, [good, bad])
 
 
 class FullDisk(io.BytesIO):
