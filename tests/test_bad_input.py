@@ -1,7 +1,7 @@
-"""Runs every row of docs/errors.md: the command shown, on the bad input that its first cell names.
+"""Runs every row of docs/errors.md: its command, on the bad input in its first cell.
 
-Each command runs in a folder that holds a bundle, the run that it came from, lines to answer and
-pairs to train on; the function registered for the row spoils what the row is about.
+Each command runs in a folder with a bundle, its run, input lines and training pairs; the function
+registered for the row spoils the file in question.
 """
 
 import gzip
@@ -30,7 +30,7 @@ SPOILERS: dict[str, Spoiler] = {}
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table; `leaves` are the files that are there afterwards and were not before."""
+    """A row of the table; `leaves` are the files that the command adds."""
 
     bad_input: str
     command: str
@@ -109,7 +109,7 @@ def test_bad_input(row: Row, place: Path) -> None:
 
 
 def execute(command: str) -> tuple[int, str]:
-    """Exit code and stderr: in this process if it is a command by itself, else in a shell."""
+    """Exit code and stderr, run in this process, or in a shell if it is more than a command."""
     words = shlex.split(command)
     if words[0] == "transferry" and ">" not in words:
         result = CliRunner().invoke(main, words[1:])
@@ -132,7 +132,7 @@ def execute(command: str) -> tuple[int, str]:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Everything below a folder: the bytes of files, none for the rest."""
+    """Bytes of every file below a folder; empty for folders."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
         for path in folder.rglob("*")
@@ -154,7 +154,7 @@ def truncate(path: Path) -> None:
 
 
 def change_weight(place: Path, change: Callable[[float], float]) -> None:
-    """Gives the middle of the embedding another value."""
+    """Changes one weight of the embedding."""
     from transferry.build_model.checkpoint import WEIGHTS, load_tensors, save_tensors
 
     weights, _ = load_tensors(place / "run" / WEIGHTS)
@@ -164,13 +164,11 @@ def change_weight(place: Path, change: Callable[[float], float]) -> None:
 
 
 @spoils(
-    "folder that is no bundle",
+    "folder that is not a bundle",
     "unknown option",
     "conflicting options",
     "several devices of the CPU",
-    "device that is no number",
-    "CUDA graphs of several replicas",
-    "CUDA graphs of a variant for the CPU",
+    "device that is not a number",
     "missing input file",
     "output that is the input",
     "full disk",
@@ -178,11 +176,11 @@ def change_weight(place: Path, change: Callable[[float], float]) -> None:
     "nothing to resume",
     "unknown variant",
     "int8 without calibration",
-    "partition that is none",
-    "workers of nothing",
+    "invalid partition",
+    "workers without Ray",
 )
 def leave_as_it_is(place: Path) -> None:
-    """The command itself is what is bad."""
+    """The command itself is bad."""
 
 
 @spoils("full disk under standard output")
@@ -196,7 +194,7 @@ def truncate_weights(place: Path) -> None:
     truncate(place / "bundle" / "portable" / "weights.bin")
 
 
-@spoils("changed byte in a bundle")
+@spoils("changed bundle file")
 def change_byte(place: Path) -> None:
     path = place / "bundle" / "portable" / "decoder.onnx"
     content = bytearray(path.read_bytes())
@@ -251,7 +249,7 @@ def change_answered_line(place: Path) -> None:
     replace_line(place / "lines.txt", 2, "seven hundred")
 
 
-@spoils("missing partition", "partition that was changed")
+@spoils("missing partition", "changed partition")
 def make_partitions(place: Path) -> None:
     for number in (1, 2, 3):
         command = f"transferry run bundle lines.txt -o {number}.jsonl --partition {number}/3"
@@ -329,15 +327,15 @@ def truncate_checkpoint(place: Path) -> None:
     truncate(place / "run" / "model.safetensors")
 
 
-@spoils("NaN weights in a checkpoint")
+@spoils("NaN in a checkpoint")
 def nan_weight(place: Path) -> None:
     change_weight(place, lambda weight: float("nan"))
 
 
-@spoils("bundle that nobody verified", "date that is none", "canary that is no share")
-@spoils("file that is no fault", "report without a folder")
+@spoils("bundle without a certificate", "invalid date", "invalid canary")
+@spoils("file that is not a replay", "report without a folder")
 def change_nothing(place: Path) -> None:
-    """The command asks for what there is not."""
+    """The command refers to something that does not exist."""
 
 
 def certify(place: Path) -> Path:
@@ -349,7 +347,7 @@ def certify(place: Path) -> Path:
     return path
 
 
-@spoils("certificate of other bytes")
+@spoils("certificate of other files")
 def remake(place: Path) -> None:
     from transferry.runtime.files import sha256
 
@@ -375,18 +373,18 @@ def damage_certificate(place: Path) -> None:
     certify(place).write_text("{}", encoding="utf-8")
 
 
-@spoils("checkpoint that is not the bundle's", "fault that cannot be saved")
+@spoils("checkpoint that is not the bundle's", "replay that cannot be saved")
 def other_weight(place: Path) -> None:
     change_weight(place, lambda weight: weight + 1.0)
 
 
-@spoils("CUDA asked for but absent")
+@spoils("CUDA requested but absent")
 def need_no_cuda(place: Path) -> None:
     if check_cuda().status == "ok":
         pytest.skip("CUDA can run here")
 
 
-@spoils("CUDA for training asked for but absent")
+@spoils("CUDA for training requested but absent")
 def need_no_torch_cuda(place: Path) -> None:
     import torch
 
