@@ -39,7 +39,7 @@ MOST_WORDS = 40
 def cost(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Times the job and the engine in interleaved rounds."""
     texts = read_sentences(arguments.text, arguments.rows)
-    source, sink = folder / "source.txt", folder / "answers.jsonl"
+    source, out = folder / "source.txt", folder / "answers.jsonl"
     source.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
     engine = Engine.load(arguments.bundle)
     options = JobOptions(
@@ -48,7 +48,7 @@ def cost(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     search = GenerationOptions(**{**engine.bundle.manifest.generation, "beam": arguments.beam})
     work: dict[str, Callable[[], object]] = {
         "engine": lambda: list(engine.generate(texts, search)),
-        "job": lambda: Job(engine, source, sink, options).run(),
+        "job": lambda: Job(engine, source, out, options).run(),
     }
     tokens = {name: len(texts) for name in work}  # rows, which are the same on both sides
     for run in work.values():
@@ -60,7 +60,7 @@ def cost(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def memory(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Runs one long job and samples its memory."""
     words = " ".join(read_sentences(arguments.text)).split()
-    source, sink = folder / "long.txt", folder / "long.jsonl"
+    source, out = folder / "long.txt", folder / "long.jsonl"
     random_ = random.Random(0)
     with source.open("w", encoding="utf-8") as file:
         for _ in range(arguments.long):
@@ -68,7 +68,7 @@ def memory(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             file.write(" ".join(words[first : first + random_.randint(1, MOST_WORDS)]) + "\n")
     command = [
         *(sys.executable, "-m", "transferry.cli", "run", str(arguments.bundle), str(source)),
-        *("--out", str(sink), "--beam", str(arguments.beam), "--quiet"),
+        *("--out", str(out), "--beam", str(arguments.beam), "--quiet"),
         *("--chunk-rows", str(arguments.chunk_rows)),
     ]
     started = time.monotonic()

@@ -110,7 +110,7 @@ def open_session(
         )
     if options.provider == "cuda" and (obstacle := cuda_obstacle(options.device_id)):
         raise ProviderError(
-            f"provider cuda was asked for, but {obstacle.missing}. To mend it: {obstacle.remedy}"
+            f"provider cuda was asked for, but {obstacle.missing}. To fix it: {obstacle.remedy}"
         )
     try:
         session = _create(model, options, graph)

@@ -121,7 +121,7 @@ def test_cuda_without_a_driver_is_refused(
     graph: Path, working_cuda: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     working_cuda.setattr(cuda, "_query_driver", lambda: None)
-    with pytest.raises(ProviderError, match=r"provider cuda .*no NVIDIA driver.*To mend it: ") as e:
+    with pytest.raises(ProviderError, match=r"provider cuda .*no NVIDIA driver.*To fix it: ") as e:
         open_session(graph, SessionOptions(provider="cuda"))
     assert e.value.exit_code == 5
     assert capfd.readouterr() == ("", "")
