@@ -16,7 +16,7 @@ import numpy as np
 
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.export.parity.cases import sweep
-from transferry.export.parity.oracle import Judge
+from transferry.export.parity.oracle import Oracle
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
@@ -35,12 +35,12 @@ def main() -> None:
     for run, folder in zip(arguments.folders[::2], arguments.folders[1::2], strict=True):
         checkpoint = load_checkpoint(run)
         bundle = Bundle.load(folder)
-        judge = Judge(checkpoint.model, checkpoint.tokenizer.special, tolerance)
+        oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, tolerance)
         model = open_model(bundle, bundle.variant(), SessionOptions())
         ratios = [
             comparison.error / comparison.budget * tolerance.factor
             for seed in range(arguments.seeds)
-            for comparison in judge.numbers(
+            for comparison in oracle.numbers(
                 model,
                 (
                     case

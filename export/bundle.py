@@ -18,7 +18,7 @@ from transferry.export.graphs.graph import Graph
 from transferry.export.optimise.calibration import Calibration
 from transferry.export.optimise.calibration import calibrate as calibrate_model
 from transferry.export.parity.cases import fitting, random_sources, room, source_of
-from transferry.export.parity.oracle import Judge
+from transferry.export.parity.oracle import Oracle
 from transferry.export.variants import PORTABLE, describe, make_variant, recipe_of
 from transferry.runtime.bundle import MANIFEST, REFERENCE, Bundle, FileRecord, Manifest, Variant
 from transferry.runtime.decoding.options import options_of_json
@@ -186,8 +186,8 @@ def _reference(checkpoint: Checkpoint, texts: Sequence[str]) -> Reference:
     """Returns torch's answers to the first texts that fit, or to random tokens."""
     config, special = checkpoint.model.config, checkpoint.tokenizer.special
     sources = _sources(checkpoint, texts)[:RECORDED_SOURCES]
-    judge = Judge(checkpoint.model, special, Tolerance())
-    return judge.record(
+    oracle = Oracle(checkpoint.model, special, Tolerance())
+    return oracle.record(
         sources or random_sources(config, RECORDED_SOURCES),
         RECORDED_LENGTH,
         options_of_json(checkpoint.generation),

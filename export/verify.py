@@ -11,12 +11,12 @@ import onnx
 import torch
 
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.export.backends.cross_check import RUNTIMES, ask_opinions
+from transferry.export.backends.cross_check import RUNTIMES, cross_check
 from transferry.export.bundle import require_exported_from
 from transferry.export.debug.localise import localise
 from transferry.export.faults.self_test import self_test
-from transferry.export.parity.cases import opinion_cases, random_sources, source_of, sweep
-from transferry.export.parity.oracle import SEARCHES, Judge, search_settings
+from transferry.export.parity.cases import cross_check_cases, random_sources, source_of, sweep
+from transferry.export.parity.oracle import SEARCHES, Oracle, search_settings
 from transferry.export.parity.task_metrics import Answers, TaskBudget, token_agreement, translation
 from transferry.export.parity.teacher_forcing import TeacherForcing
 from transferry.export.variants import PORTABLE
@@ -29,7 +29,7 @@ from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.parity.divergence import scored_tokens
-from transferry.runtime.parity.report import Decisions, ParityReport, Task
+from transferry.runtime.parity.report import Decisions, ParityReport, TaskMetric
 
 LONGEST_ANSWER = 256
 SAMPLED = 4  # one row in so many is sampled too: the search differs little from greedy's
@@ -90,7 +90,7 @@ def verify_against(
             f"runtime can run, not of {variant.name}: add --variant {PORTABLE}"
         )
     model = open_model(bundle, variant, session)
-    judge = Judge(checkpoint.model, tokenizer.special, tolerance)
+    oracle = Oracle(checkpoint.model, tokenizer.special, tolerance)
     cases = list(sweep(config))
     sampled = sources[::SAMPLED]
     # Of a decoder the searches, and then all answers fed whole; of an encoder the filling in.
@@ -104,13 +104,13 @@ def verify_against(
         finished += count
         done(finished, total)
 
-    comparisons = judge.numbers(model, cases, advance)
+    comparisons = oracle.numbers(model, cases, advance)
     decisions: list[Decisions] = []
-    tasks: list[Task] = []
+    tasks: list[TaskMetric] = []
     forcing = TeacherForcing()
     budget = TaskBudget.of(variant.precision)
     if sources and isinstance(model, EncoderModel):
-        compared, filled = judge.fillings(model, sources, forcing, advance)
+        compared, filled = oracle.fillings(model, sources, forcing, advance)
         comparisons += compared
         decisions.append(filled)
     elif sources and not isinstance(model, EncoderModel):
@@ -123,15 +123,15 @@ def verify_against(
             settings = search_settings(name, generation, config, sources, LONGEST_ANSWER)
             options = GenerationOptions(**settings)
             decisions.append(
-                judge.decisions(model, called, searched, options, advance, answers[name].keep)
+                oracle.decisions(model, called, searched, options, advance, answers[name].keep)
             )
         if variant.screen:
             settings = search_settings("greedy", generation, config, sources, LONGEST_ANSWER)
             options = GenerationOptions(**settings)
             name = "greedy, screened"
-            decisions.append(judge.decisions(model, name, sources, options, advance, scores=False))
+            decisions.append(oracle.decisions(model, name, sources, options, advance, scores=False))
         pairs = _fed_whole(checkpoint, texts, sources, targets, answers["greedy"].wanted)
-        comparisons += judge.text(model, pairs, forcing, advance)
+        comparisons += oracle.text(model, pairs, forcing, advance)
         tasks.append(token_agreement(answers["greedy"], budget.agreement))
         if targets is not None:
             for name in ("greedy", "beam 4"):
@@ -147,7 +147,7 @@ def verify_against(
         "rows": len(texts),
         "text_sha256": hashlib.sha256("\n".join(texts).encode()).hexdigest(),
     }
-    asked = opinion_cases(config) if opinions else []
+    asked = cross_check_cases(config) if opinions else []
     report = ParityReport(
         str(bundle.folder),
         how,
@@ -157,7 +157,7 @@ def verify_against(
         tasks,
         forcing.growth(),
         forcing.margins(),
-        ask_opinions(judge, model, bundle, variant, asked, advance) if opinions else (),
+        cross_check(oracle, model, bundle, variant, asked, advance) if opinions else (),
     )
     if plant_faults and report.passed:
         few = sources[:PLANTED_ROWS] or random_sources(config, PLANTED_ROWS)

@@ -14,19 +14,19 @@ import onnxruntime
 
 from transferry.export.backends.backends import BACKENDS, Backend
 from transferry.export.backends.plain_decoder import plain_model
-from transferry.export.parity.oracle import Done, Judge
+from transferry.export.parity.oracle import Done, Oracle
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder
 from transferry.runtime.errors import TransferryError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Case, Tolerance, Truth, compare, observe
-from transferry.runtime.parity.report import Opinion, sum_up
+from transferry.runtime.parity.report import CrossCheck, sum_up
 
 SERVED = "onnxruntime as served"
 # On the CPU, where every bundle can be opened.
 UNOPTIMISED = f"onnxruntime {onnxruntime.__version__} cpu, unoptimised"
-# How often `ask_opinions` calls `done`.
+# How often `cross_check` calls `done`.
 RUNTIMES = 2 + len(BACKENDS)
 
 LONGEST_REASON = 160
@@ -36,23 +36,23 @@ Model = ObservableDecoder[Any] | ObservableEncoder
 Opener = Callable[[], AbstractContextManager[tuple[str, Model]]]
 
 
-def ask_opinions(
-    judge: Judge,
+def cross_check(
+    oracle: Oracle,
     served: Model,
     bundle: Bundle,
     variant: Variant,
     cases: Sequence[Case],
     done: Done = lambda runtimes: None,
     backends: Sequence[type[Backend]] = BACKENDS,
-) -> list[Opinion]:
+) -> list[CrossCheck]:
     """Runs the same cases in every runtime that is here.
 
     Args:
-        judge: Knows what is true, and the tolerance.
+        oracle: Knows what is true, and the tolerance.
         served: The variant, opened as it will be served.
         bundle: The bundle.
         variant: The variant.
-        cases: What to run, such as `cases.opinion_cases`; the slowest runtime is numpy.
+        cases: What to run, such as `cases.cross_check_cases`; the slowest runtime is numpy.
         done: Called with 1 after each runtime.
         backends: Runtimes besides onnxruntime.
 
@@ -60,7 +60,7 @@ def ask_opinions(
         Of each runtime a row a stage. One that is absent, or fails, has a row that tells why,
         after the rows of the cases that it did run: it does not raise.
     """
-    expected = [(case, judge.truth(case)) for case in cases]
+    expected = [(case, oracle.truth(case)) for case in cases]
     openers: list[tuple[str, Opener]] = [
         (SERVED, lambda: nullcontext((SERVED, served))),
         (UNOPTIMISED, partial(_unoptimised, bundle, variant)),
@@ -68,7 +68,7 @@ def ask_opinions(
     ]
     opinions = []
     for name, opener in openers:
-        opinions += _ask(name, opener, expected, judge.tolerance)
+        opinions += _ask(name, opener, expected, oracle.tolerance)
         done(1)
     return opinions
 
@@ -86,13 +86,13 @@ def _opened(kind: type[Backend], bundle: Bundle, variant: Variant) -> Iterator[t
 
 def _ask(
     name: str, opener: Opener, expected: Sequence[tuple[Case, Truth]], tolerance: Tolerance
-) -> list[Opinion]:
+) -> list[CrossCheck]:
     comparisons, failures = [], []
     with ExitStack() as opened:
         try:
             name, model = opened.enter_context(opener())
         except Exception as reason:  # noqa: BLE001 - whatever a runtime raises is what is reported
-            return [Opinion(name, "", absent=_brief(reason))]
+            return [CrossCheck(name, "", absent=_brief(reason))]
         for case, truth in expected:
             try:
                 found = observe(model, case)
@@ -101,12 +101,12 @@ def _ask(
             else:
                 comparisons += compare(case, truth, found, tolerance)
     opinions = [
-        Opinion(name, stage.name, stage.tensors, stage.error, stage.ratio, stage.faults)
+        CrossCheck(name, stage.name, stage.tensors, stage.error, stage.ratio, stage.faults)
         for stage in sum_up(comparisons, tolerance)
     ]
     if failures:
         told = f"{len(failures)} of {len(expected)} cases fail, the first {failures[0]}"
-        opinions.append(Opinion(name, "", absent=told))
+        opinions.append(CrossCheck(name, "", absent=told))
     return opinions
 
 

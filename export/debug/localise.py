@@ -22,7 +22,7 @@ from transferry.build_model.attention import KeyValues
 from transferry.build_model.transformer import Transformer
 from transferry.export.debug.replay import Replay, extract
 from transferry.export.debug.served_graph import MOST_SHOWN, ServedGraph, align
-from transferry.export.debug.traced_program import Program, trace, value_error
+from transferry.export.debug.traced_program import TracedProgram, trace, value_error
 from transferry.export.graphs.graph import Graph, flatten
 from transferry.export.torch_model import TorchDecoder, TorchEncoder, TorchState
 from transferry.runtime.bundle import Bundle, GraphSpec, Variant
@@ -195,7 +195,7 @@ class _Search:
     ) -> None:
         assert fresh.program is not None
         self.name, self.call, self.served, self.tolerance = name, call, served, tolerance
-        self.program = Program(fresh.program, model, oracle)
+        self.program = TracedProgram(fresh.program, model, oracle)
         self.torch_names = align(served, fresh, self.program)
         self.inputs = list(call.feeds.values())
         # Values that were shown while the fault was there, and those that mend it when shown.

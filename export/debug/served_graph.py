@@ -13,7 +13,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx import helper
 
-from transferry.export.debug.traced_program import Program
+from transferry.export.debug.traced_program import TracedProgram
 from transferry.export.graphs.graph import Graph
 from transferry.runtime.bundle import GraphSpec
 from transferry.runtime.ort.session import SessionOptions, open_session
@@ -81,7 +81,7 @@ class ServedGraph:
         return nodes, [name for name in dict.fromkeys(read) if name and name not in own | weights]
 
 
-def align(served: ServedGraph, fresh: Graph, program: Program) -> dict[str, str]:
+def align(served: ServedGraph, fresh: Graph, program: TracedProgram) -> dict[str, str]:
     """Finds the traced program's name for the values of a served graph.
 
     The names of the two graphs differ where the served one was changed: torch numbers its values,

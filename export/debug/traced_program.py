@@ -44,7 +44,7 @@ class Place:
     source: str
 
 
-class Program:
+class TracedProgram:
     """What torch traced of one graph.
 
     The float64 side is the same program with the weights of the oracle and float64 in the place of

@@ -20,7 +20,7 @@ from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.faults.fault import rare_tokens
 from transferry.export.faults.faults import faults_of
 from transferry.export.parity.cases import random_case, sweep
-from transferry.export.parity.oracle import SEARCHES, Judge, search_settings
+from transferry.export.parity.oracle import SEARCHES, Oracle, search_settings
 from transferry.export.parity.teacher_forcing import TeacherForcing
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.decoding.hypothesis import Hypothesis
@@ -128,12 +128,12 @@ class Gate:
         self._checkpoint = checkpoint
         self._bundle, self._variant, self._session = bundle, variant, session
         self._sources = sources
-        self._judge = Judge(checkpoint.model, checkpoint.tokenizer.special, tolerance)
+        self._oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, tolerance)
         self._config = checkpoint.model.config
         self._truths = self._true(brief_sweep(self._config))
 
     def _true(self, cases: Iterable[Case]) -> list[tuple[Case, Truth]]:
-        return [(case, self._judge.truth(case)) for case in cases]
+        return [(case, self._oracle.truth(case)) for case in cases]
 
     def check(self, folder: Path) -> str:
         """Verifies a bundle and returns the first check that fails; empty where none does."""
@@ -156,7 +156,7 @@ class Gate:
 
     def _compare(self, model: Model) -> str:
         for case, truth in self._truths:
-            found = compare(case, truth, observe(model, case), self._judge.tolerance)
+            found = compare(case, truth, observe(model, case), self._oracle.tolerance)
             if failed := _failed(found):
                 return failed
         return self._compare_text(model) if self._sources else ""
@@ -164,7 +164,7 @@ class Gate:
     def _compare_text(self, model: Model) -> str:
         forcing = TeacherForcing()
         if isinstance(model, EncoderModel):
-            compared, filled = self._judge.fillings(model, self._sources, forcing)
+            compared, filled = self._oracle.fillings(model, self._sources, forcing)
             return _failed(compared) or ("" if filled.passed else filled.search)
         answers: dict[int, Hypothesis] = {}
         for name, options in self._searches(self._sources).items():
@@ -172,10 +172,10 @@ class Gate:
             def keep(row: int, wanted: list[Hypothesis], found: list[Hypothesis]) -> None:
                 answers.setdefault(row, wanted[0])  # the first search is the greedy one
 
-            decided = self._judge.decisions(model, name, self._sources, options, keep=keep)
+            decided = self._oracle.decisions(model, name, self._sources, options, keep=keep)
             if not decided.passed:
                 return name
-        special = self._judge.special
+        special = self._oracle.special
         pairs = [
             (source, [special.bos_id, *scored_tokens(answers[row], special.eos_id)])
             if self._config.encoder_layers
@@ -183,7 +183,7 @@ class Gate:
             for row, source in enumerate(self._sources)
         ]
         pairs = [pair for pair in pairs if len(pair[1]) > 1]
-        return _failed(self._judge.text(model, pairs, forcing)) if pairs else ""
+        return _failed(self._oracle.text(model, pairs, forcing)) if pairs else ""
 
     def _searches(self, sources: Sequence[Sequence[int]]) -> Mapping[str, GenerationOptions]:
         generation = self._bundle.manifest.generation
@@ -229,7 +229,7 @@ class Gate:
             case for case in sweep(self._config, seed=1000) if _holds_rare(case, self._config)
         ]
         return [
-            (case, Truth(observe(self._honest, case), self._judge.truth(case).errors))
+            (case, Truth(observe(self._honest, case), self._oracle.truth(case).errors))
             for case in cases
         ]
 
@@ -238,13 +238,13 @@ class Gate:
         if isinstance(model, EncoderModel) or isinstance(honest, EncoderModel):
             # What fills a mask in is the largest score, and all scores were compared.
             return False
-        judge = self._judge
+        oracle = self._oracle
         case = random_case(self._config, 6, 8, 0, seed=2000)
         rows = zip(case.source, case.mask, strict=True)
-        sources = [row[mask].tolist() or [judge.special.bos_id] for row, mask in rows]
+        sources = [row[mask].tolist() or [oracle.special.bos_id] for row, mask in rows]
         for options in self._searches(sources).values():
             wanted, found = (
-                search(either, sources, options, judge.special) for either in (honest, model)
+                search(either, sources, options, oracle.special) for either in (honest, model)
             )
             for row, (left, right) in enumerate(zip(wanted, found, strict=True)):
                 if [item.tokens for item in left] == [item.tokens for item in right]:
@@ -257,8 +257,8 @@ class Gate:
                     right,
                     honest,
                     model,
-                    judge.oracle,
-                    judge.special,
+                    oracle.exact,
+                    oracle.special,
                     usual,
                     row,
                 )

@@ -76,7 +76,7 @@ def _unpadded(name: str, source: NDArray[np.int64], target: NDArray[np.int64]) -
     return Case(name, source, np.ones(source.shape, np.bool_), target, 0)
 
 
-def opinion_cases(config: ModelConfig) -> list[Case]:
+def cross_check_cases(config: ModelConfig) -> list[Case]:
     """Returns a few small cases for runtimes too slow for the sweep: short, padded, reordered."""
     sizes = [(1, 1, 0), (2, 13, 0), (2, 16, 1), (3, 6, 5)]
     if not config.encoder_layers:

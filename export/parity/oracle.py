@@ -75,7 +75,7 @@ def search_settings(
     return {**generation, **SEARCHES[name], "max_length": length}
 
 
-class Judge:
+class Oracle:
     """Compares decoders and encoders with a reference model, in float32 and as its oracle."""
 
     def __init__(self, model: Transformer, special: SpecialTokens, tolerance: Tolerance) -> None:
@@ -83,15 +83,15 @@ class Judge:
         self.special = special
         self.tolerance = tolerance
         self.reference = TorchDecoder(model)
-        self.oracle = TorchDecoder.oracle(model)
+        self.exact = TorchDecoder.oracle(model)
         # What the oracle made of answers, by source and tokens: searches share many.
         self._scored: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, float]] = {}
 
     def observe(self, case: Case) -> tuple[Tensors, Tensors]:
         """Runs a case on the oracle and on the reference."""
         if self.config.decoder_layers:
-            return observe(self.oracle, case), observe(self.reference, case)
-        oracle, reference = TorchEncoder(self.oracle.model), TorchEncoder(self.reference.model)
+            return observe(self.exact, case), observe(self.reference, case)
+        oracle, reference = TorchEncoder(self.exact.model), TorchEncoder(self.reference.model)
         return observe(oracle, case), observe(reference, case)
 
     def truth(self, case: Case) -> Truth:
@@ -210,7 +210,7 @@ class Judge:
                     right,
                     self.reference,
                     decoder,
-                    self.oracle,
+                    self.exact,
                     self.special,
                     self.tolerance,
                     index,
@@ -242,7 +242,7 @@ class Judge:
         for batch in self._batches([len(tokens) for _, tokens in new]):
             keys = [new[index] for index in batch]
             chosen = [source for source, _ in keys], [tokens for _, tokens in keys]
-            for key, found in zip(keys, forced(self.oracle, *chosen, self.special), strict=True):
+            for key, found in zip(keys, forced(self.exact, *chosen, self.special), strict=True):
                 self._scored[key] = float(found.log_probabilities.sum()), found.largest
         own, largest = 0.0, 1.0
         exact = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import sacrebleu
 
 from transferry.runtime.decoding.hypothesis import FAILED, Hypothesis
-from transferry.runtime.parity.report import Task
+from transferry.runtime.parity.report import TaskMetric
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
 
@@ -59,14 +59,14 @@ _BUDGETS = {
 def token_agreement(
     answers: Answers,
     budget: float,
-) -> Task:
+) -> TaskMetric:
     """Returns which share of torch's tokens the other has in the same places."""
     same, total = 0, 0
     for one, other in zip(answers.wanted, answers.found, strict=True):
         same += sum(a == b for a, b in zip(one.tokens, other.tokens, strict=False))
         total += max(len(one.tokens), len(other.tokens))
     share = same / total if total else 1.0
-    return Task("token agreement", 1.0, share, 1.0 - share, budget)
+    return TaskMetric("token agreement", 1.0, share, 1.0 - share, budget)
 
 
 def translation(
@@ -75,7 +75,7 @@ def translation(
     answers: Answers,
     targets: Sequence[str],
     budget: float,
-) -> Task:
+) -> TaskMetric:
     """Returns the loss in sacreBLEU; a gain is no change."""
     scores = [
         sacrebleu.corpus_bleu(
@@ -84,4 +84,4 @@ def translation(
         for side in (answers.wanted, answers.found)
     ]
     reference, found = scores
-    return Task(f"sacreBLEU {search}", reference, found, max(0.0, reference - found), budget)
+    return TaskMetric(f"sacreBLEU {search}", reference, found, max(0.0, reference - found), budget)

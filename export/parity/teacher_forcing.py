@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.decoding.logits import log_sum_exp
-from transferry.runtime.parity.report import Growth, Margins, Task
+from transferry.runtime.parity.report import Growth, Margins, TaskMetric
 
 Logits = NDArray[np.floating[Any]]
 
@@ -75,7 +75,7 @@ class TeacherForcing:
             return None
         return Margins(EDGES, self.counts.tolist(), self.smallest, self.error)
 
-    def perplexity(self, budget: float) -> Task:
+    def perplexity(self, budget: float) -> TaskMetric:
         """Returns what the errors come to in perplexity (exp of the mean loss)."""
         reference, found = np.exp(self.losses / self.tokens).tolist()
-        return Task("perplexity", reference, found, abs(found / reference - 1), budget)
+        return TaskMetric("perplexity", reference, found, abs(found / reference - 1), budget)

@@ -118,7 +118,7 @@ def judge_scores(
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskMetric:
     """What a difference comes to in the measure that the users of the model go by.
 
     Attributes:
@@ -182,7 +182,7 @@ class Margins:
 
 
 @dataclass(frozen=True)
-class Opinion:
+class CrossCheck:
     """How one runtime fares in one stage, on the same cases as all others.
 
     Attributes:
@@ -287,10 +287,10 @@ class ParityReport:
     tolerance: Tolerance
     comparisons: Sequence[Comparison]
     decisions: Sequence[Decisions] = field(default_factory=list)
-    tasks: Sequence[Task] = ()
+    tasks: Sequence[TaskMetric] = ()
     growth: Sequence[Growth] = ()
     margins: Margins | None = None
-    opinions: Sequence[Opinion] = ()
+    opinions: Sequence[CrossCheck] = ()
     origin: Origin | None = None
     self_test: Sequence[PlantedFault] = ()
 
@@ -348,7 +348,7 @@ class ParityReport:
             lines += [f"  {line}" for line in item.ties]
         lines += [str(task) for task in self.tasks]
         if self.opinions:
-            lines += ["", _opinions(self.opinions)]
+            lines += ["", _cross_check_table(self.opinions)]
         if self.self_test:
             lines += ["", _self_test(self.self_test)]
         if self.origin is not None:
@@ -363,7 +363,7 @@ class ParityReport:
         record = asdict(self)
         for item, comparison in zip(record["comparisons"], self.comparisons, strict=True):
             item["stage"] = comparison.stage
-        judged: Sequence[Decisions | Task | PlantedFault]
+        judged: Sequence[Decisions | TaskMetric | PlantedFault]
         for name in ("decisions", "tasks", "self_test"):
             judged = getattr(self, name)
             for item, value in zip(record[name], judged, strict=True):
@@ -415,7 +415,7 @@ def sum_up(comparisons: Sequence[Comparison], tolerance: Tolerance) -> list[Stag
     return stages
 
 
-def _opinions(opinions: Sequence[Opinion]) -> str:
+def _cross_check_table(opinions: Sequence[CrossCheck]) -> str:
     rows = [
         (
             item.runtime,

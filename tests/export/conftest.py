@@ -21,7 +21,7 @@ from transferry.export.graphs.external_data import write_graphs
 from transferry.export.graphs.graph import Graph
 from transferry.export.optimise.calibration import Calibration, Histogram, LinearObserver
 from transferry.export.optimise.kv_scales import KVRanges, fold_kv_scales
-from transferry.export.parity.oracle import Judge
+from transferry.export.parity.oracle import Oracle
 from transferry.export.variants import describe
 from transferry.runtime.bundle import Bundle, Manifest
 from transferry.runtime.ort.portable_decoder import PortableDecoder
@@ -60,8 +60,8 @@ def decoder(bundle: Bundle) -> PortableDecoder:
 
 
 @pytest.fixture(scope="session")
-def judge(checkpoint: Checkpoint) -> Judge:
-    return Judge(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
+def oracle(checkpoint: Checkpoint) -> Oracle:
+    return Oracle(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,7 +12,7 @@ from transferry.build_model.config import ModelConfig
 from transferry.build_model.evaluation import cross_entropy
 from transferry.build_model.transformer import Transformer
 from transferry.export.parity.cases import random_case
-from transferry.export.parity.oracle import Judge
+from transferry.export.parity.oracle import Oracle
 from transferry.export.variants import make_variant
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
@@ -125,6 +125,6 @@ def test_what_is_exported_is_what_was_trained(config: ModelConfig, tmp_path: Pat
     model = trained_a_little(config)
     sizes = [(1, 1, 0), (3, 7, 0), (2, 5, 4)]
     cases = [random_case(config, *size, seed=number) for number, size in enumerate(sizes)]
-    comparisons = Judge(model, SOURCES, Tolerance()).numbers(opened(model, tmp_path), cases)
+    comparisons = Oracle(model, SOURCES, Tolerance()).numbers(opened(model, tmp_path), cases)
     assert len(comparisons) >= 2 * len(cases)
     assert [f"{item.case}: {item.tensor}: {item.fault}" for item in comparisons if item.fault] == []

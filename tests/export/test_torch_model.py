@@ -11,7 +11,7 @@ from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.layers import sinusoidal_positions
 from transferry.build_model.transformer import greedy
 from transferry.export.parity.cases import random_case
-from transferry.export.parity.oracle import Judge
+from transferry.export.parity.oracle import Oracle
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import pad_sources, search
@@ -93,10 +93,10 @@ def test_dropout_is_off(checkpoint: Checkpoint, case: Case) -> None:
 
 
 def test_cache_is_named_as_in_the_graphs(
-    judge: Judge, decoder: PortableDecoder, case: Case
+    oracle: Oracle, decoder: PortableDecoder, case: Case
 ) -> None:
-    state = judge.reference.start(case.source, case.mask)
-    tensors = judge.reference.tensors(state)
+    state = oracle.reference.start(case.source, case.mask)
+    tensors = oracle.reference.tensors(state)
     of_graph = decoder.tensors(decoder.start(case.source, case.mask))
     assert {name: array.shape for name, array in tensors.items()} == {
         name: array.shape for name, array in of_graph.items()
@@ -123,11 +123,11 @@ def plain(checkpoint: Checkpoint, sources: list[list[int]]) -> list[list[int]]:
 
 
 def test_torch_and_onnxruntime_are_the_plain_greedy_loop(
-    judge: Judge, decoder: PortableDecoder, sources: list[list[int]], plain: list[list[int]]
+    oracle: Oracle, decoder: PortableDecoder, sources: list[list[int]], plain: list[list[int]]
 ) -> None:
     options = GenerationOptions(max_length=LENGTH)
     for found in (
-        search(judge.reference, sources, options, SOURCES),
+        search(oracle.reference, sources, options, SOURCES),
         search(decoder, sources, options, SOURCES),
     ):
         assert [list(row[0].tokens) for row in found] == plain

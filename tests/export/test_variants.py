@@ -15,7 +15,7 @@ from transferry.build_model.transformer import Transformer
 from transferry.export.bundle import check_graphs, export_bundle
 from transferry.export.graphs.external_data import ALIGNMENT, WEIGHTS, write_graphs
 from transferry.export.parity.cases import random_case
-from transferry.export.parity.oracle import Judge
+from transferry.export.parity.oracle import Oracle
 from transferry.export.variants import RECIPES, make_variant
 from transferry.runtime.bundle import Bundle, CacheSpec
 from transferry.runtime.errors import UsageError
@@ -141,10 +141,10 @@ def test_half_precision_answers_nearly_alike(tmp_path: Path) -> None:
     assert types == {("bias", "float32"), ("logits", "float32"), ("hidden", "float16")}
     opened = open_model(bundle, variant, SessionOptions())
     cases = [random_case(config, *size, seed=0) for size in [(1, 1, 0), (3, 7, 0), (2, 5, 4)]]
-    judge = Judge(model, SOURCES, Tolerance.of("float16"))
-    comparisons = judge.numbers(opened, cases)
+    oracle = Oracle(model, SOURCES, Tolerance.of("float16"))
+    comparisons = oracle.numbers(opened, cases)
     assert not [item.fault for item in comparisons if item.fault]
     assert np.isfinite([item.error for item in comparisons]).all()
     # The tolerance of float32 is a thousandth of that.
-    judge = Judge(model, SOURCES, replace(judge.tolerance, factor=Tolerance().factor))
-    assert [item.tensor for item in judge.numbers(opened, cases) if item.fault]
+    oracle = Oracle(model, SOURCES, replace(oracle.tolerance, factor=Tolerance().factor))
+    assert [item.tensor for item in oracle.numbers(opened, cases) if item.fault]

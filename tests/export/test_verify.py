@@ -1,4 +1,4 @@
-"""The true bundle passes the judge, and each fault that a bundle may have is caught by it."""
+"""The true bundle passes verification, and each fault that a bundle may have is caught by it."""
 
 import copy
 import dataclasses
@@ -17,7 +17,7 @@ from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.build_model.vocabulary import train_bpe
 from transferry.export.parity.cases import random_case, sweep
-from transferry.export.parity.oracle import Judge
+from transferry.export.parity.oracle import Oracle
 from transferry.export.parity.teacher_forcing import TeacherForcing
 from transferry.export.torch_model import TorchDecoder, TorchEncoder
 from transferry.export.verify import verify_against
@@ -51,9 +51,9 @@ def faults(comparisons: list[Comparison]) -> dict[str, str]:
     return found
 
 
-def test_true_bundle_passes(judge: Judge, decoder: PortableDecoder) -> None:
+def test_true_bundle_passes(oracle: Oracle, decoder: PortableDecoder) -> None:
     done: list[int] = []
-    comparisons = judge.numbers(decoder, sweep(judge.config), done.append)
+    comparisons = oracle.numbers(decoder, sweep(oracle.config), done.append)
     assert faults(comparisons) == {}
     # 36 sizes, and two that run through the vocabulary.
     assert done == [1] * 38
@@ -121,32 +121,32 @@ def parameter_names() -> list[str]:
     # depends on the bias of an encoder's keys; a decoder's keys are compared themselves.
     [name for name in parameter_names() if name != "encoder.0.self_attention.key.bias"],
 )
-def test_one_weight_one_percent_off_is_caught(judge: Judge, case: Case, name: str) -> None:
-    model = copy.deepcopy(judge.reference.model)
+def test_one_weight_one_percent_off_is_caught(oracle: Oracle, case: Case, name: str) -> None:
+    model = copy.deepcopy(oracle.reference.model)
     with torch.no_grad():
         weight = model.get_parameter(name).view(-1)
         weight[weight.abs().argmax()] *= 1.01
-    assert faults(judge.numbers(TorchDecoder(model), [case]))
+    assert faults(oracle.numbers(TorchDecoder(model), [case]))
 
 
-def test_unchanged_copy_passes(judge: Judge, case: Case) -> None:
-    model = copy.deepcopy(judge.reference.model)
-    assert faults(judge.numbers(TorchDecoder(model), [case])) == {}
+def test_unchanged_copy_passes(oracle: Oracle, case: Case) -> None:
+    model = copy.deepcopy(oracle.reference.model)
+    assert faults(oracle.numbers(TorchDecoder(model), [case])) == {}
 
 
-def test_shifted_positions_are_caught(judge: Judge, case: Case) -> None:
-    model = copy.deepcopy(judge.reference.model)
+def test_shifted_positions_are_caught(oracle: Oracle, case: Case) -> None:
+    model = copy.deepcopy(oracle.reference.model)
     model.positions = torch.roll(model.positions, 1, dims=0)
-    assert faults(judge.numbers(TorchDecoder(model), [case])).keys() >= {"logits", "cross.0.keys"}
+    assert faults(oracle.numbers(TorchDecoder(model), [case])).keys() >= {"logits", "cross.0.keys"}
 
 
 def test_positions_that_begin_anew_are_caught_in_later_steps(
-    judge: Judge, monkeypatch: pytest.MonkeyPatch
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = copy.deepcopy(judge.reference.model)
+    model = copy.deepcopy(oracle.reference.model)
     embed = model.embed
     monkeypatch.setattr(model, "embed", lambda tokens, at: embed(tokens, at - at[0]))
-    comparisons = judge.numbers(TorchDecoder(model), sweep(judge.config))
+    comparisons = oracle.numbers(TorchDecoder(model), sweep(oracle.config))
     faulty = {item.stage for item in comparisons if item.fault}
     assert faulty == {"later step"}
 
@@ -248,7 +248,7 @@ DEEPER = {"past.1.keys", "past.1.values", "logits"}
     ],
 )
 def test_fault_is_caught(
-    judge: Judge,
+    oracle: Oracle,
     bundle: Bundle,
     case: Case,
     broken: type[PortableDecoder],
@@ -257,13 +257,13 @@ def test_fault_is_caught(
 ) -> None:
     """And is told of the tensors that it touches, not of others."""
     decoder = broken(bundle, bundle.variant(), SessionOptions())
-    found = faults(judge.numbers(decoder, [case]))
+    found = faults(oracle.numbers(decoder, [case]))
     assert found.keys() == tensors
     assert all(fault in text for text in found.values())
 
 
-def test_record_is_what_torch_answers(judge: Judge, sources: list[list[int]]) -> None:
-    reference = judge.record(sources[:2], 5)
+def test_record_is_what_torch_answers(oracle: Oracle, sources: list[list[int]]) -> None:
+    reference = oracle.record(sources[:2], 5)
     assert [sizes(case) for case, _ in reference.cases] == [(1, 1, 0), (2, 13, 1), (7, 6, 5)]
     assert reference.sources == sources[:2]
     greedy, beam = reference.searches
@@ -398,8 +398,8 @@ class TestFillings:
         return load_checkpoint(reader_run_folder)
 
     @pytest.fixture
-    def judge(self, checkpoint: Checkpoint) -> Judge:
-        return Judge(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
+    def oracle(self, checkpoint: Checkpoint) -> Oracle:
+        return Oracle(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
 
     @pytest.fixture
     def sources(self, checkpoint: Checkpoint, reader_run_folder: Path) -> list[list[int]]:
@@ -408,7 +408,7 @@ class TestFillings:
         return [tokenizer.special.wrap(tokenizer.encode(text)) for text in samples]
 
     def fillings(
-        self, judge: Judge, sources: list[list[int]], nudge: float, token: int = 7
+        self, oracle: Oracle, sources: list[list[int]], nudge: float, token: int = 7
     ) -> Decisions:
         """Of torch's own encoder, a token of it made likelier."""
 
@@ -418,29 +418,29 @@ class TestFillings:
                 found["logits"][..., token] += nudge
                 return found
 
-        return judge.fillings(Nudged(judge.reference.model), sources, TeacherForcing())[1]
+        return oracle.fillings(Nudged(oracle.reference.model), sources, TeacherForcing())[1]
 
-    def test_the_same_encoder_passes(self, judge: Judge, sources: list[list[int]]) -> None:
-        decisions = self.fillings(judge, sources, 0.0)
+    def test_the_same_encoder_passes(self, oracle: Oracle, sources: list[list[int]]) -> None:
+        decisions = self.fillings(oracle, sources, 0.0)
         assert decisions.passed
         assert decisions.identical == 8
         assert decisions.score_error > 0, "of torch itself, against the oracle"
 
-    def test_another_token_is_a_defect(self, judge: Judge, sources: list[list[int]]) -> None:
-        decisions = self.fillings(judge, sources, 50.0)
+    def test_another_token_is_a_defect(self, oracle: Oracle, sources: list[list[int]]) -> None:
+        decisions = self.fillings(oracle, sources, 50.0)
         assert not decisions.passed
         assert len(decisions.defects) == 8
         assert all(item.message.endswith("a defect") for item in decisions.defects)
 
     def test_another_probability_of_the_same_token_fails(
-        self, judge: Judge, sources: list[list[int]]
+        self, oracle: Oracle, sources: list[list[int]]
     ) -> None:
-        decisions = self.fillings(judge, sources, -50.0, token=3)
+        decisions = self.fillings(oracle, sources, -50.0, token=3)
         assert decisions.identical == 8
         assert not decisions.passed
 
-    def test_nan_is_a_defect(self, judge: Judge, sources: list[list[int]]) -> None:
-        decisions = self.fillings(judge, sources, np.nan)
+    def test_nan_is_a_defect(self, oracle: Oracle, sources: list[list[int]]) -> None:
+        decisions = self.fillings(oracle, sources, np.nan)
         assert [item.row for item in decisions.defects] == list(range(8))
         assert {item.message for item in decisions.defects} == {"the graph gave NaN or infinity"}
 
@@ -453,14 +453,14 @@ class TestFillings:
             assert model.output_bias is not None
             # Apart by four epsilons, as in test_divergence.py; twice that turns every choice.
             model.output_bias[7], model.output_bias[9] = 60.0, 60.0 * (1 - 2.0**-21)
-        judge = Judge(model, checkpoint.tokenizer.special, Tolerance())
-        decisions = self.fillings(judge, sources, 60.0 * 2.0**-20, token=9)
+        oracle = Oracle(model, checkpoint.tokenizer.special, Tolerance())
+        decisions = self.fillings(oracle, sources, 60.0 * 2.0**-20, token=9)
         assert decisions.passed
         assert len(decisions.ties) == 8
 
     def test_without_a_mask_nothing_is_filled_in(
         self, checkpoint: Checkpoint, sources: list[list[int]]
     ) -> None:
-        judge = Judge(checkpoint.model, PROMPTS, Tolerance())
+        oracle = Oracle(checkpoint.model, PROMPTS, Tolerance())
         with pytest.raises(InputError, match="expected a tokenizer with a mask"):
-            self.fillings(judge, sources, 0.0)
+            self.fillings(oracle, sources, 0.0)

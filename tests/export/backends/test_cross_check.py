@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.export.backends import cross_check as opinions
 from transferry.export.backends.backends import Arrays, Backend, NodeBackend, ReferenceBackend
-from transferry.export.backends.cross_check import RUNTIMES, SERVED, UNOPTIMISED, ask_opinions
+from transferry.export.backends.cross_check import RUNTIMES, SERVED, UNOPTIMISED, cross_check
 from transferry.export.graphs.external_data import WEIGHTS
-from transferry.export.parity.cases import opinion_cases
-from transferry.export.parity.oracle import Judge
+from transferry.export.parity.cases import cross_check_cases
+from transferry.export.parity.oracle import Oracle
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import STAGES, Tolerance, observe
-from transferry.runtime.parity.report import Opinion
+from transferry.runtime.parity.report import CrossCheck
 
 STEPS = ["encoder", "first step", "later step"]
 
@@ -57,10 +57,10 @@ class Unopened(ReferenceBackend):
 
 
 def ask(
-    judge: Judge, served: PortableDecoder, bundle: Bundle, *backends: type[Backend]
-) -> dict[str, list[Opinion]]:
-    cases = opinion_cases(judge.config)
-    found = ask_opinions(judge, served, bundle, bundle.variant(), cases, backends=backends)
+    oracle: Oracle, served: PortableDecoder, bundle: Bundle, *backends: type[Backend]
+) -> dict[str, list[CrossCheck]]:
+    cases = cross_check_cases(oracle.config)
+    found = cross_check(oracle, served, bundle, bundle.variant(), cases, backends=backends)
     return {
         name: [item for item in found if item.runtime == name]
         for name in dict.fromkeys(item.runtime for item in found)
@@ -82,14 +82,14 @@ def test_all_agree_on_a_right_graph(
     checkpoint = load_checkpoint(request.getfixturevalue(f"{prefix}run_folder"))
     bundle = Bundle.load(request.getfixturevalue(f"{prefix}bundle_folder"))
     variant = bundle.variant()
-    judge = Judge(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
+    oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
     done: list[int] = []
-    found = ask_opinions(
-        judge,
+    found = cross_check(
+        oracle,
         open_model(bundle, variant, SessionOptions()),
         bundle,
         variant,
-        opinion_cases(judge.config),
+        cross_check_cases(oracle.config),
         done.append,
     )
     assert sum(done) == RUNTIMES
@@ -108,12 +108,12 @@ def test_all_agree_on_a_right_graph(
         assert [item.tensors for item in rows] == tensors
         for item in rows:
             assert item.faults == 0
-            assert 0 < item.ratio < judge.tolerance.factor
+            assert 0 < item.ratio < oracle.tolerance.factor
             assert 0 < item.error < 1e-5
 
 
 def test_one_opinion_is_that_of_the_graph_as_it_was_written(
-    judge: Judge, decoder: PortableDecoder, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    oracle: Oracle, decoder: PortableDecoder, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = []
 
@@ -122,24 +122,24 @@ def test_one_opinion_is_that_of_the_graph_as_it_was_written(
         raise RuntimeError("a fault of the runtime")
 
     monkeypatch.setattr(opinions, "open_model", refuse)
-    found = ask(judge, decoder, bundle)
+    found = ask(oracle, decoder, bundle)
     assert [options.optimisation for options in opened] == ["disable"]
     assert [item.stage for item in found[SERVED]] == STEPS
     reason = "RuntimeError: a fault of the runtime"
-    assert found[UNOPTIMISED] == [Opinion(UNOPTIMISED, "", absent=reason)]
+    assert found[UNOPTIMISED] == [CrossCheck(UNOPTIMISED, "", absent=reason)]
 
 
 def test_a_runtime_that_is_wrong_stands_alone(
-    judge: Judge, decoder: PortableDecoder, bundle: Bundle
+    oracle: Oracle, decoder: PortableDecoder, bundle: Bundle
 ) -> None:
-    found = ask(judge, decoder, bundle, Inexact)
+    found = ask(oracle, decoder, bundle, Inexact)
     *right, wrong = found
     assert right == [SERVED, UNOPTIMISED]
     assert all(item.faults == 0 for name in right for item in found[name])
     assert [item.stage for item in found[wrong] if item.faults] == ["first step", "later step"]
 
 
-def test_a_wrong_graph_is_wrong_in_all(judge: Judge, bundle: Bundle, tmp_path: Path) -> None:
+def test_a_wrong_graph_is_wrong_in_all(oracle: Oracle, bundle: Bundle, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(bundle.folder, tmp_path / "bundle"))
     path = folder / bundle.variant().name / WEIGHTS
     weights = np.fromfile(path, np.float32)
@@ -147,18 +147,18 @@ def test_a_wrong_graph_is_wrong_in_all(judge: Judge, bundle: Bundle, tmp_path: P
     weights.tofile(path)
     broken = dataclasses.replace(bundle, folder=folder)
     served = PortableDecoder(broken, broken.variant(), SessionOptions())
-    found = ask(judge, served, broken, ReferenceBackend)
+    found = ask(oracle, served, broken, ReferenceBackend)
     assert len(found) == 3
     for rows in found.values():
         assert [item.stage for item in rows if item.faults] == STEPS
 
 
 def test_what_cannot_be_asked_says_why_and_the_rest_goes_on(
-    judge: Judge, decoder: PortableDecoder, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    oracle: Oracle, decoder: PortableDecoder, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    found = ask(judge, decoder, bundle, Unopened, NodeBackend, ReferenceBackend)
-    assert found["other"] == [Opinion("other", "", absent="ValueError: unsupported opset")]
+    found = ask(oracle, decoder, bundle, Unopened, NodeBackend, ReferenceBackend)
+    assert found["other"] == [CrossCheck("other", "", absent="ValueError: unsupported opset")]
     (node,) = found["onnxruntime-web"]
     assert "no `node` on the PATH" in node.absent
     *_, last = found.values()
@@ -166,9 +166,9 @@ def test_what_cannot_be_asked_says_why_and_the_rest_goes_on(
 
 
 def test_cases_that_fail_are_counted_after_those_that_ran(
-    judge: Judge, decoder: PortableDecoder, bundle: Bundle
+    oracle: Oracle, decoder: PortableDecoder, bundle: Bundle
 ) -> None:
-    *_, rows = ask(judge, decoder, bundle, Unable).values()
+    *_, rows = ask(oracle, decoder, bundle, Unable).values()
     *ran, failed = rows
     assert [(item.stage, item.tensors, item.faults) for item in ran] == [
         ("encoder", 12, 0),
@@ -182,15 +182,15 @@ def test_cases_that_fail_are_counted_after_those_that_ran(
     assert failed.stage == ""
 
 
-def test_the_cases_are_small_and_meet_every_stage(judge: Judge, decoder: PortableDecoder) -> None:
-    cases = opinion_cases(judge.config)
+def test_the_cases_are_small_and_meet_every_stage(oracle: Oracle, decoder: PortableDecoder) -> None:
+    cases = cross_check_cases(oracle.config)
     assert max(case.source.shape[1] for case in cases) == 16
     assert {case.past for case in cases} >= {0, 1, 5}
     assert any(not case.mask.all() for case in cases)
     assert any(case.rows is not None and len(set(case.rows)) < len(case.rows) for case in cases)
     stages = set()
     for case in cases:
-        for item in judge.numbers(decoder, [case]):
+        for item in oracle.numbers(decoder, [case]):
             stages.add(item.stage)
         assert observe(decoder, case)["logits"].shape[:2] == (len(case.kept), 3)
     assert stages == set(STAGES) - {"text"}

@@ -10,7 +10,7 @@ import pytest
 from transferry.export.backends.backends import ReferenceBackend
 from transferry.export.backends.plain_decoder import PlainDecoder
 from transferry.export.graphs.external_data import WEIGHTS
-from transferry.export.parity.oracle import Judge
+from transferry.export.parity.oracle import Oracle
 from transferry.runtime.bundle import REFERENCE, Bundle
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.ort.portable_decoder import PortableDecoder
@@ -54,10 +54,10 @@ def test_sees_a_weight_that_is_wrong(bundle: Bundle, cases: Reference, tmp_path:
 
 
 def test_beams_are_those_of_torch(
-    evaluator: PlainDecoder, judge: Judge, sources: list[list[int]]
+    evaluator: PlainDecoder, oracle: Oracle, sources: list[list[int]]
 ) -> None:
     """Beams change places at every step, which `select` must follow."""
-    assert judge.decisions(evaluator, "beam 2", sources[:2], OPTIONS).identical == 2
+    assert oracle.decisions(evaluator, "beam 2", sources[:2], OPTIONS).identical == 2
 
 
 def test_selects_the_rows_that_onnxruntime_selects(

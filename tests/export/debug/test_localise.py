@@ -436,7 +436,7 @@ def test_values_that_another_operator_renamed_keep_their_modules(
     path.write_bytes(graph.SerializeToString())
     model, fresh = checkpoint.model, trace_once(checkpoint.model, "portable", "decoder")
     assert fresh.program is not None
-    traced = program.Program(fresh.program, model, model)
+    traced = program.TracedProgram(fresh.program, model, model)
     names = served.align(served.ServedGraph(path, spec, SessionOptions()), fresh, traced)
     assert (names["div"], names["div_1"], names["div_2"]) == ("div", "div_2", "div_3")
     honest = served.ServedGraph(bundle.graph(spec), spec, SessionOptions())
@@ -452,7 +452,7 @@ def test_the_program_in_float64_is_the_oracle(pair: tuple[Transformer, Bundle]) 
     for name, spec in bundle.variant().graphs.items():
         fresh = trace_once(model, "portable", name)
         assert fresh.program is not None
-        traced = program.Program(fresh.program, model, oracle)
+        traced = program.TracedProgram(fresh.program, model, oracle)
         for call in localise._calls(name, spec, case, TorchDecoder(model), TorchDecoder(oracle)):
             kept, errors = traced.run(list(call.feeds.values()), traced.values)
             for exact, single in kept.values():

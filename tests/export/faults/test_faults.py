@@ -18,7 +18,7 @@ from transferry.export.faults.fault import Fault, rare_tokens
 from transferry.export.faults.faults import FAULTS, faults_of
 from transferry.export.faults.self_test import brief_sweep
 from transferry.export.parity.cases import sweep
-from transferry.export.parity.oracle import Judge
+from transferry.export.parity.oracle import Oracle
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.errors import InputError
 from transferry.runtime.ort.open_model import Model, open_model
@@ -53,8 +53,8 @@ def opened(copy: BundleCopy) -> Model:
 
 
 def faulty(checkpoint: Checkpoint, model: Model, factor: float = 8.0) -> list[str]:
-    judge = Judge(checkpoint.model, checkpoint.tokenizer.special, Tolerance(factor))
-    found = judge.numbers(model, brief_sweep(checkpoint.model.config))
+    oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, Tolerance(factor))
+    found = oracle.numbers(model, brief_sweep(checkpoint.model.config))
     return [f"{item.case}: {item.tensor}: {item.fault}" for item in found if item.fault]
 
 
@@ -163,11 +163,11 @@ def test_planted_bundle_answers_as_torch_with_the_same_fault(
         TWINS[kind](twin)
     if kind == "positions shifted by one" and checkpoint.model.config.positions != "learned":
         # The oracle would make its tables anew, without the fault.
-        judge = Judge(twin, checkpoint.tokenizer.special, Tolerance())
+        oracle = Oracle(twin, checkpoint.tokenizer.special, Tolerance())
         with torch.no_grad():
-            shift(judge.oracle.model)
+            shift(oracle.exact.model)
         cases = brief_sweep(checkpoint.model.config)
-        assert not [item for item in judge.numbers(model, cases) if item.fault]
+        assert not [item for item in oracle.numbers(model, cases) if item.fault]
     else:
         # Twice the default: a model with a norm or a scale missing is none that it was measured on
         # (8.2 was seen), and a fault that is not the named one is thousands of times as large.

@@ -19,7 +19,7 @@ from transferry.export.graphs.rewriting import drop_unused, register
 from transferry.export.optimise import fusion
 from transferry.export.optimise.fusion import FloatKernels, Fusion, find_linear
 from transferry.export.parity.cases import random_case
-from transferry.export.parity.oracle import Judge
+from transferry.export.parity.oracle import Oracle
 from transferry.export.variants import linear_layers, make_variant
 from transferry.runtime.bundle import GraphSpec, TensorSpec
 from transferry.runtime.errors import ParityError
@@ -101,7 +101,7 @@ def test_fused_graphs_answer_as_torch(made: Made) -> None:
     model, _, opened = made
     sizes = [(1, 1, 0), (3, 7, 0), (2, 5, 4)]
     cases = [random_case(model.config, *size, seed=number) for number, size in enumerate(sizes)]
-    comparisons = Judge(model, SOURCES, Tolerance()).numbers(opened, cases)
+    comparisons = Oracle(model, SOURCES, Tolerance()).numbers(opened, cases)
     assert len(comparisons) >= 2 * len(cases)
     assert [f"{item.case}: {item.tensor}: {item.fault}" for item in comparisons if item.fault] == []
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.transformer import Transformer
-from transferry.export.parity.oracle import Judge
+from transferry.export.parity.oracle import Oracle
 from transferry.export.torch_model import TorchDecoder, TorchState
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.hypothesis import Hypothesis
@@ -80,20 +80,20 @@ def first_token(model: Transformer, source: list[int]) -> int:
     return (*hypotheses[0].tokens, SOURCES.eos_id)[0]
 
 
-def first_logits(judge: Judge, source: list[int]) -> Array:
+def first_logits(oracle: Oracle, source: list[int]) -> Array:
     """The oracle's logits of the first token [vocabulary]."""
-    start = judge.oracle.start(np.array([source]), np.ones((1, len(source)), np.bool_))
-    output, _ = judge.oracle.step(np.array([[SOURCES.bos_id]]), start)
+    start = oracle.exact.start(np.array([source]), np.ones((1, len(source)), np.bool_))
+    output, _ = oracle.exact.step(np.array([[SOURCES.bos_id]]), start)
     logits: Array = output.all_logits[0, 0]
     return logits
 
 
-def with_twin(model: Transformer, token: int, distance: float = TWIN) -> Judge:
+def with_twin(model: Transformer, token: int, distance: float = TWIN) -> Oracle:
     """Judges by a model whose last token is nearly `token` once more, so that their logits tie."""
     model = copy.deepcopy(model)
     with torch.no_grad():
         model.embedding.weight[-1] = model.embedding.weight[token] * (1.0 - distance)
-    return Judge(model, SOURCES, Tolerance())
+    return Oracle(model, SOURCES, Tolerance())
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def last(checkpoint: Checkpoint) -> int:
 
 
 def explained(
-    judge: Judge,
+    oracle: Oracle,
     source: list[int],
     options: GenerationOptions,
     token: int,
@@ -118,8 +118,8 @@ def explained(
     tolerance: Tolerance | None = None,
 ) -> Divergence:
     """Nudges a token so that the search comes to another answer, and has that explained."""
-    decoder = Nudged(judge.reference, token, amount)
-    (wanted,) = search(judge.reference, [source], options, SOURCES)
+    decoder = Nudged(oracle.reference, token, amount)
+    (wanted,) = search(oracle.reference, [source], options, SOURCES)
     (found,) = search(decoder, [source], options, SOURCES)
     assert [item.tokens for item in wanted] != [item.tokens for item in found]
     return explain(
@@ -127,11 +127,11 @@ def explained(
         options,
         wanted,
         found,
-        judge.reference,
+        oracle.reference,
         decoder,
-        judge.oracle,
-        judge.special,
-        tolerance or judge.tolerance,
+        oracle.exact,
+        oracle.special,
+        tolerance or oracle.tolerance,
     )
 
 
@@ -148,10 +148,10 @@ def test_equal_tokens_are_a_tie(
     checkpoint: Checkpoint, source: list[int], last: int, options: GenerationOptions
 ) -> None:
     token = first_token(checkpoint.model, source)
-    judge = with_twin(checkpoint.model, token)
-    divergence = explained(judge, source, options, last, ROUNDING)
+    oracle = with_twin(checkpoint.model, token)
+    divergence = explained(oracle, source, options, last, ROUNDING)
     assert divergence.tie
-    logits = first_logits(judge, source)
+    logits = first_logits(oracle, source)
     assert divergence.margin == pytest.approx(logits[token] - logits[last], rel=1e-6)
     assert 2 * ROUNDING * np.abs(logits).max() <= divergence.allowed * (1 + 1e-6)
     assert divergence.allowed < 1e-3 * REAL
@@ -171,51 +171,51 @@ def test_real_difference_is_a_defect(
     flipped: str,
 ) -> None:
     """Though there is a tie as well, which must not excuse it."""
-    judge = with_twin(checkpoint.model, first_token(checkpoint.model, source))
+    oracle = with_twin(checkpoint.model, first_token(checkpoint.model, source))
     token = last - 1
     if flipped == "the twin":
-        judge = with_twin(checkpoint.model, first_token(checkpoint.model, source), distance=0.1)
+        oracle = with_twin(checkpoint.model, first_token(checkpoint.model, source), distance=0.1)
         token = last
-    divergence = explained(judge, source, options, token, REAL)
+    divergence = explained(oracle, source, options, token, REAL)
     assert not divergence.tie
     assert divergence.margin > 100 * divergence.allowed
     assert str(divergence).endswith("of rounding: a defect")
 
 
 def test_margin_is_the_one_of_the_oracle(
-    checkpoint: Checkpoint, source: list[int], last: int, judge: Judge
+    checkpoint: Checkpoint, source: list[int], last: int, oracle: Oracle
 ) -> None:
     """Not of the decoder that is judged, whose logits are what may be wrong."""
-    logits = first_logits(judge, source)
+    logits = first_logits(oracle, source)
     best, second = np.argsort(-logits)[:2].tolist()
     distance = logits[best] - logits[second]
     amount = 1.5 * distance / np.abs(logits).max()
-    divergence = explained(judge, source, GREEDY, second, amount)
+    divergence = explained(oracle, source, GREEDY, second, amount)
     assert (divergence.step, divergence.wanted, divergence.found) == (0, (best,), (second,))
     # Of one distribution, log-probabilities are as far apart as logits.
     assert divergence.margin == pytest.approx(distance, rel=1e-9)
     assert not divergence.tie
 
 
-def score(judge: Judge, source: list[int], tokens: tuple[int, ...], penalty: float) -> float:
+def score(oracle: Oracle, source: list[int], tokens: tuple[int, ...], penalty: float) -> float:
     """The oracle's score of a candidate, by one call of the model and torch's own softmax."""
     target = torch.tensor([[SOURCES.bos_id, *tokens[:-1]]])
     row = torch.tensor([source])
     with torch.inference_mode():
-        logits = judge.oracle.model(row, torch.ones_like(row, dtype=torch.bool), target)
+        logits = oracle.exact.model(row, torch.ones_like(row, dtype=torch.bool), target)
     chosen = torch.log_softmax(logits[0], dim=-1)[torch.arange(len(tokens)), list(tokens)]
     return float(chosen.sum()) / float(len(tokens) ** penalty)
 
 
 def test_margin_of_beams_is_that_of_whole_candidates(
-    judge: Judge, sources: list[list[int]]
+    oracle: Oracle, sources: list[list[int]]
 ) -> None:
     """Those that have ended are ranked by their scores, others by their probability alone."""
     seen = set()
-    token = first_token(judge.reference.model, sources[3])
+    token = first_token(oracle.reference.model, sources[3])
     for source, nudged in product(sources[:4], (SOURCES.eos_id, token)):
-        decoder = Nudged(judge.reference, nudged, 0.01)
-        (wanted,) = search(judge.reference, [source], BEAM, SOURCES)
+        decoder = Nudged(oracle.reference, nudged, 0.01)
+        (wanted,) = search(oracle.reference, [source], BEAM, SOURCES)
         (found,) = search(decoder, [source], BEAM, SOURCES)
         if [item.tokens for item in wanted] == [item.tokens for item in found]:
             continue
@@ -224,16 +224,16 @@ def test_margin_of_beams_is_that_of_whole_candidates(
             BEAM,
             wanted,
             found,
-            judge.reference,
+            oracle.reference,
             decoder,
-            judge.oracle,
+            oracle.exact,
             SOURCES,
-            judge.tolerance,
+            oracle.tolerance,
         )
         candidates = divergence.wanted, divergence.found
         ended = any(tokens[-1] == SOURCES.eos_id for tokens in candidates)
         penalty = BEAM.length_penalty if ended else 0.0
-        left, right = (score(judge, source, tokens, penalty) for tokens in candidates)
+        left, right = (score(oracle, source, tokens, penalty) for tokens in candidates)
         assert divergence.margin == pytest.approx(abs(left - right), rel=1e-9)
         seen.add((ended, divergence.step + 1 < len(divergence.wanted)))
     assert {(True, True), (False, True)} <= seen
@@ -243,10 +243,10 @@ def test_allowance_follows_the_tolerance(
     checkpoint: Checkpoint, source: list[int], last: int
 ) -> None:
     token = first_token(checkpoint.model, source)
-    judge = with_twin(checkpoint.model, token, distance=1e-3)
-    strict = explained(judge, source, GREEDY, last, 3e-3)
+    oracle = with_twin(checkpoint.model, token, distance=1e-3)
+    strict = explained(oracle, source, GREEDY, last, 3e-3)
     assert not strict.tie
-    loose = explained(judge, source, GREEDY, last, 3e-3, Tolerance(factor=4e5))
+    loose = explained(oracle, source, GREEDY, last, 3e-3, Tolerance(factor=4e5))
     assert loose.tie
     assert loose.margin == strict.margin
     assert loose.allowed == pytest.approx(4e5 / Tolerance.factor * strict.allowed)
@@ -283,19 +283,19 @@ def test_ending_or_going_on_may_be_a_tie(
     """What is compared is the step at which one ends, not all that the other says after it."""
     (hypotheses,) = search(TorchDecoder(checkpoint.model), [short], GREEDY, SOURCES)
     tokens = hypotheses[0].tokens
-    judge = with_twin(checkpoint.model, SOURCES.eos_id)
-    divergence = explained(judge, short, GREEDY, last, ROUNDING)
+    oracle = with_twin(checkpoint.model, SOURCES.eos_id)
+    divergence = explained(oracle, short, GREEDY, last, ROUNDING)
     assert divergence.tie
     assert divergence.wanted == (*tokens, SOURCES.eos_id)
     assert divergence.found == (*tokens, last)
 
 
-def test_going_on_where_torch_ends_is_a_defect(judge: Judge, short: list[int], last: int) -> None:
-    assert not explained(judge, short, GREEDY, last, REAL).tie
+def test_going_on_where_torch_ends_is_a_defect(oracle: Oracle, short: list[int], last: int) -> None:
+    assert not explained(oracle, short, GREEDY, last, REAL).tie
 
 
-def test_ending_where_torch_goes_on_is_a_defect(judge: Judge, source: list[int]) -> None:
-    assert not explained(judge, source, GREEDY, SOURCES.eos_id, REAL).tie
+def test_ending_where_torch_goes_on_is_a_defect(oracle: Oracle, source: list[int]) -> None:
+    assert not explained(oracle, source, GREEDY, SOURCES.eos_id, REAL).tie
 
 
 @searches
@@ -306,10 +306,10 @@ def test_ties_are_accounted_for(
     last: int,
     options: GenerationOptions,
 ) -> None:
-    judge = with_twin(checkpoint.model, first_token(checkpoint.model, source))
+    oracle = with_twin(checkpoint.model, first_token(checkpoint.model, source))
     rows: list[int] = []
-    nudged = Nudged(judge.reference, last, ROUNDING)
-    decisions = judge.decisions(nudged, "search", sources, options, rows.append)
+    nudged = Nudged(oracle.reference, last, ROUNDING)
+    decisions = oracle.decisions(nudged, "search", sources, options, rows.append)
     assert decisions.passed
     assert not decisions.defects
     assert decisions.ties
@@ -318,7 +318,7 @@ def test_ties_are_accounted_for(
         row
         for row, source in enumerate(sources)
         if [item.tokens for item in search(nudged, [source], options, SOURCES)[0]]
-        != [item.tokens for item in search(judge.reference, [source], options, SOURCES)[0]]
+        != [item.tokens for item in search(oracle.reference, [source], options, SOURCES)[0]]
     ]
     assert [tie.row for tie in decisions.ties] == different
     assert all(tie.message.endswith("a tie") for tie in decisions.ties)
@@ -327,22 +327,22 @@ def test_ties_are_accounted_for(
 
 @searches
 def test_defects_fail(
-    judge: Judge, sources: list[list[int]], last: int, options: GenerationOptions
+    oracle: Oracle, sources: list[list[int]], last: int, options: GenerationOptions
 ) -> None:
-    decoder = Nudged(judge.reference, last, REAL)
-    decisions = judge.decisions(decoder, "search", sources[:3], options)
+    decoder = Nudged(oracle.reference, last, REAL)
+    decisions = oracle.decisions(decoder, "search", sources[:3], options)
     assert not decisions.passed
     assert len(decisions.defects) == 3
     assert all(item.message.endswith("a defect") for item in decisions.defects)
 
 
 def test_scores_of_identical_rows_are_compared(
-    judge: Judge, sources: list[list[int]], last: int
+    oracle: Oracle, sources: list[list[int]], last: int
 ) -> None:
     """A token that nobody chooses has its part in the probability of the others."""
-    decoder = Nudged(judge.reference, last, -REAL)
+    decoder = Nudged(oracle.reference, last, -REAL)
     answers: dict[int, Hypothesis] = {}
-    decisions = judge.decisions(
+    decisions = oracle.decisions(
         *(decoder, "greedy", sources, GREEDY),
         keep=lambda row, _, found: answers.update({row: found[0]}),
     )
@@ -350,12 +350,12 @@ def test_scores_of_identical_rows_are_compared(
     errors = []
     for row, answer in answers.items():
         tokens = scored_tokens(answer, SOURCES.eos_id)
-        exact = score(judge, sources[row], tokens, GREEDY.length_penalty)
+        exact = score(oracle, sources[row], tokens, GREEDY.length_penalty)
         errors.append(abs(answer.score - exact))
     # The answers are the very ones that were judged, and both sides are exact in float64.
     assert decisions.score_error == pytest.approx(max(errors), rel=1e-9)
     # Above any rounding: the budget is a multiple of torch's own.
-    assert decisions.score_ratio > judge.tolerance.factor
+    assert decisions.score_ratio > oracle.tolerance.factor
     assert not decisions.passed
 
 
@@ -366,8 +366,8 @@ def test_rows_that_fail_on_both_sides_prove_nothing(
     broken = copy.deepcopy(checkpoint.model)
     with torch.no_grad():
         broken.get_parameter("decoder.0.feed_forward.inner.bias").fill_(torch.nan)
-    judge = Judge(broken, SOURCES, Tolerance())
-    decisions = judge.decisions(TorchDecoder(broken), "greedy", sources, GREEDY)
+    oracle = Oracle(broken, SOURCES, Tolerance())
+    decisions = oracle.decisions(TorchDecoder(broken), "greedy", sources, GREEDY)
     assert decisions.identical == len(sources)
     assert np.isnan(decisions.score_error)
     assert not decisions.passed
@@ -375,12 +375,12 @@ def test_rows_that_fail_on_both_sides_prove_nothing(
 
 @searches
 def test_what_happens_in_a_batch_only_is_a_defect(
-    judge: Judge, sources: list[list[int]], last: int, options: GenerationOptions
+    oracle: Oracle, sources: list[list[int]], last: int, options: GenerationOptions
 ) -> None:
-    decoder = Nudged(judge.reference, last, REAL, crowd=2)
-    alone = judge.decisions(decoder, "search", sources[:1], options)
+    decoder = Nudged(oracle.reference, last, REAL, crowd=2)
+    alone = oracle.decisions(decoder, "search", sources[:1], options)
     assert (alone.identical, alone.passed) == (1, True)
-    decisions = judge.decisions(decoder, "search", sources[:3], options)
+    decisions = oracle.decisions(decoder, "search", sources[:3], options)
     assert not decisions.passed
     assert len(decisions.defects) == 3
     assert all(item.message.endswith("a defect") for item in decisions.defects)
@@ -392,10 +392,10 @@ def test_a_tie_that_shows_in_a_batch_only_is_a_tie(
 ) -> None:
     """torch's sums depend on the batch; what is as close as that may fall either way there."""
     token = first_token(checkpoint.model, sources[3])
-    judge = with_twin(checkpoint.model, token)
-    decoder = Nudged(judge.reference, last, ROUNDING, crowd=2)
-    assert judge.decisions(decoder, "search", sources[3:4], options).identical == 1
-    decisions = judge.decisions(decoder, "search", sources, options)
+    oracle = with_twin(checkpoint.model, token)
+    decoder = Nudged(oracle.reference, last, ROUNDING, crowd=2)
+    assert oracle.decisions(decoder, "search", sources[3:4], options).identical == 1
+    decisions = oracle.decisions(decoder, "search", sources, options)
     assert decisions.passed
     assert decisions.ties
 
@@ -407,7 +407,7 @@ class TestSamples:
     """Two draws differ: was the random number at the border of their tokens?"""
 
     def at_border(
-        self, judge: Judge, source: list[int], token: int, monkeypatch: pytest.MonkeyPatch
+        self, oracle: Oracle, source: list[int], token: int, monkeypatch: pytest.MonkeyPatch
     ) -> float:
         """Makes the random numbers the oracle's cumulative distribution F up to a token.
 
@@ -415,8 +415,8 @@ class TestSamples:
         logits of at most e move F by at most 2 e F (1 - F), and a nudge d of a token of
         probability p by d p (1 - F): d is twice what outweighs torch's own errors.
         """
-        (exact,) = forced(judge.oracle, [source], [[token]], SOURCES)
-        (rounded,) = forced(judge.reference, [source], [[token]], SOURCES)
+        (exact,) = forced(oracle.exact, [source], [[token]], SOURCES)
+        (rounded,) = forced(oracle.reference, [source], [[token]], SOURCES)
         weights = np.exp(exact.logits[0] - exact.logits[0].max())
         border = weights[: token + 1].sum() / weights.sum()
         error = np.abs(rounded.logits - exact.logits).max() / exact.largest
@@ -429,14 +429,14 @@ class TestSamples:
         return float(4 * error * border * weights.sum() / weights[token])
 
     def test_at_the_border_it_is_a_tie(
-        self, judge: Judge, source: list[int], monkeypatch: pytest.MonkeyPatch
+        self, oracle: Oracle, source: list[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        token = first_token(judge.reference.model, source)
-        amount = self.at_border(judge, source, token, monkeypatch)
-        nudged = [Nudged(judge.reference, token, sign * amount) for sign in (1, -1)]
+        token = first_token(oracle.reference.model, source)
+        amount = self.at_border(oracle, source, token, monkeypatch)
+        nudged = [Nudged(oracle.reference, token, sign * amount) for sign in (1, -1)]
         firsts = [search(decoder, [source], SAMPLE, SOURCES)[0][0].tokens for decoder in nudged]
         assert firsts[0] != firsts[1], "the border is where it should be"
-        judged = [judge.decisions(one, "sampling", [source], SAMPLE) for one in nudged]
+        judged = [oracle.decisions(one, "sampling", [source], SAMPLE) for one in nudged]
         (different,) = [item for item in judged if not item.identical]
         assert different.passed
         (tie,) = different.ties
@@ -444,9 +444,11 @@ class TestSamples:
         assert tie.allowed is not None
         assert tie.margin <= tie.allowed < 1e-3
 
-    def test_away_from_it_it_is_a_defect(self, judge: Judge, source: list[int], last: int) -> None:
-        decoder = Nudged(judge.reference, last, REAL)
-        decisions = judge.decisions(decoder, "sampling", [source], SAMPLE)
+    def test_away_from_it_it_is_a_defect(
+        self, oracle: Oracle, source: list[int], last: int
+    ) -> None:
+        decoder = Nudged(oracle.reference, last, REAL)
+        decisions = oracle.decisions(decoder, "sampling", [source], SAMPLE)
         (defect,) = decisions.defects
         assert defect.margin is not None
         assert defect.allowed is not None
@@ -454,11 +456,11 @@ class TestSamples:
 
 
 def test_onnxruntime_needs_no_excuse(
-    judge: Judge, decoder: PortableDecoder, sources: list[list[int]]
+    oracle: Oracle, decoder: PortableDecoder, sources: list[list[int]]
 ) -> None:
-    decisions = judge.decisions(decoder, "beam 4", sources, BEAM)
+    decisions = oracle.decisions(decoder, "beam 4", sources, BEAM)
     assert decisions.passed
 
 
-def test_no_row_proves_nothing(judge: Judge) -> None:
-    assert not judge.decisions(judge.reference, "greedy", [], GREEDY).passed
+def test_no_row_proves_nothing(oracle: Oracle) -> None:
+    assert not oracle.decisions(oracle.reference, "greedy", [], GREEDY).passed

@@ -18,7 +18,7 @@ from transferry.runtime.errors import InputError
 from transferry.runtime.files import sha256
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance
-from transferry.runtime.parity.report import ParityReport, Task
+from transferry.runtime.parity.report import ParityReport, TaskMetric
 
 WEIGHTS = "portable/weights.bin"
 
@@ -114,7 +114,7 @@ def test_a_gain_in_bleu_is_no_change(checkpoint: Checkpoint, texts: list[str]) -
 
 
 def test_what_cannot_be_measured_does_not_pass() -> None:
-    assert not Task("perplexity", 3.0, math.nan, math.nan, 0.1).passed
+    assert not TaskMetric("perplexity", 3.0, math.nan, math.nan, 0.1).passed
 
 
 def test_targets_must_go_with_the_texts(

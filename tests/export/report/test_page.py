@@ -20,15 +20,15 @@ from transferry.export.report.page import render_page
 from transferry.runtime.errors import InputError
 from transferry.runtime.parity.compare import Comparison, Tolerance
 from transferry.runtime.parity.report import (
+    CrossCheck,
     Decisions,
     Difference,
     Growth,
     Margins,
-    Opinion,
     Origin,
     ParityReport,
     PlantedFault,
-    Task,
+    TaskMetric,
 )
 
 TOLERANCE = Tolerance()
@@ -58,7 +58,7 @@ def passed(**changes: Any) -> ParityReport:
             comparison("logits", 1.5e-6, past=1),
         ],
         [Decisions("greedy", 50, 50, 2e-7, 0.4), Decisions("sampling", 50, 49, 3e-7, 0.5, [TIE])],
-        [Task("token agreement", 1.0, 0.999, 0.001, np.inf)],
+        [TaskMetric("token agreement", 1.0, 0.999, 0.001, np.inf)],
         [Growth(step, 1e-6 + step * 1e-8, 9e-7) for step in range(40)],
         Margins([1e-6, 1e-4, 1e-2, 1.0], [1, 40, 900], 3.1e-5, 1.2e-5),
     )
@@ -74,10 +74,10 @@ def failed() -> ParityReport:
         bundle=HOSTILE,
         comparisons=[*passed().comparisons, *faults],
         decisions=[Decisions("greedy", 50, 48, 1e-2, 99.0, [TIE], [DEFECT])],
-        tasks=[Task("perplexity", 4.8, 5.9, 0.23, 0.001)],
+        tasks=[TaskMetric("perplexity", 4.8, 5.9, 0.23, 0.001)],
         opinions=[
-            Opinion("onnxruntime as served", "later step", 90, 3.2e-3, 7104.2, 31),
-            Opinion("OpenVINO", "", absent="not installed"),
+            CrossCheck("onnxruntime as served", "later step", 90, 3.2e-3, 7104.2, 31),
+            CrossCheck("OpenVINO", "", absent="not installed"),
         ],
         origin=Origin(
             *("decoder", "batch 1, past 9", "val_7", "decoder.2.rotary"),
@@ -246,7 +246,7 @@ def test_what_is_not_finite_is_told_and_not_drawn() -> None:
     report = passed(
         comparisons=[comparison("past.0.keys", np.nan, fault="holds NaN"), *passed().comparisons],
         decisions=[Decisions("greedy", 1, 0, np.nan, np.nan, (), [Difference(0, "alone", np.inf)])],
-        tasks=[Task("perplexity", 4.8, np.nan, np.nan, 0.001)],
+        tasks=[TaskMetric("perplexity", 4.8, np.nan, np.nan, 0.001)],
         growth=[Growth(0, 1e-6, 1e-6), Growth(1, np.nan, np.inf), Growth(2, 0.0, 1e-6)],
         margins=Margins([1e-6, 1.0], [0], np.inf, np.nan),
     )

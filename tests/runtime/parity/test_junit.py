@@ -10,13 +10,13 @@ import pytest
 from transferry.runtime.parity.compare import Comparison, Tolerance
 from transferry.runtime.parity.junit import to_junit
 from transferry.runtime.parity.report import (
+    CrossCheck,
     Decisions,
     Difference,
-    Opinion,
     Origin,
     ParityReport,
     PlantedFault,
-    Task,
+    TaskMetric,
 )
 
 TIE = Difference(1, "a tie", 1e-9, 1e-6)
@@ -34,7 +34,7 @@ def passed(**changes: Any) -> ParityReport:
         Tolerance(),
         [comparison("logits", 0), comparison("logits", 1), comparison("logits", 9)],
         [Decisions("greedy", 3, 2, 1e-7, 0.1, [TIE])],
-        [Task("token agreement", 1.0, 1.0, 0.0, np.inf)],
+        [TaskMetric("token agreement", 1.0, 1.0, 0.0, np.inf)],
         self_test=[
             PlantedFault("mask dropped", "encoder", True, "encoder"),
             PlantedFault("unused weight", "row 0", False, ""),
@@ -106,7 +106,7 @@ def test_everything_that_was_verified_is_a_test_case() -> None:
             {"greedy": "0 of 0 rows agree token for token"},
         ),
         (
-            passed(tasks=[Task("perplexity", 4.0, 5.0, 0.25, 0.01)]),
+            passed(tasks=[TaskMetric("perplexity", 4.0, 5.0, 0.25, 0.01)]),
             {"perplexity": "perplexity 5, torch 4: change 0.25, at most 0.01"},
         ),
         (
@@ -134,7 +134,7 @@ def test_a_failure_lists_its_cases() -> None:
 
 
 def test_what_other_runtimes_make_of_it_fails_nothing() -> None:
-    opinion = Opinion("another", "encoder", 3, 1.0, 999.0, 3)
+    opinion = CrossCheck("another", "encoder", 3, 1.0, 999.0, 3)
     assert to_junit(passed(opinions=[opinion])) == to_junit(passed())
 
 
@@ -151,7 +151,7 @@ def test_what_xml_cannot_hold_is_replaced() -> None:
             bundle=odd,
             settings={odd: odd},
             comparisons=[comparison("logits", 1, odd, np.nan)],
-            tasks=[Task(odd, 1.0, np.nan, np.nan, 0.1)],
+            tasks=[TaskMetric(odd, 1.0, np.nan, np.nan, 0.1)],
         )
     )
     whole = odd
