@@ -309,14 +309,13 @@ def verify(bundle_folder: Path, **options: Any) -> None:
             report = verify_against(
                 trained,
                 bundle,
-                variant,
-                session,
+                open_model(bundle, variant, session),
                 list(read_lines(text)) if text else kept,
-                done,
-                targets=list(read_lines(target)) if target else None,
-                opinions=options["cross_check"],
+                list(read_lines(target)) if target else None,
+                cross_check=options["cross_check"],
                 plant_faults=options["self_test"],
                 replay=options["replay"] or Path(f"{bundle_folder.absolute()}.fault.npz"),
+                done=done,
             )
     date, certificate = options["certify"], None
     if date:

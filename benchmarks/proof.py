@@ -28,6 +28,7 @@ from transferry.runtime.decoding.batching import length_batches
 from transferry.runtime.decoding.decoder import Decoder
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search
+from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
 
@@ -50,10 +51,8 @@ def main() -> None:
         source_of(text, tokenizer, config, number) for number, text in enumerate(texts, start=1)
     ]
     variant = bundle.variant()
-    sides: tuple[Decoder[Any], ...] = (
-        TorchDecoder(checkpoint.model),
-        PortableDecoder(bundle, variant, SessionOptions()),
-    )
+    served = PortableDecoder(bundle, variant, SessionOptions())
+    sides: tuple[Decoder[Any], ...] = (TorchDecoder(checkpoint.model), served)
 
     def answer() -> None:
         for name in ("greedy", "beam 4"):
@@ -66,7 +65,8 @@ def main() -> None:
                     search(side, [sources[row] for row in batch], options, tokenizer.special)
 
     def verify() -> None:
-        verify_against(checkpoint, bundle, variant, SessionOptions(), texts).require()
+        opened = open_model(bundle, variant, SessionOptions())
+        verify_against(checkpoint, bundle, opened, texts).require()
 
     times = interleaved({"answer": answer, "verify": verify}, arguments.rounds)
     medians = {name: statistics.median(values) for name, values in times.items()}

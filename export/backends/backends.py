@@ -1,7 +1,6 @@
-"""Runtimes other than the one that serves, each as little as running one graph of a variant.
+"""Other runtimes for the cross-check, each reduced to running one graph of a variant.
 
-A second opinion on a graph: where onnxruntime is wrong and these are right, the runtime is at
-fault; where all are wrong, the graph is. `plain_decoder` makes a decoder of each.
+`plain_decoder` drives the graphs of a backend as a decoder.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Backend(ABC):
     """The graphs of a variant, opened by one runtime.
 
     Attributes:
-        name: The runtime's, once opened with its version, such as "onnx.reference 1.23.2".
+        name: Name of the runtime; once opened, with its version: "onnx.reference 1.23.2".
     """
 
     name: str
@@ -44,32 +43,24 @@ class Backend(ABC):
         """Opens every graph.
 
         Raises:
-            ProviderError: The runtime is absent; the message tells how to get it. What else a
-                runtime raises, here and in `run`, is its own.
+            ProviderError: The runtime is not installed; the message tells how to install it. Other
+                errors, here and in `run`, are the runtime's own.
         """
 
     @abstractmethod
     def run(self, graph: str, feeds: Mapping[str, NDArray[Any]], wanted: Sequence[str]) -> Arrays:
-        """Runs a graph.
-
-        Args:
-            graph: Its name in the variant, such as "decoder".
-            feeds: All inputs by the tensor's name.
-            wanted: Names of the outputs to return.
+        """Runs a graph of the variant, such as "decoder".
 
         Returns:
-            The wanted outputs in their order, the caller's own.
+            The wanted outputs in this order, owned by the caller.
         """
 
-    def close(self) -> None:  # noqa: B027 - most hold nothing that must be let go
-        """Lets go of what the runtime holds outside of this process."""
+    def close(self) -> None:  # noqa: B027 - most have nothing to release
+        """Releases resources outside of this process."""
 
 
 class ReferenceBackend(Backend):
-    """onnx's own ReferenceEvaluator.
-
-    It is numpy, written for clarity by those who define the operators, and far too slow for work.
-    """
+    """onnx's ReferenceEvaluator: numpy code for clarity, far too slow for real work."""
 
     name = "onnx.reference"
 
@@ -90,8 +81,8 @@ class OpenVinoBackend(Backend):
     """OpenVINO on the CPU, in float32."""
 
     name = "OpenVINO"
-    # Where the CPU has bfloat16 or float16, OpenVINO's default is to compute in them; more threads
-    # could sum in another order from run to run.
+    # By default OpenVINO computes in bfloat16 or float16 where the CPU can; with more threads, sums
+    # could differ from run to run.
     _SETTINGS: ClassVar[Mapping[str, Any]] = {
         "INFERENCE_PRECISION_HINT": "f32",
         "EXECUTION_MODE_HINT": "ACCURACY",
@@ -119,12 +110,12 @@ class OpenVinoBackend(Backend):
 
 
 class NodeBackend(Backend):
-    """onnxruntime-web, compiled to WebAssembly as a browser runs it, under Node.
+    """onnxruntime-web under Node: WebAssembly, as in a browser.
 
     One process serves all runs; onnxruntime_web.mjs is its side of the pipe.
 
     Attributes:
-        timeout: Seconds that opening all graphs, or one run, may take.
+        timeout: Limit in seconds for opening all graphs, and for each run.
     """
 
     name = "onnxruntime-web"
@@ -134,7 +125,7 @@ class NodeBackend(Backend):
         """Starts Node and opens every graph.
 
         Raises:
-            ProviderError: Node or the npm package is absent, or a graph cannot be opened.
+            ProviderError: Node or the npm package is missing, or a graph cannot be opened.
         """
         node = shutil.which("node")
         if node is None:
@@ -187,13 +178,13 @@ class NodeBackend(Backend):
 
     def _end(self) -> None:
         self._process.kill()
-        # What it did not read would be written now, to nobody.
+        # Closing flushes what Node did not read, into a broken pipe.
         with contextlib.suppress(BrokenPipeError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """One line of JSON there, one back."""
+        """Sends one line of JSON and returns the reply."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         late = threading.Event()
@@ -206,7 +197,7 @@ class NodeBackend(Backend):
         timer.start()
         line = b""
         try:
-            # Where it has ended already, there is nobody to write to and no line to read.
+            # If Node has ended already, the pipe is broken and there is no line to read.
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.write(json.dumps(request).encode() + b"\n")
                 self._process.stdin.flush()
@@ -224,11 +215,11 @@ class NodeBackend(Backend):
         return reply
 
     def _last_words(self) -> str:
-        """What Node wrote on stderr, without its stack trace."""
+        """Returns what Node wrote to stderr, without its stack trace."""
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").splitlines()
         told = [line.strip() for line in lines if "Error" in line] or lines[-1:]
-        return told[0] if told else "it said nothing"
+        return told[0] if told else "no message"
 
 
 BACKENDS: tuple[type[Backend], ...] = (ReferenceBackend, OpenVinoBackend, NodeBackend)

@@ -1,7 +1,7 @@
-"""A variant's graphs driven in the plainest way, with any runtime that can run one graph.
+"""A plain decoder and encoder over any backend, for the cross-check.
 
-Tensors lie in numpy between the calls and nothing is reused, so that what is driven here shares
-neither IOBinding nor memory with the decoder that serves.
+Tensors are numpy arrays between the calls and nothing is reused, so that no IOBinding or memory is
+shared with the served decoder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transferry.runtime.decoding.decoder import StepOutput, longer
 
 @dataclass(frozen=True)
 class PlainState:
-    """What a step reads besides the tokens; shapes as in the manifest."""
+    """Inputs of a step besides the tokens; shapes as in the manifest."""
 
     mask: NDArray[np.bool_]
     cross: Arrays
@@ -97,7 +97,7 @@ class PlainDecoder:
 
 
 class PlainEncoder:
-    """Runs the graph of an encoder alone."""
+    """Runs the graph of an encoder-only model."""
 
     def __init__(self, variant: Variant, backend: Backend) -> None:
         self._graph, self._backend = variant.graphs["encoder"], backend
@@ -112,5 +112,5 @@ class PlainEncoder:
 
 
 def plain_model(variant: Variant, backend: Backend) -> PlainDecoder | PlainEncoder:
-    """Returns what a variant's graphs are in a runtime: a decoder, or an encoder alone."""
+    """Returns the model of a variant's graphs: a decoder, or an encoder."""
     return (PlainDecoder if "decoder" in variant.graphs else PlainEncoder)(variant, backend)

@@ -1,9 +1,9 @@
-"""Where a fault begins: bisection on the served graph, value by value against torch's program.
+"""Localisation of a fault: bisection on the served graph, value by value against torch's program.
 
-Each graph is judged alone: it is fed the oracle's state, rounded to the graph's types, so that a
-fault of the encoder is not seen again in the decoder. Cases without padding come first. On padded
-ones all positions are compared: what a model makes of padding means nothing, but is defined, and
-equal on both sides of an honest graph.
+Each graph is checked alone, on the oracle's state rounded to the graph's types, so that a fault of
+the encoder does not show again in the decoder. Cases without padding come first. On padded ones all
+positions are compared: values at padding are meaningless, but equal on both sides of an honest
+graph.
 """
 
 from __future__ import annotations
@@ -44,27 +44,29 @@ def localise(
     cases: Sequence[Case],
     replay: Path | None = None,
 ) -> Origin | None:
-    """Finds the first value of a bundle's graphs that is wrong though what it is made of is right.
+    """Finds the first value of a bundle's graphs that is wrong though its inputs are right.
 
     Args:
         model: The model that the bundle was exported from.
         bundle: The bundle; nothing in its folder is changed.
-        variant: Which variant.
+        variant: The variant.
         session: How it is served.
         tolerance: What passes.
         cases: Inputs; the smallest that shows the fault is used.
-        replay: Where to write the operators at fault with their inputs, for `replay.replay`; where
-            that cannot be written, the origin's message says so.
+        replay: File for the operators at fault with their inputs, see `replay.replay`; if it cannot
+            be written, the origin's message says so.
 
     Returns:
-        None where every graph gives what torch gives, in every case.
+        The origin; None if every graph agrees with torch in every case.
 
     Raises:
         InputError: A graph cannot be opened.
         ProviderError: The provider cannot run here.
     """
     oracle = copy.deepcopy(model).double()
-    ordered = sorted(cases, key=lambda case: (not case.mask.all(), _size(case)))
+    ordered = sorted(
+        cases, key=lambda case: (not case.mask.all(), case.source.size + case.target.size)
+    )
     for name, spec in variant.graphs.items():
         served = ServedGraph(bundle.graph(spec), spec, session)
         allowed = replace(tolerance, floor=0.0) if name == "select" else tolerance
@@ -78,19 +80,9 @@ def localise(
     return None
 
 
-def _size(case: Case) -> int:
-    return case.source.size + case.target.size
-
-
 @dataclass(frozen=True)
 class _Call:
-    """One run of one graph.
-
-    Attributes:
-        case: Where its inputs come from.
-        feeds: The graph's inputs.
-        truth: What must come out, by the names of the graph's outputs.
-    """
+    """One run of one graph: its inputs, and its expected outputs by name."""
 
     case: Case
     feeds: Arrays
@@ -139,7 +131,7 @@ def _calls(
 
 
 def _feeds(spec: GraphSpec, *arrays: NDArray[Any]) -> Arrays:
-    """By name, in the types of the graph."""
+    """Returns the inputs by name, in the types of the graph."""
     return {
         tensor.name: np.ascontiguousarray(array, tensor.type)
         for tensor, array in zip(spec.inputs, arrays, strict=True)
@@ -147,7 +139,7 @@ def _feeds(spec: GraphSpec, *arrays: NDArray[Any]) -> Arrays:
 
 
 def _faults(call: _Call, found: Tensors, tolerance: Tolerance, *, exact: bool) -> set[str]:
-    """The outputs that are wrong."""
+    """Returns the outputs that are wrong."""
     if exact:
         return {
             name for name, oracle in call.truth.oracle.items() if value_error(found[name], oracle)
@@ -157,7 +149,7 @@ def _faults(call: _Call, found: Tensors, tolerance: Tolerance, *, exact: bool) -
 
 
 def _rounded(caches: Sequence[KeyValues], spec: GraphSpec, side: TorchDecoder) -> list[KeyValues]:
-    """What the graph's inputs hold of the caches, in the type of a side."""
+    """Rounds caches to the type of the graph's inputs; returns them in the type of a side."""
     kind: torch.dtype = getattr(torch, spec.inputs[-1].type)
     own = side.model.embedding.weight.dtype
     return [KeyValues(*(tensor.to(kind).to(own) for tensor in cache)) for cache in caches]
@@ -169,7 +161,7 @@ def _flat(caches: Sequence[KeyValues]) -> list[NDArray[Any]]:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """How far a value is off, by how much it may be, and what is wrong in words."""
+    """Error of a value, its limit, and a description."""
 
     error: float
     budget: float
@@ -198,69 +190,53 @@ class _Search:
         self.program = TracedProgram(fresh.program, model, oracle)
         self.torch_names = align(served, fresh, self.program)
         self.inputs = list(call.feeds.values())
-        # Values that were shown while the fault was there, and those that mend it when shown.
+        # Values shown while the fault was there, and those that hide it when shown.
         self.known: dict[str, _Verdict] = {}
-        self.mending: set[str] = set()
+        self.hiding: set[str] = set()
 
     def origin(self, faults: set[str], replay: Path | None) -> Origin:
         """Finds the origin of faulty outputs and writes the replay."""
-        wrong = min(faults, key=self.served.position)
         if (untrue := self._traced_fault(faults)) is not None:
             return untrue
-        wrong = self._first_wrong(wrong)
+        wrong = self._first_wrong(min(faults, key=self.served.position))
         right = self._nearest(wrong)
         nodes, read = self.served.between(wrong, right)
         verdict = self.known.get(wrong) or self._verdicts([wrong])[wrong]
-        place = self.program.place(self.torch_names[wrong])
-        origin = Origin(
-            self.name,
-            self.call.case.name,
-            wrong,
-            place.module,
-            place.source,
-            ", ".join(dict.fromkeys(node.op_type for node in nodes)),
-            self._message(wrong, right, verdict),
-            "" if replay is None else str(replay),
-        )
-        if replay is not None:
-            inputs = {name: self._as_served(name) for name in read}
-            (kept,), _ = self._kept([wrong])
-            kept_small = Replay(
-                origin,
-                self.served.options,
-                extract(self.served.model, nodes, inputs, wrong, self.served.path.parent),
-                inputs,
-                *kept,
-                self._mask(wrong, kept[0]),
-                verdict.budget,
+        operators = ", ".join(dict.fromkeys(node.op_type for node in nodes))
+        origin = self._at(wrong, operators, self._message(wrong, right, verdict))
+        if replay is None:
+            return origin
+        found = replace(origin, replay=str(replay))
+        inputs = {name: self._as_served(name) for name in read}
+        ((exact, single),), _ = self._kept([wrong])
+        content = extract(self.served.model, nodes, inputs, wrong, self.served.path.parent)
+        options, mask = self.served.options, self._mask(wrong, exact)
+        try:
+            Replay(found, options, content, inputs, exact, single, mask, verdict.budget).save(
+                replay
             )
-            try:
-                kept_small.save(replay)
-            except InputError as error:
-                # The verdict is worth more than the file.
-                return replace(origin, replay="", message=f"{origin.message}; {error}")
-        return origin
+        except InputError as error:
+            # The verdict is worth more than the file.
+            return replace(origin, message=f"{origin.message}; {error}")
+        return found
 
     def _traced_fault(self, faults: set[str]) -> Origin | None:
-        """Looks whether already torch's program gives another answer than the model."""
+        """Returns an origin if torch's program itself differs from the model."""
         outputs = sorted(faults, key=self.served.position)
-        kept, _ = self._kept(outputs)
-        for name, (exact, _) in zip(outputs, kept, strict=True):
+        for name, (exact, _) in zip(outputs, self._kept(outputs)[0], strict=True):
             expected = self.call.truth.oracle[name]
             error = value_error(exact, expected, self._mask(name, expected))
             if not error <= self.tolerance.budget(self.call.truth.errors[name]):
-                place = self.program.place(self.torch_names[name])
-                return Origin(
-                    self.name,
-                    self.call.case.name,
-                    name,
-                    place.module,
-                    place.source,
-                    "torch.export",
-                    f"already the program that torch traced is {error:.2e} of the largest entry "
-                    "from the model; the graph was made from a wrong program",
+                message = (
+                    f"the program that torch traced is off by {error:.2e} of the largest entry"
                 )
+                return self._at(name, "torch.export", message)
         return None
+
+    def _at(self, value: str, operator: str, message: str) -> Origin:
+        place = self.program.place(self.torch_names[value])
+        case = self.call.case.name
+        return Origin(self.name, case, value, place.module, place.source, operator, message)
 
     def _first_wrong(self, wrong: str) -> str:
         """Goes back from a wrong value to one whose nearest comparable values are right."""
@@ -270,12 +246,12 @@ class _Search:
                 return wrong
             verdicts = self._verdicts([*probe, wrong])
             if verdicts[wrong].right:
-                # Not the same graph any more: which of the values is it that must not be shown?
+                # Showing the probe changed the graph: find the value that hides the fault.
                 verdicts = {}
                 for name in probe:
                     alone = self._verdicts([name, wrong])
                     if alone[wrong].right:
-                        self.mending.add(name)
+                        self.hiding.add(name)
                     else:
                         verdicts |= alone
             self.known |= verdicts
@@ -283,13 +259,13 @@ class _Search:
             wrong = min(found, key=self.served.position, default=wrong)
 
     def _candidates(self, wrong: str) -> list[str]:
-        """Comparable values upstream of a wrong one of which nothing is known, in order."""
+        """Comparable values upstream of a wrong one that are not known yet, in order."""
         comparable = self._comparable(self.served.upstream([wrong]))
-        told = {*self.known, *self.mending, wrong}
+        told = {*self.known, *self.hiding, wrong}
         right = [name for name, verdict in self.known.items() if verdict.right]
         beyond = self._comparable(self.served.upstream(right))
         open_ones = [name for name in comparable if name not in told and name not in beyond]
-        # What lies before a right value need not be right: where a wrong one goes by another way.
+        # A value before a right one may still be wrong, and reach the wrong one by another path.
         return open_ones or [name for name in self._nearest(wrong) if name not in told]
 
     def _comparable(self, places: set[int]) -> list[str]:
@@ -297,15 +273,15 @@ class _Search:
         return [name for name in names if name in self.torch_names]
 
     def _nearest(self, value: str) -> list[str]:
-        """The comparable values that a value is made of, if need be by way of others."""
-        stop = self.torch_names.keys() - self.mending - {value}
+        """The nearest comparable values that a value is computed from."""
+        stop = self.torch_names.keys() - self.hiding - {value}
         _, read = self.served.between(value, stop)
         return [name for name in read if name in stop]
 
     def _verdicts(
         self, names: Sequence[str], served: ServedGraph | None = None
     ) -> dict[str, _Verdict]:
-        """Shows values in one session and judges them."""
+        """Shows values in one session and compares them."""
         found = (served or self.served).run(self.call.feeds, names)
         kept, errors = self._kept(names)
         verdicts = {}
@@ -314,10 +290,10 @@ class _Search:
             if name in self.call.truth.errors:
                 own = self.call.truth.errors[name]
             else:
-                # Of one small value torch may round next to nothing, see `compare.truth`: it counts
-                # as the largest error on the way there.
-                way = self._comparable(self.served.upstream([name]))
-                own = max(errors[self.torch_names[other]] for other in way)
+                # On one small value torch may round almost nothing, see `compare.truth`: take the
+                # largest error on the path to it.
+                path = self._comparable(self.served.upstream([name]))
+                own = max(errors[self.torch_names[other]] for other in path)
             budget = self.tolerance.budget(own) if exact.dtype.kind == "f" else 0.0
             verdicts[name] = _Verdict(error, budget, _fault(found[name], exact, error, budget))
         return verdicts
@@ -348,11 +324,11 @@ class _Search:
         plain = ServedGraph(served.path, served.spec, replace(options, optimisation="disable"))
         if self._verdicts([wrong], plain)[wrong].right:
             text += (
-                f"; it is right with optimisation disable, so onnxruntime's optimiser is at fault "
+                "; it is right with optimisation disable, so onnxruntime's optimiser is at fault "
                 f"between {', '.join(right) or 'the inputs'} and {wrong}"
             )
-        if self.mending:
-            shown = ", ".join(sorted(self.mending, key=served.position))
+        if self.hiding:
+            shown = ", ".join(sorted(self.hiding, key=served.position))
             text += f"; it is right where {shown} is an output too, across which nothing is fused"
         return text
 
@@ -369,7 +345,7 @@ def _fault(found: NDArray[Any], oracle: NDArray[Any], error: float, budget: floa
 
 
 def _spread(names: Sequence[str], most: int) -> list[str]:
-    """At most so many of the names, evenly spread."""
+    """Returns at most so many of the names, evenly spread."""
     if len(names) <= most:
         return list(names)
     return [names[(number + 1) * len(names) // (most + 1)] for number in range(most)]

@@ -1,4 +1,4 @@
-"""A fault made small: the operators that show it, their inputs, and what torch makes of them."""
+"""Replay of a fault: the operators that show it, with their inputs and torch's results."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _STANDARD = ("", "ai.onnx")
 
 @dataclass(frozen=True)
 class Replay:
-    """A fault by itself.
+    """A fault, isolated from its graph.
 
     Attributes:
-        origin: Where it is.
+        origin: Its origin.
         session: How the graph was served.
-        model: The operators as an ONNX model, its weights in it; it has one output.
-        inputs: By name, as the served graph had them.
-        oracle: What the float64 oracle makes of the whole graph's inputs at the output's place.
-        reference: Likewise torch in float32.
-        mask: Where these mean something.
+        model: The operators as an ONNX model with its weights and one output.
+        inputs: Their inputs by name, as in the served graph.
+        oracle: The output in float64, computed from the whole graph's inputs.
+        reference: Likewise in float32.
+        mask: Entries to compare.
         budget: The largest error that passes.
     """
 
@@ -49,11 +49,7 @@ class Replay:
     budget: float
 
     def save(self, path: Path) -> None:
-        """Writes the file.
-
-        Raises:
-            InputError: It cannot be written.
-        """
+        """Writes the file; raises InputError if it cannot be written."""
         record = {
             "origin": asdict(self.origin),
             "session": asdict(self.session),
@@ -72,11 +68,7 @@ class Replay:
 
     @classmethod
     def load(cls, path: Path) -> Replay:
-        """Reads what `save` wrote.
-
-        Raises:
-            InputError: The file is missing or damaged.
-        """
+        """Reads a file of `save`; raises InputError if it is missing or damaged."""
         remedy = "write it again with `transferry verify --checkpoint`"
         with open_arrays(path, "the replay of a fault", remedy) as file:
             record = json.loads(file["index"].tobytes())
@@ -94,13 +86,13 @@ class Replay:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay gave.
+    """Result of a replay.
 
     Attributes:
-        replay: What was run.
+        replay: The fault.
         served: Error of onnxruntime, opened as the graph was served.
         evaluator: Error of onnx's ReferenceEvaluator; None where it lacks an operator.
-        reference: Error that torch in float32 made.
+        reference: Error of torch in float32.
     """
 
     replay: Replay
@@ -110,49 +102,48 @@ class Replayed:
 
     @property
     def passed(self) -> bool:
-        """Whether what is served is within the budget; NaN is not."""
+        """Whether the served error is within the budget; NaN is not."""
         return self.served <= self.replay.budget
 
     def to_text(self) -> str:
-        """Returns the result as a person reads it."""
-        replay = self.replay
-        rows = [
-            (name, f"{error:.2e}", f"{replay.budget:.2e}", _result(error, replay.budget))
-            for name, error in (
-                (f"onnxruntime {onnxruntime.__version__} as served", self.served),
-                (f"onnx.reference {onnx.__version__}", self.evaluator),
-                ("torch float32", self.reference),
+        """Returns the result as text, the verdict first."""
+        budget, session = self.replay.budget, self.replay.session
+        verdict = "PASSED: the fault does not show" if self.passed else "FAILED: the fault shows"
+        if not self.passed and self.evaluator is not None:
+            verdict += (
+                "; the runtime is at fault: onnx.reference gets it right"
+                if self.evaluator <= budget
+                else "; the graph is at fault: both runtimes get it wrong"
             )
+        errors = {
+            f"onnxruntime {onnxruntime.__version__} as served": self.served,
+            f"onnx.reference {onnx.__version__}": self.evaluator,
+            "torch float32": self.reference,
+        }
+        rows = [
+            (name, f"{error:.1e}", f"{budget:.1e}", "ok" if error <= budget else "FAILED")
+            for name, error in errors.items()
             if error is not None
         ]
-        session = replay.session
-        lines = [
-            str(replay.origin),
-            "",
-            table(("runtime", "error", "budget", "result"), rows),
-            f"provider {session.provider}, optimisation {session.optimisation}, "
-            f"threads {session.threads}",
-        ]
-        if not self.passed and self.evaluator is not None:
-            both = not self.evaluator <= replay.budget
-            lines.append(
-                "the graph is at fault: both runtimes give the same wrong answer"
-                if both
-                else "the runtime is at fault: onnx.reference gets it right"
-            )
-        return "\n".join([*lines, "PASSED" if self.passed else "FAILED"])
-
-
-def _result(error: float, budget: float) -> str:
-    return "ok" if error <= budget else "FAULT"
+        return "\n".join(
+            [
+                verdict,
+                "",
+                table(("runtime", "error", "limit", "result"), rows),
+                "",
+                str(self.replay.origin),
+                f"Settings: provider {session.provider}; optimisation {session.optimisation}; "
+                f"threads {session.threads}",
+            ]
+        )
 
 
 def replay(path: Path) -> Replayed:
-    """Runs the operators of a file that `Replay.save` wrote, on two runtimes.
+    """Runs the operators of a file of `Replay.save` on two runtimes.
 
     Raises:
         InputError: The file is missing or damaged.
-        ProviderError: The provider that the graph was served on cannot run here.
+        ProviderError: The graph's provider cannot run here.
     """
     item = Replay.load(path)
     feeds = dict(item.inputs)
@@ -177,15 +168,7 @@ def extract(
     output: str,
     folder: Path,
 ) -> bytes:
-    """Makes a model of some nodes of a graph.
-
-    Args:
-        model: The graph, its external weights not loaded.
-        nodes: The nodes, in the graph's order.
-        inputs: What they read of the rest of the graph.
-        output: The value that the new model gives.
-        folder: Where the external weights lie.
-    """
+    """Returns a model of some nodes of a graph, whose external weights lie in the folder."""
     used = {name for node in nodes for name in node.input}
     weights = []
     for tensor in model.graph.initializer:
@@ -196,19 +179,15 @@ def extract(
                 external_data_helper.load_external_data_for_tensor(weight, str(folder))
                 weight = numpy_helper.from_array(numpy_helper.to_array(weight), tensor.name)
             weights.append(weight)
-    graph = helper.make_graph(
-        list(nodes),
-        "replay",
-        [
-            helper.make_tensor_value_info(
-                name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
-            )
-            for name, array in inputs.items()
-        ],
-        [helper.make_empty_tensor_value_info(output)],
-        weights,
-    )
-    part = helper.make_model(graph, opset_imports=model.opset_import)
-    part.ir_version = model.ir_version
-    content: bytes = part.SerializeToString()
+    given = [
+        helper.make_tensor_value_info(
+            name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
+        )
+        for name, array in inputs.items()
+    ]
+    outputs = [helper.make_empty_tensor_value_info(output)]
+    graph = helper.make_graph(list(nodes), "replay", given, outputs, weights)
+    extracted = helper.make_model(graph, opset_imports=model.opset_import)
+    extracted.ir_version = model.ir_version
+    content: bytes = extracted.SerializeToString()
     return content

@@ -1,4 +1,4 @@
-"""A graph of a bundle, opened as it is served, that shows some of its values."""
+"""A graph of a bundle, opened as it is served, that shows inner values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transferry.runtime.bundle import GraphSpec
 from transferry.runtime.ort.session import SessionOptions, open_session
 
 # Values shown by one session besides the graph's own outputs. onnxruntime fuses no operators across
-# a value that is an output, so with many of them it would not be the served graph any more.
+# an output, so that with many of them it would not run the served graph any more.
 MOST_SHOWN = 8
 
 
@@ -54,11 +54,11 @@ class ServedGraph:
         return {name: np.asarray(value) for name, value in zip(names, found, strict=True)}
 
     def position(self, value: str) -> int:
-        """Returns the place in the graph of the node that gives a value."""
+        """Returns the place in the graph of the node that computes a value."""
         return self._producers[value]
 
     def upstream(self, values: Iterable[str], stop: Collection[str] = ()) -> set[int]:
-        """Returns the nodes that values are made by, back to those of `stop`."""
+        """Returns the nodes that compute values, back to the values of `stop`."""
         reached: set[int] = set()
         left = list(values)
         while left:
@@ -69,9 +69,9 @@ class ServedGraph:
         return reached
 
     def between(self, value: str, known: Collection[str]) -> tuple[list[onnx.NodeProto], list[str]]:
-        """Returns the nodes from the nearest of `known` values to `value`, and what they read.
+        """Returns the nodes from the nearest of `known` values to `value`, and their inputs.
 
-        What they read are values of `known` and inputs of the graph, in the order of the nodes.
+        The inputs are values of `known` and inputs of the graph, in the order of the nodes.
         """
         places = sorted(self.upstream([value], {*known} - {value}))
         nodes = [self.nodes[place] for place in places]
@@ -82,19 +82,11 @@ class ServedGraph:
 
 
 def align(served: ServedGraph, fresh: Graph, program: TracedProgram) -> dict[str, str]:
-    """Finds the traced program's name for the values of a served graph.
+    """Maps values of a served graph to torch's names in the traced program.
 
-    The names of the two graphs differ where the served one was changed: torch numbers its values,
-    so that one operator less renames those after it. So nodes are matched as lines of two texts
-    are, by operator and by the weights they read, and then the fresh graph's names are torch's.
-
-    Args:
-        served: The graph as it is served.
-        fresh: The graph, exported now.
-        program: What torch traced for `fresh`.
-
-    Returns:
-        Of values of the served graph that torch has too, torch's name.
+    The names of the two differ if the served graph was changed: torch numbers its values, so that
+    one operator less renames those after it. Nodes are therefore matched like lines of two texts,
+    by operator and by the weights they read, with those of a fresh export of the program.
     """
     weights = program.parameters
     ours = [_key(node.op_type, node.input, weights) for node in served.nodes]

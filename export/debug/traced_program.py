@@ -1,4 +1,4 @@
-"""torch's traced program, value by value: in float32, in float64, and where its code stands."""
+"""torch's traced program: its values in float32 and float64, and their lines of code."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from transferry.export.graphs.portable import export_graphs
 from transferry.runtime.parity.compare import relative_error
 
 PACKAGE = Path(transformer.__file__).parents[1]
-PARTS = ("build_model", "export")  # whose code is traced
-# What the tracer calls operators that it added by itself, in place of a module's path.
+TRACED = ("build_model", "export")  # packages with traced code
+# The tracer's module path for operators that it added itself.
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 _CODE = (attention, layers, transformer)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value is computed.
+    """The code that computes a value.
 
     Attributes:
-        module: Path of the innermost module, such as "decoder.0.self_attention.query"; the class
-            of the model where that is the model itself.
+        module: Path of the innermost module, such as "decoder.0.self_attention.query", or the class
+            of the model.
         source: File, relative to the package, and line of the innermost code of the package.
     """
 
@@ -45,9 +45,9 @@ class Place:
 
 
 class TracedProgram:
-    """What torch traced of one graph.
+    """torch's program of one graph, in float32 and in float64.
 
-    The float64 side is the same program with the weights of the oracle and float64 in the place of
+    The float64 side is the same program with the weights of the oracle and float64 in place of
     float32, so that both sides have the same values under the same names.
     """
 
@@ -77,12 +77,12 @@ class TracedProgram:
 
     @property
     def parameters(self) -> set[str]:
-        """The names that the weights have in the graph."""
+        """The names of the weights in the graph."""
         return {str(entry.target) for entry in self._program.graph_signature.input_specs}
 
     @property
     def values(self) -> set[str]:
-        """The names of the tensors that are computed."""
+        """The names of the computed tensors."""
         return {
             name
             for name, node in self._nodes.items()
@@ -90,7 +90,7 @@ class TracedProgram:
         }
 
     def place(self, value: str) -> Place:
-        """Returns where a value is computed."""
+        """Returns the code that computes a value."""
         node = self._nodes[value]
         stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
         path = next((path for path, _ in reversed(list(stack.values())) if path != _NO_MODULE), "")
@@ -99,7 +99,7 @@ class TracedProgram:
         source = ""
         for file, line in frames:
             # An environment, too, may lie in the folder of the package.
-            if any(Path(file).is_relative_to(PACKAGE / part) for part in PARTS):
+            if any(Path(file).is_relative_to(PACKAGE / part) for part in TRACED):
                 source = f"{Path(file).relative_to(PACKAGE).as_posix()}:{line}"
         return Place(module or type(self._model).__name__, source)
 
@@ -107,15 +107,11 @@ class TracedProgram:
     def run(
         self, inputs: Sequence[NDArray[Any]], wanted: Collection[str]
     ) -> tuple[dict[str, tuple[NDArray[Any], NDArray[Any]]], dict[str, float]]:
-        """Runs the program in float64 and in float32, side by side.
-
-        Args:
-            inputs: In the order of the graph's inputs, as the graph is given them.
-            wanted: Names of the values to keep; all others are dropped after their last use.
+        """Runs the program on the graph's inputs, in float64 and in float32, side by side.
 
         Returns:
-            By name what float64 and float32 make of the values wanted, and of every value the
-            error of float32.
+            The wanted values in float64 and float32, and the error of float32 in every value. All
+            other values are dropped after their last use.
         """
         given = iter(inputs)
         sides: dict[Node, tuple[Any, Any]] = {}
@@ -157,10 +153,10 @@ class TracedProgram:
 def value_error(
     found: NDArray[Any], oracle: NDArray[Any], mask: NDArray[np.bool_] | None = None
 ) -> float:
-    """Returns how far a value is off: `relative_error` where both are finite.
+    """Returns the error of a value: `relative_error` where both are finite.
 
-    Equal infinities are equal, as masks hold them, and so are two NaN; another shape, and infinity
-    on one side only, are infinitely far. What is no floating number is equal or infinitely far.
+    Equal infinities, as in masks, count as equal, and so do two NaN. Another shape, or infinity on
+    one side only, is an infinite error, and so is any difference of integers or booleans.
     """
     if found.shape != oracle.shape:
         return np.inf
@@ -178,7 +174,7 @@ def value_error(
 
 
 def trace(model: Transformer, variant: str, name: str) -> Graph:
-    """Exports a graph once more, with a program whose every value knows its code."""
+    """Exports a graph once more, with a program that knows the code of every value."""
     with _functions_recorded():
         return export_graphs(model, [name])[name]
 
@@ -202,10 +198,10 @@ def _widened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _functions_recorded() -> Iterator[None]:
-    """Lets the tracer record the functions of the model, not only its modules' `forward`.
+    """Lets the tracer record the functions of the model, not only `forward` of its modules.
 
-    The set is the tracer's own; where another version of torch lacks it, lines are those of the
-    `forward` that called the function.
+    The set is internal to the tracer; in a version of torch without it, lines are those of the
+    `forward` that calls the function.
     """
     anchors: set[tuple[str, str]] = getattr(torch.fx.proxy, "_STACK_TRACE_ANCHORS", set())
     added = {

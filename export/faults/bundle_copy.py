@@ -1,4 +1,4 @@
-"""A copy of a bundle, open to edits of its graphs and weights: what faults are planted in."""
+"""An editable copy of a bundle, for planting faults."""
 
 from __future__ import annotations
 
@@ -22,22 +22,16 @@ from transferry.runtime.bundle import MANIFEST, Bundle, FileRecord, Variant
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import sha256
 
-PLANTED = "planted.bin"  # the changed weights, beside the graphs; the others stay where they are
+PLANTED = "planted.bin"  # the changed weights, beside the graphs; the others stay in their file
 Change = Callable[[NDArray[Any]], NDArray[Any]]
 
 
 class BundleCopy:
-    """A copy of a bundle, whose manifest `seal` makes agree with what was edited."""
+    """A copy of a bundle; `seal` makes its manifest agree with the edits."""
 
     def __init__(self, bundle: Bundle, variant: Variant, folder: Path) -> None:
-        """Copies the bundle.
-
-        Args:
-            bundle: What is copied.
-            variant: Which variant is edited.
-            folder: Where the copy will lie; it must not exist.
-        """
-        # No links: onnx_ir and onnxruntime look for weights that lead out of the folder.
+        """Copies a bundle into a folder that does not exist, for edits of one variant."""
+        # No links: onnx_ir and onnxruntime refuse weights outside of the folder.
         shutil.copytree(bundle.folder, folder)
         self.folder = folder
         self.manifest = bundle.manifest
@@ -54,17 +48,12 @@ class BundleCopy:
         }
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a file of the copy, which the manifest will vouch for."""
+        """Writes a file of the copy, with its hash in the manifest."""
         (self.folder / name).write_bytes(content)
         self._written.add(name)
 
     def truncate(self, name: str, *, vouched: bool) -> None:
-        """Cuts a file in half; the graphs are left as they are.
-
-        Args:
-            name: The file.
-            vouched: The manifest will say so.
-        """
+        """Cuts a file in half; if vouched, with its new hash in the manifest."""
         path = self.folder / name
         os.truncate(path, path.stat().st_size // 2)
         self._damaged = True
@@ -72,7 +61,7 @@ class BundleCopy:
             self._written.add(name)
 
     def seal(self) -> None:
-        """Writes the edited graphs and a manifest that agrees with every file written."""
+        """Writes the edited graphs, and a manifest with the hashes of all files written."""
         if not self._damaged:
             self._write_graphs()
         records = {}
@@ -83,26 +72,23 @@ class BundleCopy:
         (self.folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
 
     def rewrite(self) -> None:
-        """Has a weight written anew as it is, so that a copy without a fault differs in that too.
-
-        Raises:
-            InputError: No weight lies outside of the graphs.
-        """
-        *_, last = self._outside()
-        for value in self.named(last.removeprefix("model.")):
+        """Rewrites a weight unchanged, so that a copy without a fault is rewritten too."""
+        *_, (key, _) = self._outside()
+        for value in self.named(key.removeprefix("model.")):
             value.const_value = ir.Tensor(_array(value), name=value.name)
 
-    def _outside(self) -> list[str]:
-        """The names of the weights that lie outside of the graphs."""
-        found = [
-            key
-            for model in self.graphs.values()
+    def _outside(self) -> list[tuple[str, Path]]:
+        """Names and files of the weights outside of the graphs, by size."""
+        found = sorted(
+            (tensor.nbytes, key, Path(spec.file).parent / tensor.location)
+            for spec, model in zip(self.variant.graphs.values(), self.graphs.values(), strict=True)
             for key, value in model.graph.initializers.items()
-            if isinstance(value.const_value, ir.ExternalTensor)
-        ]
+            for tensor in [value.const_value]
+            if isinstance(tensor, ir.ExternalTensor)
+        )
         if not found:
             raise self.absent("weights outside of the graphs")
-        return found
+        return [(key, path) for _, key, path in found]
 
     def _write_graphs(self) -> None:
         (folder,) = {Path(spec.file).parent for spec in self.variant.graphs.values()}
@@ -122,7 +108,7 @@ class BundleCopy:
             model.graph.sort()
             ir.save(model, self.folder / spec.file)
             self._written.add(spec.file)
-            # Another fault than the one that is reported would be caught for the wrong reason.
+            # Otherwise another fault than the reported one could be caught.
             found = ir.load(self.folder / spec.file).graph.initializers
             for owner, weight, content in meant:
                 tensor = found[weight].const_value if owner is model else None
@@ -130,23 +116,11 @@ class BundleCopy:
                     raise RuntimeError(f"{spec.file} does not hold {weight} as it was edited")
 
     def weights_file(self) -> str:
-        """Returns the file, by its path inside the bundle, that holds the largest weight.
-
-        Raises:
-            InputError: No weight lies outside of the graphs.
-        """
-        found = [
-            (tensor.nbytes, Path(self.variant.graphs[key].file).parent / tensor.location)
-            for key, model in self.graphs.items()
-            for tensor in (value.const_value for value in model.graph.initializers.values())
-            if isinstance(tensor, ir.ExternalTensor)
-        ]
-        if not found:
-            raise self.absent("weights outside of the graphs")
-        return max(found)[1].as_posix()
+        """Returns the path inside the bundle of the file that holds the largest weight."""
+        return self._outside()[-1][1].as_posix()
 
     def absent(self, what: str) -> InputError:
-        """What to raise where a graph lacks what a fault would be planted in."""
+        """Returns the error for a graph that lacks the target of a fault."""
         return InputError(
             f"no fault can be planted in {what}: expected in the graphs of variant "
             f"{self.variant.name!r}, found none; the self-test knows the graphs that this version "
@@ -154,10 +128,7 @@ class BundleCopy:
         )
 
     def named(self, name: str) -> list[ir.Value]:
-        """Returns a weight in each graph that has it.
-
-        Args:
-            name: As in the state of the torch model, without the "model." before it.
+        """Returns a weight in each graph that has it, by its name in the torch model.
 
         Raises:
             InputError: No graph has it.
@@ -206,29 +177,15 @@ class BundleCopy:
                 yield from [node for node in model.graph if node.op_type in types]
 
     def linear(self, name: str) -> list[ir.Value]:
-        """Returns what a Linear gives, its bias included, in each graph that has it.
-
-        Raises:
-            InputError: Its weight is not multiplied by anything as the exporter writes it.
-        """
+        """Returns the output of a Linear, its bias included, in each graph that has it."""
         found = []
         for weight in self.named(f"{name}.weight"):
-            for product in self._users(weight, "Transpose", "MatMul"):
+            for product in self.users(weight, "Transpose", "MatMul"):
                 value = product.outputs[0]
-                biased = [node for node in self._users(value, "Add") if constants(node)]
+                adds = [node for node in value.consumers() if node.op_type == "Add"]
+                biased = [node for node in adds if constants(node)]
                 found.append(biased[0].outputs[0] if biased else value)
-        if not found:
-            raise self.absent(f"the Linear {name}")
         return found
-
-    def _users(self, value: ir.Value, *types: str) -> list[ir.Node]:
-        """The nodes at the end of a chain of operators that begins at a value."""
-        nodes: list[ir.Node] = []
-        values = [value]
-        for type_ in types:
-            nodes = [user for one in values for user in one.consumers() if user.op_type == type_]
-            values = [node.outputs[0] for node in nodes]
-        return nodes
 
     def users(self, value: ir.Value, *types: str) -> list[ir.Node]:
         """Returns the nodes at the end of a chain of operators that begins at a value.
@@ -236,10 +193,14 @@ class BundleCopy:
         Raises:
             InputError: There is no such chain.
         """
-        found = self._users(value, *types)
-        if not found:
+        nodes: list[ir.Node] = []
+        values = [value]
+        for type_ in types:
+            nodes = [user for one in values for user in one.consumers() if user.op_type == type_]
+            values = [node.outputs[0] for node in nodes]
+        if not nodes:
             raise self.absent(f"{' and '.join(types)} after {value.name}")
-        return found
+        return nodes
 
 
 def _array(value: ir.Value) -> NDArray[Any]:
@@ -253,19 +214,19 @@ def constants(node: ir.Node) -> list[ir.Value]:
 
 
 def scalar(node: ir.Node, wanted: float | None = None) -> ir.Value | None:
-    """Returns the input of a node that is a constant of one entry, if it has the wanted value."""
+    """Returns a node's constant input of one entry, if it has the wanted value."""
     for value in constants(node):
         tensor = value.const_value
         if tensor is not None and tensor.size == 1:
             found = float(tensor.numpy().reshape(-1)[0].astype(np.float64))
-            # 16 bits hold a square root to three digits.
+            # float16 holds a square root to three digits.
             if wanted is None or math.isclose(found, wanted, rel_tol=1e-2):
                 return value
     return None
 
 
 def add(near: ir.Value, operator: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-    """Adds a node to the graph of a value and returns what it gives."""
+    """Adds a node to the graph of a value and returns its output."""
     graph = near.graph
     assert isinstance(graph, ir.Graph)
     node = ir.node(operator, list(inputs), attributes)
@@ -282,12 +243,9 @@ def constant(near: ir.Value, array: Any) -> ir.Value:
 def replace(
     value: ir.Value, make: Callable[[ir.Value], ir.Value], *, outside: bool = False
 ) -> None:
-    """Gives all who read a value something else.
+    """Replaces a value, which the replacement may read, wherever it is read.
 
-    Args:
-        value: The value.
-        make: Makes from it what is read instead; it may read the value itself.
-        outside: Only who reads it as an output of the graph.
+    With `outside` it is replaced as an output of the graph only.
     """
     uses = [] if outside else list(value.uses())
     new = make(value)

@@ -1,7 +1,7 @@
-"""What a kind of fault is, and where in a model faults are planted.
+"""Kinds of fault, and the places in a model where faults are planted.
 
-A fault is planted where it is hardest to see: in one layer, in one weight of middling size, in
-rows that real text seldom reads. What finds nothing to edit raises.
+A fault is planted where it is hardest to see: in one layer, in one weight of median size, in rows
+that real text seldom reads. A fault that finds nothing to edit raises.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Fault:
 
     Attributes:
         kind: Its name in the report.
-        plant: Plants it in a copy and says what was changed and where.
+        plant: Plants it in a copy and describes what was changed, and where.
         applies: Whether a model of this shape can have it.
     """
 
@@ -52,7 +52,7 @@ def rare_tokens(config: ModelConfig) -> tuple[int, int]:
 
 
 def given(new: Given) -> Callable[[Given], Given]:
-    """Returns a change that puts this in the place of whatever there was."""
+    """Returns a change that replaces anything with this."""
     return lambda old: new
 
 

@@ -1,4 +1,4 @@
-"""Faults of the graphs themselves: masks, norms, activations, what is added, the cache."""
+"""Faults of the graphs themselves: masks, norms, activations, residuals, the cache."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ def _causal_shifted(copy: BundleCopy) -> str:
     return "decoder: each position sees the next one"
 
 
-# What lies between the weights.
+# Operators between the weights.
 
 
 @FAULTS.kind("norm epsilon changed")
 def _epsilon(copy: BundleCopy) -> str:
-    # Ten times, or where it is smaller than torch's default, that.
+    # Ten times as large, but at least torch's default.
     wrong = max(10 * copy.config.norm_epsilon, 1e-5)
     changed = 0
     for node in copy.nodes("LayerNormalization"):
@@ -232,15 +232,13 @@ def _stale_positions(copy: BundleCopy) -> str:
         raise copy.absent(f"the concatenation that gives {name}")
     past, new = join.inputs
 
-    def stale(value: ir.Value) -> ir.Value:
-        return add(value, "Concat", past, add(value, "Sub", new, new), axis=2)
-
-    replace(present, stale, outside=True)
+    nothing = add(present, "Sub", new, new)
+    replace(present, lambda value: add(value, "Concat", past, nothing, axis=2), outside=True)
     return f"{name}: what a step adds is not written"
 
 
 def _select(copy: BundleCopy, make: Callable[[ir.Value, ir.Value], ir.Value], which: int) -> str:
-    """Gives one tensor of the selection other rows, made from the rows and the batch [1]."""
+    """Selects other rows of one tensor, computed from the rows and the batch size `[1]`."""
     node = list(copy.nodes("Gather", graph="select"))[which]
     state, rows = node.inputs
     assert state is not None
@@ -280,7 +278,5 @@ def _wrong_rows(copy: BundleCopy) -> str:
 
 @FAULTS.kind("one beam for all", decodes)
 def _one_row(copy: BundleCopy) -> str:
-    def first_one(rows: ir.Value, batch: ir.Value) -> ir.Value:
-        return add(rows, "Mul", rows, constant(rows, 0))
-
-    return f"{_select(copy, first_one, -1)} repeats row 0"
+    name = _select(copy, lambda rows, _: add(rows, "Mul", rows, constant(rows, 0)), -1)
+    return f"{name} repeats row 0"

@@ -1,30 +1,26 @@
-"""The proof of the proof: faults are planted in copies of a bundle, and verification must fail.
+"""Self-test: faults are planted in copies of a bundle, and verification must catch them.
 
-Each copy goes through what `verify` does, in its order, up to the first check that fails. What no
-check objects to is held against the honest bundle on inputs that the checks have not seen, so that
-a fault that was missed is told from one that changes no answer.
+Each copy goes through the checks of `verify`, in order, up to the first that fails. A copy that
+passes all of them is compared with the honest bundle on inputs that the checks have not seen, to
+tell a fault that was missed from one that changes no answer.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.config import ModelConfig
-from transferry.export.bundle import require_exported_from
+from transferry.export.faults import graph_faults, weight_faults
 from transferry.export.faults.bundle_copy import BundleCopy
-from transferry.export.faults.fault import rare_tokens
-from transferry.export.faults.faults import faults_of
-from transferry.export.parity.cases import random_case, sweep
-from transferry.export.parity.oracle import SEARCHES, Oracle, search_settings
-from transferry.export.parity.teacher_forcing import TeacherForcing
-from transferry.runtime.bundle import Bundle, Variant
-from transferry.runtime.decoding.hypothesis import Hypothesis
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.export.faults.fault import Fault, rare_tokens
+from transferry.export.parity.cases import random_case, random_cases, sizes, vocabulary
+from transferry.export.parity.oracle import SEARCHES, Oracle, TextParity, require_exported_from
+from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError, ParityError, ProviderError, TransferryError
 from transferry.runtime.ort.encoder import EncoderModel
@@ -40,57 +36,61 @@ from transferry.runtime.parity.compare import (
     compare,
     observe,
 )
-from transferry.runtime.parity.divergence import explain, scored_tokens
-from transferry.runtime.parity.report import PlantedFault
+from transferry.runtime.parity.divergence import ExpectedAnswers, Explainer, Tally
+from transferry.runtime.parity.report import Decisions, PlantedFault
 
+FAULTS: tuple[Fault, ...] = (*weight_faults.FAULTS, *graph_faults.FAULTS)
 LONGEST_ANSWER = 32
 LONGEST_SOURCE = 13  # of the cases of several rows
-# What rounding can move, in units of torch's float32 error (docs/parity.md). Not `Tolerance`'s
-# default: were that made dull, no fault would seem to change an answer any more.
+# Largest rounding error, in units of torch's float32 error (docs/parity.md). Not the default of
+# `Tolerance`: if that became too wide, no fault would seem to change an answer any more.
 ROUNDING = 8.0
 FELL_BACK = "a provider that fell back"
+
+
+def faults_of(config: ModelConfig) -> list[Fault]:
+    """Returns the kinds of fault that a model of this shape can have."""
+    return [fault for fault in FAULTS if fault.applies(config)]
 
 
 def self_test(
     checkpoint: Checkpoint,
     bundle: Bundle,
-    variant: Variant,
-    session: SessionOptions,
+    model: Model,
     sources: Sequence[Sequence[int]],
     tolerance: Tolerance,
     done: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[PlantedFault]:
-    """Plants every kind of fault that applies, and tells what verification says of each.
+    """Plants every kind of fault that applies, and verifies each faulty copy.
 
     Args:
         checkpoint: The run that the bundle was exported from.
         bundle: An honest bundle; it is copied, never changed.
-        variant: Which variant.
-        session: How to open it.
-        sources: Token ids to run the searches on, or to fill in; none leaves that out.
+        model: A variant of it, opened as it will be served.
+        sources: Token ids of the sources of the searches; may be empty.
         tolerance: What passes.
-        done: Called with how many of how many faults are done.
+        done: Called with the number of faults finished and of all faults.
 
     Raises:
-        ParityError: The bundle does not pass as it is, so that its copies would prove nothing.
-        InputError: A fault cannot be planted, since the graphs are not what this version exports.
+        ParityError: The bundle itself does not pass, so that its copies would prove nothing.
+        InputError: A fault cannot be planted: the graphs are not those that this version exports.
     """
-    gate = Gate(checkpoint, bundle, variant, session, sources, tolerance)
+    gate = Gate(checkpoint, bundle, model, sources, tolerance)
     faults = faults_of(checkpoint.model.config)
-    planted = [_fallen_back(bundle, variant)]
+    planted = [_fallen_back(bundle.graph(next(iter(model.variant.graphs.values()))))]
     done(1, len(faults) + 1)
     with tempfile.TemporaryDirectory(prefix="transferry-") as name:
-        # Written anew like the others, so that it is not the writing that is caught.
-        honest = BundleCopy(bundle, variant, Path(name, "honest"))
+        # Rewritten like the others, so that the rewriting itself is not what is caught.
+        honest = BundleCopy(bundle, model.variant, Path(name, "honest"))
         honest.rewrite()
         honest.seal()
         if caught := gate.check(honest.folder):
             raise ParityError(
                 f"{bundle.folder} does not pass as it is: {caught} fails. Verify it without the "
-                "self-test, and mend what that tells: until then its copies prove nothing"
+                "self-test, and fix what that reports: until then its copies prove nothing"
             )
         for number, fault in enumerate(faults, start=2):
-            copy = BundleCopy(bundle, variant, Path(name, "planted"))
+            copy = BundleCopy(bundle, model.variant, Path(name, "planted"))
             where = fault.plant(copy)
             copy.seal()
             caught = gate.check(copy.folder)
@@ -101,42 +101,39 @@ def self_test(
     return planted
 
 
-def _fallen_back(bundle: Bundle, variant: Variant) -> PlantedFault:
-    """Opens a graph on the CPU and asks the guard whether that is CUDA, as onnxruntime would."""
-    graph = next(iter(variant.graphs.values()))
-    fallen = open_session(bundle.graph(graph), SessionOptions())
+def _fallen_back(graph: Path) -> PlantedFault:
+    """Opens a graph on the CPU, as onnxruntime does if CUDA fails, and runs the guard for CUDA."""
+    fallen = open_session(graph, SessionOptions())
     try:
         require_provider(fallen, "cuda")
         caught = ""
     except ProviderError:
         caught = "session"
-    return PlantedFault(FELL_BACK, f"{graph.file} on the CPU, cuda asked for", True, caught)
+    where = f"{graph.parent.name}/{graph.name} on the CPU, cuda requested"
+    return PlantedFault(FELL_BACK, where, True, caught)
 
 
 class Gate:
-    """What `verify` checks, with torch's side computed once."""
+    """The checks of `verify`, with torch's side of the cases computed once."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         bundle: Bundle,
-        variant: Variant,
-        session: SessionOptions,
+        model: Model,
         sources: Sequence[Sequence[int]],
         tolerance: Tolerance,
     ) -> None:
         self._checkpoint = checkpoint
-        self._bundle, self._variant, self._session = bundle, variant, session
-        self._sources = sources
+        self._honest = model
         self._oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, tolerance)
         self._config = checkpoint.model.config
-        self._truths = self._true(brief_sweep(self._config))
-
-    def _true(self, cases: Iterable[Case]) -> list[tuple[Case, Truth]]:
-        return [(case, self._oracle.truth(case)) for case in cases]
+        self._generation = bundle.manifest.generation
+        self._sources = sources
+        self._truths = [(case, self._oracle.truth(case)) for case in brief_sweep(self._config)]
 
     def check(self, folder: Path) -> str:
-        """Verifies a bundle and returns the first check that fails; empty where none does."""
+        """Verifies a bundle and returns the first check that fails; empty if all pass."""
         try:
             bundle = Bundle.load(folder)
         except TransferryError:
@@ -146,153 +143,107 @@ class Gate:
         except InputError:
             return "tokenizer"
         try:
-            model = open_model(bundle, self._variant, self._session)
+            model = self._open(bundle)
         except TransferryError:
             return "session"
         try:
-            return self._compare(model)
+            return next(filter(None, map(_failed, self._checks(model))), "")
         except InputError:
             return "running"
 
-    def _compare(self, model: Model) -> str:
+    def _open(self, bundle: Bundle) -> Model:
+        return open_model(bundle, self._honest.variant, self._honest.options)
+
+    def _checks(self, model: Model) -> Iterator[Decisions | list[Comparison]]:
         for case, truth in self._truths:
-            found = compare(case, truth, observe(model, case), self._oracle.tolerance)
-            if failed := _failed(found):
-                return failed
-        return self._compare_text(model) if self._sources else ""
+            yield compare(case, truth, observe(model, case), self._oracle.tolerance)
+        yield from self._text(self._sources).check(model)
 
-    def _compare_text(self, model: Model) -> str:
-        forcing = TeacherForcing()
-        if isinstance(model, EncoderModel):
-            compared, filled = self._oracle.fillings(model, self._sources, forcing)
-            return _failed(compared) or ("" if filled.passed else filled.search)
-        answers: dict[int, Hypothesis] = {}
-        for name, options in self._searches(self._sources).items():
-
-            def keep(row: int, wanted: list[Hypothesis], found: list[Hypothesis]) -> None:
-                answers.setdefault(row, wanted[0])  # the first search is the greedy one
-
-            decided = self._oracle.decisions(model, name, self._sources, options, keep=keep)
-            if not decided.passed:
-                return name
-        special = self._oracle.special
-        pairs = [
-            (source, [special.bos_id, *scored_tokens(answers[row], special.eos_id)])
-            if self._config.encoder_layers
-            else ([], source)
-            for row, source in enumerate(self._sources)
-        ]
-        pairs = [pair for pair in pairs if len(pair[1]) > 1]
-        return _failed(self._oracle.text(model, pairs, forcing)) if pairs else ""
-
-    def _searches(self, sources: Sequence[Sequence[int]]) -> Mapping[str, GenerationOptions]:
-        generation = self._bundle.manifest.generation
-        return {
-            name: GenerationOptions(
-                **search_settings(name, generation, self._config, sources, LONGEST_ANSWER)
-            )
-            for name in SEARCHES
-        }
+    def _text(self, sources: Sequence[Sequence[int]]) -> TextParity:
+        fed = None if self._config.encoder_layers else sources
+        return TextParity(self._oracle, self._generation, sources, LONGEST_ANSWER, fed)
 
     def changes(self, folder: Path) -> bool:
-        """Whether a bundle gives anything else than the honest one, whatever the gate says of it.
+        """Whether a bundle gives other answers than the honest one, whatever `check` returns.
 
-        Both are run by onnxruntime on inputs that `check` does not use. A difference counts if it
-        is larger than what the variant's precision allows for rounding, or chooses another token
-        where there is no tie.
+        Both run in onnxruntime on inputs that `check` does not use. A difference counts if it is
+        larger than rounding in the variant's precision, or if it chooses another token where there
+        is no tie.
         """
-        model = open_model(Bundle.load(folder), self._variant, self._session)
-        precision = EPSILONS[self._variant.precision] / EPSILONS["float32"]
-        usual = Tolerance(ROUNDING * precision, EPSILONS["float32"])
+        precision = EPSILONS[self._honest.variant.precision] / EPSILONS["float32"]
+        rounding = Tolerance(ROUNDING * precision, EPSILONS["float32"])
         try:
+            model = self._open(Bundle.load(folder))
             for case, truth in self._honest_answers:
-                if _failed(compare(case, truth, observe(model, case), usual)):
+                if _failed(compare(case, truth, observe(model, case), rounding)):
                     return True
-            return self._chooses_otherwise(model, usual)
+            return self._other_tokens(model, rounding)
         except InputError:
             return True
 
     @cached_property
-    def _honest(self) -> Model:
-        return open_model(self._bundle, self._variant, self._session)
-
-    @cached_property
     def _honest_answers(self) -> list[tuple[Case, Truth]]:
-        """What the honest bundle gives, with torch's own error as the measure of rounding."""
+        """Tensors of the honest bundle, with torch's own error as the measure of rounding."""
         most = self._config.max_positions
-        sizes = [(5, 9, 2), (3, 16, 0), (3, 5, 7), (2, most, most)]
         cases = [
-            random_case(self._config, batch, source, past, seed=1000 + number)
-            for number, (batch, source, past) in enumerate(sizes)
-        ]
-        cases += [
-            case for case in sweep(self._config, seed=1000) if _holds_rare(case, self._config)
+            *random_cases(
+                self._config, [(5, 9, 2), (3, 16, 0), (3, 5, 7), (2, most, most)], seed=1000
+            ),
+            *_with_rare_tokens(self._config, seed=1000),
         ]
         return [
             (case, Truth(observe(self._honest, case), self._oracle.truth(case).errors))
             for case in cases
         ]
 
-    def _chooses_otherwise(self, model: Model, usual: Tolerance) -> bool:
-        honest = self._honest
+    def _other_tokens(self, model: Model, rounding: Tolerance) -> bool:
+        honest, oracle = self._honest, self._oracle
         if isinstance(model, EncoderModel) or isinstance(honest, EncoderModel):
-            # What fills a mask in is the largest score, and all scores were compared.
+            # It fills in the largest score, and all scores were compared.
             return False
-        oracle = self._oracle
         case = random_case(self._config, 6, 8, 0, seed=2000)
-        rows = zip(case.source, case.mask, strict=True)
-        sources = [row[mask].tolist() or [oracle.special.bos_id] for row, mask in rows]
-        for options in self._searches(sources).values():
-            wanted, found = (
-                search(either, sources, options, oracle.special) for either in (honest, model)
-            )
-            for row, (left, right) in enumerate(zip(wanted, found, strict=True)):
-                if [item.tokens for item in left] == [item.tokens for item in right]:
-                    continue
-                source = sources[row]
-                parting = explain(
-                    source,
-                    options,
-                    left,
-                    right,
-                    honest,
-                    model,
-                    oracle.exact,
-                    oracle.special,
-                    usual,
-                    row,
-                )
-                if not parting.tie:
-                    return True
+        tokens = zip(case.source, case.mask, strict=True)
+        sources = [row[mask].tolist() or [oracle.special.bos_id] for row, mask in tokens]
+        for name in SEARCHES:
+            options = self._text(sources).options(name)
+            answers = search(honest, sources, options, oracle.special)
+            expected = ExpectedAnswers(range(len(sources)), sources, answers)
+            explain = Explainer(honest, model, oracle.exact, oracle.special, rounding, options)
+            tally = Tally(name, rounding)
+            tally.compare(model, [expected], options, oracle.special, explain)
+            if tally.decisions().defects:
+                return True
         return False
 
 
 def brief_sweep(config: ModelConfig) -> list[Case]:
-    """Returns the cases of `sweep` that fit into memory with their truths, the smallest first.
+    """Returns cases of `sweep` that fit into memory with their truths, the smallest first.
 
-    Of several rows the short ones, of one row the long ones too, and of those that run through the
-    vocabulary the ones with the tokens in whose rows faults are planted.
+    Of several rows the short ones, of one row the long ones too, and those of the vocabulary that
+    contain the tokens in whose rows faults are planted.
     """
 
-    def chosen(case: Case) -> bool:
-        if case.name.startswith("vocabulary"):
-            return _holds_rare(case, config)
+    def brief(case: Case) -> bool:
         rows, length = case.source.shape
         if rows == 1:
             return bool(length >= min(LONGEST_SOURCE, config.max_positions // 2))
         return bool(length <= LONGEST_SOURCE and case.past <= 1)
 
-    cases = [case for case in sweep(config) if chosen(case)]
+    cases = [*filter(brief, sizes(config)), *_with_rare_tokens(config)]
     return sorted(cases, key=lambda case: case.source.size + case.target.size)
 
 
-def _holds_rare(case: Case, config: ModelConfig) -> bool:
-    tokens = case.source if case.source.size else case.target
-    return case.name.startswith("vocabulary") and any(
-        token in tokens for token in rare_tokens(config)
-    )
+def _with_rare_tokens(config: ModelConfig, *, seed: int = 0) -> list[Case]:
+    return [
+        case
+        for case in vocabulary(config, seed=seed)
+        for tokens in [case.source if case.source.size else case.target]
+        if any(token in tokens for token in rare_tokens(config))
+    ]
 
 
-def _failed(comparisons: Sequence[Comparison]) -> str:
-    """The first stage, in the order in which a model runs, that has a fault."""
-    return min((item.stage for item in comparisons if item.fault), key=STAGES.index, default="")
+def _failed(found: Decisions | Sequence[Comparison]) -> str:
+    """Returns the search, or the first stage of the model, that failed; empty if none did."""
+    if isinstance(found, Decisions):
+        return "" if found.passed else found.search
+    return min((item.stage for item in found if item.fault), key=STAGES.index, default="")

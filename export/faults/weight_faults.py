@@ -1,4 +1,4 @@
-"""Faults of what the graphs are given: weights, tables of positions, the tokenizer, whole files."""
+"""Faults of weights, tables of positions, the tokenizer and whole files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from transferry.build_model.transformer import Transformer
-from transferry.export.faults.bundle_copy import BundleCopy
+from transferry.export.faults.bundle_copy import BundleCopy, Change
 from transferry.export.faults.fault import Faults, first, given, last, rare_tokens, stack, tables
 from transferry.runtime.tokenizer.special_tokens import SETTINGS_FILE, read_settings
 
@@ -19,20 +19,16 @@ RANKS_FILE = "ranks.tiktoken"
 FAULTS = Faults()
 
 
-def _is_weight(array: NDArray[Any]) -> bool:
-    return array.ndim > 0 and array.dtype.kind in "fV"
-
-
 # Weights.
 
 
 def _one_entry(copy: BundleCopy, name: str, change: Callable[[Any], Any], row: int = -1) -> str:
-    """Changes the entry of middling size of a weight, or of a row of it."""
+    """Changes the entry of median size of a weight, or of one of its rows."""
     array = copy.array(name)
-    part = array if row < 0 else array[row]
-    sizes = np.abs(part.astype(np.float64)).ravel()
+    chosen = array if row < 0 else array[row]
+    sizes = np.abs(chosen.astype(np.float64)).ravel()
     place = int(np.argsort(sizes)[len(sizes) // 2])
-    place += 0 if row < 0 else row * part.size
+    place += 0 if row < 0 else row * chosen.size
     before = array.ravel()[place]
     after = array.dtype.type(change(before))
 
@@ -97,7 +93,7 @@ def _layers_swapped(copy: BundleCopy) -> str:
 
 
 def _drop(copy: BundleCopy, suffix: str) -> str:
-    """Zeroes the first bias of a name that is not zero already."""
+    """Zeroes the first bias of this name that is not zero already."""
     for name in copy.names():
         if name.endswith(suffix) and copy.array(name).any():
             copy.edit(name, np.zeros_like)
@@ -139,8 +135,9 @@ def _heads_permuted(copy: BundleCopy) -> str:
 @FAULTS.kind("all weights rounded")
 def _rounded(copy: BundleCopy) -> str:
     arrays = {name: copy.array(name) for name in copy.names()}
-    weights = {name: array for name, array in arrays.items() if _is_weight(array)}
-    # float16's bits of mantissa; of a model that was published in half precision fewer.
+    # Floating-point numbers; onnx_ir gives bfloat16 as kind V.
+    weights = {name: a for name, a in arrays.items() if a.ndim and a.dtype.kind in "fV"}
+    # float16's bits of mantissa; fewer for a model that was published in half precision.
     for bits in (10, 7, 4):
         rounded = {name: _to_bits(array, bits) for name, array in weights.items()}
         changed = [name for name in weights if (rounded[name] != weights[name]).any()]
@@ -163,17 +160,14 @@ def _untrained(copy: BundleCopy) -> str:
         torch.manual_seed(1)
         fresh = Transformer(copy.config).state_dict()
     for name in copy.names():
-        if name.endswith(".weight") and ".norm." not in name and name in fresh:
-            new = fresh[name].float().numpy()
-            if new.ndim == 2:
-                copy.edit(name, given(new))
+        if name.endswith(".weight") and name in fresh and fresh[name].ndim == 2:
+            copy.edit(name, given(fresh[name].float().numpy()))
     return "all matrices"
 
 
 @FAULTS.kind("the output projection taken for the embedding", lambda config: not config.tied)
 def _tied(copy: BundleCopy) -> str:
-    embedding = copy.array("embedding.weight")
-    copy.edit("output.weight", given(embedding))
+    copy.edit("output.weight", given(copy.array("embedding.weight")))
     return "output.weight"
 
 
@@ -194,20 +188,22 @@ def _cross_swapped(copy: BundleCopy) -> str:
 # Positions.
 
 
+def _edit_tables(copy: BundleCopy, change: Change) -> str:
+    for name in tables(copy.config):
+        copy.edit(name, change)
+    return ", ".join(tables(copy.config))
+
+
 @FAULTS.kind("positions shifted by one", lambda config: config.max_positions > 1)
 def _shifted(copy: BundleCopy) -> str:
-    names = tables(copy.config)
-    for name in names:
-        copy.edit(name, lambda table: np.concatenate([table[1:], table[-1:]]))
-    return f"{', '.join(names)}: each position has the next one's row"
+    names = _edit_tables(copy, lambda table: np.concatenate([table[1:], table[-1:]]))
+    return f"{names}: each position has the next one's row"
 
 
 @FAULTS.kind("the last position wrong", lambda config: config.max_positions > 1)
 def _last_position(copy: BundleCopy) -> str:
-    names = tables(copy.config)
-    for name in names:
-        copy.edit(name, lambda table: np.concatenate([table[:-1], table[-2:-1]]))
-    return f"{', '.join(names)}: the last row is the one before it"
+    names = _edit_tables(copy, lambda table: np.concatenate([table[:-1], table[-2:-1]]))
+    return f"{names}: the last row is the one before it"
 
 
 @FAULTS.kind("positions turned the wrong way", lambda config: config.positions == "rotary")
@@ -241,7 +237,7 @@ def _tokenizer(copy: BundleCopy) -> str:
         lines[-2:] = [other[0] + b" %s\n" % one[1], one[0] + b" %s\n" % other[1]]
         copy.write(RANKS_FILE, b"".join(lines))
         return f"{RANKS_FILE}: ranks {int(one[1])} and {int(other[1])} changed places"
-    # The files of other kinds are their libraries' own; all kinds name the end token alike.
+    # Other kinds of tokenizer have their libraries' files; all name the end token alike.
     settings = read_settings(copy.folder)
     settings["special"]["eos_id"] += 1
     copy.write(SETTINGS_FILE, json.dumps(settings).encode())

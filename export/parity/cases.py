@@ -1,4 +1,4 @@
-"""What both sides are given: sizes that find a frozen dimension, and text."""
+"""Inputs of the comparisons: sizes that reveal a frozen dimension, the whole vocabulary, text."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.build_model.config import ModelConfig
-from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.errors import InputError
 from transferry.runtime.parity.compare import Case
-from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, SpecialTokens
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
 NEW_TOKENS = 3  # fed at once in the compared step, so that its causal mask matters
-# Most logits of a case or a batch that is fed whole: 128 MB in float64.
+# Most logits of a case, or of a batch that is fed whole: 128 MB in float64.
 MOST_LOGITS = 1 << 24
 MOST_TOKENS = 4096  # of a source that runs through the vocabulary
 LONGEST_ROW = 64
 
 
 def sweep(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
-    """Yields the cases that find a size frozen while tracing, and those of `vocabulary`.
+    """Yields the cases of `sizes` and of `vocabulary`."""
+    yield from sizes(config, seed=seed)
+    yield from vocabulary(config, seed=seed)
+
+
+def sizes(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
+    """Yields cases that reveal a size frozen while tracing.
 
     Batch {1, 2, 7} x source {1, 2, 13, all positions} x past {0, 1, all positions but one}; the
-    first row fills the source, the others end earlier. Without an encoder, source and target
-    share the positions, and there may be no source: a prompt of one token.
+    first row fills the source, the others end earlier. Without an encoder, source and target share
+    the positions, and the source may be empty: a prompt of one token.
     """
     most = config.max_positions
     alone = not config.encoder_layers
@@ -38,15 +43,14 @@ def sweep(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
             for past in sorted(pasts):
                 yield random_case(config, batch, source, past, seed=seed + number)
                 number += 1
-    yield from vocabulary(config, seed=seed)
 
 
-def vocabulary(config: ModelConfig, *, seed: int) -> Iterator[Case]:
+def vocabulary(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
     """Yields cases that run through the whole vocabulary.
 
-    Of a large vocabulary the sizes of `sweep` draw a small part, and would pass a row of the
-    embedding that is wrong, or a weight that few tokens use. Every token is read once as a source
-    or in a prompt; of a target, which costs a row of logits each, as many as a case can hold.
+    `sizes` draws few of the tokens of a large vocabulary, and would miss a wrong row of the
+    embedding, or a weight that few tokens use. Every token occurs once in a source or prompt; a
+    target, which costs a row of logits for each token, holds as many as fit.
     """
     size, most = config.vocabulary_size, config.max_positions
     alone = not config.encoder_layers
@@ -72,7 +76,6 @@ def vocabulary(config: ModelConfig, *, seed: int) -> Iterator[Case]:
 
 
 def _unpadded(name: str, source: NDArray[np.int64], target: NDArray[np.int64]) -> Case:
-    name += ", past 0" if target.size else ""
     return Case(name, source, np.ones(source.shape, np.bool_), target, 0)
 
 
@@ -81,14 +84,18 @@ def cross_check_cases(config: ModelConfig) -> list[Case]:
     sizes = [(1, 1, 0), (2, 13, 0), (2, 16, 1), (3, 6, 5)]
     if not config.encoder_layers:
         sizes.append((2, 0, 1))  # a prompt of one token
-    return [
-        random_case(config, batch, source, past, seed=number)
-        for number, (batch, source, past) in enumerate(sizes)
-    ]
+    return random_cases(config, sizes)
+
+
+def random_cases(
+    config: ModelConfig, sizes: Sequence[tuple[int, int, int]], *, seed: int = 0
+) -> list[Case]:
+    """Returns a random case for each batch, source and past."""
+    return [random_case(config, *size, seed=seed + number) for number, size in enumerate(sizes)]
 
 
 def random_case(config: ModelConfig, batch: int, source: int, past: int, *, seed: int) -> Case:
-    """Makes a case of random tokens; all but the first row are of random length.
+    """Returns a case of random tokens; all rows but the first are of random length.
 
     Source and past are cut to the positions that the model has.
     """
@@ -104,46 +111,25 @@ def random_case(config: ModelConfig, batch: int, source: int, past: int, *, seed
     new = min(NEW_TOKENS, room - past)
     length = past + new if config.decoder_layers else 0
     target = generator.integers(config.vocabulary_size, size=(batch, length))
-    # As a search does it: beams change places, and where there are enough one ends and one splits.
+    # As in a search: beams change places; with more than two, one ends and another one splits.
     rows = generator.permutation(batch)
     rows[-1] = rows[0] if batch > 2 else rows[-1]
     if batch == 2:
         rows = np.array([1, 0])
     name = f"batch {batch}, source {source}"
-    if config.decoder_layers:
-        name += f", past {past}"
-        return Case(name, tokens, mask, target, past, rows if batch > 1 else None)
-    return Case(name, tokens, mask, target, past)
-
-
-def text_case(
-    sources: Sequence[Sequence[int]],
-    targets: Sequence[Sequence[int]],
-    special: SpecialTokens,
-    rows: str,
-) -> Case:
-    """Makes a case of text: each target is fed whole after its source.
-
-    Args:
-        sources: Token ids of each source, as the search takes them; all empty for texts without.
-        targets: What is fed of each target.
-        special: The ids that pad, begin and end.
-        rows: Names the rows in the case's name.
-    """
-    source, mask = pad_sources(sources, special.pad_id)
-    # What is padded lies behind the target, and is the same for both sides.
-    target, _ = pad_sources(targets, special.pad_id)
-    return Case(f"text, {rows}", source, mask, target, 0)
+    if not config.decoder_layers:
+        return Case(name, tokens, mask, target, past)
+    return Case(f"{name}, past {past}", tokens, mask, target, past, rows if batch > 1 else None)
 
 
 def random_sources(config: ModelConfig, rows: int) -> list[list[int]]:
-    """Returns what searches run on where there is no text: random tokens of unequal length."""
+    """Returns sources of random tokens and unequal length, for searches where there is no text."""
     case = random_case(config, rows, min(12, config.max_positions // 2), 0, seed=0)
     return [row[mask].tolist() for row, mask in zip(case.source, case.mask, strict=True)]
 
 
 def fitting(texts: Sequence[str], tokenizer: AnyTokenizer, config: ModelConfig) -> list[str]:
-    """Returns the texts that hold something and fit into the model's positions."""
+    """Returns the texts that are not empty and fit into the model's positions."""
     most, special = config.max_positions, tokenizer.special
     return [
         text for text in texts if text.strip() and len(special.wrap(tokenizer.encode(text))) <= most
@@ -151,16 +137,10 @@ def fitting(texts: Sequence[str], tokenizer: AnyTokenizer, config: ModelConfig) 
 
 
 def source_of(text: str, tokenizer: AnyTokenizer, config: ModelConfig, number: int) -> list[int]:
-    """Returns what a model reads of a line of text.
+    """Returns the source of a line of text; the number of the line is for the error.
 
-    Where there is no encoder it is the beginning of it, as a prompt: the first half, and no more
-    than half of the positions, so that there is room for an answer.
-
-    Args:
-        text: The line.
-        tokenizer: Turns it into ids.
-        config: Has the positions.
-        number: Of the line, for the error.
+    Without an encoder it is a prompt: the first half of the line, and no more than half of the
+    positions, to leave room for an answer.
 
     Raises:
         InputError: The line is empty or longer than the model's positions.
@@ -180,9 +160,9 @@ def source_of(text: str, tokenizer: AnyTokenizer, config: ModelConfig, number: i
 
 
 def room(config: ModelConfig, sources: Sequence[Sequence[int]], most: int) -> int:
-    """Returns how many tokens all answers may have, at most `most`.
+    """Returns the largest number of tokens, up to `most`, that all answers may have.
 
-    The last one is never read, so that it needs no position.
+    The last token is never read, so that it needs no position.
     """
     longest = 0 if config.encoder_layers else max(map(len, sources), default=1) - 1
     return min(most, config.max_positions - longest)

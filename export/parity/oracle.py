@@ -1,18 +1,21 @@
-"""A reference model and its float64 oracle, and how everything else compares with them."""
+"""The reference for parity: torch in float32 and in float64, and comparisons of models with it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
-from transferry.export.parity.cases import MOST_LOGITS, random_case, room, text_case
+from transferry.export.parity.cases import MOST_LOGITS, random_cases, room
 from transferry.export.parity.teacher_forcing import TeacherForcing
 from transferry.export.torch_model import TorchDecoder, TorchEncoder
+from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.decoding.batching import length_batches
 from transferry.runtime.decoding.decoder import (
     Decoder,
@@ -24,8 +27,10 @@ from transferry.runtime.decoding.decoder import (
 from transferry.runtime.decoding.hypothesis import Hypothesis, length_normalised
 from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.decoding.search import search
+from transferry.runtime.decoding.search import pad_sources, search
 from transferry.runtime.errors import InputError
+from transferry.runtime.ort.encoder import EncoderModel
+from transferry.runtime.ort.open_model import Model
 from transferry.runtime.parity.compare import (
     Case,
     Comparison,
@@ -35,24 +40,47 @@ from transferry.runtime.parity.compare import (
     observe,
     truth,
 )
-from transferry.runtime.parity.divergence import Divergence, explain, forced, scored_tokens
+from transferry.runtime.parity.divergence import (
+    Divergence,
+    ExpectedAnswers,
+    Explainer,
+    Tally,
+    forced,
+    scored_tokens,
+)
 from transferry.runtime.parity.recorded import RecordedSearch, Reference
-from transferry.runtime.parity.report import Decisions, Difference, judge_scores
+from transferry.runtime.parity.report import Decisions, Difference
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
-# What is run on text: the n-best of the beam must agree too, not only the winner.
+# Searches over text: of the beam the whole n-best must agree, not only the best.
 SEARCHES: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"beam": 1, "n_best": 1},
     "beam 4": {"beam": 4, "n_best": 4},
     "sampling": {"beam": 1, "n_best": 1, "sample": True, "seed": 1},
 }
-# Of them, those whose answers are recorded: a difference of samples takes an oracle to judge.
+# Searches with recorded answers; only an oracle can explain a difference between samples.
 RECORDED = ("greedy", "beam 4")
-HIDE_EVERY = 7  # tokens of a text that an encoder alone fills in
-ROWS = 64  # searched together, a beam of 4 being 4
+HIDE_EVERY = 7  # tokens of a text, for an encoder-only model to fill in
+ROWS = 64  # hypotheses searched together
 
-Done = Callable[[int], None]
-Keep = Callable[[int, list[Hypothesis], list[Hypothesis]], None]
+
+def require_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
+    """Requires that a bundle has the shape and the tokenizer of a run.
+
+    Raises:
+        InputError: It has others.
+    """
+    config = checkpoint.model.config
+    if ModelConfig.from_dict(dict(bundle.manifest.model)) != config:
+        raise InputError(
+            f"{bundle.folder} holds a model of shape {dict(bundle.manifest.model)}, but the run "
+            f"has {config.to_dict()}; give the run that the bundle was exported from"
+        )
+    if bundle.tokenizer != checkpoint.tokenizer:
+        raise InputError(
+            f"{bundle.folder} and the run do not have the same tokenizer; give the run that the "
+            "bundle was exported from"
+        )
 
 
 def search_settings(
@@ -62,53 +90,58 @@ def search_settings(
     sources: Sequence[Sequence[int]],
     max_length: int,
 ) -> dict[str, Any]:
-    """Returns the fields of GenerationOptions of one of `SEARCHES` over the sources.
+    """Returns the fields of GenerationOptions for one of `SEARCHES`.
 
-    Args:
-        name: Of the search.
-        generation: The bundle's defaults of generation.
-        config: Has the positions.
-        sources: Token ids of each source.
-        max_length: Of the answers, as far as there is room for them.
+    An answer has at most `max_length` tokens, fewer where the positions do not suffice.
     """
     length = room(config, sources, max_length)
     return {**generation, **SEARCHES[name], "max_length": length}
 
 
 class Oracle:
-    """Compares decoders and encoders with a reference model, in float32 and as its oracle."""
+    """Compares decoders and encoders with torch.
 
-    def __init__(self, model: Transformer, special: SpecialTokens, tolerance: Tolerance) -> None:
+    Attributes:
+        reference: torch in float32.
+        exact: torch in float64, the oracle that errors are measured against.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        special: SpecialTokens,
+        tolerance: Tolerance,
+        done: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        """Copies the model to float64; calls `done` with the rows or cases of each batch."""
         self.config = model.config
         self.special = special
         self.tolerance = tolerance
+        self.done = done
         self.reference = TorchDecoder(model)
         self.exact = TorchDecoder.oracle(model)
-        # What the oracle made of answers, by source and tokens: searches share many.
+        # Exact log-probability and largest logit by source and tokens: searches share many answers.
         self._scored: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, float]] = {}
 
     def observe(self, case: Case) -> tuple[Tensors, Tensors]:
-        """Runs a case on the oracle and on the reference."""
+        """Runs a case in float64 and in float32."""
         if self.config.decoder_layers:
             return observe(self.exact, case), observe(self.reference, case)
-        oracle, reference = TorchEncoder(self.exact.model), TorchEncoder(self.reference.model)
-        return observe(oracle, case), observe(reference, case)
+        exact, reference = TorchEncoder(self.exact.model), TorchEncoder(self.reference.model)
+        return observe(exact, case), observe(reference, case)
 
     def truth(self, case: Case) -> Truth:
-        """Returns what a case must give."""
+        """Returns the expected tensors of a case."""
         return truth(case, *self.observe(case))
 
     def numbers(
-        self,
-        model: ObservableDecoder[State] | ObservableEncoder,
-        cases: Iterable[Case],
-        done: Done = lambda cases: None,
+        self, model: ObservableDecoder[State] | ObservableEncoder, cases: Iterable[Case]
     ) -> list[Comparison]:
-        """Compares every tensor of every case; `done` is called with 1 after each case."""
+        """Compares every tensor of every case."""
         comparisons = []
         for case in cases:
             comparisons += compare(case, self.truth(case), observe(model, case), self.tolerance)
-            done(1)
+            self.done(1)
         return comparisons
 
     def text(
@@ -116,35 +149,28 @@ class Oracle:
         model: ObservableDecoder[State],
         pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
         forcing: TeacherForcing,
-        done: Done = lambda rows: None,
     ) -> list[Comparison]:
-        """Feeds targets whole and compares every tensor.
+        """Feeds whole targets and compares every tensor.
 
         Args:
-            model: What is judged.
-            pairs: Of each row the source, and the target of at least two tokens: the last is told,
-                not fed.
-            forcing: Sums up what the rows say of the choice of tokens.
-            done: Called with the number of rows after each batch.
+            model: The decoder under test.
+            pairs: Source and target of each row; the target has at least two tokens, and the last
+                one is predicted, not fed.
+            forcing: Sums up errors and margins.
         """
         comparisons = []
         lengths = [max(len(source), len(target)) for source, target in pairs]
         for batch in self._batches(lengths):
-            case = text_case(
-                [pairs[row][0] for row in batch],
-                [pairs[row][1][:-1] for row in batch],
-                self.special,
-                f"rows {', '.join(map(str, batch[:3]))}{' ...' if len(batch) > 3 else ''}",
-            )
-            oracle, reference = self.observe(case)
-            found = observe(model, case)
-            comparisons += compare(case, truth(case, oracle, reference), found, self.tolerance)
+            source, mask = pad_sources([pairs[row][0] for row in batch], self.special.pad_id)
+            # Padding follows the target, and is the same for both sides.
+            target, _ = pad_sources([pairs[row][1][:-1] for row in batch], self.special.pad_id)
+            name = f"text, rows {', '.join(map(str, batch[:3]))}{' ...' if len(batch) > 3 else ''}"
+            case = Case(name, source, mask, target, 0, stage="text")
+            observed = (*self.observe(case), observe(model, case))
+            comparisons += compare(case, truth(case, *observed[:2]), observed[2], self.tolerance)
             for number, row in enumerate(batch):
-                forcing.add(
-                    pairs[row][1],
-                    *(tensors["logits"][number] for tensors in (oracle, reference, found)),
-                )
-            done(len(batch))
+                forcing.add(pairs[row][1], *(tensors["logits"][number] for tensors in observed))
+            self.done(len(batch))
         return comparisons
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -155,71 +181,31 @@ class Oracle:
             for first in range(0, len(batch), most):
                 yield batch[first : first + most]
 
-    def decisions(
+    def search(
         self,
         decoder: Decoder[State],
         name: str,
         sources: Sequence[Sequence[int]],
         options: GenerationOptions,
-        done: Done = lambda rows: None,
-        keep: Keep = lambda row, wanted, found: None,
-        scores: bool = True,
-    ) -> Decisions:
-        """Generates with both, and proves each difference to be a tie or calls it a defect.
+    ) -> Tally:
+        """Searches with the reference and a decoder, and explains each difference.
 
-        Args:
-            decoder: What is judged.
-            name: Names the search in the report.
-            sources: Token ids of each source, the end token included.
-            options: How to search.
-            done: Called with the number of rows after each batch.
-            keep: Called with each row's number, torch's answers and the other ones.
-            scores: Whether the decoder is asked for scores too, and they are judged.
+        Scores are compared if the options ask for them.
         """
-        identical, score_error, score_ratio = 0, 0.0, 0.0
-        ties: list[Difference] = []
-        defects: list[Difference] = []
-        rows = max(1, ROWS // options.beam)
-        for batch in length_batches([len(source) for source in sources], rows, 4096):
-            chosen = [sources[index] for index in batch]
-            wanted = search(self.reference, chosen, options, self.special, row_ids=batch)
-            asked = replace(options, scores=scores)
-            found = search(decoder, chosen, asked, self.special, row_ids=batch)
-            exact, own_error = self.scores(chosen, wanted, options)
-            for index, source, left, right, right_scores in zip(
-                batch, chosen, wanted, found, exact, strict=True
-            ):
-                keep(index, left, right)
-                if _tokens(left) == _tokens(right):
-                    identical += 1
-                    if not scores:
-                        continue
-                    errors = [
-                        abs(hypothesis.score - score)
-                        for hypothesis, score in zip(right, right_scores, strict=True)
-                    ]
-                    budget = self.tolerance.factor * own_error
-                    score_error, defect = judge_scores(index, errors, budget, score_error)
-                    score_ratio = max(score_ratio, *(error / own_error for error in errors))
-                    defects += defect
-                    continue
-                divergence = explain(
-                    source,
-                    options,
-                    left,
-                    right,
-                    self.reference,
-                    decoder,
-                    self.exact,
-                    self.special,
-                    self.tolerance,
-                    index,
-                )
-                (ties if divergence.tie else defects).append(_difference(index, divergence))
-            done(len(batch))
-        ties.sort(key=lambda item: item.row)
-        defects.sort(key=lambda item: item.row)
-        return Decisions(name, len(sources), identical, score_error, score_ratio, ties, defects)
+        special, scored = self.special, replace(options, scores=True)
+
+        def expected() -> Iterator[ExpectedAnswers]:
+            at_once = max(1, ROWS // options.beam)
+            for rows in length_batches([len(source) for source in sources], at_once, 4096):
+                chosen = [sources[row] for row in rows]
+                wanted = search(self.reference, chosen, scored, special, row_ids=rows)
+                scores, own = self.scores(chosen, wanted, options) if options.scores else ([], 1.0)
+                yield ExpectedAnswers(rows, chosen, wanted, scores, self.tolerance.factor * own)
+                self.done(len(rows))  # the batch has been compared
+
+        explain = Explainer(self.reference, decoder, self.exact, special, self.tolerance, scored)
+        tally = Tally(name, self.tolerance)
+        return tally.compare(decoder, expected(), options, special, explain)
 
     def scores(
         self,
@@ -227,53 +213,39 @@ class Oracle:
         answers: Sequence[Sequence[Hypothesis]],
         options: GenerationOptions,
     ) -> tuple[list[list[float]], float]:
-        """Returns the oracle's score of each hypothesis, and what torch's own error counts as.
+        """Returns the oracle's score of each hypothesis, and torch's own error in nats.
 
-        NaN where the search failed: nothing equals it.
+        The score is NaN where the search failed, so that nothing equals it.
         """
-        answered = [
-            (tuple(source), scored_tokens(hypothesis, self.special.eos_id), hypothesis)
+        keys = [
+            [(tuple(source), scored_tokens(item, self.special.eos_id)) for item in hypotheses]
             for source, hypotheses in zip(sources, answers, strict=True)
-            for hypothesis in hypotheses
-            if hypothesis.finish_reason != "error"
         ]
-        new = list(dict.fromkeys((source, tokens) for source, tokens, _ in answered))
-        new = [key for key in new if key not in self._scored]
+        # A search that failed has no tokens.
+        new = [key for key in dict.fromkeys(chain(*keys)) if key[1] and key not in self._scored]
         for batch in self._batches([len(tokens) for _, tokens in new]):
-            keys = [new[index] for index in batch]
-            chosen = [source for source, _ in keys], [tokens for _, tokens in keys]
-            for key, found in zip(keys, forced(self.exact, *chosen, self.special), strict=True):
-                self._scored[key] = float(found.log_probabilities.sum()), found.largest
+            chosen = [new[index] for index in batch]
+            different, tokens = ([key[side] for key in chosen] for side in (0, 1))
+            found = forced(self.exact, different, tokens, self.special)
+            for key, given in zip(chosen, found, strict=True):
+                self._scored[key] = float(given.log_probabilities.sum()), given.largest
         own, largest = 0.0, 1.0
-        exact = []
-        for source, tokens, hypothesis in answered:
-            total, most = self._scored[source, tokens]
-            exact.append(length_normalised(total, len(tokens), options.length_penalty))
-            own = max(own, abs(hypothesis.score - exact[-1]))
-            largest = max(largest, most)
-        scores = iter(exact)
-        return [
-            [
-                np.nan if hypothesis.finish_reason == "error" else next(scores)
-                for hypothesis in hypotheses
-            ]
-            for hypotheses in answers
-        ], max(own, self.tolerance.floor * largest)
+        exact: list[list[float]] = []
+        for row, hypotheses in zip(keys, answers, strict=True):
+            exact.append([])
+            for key, item in zip(row, hypotheses, strict=True):
+                score = np.nan
+                if length := len(key[1]):
+                    total, most = self._scored[key]
+                    score = length_normalised(total, length, options.length_penalty)
+                    own, largest = max(own, abs(item.score - score)), max(largest, most)
+                exact[-1].append(score)
+        return exact, max(own, self.tolerance.floor * largest)
 
     def fillings(
-        self,
-        encoder: ObservableEncoder,
-        sources: Sequence[Sequence[int]],
-        forcing: TeacherForcing,
-        done: Done = lambda rows: None,
+        self, encoder: ObservableEncoder, sources: Sequence[Sequence[int]], forcing: TeacherForcing
     ) -> tuple[list[Comparison], Decisions]:
-        """Hides tokens of each source, lets both fill them in, and accounts for each difference.
-
-        Args:
-            encoder: What is judged.
-            sources: Token ids of each source, wrapped.
-            forcing: Sums up what the rows say of the choice of tokens.
-            done: Called with the number of rows after each.
+        """Hides tokens of each source and compares what the reference and an encoder fill in.
 
         Raises:
             InputError: The tokenizer has no mask.
@@ -281,15 +253,14 @@ class Oracle:
         if self.special.mask_id is None:
             raise InputError("expected a tokenizer with a mask, found none; verify without --text")
         comparisons: list[Comparison] = []
-        identical, score_error, score_ratio = 0, 0.0, 0.0
-        ties: list[Difference] = []
-        defects: list[Difference] = []
+        tally = Tally("fill-mask", self.tolerance)
         for row, source in enumerate(sources):
             tokens = np.array([source], np.int64)
             places = np.arange(len(self.special.before), len(source), HIDE_EVERY)
             tokens[:, places] = self.special.mask_id
             nothing = np.zeros((1, 0), np.int64)
-            case = Case(f"text, row {row}", tokens, np.ones_like(tokens, np.bool_), nothing, 0)
+            mask = np.ones_like(tokens, np.bool_)
+            case = Case(f"text, row {row}", tokens, mask, nothing, 0, stage="text")
             observed = (*self.observe(case), observe(encoder, case))
             comparisons += compare(case, truth(case, *observed[:2]), observed[2], self.tolerance)
             exact, left, right = (
@@ -299,38 +270,25 @@ class Oracle:
             forcing.add([0, *wanted], exact, left, right)
             largest = np.abs(exact).max(initial=0.0)
             own_error = np.abs(left - exact).max(initial=0.0) / largest
-            budget = self.tolerance.budget(own_error)
-            differences = [
-                Divergence(
-                    int(place),
-                    (int(one),),
-                    (int(other),),
-                    float(np.abs(scores[one] - scores[other])),
-                    float(2 * budget * largest),
-                )
+            # A log-probability is a logit less the logits' log-sum-exp: each may be off.
+            allowed = float(2 * self.tolerance.budget(own_error) * largest)
+            divergences = [
+                Divergence(int(place), (int(one),), (int(other),), margin, allowed)
                 for place, one, other, scores in zip(places, wanted, found, exact, strict=True)
                 if one != other or not np.isfinite(scores).all()
+                for margin in [float(np.abs(scores[one] - scores[other]))]
             ]
             if not np.isfinite(right).all():
-                defects.append(Difference(row, "the graph gave NaN or infinity"))
-            elif not differences:
-                identical += 1
+                tally.differ(Difference(row, "the graph gave NaN or infinity"), False)
+            elif divergences:
+                worst = max(divergences, key=lambda item: item.margin - item.allowed)
+                tally.differ(*worst.difference(row))
+            else:
                 chosen = np.arange(len(places)), wanted
                 scores = [logits[chosen] - log_sum_exp(logits) for logits in (exact, right)]
-                errors = np.abs(scores[0] - scores[1])
-                # A log-probability is a logit less the logits' log-sum-exp: each may be off.
-                allowed = 2 * budget * largest
-                score_error, defect = judge_scores(row, errors.tolist(), allowed, score_error)
-                ratio = errors.max(initial=0.0) / allowed * self.tolerance.factor
-                score_ratio = max(score_ratio, float(ratio))
-                defects += defect
-            else:
-                worst = max(differences, key=lambda item: item.margin - item.allowed)
-                (ties if worst.tie else defects).append(_difference(row, worst))
-            done(1)
-        return comparisons, Decisions(
-            "fill-mask", len(sources), identical, score_error, score_ratio, ties, defects
-        )
+                tally.agree(row, np.abs(scores[0] - scores[1]).tolist(), allowed)
+            self.done(1)
+        return comparisons, tally.decisions()
 
     def record(
         self,
@@ -338,32 +296,87 @@ class Oracle:
         max_length: int,
         generation: Mapping[str, Any] | None = None,
     ) -> Reference:
-        """Records what torch answers, for `runtime.reference`.
-
-        Args:
-            sources: Token ids to search over, the end token included.
-            max_length: Of the searches.
-            generation: The bundle's defaults of generation.
-        """
-        sizes = [(1, 1, 0), (2, 13, 1), (7, 6, 5)]
-        cases = [
-            random_case(self.config, batch, source, past, seed=number)
-            for number, (batch, source, past) in enumerate(sizes)
-        ]
+        """Records torch's answers to the sources, of at most `max_length` tokens."""
+        cases = random_cases(self.config, [(1, 1, 0), (2, 13, 1), (7, 6, 5)])
         searches = []
         for name in RECORDED if self.config.decoder_layers else ():
             settings = search_settings(name, generation or {}, self.config, sources, max_length)
             options = GenerationOptions(**settings)
             answers = search(self.reference, sources, options, self.special)
             scores, own_error = self.scores(sources, answers, options)
-            recorded = [_tokens(row) for row in answers]
-            searches.append(RecordedSearch(name, settings, recorded, scores, own_error))
+            tokens = [[hypothesis.tokens for hypothesis in row] for row in answers]
+            searches.append(RecordedSearch(name, settings, tokens, scores, own_error))
         return Reference([(case, self.truth(case)) for case in cases], sources, searches)
 
 
-def _tokens(hypotheses: Sequence[Hypothesis]) -> list[tuple[int, ...]]:
-    return [hypothesis.tokens for hypothesis in hypotheses]
+@dataclass
+class TextParity:
+    """Checks of a model on text, in the order of `verify`.
 
+    A decoder runs every search and is then fed given answers; an encoder-only model fills in
+    hidden tokens.
 
-def _difference(row: int, divergence: Divergence) -> Difference:
-    return Difference(row, str(divergence), divergence.margin, divergence.allowed)
+    Attributes:
+        oracle: The reference.
+        generation: The bundle's defaults of generation.
+        sources: Token ids of each source.
+        longest: Most tokens of an answer.
+        fed: Targets to feed whole, from the start token on; by default torch's greedy answers.
+        sampled: Sampling runs on one source in so many.
+        forcing: Errors and margins on the given answers.
+        best: torch's and the model's best answer to each row of a search.
+    """
+
+    oracle: Oracle
+    generation: Mapping[str, Any]
+    sources: Sequence[Sequence[int]]
+    longest: int
+    fed: Sequence[Sequence[int]] | None = None
+    sampled: int = 1
+    forcing: TeacherForcing = field(default_factory=TeacherForcing)
+    best: dict[str, list[tuple[Hypothesis, Hypothesis]]] = field(default_factory=dict)
+
+    def rows(self, variant: Variant) -> int:
+        """Returns the number of rows that `check` compares."""
+        count = len(self.sources)
+        if not self.oracle.config.decoder_layers:
+            return count
+        return (4 if variant.screen else 3) * count + len(self.sources[:: self.sampled])
+
+    def check(self, model: Model) -> Iterator[Decisions | list[Comparison]]:
+        """Yields the result of one check after another."""
+        oracle, sources = self.oracle, self.sources
+        if not sources:
+            return
+        if isinstance(model, EncoderModel):
+            yield from oracle.fillings(model, sources, self.forcing)
+            return
+        for name, fields in SEARCHES.items():
+            every = self.sampled if "sample" in fields else 1
+            called = name if every == 1 else f"{name} of every {every}th row"
+            tally = oracle.search(model, called, sources[::every], self.options(name))
+            self.best[name] = [tally.best[row] for row in sorted(tally.best)]
+            yield tally.decisions()
+        if model.variant.screen:
+            unscored = replace(self.options("greedy"), scores=False)
+            yield oracle.search(model, "greedy, screened", sources, unscored).decisions()
+        yield oracle.text(model, self._pairs(), self.forcing)
+
+    def options(self, name: str) -> GenerationOptions:
+        """Returns the options of one of `SEARCHES`."""
+        config = self.oracle.config
+        settings = search_settings(name, self.generation, config, self.sources, self.longest)
+        return GenerationOptions(**settings)
+
+    def _pairs(self) -> list[tuple[Sequence[int], Sequence[int]]]:
+        """Source and target of each row to feed; without an encoder the target alone."""
+        special, config = self.oracle.special, self.oracle.config
+        fed = self.fed
+        if fed is None:
+            answers = [scored_tokens(wanted, special.eos_id) for wanted, _ in self.best["greedy"]]
+            fed = [[special.bos_id, *tokens] for tokens in answers]
+        return [
+            (source if config.encoder_layers else [], target[: config.max_positions + 1])
+            for source, target in zip(self.sources, fed, strict=True)
+            if len(target) > 1
+        ]

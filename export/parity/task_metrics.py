@@ -1,28 +1,16 @@
-"""What differences come to in the measures that the users of a model go by."""
+"""Effect of the differences on token agreement and BLEU."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import sacrebleu
 
-from transferry.runtime.decoding.hypothesis import FAILED, Hypothesis
-from transferry.runtime.parity.report import TaskMetric
+from transferry.runtime.decoding.hypothesis import Hypothesis
+from transferry.runtime.parity.report import AGREEMENT, BLEU, TaskMetric
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
-
-
-class Answers:
-    """The best answers of two searches, row by row: torch's and those judged."""
-
-    def __init__(self, rows: int) -> None:
-        self.wanted = [FAILED] * rows
-        self.found = [FAILED] * rows
-
-    def keep(self, row: int, wanted: Sequence[Hypothesis], found: Sequence[Hypothesis]) -> None:
-        """Takes in a row's answers, best first."""
-        self.wanted[row], self.found[row] = wanted[0], found[0]
 
 
 @dataclass(frozen=True)
@@ -39,16 +27,9 @@ class TaskBudget:
     bleu: float
     perplexity: float
 
-    @classmethod
-    def of(cls, precision: str) -> TaskBudget:
-        """Returns what a precision is allowed.
 
-        In float32 every different token must be a tie, so that no share of them is too large.
-        """
-        return _BUDGETS.get(precision, _BUDGETS["int8"])
-
-
-_BUDGETS = {
+# In float32 every different token must be a tie, so that no share of them is too large.
+BUDGETS = {
     "float32": TaskBudget(math.inf, math.inf, math.inf),
     "float16": TaskBudget(0.02, 0.1, 0.001),
     "bfloat16": TaskBudget(0.10, 0.3, 0.01),
@@ -56,32 +37,27 @@ _BUDGETS = {
 }
 
 
-def token_agreement(
-    answers: Answers,
-    budget: float,
-) -> TaskMetric:
-    """Returns which share of torch's tokens the other has in the same places."""
+def token_agreement(pairs: Iterable[tuple[Hypothesis, Hypothesis]], budget: float) -> TaskMetric:
+    """Returns the share of torch's tokens that the bundle has in the same places."""
     same, total = 0, 0
-    for one, other in zip(answers.wanted, answers.found, strict=True):
+    for one, other in pairs:
         same += sum(a == b for a, b in zip(one.tokens, other.tokens, strict=False))
         total += max(len(one.tokens), len(other.tokens))
     share = same / total if total else 1.0
-    return TaskMetric("token agreement", 1.0, share, 1.0 - share, budget)
+    return TaskMetric(AGREEMENT, 1.0, share, 1.0 - share, budget)
 
 
 def translation(
     tokenizer: AnyTokenizer,
     search: str,
-    answers: Answers,
+    pairs: Iterable[tuple[Hypothesis, Hypothesis]],
     targets: Sequence[str],
     budget: float,
 ) -> TaskMetric:
-    """Returns the loss in sacreBLEU; a gain is no change."""
-    scores = [
-        sacrebleu.corpus_bleu(
-            [tokenizer.decode(answer.tokens) for answer in side], [list(targets)]
-        ).score
-        for side in (answers.wanted, answers.found)
-    ]
-    reference, found = scores
-    return TaskMetric(f"sacreBLEU {search}", reference, found, max(0.0, reference - found), budget)
+    """Returns the loss in sacreBLEU; a gain counts as no change."""
+    reference, found = (
+        sacrebleu.corpus_bleu([tokenizer.decode(answer.tokens) for answer in side], [list(targets)])
+        for side in zip(*pairs, strict=True)
+    )
+    loss = max(0.0, reference.score - found.score)
+    return TaskMetric(f"{BLEU} {search}", reference.score, found.score, loss, budget)

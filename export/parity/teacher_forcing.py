@@ -1,4 +1,4 @@
-"""What given answers say of a model: the error at each place, and how clear each choice was."""
+"""Errors and margins on given answers: by position, and how clear each choice was."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.decoding.logits import log_sum_exp
-from transferry.runtime.parity.report import Growth, Margins, TaskMetric
+from transferry.runtime.parity.report import PERPLEXITY, Growth, Margins, TaskMetric
 
 Logits = NDArray[np.floating[Any]]
 
-# Distances of the two best tokens, in nats: a decade is two bins.
+# Distances of the two best tokens, in nats, two bins per decade.
 EDGES = tuple(10.0 ** (exponent / 2) for exponent in range(-14, 5))
 
 
 class TeacherForcing:
-    """Sums up rows of logits: those of the oracle, of torch in float32, and those judged."""
+    """Sums up errors and margins over rows of logits."""
 
     def __init__(self) -> None:
-        self.errors: list[float] = []  # by place, of what is judged
-        self.own: list[float] = []  # by place, of torch
+        self.errors: list[float] = []  # of the model under test, by position
+        self.own: list[float] = []  # of torch, by position
         self.counts = np.zeros(len(EDGES) - 1, np.int64)
         self.smallest = np.inf
         self.error = 0.0
@@ -30,13 +30,13 @@ class TeacherForcing:
         self.losses = np.zeros(2)
 
     def add(self, target: Sequence[int], oracle: Logits, reference: Logits, found: Logits) -> None:
-        """Takes in a row.
+        """Adds a row.
 
         Args:
-            target: What was fed, [tokens + 1]: each token but the first is told from those before.
-            oracle: [places, vocabulary]; what lies behind the target is left out.
-            reference: torch's in float32, likewise.
-            found: What is judged, likewise.
+            target: `[tokens + 1]`; each token but the first is predicted from those before.
+            oracle: Logits in float64 `[positions, vocabulary]`; those after the target are ignored.
+            reference: Logits of torch in float32, likewise.
+            found: Logits of the model under test, likewise.
         """
         places = len(target) - 1
         if not places:
@@ -63,19 +63,19 @@ class TeacherForcing:
         ]
 
     def growth(self) -> list[Growth]:
-        """The error by place, the longest rows having the last places to themselves."""
+        """Returns the error by position."""
         return [
             Growth(step, error, own)
             for step, (error, own) in enumerate(zip(self.errors, self.own, strict=True))
         ]
 
     def margins(self) -> Margins | None:
-        """How clear the choices were; None where there was none."""
+        """Returns the histogram of margins; None without tokens."""
         if not self.tokens:
             return None
         return Margins(EDGES, self.counts.tolist(), self.smallest, self.error)
 
     def perplexity(self, budget: float) -> TaskMetric:
-        """Returns what the errors come to in perplexity (exp of the mean loss)."""
+        """Returns the change of the perplexity (exp of the mean loss)."""
         reference, found = np.exp(self.losses / self.tokens).tolist()
-        return TaskMetric("perplexity", reference, found, abs(found / reference - 1), budget)
+        return TaskMetric(PERPLEXITY, reference, found, abs(found / reference - 1), budget)

@@ -1,4 +1,4 @@
-"""Figures of a parity report: SVG that takes colours and letters from the page around it."""
+"""Figures of a parity report: SVG with the colours and fonts of the page around it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
-# matplotlib knows no CSS, so it draws in colours that nothing else has, and they are replaced.
+# matplotlib knows no CSS: it draws in unique colours, which are then replaced.
 _PLACEHOLDERS = {
     "#010203": "var(--ink)",
     "#010204": "var(--muted)",
@@ -25,7 +25,7 @@ _PLACEHOLDERS = {
     "#010209": "var(--second)",
 }
 _INK, _MUTED, _RULE, _BUNDLE, _TORCH, _FAULT, _SECOND = _PLACEHOLDERS
-# From the defaults on, so that a user's own style of plots changes no report.
+# Based on the defaults, so that a user's own plot style changes no report.
 _style = style.context(
     [
         "default",
@@ -46,7 +46,7 @@ _style = style.context(
             "legend.labelcolor": _INK,
             "lines.linewidth": 1.6,
             "lines.markersize": 4.5,
-            "svg.fonttype": "none",  # text stays text: searchable, and in the letters of the page
+            "svg.fonttype": "none",  # text stays text: searchable, and in the font of the page
             "text.color": _INK,
             "xtick.color": _MUTED,
             "xtick.labelcolor": _INK,
@@ -55,39 +55,30 @@ _style = style.context(
         },
     ]
 )
-_SIZE = (5.3, 3.0)  # inches: narrow, so that a phone need not shrink the letters
+_SIZE = (5.3, 3.0)  # inches: narrow, so that a phone need not shrink the text
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @_style
 def ratios(shares: Sequence[float], factor: float) -> str:
-    """Draws how far the errors are from their budgets.
-
-    Args:
-        shares: Error over budget of each comparison, finite.
-        factor: How many times torch's own error the budget is.
-    """
+    """Draws a histogram of error over budget; the factor is the budget in torch's own errors."""
     values = np.asarray(shares, np.float64)
     exponents = np.log10(values[values > 0]) if (values > 0).any() else np.zeros(1)
-    # The limit itself is a border, so that no bar holds both what passes and what does not.
+    # The limit is a border, so that no bar holds both passing and failing tensors.
     per_decade = 8 if exponents.max() - exponents.min() < 4 else 3
     first = min(-per_decade, int(np.ceil(exponents.min() * per_decade)) - 1)
     last = max(1, int(np.ceil(exponents.max() * per_decade)))
     edges = 10.0 ** (np.arange(first, last + 1) / per_decade)
-    # A bin holds its upper border: an error that equals its budget passes.
+    # A bin includes its upper border: an error equal to its budget passes.
     bins = np.clip(np.searchsorted(edges, values, side="left") - 1, 0, len(edges) - 2)
     counts = np.bincount(bins, minlength=len(edges) - 1)
     figure, axes = _canvas()
     beyond = edges[:-1] >= 1.0
+    lefts, widths = edges[:-1] * factor, np.diff(edges) * factor * 0.94
     for chosen, colour in ((~beyond, _BUNDLE), (beyond, _FAULT)):
-        bars = axes.bar(
-            edges[:-1][chosen] * factor,
-            counts[chosen],
-            np.diff(edges)[chosen] * factor * 0.94,
-            align="edge",
-            color=colour,
-        )
-    # A single fault among hundreds of tensors is a bar too low to see, but a number is seen.
+        bar = lefts[chosen], counts[chosen], widths[chosen]
+        bars = axes.bar(*bar, align="edge", color=colour)
+    # The bar of one fault among hundreds of tensors is too low to see, hence the number.
     labels = [str(count) if count else "" for count in counts[beyond]]
     axes.bar_label(bars, labels, padding=1, color=_FAULT)
     axes.axvline(factor, color=_FAULT, lw=1.4, label=f"limit {factor:g}")
@@ -101,11 +92,7 @@ def ratios(shares: Sequence[float], factor: float) -> str:
 
 @_style
 def layers(errors: Mapping[str, Sequence[tuple[int, float, float]]]) -> str:
-    """Draws the worst error of each layer.
-
-    Args:
-        errors: By the name of a cache each layer's number, worst error and torch's.
-    """
+    """Draws the worst error of each layer: by cache its number, error and torch's own."""
     figure, axes = _canvas()
     styles = ((_BUNDLE, "o"), (_SECOND, "s"))
     for (name, points), (colour, marker) in zip(errors.items(), styles, strict=False):
@@ -120,12 +107,7 @@ def layers(errors: Mapping[str, Sequence[tuple[int, float, float]]]) -> str:
 
 @_style
 def growth(places: Sequence[Mapping[str, Any]], axis: str) -> str:
-    """Draws the error of the logits at each place.
-
-    Args:
-        places: Records of `report.Growth`, of finite error.
-        axis: What their steps count.
-    """
+    """Draws the error of the logits by position, from records of `report.Growth`."""
     figure, axes = _canvas()
     steps = [place["step"] for place in places]
     marker = "o" if len(places) < 30 else None
@@ -142,12 +124,7 @@ def growth(places: Sequence[Mapping[str, Any]], axis: str) -> str:
 
 @_style
 def margins(record: Mapping[str, Any], ties: Sequence[float]) -> str:
-    """Draws how clear the choices of tokens were.
-
-    Args:
-        record: Of `report.Margins`.
-        ties: The oracle's margin of each tie, in nats.
-    """
+    """Draws `report.Margins`, and the oracle's margin of each tie in nats."""
     edges, counts = np.asarray(record["edges"]), np.asarray(record["counts"])
     zone = 2 * (record["error"] or 0.0)
     (full,) = np.nonzero(counts)
@@ -178,12 +155,12 @@ def _canvas() -> tuple[Figure, Axes]:
 
 
 def _drawable(values: Sequence[float | None]) -> list[float]:
-    """Zero and what is not finite have no place on a logarithmic axis and leave a gap."""
+    """Replaces zero and None, which a logarithmic axis cannot show, with a gap."""
     return [value if value else np.nan for value in values]
 
 
 def _errors(figure: Figure, axes: Axes, name: str) -> str:
-    # Whole decades: an axis that fits tightly makes much of what is nothing.
+    # Whole decades: a tight axis would exaggerate small differences.
     drawn = np.concatenate([np.asarray(line.get_ydata(), np.float64) for line in axes.lines])
     low, high = np.log10([np.nanmin(drawn), np.nanmax(drawn)])
     axes.set_ylim(10.0 ** np.floor(low), 10.0 ** np.ceil(high + 1e-9))
@@ -198,7 +175,7 @@ def _legend(figure: Figure) -> None:
 
 
 def _log_axis(axes: Axes, name: str) -> None:
-    """Makes an axis logarithmic; where it has few decades, with labels between them."""
+    """Makes an axis logarithmic, with labels between decades if there are few."""
     axes.set(**{f"{name}scale": "log"})
     axis = axes.xaxis if name == "x" else axes.yaxis
     low, high = axes.get_xlim() if name == "x" else axes.get_ylim()
@@ -222,9 +199,9 @@ def _power(value: float) -> str:
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """Returns a figure as an element of a page; the name keeps its ids apart from other figures'.
+    """Returns a figure as an element of a page, with ids made unique by the name.
 
-    No date, no version and no random id: the same figure has the same bytes.
+    Without dates, versions and random ids: the same figure has the same bytes.
     """
     drawn = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -236,7 +213,7 @@ def _svg(figure: Figure, name: str) -> str:
         svg = svg.replace(placeholder, colour)
     svg = re.sub(r"font-family: [^;\"]*", "font-family: inherit", svg)
     svg = re.sub(r" <defs>\s*<style.*?</style>\s*</defs>\n", "", svg)
-    # Groups are numbered in each figure from 1, and nothing refers to them.
+    # Groups are numbered from 1 in each figure, and nothing refers to them.
     svg = re.sub(r' id="[\w.]*_\d+"', "", svg)
     head = f'<svg role="img" aria-labelledby="{name}-title" aria-describedby="{name}-text"'
     return re.sub(r'^<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'{head} viewBox="\1">', svg).strip()

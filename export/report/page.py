@@ -1,9 +1,9 @@
-"""The page of a parity report: one HTML file that needs no network, no script and no other file."""
+"""A parity report as one HTML page, without network, scripts or other files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,24 +14,24 @@ from markupsafe import Markup, escape
 
 from transferry.export.report import figures
 from transferry.runtime.errors import InputError
-from transferry.runtime.parity.report import SCHEMA
+from transferry.runtime.parity.report import FIRST_FAULTS, SCHEMA, setting_text
 
-FIRST_FAULTS = 5
 WORST = 20
 MOST_FAILED = 100
-# Tensors of one layer's cache; whatever else a graph gives belongs to none.
+# Tensors of one layer's cache; no other tensor belongs to a layer.
 _LAYER = re.compile(r"(cross|past)\.(\d+)\.(?:keys|values)")
+_CACHES = {"cross": "cross-attention", "past": "self-attention"}
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing and what it shows, in words with the numbers.
+    """A figure with a description.
 
     Attributes:
-        name: Names it within the page.
-        title: What is drawn.
+        name: Its id in the page.
+        title: Its title.
         svg: The drawing.
-        text: What is seen in it.
+        text: Description with the numbers.
     """
 
     name: str
@@ -44,7 +44,7 @@ def render_page(record: Mapping[str, Any]) -> str:
     """Returns a report as a page; the same record gives the same text.
 
     Args:
-        record: What `ParityReport.to_dict` gave; "date" and "certificate" may be added to it.
+        record: Result of `ParityReport.to_dict`, optionally with "date" and "certificate".
 
     Raises:
         InputError: The record is of another schema.
@@ -78,7 +78,7 @@ def render_page(record: Mapping[str, Any]) -> str:
         detection=_detection(record["self_test"]),
         ratio=lambda item: _ratio(_share(item) * record["tolerance"]["factor"]),
     )
-    # The name of a folder may hold bytes that are no text.
+    # The name of a folder may hold bytes that are not UTF-8.
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -91,14 +91,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    filters: Mapping[str, Callable[..., str]] = {
-        "scientific": _scientific,
-        "ratio": _ratio,
-        "plain": _plain,
-        "setting": _setting,
-        "prose": _prose,
-    }
-    environment.filters.update(filters)
+    environment.filters.update(
+        scientific=_scientific, ratio=_ratio, plain=_plain, setting=setting_text, prose=_prose
+    )
     return environment
 
 
@@ -116,22 +111,14 @@ def _plain(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.6g}"
 
 
-def _setting(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {item}" for name, item in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
-    return str(value)
-
-
 def _prose(text: str) -> Markup:
-    """A sentence in which no line ends within a number such as 1.2e-07."""
+    """Keeps a number such as 1.2e-07 on one line."""
     whole = re.sub(r"[\d.]+e-\d+", r'<span class="whole">\g<0></span>', str(escape(text)))
     return Markup(whole)
 
 
 def _share(comparison: Mapping[str, Any]) -> float:
-    """Error over budget of a comparison; infinity where the record has a gap for it."""
+    """Error over budget of a comparison; infinity where the error is null."""
     error, budget = comparison["error"], comparison["budget"]
     return float("inf") if error is None or not budget else float(error / budget)
 
@@ -143,7 +130,7 @@ def _count(number: int, noun: str) -> str:
 def _summary(
     record: Mapping[str, Any], ties: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, str, bool]]:
-    """The numbers on top: each with what it means, and whether it is one that failed."""
+    """The numbers at the top: value, meaning, and whether it failed."""
     numbers = []
     if comparisons := record["comparisons"]:
         worst, factor = max(map(_share, comparisons)), record["tolerance"]["factor"]
@@ -192,27 +179,24 @@ def _ratios(record: Mapping[str, Any]) -> Figure | str:
 
 
 def _layers(record: Mapping[str, Any]) -> Figure | str:
-    worst: dict[str, dict[int, tuple[float, float]]] = {"cross": {}, "past": {}}
+    worst: dict[str, dict[int, tuple[float, float]]] = {}
     for item in record["comparisons"]:
         if (match := _LAYER.fullmatch(item["tensor"])) and item["error"] is not None:
-            layers, layer = worst[match[1]], int(match[2])
+            layers, layer = worst.setdefault(_CACHES[match[1]], {}), int(match[2])
             error, own = layers.get(layer, (0.0, 0.0))
             layers[layer] = max(error, item["error"]), max(own, item["reference_error"] or 0.0)
-    names = {"cross": "cross-attention", "past": "self-attention"}
     points = {
-        names[kind]: [(layer, *layers[layer]) for layer in sorted(layers)]
-        for kind, layers in worst.items()
-        if layers
+        name: [(layer, *layers[layer]) for layer in sorted(layers)]
+        for name, layers in worst.items()
     }
     if not points:
-        return "Error over layers: no cache was compared; an encoder alone has none."
-    parts = []
-    for name, layers_of in points.items():
-        layer, error, own = max(layers_of, key=lambda point: point[1])
-        parts.append(
-            f"{name} at most {error:.2e}, in layer {layer}, where torch’s own counts as {own:.2e}"
-        )
-    text = f"Keys and values of the cache, from the oracle: {'; '.join(parts)}."
+        return "Error over layers: no cache was compared; an encoder-only model has none."
+    largest = [
+        f"{name} {error:.2e} in layer {layer} (torch’s own {own:.2e})"
+        for name, layers_of in points.items()
+        for layer, error, own in [max(layers_of, key=lambda point: point[1])]
+    ]
+    text = f"Largest error of the cache’s keys and values: {'; '.join(largest)}."
     return Figure("layers", "Error over layers", figures.layers(points), text)
 
 
@@ -222,18 +206,18 @@ def _growth(record: Mapping[str, Any]) -> Figure | str:
         return "Error over decoding steps: no text was given, or no logit was off."
     worst, last = max(known, key=lambda place: float(place["error"])), known[-1]
     own = [_scientific(place["reference_error"]) for place in (worst, last)]
-    # An encoder alone fills in what is hidden; its places are no steps.
+    # An encoder-only model fills in hidden tokens, in no order of steps.
     filled = any(item["search"] == "fill-mask" for item in record["decisions"])
-    title = "Error over hidden places" if filled else "Error over decoding steps"
-    fed = "" if filled else ", each fed the tokens that torch chose or was given"
+    title = "Error over hidden tokens" if filled else "Error over decoding steps"
+    fed = "" if filled else ", each after the tokens that torch chose or was given"
     text = (
-        f"Over {_count(len(known), 'place')}{fed}: the largest error of a logit is "
+        f"Over {_count(len(known), 'position')}{fed}: the largest error of a logit is "
         f"{worst['error']:.2e} after {_count(worst['step'], 'token')}, torch’s own there {own[0]}; "
-        f"at the last place {last['error']:.2e}, torch’s own {own[1]}."
+        f"at the last position {last['error']:.2e}, torch’s own {own[1]}."
     )
     if gaps := len(record["growth"]) - len(known):
-        text += f" {_count(gaps, 'place')} without a finite error, not drawn."
-    axis = "hidden tokens before the place" if filled else "tokens before the place"
+        text += f" {_count(gaps, 'position')} without a finite error, not drawn."
+    axis = f"{'hidden ' if filled else ''}tokens before the position"
     return Figure("growth", title, figures.growth(known, axis), text)
 
 
@@ -245,7 +229,7 @@ def _margins(record: Mapping[str, Any], ties: Sequence[Mapping[str, Any]]) -> Fi
     closest = _scientific(margins["smallest"])
     text = f"{_count(sum(counts), 'choice')}; the closest is {closest} nats. "
     if error is None:
-        text += "A logit is not finite, so that nothing bounds what rounding could decide."
+        text += "A logit is not finite, so nothing limits what rounding could decide."
     else:
         reached = sum(count for count, edge in zip(counts, edges, strict=False) if edge < 2 * error)
         text += (
@@ -258,18 +242,18 @@ def _margins(record: Mapping[str, Any], ties: Sequence[Mapping[str, Any]]) -> Fi
 
 
 def _absent(record: Mapping[str, Any]) -> list[str]:
-    """A line for each part that a report may have and this one has not."""
+    """A line for each optional part that this report lacks."""
     reasons = {
         "decisions": "Tokens: no search was run.",
-        "tasks": "Task measures: none was taken.",
-        "opinions": "Other runtimes: none was asked.",
+        "task_metrics": "Task metrics: none was computed.",
+        "cross_check": "Other runtimes: none was run.",
         "self_test": "Self-test: no fault was planted.",
-        "origin": "Origin of the fault: none was looked for.",
+        "origin": "Origin of the fault: not searched for.",
         "certificate": "Certificate: none was issued.",
     }
     return [
         reason
         for name, reason in reasons.items()
-        # What passed has no fault that could begin anywhere.
+        # A report that passed has no fault to search for.
         if not record.get(name) and not (name == "origin" and record["passed"])
     ]

@@ -24,7 +24,7 @@ from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance
-from transferry.runtime.parity.divergence import explain
+from transferry.runtime.parity.divergence import Explainer
 from transferry.runtime.parity.recorded import Reference
 
 
@@ -131,18 +131,16 @@ class Canary:
         (encoded,) = self.served.encode([row.source], self.options, long_rows)
         if encoded.error is not None:
             return self._compare_pieces(number, row)
-        divergence = explain(
-            encoded.ids,
-            self.served.fitted(self.options, len(encoded.ids)),
-            again.hypotheses,
-            row.hypotheses,
+        explainer = Explainer(
             self.reference.decoder,
             self.served.decoder,
             self.reference.decoder,
             self.served.bundle.tokenizer.special,
             self.tolerance,
-            number,
+            self.served.fitted(self.options, len(encoded.ids)),
         )
+        answers = again.hypotheses, row.hypotheses
+        divergence = explainer.explain(encoded.ids, *answers, number)
         if divergence.tie:
             self.ties += 1
             return ""

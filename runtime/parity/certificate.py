@@ -1,8 +1,7 @@
-"""A report that passed, bound to the very bytes and to the kind of machine that it speaks of.
+"""Certificates: passed parity reports, bound to the bytes and the kind of machine they verified.
 
-A bundle's certificates lie in its folder `certificates`, beside what the manifest lists: one for
-each cell, that is each way of computing that was verified. `standing` tells what they are worth to
-a session that is about to be opened.
+The folder `certificates` of a bundle, which the manifest does not list, has one for each cell, that
+is for each verified way of computing. `standing` finds the one that applies to a session.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -32,14 +31,14 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Cell:
-    """One way of computing: what decides which kernels run on which graphs.
+    """One way of computing: everything that decides which kernels run on which graphs.
 
     Attributes:
-        variant: Of the bundle.
+        variant: Name of the variant.
         provider: "cpu" or "cuda".
         optimisation: How far onnxruntime may rewrite the graphs.
         processor: The CPU's instruction sets, or the GPU's compute capability.
-        settings: The provider's, TF32 among them.
+        settings: Settings of the provider, TF32 among them.
     """
 
     variant: str
@@ -50,12 +49,11 @@ class Cell:
 
     @classmethod
     def of(cls, variant: Variant, options: SessionOptions) -> Cell:
-        """Returns the cell of a session that is opened here."""
+        """Returns the cell of a session on this machine."""
         processor = "+".join(instruction_sets()) or "unknown"
         if options.provider == "cuda":
             processor = f"sm_{cuda_compute_capability(options.device_id)}"
-        settings = provider_settings(options)
-        settings.pop("device_id", None)
+        settings = {k: v for k, v in provider_settings(options).items() if k != "device_id"}
         return cls(variant.name, options.provider, options.optimisation, processor, settings)
 
     def __str__(self) -> str:
@@ -68,21 +66,21 @@ class Cell:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was verified, on what, and with what result.
+    """Result of a verification, with everything that it depends on.
 
     Attributes:
         cell: The way of computing.
-        threads: Of a session.
+        threads: Threads of a session.
         tf32: Whether products may be rounded to TF32: "on", "off", or "none" on the CPU.
-        date: As whoever verified gave it.
+        date: Given by whoever verified, YYYY-MM-DD.
         manifest: sha256 of the bundle's manifest.
         files: sha256 of every other file, by its path inside the bundle.
         graphs: sha256 of the variant's graphs, by name.
         against: "the run" or "the recorded answers".
-        run: sha256 of the weights of the run; empty where the bundle was held against its record.
-        versions: Of the packages that decide the numbers.
+        run: sha256 of the weights of the run; empty for "the recorded answers".
+        versions: Versions of the packages that decide the numbers.
         text: Number and sha256 of the lines that the searches ran on.
-        result: The report's tolerance, stages, searches, tasks and self-test, without details.
+        result: The report's tolerance, stages, searches, task metrics and self-test, in short.
     """
 
     cell: Cell
@@ -99,16 +97,12 @@ class Certificate:
     result: Mapping[str, Any]
 
     def to_json(self) -> str:
-        """Returns the text of the certificate's file."""
+        """Returns the certificate as JSON."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: bytes, origin: str) -> Certificate:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            InputError: It is none, or of another format.
-        """
+        """Parses the result of `to_json`; raises InputError for anything else."""
         try:
             record = json.loads(text)
             if (found := record.pop("format")) != FORMAT:
@@ -121,11 +115,11 @@ class Certificate:
             ) from error
 
     def sha256(self) -> str:
-        """Returns what a result cites the certificate by."""
+        """Returns the hash that results cite."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def summary(self) -> dict[str, str]:
-        """Returns what identifies the certificate, for a page."""
+        """Returns the facts that identify the certificate, for a page."""
         return {
             "date": self.date,
             "cell": str(self.cell),
@@ -135,13 +129,12 @@ class Certificate:
         }
 
     def changed(self, bundle: Bundle) -> str:
-        """Tells what differs between the bundle that was verified and this one, if anything."""
+        """Describes how this bundle differs from the verified one; empty if it does not."""
         files = {name: record.sha256 for name, record in bundle.manifest.files.items()}
         for name in sorted({*self.files, *files}):
             if self.files.get(name) != files.get(name):
                 return f"{name} is not the file that was verified"
-        graphs = bundle.manifest.variants
-        variant = graphs.get(self.cell.variant)
+        variant = bundle.manifest.variants.get(self.cell.variant)
         if variant is None:
             return f"the bundle has no variant {self.cell.variant}"
         if self.graphs != _graphs(bundle, variant):
@@ -152,11 +145,7 @@ class Certificate:
 
 
 def check_date(date: str) -> None:
-    """Refuses what is no date.
-
-    Raises:
-        UsageError: It is none.
-    """
+    """Raises UsageError unless this is a date as YYYY-MM-DD."""
     try:
         datetime.date.fromisoformat(date)
     except ValueError as error:
@@ -164,26 +153,19 @@ def check_date(date: str) -> None:
 
 
 def certify(
-    bundle: Bundle,
-    variant: Variant,
-    options: SessionOptions,
-    report: ParityReport,
-    date: str,
+    bundle: Bundle, variant: Variant, options: SessionOptions, report: ParityReport, date: str
 ) -> Certificate | None:
-    """Writes the certificate of a report into the bundle, or withdraws the one that is there.
+    """Writes the certificate of a report into the bundle; removes it if the report failed.
 
     Args:
-        bundle: What was verified.
-        variant: Which variant of it.
+        bundle: The bundle.
+        variant: The variant that was verified.
         options: How it was opened.
-        report: What came out.
-        date: Of the verification, YYYY-MM-DD.
-
-    Returns:
-        The certificate; None where the report did not pass, and none for its cell is left.
+        report: The result.
+        date: Date of the verification, YYYY-MM-DD.
 
     Raises:
-        UsageError: The date is none.
+        UsageError: The date is not a date.
         InputError: The bundle cannot be written.
     """
     check_date(date)
@@ -207,7 +189,7 @@ def certify(
             {**item, "ties": len(item["ties"]), "defects": len(item["defects"])}
             for item in record["decisions"]
         ],
-        "tasks": record["tasks"],
+        "task_metrics": record["task_metrics"],
         "self_test": {
             "planted": len(report.self_test),
             "change_an_answer": sum(item.changes_answer for item in report.self_test),
@@ -234,7 +216,7 @@ def certify(
 
 
 def certificates(bundle: Bundle) -> list[Certificate]:
-    """Reads all certificates of a bundle, in the order of their names.
+    """Returns all certificates of a bundle, in the order of their names.
 
     Raises:
         InputError: One of them cannot be read.
@@ -251,13 +233,13 @@ def certificates(bundle: Bundle) -> list[Certificate]:
 
 @dataclass(frozen=True)
 class Standing:
-    """What a bundle's certificates are worth to a session.
+    """Whether a bundle's certificates cover a session.
 
     Attributes:
-        status: "verified": this cell, on these bytes. "elsewhere": the same but for the processor,
-            the threads or onnxruntime's version. "none": neither.
-        certificate: The one that applies; None where there is none.
-        reason: What keeps it from being "verified"; empty where nothing does.
+        status: "verified": this cell, these bytes. "elsewhere": the same but for the processor, the
+            threads or the version of onnxruntime. "none": neither.
+        certificate: The certificate that applies; None if there is none.
+        reason: Why the status is not "verified"; empty if it is.
     """
 
     status: Literal["verified", "elsewhere", "none"]
@@ -265,7 +247,7 @@ class Standing:
     reason: str = ""
 
     def cite(self) -> str:
-        """Returns a line for whoever reads a result."""
+        """Returns a line that cites the certificate beside a result."""
         if self.certificate is None:
             return f"none: {self.reason}"
         one = self.certificate
@@ -274,7 +256,7 @@ class Standing:
 
 
 def standing(bundle: Bundle, variant: Variant, options: SessionOptions) -> Standing:
-    """Looks for the certificate of a session that is about to be opened.
+    """Finds the certificate that applies to a session.
 
     Raises:
         InputError: A certificate cannot be read.
@@ -283,26 +265,18 @@ def standing(bundle: Bundle, variant: Variant, options: SessionOptions) -> Stand
     reasons = []
     elsewhere: list[Standing] = []
     for certificate in certificates(bundle):
-        other = certificate.cell
-        if (other.variant, other.provider, other.optimisation, dict(other.settings)) != (
-            cell.variant,
-            cell.provider,
-            cell.optimisation,
-            dict(cell.settings),
-        ):
+        if replace(certificate.cell, processor=cell.processor) != cell:
             continue
         if changed := certificate.changed(bundle):
             reasons.append(f"of {certificate.date}: {changed}")
             continue
-        version = certificate.versions.get("onnxruntime")
+        compared = (
+            ("processor", cell.processor, certificate.cell.processor),
+            ("threads", options.threads, certificate.threads),
+            ("onnxruntime", onnxruntime.__version__, certificate.versions.get("onnxruntime")),
+        )
         differences = [
-            f"{name} {here}, not {there}"
-            for name, here, there in (
-                ("processor", cell.processor, other.processor),
-                ("threads", options.threads, certificate.threads),
-                ("onnxruntime", onnxruntime.__version__, version),
-            )
-            if here != there
+            f"{name} {here}, not {there}" for name, here, there in compared if here != there
         ]
         if not differences:
             return Standing("verified", certificate)
@@ -313,12 +287,12 @@ def standing(bundle: Bundle, variant: Variant, options: SessionOptions) -> Stand
 
 
 def fastest(bundle: Bundle, options: SessionOptions) -> Variant:
-    """Chooses the variant that is served where none is named.
+    """Returns the variant to serve if none is named.
 
-    Of those made for the provider the fastest that was verified for this way of computing, else
-    the fastest that was verified elsewhere; one in reduced precision answers differently, so
-    without a certificate it must be named. Where none has a certificate, the fastest in the
-    model's own precision, which export has held against the recorded answers.
+    It is the fastest of those for the provider that is verified for this way of computing, else the
+    fastest that is verified elsewhere. If none has a certificate, it is the fastest in the model's
+    own precision, which export has compared with the recorded answers: reduced precision answers
+    differently, so without a certificate it must be named.
 
     Raises:
         InputError: A certificate cannot be read.
@@ -326,7 +300,7 @@ def fastest(bundle: Bundle, options: SessionOptions) -> Variant:
     variants = [
         each for each in bundle.manifest.variants.values() if options.provider in each.providers
     ]
-    # Fewer bits are faster, and so is what was made for this provider alone.
+    # Fewer bits are faster, and so is a variant made for this provider alone.
     variants.sort(key=lambda each: (each.exact, len(each.providers), not each.in_place))
     for status in ("verified", "elsewhere"):
         for variant in variants:
@@ -336,11 +310,7 @@ def fastest(bundle: Bundle, options: SessionOptions) -> Variant:
 
 
 def require_standing(found: Standing, bundle: Bundle) -> None:
-    """Refuses a session for which nothing was verified.
-
-    Raises:
-        ParityError: There is no certificate for it, or what it was made for has changed.
-    """
+    """Raises ParityError unless a certificate covers the session."""
     if found.status == "none":
         raise ParityError(
             f"{bundle.folder} has no certificate that holds here: {found.reason}. Verify it: "
@@ -349,7 +319,7 @@ def require_standing(found: Standing, bundle: Bundle) -> None:
 
 
 def describe(bundle: Bundle) -> Sequence[tuple[str, str, str, str, str]]:
-    """Of each certificate its date, what it is against, its cell, its rows, and its worth."""
+    """Returns date, reference, cell, rows and validity of each certificate."""
     return [
         (
             one.date,
@@ -374,12 +344,10 @@ def _graphs(bundle: Bundle, variant: Variant) -> dict[str, str]:
 
 
 def _versions(report: ParityReport) -> dict[str, str]:
-    versions = {
+    settings = report.settings
+    return {
         "transferry": importlib.metadata.version("transferry"),
         "onnxruntime": onnxruntime.__version__,
         "numpy": np.__version__,
+        **{name: str(settings[name]) for name in ("torch", "onnx") if name in settings},
     }
-    for name in ("torch", "onnx"):
-        if name in report.settings:
-            versions[name] = str(report.settings[name])
-    return versions

@@ -1,9 +1,8 @@
-"""How far two computations of one model may differ, and a report of how far they do.
+"""Tolerance and comparison of two computations of one model, tensor by tensor.
 
-A difference by itself says little: the logits of one model have entries of 3, of another of 300.
-So an error is measured against a float64 oracle and divided by the oracle's largest entry, and it
-is judged by the error that torch itself makes in float32 on the same input: whatever runs the
-graph may be at most `factor` times as far from the truth as torch is.
+Errors are measured against a float64 oracle, in units of the oracle's largest entry: a difference
+of 0.01 is large for logits of 3 and small for logits of 300. The limit is a multiple of the error
+that torch itself makes in float32 on the same input.
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ from numpy.typing import NDArray
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder, State, Tensors
 from transferry.runtime.errors import InputError
 
-# The distance of 1 to the next number; of int8 half of a scale's 127 steps.
+# Distance from 1 to the next number; for int8 half of one of a scale's 127 steps.
 EPSILONS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "int8": 2.0**-8}
+# "encoder" is `start`, or an encoder-only model; the steps are a decoder's; "text" is all of these
+# on real text and the answers to it.
 STAGES = ("encoder", "first step", "later step", "text")
 
 
@@ -28,10 +29,10 @@ class Tolerance:
     """The largest error that passes.
 
     Attributes:
-        factor: How many times torch's own float32 error is allowed; docs/parity.md has the
-            measurement behind the default.
-        floor: torch's error counts as at least this much, in units of the oracle's largest entry:
-            on a small tensor torch may happen to round nothing at all. 2 ** -23 is float32's eps.
+        factor: Limit as a multiple of torch's own float32 error; docs/parity.md has the measurement
+            behind the default.
+        floor: Lower bound of torch's error, relative to the oracle's largest entry: on a small
+            tensor torch may happen to round nothing at all. 2 ** -23 is float32's epsilon.
     """
 
     factor: float = 8.0
@@ -39,9 +40,7 @@ class Tolerance:
 
     @classmethod
     def of(cls, precision: str) -> Tolerance:
-        """Returns the default of a variant's precision, in units of torch's float32 error.
-
-        A type with fewer bits of mantissa is allowed as much more as its epsilon is larger.
+        """Returns the default of a precision: the factor grows in proportion to the epsilon.
 
         Raises:
             InputError: The precision is unknown.
@@ -62,17 +61,17 @@ class Tolerance:
 class Case:
     """Input of one comparison; the target is fed in two calls, cut at `past`.
 
-    An encoder alone has no target.
-
     Attributes:
-        name: Tells the sizes.
-        source: [batch, source] int64, what `Decoder.start` reads; where there is no encoder it lies
-            in the cache before the past.
-        mask: [batch, source] bool, True at a token.
-        target: [batch, past + new] int64, beginning with the start token.
-        past: Length of the cache when the compared step runs; 0 makes it the first step.
-        rows: [rows] int64, the rows of the batch that the compared step runs on, in this order, as
-            a search drops, repeats and reorders them; None for all as they are.
+        name: Names the sizes, for the report.
+        source: `[batch, source]` int64, the argument of `Decoder.start`; without an encoder it
+            precedes the past in the cache.
+        mask: `[batch, source]` bool, True at tokens.
+        target: `[batch, past + new]` int64, beginning with the start token; empty for a model
+            without a decoder.
+        past: Length of the cache at the compared step; 0 makes it the first step.
+        rows: `[rows]` int64, the rows of the batch that the compared step runs on, in this order,
+            as a search drops, repeats and reorders them; None for all of them, unchanged.
+        stage: One of `STAGES`, for all tensors but those of `start`; by default what `past` says.
     """
 
     name: str
@@ -81,20 +80,26 @@ class Case:
     target: NDArray[np.int64]
     past: int
     rows: NDArray[np.int64] | None = None
+    stage: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.stage:
+            step = "later step" if self.past else "first step"
+            object.__setattr__(self, "stage", step if self.target.size else "encoder")
 
     @property
     def kept(self) -> NDArray[np.int64]:
-        """The rows of the compared step [rows]."""
+        """Rows of the compared step `[rows]`."""
         return np.arange(len(self.source)) if self.rows is None else self.rows
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What a case must give.
+    """Expected tensors of a case.
 
     Attributes:
         oracle: Tensors of the float64 oracle.
-        errors: By the same names, what torch's relative error in float32 counts as.
+        errors: torch's relative error in float32 for each of them; see `truth`.
     """
 
     oracle: Tensors
@@ -103,58 +108,47 @@ class Truth:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor of one case.
+    """Result of comparing one tensor of one case.
 
     Attributes:
-        case: The case's name.
+        case: Name of the case.
         tensor: "logits", or the name of a tensor of the cache.
+        stage: The computation that gives the tensor, one of `STAGES`.
         error: Largest distance from the oracle, over the oracle's largest entry.
-        reference_error: What torch's error in float32 counts as here; see `truth`.
+        reference_error: torch's error in float32; see `truth`.
         budget: The largest error that passes.
-        fault: Empty where it passed, else what is wrong.
+        fault: Empty if it passed, else a description of the fault.
     """
 
     case: str
     tensor: str
+    stage: str
     error: float
     reference_error: float
     budget: float
     fault: str = ""
 
-    @property
-    def stage(self) -> str:
-        """What gave the tensor: "encoder" is `start`, then "first step" and "later step".
-
-        "text" is all of them, on real text and the answers to it.
-        """
-        encoder, first, later, text = STAGES
-        if self.case.startswith(text):
-            return text
-        if _from_encoder(self.tensor) or "past" not in self.case:
-            return encoder
-        return first if self.case.endswith("past 0") else later
-
 
 def observe(model: ObservableDecoder[State] | ObservableEncoder, case: Case) -> Tensors:
-    """Runs a case: encoder, as many target tokens as make the past, and the compared step."""
+    """Runs a case: encoder, the past in one step, and the compared step."""
     if isinstance(model, ObservableEncoder):
         return model.encode(case.source, case.mask)
     decoder = model
     state = decoder.start(case.source, case.mask)
     if case.past:
         _, state = decoder.step(case.target[:, : case.past], state)
-    if case.rows is None:
-        output, state = decoder.step(case.target[:, case.past :], state)
-        return {"logits": output.all_logits, **decoder.tensors(state)}
-    # As the encoder gave them, so that a wrong choice of rows is not laid at its door.
-    cross = {name: value for name, value in decoder.tensors(state).items() if _from_encoder(name)}
-    state = decoder.select(state, case.rows)
-    output, state = decoder.step(case.target[case.rows, case.past :], state)
+    cross: Tensors = {}
+    if case.rows is not None:
+        # Before the selection, so that a wrong choice of rows is not blamed on the encoder.
+        tensors = decoder.tensors(state)
+        cross = {name: value for name, value in tensors.items() if _from_encoder(name)}
+        state = decoder.select(state, case.rows)
+    output, state = decoder.step(case.target[case.kept, case.past :], state)
     return {"logits": output.all_logits, **decoder.tensors(state), **cross}
 
 
 def relative_error(found: NDArray[Any], oracle: NDArray[Any], mask: NDArray[np.bool_]) -> float:
-    """Largest |found - oracle| over the largest |oracle|, both where the mask is True."""
+    """Returns the largest |found - oracle| over the largest |oracle|, both where mask is True."""
     if mask.all():  # the selection costs more than the rest
         distance, largest = (np.abs(x).max(initial=0.0) for x in (found - oracle, oracle))
     else:
@@ -164,10 +158,10 @@ def relative_error(found: NDArray[Any], oracle: NDArray[Any], mask: NDArray[np.b
 
 
 def truth(case: Case, oracle: Tensors, reference: Tensors) -> Truth:
-    """Returns what a case must give, from what the oracle and torch in float32 gave.
+    """Returns the expected tensors of a case, given those of the oracle and of torch in float32.
 
-    torch's error counts as the largest of all tensors that one call gives: a single small tensor,
-    of one row and one position, is too few numbers to tell how far rounding reaches.
+    torch's error is the largest over all tensors of one call: a single small tensor, of one row and
+    one position, has too few entries to estimate the rounding error.
     """
     errors = {
         name: relative_error(reference[name], tensor, meaningful(case, name, tensor))
@@ -185,7 +179,7 @@ def _from_encoder(name: str) -> bool:
 
 
 def meaningful(case: Case, name: str, tensor: NDArray[Any]) -> NDArray[np.bool_]:
-    """Where a tensor means something: what the encoder makes of padding does not."""
+    """Returns a mask of the entries to compare: all but those that the encoder gives at padding."""
     if not case.target.size:
         return np.broadcast_to(case.mask[:, :, None], tensor.shape)
     if name == "logits":
@@ -199,11 +193,11 @@ def meaningful(case: Case, name: str, tensor: NDArray[Any]) -> NDArray[np.bool_]
 
 
 def compare(case: Case, expected: Truth, found: Tensors, tolerance: Tolerance) -> list[Comparison]:
-    """Judges every tensor of a case; missing, extra, misshapen and NaN are faults."""
+    """Compares every tensor of a case; a missing, extra, misshapen or NaN tensor is a fault."""
     comparisons = []
     for name in [*expected.oracle, *(found.keys() - expected.oracle.keys())]:
         error, reference_error = np.inf, expected.errors.get(name, 0.0)
-        budget = tolerance.budget(reference_error)
+        budget, fault = tolerance.budget(reference_error), ""
         if name not in expected.oracle:
             fault = "torch gives no such tensor"
         elif name not in found:
@@ -223,7 +217,9 @@ def compare(case: Case, expected: Truth, found: Tensors, tolerance: Tolerance) -
                     f"error {error:.2e} of the largest entry exceeds the budget {budget:.2e} "
                     f"({tolerance.factor:g} x torch's own {reference_error:.2e})"
                 )
-            else:
-                fault = ""
-        comparisons.append(Comparison(case.name, name, error, reference_error, budget, fault))
+        encoder = _from_encoder(name) and case.stage != "text"
+        stage = "encoder" if encoder else case.stage
+        comparisons.append(
+            Comparison(case.name, name, stage, error, reference_error, budget, fault)
+        )
     return comparisons

@@ -1,14 +1,13 @@
-"""Two searches over one source came to different tokens: a tie, or a defect?
+"""Comparison of two searches: which rows agree, and is a difference a tie or a defect?
 
-Where the two best candidates are closer in the float64 oracle than rounding errors within the
-tolerance can move them, either choice is right, and the difference is a tie. Where they are
-further apart, one of the two computations is wrong. Any two decoders can be compared, and whatever
-is the most exact of those at hand serves as the oracle.
+A difference is a tie if the float64 oracle scores the two candidates closer together than rounding
+within the tolerance can move them: either choice is right. Otherwise one of the two computations is
+wrong. Any two decoders can be compared; the most exact one at hand serves as the oracle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Generic
@@ -28,17 +27,110 @@ from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.sampling import Sampler, draw_uniforms
 from transferry.runtime.decoding.search import begin, pad_sources, search
 from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.parity.report import Decisions, Difference
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
+
+# Takes the number of a row, its source, the expected hypotheses and the found ones. Returns the
+# difference for the report, and whether it is a tie.
+Explain = Callable[
+    [int, Sequence[int], Sequence[Hypothesis], Sequence[Hypothesis]], tuple[Difference, bool]
+]
+
+
+@dataclass(frozen=True)
+class ExpectedAnswers:
+    """Expected answers of a batch.
+
+    Attributes:
+        rows: Number of each source; seeds its samples.
+        sources: Token ids of each source.
+        hypotheses: Hypotheses of each source, best first.
+        scores: The oracle's score of each hypothesis; empty where scores are not compared.
+        score_budget: The largest distance from these scores that passes, in nats.
+    """
+
+    rows: Sequence[int]
+    sources: Sequence[Sequence[int]]
+    hypotheses: Sequence[Sequence[Hypothesis]]
+    scores: Sequence[Sequence[float]] = ()
+    score_budget: float = 1.0
+
+
+class Tally:
+    """Counts the rows of a search that agree, tie or fail.
+
+    Attributes:
+        best: The best hypothesis of each row, expected and found.
+    """
+
+    def __init__(self, search: str, tolerance: Tolerance) -> None:
+        self.best: dict[int, tuple[Hypothesis, Hypothesis]] = {}
+        self._search, self._factor = search, tolerance.factor
+        self._rows = self._identical = 0
+        self._score_error = self._score_ratio = 0.0
+        self._ties: list[Difference] = []
+        self._defects: list[Difference] = []
+
+    def compare(
+        self,
+        decoder: Decoder[State],
+        batches: Iterable[ExpectedAnswers],
+        options: GenerationOptions,
+        special: SpecialTokens,
+        explain: Explain,
+    ) -> Tally:
+        """Searches with a decoder, compares its answers with the expected ones; returns itself."""
+        for batch in batches:
+            answers = search(decoder, batch.sources, options, special, row_ids=batch.rows)
+            for place, (row, found) in enumerate(zip(batch.rows, answers, strict=True)):
+                wanted = batch.hypotheses[place]
+                self.best[row] = wanted[0], found[0]
+                if [item.tokens for item in wanted] == [item.tokens for item in found]:
+                    scores = zip(found, batch.scores[place], strict=True) if batch.scores else ()
+                    errors = [abs(item.score - score) for item, score in scores]
+                    self.agree(row, errors, batch.score_budget)
+                else:
+                    self.differ(*explain(row, batch.sources[place], wanted, found))
+        return self
+
+    def agree(self, row: int, errors: Sequence[float], budget: float) -> None:
+        """Counts a row with the expected tokens; the errors of its scores are in nats."""
+        self._rows += 1
+        self._identical += 1
+        # Unlike max(), np.max keeps NaN: a row that fails on both sides proves nothing.
+        largest = float(np.max(errors, initial=0.0))
+        if not largest <= budget:
+            message = f"a score is {largest:.2e} nats from the oracle's (limit {budget:.2e})"
+            self._defects.append(Difference(row, message))
+        self._score_error = float(np.maximum(self._score_error, largest))
+        self._score_ratio = float(np.maximum(self._score_ratio, largest / budget * self._factor))
+
+    def differ(self, difference: Difference, tie: bool) -> None:
+        """Counts a row with other tokens."""
+        self._rows += 1
+        (self._ties if tie else self._defects).append(difference)
+
+    def decisions(self) -> Decisions:
+        """Returns the result."""
+        return Decisions(
+            self._search,
+            self._rows,
+            self._identical,
+            self._score_error,
+            self._score_ratio,
+            sorted(self._ties, key=lambda tie: tie.row),
+            sorted(self._defects, key=lambda defect: defect.row),
+        )
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place where two searches part.
+    """The first place at which two searches differ.
 
     Attributes:
-        step: Number of tokens before the candidates' last one.
+        step: Number of tokens before the last one of the candidates.
         wanted: The candidate that torch ranked higher: tokens, the end token included.
-        found: The candidate that the other ranked higher.
+        found: The candidate that the other decoder ranked higher.
         margin: Distance of their scores in the oracle.
         allowed: How far errors within the tolerance can move it.
     """
@@ -54,6 +146,10 @@ class Divergence:
         """Whether rounding alone explains the difference."""
         return self.margin <= self.allowed
 
+    def difference(self, row: int) -> tuple[Difference, bool]:
+        """Returns the divergence of a row as the report shows it, and whether it is a tie."""
+        return Difference(row, str(self), self.margin, self.allowed), self.tie
+
     def __str__(self) -> str:
         verdict = "a tie" if self.tie else "a defect"
         return (
@@ -63,87 +159,111 @@ class Divergence:
         )
 
 
-def explain(
-    source: Sequence[int],
-    options: GenerationOptions,
-    wanted: Sequence[Hypothesis],
-    found: Sequence[Hypothesis],
-    reference: Decoder[Any],
-    decoder: Decoder[Any],
-    oracle: Decoder[Any],
-    special: SpecialTokens,
-    tolerance: Tolerance,
-    row_id: int = 0,
-) -> Divergence:
-    """Finds where two searches over one source part, and measures the margin there.
+@dataclass(frozen=True)
+class Explainer:
+    """Explains why two decoders gave different tokens.
 
-    Greedy answers and single samples tell it themselves. Of a beam the searches are run again for
-    this source alone, watched step by step; where they agree when run alone, the difference came
-    from the batch, and the answers given there are compared as a whole.
-
-    Args:
-        source: Token ids, as the search takes them.
-        options: How both searched.
-        wanted: What the reference answered, best first.
-        found: What the decoder answered.
-        reference: What gave the wanted answer.
-        decoder: What gave the other.
-        oracle: What both are measured by.
+    Attributes:
+        reference: Gave the expected answers.
+        decoder: Gave the other ones.
+        oracle: Measures both.
         special: The ids that pad, begin and end.
-        tolerance: How far rounding may reach.
-        row_id: What seeded the row's samples.
+        tolerance: Limits what counts as rounding.
+        options: How both searched.
     """
-    answers = [_finished(wanted, special.eos_id)], [_finished(found, special.eos_id)]
-    penalty = 0.0
-    if options.beam == options.n_best == 1:
-        left, right = _first_difference(*answers)
-    else:
-        left, right = _first_difference(
-            *(_watch(side, source, options, special, row_id) for side in (reference, decoder))
+
+    reference: Decoder[Any]
+    decoder: Decoder[Any]
+    oracle: Decoder[Any]
+    special: SpecialTokens
+    tolerance: Tolerance
+    options: GenerationOptions
+
+    def __call__(
+        self,
+        row: int,
+        source: Sequence[int],
+        wanted: Sequence[Hypothesis],
+        found: Sequence[Hypothesis],
+    ) -> tuple[Difference, bool]:
+        """Explains a row; see `Explain`."""
+        return self.explain(source, wanted, found, row).difference(row)
+
+    def explain(
+        self,
+        source: Sequence[int],
+        wanted: Sequence[Hypothesis],
+        found: Sequence[Hypothesis],
+        row_id: int = 0,
+    ) -> Divergence:
+        """Finds the place at which two searches over one source differ, and its margin.
+
+        Greedy answers and single samples show the place themselves. Beam searches run again for
+        this source alone, watched step by step; if they then agree, the difference came from the
+        batch, and the answers given there are compared as a whole.
+
+        Args:
+            source: Token ids, as the search takes them.
+            wanted: The reference's hypotheses, best first.
+            found: The decoder's.
+            row_id: The number that seeded the row's samples.
+        """
+        special, options = self.special, self.options
+        answers = [_finished(wanted, special.eos_id)], [_finished(found, special.eos_id)]
+        penalty = 0.0
+        if options.beam == options.n_best == 1:
+            left, right = _first_difference(*answers)
+        else:
+            sides = (self.reference, self.decoder)
+            left, right = _first_difference(
+                *(_watch(side, source, options, special, row_id) for side in sides)
+            )
+        if not left:
+            # The candidates were the same; they ended or were ranked differently.
+            left, right = _first_difference(*answers)
+            penalty = options.length_penalty
+        if not left or not right:
+            return Divergence(0, left, right, np.inf, 0.0)
+        step = next(
+            (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
+            min(len(left), len(right)),
         )
-    if not left:
-        # The same candidates lived; they ended or were ranked differently.
-        left, right = _first_difference(*answers)
-        penalty = options.length_penalty
-    if not left or not right:
-        return Divergence(0, left, right, np.inf, 0.0)
-    step = next(
-        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
-        min(len(left), len(right)),
-    )
-    if options.beam == 1:
-        # The search chose here, blind to what follows and to the score of the whole.
-        left, right, penalty = left[: step + 1], right[: step + 1], 0.0
-    exact = forced(oracle, [source] * 2, [left, right], special)
-    rounded = forced(reference, [source] * 2, [left, right], special)
-    # Relative to the largest logit, as everywhere else.
-    errors = [
-        np.array([tolerance.budget(value / one.largest) * one.largest for value in error])
-        for one, other in zip(exact, rounded, strict=True)
-        for error in [np.abs(other.log_probabilities - one.log_probabilities)]
-    ]
-    if options.sample:
-        # Which of several samples it is, their ranking does not tell: one must explain it.
-        uniforms = draw_uniforms(options.seed, [row_id], options.n_best, options.max_length)
-        logits = exact[0].logits[step : step + 1].copy()
-        history, lengths = np.array([left[:step]], np.int64), np.array([step])
-        processors = build_logits_processors(options, [options.prefix], special.eos_id)
-        if active := [processor for processor in processors if processor.active(lengths)]:
-            logits = restrict(logits, active, History(np.zeros(1, np.int64), lengths, history))
-        margin = min(
-            _distance_of_draws(logits[0], (left[step], right[step]), uniform, options)
-            for uniform in uniforms[:, step].tolist()
+        if options.beam == 1:
+            # The search chose here, without knowing the rest or the score of the whole.
+            left, right, penalty = left[: step + 1], right[: step + 1], 0.0
+        exact, rounded = (
+            forced(side, [source] * 2, [left, right], special)
+            for side in (self.oracle, self.reference)
         )
-        # The cumulative distribution F moves by at most F (1 - F) times the spread of the logits'
-        # errors over the temperature.
-        allowed = float(0.5 * max(one[step] for one in errors) / options.temperature)
-        return Divergence(step, left, right, margin, allowed)
-    margin, allowed = 0.0, 0.0
-    for sign, one, error in zip((1, -1), exact, errors, strict=True):
-        scale = len(error) ** -penalty
-        margin += sign * scale * float(one.log_probabilities.sum())
-        allowed += scale * float(error.sum())
-    return Divergence(step, left, right, abs(margin), allowed)
+        # Relative to the largest logit, as everywhere else.
+        errors = [
+            np.array([self.tolerance.budget(value / one.largest) * one.largest for value in error])
+            for one, other in zip(exact, rounded, strict=True)
+            for error in [np.abs(other.log_probabilities - one.log_probabilities)]
+        ]
+        if options.sample:
+            # The ranking does not tell which of several samples differs: any one may explain it.
+            uniforms = draw_uniforms(options.seed, [row_id], options.n_best, options.max_length)
+            logits = exact[0].logits[step : step + 1].copy()
+            history, lengths = np.array([left[:step]], np.int64), np.array([step])
+            processors = build_logits_processors(options, [options.prefix], special.eos_id)
+            if active := [processor for processor in processors if processor.active(lengths)]:
+                given = History(np.zeros(1, np.int64), lengths, history)
+                logits = restrict(logits, active, given)
+            margin = min(
+                _distance_of_draws(logits[0], (left[step], right[step]), uniform, options)
+                for uniform in uniforms[:, step].tolist()
+            )
+            # The cumulative distribution F moves by at most F (1 - F) times the spread of the
+            # logits' errors over the temperature.
+            allowed = float(0.5 * max(one[step] for one in errors) / options.temperature)
+            return Divergence(step, left, right, margin, allowed)
+        margin, allowed = 0.0, 0.0
+        for sign, one, error in zip((1, -1), exact, errors, strict=True):
+            scale = len(error) ** -penalty
+            margin += sign * scale * float(one.log_probabilities.sum())
+            allowed += scale * float(error.sum())
+        return Divergence(step, left, right, abs(margin), allowed)
 
 
 def _distance_of_draws(
@@ -152,7 +272,7 @@ def _distance_of_draws(
     uniform: float,
     options: GenerationOptions,
 ) -> float:
-    """How far the cumulative distribution must move for the draw to fall on either token."""
+    """Returns how far the cumulative distribution must move for a draw of either token."""
     low, high = min(tokens), max(tokens)
     weights = Sampler(options, np.zeros((0, 0))).weights(logits[None])[0]
     cumulative = weights.cumsum() / weights.sum()
@@ -161,12 +281,12 @@ def _distance_of_draws(
 
 @dataclass(frozen=True)
 class Forced:
-    """What a decoder makes of an answer that it is given.
+    """A decoder's scores of a given answer.
 
     Attributes:
-        log_probabilities: Of each token after those before it, in nats [tokens].
-        logits: [tokens, vocabulary]
-        largest: The largest of all their magnitudes.
+        log_probabilities: `[tokens]` float64, of each token given those before it, in nats.
+        logits: `[tokens, vocabulary]`.
+        largest: The largest magnitude of a logit.
     """
 
     log_probabilities: NDArray[np.float64]
@@ -187,7 +307,7 @@ def forced(
     if len(different) < len(sources):  # the hypotheses of a beam share their source
         state, first = decoder.select(state, owners), first[owners]
     given = [[token, *answer[:-1]] for token, answer in zip(first.tolist(), answers, strict=True)]
-    # What is padded lies behind what is scored, and the state is not used again.
+    # Padding follows the scored tokens, and the state is not used again.
     output, _ = decoder.step(pad_sources(given, special.pad_id)[0], state)
     scores = []
     for answer, row in zip(answers, output.all_logits, strict=True):
@@ -201,14 +321,8 @@ def forced(
 Prefixes = list[tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class _WatchedState(Generic[State]):
-    inner: State
-    prefixes: Prefixes
-
-
 class _Watcher(Generic[State]):
-    """A decoder that writes down which prefixes it is asked to continue."""
+    """A decoder that records the prefixes that the search continues."""
 
     shares_cache = False
 
@@ -218,27 +332,28 @@ class _Watcher(Generic[State]):
         self.has_encoder = decoder.has_encoder
         self.steps: list[Prefixes] = []
 
-    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> _WatchedState[State]:
-        return _WatchedState(self.decoder.start(source, mask), [()] * len(source))
+    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> tuple[State, Prefixes]:
+        return self.decoder.start(source, mask), [()] * len(source)
 
     def step(
         self,
         tokens: NDArray[np.int64],
-        state: _WatchedState[State],
+        state: tuple[State, Prefixes],
         *,
         top: int | None = None,
         normalise: bool = False,
-    ) -> tuple[StepOutput, _WatchedState[State]]:
-        output, inner = self.decoder.step(tokens, state.inner)
-        prefixes = [
-            (*prefix, *row) for prefix, row in zip(state.prefixes, tokens.tolist(), strict=True)
-        ]
+    ) -> tuple[StepOutput, tuple[State, Prefixes]]:
+        inner, prefixes = state
+        output, inner = self.decoder.step(tokens, inner)
+        prefixes = [(*prefix, *row) for prefix, row in zip(prefixes, tokens.tolist(), strict=True)]
         self.steps.append([prefix[1:] for prefix in prefixes])  # without the start token
-        return output, _WatchedState(inner, prefixes)
+        return output, (inner, prefixes)
 
-    def select(self, state: _WatchedState[State], rows: NDArray[np.int64]) -> _WatchedState[State]:
-        inner = self.decoder.select(state.inner, rows)
-        return _WatchedState(inner, [state.prefixes[row] for row in rows.tolist()])
+    def select(
+        self, state: tuple[State, Prefixes], rows: NDArray[np.int64]
+    ) -> tuple[State, Prefixes]:
+        inner, prefixes = state
+        return self.decoder.select(inner, rows), [prefixes[row] for row in rows.tolist()]
 
 
 def _watch(
@@ -256,7 +371,7 @@ def _watch(
 def _first_difference(
     wanted: Sequence[Prefixes], found: Sequence[Prefixes]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The two candidates that first take each other's place; empty where there are none."""
+    """Returns the first two candidates that take each other's place; empty if there are none."""
     for left, right in zip(wanted, found, strict=False):
         lost = [prefix for prefix in left if prefix not in right]
         won = [prefix for prefix in right if prefix not in left]
@@ -273,6 +388,6 @@ def _finished(hypotheses: Sequence[Hypothesis], eos_id: int) -> Prefixes:
 
 
 def scored_tokens(hypothesis: Hypothesis, eos_id: int) -> tuple[int, ...]:
-    """Returns the tokens that count in a hypothesis' score: the end token too, if it ended."""
+    """Returns the tokens of a hypothesis' score: with the end token, if it ended."""
     ended = hypothesis.finish_reason == "end"
     return (*hypothesis.tokens, eos_id) if ended else hypothesis.tokens

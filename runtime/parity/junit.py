@@ -1,16 +1,13 @@
-"""A parity report as JUnit XML, which systems of continuous integration show test by test."""
+"""A parity report as JUnit XML, for CI systems."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 from xml.etree import ElementTree
 
-import numpy as np
-
 from transferry.runtime.parity.compare import STAGES, Comparison
-from transferry.runtime.parity.report import ParityReport
+from transferry.runtime.parity.report import ParityReport, setting_text, worst_ratio
 
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -18,15 +15,17 @@ _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 def to_junit(report: ParityReport) -> str:
     """Returns a report as JUnit XML; the same report gives the same text.
 
-    One test suite of the bundle, with a test case for each tensor name of each stage, each search,
-    each task and each planted fault. A test case fails exactly where the report has a fault. What
-    other runtimes make of the bundle does not decide, and is left out.
+    One test suite, with a test case for each tensor name of each stage, each search, each task
+    metric and each planted fault. A test case fails exactly where the report has a fault. The
+    cross-check does not decide the verdict, and is left out.
     """
     root = ElementTree.Element("testsuites", {"name": "transferry verify"})
     suite = ElementTree.SubElement(root, "testsuite")
     properties = ElementTree.SubElement(suite, "properties")
     for name, value in report.settings.items():
-        ElementTree.SubElement(properties, "property", name=_text(name), value=_setting(value))
+        ElementTree.SubElement(
+            properties, "property", name=_text(name), value=_text(setting_text(value))
+        )
     if not report.comparisons:
         _test(suite, "tensors", "tensors compared", ["no tensor was compared"])
     for stage in STAGES:
@@ -35,8 +34,7 @@ def to_junit(report: ParityReport) -> str:
             if item.stage == stage:
                 tensors.setdefault(item.tensor, []).append(item)
         for tensor, items in tensors.items():
-            # Unlike max(), this keeps NaN.
-            worst = np.max([item.error / item.budget for item in items]) * report.tolerance.factor
+            worst = worst_ratio(items, report.tolerance)
             _test(
                 suite,
                 f"tensors.{stage}",
@@ -46,12 +44,13 @@ def to_junit(report: ParityReport) -> str:
             )
     for decided in report.decisions:
         agreed = f"{decided.identical} of {decided.rows} rows agree token for token"
-        # A report that did not pass says so even where no single row is to blame.
+        # A search may fail without a defect in any single row.
         failed = [str(line) for line in decided.defects] or [agreed]
         notes = [agreed, *map(str, decided.ties)]
         _test(suite, "searches", decided.search, [] if decided.passed else failed, "\n".join(notes))
-    for task in report.tasks:
-        _test(suite, "tasks", task.measure, [] if task.passed else [str(task)], str(task))
+    for metric in report.task_metrics:
+        failed = [] if metric.passed else [str(metric)]
+        _test(suite, "task metrics", metric.measure, failed, str(metric))
     for fault in report.self_test:
         missed = [] if fault.passed else [f"not caught: {fault.kind} ({fault.planted})"]
         change = "changes an answer" if fault.changes_answer else "changes no answer"
@@ -74,7 +73,7 @@ def to_junit(report: ParityReport) -> str:
 def _test(
     suite: ElementTree.Element, group: str, name: str, faults: Sequence[str], found: str = ""
 ) -> None:
-    """Adds a test case that fails if there are faults, and else tells what was found."""
+    """Adds a test case, which fails if there are faults."""
     test = ElementTree.SubElement(
         suite, "testcase", classname=_text(f"transferry.{group}"), name=_text(name), time="0"
     )
@@ -88,10 +87,6 @@ def _test(
         ElementTree.SubElement(test, "system-out").text = _text(found)
 
 
-def _setting(value: Any) -> str:
-    return _text(", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
-
-
 def _text(text: str) -> str:
-    """What XML cannot hold, such as a NUL in the name of a folder, becomes U+FFFD."""
+    """Replaces characters that XML cannot hold, such as NUL, with U+FFFD."""
     return _NO_XML.sub("\ufffd", text)

@@ -1,8 +1,12 @@
-"""reference.npz: what torch answered, recorded so that a host without torch can verify a bundle."""
+"""Answers of torch recorded in a bundle (reference.npz), and verification against them.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,25 +17,28 @@ from numpy.typing import NDArray
 
 from transferry.runtime.bundle import REFERENCE, Bundle
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder, State
+from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.options import GenerationOptions, options_of_json
-from transferry.runtime.decoding.search import search
 from transferry.runtime.files import atomic_file, open_arrays
-from transferry.runtime.ort.open_model import Model
+from transferry.runtime.ort.open_model import Model, open_model
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.parity.certificate import fastest
 from transferry.runtime.parity.compare import Case, Comparison, Tolerance, Truth, compare, observe
-from transferry.runtime.parity.report import Decisions, Difference, ParityReport, judge_scores
+from transferry.runtime.parity.divergence import ExpectedAnswers, Tally
+from transferry.runtime.parity.report import Decisions, Difference, ParityReport
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 
 @dataclass(frozen=True)
 class RecordedSearch:
-    """A search over all recorded sources, and what torch in float32 found.
+    """A search of torch in float32 over all recorded sources.
 
     Attributes:
         name: Such as "beam 4".
         options: Fields of GenerationOptions.
         answers: Token ids of each source's hypotheses, best first.
-        scores: What the float64 oracle scores them.
-        score_error: What torch's own error of a score counts as, in nats.
+        scores: The float64 oracle's score of each hypothesis.
+        score_error: torch's own error of a score, in nats.
     """
 
     name: str
@@ -43,12 +50,12 @@ class RecordedSearch:
 
 @dataclass(frozen=True)
 class Reference:
-    """All that is recorded.
+    """The recorded answers.
 
     Attributes:
-        cases: Inputs with what must come out.
-        sources: Token ids that the searches ran over.
-        searches: What they found; none for an encoder alone.
+        cases: Inputs with the expected tensors.
+        sources: Token ids of the sources of the searches.
+        searches: Searches over them; none for an encoder-only model.
     """
 
     cases: Sequence[tuple[Case, Truth]]
@@ -78,11 +85,7 @@ class Reference:
 
     @classmethod
     def load(cls, path: Path) -> Reference:
-        """Reads what `save` wrote.
-
-        Raises:
-            InputError: The file is missing or damaged.
-        """
+        """Reads a file of `save`; raises InputError if it is missing or damaged."""
         with open_arrays(path, "a bundle's reference", "export the bundle again") as file:
             record = json.loads(file["index"].tobytes())
             cases = []
@@ -109,69 +112,78 @@ def check_reference(
     *,
     exact: bool = True,
 ) -> tuple[list[Comparison], list[Decisions]]:
-    """Lets a model answer what is recorded.
+    """Compares a model with the recorded answers.
 
     Args:
-        reference: What is recorded.
-        model: What is judged.
+        reference: The recorded answers.
+        model: The model under test.
         special: The ids that pad, begin and end.
         tolerance: What passes.
-        exact: Whether the tokens must agree; those that a reduced precision chose differently are
-            told and not judged, since the budget of its numbers is the judge.
+        exact: Whether the tokens must agree. In reduced precision differing tokens are listed as
+            ties, not judged: the budget of the numbers decides.
     """
     comparisons = [
         comparison
         for case, truth in reference.cases
         for comparison in compare(case, truth, observe(model, case), tolerance)
     ]
-    decisions: list[Decisions] = []
     if isinstance(model, ObservableEncoder):
-        return comparisons, decisions
+        return comparisons, []
+
+    def explain(
+        row: int, source: Sequence[int], wanted: Sequence[Hypothesis], found: Sequence[Hypothesis]
+    ) -> tuple[Difference, bool]:
+        left, right = ([list(item.tokens) for item in side] for side in (wanted, found))
+        only = "; only `verify --checkpoint` can tell whether this is a tie"
+        reason = only if exact else ", in reduced precision"
+        return Difference(row, f"torch chose {left}, the graph chose {right}{reason}"), not exact
+
+    decisions = []
     for item in reference.searches:
-        options = GenerationOptions(**options_of_json(item.options))
-        found = search(model, reference.sources, options, special)
-        ties, defects = [], []
-        identical, score_error = 0, 0.0
-        for row, (wanted, hypotheses) in enumerate(zip(item.answers, found, strict=True)):
-            tokens = [list(hypothesis.tokens) for hypothesis in hypotheses]
-            if tokens != [list(answer) for answer in wanted]:
-                message = f"torch chose {wanted}, the graph chose {tokens}"
-                if exact:
-                    only = "only `verify --checkpoint` can tell whether this is a tie"
-                    defects.append(Difference(row, f"{message}; {only}"))
-                else:
-                    ties.append(Difference(row, f"{message}, in reduced precision"))
-                continue
-            identical += 1
-            errors = [
-                abs(hypothesis.score - score)
-                for score, hypothesis in zip(item.scores[row], hypotheses, strict=True)
-            ]
-            score_error, defect = judge_scores(
-                row, errors, tolerance.factor * item.score_error, score_error
-            )
-            defects += defect
-        decisions.append(
-            Decisions(
-                item.name,
-                len(item.answers),
-                identical,
-                score_error,
-                score_error / item.score_error,
-                ties,
-                defects,
-            )
+        expected = ExpectedAnswers(
+            range(len(item.answers)),
+            reference.sources,
+            [
+                [Hypothesis(tuple(tokens), math.nan, math.nan, "end") for tokens in answers]
+                for answers in item.answers
+            ],
+            item.scores,
+            tolerance.factor * item.score_error,
         )
+        options = GenerationOptions(**options_of_json(item.options))
+        tally = Tally(item.name, tolerance).compare(model, [expected], options, special, explain)
+        decisions.append(tally.decisions())
     return comparisons, decisions
 
 
-def verify_recorded(
-    bundle: Bundle, model: Model, tolerance: Tolerance | None = None
-) -> ParityReport:
-    """Holds a bundle, opened as it will be served, against its own record; needs no torch."""
-    tolerance = tolerance or Tolerance.of(model.variant.precision)
+def verify_recorded(bundle: Bundle, model: Model) -> ParityReport:
+    """Compares a bundle, opened as it will be served, with its own recorded answers."""
+    tolerance = Tolerance.of(model.variant.precision)
     reference = Reference.load(bundle.folder / REFERENCE)
     special, exact = bundle.tokenizer.special, model.variant.exact
     comparisons, decisions = check_reference(reference, model, special, tolerance, exact=exact)
     settings = {**model.describe(), "against": "the recorded answers"}
     return ParityReport(str(bundle.folder), settings, tolerance, comparisons, decisions)
+
+
+def verify(
+    folder: Path, *, variant: str | None = None, options: SessionOptions | None = None
+) -> ParityReport:
+    """Opens a bundle and compares it with its own recorded answers.
+
+    Args:
+        folder: The bundle.
+        variant: Name of the variant; by default the one that is served (see `fastest`).
+        options: How to open it; by default on the CPU.
+
+    Returns:
+        The report; `ParityReport.require` raises ParityError unless it passed.
+
+    Raises:
+        InputError: The bundle is damaged.
+        UsageError: It has no such variant.
+        ProviderError: The provider cannot run here.
+    """
+    bundle, options = Bundle.load(folder), options or SessionOptions()
+    chosen = fastest(bundle, options) if variant is None else bundle.variant(variant)
+    return verify_recorded(bundle, open_model(bundle, chosen, options))

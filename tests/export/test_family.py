@@ -35,22 +35,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         norm_order="pre", positions="learned", activation="gelu-tanh", scale_embedding=False
     ),
     "BERT's": dict(
-        positions="learned",
-        activation="gelu",
-        scale_embedding=False,
-        embedding_norm=True,
-        output_transform=True,
-        output_bias=True,
+        **dict(positions="learned", activation="gelu", scale_embedding=False),
+        **dict(embedding_norm=True, output_transform=True, output_bias=True),
     ),
     "Llama's": dict(
-        norm="rms",
-        norm_order="pre",
-        positions="rotary",
-        activation="swiglu",
-        key_value_heads=2,
-        tied=False,
-        bias=False,
-        scale_embedding=False,
+        **dict(norm="rms", norm_order="pre", positions="rotary", activation="swiglu"),
+        **dict(key_value_heads=2, tied=False, bias=False, scale_embedding=False),
     ),
     "MarianMT's": dict(activation="swish", positions="learned", output_bias=True),
     "multi-query after RMSNorm": dict(

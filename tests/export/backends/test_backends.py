@@ -141,7 +141,7 @@ def test_what_the_graph_cannot_take_is_an_error_and_the_next_run_goes_on(bundle:
     [
         ("exec /bin/sleep 60", "no answer within 0.5 s"),
         ("echo 'at x.js' >&2; echo 'RangeError: too big' >&2; exit 7", "code 7: RangeError: too"),
-        ("exit 3", "code 3: it said nothing"),
+        ("exit 3", "code 3: no message"),
         ("kill -9 $$", "code -9"),
     ],
 )

@@ -11,13 +11,15 @@ import pytest
 from numpy.typing import NDArray
 
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.export.backends import cross_check as opinions
+from transferry.export.backends import cross_check as module
 from transferry.export.backends.backends import Arrays, Backend, NodeBackend, ReferenceBackend
-from transferry.export.backends.cross_check import RUNTIMES, SERVED, UNOPTIMISED, cross_check
+from transferry.export.backends.cross_check import RUNTIMES, SERVED, UNOPTIMISED, run_cross_check
+from transferry.export.backends.plain_decoder import PlainDecoder
 from transferry.export.graphs.external_data import WEIGHTS
-from transferry.export.parity.cases import cross_check_cases
+from transferry.export.parity.cases import cross_check_cases, random_case
 from transferry.export.parity.oracle import Oracle
 from transferry.runtime.bundle import Bundle, Variant
+from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
@@ -58,13 +60,12 @@ class Unopened(ReferenceBackend):
 
 def ask(
     oracle: Oracle, served: PortableDecoder, bundle: Bundle, *backends: type[Backend]
-) -> dict[str, list[CrossCheck]]:
-    cases = cross_check_cases(oracle.config)
-    found = cross_check(oracle, served, bundle, bundle.variant(), cases, backends=backends)
-    return {
-        name: [item for item in found if item.runtime == name]
-        for name in dict.fromkeys(item.runtime for item in found)
-    }
+) -> list[CrossCheck]:
+    return run_cross_check(oracle, served, bundle, backends)
+
+
+def faulty(result: CrossCheck) -> list[str]:
+    return [stage.name for stage in result.stages if stage.faults]
 
 
 @pytest.mark.parametrize(
@@ -81,38 +82,27 @@ def test_all_agree_on_a_right_graph(
 ) -> None:
     checkpoint = load_checkpoint(request.getfixturevalue(f"{prefix}run_folder"))
     bundle = Bundle.load(request.getfixturevalue(f"{prefix}bundle_folder"))
-    variant = bundle.variant()
-    oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
     done: list[int] = []
-    found = cross_check(
-        oracle,
-        open_model(bundle, variant, SessionOptions()),
-        bundle,
-        variant,
-        cross_check_cases(oracle.config),
-        done.append,
-    )
-    assert sum(done) == RUNTIMES
-    names = list(dict.fromkeys(item.runtime for item in found))
-    assert names[:2] == [SERVED, UNOPTIMISED]
-    assert [name.split()[0] for name in names[2:]] == [
-        "onnx.reference",
-        "OpenVINO",
-        "onnxruntime-web",
-    ]
-    for name in names:
-        rows = [item for item in found if item.runtime == name]
-        if any("install" in item.absent for item in rows):
+    special = checkpoint.tokenizer.special
+    oracle = Oracle(checkpoint.model, special, Tolerance(), done.append)
+    served = open_model(bundle, bundle.variant(), SessionOptions())
+    found = run_cross_check(oracle, served, bundle)
+    assert sum(done) == RUNTIMES == len(found)
+    assert [result.runtime for result in found[:2]] == [SERVED, UNOPTIMISED]
+    others = [result.runtime.split()[0] for result in found[2:]]
+    assert others == ["onnx.reference", "OpenVINO", "onnxruntime-web"]
+    for result in found:
+        if "install" in result.absent:
             continue  # an optional runtime; test_backends skips, and says so
-        assert [item.stage for item in rows] == stages
-        assert [item.tensors for item in rows] == tensors
-        for item in rows:
-            assert item.faults == 0
-            assert 0 < item.ratio < oracle.tolerance.factor
-            assert 0 < item.error < 1e-5
+        assert [stage.name for stage in result.stages] == stages
+        assert [stage.tensors for stage in result.stages] == tensors
+        for stage in result.stages:
+            assert stage.faults == 0
+            assert 0 < stage.ratio < oracle.tolerance.factor
+            assert 0 < stage.error < 1e-5
 
 
-def test_one_opinion_is_that_of_the_graph_as_it_was_written(
+def test_onnxruntime_runs_the_graph_unoptimised_too(
     oracle: Oracle, decoder: PortableDecoder, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = []
@@ -121,22 +111,18 @@ def test_one_opinion_is_that_of_the_graph_as_it_was_written(
         opened.append(options)
         raise RuntimeError("a fault of the runtime")
 
-    monkeypatch.setattr(opinions, "open_model", refuse)
-    found = ask(oracle, decoder, bundle)
+    monkeypatch.setattr(module, "open_model", refuse)
+    served, unoptimised = ask(oracle, decoder, bundle)
     assert [options.optimisation for options in opened] == ["disable"]
-    assert [item.stage for item in found[SERVED]] == STEPS
-    reason = "RuntimeError: a fault of the runtime"
-    assert found[UNOPTIMISED] == [CrossCheck(UNOPTIMISED, "", absent=reason)]
+    assert [stage.name for stage in served.stages] == STEPS
+    assert unoptimised == CrossCheck(UNOPTIMISED, absent="RuntimeError: a fault of the runtime")
 
 
 def test_a_runtime_that_is_wrong_stands_alone(
     oracle: Oracle, decoder: PortableDecoder, bundle: Bundle
 ) -> None:
     found = ask(oracle, decoder, bundle, Inexact)
-    *right, wrong = found
-    assert right == [SERVED, UNOPTIMISED]
-    assert all(item.faults == 0 for name in right for item in found[name])
-    assert [item.stage for item in found[wrong] if item.faults] == ["first step", "later step"]
+    assert [faulty(result) for result in found] == [[], [], ["first step", "later step"]]
 
 
 def test_a_wrong_graph_is_wrong_in_all(oracle: Oracle, bundle: Bundle, tmp_path: Path) -> None:
@@ -148,38 +134,51 @@ def test_a_wrong_graph_is_wrong_in_all(oracle: Oracle, bundle: Bundle, tmp_path:
     broken = dataclasses.replace(bundle, folder=folder)
     served = PortableDecoder(broken, broken.variant(), SessionOptions())
     found = ask(oracle, served, broken, ReferenceBackend)
-    assert len(found) == 3
-    for rows in found.values():
-        assert [item.stage for item in rows if item.faults] == STEPS
+    assert [faulty(result) for result in found] == [STEPS] * 3
 
 
-def test_what_cannot_be_asked_says_why_and_the_rest_goes_on(
+def test_a_runtime_that_is_absent_says_why_and_the_rest_goes_on(
     oracle: Oracle, decoder: PortableDecoder, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    found = ask(oracle, decoder, bundle, Unopened, NodeBackend, ReferenceBackend)
-    assert found["other"] == [CrossCheck("other", "", absent="ValueError: unsupported opset")]
-    (node,) = found["onnxruntime-web"]
+    *_, other, node, last = ask(oracle, decoder, bundle, Unopened, NodeBackend, ReferenceBackend)
+    assert other == CrossCheck("other", absent="ValueError: unsupported opset")
     assert "no `node` on the PATH" in node.absent
-    *_, last = found.values()
-    assert [item.stage for item in last] == STEPS
+    assert [stage.name for stage in last.stages] == STEPS
 
 
-def test_cases_that_fail_are_counted_after_those_that_ran(
+def test_cases_that_fail_are_counted_beside_those_that_ran(
     oracle: Oracle, decoder: PortableDecoder, bundle: Bundle
 ) -> None:
-    *_, rows = ask(oracle, decoder, bundle, Unable).values()
-    *ran, failed = rows
-    assert [(item.stage, item.tensors, item.faults) for item in ran] == [
+    *_, result = ask(oracle, decoder, bundle, Unable)
+    assert [(stage.name, stage.tensors, stage.faults) for stage in result.stages] == [
         ("encoder", 12, 0),
         ("first step", 10, 0),
         ("later step", 5, 0),
     ]
     expected = "1 of 4 cases fail, the first batch 3, source 6, past 5: NotImplementedError: no "
-    assert failed.absent.startswith(expected)
-    assert failed.absent.endswith("...")
-    assert len(failed.absent) < 250
-    assert failed.stage == ""
+    assert result.absent.startswith(expected)
+    assert result.absent.endswith("...")
+    assert len(result.absent) < 250
+
+
+def test_a_plain_decoder_searches_and_selects_as_the_served_one(
+    oracle: Oracle, decoder: PortableDecoder, bundle: Bundle, sources: list[list[int]]
+) -> None:
+    """Beams change places at every step."""
+    variant = bundle.variant()
+    plain = PlainDecoder(variant, ReferenceBackend(bundle, variant))
+    options = GenerationOptions(max_length=6, beam=2, n_best=2)
+    assert oracle.search(plain, "beam 2", sources[:2], options).decisions().identical == 2
+    case, rows = random_case(oracle.config, 7, 6, 5, seed=2), np.array([3, 0, 0, 5])
+    sides: tuple[Any, ...] = plain, decoder
+    found, wanted = (
+        side.tensors(side.select(side.start(case.source, case.mask), rows)) for side in sides
+    )
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        np.testing.assert_allclose(found[name], tensor, rtol=0, atol=1e-5)
+        assert found[name].dtype == tensor.dtype
 
 
 def test_the_cases_are_small_and_meet_every_stage(oracle: Oracle, decoder: PortableDecoder) -> None:

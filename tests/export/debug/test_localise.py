@@ -15,6 +15,7 @@ import onnxscript.optimizer
 import pytest
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from onnx import numpy_helper
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from transferry.export.debug import localise
 from transferry.export.debug import served_graph as served
 from transferry.export.debug import traced_program as program
 from transferry.export.debug.replay import Replay, replay
+from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.graphs import portable as graphs
 from transferry.export.graphs.external_data import WEIGHTS, write_graphs
 from transferry.export.parity.cases import random_case, sweep
@@ -37,6 +39,7 @@ from transferry.runtime.ort.session import SessionOptions, open_session
 from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.parity.report import Origin
 
+Array = NDArray[Any]
 Plant = Callable[[pytest.MonkeyPatch, Transformer], None]
 
 
@@ -173,28 +176,16 @@ class Defect:
 DEFECTS = {
     "bundle_folder": [
         Defect(
-            plant_epsilon,
-            "encoder",
-            "encoder.0.self_residual.norm",
-            layers.Residual.forward,
-            "self.norm(x + self.dropout(sublayer(x)))",
-            "LayerNormalization",
+            *(plant_epsilon, "encoder", "encoder.0.self_residual.norm", layers.Residual.forward),
+            *("self.norm(x + self.dropout(sublayer(x)))", "LayerNormalization"),
         ),
         Defect(
-            plant_scale,
-            "decoder",
-            "decoder.0.cross_attention",
-            attention.MultiHeadAttention._split,
-            "x.reshape",
-            "Reshape",
+            *(plant_scale, "decoder", "decoder.0.cross_attention"),
+            *(attention.MultiHeadAttention._split, "x.reshape", "Reshape"),
         ),
         Defect(
-            plant_mask,
-            "decoder",
-            "Transformer",
-            attention.padding_bias,
-            "bias.masked_fill",
-            "Unsqueeze",
+            *(plant_mask, "decoder", "Transformer", attention.padding_bias),
+            *("bias.masked_fill", "Unsqueeze"),
         ),
     ],
     "writer_bundle_folder": [
@@ -202,12 +193,8 @@ DEFECTS = {
     ],
     "reader_bundle_folder": [
         Defect(
-            plant_activation,
-            "encoder",
-            "encoder.1.feed_forward",
-            layers.FeedForward.forward,
-            "self.activation(inner)",
-            "Gelu",
+            *(plant_activation, "encoder", "encoder.1.feed_forward", layers.FeedForward.forward),
+            *("self.activation(inner)", "Gelu"),
         )
     ],
 }
@@ -260,29 +247,20 @@ def test_a_defect_of_the_exporter_is_found_where_it_is(
     text = again.to_text()
     assert origin.module in text
     assert "the graph is at fault" in text
-    assert text.endswith("FAILED")
+    assert text.startswith("FAILED")
 
 
 def corrupted(bundle: Bundle, weight: str, folder: Path) -> Bundle:
     """A copy of which one number of one weight is off."""
-    copied = dataclasses.replace(bundle, folder=folder)
-    shutil.copytree(bundle.folder, folder)
-    path = copied.graph(bundle.variant().graphs["decoder"])
-    graph = onnx.load(str(path), load_external_data=False)
-    (tensor,) = (item for item in graph.graph.initializer if item.name == weight)
-    if tensor.external_data:
-        place = {entry.key: entry.value for entry in tensor.external_data}
-        file = path.parent / place["location"]
-        content = bytearray(file.read_bytes())
-        values = np.frombuffer(content, "<f4", int(place["length"]) // 4, int(place["offset"]))
-        values[values.argmax()] *= 1.01
-        file.write_bytes(content)
-    else:
-        values = numpy_helper.to_array(tensor).copy()
-        values.ravel()[values.argmax()] *= 1.01
-        tensor.CopyFrom(numpy_helper.from_array(values, weight))
-        path.write_bytes(graph.SerializeToString())
-    return copied
+    copied = BundleCopy(bundle, bundle.variant(), folder)
+
+    def off(array: Array) -> Array:
+        array.flat[array.argmax()] *= 1.01
+        return array
+
+    copied.edit(weight, off)
+    copied.seal()
+    return dataclasses.replace(bundle, folder=folder)
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -291,14 +269,10 @@ def contents(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("part", ["feed_forward.inner.weight", "self_attention.value.bias"])
 def test_one_corrupt_number_is_found(
-    checkpoint: Checkpoint,
-    bundle: Bundle,
-    tmp_path: Path,
-    added_outputs: list[int],
-    part: str,
+    checkpoint: Checkpoint, bundle: Bundle, tmp_path: Path, added_outputs: list[int], part: str
 ) -> None:
     module = f"decoder.1.{part.rpartition('.')[0]}"
-    flawed = corrupted(bundle, f"model.decoder.1.{part}", tmp_path / "bundle")
+    flawed = corrupted(bundle, f"decoder.1.{part}", tmp_path / "bundle")
     before = contents(flawed.folder)
     file = tmp_path / "fault.npz"
     origin = find(checkpoint.model, flawed, file=file)
@@ -319,7 +293,7 @@ def test_one_corrupt_number_is_found(
             tensor.CopyFrom(numpy_helper.from_array(right, tensor.name))
     dataclasses.replace(item, model=model.SerializeToString()).save(file)
     assert replay(file).passed
-    assert replay(file).to_text().endswith("PASSED")
+    assert replay(file).to_text().startswith("PASSED")
 
 
 def test_a_fault_of_a_fusion_is_told_as_one(
@@ -336,11 +310,7 @@ def test_a_fault_of_a_fusion_is_told_as_one(
     def optimised(path: Path, options: SessionOptions, graph: bytes | None = None) -> Any:
         if path.stem != "decoder" or options.optimisation == "disable":
             return watched(path, options, graph)
-        model = (
-            onnx.load(str(path), load_external_data=False)
-            if graph is None
-            else onnx.load_from_string(graph)
-        )
+        model = onnx.load_from_string(graph or path.read_bytes())
         norm = norm_of(model)
         if norm.input[0] not in {value.name for value in model.graph.output}:
             (epsilon,) = (item for item in norm.attribute if item.name == "epsilon")
@@ -472,8 +442,7 @@ def test_rows_that_are_chosen_wrongly_are_found(
     shutil.copytree(bundle.folder, flawed.folder)
     path = flawed.graph(bundle.variant().graphs["select"])
     graph = onnx.load(str(path))
-    gathers = [node for node in graph.graph.node if "state.0.keys" in node.input]
-    gathers[0].input[0] = "state.0.values"
+    next(n for n in graph.graph.node if "state.0.keys" in n.input).input[0] = "state.0.values"
     path.write_bytes(graph.SerializeToString())
     origin = find(checkpoint.model, flawed, file=tmp_path / "fault.npz")
     assert origin is not None
@@ -481,12 +450,10 @@ def test_rows_that_are_chosen_wrongly_are_found(
     assert not replay(tmp_path / "fault.npz").passed
 
 
-@pytest.mark.parametrize("content", [b"", b"no archive", None])
-def test_a_damaged_replay_is_refused(tmp_path: Path, content: bytes | None) -> None:
+def test_a_damaged_replay_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "fault.npz"
-    if content is None:
-        np.savez(path, index=np.zeros(3))
-    else:
+    np.savez(path, index=np.zeros(3))
+    for content in (path.read_bytes(), b"", b"no archive"):
         path.write_bytes(content)
-    with pytest.raises(InputError, match="is not the replay of a fault"):
-        replay(path)
+        with pytest.raises(InputError, match="is not the replay of a fault"):
+            replay(path)

@@ -1,7 +1,6 @@
 """The gate catches what is planted, and a gate made blunt is seen to be blunt."""
 
 import dataclasses
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,12 @@ from transferry.export.bundle import export_bundle
 from transferry.export.faults import self_test as module
 from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.faults.fault import Fault
-from transferry.export.faults.faults import FAULTS
-from transferry.export.faults.self_test import FELL_BACK, Gate, self_test
+from transferry.export.faults.self_test import FAULTS, FELL_BACK, Gate, self_test
 from transferry.export.parity.cases import source_of
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.errors import ParityError
+from transferry.runtime.files import sha256
+from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.parity.report import ParityReport, PlantedFault
@@ -40,27 +40,20 @@ def side(request: pytest.FixtureRequest) -> Side:
     return checkpoint, bundle, sources
 
 
+def opened(bundle: Bundle) -> Model:
+    return open_model(bundle, bundle.variant(), SessionOptions())
+
+
 def run(side: Side, tolerance: float = 8.0, **changes: Any) -> dict[str, PlantedFault]:
     checkpoint, bundle, sources = side
     sources = changes.pop("sources", sources)
-    found = self_test(
-        checkpoint,
-        bundle,
-        bundle.variant(),
-        SessionOptions(),
-        sources,
-        Tolerance(factor=tolerance),
-        **changes,
-    )
+    limit = Tolerance(factor=tolerance)
+    found = self_test(checkpoint, bundle, opened(bundle), sources, limit, **changes)
     return {item.kind: item for item in found}
 
 
-def content(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+def content(folder: Path) -> dict[Path, str]:
+    return {path: sha256(path) for path in folder.rglob("*") if path.is_file()}
 
 
 def some(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
@@ -71,7 +64,7 @@ def some(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
 
 def gate_of(side: Side) -> Gate:
     checkpoint, bundle, sources = side
-    return Gate(checkpoint, bundle, bundle.variant(), SessionOptions(), sources, Tolerance())
+    return Gate(checkpoint, bundle, opened(bundle), sources, Tolerance())
 
 
 def test_every_fault_that_changes_an_answer_is_caught(side: Side) -> None:
@@ -95,8 +88,6 @@ def test_every_fault_that_changes_an_answer_is_caught(side: Side) -> None:
     }
     assert found["another tokenizer"].caught_by == "tokenizer"
     assert found["a dimension frozen while tracing"].caught_by == "running"
-    text = ParityReport("b", {}, Tolerance(), [], self_test=list(found.values())).to_text()
-    assert f"{len(changing)} of {len(changing)} faults that change an answer were caught" in text
 
 
 def test_gate_with_a_blunt_tolerance_is_found_out(

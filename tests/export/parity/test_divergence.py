@@ -1,7 +1,6 @@
 """A different token is excused only where the oracle itself cannot tell the candidates apart."""
 
 import copy
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -15,12 +14,11 @@ from transferry.build_model.transformer import Transformer
 from transferry.export.parity.oracle import Oracle
 from transferry.export.torch_model import TorchDecoder, TorchState
 from transferry.runtime.decoding.decoder import StepOutput
-from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search
-from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.parity.compare import Tolerance
-from transferry.runtime.parity.divergence import Divergence, explain, forced, scored_tokens
+from transferry.runtime.parity.divergence import Divergence, Explainer, forced, scored_tokens
+from transferry.runtime.parity.report import Decisions
 from transferry.runtime.tokenizer.byte_pair import SOURCES
 
 Array = NDArray[Any]
@@ -33,12 +31,6 @@ BEAM = GenerationOptions(max_length=12, beam=4, n_best=4)
 TWIN, ROUNDING, REAL = 2.0**-21, 2.0**-20, 2.5
 
 searches = pytest.mark.parametrize("options", [GREEDY, BEAM], ids=["greedy", "beam 4"])
-
-
-@dataclass(frozen=True)
-class NudgedState:
-    inner: TorchState
-    sentences: int
 
 
 class Nudged:
@@ -58,20 +50,20 @@ class Nudged:
         self.inner, self.token, self.amount, self.crowd = inner, token, amount, crowd
         self.vocabulary_size = inner.vocabulary_size
 
-    def start(self, source: Array, mask: Array) -> NudgedState:
-        return NudgedState(self.inner.start(source, mask), len(source))
+    def start(self, source: Array, mask: Array) -> tuple[TorchState, int]:
+        return self.inner.start(source, mask), len(source)
 
     def step(
-        self, tokens: Array, state: NudgedState, **wanted: Any
-    ) -> tuple[StepOutput, NudgedState]:
-        output, inner = self.inner.step(tokens, state.inner)
+        self, tokens: Array, state: tuple[TorchState, int], **wanted: Any
+    ) -> tuple[StepOutput, tuple[TorchState, int]]:
+        output, inner = self.inner.step(tokens, state[0])
         logits = output.all_logits.astype(np.float64)
-        if state.sentences >= self.crowd:
+        if state[1] >= self.crowd:
             logits[..., self.token] += self.amount * np.abs(logits).max(axis=-1)
-        return StepOutput(logits), NudgedState(inner, state.sentences)
+        return StepOutput(logits), (inner, state[1])
 
-    def select(self, state: NudgedState, rows: Array) -> NudgedState:
-        return NudgedState(self.inner.select(state.inner, rows), state.sentences)
+    def select(self, state: tuple[TorchState, int], rows: Array) -> tuple[TorchState, int]:
+        return self.inner.select(state[0], rows), state[1]
 
 
 def first_token(model: Transformer, source: list[int]) -> int:
@@ -116,23 +108,22 @@ def explained(
     token: int,
     amount: float,
     tolerance: Tolerance | None = None,
-) -> Divergence:
-    """Nudges a token so that the search comes to another answer, and has that explained."""
-    decoder = Nudged(oracle.reference, token, amount)
-    (wanted,) = search(oracle.reference, [source], options, SOURCES)
-    (found,) = search(decoder, [source], options, SOURCES)
-    assert [item.tokens for item in wanted] != [item.tokens for item in found]
-    return explain(
-        source,
-        options,
-        wanted,
-        found,
-        oracle.reference,
-        decoder,
-        oracle.exact,
-        oracle.special,
-        tolerance or oracle.tolerance,
-    )
+) -> Divergence | None:
+    """Nudges a token, and explains the other answer that the search comes to, if it does."""
+    decoder, special = Nudged(oracle.reference, token, amount), oracle.special
+    (wanted,) = search(oracle.reference, [source], options, special)
+    (found,) = search(decoder, [source], options, special)
+    if [item.tokens for item in wanted] == [item.tokens for item in found]:
+        return None
+    limit = tolerance or oracle.tolerance
+    sides = (oracle.reference, decoder, oracle.exact)
+    return Explainer(*sides, special, limit, options).explain(source, wanted, found)
+
+
+def decided(
+    oracle: Oracle, decoder: Any, sources: list[list[int]], options: GenerationOptions
+) -> Decisions:
+    return oracle.search(decoder, "search", sources, options).decisions()
 
 
 def test_rounding_alone_makes_a_tie() -> None:
@@ -150,6 +141,7 @@ def test_equal_tokens_are_a_tie(
     token = first_token(checkpoint.model, source)
     oracle = with_twin(checkpoint.model, token)
     divergence = explained(oracle, source, options, last, ROUNDING)
+    assert divergence is not None
     assert divergence.tie
     logits = first_logits(oracle, source)
     assert divergence.margin == pytest.approx(logits[token] - logits[last], rel=1e-6)
@@ -164,11 +156,7 @@ def test_equal_tokens_are_a_tie(
 @searches
 @pytest.mark.parametrize("flipped", ["the twin", "another token"])
 def test_real_difference_is_a_defect(
-    checkpoint: Checkpoint,
-    source: list[int],
-    last: int,
-    options: GenerationOptions,
-    flipped: str,
+    checkpoint: Checkpoint, source: list[int], last: int, options: GenerationOptions, flipped: str
 ) -> None:
     """Though there is a tie as well, which must not excuse it."""
     oracle = with_twin(checkpoint.model, first_token(checkpoint.model, source))
@@ -177,6 +165,7 @@ def test_real_difference_is_a_defect(
         oracle = with_twin(checkpoint.model, first_token(checkpoint.model, source), distance=0.1)
         token = last
     divergence = explained(oracle, source, options, token, REAL)
+    assert divergence is not None
     assert not divergence.tie
     assert divergence.margin > 100 * divergence.allowed
     assert str(divergence).endswith("of rounding: a defect")
@@ -191,6 +180,7 @@ def test_margin_is_the_one_of_the_oracle(
     distance = logits[best] - logits[second]
     amount = 1.5 * distance / np.abs(logits).max()
     divergence = explained(oracle, source, GREEDY, second, amount)
+    assert divergence is not None
     assert (divergence.step, divergence.wanted, divergence.found) == (0, (best,), (second,))
     # Of one distribution, log-probabilities are as far apart as logits.
     assert divergence.margin == pytest.approx(distance, rel=1e-9)
@@ -214,22 +204,9 @@ def test_margin_of_beams_is_that_of_whole_candidates(
     seen = set()
     token = first_token(oracle.reference.model, sources[3])
     for source, nudged in product(sources[:4], (SOURCES.eos_id, token)):
-        decoder = Nudged(oracle.reference, nudged, 0.01)
-        (wanted,) = search(oracle.reference, [source], BEAM, SOURCES)
-        (found,) = search(decoder, [source], BEAM, SOURCES)
-        if [item.tokens for item in wanted] == [item.tokens for item in found]:
+        divergence = explained(oracle, source, BEAM, nudged, 0.01)
+        if divergence is None:
             continue
-        divergence = explain(
-            source,
-            BEAM,
-            wanted,
-            found,
-            oracle.reference,
-            decoder,
-            oracle.exact,
-            SOURCES,
-            oracle.tolerance,
-        )
         candidates = divergence.wanted, divergence.found
         ended = any(tokens[-1] == SOURCES.eos_id for tokens in candidates)
         penalty = BEAM.length_penalty if ended else 0.0
@@ -245,8 +222,10 @@ def test_allowance_follows_the_tolerance(
     token = first_token(checkpoint.model, source)
     oracle = with_twin(checkpoint.model, token, distance=1e-3)
     strict = explained(oracle, source, GREEDY, last, 3e-3)
-    assert not strict.tie
     loose = explained(oracle, source, GREEDY, last, 3e-3, Tolerance(factor=4e5))
+    assert strict is not None
+    assert loose is not None
+    assert not strict.tie
     assert loose.tie
     assert loose.margin == strict.margin
     assert loose.allowed == pytest.approx(4e5 / Tolerance.factor * strict.allowed)
@@ -260,6 +239,7 @@ def test_later_step_is_found(checkpoint: Checkpoint, source: list[int], last: in
     divergence = explained(
         with_twin(checkpoint.model, tokens[step]), source, GREEDY, last, ROUNDING
     )
+    assert divergence is not None
     assert divergence.tie
     assert divergence.step == step
     assert divergence.wanted == tokens[: step + 1]
@@ -285,17 +265,19 @@ def test_ending_or_going_on_may_be_a_tie(
     tokens = hypotheses[0].tokens
     oracle = with_twin(checkpoint.model, SOURCES.eos_id)
     divergence = explained(oracle, short, GREEDY, last, ROUNDING)
+    assert divergence is not None
     assert divergence.tie
     assert divergence.wanted == (*tokens, SOURCES.eos_id)
     assert divergence.found == (*tokens, last)
 
 
-def test_going_on_where_torch_ends_is_a_defect(oracle: Oracle, short: list[int], last: int) -> None:
-    assert not explained(oracle, short, GREEDY, last, REAL).tie
-
-
-def test_ending_where_torch_goes_on_is_a_defect(oracle: Oracle, source: list[int]) -> None:
-    assert not explained(oracle, source, GREEDY, SOURCES.eos_id, REAL).tie
+def test_going_on_or_ending_alone_is_a_defect(
+    oracle: Oracle, short: list[int], source: list[int], last: int
+) -> None:
+    for at, token in ((short, last), (source, SOURCES.eos_id)):
+        divergence = explained(oracle, at, GREEDY, token, REAL)
+        assert divergence is not None
+        assert not divergence.tie
 
 
 @searches
@@ -308,8 +290,9 @@ def test_ties_are_accounted_for(
 ) -> None:
     oracle = with_twin(checkpoint.model, first_token(checkpoint.model, source))
     rows: list[int] = []
+    oracle.done = rows.append
     nudged = Nudged(oracle.reference, last, ROUNDING)
-    decisions = oracle.decisions(nudged, "search", sources, options, rows.append)
+    decisions = decided(oracle, nudged, sources, options)
     assert decisions.passed
     assert not decisions.defects
     assert decisions.ties
@@ -325,30 +308,16 @@ def test_ties_are_accounted_for(
     assert sum(rows) == len(sources)
 
 
-@searches
-def test_defects_fail(
-    oracle: Oracle, sources: list[list[int]], last: int, options: GenerationOptions
-) -> None:
-    decoder = Nudged(oracle.reference, last, REAL)
-    decisions = oracle.decisions(decoder, "search", sources[:3], options)
-    assert not decisions.passed
-    assert len(decisions.defects) == 3
-    assert all(item.message.endswith("a defect") for item in decisions.defects)
-
-
 def test_scores_of_identical_rows_are_compared(
     oracle: Oracle, sources: list[list[int]], last: int
 ) -> None:
     """A token that nobody chooses has its part in the probability of the others."""
     decoder = Nudged(oracle.reference, last, -REAL)
-    answers: dict[int, Hypothesis] = {}
-    decisions = oracle.decisions(
-        *(decoder, "greedy", sources, GREEDY),
-        keep=lambda row, _, found: answers.update({row: found[0]}),
-    )
+    tally = oracle.search(decoder, "greedy", sources, GREEDY)
+    decisions = tally.decisions()
     assert decisions.identical == len(sources)
     errors = []
-    for row, answer in answers.items():
+    for row, (_, answer) in tally.best.items():
         tokens = scored_tokens(answer, SOURCES.eos_id)
         exact = score(oracle, sources[row], tokens, GREEDY.length_penalty)
         errors.append(abs(answer.score - exact))
@@ -367,7 +336,7 @@ def test_rows_that_fail_on_both_sides_prove_nothing(
     with torch.no_grad():
         broken.get_parameter("decoder.0.feed_forward.inner.bias").fill_(torch.nan)
     oracle = Oracle(broken, SOURCES, Tolerance())
-    decisions = oracle.decisions(TorchDecoder(broken), "greedy", sources, GREEDY)
+    decisions = decided(oracle, TorchDecoder(broken), sources, GREEDY)
     assert decisions.identical == len(sources)
     assert np.isnan(decisions.score_error)
     assert not decisions.passed
@@ -378,9 +347,9 @@ def test_what_happens_in_a_batch_only_is_a_defect(
     oracle: Oracle, sources: list[list[int]], last: int, options: GenerationOptions
 ) -> None:
     decoder = Nudged(oracle.reference, last, REAL, crowd=2)
-    alone = oracle.decisions(decoder, "search", sources[:1], options)
+    alone = decided(oracle, decoder, sources[:1], options)
     assert (alone.identical, alone.passed) == (1, True)
-    decisions = oracle.decisions(decoder, "search", sources[:3], options)
+    decisions = decided(oracle, decoder, sources[:3], options)
     assert not decisions.passed
     assert len(decisions.defects) == 3
     assert all(item.message.endswith("a defect") for item in decisions.defects)
@@ -394,8 +363,8 @@ def test_a_tie_that_shows_in_a_batch_only_is_a_tie(
     token = first_token(checkpoint.model, sources[3])
     oracle = with_twin(checkpoint.model, token)
     decoder = Nudged(oracle.reference, last, ROUNDING, crowd=2)
-    assert oracle.decisions(decoder, "search", sources[3:4], options).identical == 1
-    decisions = oracle.decisions(decoder, "search", sources, options)
+    assert decided(oracle, decoder, sources[3:4], options).identical == 1
+    decisions = decided(oracle, decoder, sources, options)
     assert decisions.passed
     assert decisions.ties
 
@@ -436,7 +405,7 @@ class TestSamples:
         nudged = [Nudged(oracle.reference, token, sign * amount) for sign in (1, -1)]
         firsts = [search(decoder, [source], SAMPLE, SOURCES)[0][0].tokens for decoder in nudged]
         assert firsts[0] != firsts[1], "the border is where it should be"
-        judged = [oracle.decisions(one, "sampling", [source], SAMPLE) for one in nudged]
+        judged = [decided(oracle, one, [source], SAMPLE) for one in nudged]
         (different,) = [item for item in judged if not item.identical]
         assert different.passed
         (tie,) = different.ties
@@ -448,19 +417,12 @@ class TestSamples:
         self, oracle: Oracle, source: list[int], last: int
     ) -> None:
         decoder = Nudged(oracle.reference, last, REAL)
-        decisions = oracle.decisions(decoder, "sampling", [source], SAMPLE)
+        decisions = decided(oracle, decoder, [source], SAMPLE)
         (defect,) = decisions.defects
         assert defect.margin is not None
         assert defect.allowed is not None
         assert defect.margin > 1e-2 > defect.allowed
 
 
-def test_onnxruntime_needs_no_excuse(
-    oracle: Oracle, decoder: PortableDecoder, sources: list[list[int]]
-) -> None:
-    decisions = oracle.decisions(decoder, "beam 4", sources, BEAM)
-    assert decisions.passed
-
-
 def test_no_row_proves_nothing(oracle: Oracle) -> None:
-    assert not oracle.decisions(oracle.reference, "greedy", [], GREEDY).passed
+    assert not decided(oracle, oracle.reference, [], GREEDY).passed

@@ -1,4 +1,4 @@
-"""The judge passes the fused variants, and catches a weight of theirs that is off."""
+"""Verification passes the fused variants, and catches a weight of theirs that is off."""
 
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ from transferry.export.faults.bundle_copy import BundleCopy, Change
 from transferry.export.verify import verify_against
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.errors import UsageError
+from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.report import ParityReport
 
 
 def verify(calm: Checkpoint, bundle: Bundle, name: str, texts: list[str]) -> ParityReport:
-    return verify_against(calm, bundle, bundle.variant(name), SessionOptions(), texts)
+    model = open_model(bundle, bundle.variant(name), SessionOptions())
+    return verify_against(calm, bundle, model, texts)
 
 
 @pytest.mark.parametrize("name", ["cpu-fp32", "cpu-int8"])
@@ -58,12 +60,7 @@ def one_row_gone(weight: NDArray[Any]) -> NDArray[Any]:
     ],
 )
 def test_a_weight_that_is_off_is_caught(
-    calm: Checkpoint,
-    all_variants: Bundle,
-    tmp_path: Path,
-    name: str,
-    weight: str,
-    change: Change,
+    calm: Checkpoint, all_variants: Bundle, tmp_path: Path, name: str, weight: str, change: Change
 ) -> None:
     copy = BundleCopy(all_variants, all_variants.variant(name), tmp_path / "copy")
     edit(copy, weight, change)
@@ -78,24 +75,19 @@ def test_a_weight_that_is_off_is_caught(
 
 def edit(copy: BundleCopy, weight: str, change: Change) -> None:
     """Changes a weight in every graph; one in 8 bits has no name among torch's."""
-    if not weight.endswith(".int8"):
-        copy.edit(weight, change)
-        return
     for model in copy.graphs.values():
-        if (value := model.graph.initializers.get(weight)) is not None:
-            assert value.const_value is not None
-            array = change(value.const_value.numpy().copy())
-            value.const_value = ir.Tensor(array, name=weight)
+        for name in (weight, f"model.{weight}"):
+            if (value := model.graph.initializers.get(name)) is not None:
+                assert value.const_value is not None
+                value.const_value = ir.Tensor(change(value.const_value.numpy().copy()), name=name)
 
 
-@pytest.mark.parametrize(("opinions", "faults"), [(True, False), (False, True)])
-def test_other_opinions_are_of_the_portable_graphs(
-    calm: Checkpoint, all_variants: Bundle, opinions: bool, faults: bool
+@pytest.mark.parametrize("cross_check", [True, False])
+def test_the_cross_check_and_the_self_test_need_the_portable_graphs(
+    calm: Checkpoint, all_variants: Bundle, cross_check: bool
 ) -> None:
-    variant = all_variants.variant("cpu-fp32")
-    with pytest.raises(UsageError, match="not of cpu-fp32: add --variant portable"):
+    model = open_model(all_variants, all_variants.variant("cpu-fp32"), SessionOptions())
+    with pytest.raises(UsageError, match="not cpu-fp32: add --variant portable"):
         verify_against(
-            *(calm, all_variants, variant, SessionOptions(), []),
-            opinions=opinions,
-            plant_faults=faults,
+            *(calm, all_variants, model, []), cross_check=cross_check, plant_faults=not cross_check
         )

@@ -5,17 +5,19 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.export.parity.task_metrics import Answers, TaskBudget, token_agreement, translation
+from transferry.export.parity.task_metrics import token_agreement, translation
 from transferry.export.verify import verify_against
 from transferry.runtime.bundle import MANIFEST, Bundle
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import sha256
+from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.parity.report import ParityReport, TaskMetric
@@ -38,11 +40,12 @@ def rounded(folder: Path, copy: Path, precision: str, bits: int) -> Bundle:
     return Bundle.load(copy)
 
 
-def verify(checkpoint: Checkpoint, bundle: Bundle, texts: list[str]) -> ParityReport:
-    targets = [text.upper() for text in texts]
-    return verify_against(
-        checkpoint, bundle, bundle.variant(), SessionOptions(), texts, targets=targets
-    )
+def verify(
+    checkpoint: Checkpoint, bundle: Bundle, texts: list[str], targets: list[str] | None = None
+) -> ParityReport:
+    targets = [text.upper() for text in texts] if targets is None else targets
+    model = open_model(bundle, bundle.variant(), SessionOptions())
+    return verify_against(checkpoint, bundle, model, texts, targets)
 
 
 def test_half_precision_passes_as_what_it_is(
@@ -52,7 +55,7 @@ def test_half_precision_passes_as_what_it_is(
     report.require()
     assert report.tolerance == Tolerance.of("float16")
     assert max(stage.error for stage in report.stages()) > 1e-5, "it is not float32"
-    assert [task.measure for task in report.tasks] == [
+    assert [metric.measure for metric in report.task_metrics] == [
         "token agreement",
         "sacreBLEU greedy",
         "sacreBLEU beam 4",
@@ -78,7 +81,7 @@ def test_four_bits_do_not_pass_for_half_precision(
     """And users of the model would see it: the tasks fail by themselves."""
     report = verify(checkpoint, rounded(bundle_folder, tmp_path / "b", "float16", 2), texts[:8])
     assert not report.passed
-    assert any(not task.passed for task in report.tasks)
+    assert any(not metric.passed for metric in report.task_metrics)
 
 
 def test_an_unknown_precision_has_no_budget(bundle_folder: Path) -> None:
@@ -86,31 +89,24 @@ def test_an_unknown_precision_has_no_budget(bundle_folder: Path) -> None:
         Tolerance.of("float8")
 
 
-def answers(wanted: list[tuple[int, ...]], found: list[tuple[int, ...]]) -> Answers:
-    both = Answers(len(wanted))
-    for row, (one, other) in enumerate(zip(wanted, found, strict=True)):
-        both.keep(row, [Hypothesis(one, -1.0, -1.0, "end")], [Hypothesis(other, -1.0, -1.0, "end")])
-    return both
+def pairs(*answers: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Any]:
+    return [[Hypothesis(tokens, -1.0, -1.0, "end") for tokens in both] for both in answers]
 
 
 def test_agreement_is_the_share_of_tokens_in_the_same_place() -> None:
-    both = answers([(5, 6, 7), (8,), ()], [(5, 9, 7), (8, 9), ()])
-    task = token_agreement(both, 0.5)
-    assert (task.found, task.change, task.passed) == (0.6, 0.4, True)
-    assert not dataclasses.replace(task, budget=0.3).passed
-    assert token_agreement(answers([()], [()]), 0.0).passed
+    metric = token_agreement(pairs(((5, 6, 7), (5, 9, 7)), ((8,), (8, 9)), ((), ())), 0.5)
+    assert (metric.found, metric.change, metric.passed) == (0.6, 0.4, True)
+    assert not dataclasses.replace(metric, budget=0.3).passed
+    assert token_agreement(pairs(((), ())), 0.0).passed
 
 
 def test_a_gain_in_bleu_is_no_change(checkpoint: Checkpoint, texts: list[str]) -> None:
     tokenizer = checkpoint.tokenizer
-    right = tuple(tokenizer.encode(texts[0]))
-    wrong = tuple(tokenizer.encode(texts[1]))
-    for wanted, found, change in ((right, wrong, True), (wrong, right, False)):
-        both = answers([wanted], [found])
-        task = translation(tokenizer, "greedy", both, [texts[0]], 0.3)
-        assert task.passed is not change
-        assert max(task.reference, task.found) == pytest.approx(100.0)
-    assert TaskBudget.of("float32").bleu == math.inf
+    right, wrong = (tuple(tokenizer.encode(text)) for text in texts[:2])
+    for both, passed in (((right, wrong), False), ((wrong, right), True)):
+        metric = translation(tokenizer, "greedy", pairs(both), [texts[0]], 0.3)
+        assert metric.passed is passed
+        assert max(metric.reference, metric.found) == pytest.approx(100.0)
 
 
 def test_what_cannot_be_measured_does_not_pass() -> None:
@@ -118,10 +114,7 @@ def test_what_cannot_be_measured_does_not_pass() -> None:
 
 
 def test_targets_must_go_with_the_texts(
-    checkpoint: Checkpoint, bundle_folder: Path, texts: list[str]
+    checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
 ) -> None:
-    bundle = Bundle.load(bundle_folder)
     with pytest.raises(InputError, match=r"expected a target for each of 3 texts.*found 1"):
-        verify_against(
-            checkpoint, bundle, bundle.variant(), SessionOptions(), texts[:3], targets=texts[:1]
-        )
+        verify(checkpoint, bundle, texts[:3], texts[:1])

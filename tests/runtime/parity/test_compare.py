@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -108,58 +107,43 @@ def test_equal_tensors_pass() -> None:
     comparisons = compare(CASE, TRUTH, ORACLE, TOLERANCE)
     assert [item.tensor for item in comparisons] == list(ORACLE)
     for item in comparisons:
-        expected = Comparison(CASE.name, item.tensor, 0.0, 1e-6, TOLERANCE.budget(1e-6))
+        stage = "encoder" if item.tensor == "cross.0.keys" else "later step"
+        expected = Comparison(CASE.name, item.tensor, stage, 0.0, 1e-6, TOLERANCE.budget(1e-6))
         assert item == expected
 
 
-def missing(found: Arrays) -> None:
-    del found["past.0.keys"]
+LOGITS, PAST = ORACLE["logits"], ORACLE["past.0.keys"]
 
 
-def extra(found: Arrays) -> None:
-    found["past.1.keys"] = found["past.0.keys"]
-
-
-def misshapen(found: Arrays) -> None:
-    found["logits"] = found["logits"][:, :, :9]
-
-
-def broadcastable(found: Arrays) -> None:
-    found["logits"] = found["logits"][:1]
-
-
-def nan(found: Arrays) -> None:
-    found["logits"][1, 1, 3] = np.nan
-
-
-def infinity(found: Arrays) -> None:
-    found["past.0.keys"][0, 0, 0, 0] = -np.inf
-
-
-def inside_the_source(found: Arrays) -> None:
-    found["cross.0.keys"][1, 1, 0, 0] += 1e-2
-
-
-def over_budget(found: Arrays) -> None:
-    found["logits"][1, 0, 3] += 5e-6 * np.abs(found["logits"]).max()
+def changed(name: str, place: tuple[int, ...], by: float) -> Arrays:
+    tensor = ORACLE[name].copy()
+    tensor[place] += by
+    return {name: tensor}
 
 
 @pytest.mark.parametrize(
     ("change", "tensor", "fault"),
     [
-        (missing, "past.0.keys", "expected, but the graph does not give it"),
-        (extra, "past.1.keys", "torch gives no such tensor"),
-        (misshapen, "logits", "expected shape [2, 2, 10], found [2, 2, 9]"),
-        (broadcastable, "logits", "expected shape [2, 2, 10], found [1, 2, 10]"),
-        (nan, "logits", "holds NaN or infinity"),
-        (infinity, "past.0.keys", "holds NaN or infinity"),
-        (inside_the_source, "cross.0.keys", "exceeds the budget 4.00e-06"),
-        (over_budget, "logits", "error 5.00e-06 of the largest entry exceeds the budget 4.00e-06"),
+        ({"past.0.keys": None}, "past.0.keys", "expected, but the graph does not give it"),
+        ({"past.1.keys": PAST}, "past.1.keys", "torch gives no such tensor"),
+        ({"logits": LOGITS[:, :, :9]}, "logits", "expected shape [2, 2, 10], found [2, 2, 9]"),
+        ({"logits": LOGITS[:1]}, "logits", "expected shape [2, 2, 10], found [1, 2, 10]"),
+        (changed("logits", (1, 1, 3), np.nan), "logits", "holds NaN or infinity"),
+        (changed("past.0.keys", (0, 0, 0, 0), -np.inf), "past.0.keys", "holds NaN or infinity"),
+        (
+            changed("cross.0.keys", (1, 1, 0, 0), 1e-2),
+            "cross.0.keys",
+            "exceeds the budget 4.00e-06",
+        ),
+        (
+            changed("logits", (1, 0, 3), 5e-6 * np.abs(LOGITS).max()),
+            "logits",
+            "error 5.00e-06 of the largest entry exceeds the budget 4.00e-06",
+        ),
     ],
 )
-def test_every_fault_is_found(change: Callable[[Arrays], None], tensor: str, fault: str) -> None:
-    found = answer()
-    change(found)
+def test_every_fault_is_found(change: dict[str, Array | None], tensor: str, fault: str) -> None:
+    found = {name: value for name, value in (ORACLE | change).items() if value is not None}
     (faulty,) = [item for item in compare(CASE, TRUTH, found, TOLERANCE) if item.fault]
     assert faulty.tensor == tensor
     assert fault in faulty.fault
@@ -178,6 +162,25 @@ def test_padding_is_ignored(value: float) -> None:
     found = answer()
     found["cross.0.keys"][1, :, 1:] = value
     assert not any(item.fault for item in compare(CASE, TRUTH, found, TOLERANCE))
+
+
+@pytest.mark.parametrize(
+    ("past", "columns", "stages"),
+    [
+        (0, 3, ("first step", "encoder")),
+        (1, 3, ("later step", "encoder")),
+        (0, 0, ("encoder", "encoder")),
+    ],
+)
+def test_a_case_knows_its_stage(past: int, columns: int, stages: tuple[str, str]) -> None:
+    case = dataclasses.replace(CASE, past=past, target=CASE.target[:, :columns], stage="")
+    text = dataclasses.replace(case, stage="text")
+    assert case.stage == stages[0]
+    # Two names stand for all: of a wrong shape, so that nothing is measured.
+    oracle = {"logits": np.zeros(1), "cross.0.keys": np.zeros(1)}
+    for given, wanted in ((case, stages), (text, ("text", "text"))):
+        found = compare(given, Truth(oracle, dict.fromkeys(oracle, 0.0)), {}, TOLERANCE)
+        assert tuple(item.stage for item in found) == wanted
 
 
 @pytest.mark.parametrize("error", [np.nan, np.inf])

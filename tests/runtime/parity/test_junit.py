@@ -16,6 +16,7 @@ from transferry.runtime.parity.report import (
     Origin,
     ParityReport,
     PlantedFault,
+    Stage,
     TaskMetric,
 )
 
@@ -24,7 +25,8 @@ DEFECT = Difference(2, "a defect", 1.0, 1e-6)
 
 
 def comparison(tensor: str, past: int, fault: str = "", error: float = 1e-6) -> Comparison:
-    return Comparison(f"batch 1, source 2, past {past}", tensor, error, 5e-7, 4e-6, fault)
+    stage = "later step" if past else "first step"
+    return Comparison(f"past {past}", tensor, stage, error, 5e-7, 4e-6, fault)
 
 
 def passed(**changes: Any) -> ParityReport:
@@ -68,7 +70,7 @@ def test_everything_that_was_verified_is_a_test_case() -> None:
         ("transferry.tensors.first step", "logits"),
         ("transferry.tensors.later step", "logits"),
         ("transferry.searches", "greedy"),
-        ("transferry.tasks", "token agreement"),
+        ("transferry.task metrics", "token agreement"),
         ("transferry.self-test", "mask dropped: encoder"),
         ("transferry.self-test", "unused weight: row 0"),
     ]
@@ -91,7 +93,7 @@ def test_everything_that_was_verified_is_a_test_case() -> None:
         (passed(comparisons=[]), {"tensors compared": "no tensor was compared"}),
         (
             passed(comparisons=[comparison("logits", 1), comparison("logits", 9, "bad")]),
-            {"logits": "batch 1, source 2, past 9: bad"},
+            {"logits": "past 9: bad"},
         ),
         (
             passed(decisions=[Decisions("greedy", 3, 2, 0.0, 0.0, (), [DEFECT])]),
@@ -106,8 +108,8 @@ def test_everything_that_was_verified_is_a_test_case() -> None:
             {"greedy": "0 of 0 rows agree token for token"},
         ),
         (
-            passed(tasks=[TaskMetric("perplexity", 4.0, 5.0, 0.25, 0.01)]),
-            {"perplexity": "perplexity 5, torch 4: change 0.25, at most 0.01"},
+            passed(task_metrics=[TaskMetric("perplexity", 4.0, 5.0, 0.25, 0.01)]),
+            {"perplexity": "perplexity 5, torch 4, change 25 % (limit 1 %)"},
         ),
         (
             passed(self_test=[PlantedFault("shift", "positions", True, "")]),
@@ -129,19 +131,14 @@ def test_a_failure_lists_its_cases() -> None:
     faults = [comparison("logits", past, f"fault {past}") for past in (1, 2, 3)]
     found = suite(passed(comparisons=faults))
     (failure,) = found.iter("failure")
-    assert failure.get("message") == "batch 1, source 2, past 1: fault 1 and 2 more"
+    assert failure.get("message") == "past 1: fault 1 and 2 more"
     assert (failure.text or "").splitlines() == [f"{item.case}: {item.fault}" for item in faults]
 
 
-def test_what_other_runtimes_make_of_it_fails_nothing() -> None:
-    opinion = CrossCheck("another", "encoder", 3, 1.0, 999.0, 3)
-    assert to_junit(passed(opinions=[opinion])) == to_junit(passed())
-
-
-def test_the_origin_of_a_fault_is_told() -> None:
-    origin = Origin("decoder", "case", "val_1", "decoder.0", "a.py:1", "Add", "far off")
-    found = suite(passed(origin=origin))
-    assert [note.text for note in found.findall("system-out")] == [str(origin)]
+def test_the_cross_check_fails_nothing_and_the_same_report_gives_the_same_text() -> None:
+    row = CrossCheck("another", [Stage("encoder", 3, 1.0, 1e-7, 999.0, 3)])
+    assert to_junit(passed(cross_check=[row])) == to_junit(passed())
+    assert to_junit(passed()).startswith('<?xml version="1.0" encoding="UTF-8"?>\n<testsuites ')
 
 
 def test_what_xml_cannot_hold_is_replaced() -> None:
@@ -151,7 +148,7 @@ def test_what_xml_cannot_hold_is_replaced() -> None:
             bundle=odd,
             settings={odd: odd},
             comparisons=[comparison("logits", 1, odd, np.nan)],
-            tasks=[TaskMetric(odd, 1.0, np.nan, np.nan, 0.1)],
+            task_metrics=[TaskMetric(odd, 1.0, np.nan, np.nan, 0.1)],
         )
     )
     whole = odd
@@ -159,13 +156,8 @@ def test_what_xml_cannot_hold_is_replaced() -> None:
         whole = whole.replace(character, "\ufffd")
     assert found.get("name") == f"transferry verify {whole}"
     assert [item.attrib for item in found.iter("property")] == [{"name": whole, "value": whole}]
-    assert failures(found)["logits"] == f"batch 1, source 2, past 1: {whole}"
+    assert failures(found)["logits"] == f"past 1: {whole}"
     assert whole in failures(found)
-
-
-def test_the_same_report_gives_the_same_text() -> None:
-    assert to_junit(passed()) == to_junit(passed())
-    assert to_junit(passed()).startswith('<?xml version="1.0" encoding="UTF-8"?>\n<testsuites ')
 
 
 def test_only_what_the_common_schema_knows_is_written() -> None:
@@ -189,5 +181,6 @@ def test_only_what_the_common_schema_knows_is_written() -> None:
     inside = [element.tag for element in root[0]]
     assert inside == ["properties", *["testcase"] * 5, "system-out"]
     assert [element.tag for element in root[0][1]] == ["failure", "system-out"]
+    assert root[0][-1].text == str(report.origin)
     tests = [(test.get("classname"), test.get("name")) for test in root.iter("testcase")]
     assert len(tests) == len(set(tests)), "GitLab drops what has the name of another"
