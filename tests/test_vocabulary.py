@@ -10,7 +10,7 @@ SECTION = (CHECKOUT / "docs" / "design.md").read_text(encoding="utf-8").split("#
 # Lines that must name what was called otherwise before: former options, former job folders.
 ALLOWED = {
     "shard": ("FORMER_NAMES", "format 1", "(chunks|shards)", "named chunks shards"),
-    "opinions": ("FORMER_NAMES",),
+    "opinions": ("FORMER_NAMES", "Schema 1"),
 }
 
 
