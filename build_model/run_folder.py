@@ -76,28 +76,28 @@ def remember(out: Path, options: Mapping[str, Any]) -> None:
     write_settings(out / SETTINGS, chosen, made)
 
 
-def recall(out: Path, options: dict[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+def recall(out: Path, options: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options for continuing a run: the stored ones, except those that may change.
 
     Args:
         out: The run.
         options: All options of the resuming command.
-        said: Those of them that the user gave.
+        given: Those of them that the user gave.
 
     Raises:
         UsageError: A given option would change the run.
         InputError: There is no run to continue.
     """
-    if said.get("force"):
+    if given.get("force"):
         raise UsageError("--resume and --force exclude each other: continue a run or replace it")
     stored = read_settings(out / SETTINGS)
     if "huggingface" in stored:
-        raise UsageError(f"{out} was imported, so it has no training to continue; train anew")
-    for name, value in said.items():
+        raise UsageError(f"{out} was imported, so it has no training to continue; start a new training")
+    for name, value in given.items():
         if name not in OF_ONE_CALL | MAY_CHANGE and value != stored.get(name):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(
                 f"the run was started with {flag} {stored.get(name, 'left out')}, found {flag} "
-                f"{value}; leave it out to resume, or start anew with --force"
+                f"{value}; leave it out to resume, or start over with --force"
             )
-    return options | stored | dict(said)
+    return options | stored | dict(given)

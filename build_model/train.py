@@ -37,7 +37,7 @@ from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import Tokenizer
 
 REPORT_EVERY = 50  # steps between training losses in metrics.jsonl
-START_ANEW = "start anew with --force instead of --resume"
+START_OVER = "start over with --force instead of --resume"
 
 
 @dataclass(frozen=True)
@@ -351,12 +351,12 @@ class Trainer:
     def _restore(self) -> None:
         path = self.folder / checkpoint.STATE
         if not path.exists():
-            raise InputError(f"{path} is missing, so there is nothing to resume; {START_ANEW}")
+            raise InputError(f"{path} is missing, so there is nothing to resume; {START_OVER}")
         tensors, record = checkpoint.load_tensors(path)
         if record.get("data") != self.fingerprint:
             raise InputError(
                 f"{path} is from training on other text; give the files that the run began with, "
-                f"or {START_ANEW}"
+                f"or {START_OVER}"
             )
         try:
             values = json.loads(record["progress"])
@@ -372,7 +372,7 @@ class Trainer:
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             raise InputError(
                 f"{path} does not fit {self.folder / checkpoint.CONFIG}: "
-                f"{checkpoint.first_mismatch(error)}; {START_ANEW}"
+                f"{checkpoint.first_mismatch(error)}; {START_OVER}"
             ) from error
 
     def _finish(self, metrics: Metrics) -> Evaluation:

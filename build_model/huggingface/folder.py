@@ -177,10 +177,10 @@ class Checkpoint:
                 yield name, file.get_tensor(name)
 
     def _opened(self) -> Iterator[Any]:
-        missing = (
+        if_missing = (
             "the weights must be safetensors, since pickled ones (pytorch_model.bin) can run code: "
-            "save_pretrained of transformers writes them anew"
+            "save_pretrained of transformers converts them"
         )
         for path in self.files():
-            with open_tensors(path, missing, "copy or download it again") as file:
+            with open_tensors(path, if_missing, "copy or download it again") as file:
                 yield file
