@@ -92,7 +92,9 @@ def recall(out: Path, options: dict[str, Any], given: Mapping[str, Any]) -> dict
         raise UsageError("--resume and --force exclude each other: continue a run or replace it")
     stored = read_settings(out / SETTINGS)
     if "huggingface" in stored:
-        raise UsageError(f"{out} was imported, so it has no training to continue; start a new training")
+        raise UsageError(
+            f"{out} was imported, so it has no training to continue; start a new training"
+        )
     for name, value in given.items():
         if name not in OF_ONE_CALL | MAY_CHANGE and value != stored.get(name):
             flag = f"--{name.replace('_', '-')}"

@@ -185,46 +185,67 @@ def test_a_value_may_be_read_as_a_matrix_and_in_three_dimensions(tmp_path: Path)
             np.testing.assert_allclose(one, other.numpy(), rtol=1e-5, atol=1e-6)
 
 
+# Of each quotient the divisor, whether the product divides it instead, and whether a Div is left.
+QUOTIENTS = [
+    (8.0, False, False),
+    (0.25, False, False),
+    (-2.0, False, True),
+    (3.0, False, True),
+    (8.0, True, True),
+]
+
+
 class Divided(nn.Module):
-    """A linear layer as dividend or as divisor: tokens -> result."""
+    """Linear layers whose results are divided, or divide, or are left as they are."""
 
-    def __init__(self, linear: nn.Linear, divisor: float | None, inverse: bool) -> None:
+    def __init__(self, bias: bool, divided: bool) -> None:
         super().__init__()
-        self.embedding, self.linear = nn.Embedding(9, 4), linear
-        self.divisor, self.inverse = divisor, inverse
+        torch.manual_seed(0)
+        self.divided = divided
+        self.embedding = nn.Embedding(9, 4)
+        self.linears = nn.ModuleList(nn.Linear(4, 6, bias=bias) for _ in QUOTIENTS)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x: Tensor = self.linear(self.embedding(tokens))
-        if self.divisor is None:
-            return x
-        return torch.tensor(self.divisor) / x if self.inverse else x / self.divisor
+    def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        x = self.embedding(tokens)
+        whole = [linear(x) for linear in self.linears]
+        if not self.divided:
+            return tuple(whole)
+        return tuple(
+            torch.tensor(divisor) / y if inverse else y / divisor
+            for y, (divisor, inverse, _) in zip(whole, QUOTIENTS, strict=True)
+        )
+
+
+def upstream(value: ir.Value) -> set[str]:
+    """The operators that a value is made by."""
+    node = value.producer()
+    if node is None:
+        return set()
+    return {node.op_type}.union(*(upstream(given) for given in node.inputs if given))
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(
-    ("divisor", "inverse", "left"),
-    [(8.0, False, 0), (0.25, False, 0), (-2.0, False, 1), (3.0, False, 1), (8.0, True, 1)],
-)
-def test_a_power_of_two_divides_within_the_product_to_the_bit(
-    tmp_path: Path, divisor: float, bias: bool, inverse: bool, left: int
-) -> None:
-    linear = nn.Linear(4, 6, bias=bias)
+def test_a_power_of_two_divides_within_the_product_to_the_bit(tmp_path: Path, bias: bool) -> None:
     tokens = TensorSpec("tokens", "source", "int64", ("batch", "source"))
-    output = TensorSpec("result", "hidden", "float32", ("batch", "source", 6))
+    outputs = tuple(
+        TensorSpec(name, "hidden", "float32", ("batch", "source", 6)) for name in "abcde"
+    )
     results = []
-    for value in (None, divisor):
-        torch.manual_seed(0)  # the same embedding
-        module = Divided(linear, value, inverse)
-        graph = export_graph(module, GraphSpec("divided.onnx", (tokens,), (output,)))
+    for divided in (False, True):
+        spec = GraphSpec("divided.onnx", (tokens,), outputs)
+        graph = export_graph(Divided(bias, divided), spec)
         Fusion(graph, FloatKernels(with_relu=True)).run()
-        ir.save(graph.model, tmp_path / "divided.onnx")
+        model = graph.model
+        assert Counter(node.op_type for node in model.graph)["Gemm"] == len(QUOTIENTS)
+        ir.save(model, tmp_path / "divided.onnx")
         session = onnxruntime.InferenceSession(tmp_path / "divided.onnx")
-        results += session.run(None, {"tokens": np.arange(9).reshape(3, 3)})
-    count = Counter(node.op_type for node in graph.model.graph)
-    assert (count["Gemm"], count["Div"]) == (1, left)
-    whole, found = results
-    expected = np.float32(divisor) / whole if inverse else whole / np.float32(divisor)
-    np.testing.assert_array_equal(found, expected)
+        results.append(session.run(None, {"tokens": np.arange(9).reshape(3, 3)}))
+    for whole, found, value, (divisor, inverse, left) in zip(
+        *results, model.graph.outputs, QUOTIENTS, strict=True
+    ):
+        assert ("Div" in upstream(value)) == left
+        expected = np.float32(divisor) / whole if inverse else whole / np.float32(divisor)
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_unused_nodes_are_dropped() -> None:

@@ -31,7 +31,7 @@ NEAR = 0.02
 
 # Options that change how attention is exported.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "both": {},
+    "both": {"decoder_layers": 2},
     "both, rotary and grouped": {"positions": "rotary", "key_value_heads": 2, "bias": False},
     "writer": {"architecture": "decoder-only", "encoder_layers": 0},
     "writer, rotary and grouped": {
@@ -48,7 +48,7 @@ Made = tuple[Transformer, Calibration, dict[str, Graph], FusedDecoder]
 
 def model_of(options: dict[str, Any]) -> Transformer:
     torch.manual_seed(0)
-    shape = {"d_model": 32, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "d_ff": 48}
+    shape = {"d_model": 32, "heads": 4, "encoder_layers": 1, "decoder_layers": 1, "d_ff": 48}
     config = {"vocabulary_size": 300, "max_positions": 40, **shape, **options}
     model = Transformer(ModelConfig(**config)).eval()
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_rotary_pairs_have_one_scale() -> None:
 
 
 def test_keys_that_are_not_finite_are_refused() -> None:
-    ranges = KVRanges(model_of({}))
+    ranges = KVRanges(model_of(OPTIONS["both"]))
     with pytest.raises(InputError, match=r"finite outputs of decoder\.1\.cross_attention\.key"):
         ranges.add("decoder.1.cross_attention.key.weight", torch.full((1, 32), torch.nan))
 
@@ -168,10 +168,10 @@ def test_only_the_cache_is_int8(made: Made) -> None:
 
 
 def test_a_missed_attention_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of({"decoder_layers": 1, "encoder_layers": 1})
+    model = model_of(OPTIONS["both"])
     calibration = calibrate(model, BYTES.special, SENTENCES[:1], 4)
     monkeypatch.setattr(variants, "quantise_cache", lambda *given: quantise_cache(*given) - 1)
-    with pytest.raises(ParityError, match=r"expected 2 attentions .*, found 1"):
+    with pytest.raises(ParityError, match=r"expected 4 attentions .*, found 3"):
         make_variant(model, "cpu-int8", calibration)
 
 
