@@ -192,6 +192,12 @@ def fast_writer_bundle_folder(writer_run_folder: Path, once: Once, traced_once: 
 
 
 @pytest.fixture(scope="session")
+def device_bundle_folder(run_folder: Path, once: Once, traced_once: None) -> Path:
+    """The bundle of `run_folder` with a variant for a GPU, which a CPU runs too."""
+    return once("device-bundle", lambda folder: make_bundle(run_folder, folder, "cuda-fp16"))
+
+
+@pytest.fixture(scope="session")
 def reader_run_folder(once: Once) -> Path:
     """A run of an encoder alone, made as BERT is."""
     options: dict[str, Any] = dict(

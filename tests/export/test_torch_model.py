@@ -57,20 +57,6 @@ def test_steps_give_what_the_model_gives(
     )
 
 
-@pytest.mark.parametrize("rows", [[2, 0, 0], [1], [0, 1, 2]])
-def test_selected_rows_go_on_as_they_would_have(
-    oracle: TorchDecoder, case: Case, rows: list[int]
-) -> None:
-    before = oracle.start(case.source, case.mask)
-    _, before = oracle.step(case.target[:, :6], before)
-    state = oracle.select(before, np.array(rows))
-    found, state = oracle.step(case.target[rows, 6:], state)
-    wanted = logits_of_model(oracle, case)[rows, 6:]
-    np.testing.assert_allclose(found.all_logits, wanted, rtol=0, atol=1e-12)
-    again, _ = oracle.step(case.target[:, 6:], before)
-    np.testing.assert_allclose(again.all_logits[rows], wanted, rtol=0, atol=1e-12)
-
-
 def test_oracle_is_a_float64_copy(checkpoint: Checkpoint, case: Case) -> None:
     oracle = TorchDecoder.oracle(checkpoint.model)
     assert {tensor.dtype for tensor in oracle.model.state_dict().values()} == {torch.float64}
@@ -92,22 +78,7 @@ def test_dropout_is_off(checkpoint: Checkpoint, case: Case) -> None:
     np.testing.assert_array_equal(logits_of_model(decoder, case), logits_of_model(decoder, case))
 
 
-def test_cache_is_named_as_in_the_graphs(
-    oracle: Oracle, decoder: PortableDecoder, case: Case
-) -> None:
-    state = oracle.reference.start(case.source, case.mask)
-    tensors = oracle.reference.tensors(state)
-    of_graph = decoder.tensors(decoder.start(case.source, case.mask))
-    assert {name: array.shape for name, array in tensors.items()} == {
-        name: array.shape for name, array in of_graph.items()
-    }
-    assert all(array.shape[2] == 0 for name, array in tensors.items() if name.startswith("past"))
-    for layer, cross in enumerate(state.cross):
-        np.testing.assert_array_equal(tensors[f"cross.{layer}.keys"], cross.keys.numpy())
-        np.testing.assert_array_equal(tensors[f"cross.{layer}.values"], cross.values.numpy())
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plain(checkpoint: Checkpoint, sources: list[list[int]]) -> list[list[int]]:
     """Greedy tokens of a loop that shares no code with the search and has no cache."""
     source, mask = pad_sources(sources, SOURCES.pad_id)

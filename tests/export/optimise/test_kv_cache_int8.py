@@ -218,20 +218,3 @@ def test_beams_that_become_one_see_no_column_of_the_others(made: Made) -> None:
     kept = np.concatenate([TARGET[:, :2], beams[:, 1], TARGET[:, 6:7]], axis=1)
     _, expected = fed(decoder, decoder.start(SOURCE, MASK), kept)
     assert distance(found, expected[-1]) < NEAR
-
-
-def test_a_row_is_the_same_to_the_bit_whatever_is_beside_it(made: Made) -> None:
-    """Beside longer rows, in batches of different sizes, and after rows have left."""
-    _, _, _, decoder = made
-    state, together = fed(decoder, decoder.start(SOURCE, MASK), TARGET[:, :6])
-    state = decoder.select(state, np.array([3, 1]))
-    _, later = fed(decoder, state, TARGET[[3, 1], 6:9])
-    for row in range(4):
-        length = int(MASK[row].sum())
-        alone = decoder.start(SOURCE[row : row + 1, :length], MASK[row : row + 1, :length])
-        _, steps = fed(decoder, alone, TARGET[row : row + 1, :9])
-        for one, other in zip(steps, together, strict=False):
-            assert one.tobytes() == other[row : row + 1].tobytes()
-        if row in (1, 3):
-            for one, other in zip(steps[6:], later, strict=True):
-                assert one.tobytes() == other[(3, 1).index(row)][None].tobytes()

@@ -3,7 +3,6 @@
 import itertools
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +10,10 @@ import pytest
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.corpus import builtin_pairs
 from transferry.build_model.transformer import continue_greedily
-from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.decoding.search import begin, search
+from transferry.runtime.decoding.search import search
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import GenerationResult
 from transferry.runtime.errors import UsageError
@@ -66,23 +64,6 @@ def test_a_prompt_cut_short_leaves_room_for_an_answer(engine: Engine, prefix: st
     fitted = engine.fitted(options, len(source))
     (hypotheses,) = search(engine.decoder, [source], fitted, tokenizer.special)
     assert outputs([result]) == [[hypotheses[0].tokens]]
-
-
-@pytest.mark.parametrize("options", [GREEDY, BEAM, SAMPLING], ids=["greedy", "beam", "sampling"])
-def test_scores_are_the_same_bit_for_bit_in_any_batch(
-    engine: Engine, prompts: list[str], options: GenerationOptions
-) -> None:
-    found = []
-    for seed, rows in enumerate((64, 7, 1)):
-        order = list(range(len(prompts)))
-        if not options.sample:
-            random.Random(seed).shuffle(order)
-        batches = BatchOptions(rows=rows, window=[40, 9, 5][seed])
-        cut = Engine(engine.bundle, engine.model, batches=batches)
-        results = cut.generate((prompts[index] for index in order), options)
-        found.append(dict(zip(order, results, strict=True)))
-    assert found[1] == found[0]
-    assert found[2] == found[0]
 
 
 def test_a_prompt_is_padded_beyond_the_positions_of_the_model(
@@ -156,29 +137,6 @@ def test_a_prompt_is_answered_as_it_is_alone(
         random.Random(1).shuffle(shuffled)
         found = outputs(list(engine.generate([prompt for _, prompt in shuffled], options)))
         assert found == [alone[row] for row, _ in shuffled]
-
-
-def test_torch_and_onnxruntime_keep_the_same_cache(
-    checkpoint: Checkpoint, engine: Engine, prompts: list[str]
-) -> None:
-    """Through padding, steps and a selection that drops, repeats and reorders rows."""
-    tokenizer = checkpoint.tokenizer
-    sources = [tokenizer.encode(prompt) for prompt in prompts[:5]]
-    states, logits = [], []
-    decoders: list[Any] = [TorchDecoder(checkpoint.model), engine.decoder]
-    for decoder in decoders:
-        state, first = begin(decoder, sources, tokenizer.special)
-        output, state = decoder.step(first[:, None], state)
-        scores = output.all_logits.copy()  # the next step may write over it
-        state = decoder.select(state, np.array([4, 1, 1]))
-        later, state = decoder.step(np.array([[7, 8], [9, 10], [11, 12]]), state)
-        logits.append((scores, later.all_logits))
-        states.append(decoder.tensors(state))
-    for left, right in zip(*logits, strict=True):
-        np.testing.assert_allclose(left, right, atol=2e-5)
-    assert states[0].keys() == states[1].keys()
-    for name, tensor in states[0].items():
-        np.testing.assert_allclose(tensor, states[1][name], atol=2e-5)
 
 
 def test_answers_end_where_the_positions_end(engine: Engine, prompts: list[str]) -> None:

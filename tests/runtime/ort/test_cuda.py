@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conftest import make_bundle
 from transferry.build_model.corpus import builtin_pairs
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.options import GenerationOptions
@@ -59,11 +58,8 @@ def test_the_nodes_run_on_cuda(bundle_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("beam", [1, 4])
-def test_the_top_k_of_the_device_changes_no_answer(
-    run_folder: Path, tmp_path_factory: pytest.TempPathFactory, beam: int
-) -> None:
-    folder = make_bundle(run_folder, tmp_path_factory.mktemp("device") / "bundle", "cuda-fp16")
-    bundle = Bundle.load(folder)
+def test_the_top_k_of_the_device_changes_no_answer(device_bundle_folder: Path, beam: int) -> None:
+    bundle = Bundle.load(device_bundle_folder)
     variant = bundle.variant("cuda-fp16")
     options = GenerationOptions(beam=beam, n_best=beam, max_length=20)
     texts = [pair.source for pair in builtin_pairs(200, seed=5)]

@@ -31,10 +31,8 @@ SEARCHES = {
 
 
 @pytest.fixture(scope="module")
-def device_bundle(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A bundle with a variant for a GPU, which a CPU runs too."""
-    folder = tmp_path_factory.mktemp("device") / "bundle"
-    return Bundle.load(make_bundle(run_folder, folder, "cuda-fp16"))
+def device_bundle(device_bundle_folder: Path) -> Bundle:
+    return Bundle.load(device_bundle_folder)
 
 
 @pytest.fixture(scope="module")
@@ -50,25 +48,6 @@ def plain(device_bundle: Bundle) -> FusedDecoder:
 
 
 # Top k
-
-
-def test_ranks_as_the_logits_do(ranking: FusedDecoder, plain: FusedDecoder) -> None:
-    rng = np.random.default_rng(0)
-    source, mask = rng.integers(3, 350, (5, 6)), np.ones((5, 6), np.bool_)
-    first, second = plain.start(source, mask), ranking.start(source, mask)
-    for k in (1, 8, 3):
-        tokens = rng.integers(3, 350, (5, 1))
-        expected, first = plain.step(tokens, first, top=k)
-        logits = expected.all_logits[:, 0]
-        output, second = ranking.step(tokens, second, top=k)
-        found = output.top_k
-        assert output.logits is None and found is not None
-        assert found.logits is not None and found.log_sum_exp is not None
-        order = np.argsort(-logits, axis=1, kind="stable")[:, :k]
-        np.testing.assert_array_equal(found.tokens, order)
-        np.testing.assert_array_equal(found.logits, np.take_along_axis(logits, order, axis=1))
-        np.testing.assert_allclose(found.log_sum_exp, log_sum_exp(logits), rtol=1e-6)
-        assert found.usable.all()
 
 
 def test_ranks_nothing_where_nothing_is_finite(ranking: FusedDecoder) -> None:
@@ -95,6 +74,50 @@ def test_the_top_k_changes_no_answer(ranking: FusedDecoder, plain: FusedDecoder,
         scores = [[item.score for item in row] for row in (one, other)]
         np.testing.assert_allclose(scores[0], scores[1], rtol=1e-3, atol=1e-3)
     assert len({row[0].tokens for row in expected}) > 25, "the answers must tell rows apart"
+
+
+# The likeliest token alone
+
+
+@pytest.fixture(scope="module")
+def screening(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> FusedDecoder:
+    folder = tmp_path_factory.mktemp("screened") / "bundle"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transferry.export.variants.SMALLEST_VOCABULARY", 1)
+        bundle = Bundle.load(make_bundle(run_folder, folder, "cpu-fp32"))
+    return FusedDecoder(bundle, bundle.variant("cpu-fp32"), SessionOptions())
+
+
+def test_the_screened_argmax_is_that_of_the_logits(screening: FusedDecoder) -> None:
+    """In the memory of those logits; where log-sum-exp is needed too, it is not asked."""
+    rng = np.random.default_rng(9)
+    source = rng.integers(3, 350, (40, 12))
+    state, seen = screening.start(source, np.ones(source.shape, np.bool_)), set[int]()
+    for step in range(12):
+        tokens = rng.integers(3, 350, (40, 1))
+        expected = screening.step(tokens, state)[0].all_logits[:, 0].argmax(axis=1)
+        assert screening.step(tokens, state, top=1, normalise=True)[0].top_k is None
+        output, state = screening.step(tokens, state, top=1)
+        assert output.top_k is not None and output.top_k.logits is None
+        np.testing.assert_array_equal(output.top_k.tokens[:, 0], expected)
+        seen |= set(expected.tolist())
+        assert screening.lm_head.screened is not None
+        assert screening.lm_head.screened.counts.rows == 40 * (step + 1)
+    assert len(seen) > 10
+
+
+def test_the_screened_argmax_of_a_row_of_nan_is_unusable(screening: FusedDecoder) -> None:
+    """The scale of a row of NaN says nothing of the others, which get their tokens."""
+    source, mask = np.random.default_rng(0).integers(3, 350, (4, 5)), np.ones((4, 5), np.bool_)
+    first = np.full((4, 1), 7)
+    expected = screening.step(first, screening.start(source, mask), top=1)[0].top_k
+    state = screening.start(source, mask)
+    state.cross[1].buffer.numpy()[2] = np.nan
+    found = screening.step(first, state, top=1)[0].top_k
+    assert expected is not None and found is not None
+    assert found.usable.tolist() == [True, True, False, True]
+    others = [0, 1, 3]
+    np.testing.assert_array_equal(found.tokens[others], expected.tokens[others])
 
 
 # Log-sum-exp

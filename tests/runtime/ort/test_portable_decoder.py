@@ -3,8 +3,6 @@
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,9 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from transferry.runtime.bundle import Bundle
-from transferry.runtime.decoding.hypothesis import Hypothesis
-from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError
-from transferry.runtime.ort.portable_decoder import PortableDecoder, PortableState
+from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.tokenizer.byte_pair import SOURCES
 
 Logits = NDArray[np.floating[Any]]
 
@@ -35,22 +29,6 @@ def decoder(bundle_folder: Path) -> PortableDecoder:
     return PortableDecoder(bundle, bundle.variant(), SessionOptions())
 
 
-def fed(
-    decoder: PortableDecoder, target: NDArray[np.int64], state: PortableState
-) -> tuple[list[Logits], PortableState]:
-    """Feeds the target a token a step; the logits of each position, copied from the buffer."""
-    logits = []
-    for position in range(target.shape[1]):
-        latest, state = decoder.step(target[:, position : position + 1], state)
-        logits.append(latest.all_logits[:, 0].copy())
-    return logits, state
-
-
-def assert_close(found: Logits, expected: Logits) -> None:
-    """Equal up to the rounding of float32, in units of the largest entry."""
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
-
-
 def test_shapes(decoder: PortableDecoder) -> None:
     state = decoder.start(SOURCE, MASK)
     assert len(state.cross) == len(state.past) == 4, "keys and values of two layers"
@@ -61,87 +39,6 @@ def test_shapes(decoder: PortableDecoder) -> None:
     assert logits.shape == (4, 3, decoder.vocabulary_size)
     assert logits.dtype == np.float32
     assert {tuple(value.shape()) for value in state.past} == {(4, 2, 3, 16)}
-
-
-def test_first_step_works_on_an_empty_past(decoder: PortableDecoder) -> None:
-    output, _ = decoder.step(TARGET[:, :1], decoder.start(SOURCE, MASK))
-    logits = output.all_logits
-    assert np.isfinite(logits).all()
-    spread = logits[:, 0].std(axis=0).max()
-    assert spread > 1e-3, "with one and the same target, only the source tells the rows apart"
-
-
-def test_step_by_step_is_prefill(decoder: PortableDecoder) -> None:
-    at_once, prefilled = decoder.step(TARGET, decoder.start(SOURCE, MASK))
-    logits, stepped = fed(decoder, TARGET, decoder.start(SOURCE, MASK))
-    assert_close(np.stack(logits, axis=1), at_once.all_logits)
-    for left, right in zip(stepped.past, prefilled.past, strict=True):
-        assert_close(left.numpy(), right.numpy())
-
-
-def test_later_tokens_do_not_change_earlier_logits(decoder: PortableDecoder) -> None:
-    state = decoder.start(SOURCE, MASK)
-    logits = decoder.step(TARGET, state)[0].all_logits.copy()
-    other = TARGET.copy()
-    other[:, -1] += 1
-    changed = decoder.step(other, state)[0].all_logits
-    np.testing.assert_array_equal(changed[:, :-1], logits[:, :-1])
-    assert (changed[:, -1] != logits[:, -1]).any(axis=1).all()
-
-
-def test_rows_are_what_they_are_alone(decoder: PortableDecoder) -> None:
-    """Neither padding nor neighbours show."""
-    together = decoder.step(TARGET, decoder.start(SOURCE, MASK))[0].all_logits
-    for row, mask in enumerate(MASK):
-        source = SOURCE[row : row + 1, : mask.sum()]
-        alone = decoder.start(source, np.ones_like(source, np.bool_))
-        output, _ = decoder.step(TARGET[row : row + 1], alone)
-        assert_close(together[row], output.all_logits[0])
-
-
-def test_a_step_leaves_its_state_as_it_was(decoder: PortableDecoder) -> None:
-    _, state = fed(decoder, TARGET[:, :2], decoder.start(SOURCE, MASK))
-    before = decoder.tensors(state)
-    first = decoder.step(TARGET[:, 2:3], state)[0].all_logits.copy()
-    other = decoder.step(TARGET[:, 3:4], state)[0].all_logits
-    assert (other != first).any()
-    again = decoder.step(TARGET[:, 2:3], state)[0].all_logits
-    np.testing.assert_array_equal(again, first)
-    for name, tensor in decoder.tensors(state).items():
-        np.testing.assert_array_equal(tensor, before[name])
-
-
-@pytest.mark.parametrize("past", [0, 2])
-@pytest.mark.parametrize(
-    "rows",
-    [[0, 1, 2, 3], [2], [3, 1], [2, 0, 3, 1], [0, 0, 1, 1, 2, 2, 3, 3], [1, 3, 1, 1]],
-    ids=["all", "one", "fewer", "reordered", "repeated", "mixed"],
-)
-def test_select_takes_rows(decoder: PortableDecoder, rows: list[int], past: int) -> None:
-    """Selecting and going on gives what computing those rows from the beginning gives."""
-    _, state = fed(decoder, TARGET[:, :past], decoder.start(SOURCE, MASK))
-    chosen = np.array(rows)
-    selected = decoder.select(state, chosen)
-    assert {value.shape()[0] for value in (*selected.past, *selected.cross)} == {len(rows)}
-    found, selected = decoder.step(TARGET[chosen, past : past + 1], selected)
-    expected, recomputed = fed(
-        decoder, TARGET[chosen, : past + 1], decoder.start(SOURCE[chosen], MASK[chosen])
-    )
-    assert_close(found.all_logits[:, 0], expected[-1])
-    for name, tensor in decoder.tensors(recomputed).items():
-        assert_close(decoder.tensors(selected)[name], tensor)
-    np.testing.assert_array_equal(selected.host_mask[:, :5], MASK[chosen])
-    assert not selected.host_mask[:, 5:].any()
-
-
-def test_select_follows_select(decoder: PortableDecoder) -> None:
-    _, state = fed(decoder, TARGET[:, :2], decoder.start(SOURCE, MASK))
-    for rows in ([3, 2, 1, 0], [0, 0, 2], [2, 1]):
-        state = decoder.select(state, np.array(rows))
-    chosen = np.array([1, 3])
-    found, _ = decoder.step(TARGET[chosen, 2:3], state)
-    expected, _ = fed(decoder, TARGET[chosen, :3], decoder.start(SOURCE[chosen], MASK[chosen]))
-    assert_close(found.all_logits[:, 0], expected[-1])
 
 
 def test_beams_change_places_without_a_copy_of_the_cross(decoder: PortableDecoder) -> None:
@@ -167,25 +64,6 @@ def test_tensors_are_copies_by_name(decoder: PortableDecoder) -> None:
     kept = tensors["past.0.keys"].copy()
     tensors["past.0.keys"].fill(0)
     np.testing.assert_array_equal(decoder.tensors(state)["past.0.keys"], kept)
-
-
-@pytest.mark.parametrize("beam", [1, 3])
-def test_threads_share_it(decoder: PortableDecoder, beam: int) -> None:
-    """Two threads at work at once answer as one does."""
-    generator = np.random.default_rng(0)
-    batches = [
-        [[*generator.integers(3, 200, size=size).tolist(), 2] for size in (12, 9, 1 + number)]
-        for number in range(16)
-    ]
-
-    def generate(sources: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
-        options = GenerationOptions(max_length=12, beam=beam, n_best=beam)
-        return search(decoder, sources, options, SOURCES)
-
-    expected = [generate(batch) for batch in batches]
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(generate, batches))
-    assert found == expected
 
 
 def test_describes_what_decides_the_numbers(decoder: PortableDecoder) -> None:
