@@ -43,15 +43,9 @@ def run_cross_check(
     bundle: Bundle,
     backends: Sequence[type[Backend]] = BACKENDS,
 ) -> list[CrossCheck]:
-    """Runs a few small cases on every runtime that is installed.
+    """Runs a few small cases on the served model and on every other runtime that is installed.
 
     A runtime that is absent or fails does not raise; its result has the reason.
-
-    Args:
-        oracle: Gives the expected tensors and the tolerance.
-        served: A variant of the bundle, opened as it will be served.
-        bundle: The bundle.
-        backends: Runtimes besides onnxruntime.
     """
     cases = cross_check_cases(oracle.config)
     expected = [(case, oracle.truth(case)) for case in cases]

@@ -26,7 +26,7 @@ from transferry.runtime.ort.session import SessionOptions, provider_settings, tf
 from transferry.runtime.parity.report import ParityReport
 
 FOLDER = "certificates"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -37,30 +37,30 @@ class Cell:
         variant: Name of the variant.
         provider: "cpu" or "cuda".
         optimisation: How far onnxruntime may rewrite the graphs.
-        processor: The CPU's instruction sets, or the GPU's compute capability.
+        hardware: The CPU's instruction sets, or the GPU's compute capability.
         settings: Settings of the provider, TF32 among them.
     """
 
     variant: str
     provider: str
     optimisation: str
-    processor: str
+    hardware: str
     settings: Mapping[str, str]
 
     @classmethod
     def of(cls, variant: Variant, options: SessionOptions) -> Cell:
         """Returns the cell of a session on this machine."""
-        processor = "+".join(instruction_sets()) or "unknown"
+        hardware = "+".join(instruction_sets()) or "unknown"
         if options.provider == "cuda":
-            processor = f"sm_{cuda_compute_capability(options.device_id)}"
+            hardware = f"sm_{cuda_compute_capability(options.device_id)}"
         settings = {k: v for k, v in provider_settings(options).items() if k != "device_id"}
-        return cls(variant.name, options.provider, options.optimisation, processor, settings)
+        return cls(variant.name, options.provider, options.optimisation, hardware, settings)
 
     def __str__(self) -> str:
         settings = "".join(f", {name} {value}" for name, value in self.settings.items())
         return (
             f"variant {self.variant}, provider {self.provider}, optimisation "
-            f"{self.optimisation}, {self.processor}{settings}"
+            f"{self.optimisation}, {self.hardware}{settings}"
         )
 
 
@@ -236,7 +236,7 @@ class Standing:
     """Whether a bundle's certificates cover a session.
 
     Attributes:
-        status: "verified": this cell, these bytes. "elsewhere": the same but for the processor, the
+        status: "verified": this cell, these bytes. "elsewhere": the same but for the hardware, the
             threads or the version of onnxruntime. "none": neither.
         certificate: The certificate that applies; None if there is none.
         reason: Why the status is not "verified"; empty if it is.
@@ -265,13 +265,13 @@ def standing(bundle: Bundle, variant: Variant, options: SessionOptions) -> Stand
     reasons = []
     elsewhere: list[Standing] = []
     for certificate in certificates(bundle):
-        if replace(certificate.cell, processor=cell.processor) != cell:
+        if replace(certificate.cell, hardware=cell.hardware) != cell:
             continue
         if changed := certificate.changed(bundle):
             reasons.append(f"of {certificate.date}: {changed}")
             continue
         compared = (
-            ("processor", cell.processor, certificate.cell.processor),
+            ("hardware", cell.hardware, certificate.cell.hardware),
             ("threads", options.threads, certificate.threads),
             ("onnxruntime", onnxruntime.__version__, certificate.versions.get("onnxruntime")),
         )
@@ -334,7 +334,7 @@ def describe(bundle: Bundle) -> Sequence[tuple[str, str, str, str, str]]:
 
 def _file_name(cell: Cell) -> str:
     settings = [f"{name}={value}" for name, value in sorted(cell.settings.items())]
-    parts = [cell.variant, cell.provider, cell.optimisation, cell.processor, *settings]
+    parts = [cell.variant, cell.provider, cell.optimisation, cell.hardware, *settings]
     return ".".join(parts) + ".json"
 
 

@@ -114,13 +114,8 @@ def check_reference(
 ) -> tuple[list[Comparison], list[Decisions]]:
     """Compares a model with the recorded answers.
 
-    Args:
-        reference: The recorded answers.
-        model: The model under test.
-        special: The ids that pad, begin and end.
-        tolerance: What passes.
-        exact: Whether the tokens must agree. In reduced precision differing tokens are listed as
-            ties, not judged: the budget of the numbers decides.
+    The tokens must agree if `exact`. In reduced precision differing tokens are listed as ties, not
+    judged: the budget of the numbers decides.
     """
     comparisons = [
         comparison

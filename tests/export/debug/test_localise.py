@@ -141,7 +141,7 @@ trace_once = functools.cache(program.trace)
 
 
 @pytest.fixture(autouse=True)
-def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def programs_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(localise, "trace", trace_once)
 
 

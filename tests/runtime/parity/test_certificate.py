@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from transferry.runtime.bundle import IN_PLACE, MANIFEST, Bundle, Manifest
+from transferry.runtime.bundle import IN_PLACE, MANIFEST, Bundle, CacheSpec, Manifest
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, ParityError, UsageError
@@ -193,9 +193,9 @@ def test_on_another_processor_the_recorded_answers_are_computed_again(
     on_another_processor(monkeypatch)
     found, reason = status(folder)
     assert found == "elsewhere"
-    assert reason.startswith("processor avx2, not ")
+    assert reason.startswith("hardware avx2, not ")
     engine = Engine.load(folder, require_certificate=True)
-    assert "processor avx2" in engine.certificate
+    assert "hardware avx2" in engine.certificate
     assert engine.certificate.endswith("; the recorded answers came out here too")
 
 
@@ -247,7 +247,7 @@ def test_a_date_is_a_date(folder: Path, date: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[]", '{"format": 2}', '{"format": 1, "cell": {}}', "\0\1"]
+    "text", ["", "{}", "[]", '{"format": 1}', '{"format": 2, "cell": {}}', "\0\1"]
 )
 def test_what_is_no_certificate_is_named(folder: Path, text: str) -> None:
     (path,) = (folder / FOLDER).iterdir()
@@ -273,6 +273,7 @@ def with_variants(folder: Path, *names: str) -> Bundle:
             precision=precisions[precision],
             providers=providers[provider],
             graphs=graphs,
+            cache=CacheSpec(in_place=True, type="float32"),
         )
     manifest = dataclasses.replace(bundle.manifest, variants=variants)
     (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
