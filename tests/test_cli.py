@@ -258,7 +258,7 @@ class TestTrain:
         exported = call("export", run, "--out", bundle)
         assert exported.exit_code == 0, exported.stderr
         text = tmp_path / "text"
-        text.write_bytes(b"".join((run / "corpus" / "test.en").open("rb").readlines()[:5]))
+        text.write_bytes(b"".join((run / "corpus" / "test.en").read_bytes().splitlines(True)[:5]))
         verify: list[str | Path] = ["verify", bundle, "--checkpoint", run, "--text", text]
         verified = call(*verify, "--json")
         assert verified.exit_code == 0, verified.stderr
