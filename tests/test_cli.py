@@ -265,7 +265,7 @@ class TestTrain:
         assert json.loads(verified.stdout)["settings"]["variant"] == "cpu-fp32"
         refused = call(*verify, "--self-test")
         assert refused.exit_code == 2
-        assert "not of cpu-fp32: add --variant portable" in refused.stderr
+        assert "not cpu-fp32: add --variant portable" in refused.stderr
         answered = call("run", bundle, text, "-o", out, "--max-length", "12")
         assert answered.exit_code == 0, answered.stderr
         assert len(read_json_lines(out)) == 5

@@ -27,7 +27,8 @@ def traced_once(once: Once) -> Iterator[None]:
     """
 
     def export(module: nn.Module, spec: GraphSpec, opset: int = OPSET) -> Graph:
-        weights = module.state_dict()
+        # Buffers that no checkpoint stores too, such as the table of sinusoidal positions.
+        weights = dict(module.named_parameters()) | dict(module.named_buffers())
         types = {name: tensor.dtype for name, tensor in weights.items()}
         config = getattr(getattr(module, "model", None), "config", None)
         key = repr((module, config, types, spec.inputs, spec.outputs, opset))

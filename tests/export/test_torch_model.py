@@ -11,7 +11,6 @@ from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.layers import sinusoidal_positions
 from transferry.build_model.transformer import greedy
 from transferry.export.parity.cases import random_case
-from transferry.export.parity.oracle import Oracle
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import pad_sources, search
@@ -94,11 +93,14 @@ def plain(checkpoint: Checkpoint, sources: list[list[int]]) -> list[list[int]]:
 
 
 def test_torch_and_onnxruntime_are_the_plain_greedy_loop(
-    oracle: Oracle, decoder: PortableDecoder, sources: list[list[int]], plain: list[list[int]]
+    checkpoint: Checkpoint,
+    decoder: PortableDecoder,
+    sources: list[list[int]],
+    plain: list[list[int]],
 ) -> None:
     options = GenerationOptions(max_length=LENGTH)
     for found in (
-        search(oracle.reference, sources, options, SOURCES),
+        search(TorchDecoder(checkpoint.model), sources, options, SOURCES),
         search(decoder, sources, options, SOURCES),
     ):
         assert [list(row[0].tokens) for row in found] == plain
