@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from transferry.runtime.jobs.job import Job
     from transferry.runtime.jobs.options import JobOptions
     from transferry.runtime.ort.session import SessionOptions
+    from transferry.runtime.parity.recorded import verify
     from transferry.runtime.tokenizer.byte_pair import Tokenizer
 else:
 
@@ -30,6 +31,7 @@ __all__ = [
     "JobOptions",
     "SessionOptions",
     "Tokenizer",
+    "verify",
 ]
 
 _MODULES = {
@@ -40,4 +42,5 @@ _MODULES = {
     "JobOptions": "jobs.options",
     "SessionOptions": "ort.session",
     "Tokenizer": "tokenizer.byte_pair",
+    "verify": "parity.recorded",
 }

@@ -103,7 +103,8 @@ class Tally:
             message = f"a score is {largest:.2e} nats from the oracle's (limit {budget:.2e})"
             self._defects.append(Difference(row, message))
         self._score_error = float(np.maximum(self._score_error, largest))
-        self._score_ratio = float(np.maximum(self._score_ratio, largest / budget * self._factor))
+        ratio = largest / budget * self._factor if budget else np.inf  # a limit of 0 is allowed
+        self._score_ratio = float(np.maximum(self._score_ratio, ratio))
 
     def differ(self, difference: Difference, tie: bool) -> None:
         """Counts a row with other tokens."""

@@ -410,7 +410,9 @@ def sum_up(comparisons: Sequence[Comparison], tolerance: Tolerance) -> list[Stag
 
 def worst_ratio(comparisons: Sequence[Comparison], tolerance: Tolerance) -> float:
     """Returns the worst error in units of torch's own; NaN if one is NaN."""
-    return float(np.max([item.error / item.budget for item in comparisons])) * tolerance.factor
+    errors, budgets = (np.array([getattr(i, n) for i in comparisons]) for n in ("error", "budget"))
+    with np.errstate(divide="ignore", invalid="ignore"):  # a limit of 0 is allowed
+        return float(np.max(errors / budgets)) * tolerance.factor
 
 
 def _row(stage: Stage) -> tuple[str, ...]:
