@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import call, done
+from tests.runtime.jobs.helpers import read_records
 from transferry.build_model.corpus import builtin_pairs
 
 
@@ -139,7 +140,7 @@ def test_a_job_over_standard_input_is_resumed(
     assert changed.exit_code == 3
     assert "has changed: rows 1 to 2 are not those that were computed" in changed.stderr
     done(*command, stdin=stdin)
-    assert [json.loads(line)["source"] for line in out.open()][:2] == ["one", "two"]
+    assert [record["source"] for record in read_records(out)][:2] == ["one", "two"]
     assert "was finished before" in done(*command, stdin=stdin).stderr
     refused = call(*command, stdin=stdin + b"six\n")
     assert refused.exit_code == 2

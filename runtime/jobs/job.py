@@ -66,7 +66,7 @@ class Runner:
         if input_path.exists() and output.samefile(input_path):
             raise UsageError(f"{output} is the input; name another file for the output")
         if not output.is_file():
-            raise UsageError(f"{output} is no file, so it is not replaced; name another")
+            raise UsageError(f"{output} is not a file, so it is not replaced; name another")
 
     def run(
         self, job: Job, journal: Journal, summary: Summary, add: Callable[[Tally], None]

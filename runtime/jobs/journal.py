@@ -28,7 +28,7 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import durable_file, sha256, sync_folder
 from transferry.runtime.jobs.summary import Tally
 
-# Version of job folders and of the fingerprint. Format 1 had no such key; it named chunks shards.
+# Version of job folders and fingerprints; format 1 had no such key.
 JOB_FORMAT = 2
 JOB, JOURNAL, LOCK = "job.json", "journal.jsonl", "lock"
 # Where the output, its summary and its settings are written before they get their names.

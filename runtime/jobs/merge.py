@@ -54,7 +54,7 @@ class _Partition:
         if partition is None and path.is_dir():
             return cls(path, 1, 1, fingerprint, record)
         if partition is None:
-            raise InputError(f"{path} is no partition: its job ran without --partition")
+            raise InputError(f"{path} is not a partition: its job ran without --partition")
         number, count = fraction(partition)
         return cls(path, number, count, fingerprint | {"partitions": count}, record)
 

@@ -29,10 +29,10 @@ class JobOptions:
         mask: for fill-mask: the text that stands for a masked token.
         top: for fill-mask: candidates per mask.
         target: for score: file with the other side of the pairs, in the format of the input.
-        column: field that holds the text; the others are passed through. By default text or
-            source, or the only one.
-        format_in: format of the input; by default from its name, else text.
-        format: format of the output; by default from its name, else text, or JSONL for scores.
+        column: field that holds the text; others are passed through. Default: text or source, or
+            the only one.
+        format_in: format of the input. Default: from its name, else text.
+        format: format of the output. Default: from its name, else text, or JSONL for scores.
         long_rows: what to do with a row longer than the model's positions: report an error,
             truncate it, or split it into sentences and join their outputs.
         partition: I/N: only the I-th of N parts of the input, to use N machines.
@@ -92,9 +92,8 @@ class RayOptions:
     Attributes:
         engine: plain is this process, ray are workers of Ray; these write their chunks into the
             folder --out.
-        ray_address: address of a Ray cluster; by default RAY_ADDRESS, else Ray on this machine.
-        workers: Ray workers, each of which opens the bundle; by default as many as there are cores
-            or GPUs for.
+        ray_address: address of a Ray cluster. Default: RAY_ADDRESS, else Ray on this machine.
+        workers: Ray workers, each of which opens the bundle. Default: depends on the cores or GPUs.
     """
 
     engine: Literal["plain", "ray"] = "plain"

@@ -104,9 +104,8 @@ class ChunkFolder(Journal):
     OUT.job/lock                        locked while a job distributes chunks
     """
 
-    own = re.compile(  # "shards" is of format 1
-        r"job\.json(\.tmp)?|journal\.jsonl|beside\.tmp|(chunks|shards)(\.old)?|notes"
-    )
+    # Format 1 had another name for the folder of chunks; --force removes it.
+    own = re.compile(r"job\.json(\.tmp)?|journal\.jsonl|beside\.tmp|(chunks|shards)(\.old)?|notes")
 
     def __init__(self, folder: Path) -> None:
         """Reads nothing yet."""

@@ -89,7 +89,7 @@ class Summary(Tally):
         }
 
     def marks(self) -> dict[str, float]:
-        """Returns results for people other than counts: those of scores and canary."""
+        """Returns the key figures of scores and of the canary."""
         marks = {name: self.made[name] for name in self.made if name.startswith("canaries")}
         fingerprint = self.made.get("fingerprint", {})
         if fingerprint.get("task") == "score":

@@ -135,7 +135,7 @@ def test_the_input_is_never_the_output(source: Path, tmp_path: Path, force: bool
     for output in (source, "link", "same"):
         with pytest.raises(UsageError, match="is the input; name another file for the output"):
             make_job(source, output, force=force)
-    with pytest.raises(UsageError, match="is no file, so it is not replaced"):
+    with pytest.raises(UsageError, match="is not a file, so it is not replaced"):
         make_job(source, tmp_path, force=force)
     assert source.read_text(encoding="utf-8").split("\n")[0] == LINES[0]
 

@@ -81,7 +81,7 @@ def test_a_partition_is_resumed(source: Path, tmp_path: Path) -> None:
         ("other version", InputError, "2of3.jsonl was written by .*: expected job format 2, found"),
         ("changed", InputError, r"2of3.jsonl has changed .*, or run --partition 2/3 again"),
         ("no summary", InputError, r"2of3.jsonl has no 2of3.jsonl.summary.json beside it"),
-        ("no partition", InputError, "whole.jsonl is no partition: its job ran without --part"),
+        ("no partition", InputError, "whole.jsonl is not a partition: its job ran without --part"),
         ("existing", UsageError, "out.jsonl exists already; add --force to replace it"),
         ("itself", UsageError, "1of3.jsonl is one of the partitions; name another file"),
         ("compression", UsageError, "must be compressed as .*; let its name end in no .gz or .zst"),
