@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
+from tests.commands import call
 from transferry.cli import main
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -25,13 +25,6 @@ SMALLEST = [
 ]
 # Long enough to be interrupted, and saved at every step.
 ENDLESS = ["--max-steps=1000000", "--save-every=1", "--validate-every=1000000"]
-
-
-def call(*arguments: str | Path, stdin: bytes = b"") -> Result:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
+from tests.commands import call, done
 from transferry.build_model.corpus import builtin_pairs
-from transferry.cli import main
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -19,19 +18,6 @@ STEPS = ["--max-steps=2", "--warmup-steps=1", "--vocabulary-size=300", "--device
 
 
 Arguments = list[str | Path]
-
-
-def call(*arguments: str | Path) -> Result:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-def done(*arguments: str | Path) -> Result:
-    result = call(*arguments)
-    assert result.exit_code == 0, result.stderr
-    return result
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -8,20 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from transferry.cli import main
+from tests.commands import call
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 
 DATE = "2026-11-21"
-
-
-def call(*arguments: str | Path) -> Result:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 @pytest.fixture

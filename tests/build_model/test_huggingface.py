@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.commands import call, done
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.huggingface.folder import Checkpoint, Settings
@@ -28,7 +28,6 @@ from transferry.build_model.huggingface.vocabularies import TOKENIZERS, ranks_of
 from transferry.build_model.huggingface.weights import convert_weights
 from transferry.build_model.transformer import Transformer
 from transferry.build_model.vocabulary import byte_of_character
-from transferry.cli import main
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle import REFERENCE
 from transferry.runtime.decoding.options import GenerationOptions
@@ -1030,19 +1029,6 @@ def test_an_imported_run_has_no_training(kind: str, made: Makes) -> None:
 
 
 # --- from end to end ------------------------------------------------------------------------------
-
-
-def call(*arguments: str | Path) -> Result:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-def done(*arguments: str | Path) -> Result:
-    result = call(*arguments)
-    assert result.exit_code == 0, result.stderr
-    return result
 
 
 @pytest.mark.usefixtures("traced_once")
