@@ -386,7 +386,8 @@ def open_arrays(path: Path, what: str, remedy: str) -> Iterator[Any]:
     import numpy as np  # here, so that `transferry --help` does not load it
 
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # A stream of our own, since numpy leaves a damaged file open.
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             yield file
     except ARCHIVE_FAULTS as error:
         raise InputError(f"{path} is not {what} ({error}); {remedy}") from error
