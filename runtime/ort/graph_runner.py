@@ -263,7 +263,7 @@ def describe(
         "threads": options.threads,
         "optimisation": options.optimisation,
         "tf32": tf32(options),
-        "processor": cpu_name(),
+        "cpu": cpu_name(),
         "instruction_sets": list(instruction_sets()),
         "onnxruntime": onnxruntime.__version__,
         "nodes": [f"{name} {count}" for name, count in sorted(nodes.items())],
