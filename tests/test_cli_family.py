@@ -208,7 +208,7 @@ def test_vectors_are_written(
             "fill-mask writes jsonl or text or tsv or csv or parquet, not npy",
         ),
         (["--task", "fill-mask", "--beam", "4"], "generates nothing, so beam has no effect"),
-        (["--task", "fill-mask", "--top", "0"], "top must be at least 1, not 0"),
+        (["--task", "fill-mask", "--top", "0"], "top must be at least 1, found 0"),
         ([], "its tasks are embed and fill-mask"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from transferry.runtime.errors import UsageError
+from transferry.runtime.errors import require
 
 Item = TypeVar("Item")
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -43,8 +43,8 @@ class BatchOptions:
 
     def __post_init__(self) -> None:
         for name in ("rows", "tokens", "window"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"batch {name} must be at least 1, not {getattr(self, name)}")
+            value = getattr(self, name)
+            require(value >= 1, f"batch {name}", "at least 1", value)
 
 
 def widened(array: NDArray[Scalar], unit: int, limit: int | None = None) -> NDArray[Scalar]:

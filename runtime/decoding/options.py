@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transferry.runtime.errors import UsageError
+from transferry.runtime.errors import UsageError, require
 
 
 @dataclass(frozen=True)
@@ -58,25 +58,25 @@ class GenerationOptions:
 
     def _check_ranges(self) -> None:
         for name in ("beam", "n_best", "max_length"):
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name in ("min_length", "top_k", "no_repeat_ngram"):
-            _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
-        _require(
+            require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
+        require(
             0 <= self.length_penalty <= 10,
             "length_penalty",
             "from 0 to 10",
             self.length_penalty,
         )
-        _require(
+        require(
             0 < self.temperature < math.inf,
             "temperature",
             "a finite number above 0 (for the likeliest token, leave sampling off)",
             self.temperature,
         )
-        _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
-        _require(0 <= self.seed < 2**64, "seed", "from 0 to 2**64 - 1", self.seed)
+        require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
+        require(0 <= self.seed < 2**64, "seed", "from 0 to 2**64 - 1", self.seed)
         for token in self.suppress:
-            _require(type(token) is int and token >= 0, "suppress", "ids of at least 0", token)
+            require(type(token) is int and token >= 0, "suppress", "ids of at least 0", token)
 
     def _check_conflicts(self) -> None:
         if self.sample and self.beam > 1:
@@ -120,8 +120,3 @@ def options_of_json(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
     }
-
-
-def _require(holds: bool, name: str, expected: str, found: object) -> None:
-    if not holds:
-        raise UsageError(f"{name} must be {expected}, found {found}")

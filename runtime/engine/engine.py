@@ -39,7 +39,7 @@ from transferry.runtime.engine.worker_pool import (
     batch_worker,
     in_order,
 )
-from transferry.runtime.errors import UsageError
+from transferry.runtime.errors import UsageError, require
 from transferry.runtime.files import sha256
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.encoder import EncoderModel
@@ -74,8 +74,7 @@ class Engine:
             batches: Limits on what is computed at once. Default: depends on the variant.
             certificate: Citation of the certificate, for reports.
         """
-        if replicas < 1:
-            raise UsageError(f"replicas must be at least 1, not {replicas}")
+        require(replicas >= 1, "replicas", "at least 1", replicas)
         self.bundle = bundle
         self.models = models
         self.model = models[0]

@@ -15,7 +15,7 @@ from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.preprocess import EncodedRow, LongRows, check_long_rows
 from transferry.runtime.engine.result import NOT_FINITE, RowError, RowResult
 from transferry.runtime.engine.worker_pool import WorkItem
-from transferry.runtime.errors import UsageError
+from transferry.runtime.errors import UsageError, require
 from transferry.runtime.ort.encoder import EncoderModel
 
 MASK = "[MASK]"
@@ -92,8 +92,7 @@ def fill_masks(
             f"the tokenizer of {engine.bundle.folder} has no mask, so nothing is hidden"
         )
     check_long_rows(long_rows, "task fill-mask")
-    if top < 1:
-        raise UsageError(f"top must be at least 1, not {top}")
+    require(top >= 1, "top", "at least 1", top)
     task = _FillMask(engine, mask, mask_id, top, long_rows)
     return engine.map(texts, task.prepare, task.compute, encoders)
 

@@ -91,5 +91,5 @@ def test_no_rows_are_no_batches() -> None:
 
 @pytest.mark.parametrize("name", ["rows", "tokens", "window"])
 def test_options_refuse_nothing_at_once(name: str) -> None:
-    with pytest.raises(UsageError, match=f"batch {name} must be at least 1, not 0"):
+    with pytest.raises(UsageError, match=f"batch {name} must be at least 1, found 0"):
         BatchOptions(**{name: 0})

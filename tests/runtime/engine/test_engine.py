@@ -473,7 +473,7 @@ def test_load_opens_what_is_asked_for(bundle_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("load", "message"),
     [
-        (lambda folder: Engine.load(folder, replicas=0), "replicas must be at least 1, not 0"),
+        (lambda folder: Engine.load(folder, replicas=0), "replicas must be at least 1, found 0"),
         (lambda folder: Engine.load(folder, variant="int8"), "no variant 'int8'; it has portable"),
         (lambda folder: Engine.load(folder, threads=0), "threads must be 1 or more"),
         (lambda folder: Engine.load(folder, device_ids=[]), r"each of them once, found \[\]"),

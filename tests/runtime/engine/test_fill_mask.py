@@ -92,7 +92,7 @@ def test_a_long_word_for_a_mask_makes_no_text_too_long(engine: Engine) -> None:
 
 
 def test_refusals(engine: Engine, bundle_folder: Path) -> None:
-    with pytest.raises(UsageError, match="top must be at least 1, not 0"):
+    with pytest.raises(UsageError, match="top must be at least 1, found 0"):
         fill_masks(engine, [], top=0)
     with pytest.raises(UsageError, match="neither embeds nor fills in"):
         fill_masks(Engine.load(bundle_folder), [])
