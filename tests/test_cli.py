@@ -191,7 +191,7 @@ class TestRun:
             out.mkdir()
         result = call("run", bundle_folder, lines, "-o", out, "--force")
         assert result.exit_code == 2
-        assert "is no file" in result.stderr
+        assert "is not a file" in result.stderr
         assert out.is_fifo() or out.is_dir()
 
     def test_the_command_line_overrides_settings_from_a_file(

@@ -38,7 +38,13 @@ def test_a_job_that_is_stopped_is_resumed(
     slow = [*command, "--batch-rows", "1", "--replicas", "1"]
     arguments = [sys.executable, "-m", "transferry.cli", *map(str, slow)]
     journal = tmp_path / "out name.jsonl.job" / "journal.jsonl"
-    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        arguments,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts background commands with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
         # Two lines: the first may be there before the job knows that it is on the disk.
         while not (journal.exists() and journal.read_bytes().count(b"\n") >= 2):
             assert process.poll() is None
