@@ -200,7 +200,7 @@ class Oracle:
                 chosen = [sources[row] for row in rows]
                 wanted = search(self.reference, chosen, scored, special, row_ids=rows)
                 scores, own = self.scores(chosen, wanted, options) if options.scores else ([], 1.0)
-                yield ExpectedAnswers(rows, chosen, wanted, scores, self.tolerance.factor * own)
+                yield ExpectedAnswers(rows, chosen, wanted, scores, own)
                 self.done(len(rows))  # the batch has been compared
 
         explain = Explainer(self.reference, decoder, self.exact, special, self.tolerance, scored)
@@ -271,7 +271,8 @@ class Oracle:
             largest = np.abs(exact).max(initial=0.0)
             own_error = np.abs(left - exact).max(initial=0.0) / largest
             # A log-probability is a logit less the logits' log-sum-exp: each may be off.
-            allowed = float(2 * self.tolerance.budget(own_error) * largest)
+            own = float(2 * max(own_error, self.tolerance.floor) * largest)
+            allowed = self.tolerance.factor * own
             divergences = [
                 Divergence(int(place), (int(one),), (int(other),), margin, allowed)
                 for place, one, other, scores in zip(places, wanted, found, exact, strict=True)
@@ -286,7 +287,7 @@ class Oracle:
             else:
                 chosen = np.arange(len(places)), wanted
                 scores = [logits[chosen] - log_sum_exp(logits) for logits in (exact, right)]
-                tally.agree(row, np.abs(scores[0] - scores[1]).tolist(), allowed)
+                tally.agree(row, np.abs(scores[0] - scores[1]).tolist(), own)
             self.done(1)
         return comparisons, tally.decisions()
 

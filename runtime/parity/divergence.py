@@ -46,14 +46,14 @@ class ExpectedAnswers:
         sources: Token ids of each source.
         hypotheses: Hypotheses of each source, best first.
         scores: The oracle's score of each hypothesis; empty where scores are not compared.
-        score_budget: The largest distance from these scores that passes, in nats.
+        score_error: torch's own error of a score, in nats.
     """
 
     rows: Sequence[int]
     sources: Sequence[Sequence[int]]
     hypotheses: Sequence[Sequence[Hypothesis]]
     scores: Sequence[Sequence[float]] = ()
-    score_budget: float = 1.0
+    score_error: float = 1.0
 
 
 class Tally:
@@ -88,23 +88,22 @@ class Tally:
                 if [item.tokens for item in wanted] == [item.tokens for item in found]:
                     scores = zip(found, batch.scores[place], strict=True) if batch.scores else ()
                     errors = [abs(item.score - score) for item, score in scores]
-                    self.agree(row, errors, batch.score_budget)
+                    self.agree(row, errors, batch.score_error)
                 else:
                     self.differ(*explain(row, batch.sources[place], wanted, found))
         return self
 
-    def agree(self, row: int, errors: Sequence[float], budget: float) -> None:
-        """Counts a row with the expected tokens; the errors of its scores are in nats."""
+    def agree(self, row: int, errors: Sequence[float], own: float) -> None:
+        """Counts a row with the expected tokens, given the errors of its scores and torch's own."""
         self._rows += 1
         self._identical += 1
         # Unlike max(), np.max keeps NaN: a row that fails on both sides proves nothing.
-        largest = float(np.max(errors, initial=0.0))
+        largest, budget = float(np.max(errors, initial=0.0)), self._factor * own
         if not largest <= budget:
             message = f"a score is {largest:.2e} nats from the oracle's (limit {budget:.2e})"
             self._defects.append(Difference(row, message))
         self._score_error = float(np.maximum(self._score_error, largest))
-        ratio = largest / budget * self._factor if budget else np.inf  # a limit of 0 is allowed
-        self._score_ratio = float(np.maximum(self._score_ratio, ratio))
+        self._score_ratio = float(np.maximum(self._score_ratio, largest / own))
 
     def differ(self, difference: Difference, tie: bool) -> None:
         """Counts a row with other tokens."""

@@ -143,7 +143,7 @@ def check_reference(
                 for answers in item.answers
             ],
             item.scores,
-            tolerance.factor * item.score_error,
+            item.score_error,
         )
         options = GenerationOptions(**options_of_json(item.options))
         tally = Tally(item.name, tolerance).compare(model, [expected], options, special, explain)
