@@ -128,11 +128,7 @@ class BundleCopy:
         )
 
     def named(self, name: str) -> list[ir.Value]:
-        """Returns a weight in each graph that has it, by its name in the torch model.
-
-        Raises:
-            InputError: No graph has it.
-        """
+        """Returns a weight, by its name in the torch model, in each graph that has it."""
         key = f"model.{name}"
         found = [
             model.graph.initializers[key]
@@ -158,11 +154,7 @@ class BundleCopy:
         return _array(self.named(name)[0])
 
     def edit(self, name: str, change: Change) -> None:
-        """Changes a weight in each graph that has it.
-
-        Raises:
-            InputError: No graph has it, or it would be the same as before.
-        """
+        """Changes a weight in each graph that has it; raises InputError if it stays the same."""
         for value in self.named(name):
             before = _array(value)
             after = np.ascontiguousarray(change(before.copy()), before.dtype)
@@ -188,11 +180,7 @@ class BundleCopy:
         return found
 
     def users(self, value: ir.Value, *types: str) -> list[ir.Node]:
-        """Returns the nodes at the end of a chain of operators that begins at a value.
-
-        Raises:
-            InputError: There is no such chain.
-        """
+        """Returns the nodes at the end of a chain of operators that begins at a value."""
         nodes: list[ir.Node] = []
         values = [value]
         for type_ in types:

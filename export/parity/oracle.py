@@ -150,13 +150,9 @@ class Oracle:
         pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
         forcing: TeacherForcing,
     ) -> list[Comparison]:
-        """Feeds whole targets and compares every tensor.
+        """Feeds the target of each pair whole after its source, and compares every tensor.
 
-        Args:
-            model: The decoder under test.
-            pairs: Source and target of each row; the target has at least two tokens, and the last
-                one is predicted, not fed.
-            forcing: Sums up errors and margins.
+        A target has at least two tokens; the last one is predicted, not fed.
         """
         comparisons = []
         lengths = [max(len(source), len(target)) for source, target in pairs]
