@@ -28,6 +28,9 @@ def test_what_lies_behind_the_target_is_left_out() -> None:
     forcing.add([9, 1, 2], ORACLE, ORACLE, found)
     assert [item.error for item in forcing.growth()] == [0.0, 0.0]
     assert forcing.tokens == 2
+    nothing = TeacherForcing()
+    nothing.add([9], ORACLE, ORACLE, ORACLE)
+    assert (nothing.margins(), nothing.growth()) == (None, [])
 
 
 def test_margins_are_those_of_the_oracle() -> None:
@@ -58,10 +61,3 @@ def test_nan_stays() -> None:
     forcing.add([9, 1], ORACLE[:1], ORACLE[:1], ORACLE[:1])
     assert np.isnan(forcing.growth()[0].error)
     assert not forcing.perplexity(1.0).passed
-
-
-def test_nothing_fed_says_nothing() -> None:
-    forcing = TeacherForcing()
-    forcing.add([9], ORACLE, ORACLE, ORACLE)
-    assert forcing.margins() is None
-    assert forcing.growth() == []
