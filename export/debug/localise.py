@@ -74,7 +74,7 @@ def localise(
             for call in _calls(name, spec, case, TorchDecoder(model), TorchDecoder(oracle)):
                 found = served.run(call.feeds, served.outputs)
                 if faults := _faults(call, found, allowed, exact=name == "select"):
-                    fresh = trace(model, variant.name, name)
+                    fresh = trace(model, name)
                     search = _Search(name, call, served, fresh, model, oracle, allowed)
                     return search.origin(faults, replay)
     return None

@@ -173,7 +173,7 @@ def value_error(
     )
 
 
-def trace(model: Transformer, variant: str, name: str) -> Graph:
+def trace(model: Transformer, name: str) -> Graph:
     """Exports a graph once more, with a program that knows the code of every value."""
     with _functions_recorded():
         return export_graphs(model, [name])[name]

@@ -86,7 +86,7 @@ def _round_input(node: ir.Node, index: int) -> None:
     """Rounds an input of a node to the nearest of -128..127, ties to even."""
     graph, value = node.graph, argument(node, index)
     assert isinstance(graph, ir.Graph)
-    one, zero = shared(graph, "unit", np.float32(1)), shared(graph, "unit.zero", np.int8(0))
+    one, zero = shared(graph, "one", np.float32(1)), shared(graph, "zero", np.int8(0))
     rounding = ir.node("QuantizeLinear", [value, one, zero])
     rounding.outputs[0].type, rounding.outputs[0].shape = INT8, value.shape
     graph.insert_before(node, rounding)
@@ -106,7 +106,7 @@ def _dequantise_graph(decoder: GraphSpec, scales: Mapping[str, KVScales]) -> Gra
     for given, output in zip(inputs, outputs, strict=True):
         _, layer, kind = output.name.split(".")
         scale = getattr(scales[f"decoder.{layer}.{ATTENTIONS[output.role]}"], kind)
-        factors = register(graph, f"unit.{output.name}", scale[:, None].numpy())
+        factors = register(graph, f"scale.{output.name}", scale[:, None].numpy())
         state = described(ir.Value(), given)
         product = tape.op("Mul", [cast(tape, state, ir.DataType.FLOAT), factors])
         graph.inputs.append(state)
@@ -233,7 +233,7 @@ class _Attention:
         ]
         new = [] if self.writers else empty
         states = [argument(writer, 0) for writer in self.writers] or self.memory
-        one = shared(graph, "units", np.ones(1, np.float32))
+        one = shared(graph, "ones", np.ones(1, np.float32))
         attended, *states = tape.op_multi_out(
             "GroupQueryAttention",
             [*rows, *new, *states, *columns, *[None] * 5, one, one],

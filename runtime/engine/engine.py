@@ -47,6 +47,7 @@ from transferry.runtime.ort.open_model import Model, ServedDecoder, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.certificate import fastest, require_standing, standing
 from transferry.runtime.parity.recorded import verify_recorded
+from transferry.runtime.parity.report import ParityReport
 
 AnyModel = TypeVar("AnyModel", bound=Model)
 
@@ -98,12 +99,13 @@ class Engine:
         replicas: int | None = None,
         batches: BatchOptions | None = None,
         require_certificate: bool = False,
+        prove: Callable[[Bundle, Model], ParityReport] = verify_recorded,
         **session: Any,
     ) -> Self:
         """Opens a bundle.
 
-        If the bundle was verified with another CPU, GPU or version of onnxruntime, this computes
-        the recorded answers again first.
+        If the bundle was verified with another CPU, GPU or version of onnxruntime, `prove` runs
+        first: by default it computes the recorded answers again.
 
         Args:
             folder: The bundle.
@@ -115,6 +117,7 @@ class Engine:
                 (docs/performance.md).
             batches: Limits on what is computed at once. Default: depends on the variant.
             require_certificate: Refuse a bundle that was not verified for this way of computing.
+            prove: Verifies, on this machine, a bundle that was verified on another.
             **session: Fields of SessionOptions that override `options`, such as `provider="cuda"`.
 
         Raises:
@@ -137,7 +140,7 @@ class Engine:
             replicas = max(1, usable_cores() // options.threads) if cpu else 1
         devices = [replace(options, device_id=number) for number in ids]
         chosen = bundle.variant(variant) if variant else fastest(bundle, devices[0])
-        opened = [_opened(bundle, chosen, each, require_certificate) for each in devices]
+        opened = [_opened(bundle, chosen, each, require_certificate, prove) for each in devices]
         # Devices of one kind have the same certificate.
         certificate = "; ".join(dict.fromkeys(certificate for _, certificate in opened))
         models = (model for model, _ in opened)
@@ -283,7 +286,11 @@ class Engine:
 
 
 def _opened(
-    bundle: Bundle, variant: Variant, options: SessionOptions, require_certificate: bool
+    bundle: Bundle,
+    variant: Variant,
+    options: SessionOptions,
+    require_certificate: bool,
+    prove: Callable[[Bundle, Model], ParityReport],
 ) -> tuple[Model, str]:
     """Opens a variant on one device, and cites its certificate."""
     found = standing(bundle, variant, options)
@@ -292,7 +299,7 @@ def _opened(
     model = open_model(bundle, variant, options)
     if found.status != "elsewhere":
         return model, found.cite()
-    verify_recorded(bundle, model).require()
+    prove(bundle, model).require()
     return model, f"{found.cite()}; the recorded answers came out here too"
 
 

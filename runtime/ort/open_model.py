@@ -35,8 +35,11 @@ def open_model(bundle: Bundle, variant: Variant, options: SessionOptions) -> Mod
         ProviderError: The provider asked for cannot run here.
         InputError: A graph cannot be opened.
     """
+    return model_class(variant)(bundle, variant, options)
+
+
+def model_class(variant: Variant) -> type[EncoderModel | FusedDecoder | PortableDecoder]:
+    """Returns the class that runs a variant."""
     if variant.cache is None:
-        return EncoderModel(bundle, variant, options)
-    if variant.cache.in_place:
-        return FusedDecoder(bundle, variant, options)
-    return PortableDecoder(bundle, variant, options)
+        return EncoderModel
+    return FusedDecoder if variant.cache.in_place else PortableDecoder
