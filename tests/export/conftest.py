@@ -77,8 +77,7 @@ def written(folder: Path, model: Transformer, name: str, graphs: dict[str, Graph
     return Bundle(folder, manifest, BYTES)
 
 
-@pytest.fixture(scope="session")
-def calm(checkpoint: Checkpoint) -> Checkpoint:
+def calmed(checkpoint: Checkpoint) -> Checkpoint:
     """The run with narrower weights, as trained models have: wide ones amplify rounding errors."""
     model = copy.deepcopy(checkpoint.model)
     with torch.no_grad():
@@ -87,6 +86,18 @@ def calm(checkpoint: Checkpoint) -> Checkpoint:
                 parameter.mul_(0.25)
         model.embedding.weight[checkpoint.tokenizer.special.eos_id] /= 3.0
     return replace(checkpoint, model=model)
+
+
+@pytest.fixture(scope="session")
+def calm(checkpoint: Checkpoint) -> Checkpoint:
+    """The encoder-decoder with weights for which 8 bits suffice on any processor."""
+    return calmed(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def calm_writer(writer_run_folder: Path) -> Checkpoint:
+    """The decoder-only run with such weights."""
+    return calmed(load_checkpoint(writer_run_folder))
 
 
 def widest(checkpoint: Checkpoint, texts: Sequence[str]) -> Calibration:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice, product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.conftest import make_bundle
-from transferry.build_model.checkpoint import load_checkpoint
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.build_model.corpus import builtin_pairs
 from transferry.export import variants
 from transferry.export.backends.backends import ReferenceBackend
 from transferry.export.backends.plain_decoder import PlainDecoder
+from transferry.export.bundle import export_bundle
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.decoder import ObservableDecoder, StepOutput
@@ -60,13 +60,14 @@ class Subject:
 
 
 @pytest.fixture(scope="module")
-def writer_variants(writer_run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def writer_variants(calm_writer: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A decoder-only bundle with a variant of each kind; greedy search is screened."""
     folder = tmp_path_factory.mktemp("bundles") / "writer-variants"
+    names = "cpu-fp32", "cpu-int8", "cuda-fp16"
+    lines = [pair.source for pair in builtin_pairs(300, seed=1)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(variants, "SMALLEST_VOCABULARY", 1)
-        make_bundle(writer_run_folder, folder, "cpu-fp32", "cpu-int8", "cuda-fp16")
-    return Bundle.load(folder)
+        return export_bundle(calm_writer, folder, texts=lines[:8], variants=names, calibrate=lines)
 
 
 @pytest.fixture(scope="module", params=["encoder-decoder", "decoder-only"])
@@ -79,8 +80,8 @@ def subject(architecture: str, request: pytest.FixtureRequest) -> Subject:
     """Each decoder of a random model; the encoder-decoder in int8 is of one that 8 bits suffice."""
     name: str = request.param
     if architecture == "decoder-only":
-        bundle: Bundle = request.getfixturevalue("writer_variants")
-        checkpoint = load_checkpoint(request.getfixturevalue("writer_run_folder"))
+        bundle: Bundle
+        bundle, checkpoint = map(request.getfixturevalue, ("writer_variants", "calm_writer"))
     elif name == "cpu-int8":
         bundle, checkpoint = map(request.getfixturevalue, ("all_variants", "calm"))
     else:

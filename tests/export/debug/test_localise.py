@@ -342,7 +342,6 @@ def test_a_program_that_was_traced_wrongly_is_told_as_one(
     def plant(patch: pytest.MonkeyPatch, model: Transformer) -> None:
         patch.setattr(graphs.EncoderGraph, "forward", reversed_layers)
 
-    monkeypatch.setattr(localise, "trace", program.trace)
     flawed, variant = exported_wrongly(
         bundle, checkpoint.model, plant, "encoder", tmp_path / "bundle"
     )
@@ -404,7 +403,7 @@ def test_values_that_another_operator_renamed_keep_their_modules(
     path = tmp_path / "decoder.onnx"
     shutil.copy(bundle.graph(spec).parent / WEIGHTS, tmp_path)
     path.write_bytes(graph.SerializeToString())
-    model, fresh = checkpoint.model, trace_once(checkpoint.model, "portable", "decoder")
+    model, fresh = checkpoint.model, trace_once(checkpoint.model, "decoder")
     assert fresh.program is not None
     traced = program.TracedProgram(fresh.program, model, model)
     names = served.align(served.ServedGraph(path, spec, SessionOptions()), fresh, traced)
@@ -420,7 +419,7 @@ def test_the_program_in_float64_is_the_oracle(pair: tuple[Transformer, Bundle]) 
     oracle = copy.deepcopy(model).double()
     case = random_case(model.config, 2, 5, 3, seed=0)
     for name, spec in bundle.variant().graphs.items():
-        fresh = trace_once(model, "portable", name)
+        fresh = trace_once(model, name)
         assert fresh.program is not None
         traced = program.TracedProgram(fresh.program, model, oracle)
         for call in localise._calls(name, spec, case, TorchDecoder(model), TorchDecoder(oracle)):
