@@ -1,6 +1,7 @@
 """What all tests share: the corpus, what a test of CUDA needs, and models and their bundles."""
 
 import fcntl
+import gc
 import os
 import random
 import shutil
@@ -14,6 +15,12 @@ from transferry.runtime.doctor import check_cuda
 from transferry.runtime.tokenizer.byte_pair import PASSAGES, PROMPTS, SOURCES, SpecialTokens
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def pytest_configure() -> None:
+    # Tracing makes millions of small objects that live on: with Python's own thresholds, looking
+    # through them all again and again is a quarter of the time of an export.
+    gc.set_threshold(100_000, 50, 1000)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,5 +1,6 @@
 """Stands for the exporter's tracing: takes seconds, and depends on shapes alone, not on weights."""
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ import onnx_ir as ir
 import pytest
 from onnx_ir.tensor_adapters import TorchTensor
 from torch import nn
+from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[attr-defined]
 
 from transferry.export import variants
 from transferry.export.graphs import graph as graphs
@@ -52,6 +54,9 @@ def traced_once(once: Once) -> Iterator[None]:
         return exported
 
     with pytest.MonkeyPatch.context() as patch:
+        # The exporter parses the source of every operator's translation again for each graph.
+        operators = functools.cache(onnxscript_apis.get_torchlib_ops)
+        patch.setattr(onnxscript_apis, "get_torchlib_ops", operators)
         for name in ("export_graphs", "export_fused_graphs"):
             patch.setattr(variants, name, exporter(vars(variants)[name]))
         yield
