@@ -23,17 +23,21 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def many_lines(bundle_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """So many that even a busy machine stops a job before the last one is answered."""
+    path = tmp_path_factory.mktemp("many") / "many.txt"
+    path.write_text("".join(f"{pair.source}\n" for pair in builtin_pairs(600, seed=7)))
+    done("run", bundle_folder, path, "--chunk-rows", "4", "-o", path.with_name("whole.jsonl"))
+    return path
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_job_that_is_stopped_is_resumed(
-    bundle_folder: Path, tmp_path: Path, number: signal.Signals
+    bundle_folder: Path, many_lines: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    whole, out = tmp_path / "whole.jsonl", tmp_path / "out name.jsonl"
-    # So many that even a busy machine sends the signal before the last one is answered.
-    many = tmp_path / "many.txt"
-    many.write_text("".join(f"{pair.source}\n" for pair in builtin_pairs(600, seed=7)))
-    command: list[str | Path] = ["run", bundle_folder, many, "--chunk-rows", "4"]
-    done(*command, "-o", whole)
-    command += ["-o", out]
+    out = tmp_path / "out name.jsonl"
+    command = ["run", bundle_folder, many_lines, "--chunk-rows", "4", "-o", out]
     # Slow enough to be stopped in the middle.
     slow = [*command, "--batch-rows", "1", "--replicas", "1"]
     arguments = [sys.executable, "-m", "transferry.cli", *map(str, slow)]
@@ -67,7 +71,7 @@ def test_a_job_that_is_stopped_is_resumed(
         assert shlex.split(again) == ["transferry", *map(str, slow)]
     resumed = done(*command)
     assert f"{saved} rows are saved in {out}.job; this run computes the rest" in resumed.stderr
-    assert out.read_bytes() == whole.read_bytes()
+    assert out.read_bytes() == many_lines.with_name("whole.jsonl").read_bytes()
     assert json.loads(Path(f"{out}.summary.json").read_bytes())["resumed"] == 1
     assert not journal.parent.exists()
 

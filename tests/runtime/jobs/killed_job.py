@@ -123,6 +123,8 @@ def clear(folder: Path) -> None:
 
 if __name__ == "__main__":
     folder, name, every = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    if name.endswith(".parquet"):
+        import pyarrow.parquet  # noqa: F401 - once, and not in each child
     INPUT = (folder / "input.txt").read_bytes()
     ROWS = len(INPUT.splitlines())
     counted = folder.parent / "steps"
