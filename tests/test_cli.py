@@ -244,7 +244,15 @@ class TestTrain:
     def test_from_nothing_to_answers(self, tmp_path: Path) -> None:
         """The crossing: train, export, verify, run, with a model that has learnt nothing yet."""
         run, bundle, out = tmp_path / "run", tmp_path / "bundle", tmp_path / "answers.jsonl"
-        options = [*SMALLEST, "--max-positions", "128", "--max-steps", "2"]
+        # The shape of `run_folder`, whose graphs are traced already.
+        shape = [
+            "--dropout=0.1",
+            "--vocabulary-size=400",
+            "--d-model=32",
+            "--d-ff=48",
+            "--decoder-layers=2",
+        ]
+        options = [*SMALLEST, *shape, "--max-positions=64", "--max-steps=2"]
         trained = call("train", "--builtin", "--out", run, *options)
         assert trained.exit_code == 0, trained.stderr
         assert "validation loss" in trained.stderr

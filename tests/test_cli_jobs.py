@@ -37,7 +37,7 @@ def test_a_job_that_is_stopped_is_resumed(
     bundle_folder: Path, many_lines: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     out = tmp_path / "out name.jsonl"
-    command = ["run", bundle_folder, many_lines, "--chunk-rows", "4", "-o", out]
+    command: list[str | Path] = ["run", bundle_folder, many_lines, "--chunk-rows", "4", "-o", out]
     # Slow enough to be stopped in the middle.
     slow = [*command, "--batch-rows", "1", "--replicas", "1"]
     arguments = [sys.executable, "-m", "transferry.cli", *map(str, slow)]

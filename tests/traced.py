@@ -1,5 +1,6 @@
 """Stands for the exporter's tracing: takes seconds, and depends on shapes alone, not on weights."""
 
+import copy
 import functools
 import hashlib
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 import pytest
+import torch
 from onnx_ir.tensor_adapters import TorchTensor
 from torch import nn
 from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[attr-defined]
@@ -36,8 +38,12 @@ def traced_once(once: Once) -> Iterator[None]:
         key = repr((module, config, types, spec.inputs, spec.outputs, opset))
 
         def trace(folder: Path) -> None:
+            # The exporter stores equal weights once, and those of another model may differ.
+            distinct, generator = copy.deepcopy(module), torch.Generator().manual_seed(0)
+            for parameter in distinct.parameters():
+                nn.init.normal_(parameter, generator=generator)
             folder.mkdir()
-            ir.save(export_graph(module, spec, opset).model, folder / "graph.onnx")
+            ir.save(export_graph(distinct, spec, opset).model, folder / "graph.onnx")
 
         folder = once(f"graphs/{hashlib.sha256(key.encode()).hexdigest()}", trace)
         model = ir.load(folder / "graph.onnx")
