@@ -17,6 +17,7 @@ from transferry.export.graphs.graph import Graph
 from transferry.export.optimise.calibration import Calibration
 from transferry.export.optimise.calibration import calibrate as calibrate_model
 from transferry.export.parity.cases import fitting, random_sources, room, source_of
+from transferry.export.parity.claims import default_generation
 from transferry.export.parity.oracle import Oracle
 from transferry.export.variants import PORTABLE, describe, make_variant, recipe_of
 from transferry.runtime.bundle import MANIFEST, REFERENCE, Bundle, FileRecord, Manifest, Variant
@@ -178,7 +179,6 @@ def _manifest(
 ) -> Manifest:
     """Returns the manifest of the files in a folder."""
     config = checkpoint.model.config
-    generation = options_of_json(checkpoint.generation)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     versions = {}
     for name in MADE_BY:
@@ -187,7 +187,7 @@ def _manifest(
     return Manifest(
         architecture=config.architecture,
         model=config.to_dict(),
-        generation={"max_length": min(256, config.max_positions), **generation},
+        generation=default_generation(checkpoint),
         variants={name: describe(name, graphs) for name, graphs in made.items()},
         files={
             path.relative_to(folder).as_posix(): FileRecord(sha256(path), path.stat().st_size)

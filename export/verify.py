@@ -16,9 +16,15 @@ from transferry.export.backends.cross_check import RUNTIMES, run_cross_check
 from transferry.export.debug.localise import localise
 from transferry.export.faults.self_test import self_test
 from transferry.export.parity.cases import random_sources, source_of, sweep
-from transferry.export.parity.oracle import Oracle, TextParity, require_exported_from
+from transferry.export.parity.claims import (
+    default_generation,
+    manifest_claims,
+    recorded_claim,
+    require_exported_from,
+)
+from transferry.export.parity.oracle import Oracle, TextParity
 from transferry.export.parity.task_metrics import BUDGETS, TaskBudget, token_agreement, translation
-from transferry.export.variants import PORTABLE
+from transferry.export.variants import PORTABLE, RECIPES
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.open_model import Model
@@ -70,9 +76,13 @@ def verify_against(
             f"the cross-check and the self-test need variant {PORTABLE}, whose graphs any runtime "
             f"can run, not {variant.name}: add --variant {PORTABLE}"
         )
-    tolerance = Tolerance.of(variant.precision)
+    # Not what the bundle says: a lower precision would widen the tolerance.
+    recipe = RECIPES.get(variant.name)
+    precision = recipe.precision if recipe else "float32"
+    tolerance = Tolerance.of(precision)
     oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, tolerance)
-    text = _text_parity(checkpoint, bundle, oracle, texts, targets)
+    claims = [*manifest_claims(checkpoint, bundle), recorded_claim(bundle, oracle)]
+    text = _text_parity(checkpoint, oracle, texts, targets)
     cases = list(sweep(config))
     total = len(cases) + text.rows(variant) + (RUNTIMES if cross_check else 0)
     oracle.done = _counter(total, done)
@@ -90,10 +100,11 @@ def verify_against(
         tolerance,
         comparisons,
         decisions,
-        _task_metrics(checkpoint, text, targets, BUDGETS[variant.precision]),
+        _task_metrics(checkpoint, text, targets, BUDGETS[precision]),
         text.forcing.growth(),
         text.forcing.margins(),
         checked,
+        claims=claims,
     )
     if plant_faults and report.passed:
         few = text.sources[:PLANTED_ROWS] or random_sources(config, PLANTED_ROWS)
@@ -123,7 +134,6 @@ def _counter(total: int, done: Callable[[int, int], None]) -> Callable[[int], No
 
 def _text_parity(
     checkpoint: Checkpoint,
-    bundle: Bundle,
     oracle: Oracle,
     texts: Sequence[str],
     targets: Sequence[str] | None,
@@ -145,7 +155,7 @@ def _text_parity(
     elif targets is not None:
         encoded = [tokenizer.encode_target(target) for target in targets]
         fed = [[special.bos_id, *tokens, special.eos_id] for tokens in encoded]
-    generation = bundle.manifest.generation
+    generation = default_generation(checkpoint)
     return TextParity(oracle, generation, sources, LONGEST_ANSWER, fed, SAMPLED)
 
 

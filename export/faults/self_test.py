@@ -19,8 +19,14 @@ from transferry.export.faults import graph_faults, weight_faults
 from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.faults.fault import Fault, rare_tokens
 from transferry.export.parity.cases import random_case, random_cases, sizes, vocabulary
-from transferry.export.parity.oracle import SEARCHES, Oracle, TextParity, require_exported_from
-from transferry.runtime.bundle import Bundle
+from transferry.export.parity.claims import (
+    default_generation,
+    manifest_claims,
+    recorded_claim,
+    require_exported_from,
+)
+from transferry.export.parity.oracle import SEARCHES, Oracle, TextParity
+from transferry.runtime.bundle import REFERENCE, Bundle
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError, ParityError, ProviderError, TransferryError
 from transferry.runtime.ort.encoder import EncoderModel
@@ -128,7 +134,8 @@ class Gate:
         self._honest = model
         self._oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, tolerance)
         self._config = checkpoint.model.config
-        self._generation = bundle.manifest.generation
+        self._generation = default_generation(checkpoint)
+        self._recorded = bundle.manifest.files[REFERENCE]
         self._sources = sources
         self._truths = [(case, self._oracle.truth(case)) for case in brief_sweep(self._config)]
 
@@ -142,6 +149,12 @@ class Gate:
             require_exported_from(self._checkpoint, bundle)
         except InputError:
             return "tokenizer"
+        claims = manifest_claims(self._checkpoint, bundle)
+        if bundle.manifest.files[REFERENCE] != self._recorded:
+            claims.append(recorded_claim(bundle, self._oracle))
+        for claim in claims:
+            if claim.problem:
+                return claim.name
         try:
             model = self._open(bundle)
         except TransferryError:

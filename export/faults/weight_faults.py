@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 from transferry.build_model.transformer import Transformer
 from transferry.export.faults.bundle_copy import BundleCopy, Change
 from transferry.export.faults.fault import Faults, first, given, last, rare_tokens, stack, tables
+from transferry.runtime.bundle import MANIFEST, REFERENCE
+from transferry.runtime.parity.compare import Truth
+from transferry.runtime.parity.recorded import Reference
 from transferry.runtime.tokenizer.special_tokens import SETTINGS_FILE, read_settings
 
 RANKS_FILE = "ranks.tiktoken"
@@ -210,6 +214,53 @@ def _last_position(copy: BundleCopy) -> str:
 def _reversed(copy: BundleCopy) -> str:
     copy.edit("sines", np.negative)
     return "sines are negative"
+
+
+# What the bundle says of itself.
+
+
+@FAULTS.kind("another default of generation")
+def _generation(copy: BundleCopy) -> str:
+    shorter = {**copy.manifest.generation, "max_length": 1}
+    copy.manifest = dataclasses.replace(copy.manifest, generation=shorter)
+    return f"{MANIFEST}: max_length 1"
+
+
+@FAULTS.kind("a precision that allows larger errors")
+def _precision(copy: BundleCopy) -> str:
+    name = copy.variant.name
+    wider = dataclasses.replace(copy.manifest.variants[name], precision="bfloat16")
+    variants = {**copy.manifest.variants, name: wider}
+    copy.manifest = dataclasses.replace(copy.manifest, variants=variants)
+    return f"{MANIFEST}: variant {name} in bfloat16"
+
+
+def _rerecord(copy: BundleCopy, change: Callable[[Truth], Truth]) -> None:
+    path = copy.folder / REFERENCE
+    reference = Reference.load(path)
+    cases = [(case, change(truth)) for case, truth in reference.cases]
+    dataclasses.replace(reference, cases=cases).save(path)
+    copy.write(REFERENCE, path.read_bytes())
+
+
+@FAULTS.kind("other recorded answers")
+def _recorded_answers(copy: BundleCopy) -> str:
+    def doubled(truth: Truth) -> Truth:
+        oracle = {name: 2 * tensor for name, tensor in truth.oracle.items()}
+        return dataclasses.replace(truth, oracle=oracle)
+
+    _rerecord(copy, doubled)
+    return f"{REFERENCE}: every tensor twice as large"
+
+
+@FAULTS.kind("recorded errors that allow larger ones")
+def _recorded_errors(copy: BundleCopy) -> str:
+    def wider(truth: Truth) -> Truth:
+        errors = {name: 1e4 * max(error, 2.0**-23) for name, error in truth.errors.items()}
+        return dataclasses.replace(truth, errors=errors)
+
+    _rerecord(copy, wider)
+    return f"{REFERENCE}: torch's own errors times 10,000"
 
 
 # Files.

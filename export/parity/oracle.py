@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.export.parity.cases import MOST_LOGITS, random_cases, room
 from transferry.export.parity.teacher_forcing import TeacherForcing
 from transferry.export.torch_model import TorchDecoder, TorchEncoder
-from transferry.runtime.bundle import Bundle, Variant
+from transferry.runtime.bundle import Variant
 from transferry.runtime.decoding.batching import length_batches
 from transferry.runtime.decoding.decoder import (
     Decoder,
@@ -62,25 +61,6 @@ SEARCHES: Mapping[str, Mapping[str, Any]] = {
 RECORDED = ("greedy", "beam 4")
 HIDE_EVERY = 7  # tokens of a text, for an encoder-only model to fill in
 ROWS = 64  # hypotheses searched together
-
-
-def require_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
-    """Requires that a bundle has the shape and the tokenizer of a run.
-
-    Raises:
-        InputError: It has others.
-    """
-    config = checkpoint.model.config
-    if ModelConfig.from_dict(dict(bundle.manifest.model)) != config:
-        raise InputError(
-            f"{bundle.folder} holds a model of shape {dict(bundle.manifest.model)}, but the run "
-            f"has {config.to_dict()}; give the run that the bundle was exported from"
-        )
-    if bundle.tokenizer != checkpoint.tokenizer:
-        raise InputError(
-            f"{bundle.folder} and the run do not have the same tokenizer; give the run that the "
-            "bundle was exported from"
-        )
 
 
 def search_settings(

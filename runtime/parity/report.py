@@ -216,6 +216,19 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """Something that a bundle says of itself, beside what the run says.
+
+    Attributes:
+        name: Such as "generation defaults" or "variant cpu-fp32".
+        problem: How the two differ; empty if they do not.
+    """
+
+    name: str
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class PlantedFault:
     """Result of a fault that the self-test planted in a copy of the bundle.
 
@@ -254,6 +267,7 @@ class ParityReport:
         cross_check: Results of other runtimes. They do not decide the verdict.
         origin: Where the first fault begins; None if it was not searched for.
         self_test: Results of planted faults.
+        claims: What the bundle says of itself; none where there is no run to compare with.
     """
 
     bundle: str
@@ -267,11 +281,13 @@ class ParityReport:
     cross_check: Sequence[CrossCheck] = ()
     origin: Origin | None = None
     self_test: Sequence[PlantedFault] = ()
+    claims: Sequence[Claim] = ()
 
     @property
     def faults(self) -> list[str]:
         """A line for everything that failed; nothing compared is a failure too."""
-        lines = [
+        lines = [f"{item.name}: {item.problem}" for item in self.claims if item.problem]
+        lines += [
             f"{item.case}: {item.tensor}: {item.fault}" for item in self.comparisons if item.fault
         ]
         if not self.comparisons:
@@ -306,6 +322,10 @@ class ParityReport:
         times = f"times torch's (limit {self.tolerance.factor:g})"
         header = ("stage", "tensors", "worst error", "torch's own", times, "result")
         lines += [table(header, [_row(stage) for stage in self.stages()]), ""]
+        if self.claims:
+            wrong = [f"  {item.name}: {item.problem}" for item in self.claims if item.problem]
+            held = f"{len(self.claims) - len(wrong)} of {len(self.claims)}"
+            lines += [f"What the bundle says of itself: {held} as the run has it", *wrong]
         for item in self.decisions:
             lines += [self._search(item), *(f"  {tie}" for tie in item.ties)]
         lines += map(str, self.task_metrics)
