@@ -15,7 +15,7 @@ from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.backends.cross_check import RUNTIMES, run_cross_check
 from transferry.export.debug.localise import localise
 from transferry.export.faults.self_test import self_test
-from transferry.export.parity.cases import random_sources, source_of, sweep
+from transferry.export.parity.cases import largest_batch, random_sources, source_of, sweep
 from transferry.export.parity.claims import (
     default_generation,
     manifest_claims,
@@ -26,6 +26,7 @@ from transferry.export.parity.oracle import Oracle, TextParity
 from transferry.export.parity.task_metrics import BUDGETS, TaskBudget, token_agreement, translation
 from transferry.export.variants import PORTABLE, RECIPES
 from transferry.runtime.bundle import Bundle
+from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.open_model import Model
 from transferry.runtime.parity.compare import Tolerance
@@ -46,6 +47,7 @@ def verify_against(
     cross_check: bool = False,
     plant_faults: bool = False,
     replay: Path | None = None,
+    batches: BatchOptions | None = None,
     done: Callable[[int, int], None] = lambda done, total: None,
 ) -> ParityReport:
     """Compares a bundle with the run that it was exported from.
@@ -62,6 +64,8 @@ def verify_against(
         cross_check: Run a few cases on other runtimes too.
         plant_faults: Plant faults in copies of the bundle, if it passes.
         replay: File for the operators at fault and their input, if a tensor is wrong.
+        batches: Limits on what is computed at once when the texts are answered. Default: those that
+            the variant is served with.
         done: Called with the steps finished and their total.
 
     Raises:
@@ -82,8 +86,9 @@ def verify_against(
     tolerance = Tolerance.of(precision)
     oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, tolerance)
     claims = [*manifest_claims(checkpoint, bundle), recorded_claim(bundle, oracle)]
-    text = _text_parity(checkpoint, oracle, texts, targets)
-    cases = list(sweep(config))
+    batches = batches or model.batches
+    text = _text_parity(checkpoint, oracle, texts, targets, batches)
+    cases = [*sweep(config), largest_batch(config, batches.rows)]
     total = len(cases) + text.rows(variant) + (RUNTIMES if cross_check else 0)
     oracle.done = _counter(total, done)
     comparisons = oracle.numbers(model, cases)
@@ -96,7 +101,7 @@ def verify_against(
     checked = run_cross_check(oracle, model, bundle) if cross_check else ()
     report = ParityReport(
         str(bundle.folder),
-        _settings(checkpoint, model, texts),
+        _settings(checkpoint, model, texts, batches),
         tolerance,
         comparisons,
         decisions,
@@ -137,6 +142,7 @@ def _text_parity(
     oracle: Oracle,
     texts: Sequence[str],
     targets: Sequence[str] | None,
+    batches: BatchOptions,
 ) -> TextParity:
     """Turns texts into sources, and targets or prompts into tokens to feed whole."""
     tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
@@ -156,10 +162,12 @@ def _text_parity(
         encoded = [tokenizer.encode_target(target) for target in targets]
         fed = [[special.bos_id, *tokens, special.eos_id] for tokens in encoded]
     generation = default_generation(checkpoint)
-    return TextParity(oracle, generation, sources, LONGEST_ANSWER, fed, SAMPLED)
+    return TextParity(oracle, generation, sources, LONGEST_ANSWER, fed, SAMPLED, batches)
 
 
-def _settings(checkpoint: Checkpoint, model: Model, texts: Sequence[str]) -> dict[str, Any]:
+def _settings(
+    checkpoint: Checkpoint, model: Model, texts: Sequence[str], batches: BatchOptions
+) -> dict[str, Any]:
     return {
         **model.describe(),
         "torch": torch.__version__,
@@ -167,6 +175,7 @@ def _settings(checkpoint: Checkpoint, model: Model, texts: Sequence[str]) -> dic
         "against": "the run",
         "run_sha256": checkpoint.sha256,
         "rows": len(texts),
+        "batch_rows": batches.rows,
         "text_sha256": hashlib.sha256("\n".join(texts).encode()).hexdigest(),
     }
 

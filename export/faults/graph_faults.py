@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from transferry.export.faults.bundle_copy import (
     scalar,
 )
 from transferry.export.faults.fault import Faults, decodes, given, last, tables
+from transferry.runtime.decoding.batching import BatchOptions
 
 FAULTS = Faults()
 
@@ -221,6 +223,39 @@ def _frozen(copy: BundleCopy) -> str:
 
 
 # The cache.
+
+
+def double_from_row(copy: BundleCopy, first: int) -> str:
+    """Doubles the embedding of a graph's rows from one on, which smaller batches do not have."""
+    name = "decoder" if "decoder" in copy.graphs else "encoder"
+    table = copy.graphs[name].graph.initializers["model.embedding.weight"]
+    for gather in copy.users(table, "Gather"):
+        embedded, tokens = gather.outputs[0], gather.inputs[1]
+        rows = add(embedded, "Shape", tokens, start=0, end=1)
+        ends = [constant(embedded, number) for number in (0, 1)]
+        numbers = add(embedded, "Range", ends[0], add(embedded, "Squeeze", rows), ends[1])
+        late = add(embedded, "GreaterOrEqual", numbers, constant(embedded, first))
+        factor = add(
+            embedded, "Add", add(embedded, "CastLike", late, table), _number_like(table, 1)
+        )
+        column = add(embedded, "Reshape", factor, constant(embedded, [-1, 1, 1]))
+        replace(embedded, partial(_product, column))
+    return f"{name}: the embedding is doubled from row {first} on"
+
+
+def _product(factor: ir.Value, value: ir.Value) -> ir.Value:
+    return add(value, "Mul", value, factor)
+
+
+def _number_like(near: ir.Value, number: float) -> ir.Value:
+    """Adds a number of the type of a weight to its graph."""
+    assert near.const_value is not None
+    return constant(near, np.asarray(number, near.const_value.numpy().dtype))
+
+
+@FAULTS.kind("the last row of a full batch wrong")
+def _last_row(copy: BundleCopy) -> str:
+    return double_from_row(copy, BatchOptions().rows - 1)
 
 
 @FAULTS.kind("stale cache positions", decodes)

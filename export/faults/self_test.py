@@ -18,7 +18,13 @@ from transferry.build_model.config import ModelConfig
 from transferry.export.faults import graph_faults, weight_faults
 from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.faults.fault import Fault, rare_tokens
-from transferry.export.parity.cases import random_case, random_cases, sizes, vocabulary
+from transferry.export.parity.cases import (
+    largest_batch,
+    random_case,
+    random_cases,
+    sizes,
+    vocabulary,
+)
 from transferry.export.parity.claims import (
     default_generation,
     manifest_claims,
@@ -137,7 +143,8 @@ class Gate:
         self._generation = default_generation(checkpoint)
         self._recorded = bundle.manifest.files[REFERENCE]
         self._sources = sources
-        self._truths = [(case, self._oracle.truth(case)) for case in brief_sweep(self._config)]
+        cases = brief_sweep(self._config, model.batches.rows)
+        self._truths = [(case, self._oracle.truth(case)) for case in cases]
 
     def check(self, folder: Path) -> str:
         """Verifies a bundle and returns the first check that fails; empty if all pass."""
@@ -229,11 +236,12 @@ class Gate:
         return False
 
 
-def brief_sweep(config: ModelConfig) -> list[Case]:
+def brief_sweep(config: ModelConfig, rows: int) -> list[Case]:
     """Returns cases of `sweep` that fit into memory with their truths, the smallest first.
 
-    Of several rows the short ones, of one row the long ones too, and those of the vocabulary that
-    contain the tokens in whose rows faults are planted.
+    Of several rows the short ones, of one row the long ones too, those of the vocabulary that
+    contain the tokens in whose rows faults are planted, and one of as many rows as are served at
+    once.
     """
 
     def brief(case: Case) -> bool:
@@ -243,6 +251,7 @@ def brief_sweep(config: ModelConfig) -> list[Case]:
         return bool(length <= LONGEST_SOURCE and case.past <= 1)
 
     cases = [*filter(brief, sizes(config)), *_with_rare_tokens(config)]
+    cases.append(largest_batch(config, rows))
     return sorted(cases, key=lambda case: case.source.size + case.target.size)
 
 

@@ -15,6 +15,7 @@ from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 NEW_TOKENS = 3  # fed at once in the compared step, so that its causal mask matters
 # Most logits of a case, or of a batch that is fed whole: 128 MB in float64.
 MOST_LOGITS = 1 << 24
+LARGEST_LOGITS = 1 << 26  # of the largest batch: 512 MB in float64
 MOST_TOKENS = 4096  # of a source that runs through the vocabulary
 LONGEST_ROW = 64
 
@@ -77,6 +78,13 @@ def vocabulary(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
 
 def _unpadded(name: str, source: NDArray[np.int64], target: NDArray[np.int64]) -> Case:
     return Case(name, source, np.ones(source.shape, np.bool_), target, 0)
+
+
+def largest_batch(config: ModelConfig, rows: int, *, seed: int = 0) -> Case:
+    """Returns a short case of as many rows as are served at once, or as fit into memory."""
+    columns = NEW_TOKENS if config.decoder_layers else 2
+    most = max(1, LARGEST_LOGITS // (columns * config.vocabulary_size))
+    return random_case(config, min(rows, most), 2, 1, seed=seed)
 
 
 def cross_check_cases(config: ModelConfig) -> list[Case]:

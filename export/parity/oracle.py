@@ -12,10 +12,11 @@ import numpy as np
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.export.parity.cases import MOST_LOGITS, random_cases, room
+from transferry.export.parity.served import serve
 from transferry.export.parity.teacher_forcing import TeacherForcing
 from transferry.export.torch_model import TorchDecoder, TorchEncoder
 from transferry.runtime.bundle import Variant
-from transferry.runtime.decoding.batching import length_batches
+from transferry.runtime.decoding.batching import BatchOptions, length_batches
 from transferry.runtime.decoding.decoder import (
     Decoder,
     ObservableDecoder,
@@ -163,10 +164,12 @@ class Oracle:
         name: str,
         sources: Sequence[Sequence[int]],
         options: GenerationOptions,
+        batches: BatchOptions | None = None,
     ) -> Tally:
         """Searches with the reference and a decoder, and explains each difference.
 
-        Scores are compared if the options ask for them.
+        Scores are compared if the options ask for them. With `batches`, the decoder answers through
+        the path that serves; see `serve`.
         """
         special, scored = self.special, replace(options, scores=True)
 
@@ -181,7 +184,12 @@ class Oracle:
 
         explain = Explainer(self.reference, decoder, self.exact, special, self.tolerance, scored)
         tally = Tally(name, self.tolerance)
-        return tally.compare(decoder, expected(), options, special, explain)
+        if batches is None:
+            return tally.compare(decoder, expected(), options, special, explain)
+        answers = serve(decoder, sources, options, special, batches, range(len(sources)))
+        for batch in expected():
+            tally.add(batch, [answers[row] for row in batch.rows], explain)
+        return tally
 
     def scores(
         self,
@@ -300,6 +308,7 @@ class TextParity:
         longest: Most tokens of an answer.
         fed: Targets to feed whole, from the start token on; by default torch's greedy answers.
         sampled: Sampling runs on one source in so many.
+        batches: Limits on what is computed at once; those of the model if None.
         forcing: Errors and margins on the given answers.
         best: torch's and the model's best answer to each row of a search.
     """
@@ -310,6 +319,7 @@ class TextParity:
     longest: int
     fed: Sequence[Sequence[int]] | None = None
     sampled: int = 1
+    batches: BatchOptions | None = None
     forcing: TeacherForcing = field(default_factory=TeacherForcing)
     best: dict[str, list[tuple[Hypothesis, Hypothesis]]] = field(default_factory=dict)
 
@@ -328,15 +338,18 @@ class TextParity:
         if isinstance(model, EncoderModel):
             yield from oracle.fillings(model, sources, self.forcing)
             return
+        batches = self.batches or model.batches
         for name, fields in SEARCHES.items():
             every = self.sampled if "sample" in fields else 1
             called = name if every == 1 else f"{name} of every {every}th row"
-            tally = oracle.search(model, called, sources[::every], self.options(name))
+            options, chosen = self.options(name), sources[::every]
+            tally = oracle.search(model, called, chosen, options, batches)
             self.best[name] = [tally.best[row] for row in sorted(tally.best)]
             yield tally.decisions()
         if model.variant.screen:
             unscored = replace(self.options("greedy"), scores=False)
-            yield oracle.search(model, "greedy, screened", sources, unscored).decisions()
+            screened = oracle.search(model, "greedy, screened", sources, unscored, batches)
+            yield screened.decisions()
         yield oracle.text(model, self._pairs(), self.forcing)
 
     def options(self, name: str) -> GenerationOptions:

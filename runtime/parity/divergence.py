@@ -47,6 +47,7 @@ class ExpectedAnswers:
         hypotheses: Hypotheses of each source, best first.
         scores: The oracle's score of each hypothesis; empty where scores are not compared.
         score_error: torch's own error of a score, in nats.
+        reasons: Whether the hypotheses have torch's finish reasons, so that they are compared.
     """
 
     rows: Sequence[int]
@@ -54,6 +55,7 @@ class ExpectedAnswers:
     hypotheses: Sequence[Sequence[Hypothesis]]
     scores: Sequence[Sequence[float]] = ()
     score_error: float = 1.0
+    reasons: bool = True
 
 
 class Tally:
@@ -82,16 +84,37 @@ class Tally:
         """Searches with a decoder, compares its answers with the expected ones; returns itself."""
         for batch in batches:
             answers = search(decoder, batch.sources, options, special, row_ids=batch.rows)
-            for place, (row, found) in enumerate(zip(batch.rows, answers, strict=True)):
-                wanted = batch.hypotheses[place]
-                self.best[row] = wanted[0], found[0]
-                if [item.tokens for item in wanted] == [item.tokens for item in found]:
-                    scores = zip(found, batch.scores[place], strict=True) if batch.scores else ()
-                    errors = [abs(item.score - score) for item, score in scores]
-                    self.agree(row, errors, batch.score_error)
-                else:
-                    self.differ(*explain(row, batch.sources[place], wanted, found))
+            self.add(batch, [[found] for found in answers], explain)
         return self
+
+    def add(
+        self,
+        batch: ExpectedAnswers,
+        answers: Sequence[Sequence[Sequence[Hypothesis]]],
+        explain: Explain,
+    ) -> None:
+        """Compares answers with the expected ones.
+
+        Args:
+            batch: The expected answers.
+            answers: The hypotheses of each source, once for each time that it was answered; one
+                that differs is counted.
+            explain: Explains other tokens.
+        """
+        for place, (row, times) in enumerate(zip(batch.rows, answers, strict=True)):
+            wanted = batch.hypotheses[place]
+            other = (found for found in times if _differ(wanted, found, reasons=batch.reasons))
+            if (found := next(other, None)) is not None:
+                self.best[row] = wanted[0], found[0]
+                self.differ(*explain(row, batch.sources[place], wanted, found))
+                continue
+            self.best[row] = wanted[0], times[0][0]
+            errors = [
+                abs(item.score - score)
+                for found in (times if batch.scores else ())
+                for item, score in zip(found, batch.scores[place], strict=True)
+            ]
+            self.agree(row, errors, batch.score_error)
 
     def agree(self, row: int, errors: Sequence[float], own: float) -> None:
         """Counts a row with the expected tokens, given the errors of its scores and torch's own."""
@@ -121,6 +144,14 @@ class Tally:
             sorted(self._ties, key=lambda tie: tie.row),
             sorted(self._defects, key=lambda defect: defect.row),
         )
+
+
+def _differ(wanted: Sequence[Hypothesis], found: Sequence[Hypothesis], *, reasons: bool) -> bool:
+    """Whether tokens differ, or the reasons why the hypotheses end."""
+    left, right = (
+        [(item.tokens, reasons and item.finish_reason) for item in side] for side in (wanted, found)
+    )
+    return left != right
 
 
 @dataclass(frozen=True)

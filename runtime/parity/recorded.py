@@ -144,6 +144,7 @@ def check_reference(
             ],
             item.scores,
             item.score_error,
+            reasons=False,  # not recorded
         )
         options = GenerationOptions(**options_of_json(item.options))
         tally = Tally(item.name, tolerance).compare(model, [expected], options, special, explain)

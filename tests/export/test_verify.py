@@ -188,14 +188,14 @@ class TestVerifyAgainst:
         ]
         assert all(0 < item.score_ratio < 8 for item in report.decisions)
         # 38 cases, five texts searched greedily, with a beam and fed whole, and two sampled.
-        assert progress[0] == (1, 55)
-        assert progress[-1] == (55, 55)
+        assert progress[0] == (1, 56)
+        assert progress[-1] == (56, 56)
         assert [done for done, _ in progress] == sorted(done for done, _ in progress)
 
         record = json.loads(json.dumps(report.to_dict(), allow_nan=False))
         assert record["passed"] is True
         stages = {stage["name"]: stage["tensors"] for stage in record["stages"]}
-        assert stages == {"encoder": 38 * 4, "first step": 14 * 5, "later step": 24 * 5, "text": 9}
+        assert stages == {"encoder": 39 * 4, "first step": 14 * 5, "later step": 25 * 5, "text": 9}
         assert record["settings"]["provider"] == "cpu"
         assert record["settings"]["against"] == "the run"
         assert record["settings"]["torch"] == torch.__version__
@@ -218,7 +218,7 @@ class TestVerifyAgainst:
     ) -> None:
         report = verify(checkpoint, bundle, [])
         assert report.passed
-        assert len(report.comparisons) == 38 * 9
+        assert len(report.comparisons) == 39 * 9
         assert not report.decisions
 
     def test_run_with_other_weights_fails(

@@ -19,6 +19,7 @@ from transferry.export.faults.self_test import FAULTS, brief_sweep, faults_of
 from transferry.export.parity.cases import sizes, vocabulary
 from transferry.export.parity.oracle import Oracle
 from transferry.runtime.bundle import Bundle
+from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.errors import InputError
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
@@ -53,7 +54,7 @@ def opened(copy: BundleCopy) -> Model:
 
 def faulty(checkpoint: Checkpoint, model: Model, factor: float = 8.0) -> list[str]:
     oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, Tolerance(factor))
-    found = oracle.numbers(model, brief_sweep(checkpoint.model.config))
+    found = oracle.numbers(model, brief_sweep(checkpoint.model.config, BatchOptions().rows))
     return [f"{item.case}: {item.tensor}: {item.fault}" for item in found if item.fault]
 
 
@@ -159,7 +160,7 @@ def test_planted_bundle_answers_as_torch_with_the_same_fault(
         oracle = Oracle(twin, checkpoint.tokenizer.special, Tolerance())
         with torch.no_grad():
             shift(oracle.exact.model)
-        cases = brief_sweep(checkpoint.model.config)
+        cases = brief_sweep(checkpoint.model.config, BatchOptions().rows)
         assert not [item for item in oracle.numbers(model, cases) if item.fault]
     else:
         # Twice the default: a model with a norm or a scale missing is none that it was measured on

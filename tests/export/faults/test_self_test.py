@@ -111,7 +111,7 @@ def test_gate_with_a_blunt_tolerance_is_found_out(
 def test_gate_without_cases_still_has_the_searches(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "brief_sweep", lambda config: [])
+    monkeypatch.setattr(module, "brief_sweep", lambda config, rows: [])
     some(monkeypatch, "weights of an untrained model")
     found = run(side)["weights of an untrained model"]
     assert found.caught_by in {"greedy", "text"}

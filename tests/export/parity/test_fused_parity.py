@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.faults.bundle_copy import BundleCopy, Change
+from transferry.export.faults.graph_faults import double_from_row
+from transferry.export.parity.cases import random_case
 from transferry.export.verify import verify_against
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.errors import UsageError
@@ -80,6 +82,32 @@ def edit(copy: BundleCopy, weight: str, change: Change) -> None:
             if (value := model.graph.initializers.get(name)) is not None:
                 assert value.const_value is not None
                 value.const_value = ir.Tensor(change(value.const_value.numpy().copy()), name=name)
+
+
+@pytest.mark.parametrize(("name", "first"), [("portable", 63), ("cpu-fp32", 64), ("cpu-fp32", 255)])
+def test_rows_of_the_largest_batch_are_verified(
+    calm: Checkpoint,
+    all_variants: Bundle,
+    texts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    first: int,
+) -> None:
+    """By the tensors of a case, and by the answers of the path that serves."""
+    copy = BundleCopy(all_variants, all_variants.variant(name), tmp_path / "copy")
+    double_from_row(copy, first)
+    copy.seal()
+    faulty = Bundle.load(copy.folder)
+    numbers = verify(calm, faulty, name, [])
+    assert {item.case for item in numbers.comparisons if item.fault} == {
+        f"{'batch 64' if name == 'portable' else 'batch 256'}, source 2, past 1"
+    }
+    small = random_case(calm.model.config, 1, 2, 1, seed=0)
+    monkeypatch.setattr("transferry.export.verify.largest_batch", lambda config, rows: small)
+    answers = verify(calm, faulty, name, texts[:2])
+    assert {item.stage for item in answers.comparisons if item.fault} == set()
+    assert not answers.decisions[0].passed
 
 
 @pytest.mark.parametrize("cross_check", [True, False])

@@ -12,6 +12,7 @@ import pytest
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.parity.task_metrics import token_agreement, translation
+from transferry.export.variants import PORTABLE, RECIPES
 from transferry.export.verify import verify_against
 from transferry.runtime.bundle import MANIFEST, Bundle
 from transferry.runtime.decoding.hypothesis import Hypothesis
@@ -35,7 +36,8 @@ def rounded(folder: Path, copy: Path, precision: str, bits: int) -> Bundle:
     words.tofile(copy / WEIGHTS)
     record = json.loads((copy / MANIFEST).read_bytes())
     record["files"][WEIGHTS]["sha256"] = sha256(copy / WEIGHTS)
-    record["variants"]["portable"]["precision"] = precision
+    variant = record["variants"]["portable"]
+    variant["precision"] = variant["cache"]["type"] = precision
     (copy / MANIFEST).write_text(json.dumps(record), encoding="utf-8")
     return Bundle.load(copy)
 
@@ -44,8 +46,13 @@ def verify(
     checkpoint: Checkpoint, bundle: Bundle, texts: list[str], targets: list[str] | None = None
 ) -> ParityReport:
     targets = [text.upper() for text in texts] if targets is None else targets
-    model = open_model(bundle, bundle.variant(), SessionOptions())
-    return verify_against(checkpoint, bundle, model, texts, targets)
+    variant = bundle.variant()
+    model = open_model(bundle, variant, SessionOptions())
+    with pytest.MonkeyPatch.context() as patch:
+        # As if the portable variant were made in this precision.
+        recipe = dataclasses.replace(RECIPES[PORTABLE], precision=variant.precision)
+        patch.setitem(RECIPES, PORTABLE, recipe)
+        return verify_against(checkpoint, bundle, model, texts, targets)
 
 
 def test_half_precision_passes_as_what_it_is(
