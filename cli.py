@@ -19,6 +19,7 @@ from transferry.runtime.console.options import (
     FORCE,
     QUIET,
     Commands,
+    batch_options,
     configurable,
     fields_as_options,
     given,
@@ -264,21 +265,30 @@ Example:
     help="Output for `replay` if a fault is located. Default: BUNDLE.fault.npz.",
 )
 @option("--certify", metavar="DATE", help="Write a certificate with this date, YYYY-MM-DD.")
+@option(
+    "--batch-rows",
+    type=int,
+    help="Rows computed at once; a certificate covers no larger batch. Default: what the variant "
+    "is served with.",
+)
+@option("--force", is_flag=True, help="Replace a certificate that is stronger.")
 @option("--report", "page", type=FILE, callback=writable, help="Write the report as an HTML file.")
 @option("--junit", type=FILE, callback=writable, help="Write the report as JUnit XML.")
 @option("--json", "as_json", is_flag=True, help="Print the whole report as JSON on stdout.")
 @option("--quiet", is_flag=True, help="Print no progress.")
+@fields_as_options(GenerationOptions, leave_out=TOKENS, defaults=BUNDLE_DEFAULTS)
 def verify(bundle_folder: Path, **options: Any) -> None:
     """Prove that BUNDLE answers as torch does, or exit with 4.
 
     With --checkpoint, torch and ONNX Runtime compute the same inputs: encoder, first step and later
-    steps over a sweep of sizes, and on --text greedy search, beam search, sampling and
-    teacher-forced answers. Without it, the bundle is compared with the answers recorded at export,
-    and torch is not needed. If a tensor is wrong, the torch module in which the fault begins is
-    named.
+    steps over a sweep of sizes, and on --text greedy search, beam search, sampling, the search that
+    --beam and the like describe, and teacher-forced answers. Without it, the bundle is compared
+    with the answers recorded at export, and torch is not needed. If a tensor is wrong, the torch
+    module in which the fault begins is named.
     """
     checkpoint, text, target = (options[name] for name in ("checkpoint", "text", "target"))
-    of_torch = ("text", "target", "self_test", "cross_check", "replay")
+    search = given(options, GenerationOptions, leave_out=TOKENS)
+    of_torch = ("text", "target", "self_test", "cross_check", "replay", "batch_rows", *search)
     reason = "without torch only the recorded answers are compared"
     require_option(options, "checkpoint", for_options=of_torch, reason=reason)
     require_option(options, "text", for_options=["target"], reason="what it translates")
@@ -287,13 +297,15 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     from transferry.runtime.files import read_lines
     from transferry.runtime.ort.open_model import open_model
     from transferry.runtime.ort.session import SessionOptions
-    from transferry.runtime.parity.certificate import certify, check_date, fastest
+    from transferry.runtime.parity import certificate as certificates
 
     if options["certify"]:
-        check_date(options["certify"])
+        certificates.check_date(options["certify"])
     bundle, session = Bundle.load(bundle_folder), SessionOptions(**given(options, SessionOptions))
     named = options["variant"]
-    variant = bundle.variant(named) if named else fastest(bundle, session)
+    variant = bundle.variant(named) if named else certificates.fastest(bundle, session)
+    if options["certify"] and not checkpoint and not options["force"]:
+        certificates.require_no_stronger(bundle, variant, session, "recorded")
     if checkpoint is None:
         from transferry.runtime.parity.recorded import verify_recorded
 
@@ -315,11 +327,14 @@ def verify(bundle_folder: Path, **options: Any) -> None:
                 cross_check=options["cross_check"],
                 plant_faults=options["self_test"],
                 replay=options["replay"] or Path(f"{bundle_folder.absolute()}.fault.npz"),
+                batches=batch_options(options["batch_rows"]),
+                search=search or None,
                 done=done,
             )
     date, certificate = options["certify"], None
     if date:
-        certificate = certify(bundle, variant, session, report, date)
+        force = options["force"]
+        certificate = certificates.certify(bundle, variant, session, report, date, force=force)
     click.echo(json.dumps(report.to_dict(), indent=1) if options["as_json"] else report.to_text())
     files = {"page": options["page"], "junit": options["junit"]}
     write_report(report, **files, date=date, certificate=certificate)

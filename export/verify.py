@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ def verify_against(
     plant_faults: bool = False,
     replay: Path | None = None,
     batches: BatchOptions | None = None,
+    search: Mapping[str, Any] | None = None,
     done: Callable[[int, int], None] = lambda done, total: None,
 ) -> ParityReport:
     """Compares a bundle with the run that it was exported from.
@@ -66,6 +67,7 @@ def verify_against(
         replay: File for the operators at fault and their input, if a tensor is wrong.
         batches: Limits on what is computed at once when the texts are answered. Default: those that
             the variant is served with.
+        search: Fields of GenerationOptions of a search to run besides the standard ones.
         done: Called with the steps finished and their total.
 
     Raises:
@@ -87,7 +89,9 @@ def verify_against(
     oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, tolerance)
     claims = [*manifest_claims(checkpoint, bundle), recorded_claim(bundle, oracle)]
     batches = batches or model.batches
-    text = _text_parity(checkpoint, oracle, texts, targets, batches)
+    if search is None and default_generation(checkpoint).keys() & {"beam", "n_best", "sample"}:
+        search = {}  # what the bundle does by default is none of the standard searches
+    text = replace(_text_parity(checkpoint, oracle, texts, targets, batches), given=search)
     cases = [*sweep(config), largest_batch(config, batches.rows)]
     total = len(cases) + text.rows(variant) + (RUNTIMES if cross_check else 0)
     oracle.done = _counter(total, done)
@@ -110,6 +114,7 @@ def verify_against(
         text.forcing.margins(),
         checked,
         claims=claims,
+        searches=[asdict(text.options(name)) for name in text.searches] if decisions else [],
     )
     if plant_faults and report.passed:
         few = text.sources[:PLANTED_ROWS] or random_sources(config, PLANTED_ROWS)

@@ -67,6 +67,42 @@ def test_from_a_proof_to_a_result_that_cites_it(
     assert call("run", bundle, lines, "-o", tmp_path / "out", *other).exit_code == 4
 
 
+def test_a_certificate_covers_what_was_verified(
+    bundle: Path, run_folder: Path, lines: Path, tmp_path: Path
+) -> None:
+    """Searches, batch sizes, and what the bundle was compared with."""
+    assert call("verify", bundle, "--certify", DATE).exit_code == 0
+    run: list[str | Path] = ["run", bundle, lines, "-o", tmp_path / "out"]
+    refused = call(*run, "--require-certificate")
+    assert refused.exit_code == 4
+    assert "against the recorded answers alone" in refused.stderr
+    assert call(*run, "--require-certificate=recorded").exit_code == 0
+
+    verify: list[str | Path] = ["verify", bundle, "--checkpoint", run_folder, "--text", lines]
+    assert call(*verify, "--certify", DATE).exit_code == 0
+    weaker = call("verify", bundle, "--certify", DATE)
+    assert weaker.exit_code == 2
+    assert "give --checkpoint, or --force" in weaker.stderr
+    run += ["--force", "--require-certificate"]
+    search = ["--beam", "3", "--no-repeat-ngram", "2"]
+    refused = call(*run, *search)
+    assert refused.exit_code == 4
+    assert "covers no search with beam 3, no_repeat_ngram 2" in refused.stderr
+    assert not (tmp_path / "out.job").exists()
+    assert call(*run, "--batch-rows", "65").exit_code == 4
+
+    verified = call(*verify, *search, "--batch-rows", "65", "--certify", DATE, "--json")
+    assert verified.exit_code == 0
+    report = json.loads(verified.stdout)
+    assert [item["search"] for item in report["decisions"]][-1] == "as given"
+    assert report["settings"]["batch_rows"] == 65
+    assert call(*run, *search).exit_code == 0
+    assert call(*run, "--batch-rows", "65").exit_code == 0
+    alone = call("verify", bundle, *search)
+    assert alone.exit_code == 2
+    assert "--beam needs --checkpoint" in alone.stderr
+
+
 def test_a_result_without_a_proof_says_so(bundle: Path, lines: Path, tmp_path: Path) -> None:
     assert call("run", bundle, lines, "-o", tmp_path / "out").exit_code == 0
     made = tomllib.loads((tmp_path / "out.settings.toml").read_text(encoding="utf-8"))["made"]

@@ -60,6 +60,7 @@ SEARCHES: Mapping[str, Mapping[str, Any]] = {
 }
 # Searches with recorded answers; only an oracle can explain a difference between samples.
 RECORDED = ("greedy", "beam 4")
+GIVEN = "as given"  # a search with options of the user's
 HIDE_EVERY = 7  # tokens of a text, for an encoder-only model to fill in
 ROWS = 64  # hypotheses searched together
 
@@ -71,12 +72,12 @@ def search_settings(
     sources: Sequence[Sequence[int]],
     max_length: int,
 ) -> dict[str, Any]:
-    """Returns the fields of GenerationOptions for one of `SEARCHES`.
+    """Returns the fields of GenerationOptions for one of `SEARCHES`, or those of `generation`.
 
     An answer has at most `max_length` tokens, fewer where the positions do not suffice.
     """
     length = room(config, sources, max_length)
-    return {**generation, **SEARCHES[name], "max_length": length}
+    return {**generation, **SEARCHES.get(name, {}), "max_length": length}
 
 
 class Oracle:
@@ -309,6 +310,7 @@ class TextParity:
         fed: Targets to feed whole, from the start token on; by default torch's greedy answers.
         sampled: Sampling runs on one source in so many.
         batches: Limits on what is computed at once; those of the model if None.
+        given: Fields of GenerationOptions of one search more, besides the bundle's defaults.
         forcing: Errors and margins on the given answers.
         best: torch's and the model's best answer to each row of a search.
     """
@@ -320,6 +322,7 @@ class TextParity:
     fed: Sequence[Sequence[int]] | None = None
     sampled: int = 1
     batches: BatchOptions | None = None
+    given: Mapping[str, Any] | None = None
     forcing: TeacherForcing = field(default_factory=TeacherForcing)
     best: dict[str, list[tuple[Hypothesis, Hypothesis]]] = field(default_factory=dict)
 
@@ -328,7 +331,8 @@ class TextParity:
         count = len(self.sources)
         if not self.oracle.config.decoder_layers:
             return count
-        return (4 if variant.screen else 3) * count + len(self.sources[:: self.sampled])
+        whole = len(self.searches) + bool(variant.screen)  # sampling is of some; then `text`
+        return whole * count + len(self.sources[:: self.sampled])
 
     def check(self, model: Model) -> Iterator[Decisions | list[Comparison]]:
         """Yields the result of one check after another."""
@@ -339,8 +343,8 @@ class TextParity:
             yield from oracle.fillings(model, sources, self.forcing)
             return
         batches = self.batches or model.batches
-        for name, fields in SEARCHES.items():
-            every = self.sampled if "sample" in fields else 1
+        for name in self.searches:
+            every = self.sampled if name == "sampling" else 1
             called = name if every == 1 else f"{name} of every {every}th row"
             options, chosen = self.options(name), sources[::every]
             tally = oracle.search(model, called, chosen, options, batches)
@@ -352,11 +356,17 @@ class TextParity:
             yield screened.decisions()
         yield oracle.text(model, self._pairs(), self.forcing)
 
+    @property
+    def searches(self) -> list[str]:
+        """Names of the searches: `SEARCHES`, and the one that is given."""
+        return [*SEARCHES, *([] if self.given is None else [GIVEN])]
+
     def options(self, name: str) -> GenerationOptions:
-        """Returns the options of one of `SEARCHES`."""
-        config = self.oracle.config
-        settings = search_settings(name, self.generation, config, self.sources, self.longest)
-        return GenerationOptions(**settings)
+        """Returns the options of a search."""
+        given = (self.given or {}) if name == GIVEN else {}
+        length = min(self.longest, given.get("max_length", self.longest))
+        config, generation = self.oracle.config, {**self.generation, **given}
+        return GenerationOptions(**search_settings(name, generation, config, self.sources, length))
 
     def _pairs(self) -> list[tuple[Sequence[int], Sequence[int]]]:
         """Source and target of each row to feed; without an encoder the target alone."""

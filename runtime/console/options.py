@@ -22,6 +22,7 @@ from transferry.runtime.jobs.options import JobOptions, RayOptions
 from transferry.runtime.settings import field_helps, read_settings
 
 if TYPE_CHECKING:
+    from transferry.runtime.decoding.batching import BatchOptions
     from transferry.runtime.engine.engine import Engine
     from transferry.runtime.jobs.job import Job
 
@@ -71,6 +72,16 @@ class Commands(click.Group):
         except KeyboardInterrupt as error:
             click.echo(f"interrupted{': ' if error.args else ''}{error}", err=True)
             context.exit(130)
+
+
+class Required(click.Choice[str]):
+    """The strength of a certificate; a settings file may say true and false."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Turns a switch into a strength."""
+        if isinstance(value, bool):
+            return "run" if value else None
+        return super().convert(value, param, ctx)
 
 
 def current_name(name: str) -> str:
@@ -152,7 +163,7 @@ def require_option(
         UsageError: One of them is given, and the other is not.
     """
     for name in for_options:
-        if values[name] and values[needed] is None:
+        if values[name] is not None and values[name] is not False and values[needed] is None:
             raise UsageError(f"--{name.replace('_', '-')} needs --{needed}: {reason}")
 
 
@@ -243,10 +254,14 @@ job_options = together(
         help="Rows decoded per batch; each beam hypothesis counts as one. Default: depends on the "
         "variant.",
     ),
-    option(
+    click.option(
         "--require-certificate",
-        is_flag=True,
-        help="Exit with 4 unless a certificate covers the variant and settings used.",
+        type=Required(["run", "recorded"]),
+        is_flag=False,
+        flag_value="run",
+        help="Exit with 4 unless a certificate covers variant, settings, search and batches: "
+        "against the run, or with --require-certificate=recorded against the recorded answers "
+        "at least.",
     ),
     fields_as_options(RayOptions),
     AS_JSON,
@@ -273,9 +288,15 @@ def open_job(chosen: JobOptions, options: Mapping[str, Any]) -> Job:
     return Job(load(), options["text"], options["out"], chosen)
 
 
+def batch_options(rows: int | None) -> BatchOptions | None:
+    """Returns the limits on a batch of so many rows."""
+    from transferry.runtime.decoding.batching import BatchOptions
+
+    return None if rows is None else BatchOptions(rows=rows, tokens=rows << 7)
+
+
 def _engine_loader(options: Mapping[str, Any]) -> Callable[[], Engine]:
     """Returns what opens the bundle, in this process or in a worker of Ray."""
-    from transferry.runtime.decoding.batching import BatchOptions
     from transferry.runtime.engine.engine import Engine
 
     folder, rows, replicas = (options[name] for name in ("bundle_folder", "batch_rows", "replicas"))
@@ -293,6 +314,6 @@ def _engine_loader(options: Mapping[str, Any]) -> Callable[[], Engine]:
         **{name: options[name] for name in ("provider", "variant", "threads", "optimisation")},
         replicas=replicas,
         device_ids=devices,
-        batches=BatchOptions(rows=rows, tokens=rows << 7) if rows is not None else None,
-        require_certificate=options["require_certificate"],
+        batches=batch_options(rows),
+        require_certificate=options["require_certificate"] or False,
     )

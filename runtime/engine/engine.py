@@ -39,13 +39,20 @@ from transferry.runtime.engine.worker_pool import (
     batch_worker,
     in_order,
 )
-from transferry.runtime.errors import UsageError, require
+from transferry.runtime.errors import ParityError, UsageError, require
 from transferry.runtime.files import sha256
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import Model, ServedDecoder, open_model
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.certificate import fastest, require_standing, standing
+from transferry.runtime.parity.certificate import (
+    Certificate,
+    Strength,
+    fastest,
+    require_search,
+    require_standing,
+    standing,
+)
 from transferry.runtime.parity.recorded import verify_recorded
 from transferry.runtime.parity.report import ParityReport
 
@@ -65,6 +72,7 @@ class Engine:
         replicas: int = 1,
         batches: BatchOptions | None = None,
         certificate: str = "not looked for",
+        required: Sequence[Certificate] = (),
     ) -> None:
         """Combines a bundle with opened models; `load` is the usual way.
 
@@ -74,6 +82,7 @@ class Engine:
             replicas: Concurrent batches per device.
             batches: Limits on what is computed at once. Default: depends on the variant.
             certificate: Citation of the certificate, for reports.
+            required: Certificates that must cover every search.
         """
         require(replicas >= 1, "replicas", "at least 1", replicas)
         self.bundle = bundle
@@ -82,6 +91,7 @@ class Engine:
         self.replicas = replicas
         self.batches = batches or self.model.batches
         self.certificate = certificate
+        self.required = required
         self.max_positions = int(bundle.manifest.model["max_positions"])
         tokenizer = bundle.tokenizer
         self.preprocessor = Preprocessor(
@@ -98,7 +108,7 @@ class Engine:
         device_ids: Sequence[int] | None = None,
         replicas: int | None = None,
         batches: BatchOptions | None = None,
-        require_certificate: bool = False,
+        require_certificate: Strength | bool = False,
         prove: Callable[[Bundle, Model], ParityReport] = verify_recorded,
         **session: Any,
     ) -> Self:
@@ -116,7 +126,9 @@ class Engine:
                 threads, on CUDA one. Two replicas of one thread are faster than one of two
                 (docs/performance.md).
             batches: Limits on what is computed at once. Default: depends on the variant.
-            require_certificate: Refuse a bundle that was not verified for this way of computing.
+            require_certificate: Refuse a bundle that was not verified for this way of computing:
+                "run" (or True) against the run, "recorded" against the recorded answers at least.
+                Larger batches than were verified are not computed, other searches refused.
             prove: Verifies, on this machine, a bundle that was verified on another.
             **session: Fields of SessionOptions that override `options`, such as `provider="cuda"`.
 
@@ -140,11 +152,18 @@ class Engine:
             replicas = max(1, usable_cores() // options.threads) if cpu else 1
         devices = [replace(options, device_id=number) for number in ids]
         chosen = bundle.variant(variant) if variant else fastest(bundle, devices[0])
-        opened = [_opened(bundle, chosen, each, require_certificate, prove) for each in devices]
+        strength: Strength | None = (
+            "run" if require_certificate is True else require_certificate or None
+        )
+        opened = [_opened(bundle, chosen, each, strength, prove) for each in devices]
+        models = [model for model, _, _ in opened]
+        required = [one for _, _, one in opened if one is not None]
+        if required:
+            batches = _covered(batches, models[0].batches, required)
         # Devices of one kind have the same certificate.
-        certificate = "; ".join(dict.fromkeys(certificate for _, certificate in opened))
-        models = (model for model, _ in opened)
-        return cls(bundle, *models, replicas=replicas, batches=batches, certificate=certificate)
+        certificate = "; ".join(dict.fromkeys(citation for _, citation, _ in opened))
+        settings: dict[str, Any] = {"certificate": certificate, "required": required}
+        return cls(bundle, *models, replicas=replicas, batches=batches, **settings)
 
     @property
     def decoder(self) -> ServedDecoder:
@@ -190,6 +209,11 @@ class Engine:
     def default_options(self) -> GenerationOptions:
         """Returns the bundle's own generation options."""
         return GenerationOptions(**self.bundle.manifest.generation)
+
+    def require_covered(self, options: GenerationOptions) -> None:
+        """Raises ParityError if a certificate is required, and none covers such a search."""
+        for certificate in self.required:
+            require_search(certificate, options)
 
     def describe(self) -> dict[str, Any]:
         """Returns what determines the answers: versions, settings, and the manifest's hash."""
@@ -249,8 +273,10 @@ class Engine:
 
         Raises:
             UsageError: `max_length` exceeds the model's positions, or rows cannot be split here.
+            ParityError: A certificate is required, and none covers such a search.
         """
         options = options or self.default_options()
+        self.require_covered(options)
         if options.max_length > self.max_positions:
             raise UsageError(
                 f"max_length is {options.max_length}, but the model has {self.max_positions} "
@@ -289,18 +315,31 @@ def _opened(
     bundle: Bundle,
     variant: Variant,
     options: SessionOptions,
-    require_certificate: bool,
+    strength: Strength | None,
     prove: Callable[[Bundle, Model], ParityReport],
-) -> tuple[Model, str]:
-    """Opens a variant on one device, and cites its certificate."""
+) -> tuple[Model, str, Certificate | None]:
+    """Opens a variant on one device, cites its certificate, and returns one that is required."""
     found = standing(bundle, variant, options)
-    if require_certificate:
-        require_standing(found, bundle)
+    required = require_standing(found, bundle, strength) if strength else None
     model = open_model(bundle, variant, options)
     if found.status != "elsewhere":
-        return model, found.cite()
+        return model, found.cite(), required
     prove(bundle, model).require()
-    return model, f"{found.cite()}; the recorded answers came out here too"
+    return model, f"{found.cite()}; the recorded answers came out here too", required
+
+
+def _covered(
+    batches: BatchOptions | None, default: BatchOptions, required: Sequence[Certificate]
+) -> BatchOptions:
+    """Returns limits within what certificates cover; raises ParityError if more was asked for."""
+    most = min(certificate.batch_rows for certificate in required)
+    if batches is not None and batches.rows > most:
+        raise ParityError(
+            f"batches of {batches.rows} rows were not verified, of {most} at most: lower "
+            f"--batch-rows, or verify with --batch-rows {batches.rows}"
+        )
+    batches = batches or default
+    return replace(batches, rows=min(batches.rows, most))
 
 
 class _Generate:

@@ -46,11 +46,13 @@ class Task:
 
         Raises:
             UsageError: The bundle cannot do it.
+            ParityError: A required certificate does not cover the search.
         """
         long_rows = options.long_rows
         if options.task == "generate":
             prefix = tuple(engine.bundle.tokenizer.encode_target(options.prefix))
             generation = replace(engine.default_options(), **options.generation, prefix=prefix)
+            engine.require_covered(generation)
             return cls(
                 lambda engine, texts, first: engine.generate(
                     texts, generation, first_row=first, long_rows=long_rows

@@ -18,6 +18,7 @@ import numpy as np
 import onnxruntime
 
 from transferry.runtime.bundle import MANIFEST, Bundle, Variant
+from transferry.runtime.decoding.options import GenerationOptions, options_of_json
 from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.files import atomic_file, sha256
 from transferry.runtime.hardware import instruction_sets
@@ -26,7 +27,11 @@ from transferry.runtime.ort.session import SessionOptions, provider_settings, tf
 from transferry.runtime.parity.report import ParityReport
 
 FOLDER = "certificates"
-FORMAT = 2
+FORMAT = 3
+Strength = Literal["run", "recorded"]
+# Fields of GenerationOptions that make no other search of one: how long and with which seed it runs
+# decides no code path, and scores are left out only where the tokens are compared too.
+SAME_SEARCH = ("max_length", "seed", "scores", "n_best", "prefix")
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,8 @@ class Certificate:
         run: sha256 of the weights of the run; empty for "the recorded answers".
         versions: Versions of the packages that decide the numbers.
         text: Number and sha256 of the lines that the searches ran on.
+        batch_rows: Rows that were computed at once; no larger batch was verified.
+        searches: Fields of GenerationOptions of each search.
         result: The report's tolerance, stages, searches, task metrics and self-test, in short.
     """
 
@@ -94,7 +101,20 @@ class Certificate:
     run: str
     versions: Mapping[str, str]
     text: Mapping[str, Any]
+    batch_rows: int
+    searches: Sequence[Mapping[str, Any]]
     result: Mapping[str, Any]
+
+    @property
+    def strength(self) -> Strength:
+        """Whether torch was compared, or only its recorded answers."""
+        return "run" if self.against == "the run" else "recorded"
+
+    def covers(self, options: GenerationOptions) -> bool:
+        """Whether a search like this was verified."""
+        wanted = _kind(options)
+        verified = (GenerationOptions(**options_of_json(item)) for item in self.searches)
+        return any(_kind(one) == wanted and one.n_best >= options.n_best for one in verified)
 
     def to_json(self) -> str:
         """Returns the certificate as JSON."""
@@ -145,15 +165,43 @@ class Certificate:
 
 
 def check_date(date: str) -> None:
-    """Raises UsageError unless this is a date as YYYY-MM-DD."""
+    """Raises UsageError unless this is a date as YYYY-MM-DD, tomorrow's at the latest."""
     try:
-        datetime.date.fromisoformat(date)
+        day = datetime.date.fromisoformat(date)
     except ValueError as error:
         raise UsageError(f"expected a date as YYYY-MM-DD, found {date!r} ({error})") from error
+    # Tomorrow: somewhere on earth it has begun.
+    latest = datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=1)
+    if day > latest:
+        raise UsageError(f"expected the date of the verification, found {date}, which is to come")
+
+
+def require_no_stronger(
+    bundle: Bundle, variant: Variant, options: SessionOptions, strength: Strength
+) -> None:
+    """Refuses to replace a certificate against the run by one against the recorded answers.
+
+    Raises:
+        UsageError: Such a certificate of this cell holds.
+        InputError: A certificate cannot be read.
+    """
+    cell = Cell.of(variant, options)
+    for one in certificates(bundle):
+        if one.cell == cell and one.strength == "run" != strength and not one.changed(bundle):
+            raise UsageError(
+                f"the certificate of {one.date} is against the run, and this one would be against "
+                "the recorded answers, which is weaker: give --checkpoint, or --force to replace it"
+            )
 
 
 def certify(
-    bundle: Bundle, variant: Variant, options: SessionOptions, report: ParityReport, date: str
+    bundle: Bundle,
+    variant: Variant,
+    options: SessionOptions,
+    report: ParityReport,
+    date: str,
+    *,
+    force: bool = False,
 ) -> Certificate | None:
     """Writes the certificate of a report into the bundle; removes it if the report failed.
 
@@ -163,12 +211,17 @@ def certify(
         options: How it was opened.
         report: The result.
         date: Date of the verification, YYYY-MM-DD.
+        force: Replace a stronger certificate.
 
     Raises:
-        UsageError: The date is not a date.
+        UsageError: The date is not a date, or a stronger certificate holds.
         InputError: The bundle cannot be written.
     """
     check_date(date)
+    against = str(report.settings["against"])
+    if report.passed and not force:
+        strength: Strength = "run" if against == "the run" else "recorded"
+        require_no_stronger(bundle, variant, options, strength)
     cell = Cell.of(variant, options)
     path = bundle.folder / FOLDER / _file_name(cell)
     try:
@@ -204,10 +257,12 @@ def certify(
         sha256(bundle.folder / MANIFEST),
         {name: entry.sha256 for name, entry in bundle.manifest.files.items()},
         _graphs(bundle, variant),
-        str(settings["against"]),
+        against,
         str(settings.get("run_sha256", "")),
         _versions(report),
         {name: settings[name] for name in ("rows", "text_sha256") if name in settings},
+        int(settings["batch_rows"]),
+        [dict(item) for item in report.searches],
         summary,
     )
     with atomic_file(path) as file:
@@ -282,8 +337,12 @@ def standing(bundle: Bundle, variant: Variant, options: SessionOptions) -> Stand
             return Standing("verified", certificate)
         elsewhere.append(Standing("elsewhere", certificate, "; ".join(differences)))
     if elsewhere:
-        return elsewhere[0]
+        return min(elsewhere, key=_weaker)
     return Standing("none", None, "; ".join(reasons) or f"nothing was verified for {cell}")
+
+
+def _weaker(found: Standing) -> bool:
+    return found.certificate is None or found.certificate.strength != "run"
 
 
 def fastest(bundle: Bundle, options: SessionOptions) -> Variant:
@@ -309,13 +368,40 @@ def fastest(bundle: Bundle, options: SessionOptions) -> Variant:
     return next((variant for variant in variants if variant.exact), bundle.variant())
 
 
-def require_standing(found: Standing, bundle: Bundle) -> None:
-    """Raises ParityError unless a certificate covers the session."""
-    if found.status == "none":
+def require_standing(found: Standing, bundle: Bundle, strength: Strength = "run") -> Certificate:
+    """Returns the certificate that covers a session.
+
+    Raises:
+        ParityError: There is none of this strength.
+    """
+    reason, certificate = found.reason, found.certificate
+    if certificate is not None and strength == "run" != certificate.strength:
+        reason, certificate = "the one of this session is against the recorded answers alone", None
+    if certificate is None:
         raise ParityError(
-            f"{bundle.folder} has no certificate that holds here: {found.reason}. Verify it: "
+            f"{bundle.folder} has no certificate that holds here: {reason}. Verify it: "
             f"transferry verify {bundle.folder} --checkpoint RUN --text FILE --certify DATE"
         )
+    return certificate
+
+
+def require_search(certificate: Certificate, options: GenerationOptions) -> None:
+    """Raises ParityError unless a search like this was verified."""
+    if not certificate.covers(options):
+        default, kind = _kind(GenerationOptions()), _kind(options)
+        said = ", ".join(
+            f"{name} {value}" for name, value in kind.items() if value != default[name]
+        )
+        raise ParityError(
+            f"the certificate of {certificate.date} covers no search with {said or 'these options'}"
+            f", n_best {options.n_best}. Give verify --certify the options of the search too, or "
+            "choose one that it covers, such as greedy search or --beam 4"
+        )
+
+
+def _kind(options: GenerationOptions) -> dict[str, Any]:
+    fields = {name: value for name, value in asdict(options).items() if name not in SAME_SEARCH}
+    return {**fields, "prefix": bool(options.prefix)}
 
 
 def describe(bundle: Bundle) -> Sequence[tuple[str, str, str, str, str]]:

@@ -19,6 +19,7 @@ from transferry.runtime.bundle import REFERENCE, Bundle
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder, State
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.options import GenerationOptions, options_of_json
+from transferry.runtime.decoding.search import search
 from transferry.runtime.files import atomic_file, open_arrays
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
@@ -111,8 +112,11 @@ def check_reference(
     tolerance: Tolerance,
     *,
     exact: bool = True,
+    batch_rows: int = 1,
 ) -> tuple[list[Comparison], list[Decisions]]:
     """Compares a model with the recorded answers.
+
+    The sources are repeated until they fill a batch of `batch_rows`.
 
     The tokens must agree if `exact`. In reduced precision differing tokens are listed as ties, not
     judged: the budget of the numbers decides.
@@ -147,7 +151,11 @@ def check_reference(
             reasons=False,  # not recorded
         )
         options = GenerationOptions(**options_of_json(item.options))
-        tally = Tally(item.name, tolerance).compare(model, [expected], options, special, explain)
+        times = -(-batch_rows // (max(1, len(reference.sources)) * options.beam))
+        rows = [*range(len(reference.sources))] * max(1, times)
+        found = search(model, [reference.sources[row] for row in rows], options, special)
+        tally = Tally(item.name, tolerance)
+        tally.add(expected, [found[row :: len(expected.rows)] for row in expected.rows], explain)
         decisions.append(tally.decisions())
     return comparisons, decisions
 
@@ -157,9 +165,23 @@ def verify_recorded(bundle: Bundle, model: Model) -> ParityReport:
     tolerance = Tolerance.of(model.variant.precision)
     reference = Reference.load(bundle.folder / REFERENCE)
     special, exact = bundle.tokenizer.special, model.variant.exact
-    comparisons, decisions = check_reference(reference, model, special, tolerance, exact=exact)
-    settings = {**model.describe(), "against": "the recorded answers"}
-    return ParityReport(str(bundle.folder), settings, tolerance, comparisons, decisions)
+    batch_rows = model.batches.rows
+    comparisons, decisions = check_reference(
+        reference, model, special, tolerance, exact=exact, batch_rows=batch_rows
+    )
+    settings = {
+        **model.describe(),
+        "against": "the recorded answers",
+        "batch_rows": batch_rows,
+    }
+    return ParityReport(
+        str(bundle.folder),
+        settings,
+        tolerance,
+        comparisons,
+        decisions,
+        searches=[item.options for item in reference.searches],
+    )
 
 
 def verify(

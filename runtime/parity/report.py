@@ -268,6 +268,7 @@ class ParityReport:
         origin: Where the first fault begins; None if it was not searched for.
         self_test: Results of planted faults.
         claims: What the bundle says of itself; none where there is no run to compare with.
+        searches: Fields of GenerationOptions of every search in `decisions`.
     """
 
     bundle: str
@@ -282,6 +283,7 @@ class ParityReport:
     origin: Origin | None = None
     self_test: Sequence[PlantedFault] = ()
     claims: Sequence[Claim] = ()
+    searches: Sequence[Mapping[str, Any]] = ()
 
     @property
     def faults(self) -> list[str]:

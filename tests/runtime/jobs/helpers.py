@@ -45,6 +45,9 @@ class Echo(Engine):
     def describe(self) -> dict[str, Any]:
         return self.described
 
+    def require_covered(self, options: GenerationOptions) -> None:
+        """No certificate is required."""
+
     def default_options(self) -> GenerationOptions:
         return GenerationOptions()
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from transferry.runtime.bundle import IN_PLACE, MANIFEST, Bundle, CacheSpec, Manifest
+from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.files import sha256
@@ -19,6 +21,7 @@ from transferry.runtime.parity import certificate as certificate_module
 from transferry.runtime.parity.certificate import (
     FOLDER,
     Certificate,
+    Strength,
     certificates,
     certify,
     describe,
@@ -33,11 +36,11 @@ from transferry.runtime.parity.report import ParityReport
 DATE = "2026-11-21"
 
 
-def verified(folder: Path, **options: Any) -> Certificate:
+def verified(folder: Path, *, force: bool = False, **options: Any) -> Certificate:
     """Verifies against the record, and writes the certificate."""
     bundle, session = Bundle.load(folder), SessionOptions(**options)
     report = verify_recorded(bundle, open_model(bundle, bundle.variant(), session))
-    found = certify(bundle, bundle.variant(), session, report, DATE)
+    found = certify(bundle, bundle.variant(), session, report, DATE, force=force)
     assert found is not None
     return found
 
@@ -58,7 +61,7 @@ def status(folder: Path, **options: Any) -> tuple[str, str]:
 
 def test_what_was_verified_holds_here(folder: Path) -> None:
     assert status(folder) == ("verified", "")
-    engine = Engine.load(folder, require_certificate=True)
+    engine = Engine.load(folder, require_certificate="recorded")
     assert engine.certificate.startswith(
         f"of {DATE} against the recorded answers, variant portable"
     )
@@ -125,7 +128,7 @@ def test_a_changed_byte_is_refused(folder: Path, name: str, place: int) -> None:
     """By the manifest; and where that was made anew, by the certificate."""
     change_byte(folder / name, place)
     with pytest.raises(InputError, match=f"{name} has changed"):
-        Engine.load(folder, require_certificate=True)
+        Engine.load(folder, require_certificate="recorded")
     remake_manifest(folder)
     # Not `Bundle.load`: the changed tokenizer would not open.
     manifest = Manifest.from_json((folder / MANIFEST).read_bytes(), "manifest")
@@ -194,7 +197,7 @@ def test_on_another_processor_the_recorded_answers_are_computed_again(
     found, reason = status(folder)
     assert found == "elsewhere"
     assert reason.startswith("hardware avx2, not ")
-    engine = Engine.load(folder, require_certificate=True)
+    engine = Engine.load(folder, require_certificate="recorded")
     assert "hardware avx2" in engine.certificate
     assert engine.certificate.endswith("; the recorded answers came out here too")
 
@@ -212,7 +215,8 @@ def test_another_processor_that_answers_otherwise_is_refused(
         return StepOutput(output.all_logits * 1.001), after
 
     monkeypatch.setattr(PortableDecoder, "step", wrong)
-    for require in (True, False):
+    required: tuple[Strength | bool, ...] = ("recorded", False)
+    for require in required:
         with pytest.raises(ParityError, match="does not answer as torch does"):
             Engine.load(folder, require_certificate=require)
 
@@ -230,13 +234,91 @@ def test_other_threads_and_another_onnxruntime_are_named(folder: Path) -> None:
 
 def failed() -> ParityReport:
     fault = Comparison("case", "logits", "text", 1.0, 1e-7, 1e-6, "bad")
-    return ParityReport("bundle", {"against": "the run"}, Tolerance(), [fault])
+    return ParityReport("bundle", {"against": "the run", "batch_rows": 64}, Tolerance(), [fault])
 
 
 def test_a_failed_report_withdraws_the_certificate(folder: Path) -> None:
     bundle = Bundle.load(folder)
     assert certify(bundle, bundle.variant(), SessionOptions(), failed(), DATE) is None
     assert certificates(bundle) == []
+
+
+def against_the_run(folder: Path, **session: Any) -> Certificate | None:
+    """Certifies as a comparison with the run does, of greedy search and beams of 4."""
+    bundle, options = Bundle.load(folder), SessionOptions(**session)
+    report = verify_recorded(bundle, open_model(bundle, bundle.variant(), options))
+    settings = {**report.settings, "against": "the run", "batch_rows": 32}
+    report = dataclasses.replace(report, settings=settings)
+    return certify(bundle, bundle.variant(), options, report, DATE)
+
+
+def test_the_recorded_answers_are_weaker_than_the_run(folder: Path) -> None:
+    strengths: tuple[Strength | bool, ...] = ("run", True)
+    for strength in strengths:
+        with pytest.raises(ParityError, match=r"against the recorded answers alone.*--checkpoint"):
+            Engine.load(folder, require_certificate=strength)
+    against_the_run(folder)
+    for strength in (*strengths, "recorded"):
+        Engine.load(folder, require_certificate=strength)
+
+
+def test_a_weaker_certificate_replaces_no_stronger_one(folder: Path) -> None:
+    against_the_run(folder)
+    (path,) = (folder / FOLDER).iterdir()
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="which is weaker: give --checkpoint, or --force"):
+        verified(folder)
+    assert path.read_bytes() == before
+    verified(folder, threads=2, force=True)
+    assert Certificate.from_json(path.read_bytes(), "").strength == "recorded"
+
+
+def test_no_larger_batch_than_was_verified_is_computed(folder: Path) -> None:
+    against_the_run(folder)
+    engine = Engine.load(folder, require_certificate="run")
+    assert (engine.batches.rows, engine.model.batches.rows) == (32, 64)
+    assert Engine.load(folder).batches.rows == 64
+    smaller = BatchOptions(rows=8)
+    assert Engine.load(folder, require_certificate="run", batches=smaller).batches == smaller
+    with pytest.raises(ParityError, match=r"of 33 rows were not verified.*with --batch-rows 33"):
+        Engine.load(folder, require_certificate="run", batches=BatchOptions(rows=33))
+
+
+@pytest.mark.parametrize(
+    ("options", "covered"),
+    [
+        ({}, True),
+        ({"max_length": 3}, True),
+        ({"beam": 4}, True),
+        ({"beam": 4, "n_best": 4}, True),
+        ({"beam": 3}, False),
+        ({"n_best": 2, "sample": True}, False),
+        ({"no_repeat_ngram": 3}, False),
+        ({"min_length": 1}, False),
+        ({"length_penalty": 0.0}, False),
+        ({"suppress": (5,)}, False),
+        ({"prefix": (5,)}, False),
+        ({"beam": 4, "early_stopping": False}, False),
+    ],
+)
+def test_a_search_that_was_not_verified_is_refused(
+    folder: Path, options: dict[str, Any], covered: bool
+) -> None:
+    engine = Engine.load(folder, require_certificate="recorded")
+    search = GenerationOptions(**{"max_length": 8, **options})
+    if covered:
+        assert list(engine.generate(["one"], search))
+        return
+    with pytest.raises(ParityError, match=r"covers no search with .*n_best"):
+        engine.generate(["one"], search)
+    assert list(Engine.load(folder).generate(["one"], search))
+
+
+@pytest.mark.parametrize("date", ["9999-01-01", "2999-12-31"])
+def test_a_date_to_come_is_refused(folder: Path, date: str) -> None:
+    bundle = Bundle.load(folder)
+    with pytest.raises(UsageError, match=r"date of the verification, found .* which is to come"):
+        certify(bundle, bundle.variant(), SessionOptions(), failed(), date)
 
 
 @pytest.mark.parametrize("date", ["yesterday", "2026-13-01", "21.11.2026", ""])
@@ -282,7 +364,7 @@ def with_variants(folder: Path, *names: str) -> Bundle:
 
 def certified(bundle: Bundle, name: str) -> None:
     passed = Comparison("case", "logits", "text", 1e-8, 1e-7, 1e-6)
-    report = ParityReport("bundle", {"against": "the run"}, Tolerance(), [passed])
+    report = ParityReport("bundle", {"against": "the run", "batch_rows": 64}, Tolerance(), [passed])
     assert certify(bundle, bundle.variant(name), SessionOptions(), report, DATE) is not None
 
 
