@@ -332,7 +332,7 @@ def nan_weight(place: Path) -> None:
     change_weight(place, lambda weight: float("nan"))
 
 
-@spoils("bundle without a certificate", "invalid date", "invalid canary")
+@spoils("bundle without a certificate", "invalid date", "date to come", "invalid canary")
 @spoils("file that is not a replay", "report without a folder")
 def change_nothing(place: Path) -> None:
     """The command refers to something that does not exist."""
@@ -345,6 +345,13 @@ def certify(place: Path) -> Path:
     assert result.exit_code == 0
     (path,) = (place / "bundle" / FOLDER).iterdir()
     return path
+
+
+@spoils(
+    "search that no certificate covers", "batch that no certificate covers", "certificate too weak"
+)
+def certify_only(place: Path) -> None:
+    certify(place)
 
 
 @spoils("certificate of other files")
