@@ -117,7 +117,7 @@ def test_the_report_as_files(bundle: Path, run_folder: Path, lines: Path, tmp_pa
     )
     assert result.exit_code == 0
     record = json.loads(result.stdout)
-    assert record["schema"] == 2
+    assert record["schema"] == 3
     assert all(item["passed"] for item in record["self_test"])
     assert sum(item["changes_answer"] for item in record["self_test"]) >= 14
     text = page.read_text(encoding="utf-8")

@@ -259,7 +259,9 @@ class Oracle:
             own = float(2 * max(own_error, self.tolerance.floor) * largest)
             allowed = self.tolerance.factor * own
             divergences = [
-                Divergence(int(place), (int(one),), (int(other),), margin, allowed)
+                Divergence(
+                    int(place), (int(one),), (int(other),), margin, allowed, self.tolerance.factor
+                )
                 for place, one, other, scores in zip(places, wanted, found, exact, strict=True)
                 if one != other or not np.isfinite(scores).all()
                 for margin in [float(np.abs(scores[one] - scores[other]))]

@@ -57,6 +57,7 @@ def render_page(record: Mapping[str, Any]) -> str:
     ties = [
         {**tie, "search": item["search"]} for item in record["decisions"] for tie in item["ties"]
     ]
+    tolerated = sum(len(item["tolerated"]) for item in record["decisions"])
     drawn = [_ratios(record), _layers(record), _growth(record), _margins(record, ties)]
     page = _environment().get_template("report.html.jinja")
     text = page.render(
@@ -64,7 +65,7 @@ def render_page(record: Mapping[str, Any]) -> str:
         factor=f"{record['tolerance']['factor']:g}",
         first_faults=FIRST_FAULTS,
         most=MOST_FAILED,
-        summary=_summary(record, ties),
+        summary=_summary(record, ties, tolerated),
         figures={item.name: item for item in drawn if isinstance(item, Figure)},
         absent=[item for item in drawn if isinstance(item, str)] + _absent(record),
         worst=sorted(record["comparisons"], key=_share, reverse=True)[:WORST],
@@ -128,7 +129,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _summary(
-    record: Mapping[str, Any], ties: Sequence[Mapping[str, Any]]
+    record: Mapping[str, Any], ties: Sequence[Mapping[str, Any]], tolerated: int
 ) -> list[tuple[str, str, bool]]:
     """The numbers at the top: value, meaning, and whether it failed."""
     numbers = []
@@ -146,6 +147,8 @@ def _summary(
         defects = sum(len(item["defects"]) for item in decisions)
         failed = not all(item["passed"] for item in decisions)
         label = f"rows token for token; {_count(len(ties), 'tie')}, {_count(defects, 'defect')}"
+        if tolerated:
+            label += f", {tolerated:,} within the precision’s tolerance"
         numbers.append((f"{identical:,} of {rows:,}", label, failed))
     if record["self_test"]:
         caught, changing = _detection(record["self_test"])

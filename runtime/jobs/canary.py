@@ -141,7 +141,7 @@ class Canary:
         )
         answers = again.hypotheses, row.hypotheses
         divergence = explainer.explain(encoded.ids, *answers, number)
-        if divergence.tie:
+        if divergence.passes:
             self.ties += 1
             return ""
         return f"{row.text!r}, but {again.text!r} ({divergence})"

@@ -239,7 +239,7 @@ def certify(
         "tolerance": record["tolerance"],
         "stages": record["stages"],
         "decisions": [
-            {**item, "ties": len(item["ties"]), "defects": len(item["defects"])}
+            {**item, **{name: len(item[name]) for name in ("ties", "tolerated", "defects")}}
             for item in record["decisions"]
         ],
         "task_metrics": record["task_metrics"],

@@ -31,7 +31,7 @@ from transferry.runtime.parity.report import Decisions, Difference
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 # Takes the number of a row, its source, the expected hypotheses and the found ones. Returns the
-# difference for the report, and whether it is a tie.
+# difference for the report, and whether the tolerance allows it.
 Explain = Callable[
     [int, Sequence[int], Sequence[Hypothesis], Sequence[Hypothesis]], tuple[Difference, bool]
 ]
@@ -71,6 +71,7 @@ class Tally:
         self._rows = self._identical = 0
         self._score_error = self._score_ratio = 0.0
         self._ties: list[Difference] = []
+        self._tolerated: list[Difference] = []
         self._defects: list[Difference] = []
 
     def compare(
@@ -128,10 +129,11 @@ class Tally:
         self._score_error = float(np.maximum(self._score_error, largest))
         self._score_ratio = float(np.maximum(self._score_ratio, largest / own))
 
-    def differ(self, difference: Difference, tie: bool) -> None:
+    def differ(self, difference: Difference, allowed: bool) -> None:
         """Counts a row with other tokens."""
         self._rows += 1
-        (self._ties if tie else self._defects).append(difference)
+        kind = self._ties if difference.tie else self._tolerated
+        (kind if allowed else self._defects).append(difference)
 
     def decisions(self) -> Decisions:
         """Returns the result."""
@@ -143,6 +145,7 @@ class Tally:
             self._score_ratio,
             sorted(self._ties, key=lambda tie: tie.row),
             sorted(self._defects, key=lambda defect: defect.row),
+            sorted(self._tolerated, key=lambda item: item.row),
         )
 
 
@@ -164,6 +167,7 @@ class Divergence:
         found: The candidate that the other decoder ranked higher.
         margin: Distance of their scores in the oracle.
         allowed: How far errors within the tolerance can move it.
+        factor: The tolerance's factor; more than float32's for reduced precision.
     """
 
     step: int
@@ -171,21 +175,33 @@ class Divergence:
     found: tuple[int, ...]
     margin: float
     allowed: float
+    factor: float = Tolerance.factor
+
+    @property
+    def rounding(self) -> float:
+        """How far rounding in float32 can move the margin."""
+        return self.allowed * min(1.0, Tolerance.factor / self.factor)
 
     @property
     def tie(self) -> bool:
-        """Whether rounding alone explains the difference."""
+        """Whether rounding in float32 explains the difference: no other precision makes a tie."""
+        return self.margin <= self.rounding
+
+    @property
+    def passes(self) -> bool:
+        """Whether errors within the tolerance explain the difference."""
         return self.margin <= self.allowed
 
     def difference(self, row: int) -> tuple[Difference, bool]:
-        """Returns the divergence of a row as the report shows it, and whether it is a tie."""
-        return Difference(row, str(self), self.margin, self.allowed), self.tie
+        """Returns the divergence of a row as the report shows it, and whether it passes."""
+        shown = Difference(row, str(self), self.margin, self.allowed, self.rounding)
+        return shown, self.passes
 
     def __str__(self) -> str:
-        verdict = "a tie" if self.tie else "a defect"
+        verdict = "a tie" if self.tie else "tolerated" if self.passes else "a defect"
         return (
             f"step {self.step}: torch prefers {list(self.wanted)}, the graph {list(self.found)}; "
-            f"the oracle's margin {self.margin:.2e} against {self.allowed:.2e} of rounding: "
+            f"the oracle's margin {self.margin:.2e} against {self.allowed:.2e} allowed: "
             f"{verdict}"
         )
 
@@ -288,13 +304,13 @@ class Explainer:
             # The cumulative distribution F moves by at most F (1 - F) times the spread of the
             # logits' errors over the temperature.
             allowed = float(0.5 * max(one[step] for one in errors) / options.temperature)
-            return Divergence(step, left, right, margin, allowed)
+            return Divergence(step, left, right, margin, allowed, self.tolerance.factor)
         margin, allowed = 0.0, 0.0
         for sign, one, error in zip((1, -1), exact, errors, strict=True):
             scale = len(error) ** -penalty
             margin += sign * scale * float(one.log_probabilities.sum())
             allowed += scale * float(error.sum())
-        return Divergence(step, left, right, abs(margin), allowed)
+        return Divergence(step, left, right, abs(margin), allowed, self.tolerance.factor)
 
 
 def _distance_of_draws(

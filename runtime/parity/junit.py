@@ -46,7 +46,7 @@ def to_junit(report: ParityReport) -> str:
         agreed = f"{decided.identical} of {decided.rows} rows agree token for token"
         # A search may fail without a defect in any single row.
         failed = [str(line) for line in decided.defects] or [agreed]
-        notes = [agreed, *map(str, decided.ties)]
+        notes = [agreed, *map(str, [*decided.ties, *decided.tolerated])]
         _test(suite, "searches", decided.search, [] if decided.passed else failed, "\n".join(notes))
     for metric in report.task_metrics:
         failed = [] if metric.passed else [str(metric)]

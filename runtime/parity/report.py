@@ -17,9 +17,10 @@ from transferry.runtime.errors import ParityError
 from transferry.runtime.parity.compare import STAGES, Comparison, Tolerance
 from transferry.runtime.tables import table
 
-SCHEMA = 2
+SCHEMA = 3
 AGREEMENT, BLEU, PERPLEXITY = "token agreement", "sacreBLEU", "perplexity"
 FIRST_FAULTS = 5  # of an error message
+FIRST_DIFFERENCES = 5  # of a search, in the text
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,19 @@ class Difference:
         message: Description of the difference.
         margin: Distance of the two candidates in the oracle; None where no choice was compared.
         allowed: How far errors within the tolerance can move it.
+        rounding: How far rounding in float32 can move it; no more than `allowed`.
     """
 
     row: int
     message: str
     margin: float | None = None
     allowed: float | None = None
+    rounding: float | None = None
+
+    @property
+    def tie(self) -> bool:
+        """Whether rounding in float32 explains it, so that either choice is right."""
+        return None not in (self.margin, self.rounding) and self.margin <= self.rounding  # type: ignore[operator]
 
     def __str__(self) -> str:
         return f"row {self.row}: {self.message}"
@@ -74,7 +82,9 @@ class Decisions:
         score_error: Largest distance of a score of identical hypotheses from the oracle's, in nats.
         score_ratio: The same over torch's own error, as in `Stage`.
         ties: Rows whose difference is proven to be a tie.
-        defects: Rows that differ and are no tie, or whose scores exceed their budget.
+        defects: Rows that differ by more than may be, or whose scores exceed their budget.
+        tolerated: Rows that differ by more than a tie, and by no more than a variant of reduced
+            precision may.
     """
 
     search: str
@@ -84,14 +94,15 @@ class Decisions:
     score_ratio: float = 0.0
     ties: Sequence[Difference] = ()
     defects: Sequence[Difference] = ()
+    tolerated: Sequence[Difference] = ()
 
     @property
     def passed(self) -> bool:
-        """Whether there were rows, and all of them agree or tie.
+        """Whether there were rows, and all of them agree, tie or are tolerated.
 
         A row that failed with NaN has no tokens, like an empty answer; its score differs.
         """
-        accounted = self.identical + len(self.ties) == self.rows
+        accounted = self.identical + len(self.ties) + len(self.tolerated) == self.rows
         return self.rows > 0 and accounted and not self.defects
 
 
@@ -329,7 +340,11 @@ class ParityReport:
             held = f"{len(self.claims) - len(wrong)} of {len(self.claims)}"
             lines += [f"What the bundle says of itself: {held} as the run has it", *wrong]
         for item in self.decisions:
-            lines += [self._search(item), *(f"  {tie}" for tie in item.ties)]
+            lines.append(self._search(item))
+            differences = [*item.ties, *item.tolerated]
+            lines += [f"  {difference}" for difference in differences[:FIRST_DIFFERENCES]]
+            if (rest := len(differences) - FIRST_DIFFERENCES) > 0:
+                lines.append(f"  and {rest:,} more; --json lists them")
         lines += map(str, self.task_metrics)
         if self.cross_check:
             lines += ["", "Other runtimes, which do not decide the verdict:"]
@@ -352,6 +367,8 @@ class ParityReport:
         for found, noun in ((item.ties, "tie"), (item.defects, "defect")):
             if found:
                 counts.append(f"{len(found):,} {noun}{'s' if len(found) > 1 else ''}")
+        if item.tolerated:
+            counts.append(f"{len(item.tolerated):,} within the precision's tolerance")
         if item.score_ratio:
             limit = f"{self.tolerance.factor:g}"
             counts.append(f"score error {item.score_ratio:.2f} times torch's own (limit {limit})")

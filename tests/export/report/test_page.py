@@ -309,7 +309,7 @@ def test_many_failures_are_cut_and_the_rest_is_counted() -> None:
 
 
 def test_a_record_of_another_schema_is_refused() -> None:
-    with pytest.raises(InputError, match="of schema 2, found schema 1; verify again"):
+    with pytest.raises(InputError, match="of schema 3, found schema 1; verify again"):
         render_page({**passed().to_dict(), "schema": 1})
 
 
