@@ -288,6 +288,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     """
     checkpoint, text, target = (options[name] for name in ("checkpoint", "text", "target"))
     search = given(options, GenerationOptions, leave_out=TOKENS)
+    GenerationOptions(**search)  # refuse a conflict before the bundle is opened
     of_torch = ("text", "target", "self_test", "cross_check", "replay", "batch_rows", *search)
     reason = "without torch only the recorded answers are compared"
     require_option(options, "checkpoint", for_options=of_torch, reason=reason)

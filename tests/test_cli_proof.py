@@ -98,6 +98,9 @@ def test_a_certificate_covers_what_was_verified(
     assert report["settings"]["batch_rows"] == 65
     assert call(*run, *search).exit_code == 0
     assert call(*run, "--batch-rows", "65").exit_code == 0
+    conflict = call(*verify, "--beam", "3", "--sample")
+    assert conflict.exit_code == 2
+    assert "sample and beam=3 exclude each other" in conflict.stderr
     alone = call("verify", bundle, *search)
     assert alone.exit_code == 2
     assert "--beam needs --checkpoint" in alone.stderr
