@@ -30,7 +30,8 @@ FOLDER = "certificates"
 FORMAT = 3
 Strength = Literal["run", "recorded"]
 # Fields of GenerationOptions that make no other search of one: how long and with which seed it runs
-# decides no code path, and scores are left out only where the tokens are compared too.
+# decides no code path, and scores are left out only where the tokens are compared too. n_best and
+# prefix are compared apart.
 SAME_SEARCH = ("max_length", "seed", "scores", "n_best", "prefix")
 
 
@@ -108,7 +109,7 @@ class Certificate:
     @property
     def strength(self) -> Strength:
         """Whether torch was compared, or only its recorded answers."""
-        return "run" if self.against == "the run" else "recorded"
+        return _strength(self.against)
 
     def covers(self, options: GenerationOptions) -> bool:
         """Whether a search like this was verified."""
@@ -127,8 +128,13 @@ class Certificate:
             record = json.loads(text)
             if (found := record.pop("format")) != FORMAT:
                 raise ValueError(f"format {found!r}, expected {FORMAT}")
-            return cls(**{**record, "cell": Cell(**record["cell"])})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            certificate = cls(**{**record, "cell": Cell(**record["cell"])})
+            for item in certificate.searches:
+                GenerationOptions(**options_of_json(item))
+            if type(certificate.batch_rows) is not int or certificate.batch_rows < 1:
+                raise ValueError(f"batch_rows {certificate.batch_rows!r}, expected at least 1")
+            return certificate
+        except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
             raise InputError(
                 f"{origin} is not a certificate ({type(error).__name__}: {error}); remove it, and "
                 "verify the bundle again"
@@ -162,6 +168,10 @@ class Certificate:
         if self.manifest != sha256(bundle.folder / MANIFEST):
             return f"{MANIFEST} is not the one that was verified"
         return ""
+
+
+def _strength(against: str) -> Strength:
+    return "run" if against == "the run" else "recorded"
 
 
 def check_date(date: str) -> None:
@@ -220,8 +230,7 @@ def certify(
     check_date(date)
     against = str(report.settings["against"])
     if report.passed and not force:
-        strength: Strength = "run" if against == "the run" else "recorded"
-        require_no_stronger(bundle, variant, options, strength)
+        require_no_stronger(bundle, variant, options, _strength(against))
     cell = Cell.of(variant, options)
     path = bundle.folder / FOLDER / _file_name(cell)
     try:

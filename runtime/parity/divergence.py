@@ -98,33 +98,51 @@ class Tally:
 
         Args:
             batch: The expected answers.
-            answers: The hypotheses of each source, once for each time that it was answered; one
-                that differs is counted.
+            answers: The hypotheses of each source, once for each time that it was answered; the
+                worst of them is counted.
             explain: Explains other tokens.
         """
         for place, (row, times) in enumerate(zip(batch.rows, answers, strict=True)):
             wanted = batch.hypotheses[place]
-            other = (found for found in times if _differ(wanted, found, reasons=batch.reasons))
-            if (found := next(other, None)) is not None:
-                self.best[row] = wanted[0], found[0]
-                self.differ(*explain(row, batch.sources[place], wanted, found))
-                continue
-            self.best[row] = wanted[0], times[0][0]
+            same: list[Sequence[Hypothesis]] = []
+            others: dict[tuple[tuple[int, ...], ...], Sequence[Hypothesis]] = {}
+            for found in times:
+                if _differ(wanted, found, reasons=batch.reasons):
+                    others.setdefault(tuple(item.tokens for item in found), found)
+                else:
+                    same.append(found)
             errors = [
                 abs(item.score - score)
-                for found in (times if batch.scores else ())
+                for found in (same if batch.scores else ())
                 for item, score in zip(found, batch.scores[place], strict=True)
             ]
-            self.agree(row, errors, batch.score_error)
+            # A tie at one time excuses no defect at another.
+            explained = [
+                (*explain(row, batch.sources[place], wanted, found), found)
+                for found in others.values()
+            ]
+            worst = min(explained, key=lambda item: (item[1], item[0].tie), default=None)
+            if worst is None or (worst[1] and same and not self._within(errors, batch.score_error)):
+                self.best[row] = wanted[0], same[0][0]
+                self.agree(row, errors, batch.score_error)
+            else:
+                difference, allowed, found = worst
+                self.best[row] = wanted[0], found[0]
+                self.differ(difference, allowed)
+
+    def _within(self, errors: Sequence[float], own: float) -> bool:
+        """Whether the errors of scores are within the budget."""
+        # Unlike max(), np.max keeps NaN: a row that fails on both sides proves nothing.
+        return float(np.max(errors, initial=0.0)) <= self._factor * own
 
     def agree(self, row: int, errors: Sequence[float], own: float) -> None:
         """Counts a row with the expected tokens, given the errors of its scores and torch's own."""
         self._rows += 1
         self._identical += 1
-        # Unlike max(), np.max keeps NaN: a row that fails on both sides proves nothing.
-        largest, budget = float(np.max(errors, initial=0.0)), self._factor * own
-        if not largest <= budget:
-            message = f"a score is {largest:.2e} nats from the oracle's (limit {budget:.2e})"
+        largest = float(np.max(errors, initial=0.0))
+        if not self._within(errors, own):
+            limit = self._factor * own
+            message = f"a score is {largest:.2e} nats from the oracle's (limit {limit:.2e})"
             self._defects.append(Difference(row, message))
         self._score_error = float(np.maximum(self._score_error, largest))
         self._score_ratio = float(np.maximum(self._score_ratio, largest / own))

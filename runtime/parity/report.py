@@ -65,7 +65,9 @@ class Difference:
     @property
     def tie(self) -> bool:
         """Whether rounding in float32 explains it, so that either choice is right."""
-        return None not in (self.margin, self.rounding) and self.margin <= self.rounding  # type: ignore[operator]
+        return (
+            self.margin is not None and self.rounding is not None and self.margin <= self.rounding
+        )
 
     def __str__(self) -> str:
         return f"row {self.row}: {self.message}"

@@ -14,11 +14,19 @@ from transferry.build_model.transformer import Transformer
 from transferry.export.parity.oracle import Oracle
 from transferry.export.torch_model import TorchDecoder, TorchState
 from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search
 from transferry.runtime.parity.compare import Tolerance
-from transferry.runtime.parity.divergence import Divergence, Explainer, forced, scored_tokens
-from transferry.runtime.parity.report import Decisions
+from transferry.runtime.parity.divergence import (
+    Divergence,
+    ExpectedAnswers,
+    Explainer,
+    Tally,
+    forced,
+    scored_tokens,
+)
+from transferry.runtime.parity.report import Decisions, Difference
 from transferry.runtime.tokenizer.byte_pair import SOURCES
 
 Array = NDArray[Any]
@@ -236,6 +244,52 @@ def test_allowance_follows_the_tolerance(
     assert shown.rounding == pytest.approx(strict.allowed)
     assert loose.margin == strict.margin
     assert loose.allowed == pytest.approx(4e5 / Tolerance.factor * strict.allowed)
+
+
+TIE, TOLERATED, DEFECT = 5, 6, 7  # tokens of answers that differ from token 4
+
+
+@pytest.mark.parametrize(
+    ("times", "counted"),
+    [
+        ([4, 4], "identical"),
+        ([4, TIE], "ties"),
+        ([TIE, TOLERATED], "tolerated"),
+        ([TIE, DEFECT], "defects"),
+        ([4, TOLERATED, DEFECT], "defects"),
+        ([DEFECT, TIE, 4], "defects"),
+    ],
+)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_of_several_answers_the_worst_is_counted(
+    times: list[int], counted: str, reverse: bool
+) -> None:
+    """A tie at one time excuses no defect at another."""
+    tally = Tally("greedy", Tolerance())
+
+    def explain(row: int, source: Any, wanted: Any, found: Any) -> tuple[Difference, bool]:
+        token = found[0].tokens[0]
+        margins = {TIE: 1e-9, TOLERATED: 1e-3, DEFECT: 1.0}
+        return Difference(row, "", margins[token], 1e-2, 1e-6), token != DEFECT
+
+    answers = [[Hypothesis((token,), -1.0, -1.0, "end")] for token in times]
+    batch = ExpectedAnswers([0], [[9]], [[Hypothesis((4,), -1.0, -1.0, "end")]], [[-1.0]], 1e-6)
+    tally.add(batch, [answers[::-1] if reverse else answers], explain)
+    found = tally.decisions()
+    counts = {name: len(getattr(found, name)) for name in ("ties", "tolerated", "defects")}
+    assert {**counts, "identical": found.identical} == {
+        name: int(name == counted) for name in (*counts, "identical")
+    }
+
+
+def test_a_tie_excuses_no_wrong_score() -> None:
+    tally = Tally("greedy", Tolerance())
+    answers = [
+        [Hypothesis((token,), score, score, "end")] for token, score in ((5, -1.0), (4, 9.0))
+    ]
+    batch = ExpectedAnswers([0], [[9]], [[Hypothesis((4,), -1.0, -1.0, "end")]], [[-1.0]], 1e-6)
+    tally.add(batch, [answers], lambda *row: (Difference(0, "", 0.0, 1.0, 1.0), True))
+    assert len(tally.decisions().defects) == 1
 
 
 def test_later_step_is_found(checkpoint: Checkpoint, source: list[int], last: int) -> None:

@@ -329,6 +329,24 @@ def test_a_date_is_a_date(folder: Path, date: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("searches", [{"beam": 0}]),
+        ("searches", [{"width": 4}]),
+        ("searches", [3]),
+        ("searches", 3),
+        ("batch_rows", 0),
+        ("batch_rows", "64"),
+    ],
+)
+def test_a_certificate_of_no_search_is_named(folder: Path, name: str, value: Any) -> None:
+    (path,) = (folder / FOLDER).iterdir()
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), name: value}), encoding="utf-8")
+    with pytest.raises(InputError, match=r"json is not a certificate.*verify the bundle again"):
+        Engine.load(folder)
+
+
+@pytest.mark.parametrize(
     "text", ["", "{}", "[]", '{"format": 1}', '{"format": 2, "cell": {}}', "\0\1"]
 )
 def test_what_is_no_certificate_is_named(folder: Path, text: str) -> None:
