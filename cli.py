@@ -235,7 +235,7 @@ def export(
     epilog="""\b
 Example:
   transferry verify bundles/ende --checkpoint runs/ende --text test.en.gz --certify 2026-11-21
-  transferry verify bundles/ende --variant portable --checkpoint runs/ende --self-test
+  transferry verify bundles/ende --checkpoint runs/ende --text text.en --self-test
   transferry verify bundles/ende --json        # on a host without torch
 """
 )

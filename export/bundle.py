@@ -14,12 +14,20 @@ from transferry.export.backends.backends import ReferenceBackend
 from transferry.export.backends.plain_decoder import plain_model
 from transferry.export.graphs.external_data import write_graphs
 from transferry.export.graphs.graph import Graph
-from transferry.export.optimise.calibration import Calibration
+from transferry.export.optimise.calibration import CALIBRATION, Calibration
 from transferry.export.optimise.calibration import calibrate as calibrate_model
 from transferry.export.parity.cases import fitting, random_sources, room, source_of
 from transferry.export.parity.claims import default_generation
 from transferry.export.parity.oracle import Oracle
-from transferry.export.variants import PORTABLE, describe, make_variant, recipe_of
+from transferry.export.variants import (
+    PORTABLE,
+    RECIPES,
+    describe,
+    make_variant,
+    recipe_of,
+    reference_file,
+)
+from transferry.export.verify import verify_against
 from transferry.runtime.bundle import MANIFEST, REFERENCE, Bundle, FileRecord, Manifest, Variant
 from transferry.runtime.decoding.options import options_of_json
 from transferry.runtime.errors import ParityError, UsageError
@@ -36,6 +44,7 @@ MADE_BY = ("transferry", "torch", "onnx", "onnxscript", "onnxruntime", "onnxrunt
 # Recorded searches: sources, and maximum tokens of a target.
 RECORDED_SOURCES = 8
 RECORDED_LENGTH = 64
+JUDGED = 64  # sentences that an int8 variant must answer like torch
 
 
 def export_bundle(
@@ -90,6 +99,11 @@ def export_bundle(
         checkpoint.tokenizer.save(folder)
         say("recording reference answers of torch")
         _reference(checkpoint, texts).save(folder / REFERENCE)
+        for name in made:
+            path = folder / reference_file(RECIPES[name])
+            if calibration is not None and not path.exists():
+                calibration.save(path.with_name(CALIBRATION))
+                _reference(checkpoint, texts, calibration).save(path)
         bundle = Bundle(folder, _manifest(checkpoint, made, folder), checkpoint.tokenizer)
         say("verifying")
         check_graphs(bundle)
@@ -98,6 +112,11 @@ def export_bundle(
                 say(f"variant {variant.name} is not verified: {obstacle.missing}")
                 continue
             check_bundle(bundle, variant).require()
+            if variant.precision == "int8":
+                # 8 bits are judged by what they do to answers, as `verify` does.
+                model = open_model(bundle, variant, SessionOptions())
+                like = fitting([*texts, *calibrate], checkpoint.tokenizer, checkpoint.model.config)
+                verify_against(checkpoint, bundle, model, like[:JUDGED]).require()
         # Last, so that an unverified bundle can never be loaded.
         with atomic_file(folder / MANIFEST) as file:
             file.write(bundle.manifest.to_json().encode())
@@ -132,7 +151,7 @@ def check_bundle(
     variant = variant or bundle.variant()
     tolerance = tolerance or Tolerance.of(variant.precision)
     provider: Provider = "cpu" if "cpu" in variant.providers else "cuda"
-    reference = Reference.load(bundle.folder / REFERENCE)
+    reference = Reference.load(bundle.folder / variant.reference)
     special = bundle.tokenizer.special
     model = open_model(bundle, variant, SessionOptions(provider))
     comparisons, decisions = check_reference(
@@ -162,11 +181,13 @@ def _sources(checkpoint: Checkpoint, texts: Sequence[str]) -> list[list[int]]:
     ]
 
 
-def _reference(checkpoint: Checkpoint, texts: Sequence[str]) -> Reference:
+def _reference(
+    checkpoint: Checkpoint, texts: Sequence[str], calibration: Calibration | None = None
+) -> Reference:
     """Returns torch's answers to the first texts that fit, or to random tokens."""
     config, special = checkpoint.model.config, checkpoint.tokenizer.special
     sources = _sources(checkpoint, texts)[:RECORDED_SOURCES]
-    oracle = Oracle(checkpoint.model, special, Tolerance())
+    oracle = Oracle(checkpoint.model, special, Tolerance(), calibration=calibration)
     return oracle.record(
         sources or random_sources(config, RECORDED_SOURCES),
         RECORDED_LENGTH,

@@ -31,7 +31,11 @@ class TorchState:
 
 
 class TorchDecoder:
-    """`Decoder` in the model's own precision: float32 as trained, float64 as the oracle."""
+    """`Decoder` in the model's own precision: float32 as trained, float64 as the oracle.
+
+    Attributes:
+        encoder: The same for a model without a decoder.
+    """
 
     shares_cache = False
 
@@ -39,6 +43,7 @@ class TorchDecoder:
         self.model = model.eval()
         self.vocabulary_size = model.config.vocabulary_size
         self.has_encoder = bool(model.config.encoder_layers)
+        self.encoder = TorchEncoder(model)
 
     @classmethod
     def oracle(cls, model: Transformer) -> TorchDecoder:

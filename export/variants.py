@@ -25,7 +25,7 @@ from transferry.export.optimise.screening import (
     segment_maxima_graph,
 )
 from transferry.export.optimise.top_k import top_k_graph
-from transferry.runtime.bundle import CacheSpec, Variant
+from transferry.runtime.bundle import REFERENCE, CacheSpec, Variant
 from transferry.runtime.errors import ParityError, UsageError
 
 PORTABLE = "portable"
@@ -94,6 +94,11 @@ def make_variant(
     return {key: graph.at(f"{recipe.prefix}{graph.spec.file}") for key, graph in graphs.items()}
 
 
+def reference_file(recipe: Recipe) -> str:
+    """Returns the file of the answers that a variant is compared with, inside the bundle."""
+    return f"{recipe.prefix}{REFERENCE}" if recipe.precision == "int8" else REFERENCE
+
+
 def describe(name: str, graphs: Mapping[str, Graph]) -> Variant:
     """Returns a variant's entry in the manifest, once its graphs are on disk."""
     recipe, specs = RECIPES[name], {key: graph.spec for key, graph in graphs.items()}
@@ -102,7 +107,14 @@ def describe(name: str, graphs: Mapping[str, Graph]) -> Variant:
     if "decoder" in specs:
         cache = CacheSpec(recipe.fused, specs["decoder"].tensor("past").type)
     fixed = (name, recipe.precision, recipe.providers, opset)
-    return Variant(*fixed, specs, cache, top_k="top_k" in specs, screen=screen_tensors(graphs))
+    return Variant(
+        *fixed,
+        specs,
+        cache,
+        top_k="top_k" in specs,
+        screen=screen_tensors(graphs),
+        reference=reference_file(recipe),
+    )
 
 
 def _fused_graphs(

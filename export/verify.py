@@ -15,7 +15,14 @@ from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.backends.cross_check import RUNTIMES, run_cross_check
 from transferry.export.debug.localise import localise
 from transferry.export.faults.self_test import self_test
-from transferry.export.parity.cases import largest_batch, random_sources, source_of, sweep
+from transferry.export.optimise.calibration import Calibration
+from transferry.export.parity.cases import (
+    largest_batch,
+    random_sources,
+    single_tokens,
+    source_of,
+    sweep,
+)
 from transferry.export.parity.claims import (
     default_generation,
     manifest_claims,
@@ -23,6 +30,7 @@ from transferry.export.parity.claims import (
     require_exported_from,
 )
 from transferry.export.parity.oracle import Oracle, TextParity
+from transferry.export.parity.stored_weights import weights_claim
 from transferry.export.parity.task_metrics import BUDGETS, TaskBudget, token_agreement, translation
 from transferry.export.variants import PORTABLE, RECIPES
 from transferry.runtime.bundle import Bundle
@@ -71,28 +79,36 @@ def verify_against(
         done: Called with the steps finished and their total.
 
     Raises:
-        UsageError: The cross-check or the self-test of another variant than the portable one.
+        UsageError: The cross-check of another variant than the portable one.
         InputError: A text is empty or longer than the model's positions, run and bundle differ in
             tokenizer or shape, or the targets do not fit the texts.
     """
     require_exported_from(checkpoint, bundle)
     config, variant = checkpoint.model.config, model.variant
-    if variant.name != PORTABLE and (cross_check or plant_faults):
+    if variant.name != PORTABLE and cross_check:
         raise UsageError(
-            f"the cross-check and the self-test need variant {PORTABLE}, whose graphs any runtime "
-            f"can run, not {variant.name}: add --variant {PORTABLE}"
+            f"the cross-check needs variant {PORTABLE}, whose graphs any runtime can run, not "
+            f"{variant.name}: add --variant {PORTABLE}"
         )
     # Not what the bundle says: a lower precision would widen the tolerance.
     recipe = RECIPES.get(variant.name)
     precision = recipe.precision if recipe else "float32"
     tolerance = Tolerance.of(precision)
-    oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, tolerance)
-    claims = [*manifest_claims(checkpoint, bundle), recorded_claim(bundle, oracle)]
+    calibration = Calibration.of(bundle, variant) if precision == "int8" else None
+    special = checkpoint.tokenizer.special
+    oracle = Oracle(checkpoint.model, special, tolerance, calibration=calibration)
+    claims = [
+        *manifest_claims(checkpoint, bundle),
+        recorded_claim(bundle, variant, oracle),
+        weights_claim(checkpoint.model, bundle, variant, calibration),
+    ]
     batches = batches or model.batches
     if search is None and default_generation(checkpoint).keys() & {"beam", "n_best", "sample"}:
         search = {}  # what the bundle does by default is none of the standard searches
     text = replace(_text_parity(checkpoint, oracle, texts, targets, batches), given=search)
     cases = [*sweep(config), largest_batch(config, batches.rows)]
+    if calibration is not None:
+        cases += single_tokens(config)
     total = len(cases) + text.rows(variant) + (RUNTIMES if cross_check else 0)
     oracle.done = _counter(total, done)
     comparisons = oracle.numbers(model, cases)
@@ -188,15 +204,18 @@ def _settings(
 def _task_metrics(
     checkpoint: Checkpoint, text: TextParity, targets: Sequence[str] | None, budget: TaskBudget
 ) -> list[TaskMetric]:
-    """Metrics of the answers to text; none for an encoder-only model."""
-    if not text.best:
+    """Metrics of the answers to text; none without text."""
+    if not text.forcing.tokens:
         return []
-    metrics = [token_agreement(text.best["greedy"], budget.agreement)]
+    choice = text.forcing.worst_choice(budget.choice)
+    if not text.best:  # without a decoder: of the tokens that are filled in
+        return [text.forcing.agreement(budget.agreement), choice]
+    metrics = [token_agreement(text.best["greedy"], budget.agreement), choice]
     if targets is not None:
         metrics += [
             translation(checkpoint.tokenizer, name, text.best[name], targets, budget.bleu)
             for name in ("greedy", "beam 4")
         ]
-    if text.forcing.tokens and text.fed is not None:
+    if text.fed is not None:
         metrics.append(text.forcing.perplexity(budget.perplexity))
     return metrics

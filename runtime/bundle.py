@@ -32,7 +32,7 @@ from transferry.runtime.hardware import usable_cores
 from transferry.runtime.tables import table
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 
-FORMAT = 7
+FORMAT = 8
 MANIFEST = "manifest.json"
 REFERENCE = "reference.npz"
 # Graphs of a variant whose steps return a longer cache, by architecture.
@@ -172,6 +172,8 @@ class Variant:
         top_k: Whether a graph ranks tokens on the device, so that few numbers leave it.
         screen: Weights of the LM head that `ScreenedArgmax` reads, by its parameters; empty if
             greedy search computes all logits.
+        reference: The file of torch's recorded answers; an int8 variant has one of its own, made by
+            torch with the same rounding to integers.
     """
 
     name: str
@@ -182,6 +184,7 @@ class Variant:
     cache: CacheSpec | None = None
     top_k: bool = False
     screen: Mapping[str, StoredTensor] = field(default_factory=dict)
+    reference: str = REFERENCE
 
     @property
     def exact(self) -> bool:
@@ -315,6 +318,8 @@ def _check_graphs(manifest: Manifest) -> None:
         for graph in variant.graphs.values():
             if graph.file not in manifest.files:
                 raise ValueError(f"graph {graph.file!r} is not among its files")
+        if variant.reference not in manifest.files:
+            raise ValueError(f"its record {variant.reference!r} is not among its files")
         for tensor in variant.screen.values():
             if tensor.file not in manifest.files:
                 raise ValueError(f"file {tensor.file!r} of a weight is not among its files")
@@ -341,6 +346,7 @@ def _variant(record: dict[str, Any]) -> Variant:
             name: StoredTensor(**{**tensor, "shape": tuple(tensor["shape"])})
             for name, tensor in record["screen"].items()
         },
+        record["reference"],
     )
 
 

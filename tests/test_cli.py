@@ -264,7 +264,7 @@ class TestTrain:
         verified = call(*verify, "--json")
         assert verified.exit_code == 0, verified.stderr
         assert json.loads(verified.stdout)["settings"]["variant"] == "cpu-fp32"
-        refused = call(*verify, "--self-test")
+        refused = call(*verify, "--cross-check")
         assert refused.exit_code == 2
         assert "not cpu-fp32: add --variant portable" in refused.stderr
         answered = call("run", bundle, text, "-o", out, "--max-length", "12")

@@ -128,15 +128,18 @@ class BundleCopy:
         )
 
     def named(self, name: str) -> list[ir.Value]:
-        """Returns a weight, by its name in the torch model, in each graph that has it."""
-        key = f"model.{name}"
+        """Returns a weight in each graph that has it.
+
+        The name is that of the torch model, or one that the export gave.
+        """
         found = [
             model.graph.initializers[key]
             for model in self.graphs.values()
+            for key in (f"model.{name}", name)
             if key in model.graph.initializers
         ]
         if not found:
-            raise self.absent(f"the weight {key}")
+            raise self.absent(f"the weight {name}")
         return found
 
     def names(self) -> list[str]:

@@ -26,21 +26,26 @@ class Fault:
         kind: Its name in the report.
         plant: Plants it in a copy and describes what was changed, and where.
         applies: Whether a model of this shape can have it.
+        everywhere: Whether any variant can have it; else it is planted in graphs as torch's
+            exporter writes them.
     """
 
     kind: str
     plant: Plant
-    applies: Applies
+    applies: Applies = lambda config: True
+    everywhere: bool = False
 
 
 class Faults(list[Fault]):
     """Kinds of fault, in the order of the report."""
 
-    def kind(self, kind: str, applies: Applies = lambda config: True) -> Callable[[Plant], Plant]:
+    def kind(
+        self, kind: str, applies: Applies = lambda config: True, *, everywhere: bool = False
+    ) -> Callable[[Plant], Plant]:
         """Decorates the function that plants a kind; see `Fault`."""
 
         def register(plant: Plant) -> Plant:
-            self.append(Fault(kind, plant, applies))
+            self.append(Fault(kind, plant, applies, everywhere))
             return plant
 
         return register

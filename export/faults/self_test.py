@@ -18,10 +18,13 @@ from transferry.build_model.config import ModelConfig
 from transferry.export.faults import graph_faults, weight_faults
 from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.faults.fault import Fault, rare_tokens
+from transferry.export.faults.variant_faults import variant_faults
+from transferry.export.optimise.calibration import Calibration
 from transferry.export.parity.cases import (
     largest_batch,
     random_case,
     random_cases,
+    single_tokens,
     sizes,
     vocabulary,
 )
@@ -32,7 +35,9 @@ from transferry.export.parity.claims import (
     require_exported_from,
 )
 from transferry.export.parity.oracle import SEARCHES, Oracle, TextParity
-from transferry.runtime.bundle import REFERENCE, Bundle
+from transferry.export.parity.stored_weights import WEIGHTS, weights_claim
+from transferry.export.variants import PORTABLE
+from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError, ParityError, ProviderError, TransferryError
 from transferry.runtime.ort.encoder import EncoderModel
@@ -50,6 +55,7 @@ from transferry.runtime.parity.compare import (
 )
 from transferry.runtime.parity.divergence import ExpectedAnswers, Explainer, Tally
 from transferry.runtime.parity.report import Decisions, PlantedFault
+from transferry.runtime.parity.self_consistency import self_consistency
 
 FAULTS: tuple[Fault, ...] = (*weight_faults.FAULTS, *graph_faults.FAULTS)
 LONGEST_ANSWER = 32
@@ -60,9 +66,13 @@ ROUNDING = 8.0
 FELL_BACK = "a provider that fell back"
 
 
-def faults_of(config: ModelConfig) -> list[Fault]:
-    """Returns the kinds of fault that a model of this shape can have."""
-    return [fault for fault in FAULTS if fault.applies(config)]
+def faults_of(copy: BundleCopy) -> list[Fault]:
+    """Returns the kinds of fault that a variant can have."""
+    portable = copy.variant.name == PORTABLE
+    found = [
+        fault for fault in FAULTS if fault.applies(copy.config) and (portable or fault.everywhere)
+    ]
+    return [*found, *variant_faults(copy)]
 
 
 def self_test(
@@ -88,12 +98,12 @@ def self_test(
         InputError: A fault cannot be planted: the graphs are not those that this version exports.
     """
     gate = Gate(checkpoint, bundle, model, sources, tolerance)
-    faults = faults_of(checkpoint.model.config)
     planted = [_fallen_back(bundle.graph(next(iter(model.variant.graphs.values()))))]
-    done(1, len(faults) + 1)
     with tempfile.TemporaryDirectory(prefix="transferry-") as name:
         # Rewritten like the others, so that the rewriting itself is not what is caught.
         honest = BundleCopy(bundle, model.variant, Path(name, "honest"))
+        faults = faults_of(honest)
+        done(1, len(faults) + 1)
         honest.rewrite()
         honest.seal()
         if caught := gate.check(honest.folder):
@@ -106,7 +116,8 @@ def self_test(
             where = fault.plant(copy)
             copy.seal()
             caught = gate.check(copy.folder)
-            changes = bool(caught) or gate.changes(copy.folder)
+            # A stored weight may differ by less than any answer shows.
+            changes = caught not in ("", WEIGHTS) or gate.changes(copy.folder)
             planted.append(PlantedFault(fault.kind, where, changes, caught))
             shutil.rmtree(copy.folder)
             done(number, len(faults) + 1)
@@ -138,12 +149,17 @@ class Gate:
     ) -> None:
         self._checkpoint = checkpoint
         self._honest = model
-        self._oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, tolerance)
+        int8 = model.variant.precision == "int8"
+        self._calibration = Calibration.of(bundle, model.variant) if int8 else None
+        special = checkpoint.tokenizer.special
+        self._oracle = Oracle(checkpoint.model, special, tolerance, calibration=self._calibration)
         self._config = checkpoint.model.config
         self._generation = default_generation(checkpoint)
-        self._recorded = bundle.manifest.files[REFERENCE]
+        self._recorded = bundle.manifest.files[model.variant.reference]
         self._sources = sources
         cases = brief_sweep(self._config, model.batches.rows)
+        if int8:
+            cases += single_tokens(self._config)
         self._truths = [(case, self._oracle.truth(case)) for case in cases]
 
     def check(self, folder: Path) -> str:
@@ -157,8 +173,8 @@ class Gate:
         except InputError:
             return "tokenizer"
         claims = manifest_claims(self._checkpoint, bundle)
-        if bundle.manifest.files[REFERENCE] != self._recorded:
-            claims.append(recorded_claim(bundle, self._oracle))
+        if bundle.manifest.files[self._honest.variant.reference] != self._recorded:
+            claims.append(recorded_claim(bundle, self._honest.variant, self._oracle))
         for claim in claims:
             if claim.problem:
                 return claim.name
@@ -167,9 +183,13 @@ class Gate:
         except TransferryError:
             return "session"
         try:
-            return next(filter(None, map(_failed, self._checks(model))), "")
+            failed = next(filter(None, map(_failed, self._checks(model))), "")
         except InputError:
             return "running"
+        # Last, to show what the answers alone tell.
+        variant = bundle.variant(self._honest.variant.name)
+        same = weights_claim(self._checkpoint.model, bundle, variant, self._calibration)
+        return failed or (same.name if same.problem else "")
 
     def _open(self, bundle: Bundle) -> Model:
         return open_model(bundle, self._honest.variant, self._honest.options)
@@ -177,6 +197,7 @@ class Gate:
     def _checks(self, model: Model) -> Iterator[Decisions | list[Comparison]]:
         for case, truth in self._truths:
             yield compare(case, truth, observe(model, case), self._oracle.tolerance)
+            yield self_consistency(model, case)
         yield from self._text(self._sources).check(model)
 
     def _text(self, sources: Sequence[Sequence[int]]) -> TextParity:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transferry.build_model.transformer import Transformer
 from transferry.export.faults.bundle_copy import BundleCopy, Change
 from transferry.export.faults.fault import Faults, first, given, last, rare_tokens, stack, tables
-from transferry.runtime.bundle import MANIFEST, REFERENCE
+from transferry.runtime.bundle import MANIFEST
 from transferry.runtime.parity.compare import Truth
 from transferry.runtime.parity.recorded import Reference
 from transferry.runtime.tokenizer.special_tokens import SETTINGS_FILE, read_settings
@@ -219,14 +219,14 @@ def _reversed(copy: BundleCopy) -> str:
 # What the bundle says of itself.
 
 
-@FAULTS.kind("another default of generation")
+@FAULTS.kind("another default of generation", everywhere=True)
 def _generation(copy: BundleCopy) -> str:
     shorter = {**copy.manifest.generation, "max_length": 1}
     copy.manifest = dataclasses.replace(copy.manifest, generation=shorter)
     return f"{MANIFEST}: max_length 1"
 
 
-@FAULTS.kind("a precision that allows larger errors")
+@FAULTS.kind("a precision that allows larger errors", everywhere=True)
 def _precision(copy: BundleCopy) -> str:
     name = copy.variant.name
     wider = dataclasses.replace(copy.manifest.variants[name], precision="bfloat16")
@@ -236,51 +236,51 @@ def _precision(copy: BundleCopy) -> str:
 
 
 def _rerecord(copy: BundleCopy, change: Callable[[Truth], Truth]) -> None:
-    path = copy.folder / REFERENCE
+    path = copy.folder / copy.variant.reference
     reference = Reference.load(path)
     cases = [(case, change(truth)) for case, truth in reference.cases]
     dataclasses.replace(reference, cases=cases).save(path)
-    copy.write(REFERENCE, path.read_bytes())
+    copy.write(copy.variant.reference, path.read_bytes())
 
 
-@FAULTS.kind("other recorded answers")
+@FAULTS.kind("other recorded answers", everywhere=True)
 def _recorded_answers(copy: BundleCopy) -> str:
     def doubled(truth: Truth) -> Truth:
         oracle = {name: 2 * tensor for name, tensor in truth.oracle.items()}
         return dataclasses.replace(truth, oracle=oracle)
 
     _rerecord(copy, doubled)
-    return f"{REFERENCE}: every tensor twice as large"
+    return f"{copy.variant.reference}: every tensor twice as large"
 
 
-@FAULTS.kind("recorded errors that allow larger ones")
+@FAULTS.kind("recorded errors that allow larger ones", everywhere=True)
 def _recorded_errors(copy: BundleCopy) -> str:
     def wider(truth: Truth) -> Truth:
         errors = {name: 1e4 * max(error, 2.0**-23) for name, error in truth.errors.items()}
         return dataclasses.replace(truth, errors=errors)
 
     _rerecord(copy, wider)
-    return f"{REFERENCE}: torch's own errors times 10,000"
+    return f"{copy.variant.reference}: torch's own errors times 10,000"
 
 
 # Files.
 
 
-@FAULTS.kind("truncated external data")
+@FAULTS.kind("truncated external data", everywhere=True)
 def _truncated(copy: BundleCopy) -> str:
     name = copy.weights_file()
     copy.truncate(name, vouched=False)
     return f"{name} ends in the middle; the manifest is as it was"
 
 
-@FAULTS.kind("truncated external data, hashes agreeing")
+@FAULTS.kind("truncated external data, hashes agreeing", everywhere=True)
 def _truncated_before_hashing(copy: BundleCopy) -> str:
     name = copy.weights_file()
     copy.truncate(name, vouched=True)
     return f"{name} ends in the middle, and the manifest says so"
 
 
-@FAULTS.kind("another tokenizer")
+@FAULTS.kind("another tokenizer", everywhere=True)
 def _tokenizer(copy: BundleCopy) -> str:
     if (copy.folder / RANKS_FILE).is_file():
         lines = (copy.folder / RANKS_FILE).read_bytes().splitlines(keepends=True)

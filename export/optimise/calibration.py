@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,15 @@ from torch.overrides import TorchFunctionMode
 from transferry.build_model.transformer import Transformer
 from transferry.export.optimise.kv_scales import KVRanges, KVScales, fold_kv_scales
 from transferry.export.torch_model import TorchDecoder
+from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError
+from transferry.runtime.files import atomic_file, open_arrays
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
+CALIBRATION = "calibration.npz"  # beside the graphs of an int8 variant
+KINDS = "keys", "values"
 BINS = 2048
 CLIPS = 100  # ranges tried: equal steps up to the largest value
 BATCH = 32  # sentences searched together
@@ -59,6 +65,33 @@ class Calibration:
 
     activations: Mapping[str, Activation]
     kv_scales: Mapping[str, KVScales]
+
+    def save(self, path: Path) -> None:
+        """Writes the measurements; the same ones give the same bytes."""
+        index = {name: asdict(each) for name, each in self.activations.items()}
+        arrays = {"activations": np.frombuffer(json.dumps(index).encode(), np.uint8)}
+        for name, scales in self.kv_scales.items():
+            for kind in KINDS:
+                arrays[f"{name}/{kind}"] = getattr(scales, kind).numpy()
+        with atomic_file(path) as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, bundle: Bundle, variant: Variant) -> Calibration:
+        """Reads the calibration of an int8 variant; raises InputError as `load` does."""
+        return cls.load((bundle.folder / variant.reference).with_name(CALIBRATION))
+
+    @classmethod
+    def load(cls, path: Path) -> Calibration:
+        """Reads a file of `save`; raises InputError if it is missing or damaged."""
+        with open_arrays(path, "the calibration of a variant", "export the bundle again") as file:
+            index = json.loads(file["activations"].tobytes())
+            names = [name.removesuffix("/keys") for name in file.files if name.endswith("/keys")]
+            scales = {
+                name: KVScales(*(torch.from_numpy(file[f"{name}/{kind}"]) for kind in KINDS))
+                for name in names
+            }
+            return cls({name: Activation(**each) for name, each in index.items()}, scales)
 
 
 class Histogram:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ MOST_LOGITS = 1 << 24
 LARGEST_LOGITS = 1 << 26  # of the largest batch: 512 MB in float64
 MOST_TOKENS = 4096  # of a source that runs through the vocabulary
 LONGEST_ROW = 64
+SINGLE_TOKENS = 16
 
 
 def sweep(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
@@ -31,7 +33,8 @@ def sizes(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
 
     Batch {1, 2, 7} x source {1, 2, 13, all positions} x past {0, 1, all positions but one}; the
     first row fills the source, the others end earlier. Without an encoder, source and target share
-    the positions, and the source may be empty: a prompt of one token.
+    the positions, and the source may be empty: a prompt of one token. And a case in which sentences
+    leave the batch.
     """
     most = config.max_positions
     alone = not config.encoder_layers
@@ -44,6 +47,10 @@ def sizes(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
             for past in sorted(pasts):
                 yield random_case(config, batch, source, past, seed=seed + number)
                 number += 1
+    if config.decoder_layers:
+        # As when sentences end: others, from the end of the batch, take their slots.
+        case = random_case(config, 7, 13, 1, seed=seed + number)
+        yield replace(case, name=f"{case.name}, rows leave", rows=np.array([0, 6, 2, 5]))
 
 
 def vocabulary(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
@@ -78,6 +85,17 @@ def vocabulary(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
 
 def _unpadded(name: str, source: NDArray[np.int64], target: NDArray[np.int64]) -> Case:
     return Case(name, source, np.ones(source.shape, np.bool_), target, 0)
+
+
+def single_tokens(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
+    """Yields cases of one token and one step, so small that some hold no value at a border.
+
+    There an int8 variant must be as exact as float32; see `int8_sides`.
+    """
+    for number in range(SINGLE_TOKENS):
+        yield replace(
+            random_case(config, 1, 1, 0, seed=seed + 1000 + number), name=f"single token {number}"
+        )
 
 
 def largest_batch(config: ModelConfig, rows: int, *, seed: int = 0) -> Case:

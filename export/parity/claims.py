@@ -7,7 +7,7 @@ both sides of a comparison read them: without the run, a wrong one would go unno
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,18 @@ import numpy as np
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.config import ModelConfig
 from transferry.export.parity.oracle import Oracle
-from transferry.export.variants import RECIPES
-from transferry.runtime.bundle import REFERENCE, Bundle, Variant
+from transferry.export.variants import RECIPES, reference_file
+from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.options import GenerationOptions, options_of_json
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError, TransferryError
 from transferry.runtime.parity.compare import Case, Tolerance, Truth, compare
-from transferry.runtime.parity.divergence import Explainer
 from transferry.runtime.parity.recorded import RecordedSearch, Reference
 from transferry.runtime.parity.report import Claim
 
 MAX_LENGTH = 256  # where a run says nothing else
-# The record is of float64: what it may differ by is less than what torch itself makes in float32.
+# The record is of float64, as is what it is compared with: no rounding in float32 excuses it.
 EXACT = Tolerance(1.0)
 
 
@@ -76,9 +75,9 @@ def manifest_claims(checkpoint: Checkpoint, bundle: Bundle) -> list[Claim]:
     return claims
 
 
-def recorded_claim(bundle: Bundle, oracle: Oracle) -> Claim:
-    """Makes the recorded answers of a bundle again and compares."""
-    reference = Reference.load(bundle.folder / REFERENCE)
+def recorded_claim(bundle: Bundle, variant: Variant, oracle: Oracle) -> Claim:
+    """Makes the recorded answers of a variant again, with its oracle, and compares."""
+    reference = Reference.load(bundle.folder / variant.reference)
     problems = filter(None, _reference_problems(reference, oracle))
     return Claim("recorded answers", next(problems, ""))
 
@@ -107,6 +106,7 @@ def _variant_problems(variant: Variant, config: ModelConfig) -> Iterator[str]:
     yield _unequal("cache", cache, said)
     ranks = bool(recipe.fused and cache and recipe.providers != ("cpu",))
     yield _unequal("top_k", ranks, variant.top_k)
+    yield _unequal("reference", reference_file(recipe), variant.reference)
 
 
 def _reference_problems(reference: Reference, oracle: Oracle) -> Iterator[str]:
@@ -137,7 +137,8 @@ def _wider(name: str, found: float, own: float, oracle: Oracle) -> str:
 
 def _case_problem(case: Case, recorded: Truth, oracle: Oracle) -> str:
     made = oracle.truth(case)
-    faults = [item for item in compare(case, made, recorded.oracle, EXACT) if item.fault]
+    exact = Truth(made.oracle, dict.fromkeys(made.oracle, 0.0))
+    faults = [item for item in compare(case, exact, recorded.oracle, EXACT) if item.fault]
     if faults:
         return f"{case.name}: {faults[0].tensor}: {faults[0].fault}"
     wider = (
@@ -166,13 +167,11 @@ def _search_problem(item: RecordedSearch, sources: Sequence[Sequence[int]], orac
         ]
         for both in zip(item.answers, item.scores, strict=True)
     ]
-    explainer = Explainer(
-        oracle.reference, oracle.exact, oracle.exact, special, Tolerance(), options
-    )
+    explainer = replace(oracle.explainer(oracle.exact, options), tolerance=Tolerance())
     for row, (source, wanted, found) in enumerate(zip(sources, answers, recorded, strict=True)):
         if [one.tokens for one in wanted] != [one.tokens for one in found]:
             divergence = explainer.explain(source, wanted, found, row)
-            if not divergence.tie:
+            if not divergence.passes:
                 return f"{item.name}: row {row}: {divergence}"
     scores, _ = oracle.scores(sources, recorded, options)
     errors = [np.subtract(*both) for both in zip(item.scores, scores, strict=True)]

@@ -11,10 +11,12 @@ import numpy as np
 
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
+from transferry.export.optimise.calibration import Calibration
 from transferry.export.parity.cases import MOST_LOGITS, random_cases, room
 from transferry.export.parity.served import serve
+from transferry.export.parity.simulated_int8 import int8_sides
 from transferry.export.parity.teacher_forcing import TeacherForcing
-from transferry.export.torch_model import TorchDecoder, TorchEncoder
+from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle import Variant
 from transferry.runtime.decoding.batching import BatchOptions, length_batches
 from transferry.runtime.decoding.decoder import (
@@ -32,6 +34,7 @@ from transferry.runtime.errors import InputError
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import Model
 from transferry.runtime.parity.compare import (
+    INT8_STEP,
     Case,
     Comparison,
     Tolerance,
@@ -50,6 +53,7 @@ from transferry.runtime.parity.divergence import (
 )
 from transferry.runtime.parity.recorded import RecordedSearch, Reference
 from transferry.runtime.parity.report import Decisions, Difference
+from transferry.runtime.parity.self_consistency import self_consistency
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 # Searches over text: of the beam the whole n-best must agree, not only the best.
@@ -63,6 +67,7 @@ RECORDED = ("greedy", "beam 4")
 GIVEN = "as given"  # a search with options of the user's
 HIDE_EVERY = 7  # tokens of a text, for an encoder-only model to fill in
 ROWS = 64  # hypotheses searched together
+MOVED = 8  # of them are scored by `Oracle.others` too
 
 
 def search_settings(
@@ -80,12 +85,31 @@ def search_settings(
     return {**generation, **SEARCHES.get(name, {}), "max_length": length}
 
 
+@dataclass(frozen=True)
+class _Score:
+    """The oracle's score of an answer.
+
+    Attributes:
+        total: Log-probability of all tokens, in nats.
+        largest: The largest magnitude of a logit.
+        spread: How far off the total is where values at a border are rounded otherwise, in nats;
+            0 where that was not tried.
+    """
+
+    total: float
+    largest: float
+    spread: float
+
+
 class Oracle:
     """Compares decoders and encoders with torch.
 
     Attributes:
-        reference: torch in float32.
-        exact: torch in float64, the oracle that errors are measured against.
+        trained: torch in float32.
+        reference: What the tokens are compared with: `trained`, or torch rounding as an int8
+            variant does.
+        exact: The same in float64, the oracle that errors are measured against.
+        others: The same where it rounds otherwise; see `int8_sides`. None without a calibration.
     """
 
     def __init__(
@@ -94,23 +118,40 @@ class Oracle:
         special: SpecialTokens,
         tolerance: Tolerance,
         done: Callable[[int], None] = lambda count: None,
+        *,
+        calibration: Calibration | None = None,
     ) -> None:
-        """Copies the model to float64; calls `done` with the rows or cases of each batch."""
+        """Copies the model to float64; calls `done` with the rows or cases of each batch.
+
+        With the calibration of an int8 variant, all sides round as that variant does.
+        """
         self.config = model.config
         self.special = special
         self.tolerance = tolerance
         self.done = done
-        self.reference = TorchDecoder(model)
+        self.trained = self.reference = TorchDecoder(model)
         self.exact = TorchDecoder.oracle(model)
-        # Exact log-probability and largest logit by source and tokens: searches share many answers.
-        self._scored: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, float]] = {}
+        self.others: list[TorchDecoder] = []
+        if calibration is not None:
+            self.reference, self.exact, *self.others = int8_sides(model, calibration)
+        # By source and tokens: searches share many answers.
+        self._scored: dict[tuple[tuple[int, ...], tuple[int, ...]], _Score] = {}
 
-    def observe(self, case: Case) -> tuple[Tensors, Tensors]:
-        """Runs a case in float64 and in float32."""
-        if self.config.decoder_layers:
-            return observe(self.exact, case), observe(self.reference, case)
-        exact, reference = TorchEncoder(self.exact.model), TorchEncoder(self.reference.model)
-        return observe(exact, case), observe(reference, case)
+    def observe(self, case: Case) -> list[Tensors]:
+        """Runs a case: the oracle's tensors, those of the reference, those of `others`.
+
+        The others are left out where the reference has crossed borders itself, in every kind of
+        tensor: how far that moves the numbers is known then.
+        """
+
+        def run(*sides: TorchDecoder) -> list[Tensors]:
+            decodes = bool(self.config.decoder_layers)
+            return [observe(side if decodes else side.encoder, case) for side in sides]
+
+        found = run(self.exact, self.reference)
+        if self.others and min(truth(case, *found).errors.values()) < INT8_STEP:
+            found += run(*self.others)
+        return found
 
     def truth(self, case: Case) -> Truth:
         """Returns the expected tensors of a case."""
@@ -123,6 +164,7 @@ class Oracle:
         comparisons = []
         for case in cases:
             comparisons += compare(case, self.truth(case), observe(model, case), self.tolerance)
+            comparisons += self_consistency(model, case)
             self.done(1)
         return comparisons
 
@@ -144,10 +186,13 @@ class Oracle:
             target, _ = pad_sources([pairs[row][1][:-1] for row in batch], self.special.pad_id)
             name = f"text, rows {', '.join(map(str, batch[:3]))}{' ...' if len(batch) > 3 else ''}"
             case = Case(name, source, mask, target, 0, stage="text")
-            observed = (*self.observe(case), observe(model, case))
-            comparisons += compare(case, truth(case, *observed[:2]), observed[2], self.tolerance)
+            sides, found = self.observe(case), observe(model, case)
+            comparisons += compare(case, truth(case, *sides), found, self.tolerance)
+            # What int8 loses is what it loses of the model as trained.
+            trained = observe(self.trained, case) if self.others else sides[1]
             for number, row in enumerate(batch):
-                forcing.add(pairs[row][1], *(tensors["logits"][number] for tensors in observed))
+                logits = (tensors["logits"][number] for tensors in (*sides[:2], found, trained))
+                forcing.add(pairs[row][1], *logits)
             self.done(len(batch))
         return comparisons
 
@@ -175,15 +220,14 @@ class Oracle:
         special, scored = self.special, replace(options, scores=True)
 
         def expected() -> Iterator[ExpectedAnswers]:
-            at_once = max(1, ROWS // options.beam)
-            for rows in length_batches([len(source) for source in sources], at_once, 4096):
+            for rows in self._at_once(sources, options):
                 chosen = [sources[row] for row in rows]
                 wanted = search(self.reference, chosen, scored, special, row_ids=rows)
                 scores, own = self.scores(chosen, wanted, options) if options.scores else ([], 1.0)
                 yield ExpectedAnswers(rows, chosen, wanted, scores, own)
                 self.done(len(rows))  # the batch has been compared
 
-        explain = Explainer(self.reference, decoder, self.exact, special, self.tolerance, scored)
+        explain = self.explainer(decoder, scored)
         tally = Tally(name, self.tolerance)
         if batches is None:
             return tally.compare(decoder, expected(), options, special, explain)
@@ -192,13 +236,37 @@ class Oracle:
             tally.add(batch, [answers[row] for row in batch.rows], explain)
         return tally
 
+    def trained_answers(
+        self, sources: Sequence[Sequence[int]], options: GenerationOptions
+    ) -> list[list[Hypothesis]]:
+        """Searches with the model as trained."""
+        answers: list[list[Hypothesis]] = [[]] * len(sources)
+        for rows in self._at_once(sources, options):
+            chosen = [sources[row] for row in rows]
+            found = search(self.trained, chosen, options, self.special, row_ids=rows)
+            for row, hypotheses in zip(rows, found, strict=True):
+                answers[row] = hypotheses
+        return answers
+
+    def _at_once(
+        self, sources: Sequence[Sequence[int]], options: GenerationOptions
+    ) -> list[list[int]]:
+        """Rows that torch searches together."""
+        lengths = [len(source) for source in sources]
+        return length_batches(lengths, max(1, ROWS // options.beam), 4096)
+
+    def explainer(self, decoder: Decoder[Any], options: GenerationOptions) -> Explainer:
+        """Returns what explains the differences between the reference's tokens and a decoder's."""
+        sides = self.reference, decoder, self.exact
+        return Explainer(*sides, self.special, self.tolerance, options, self.others)
+
     def scores(
         self,
         sources: Sequence[Sequence[int]],
         answers: Sequence[Sequence[Hypothesis]],
         options: GenerationOptions,
     ) -> tuple[list[list[float]], float]:
-        """Returns the oracle's score of each hypothesis, and torch's own error in nats.
+        """Returns the oracle's score of each hypothesis, and the reference's own error in nats.
 
         The score is NaN where the search failed, so that nothing equals it.
         """
@@ -211,9 +279,16 @@ class Oracle:
         for batch in self._batches([len(tokens) for _, tokens in new]):
             chosen = [new[index] for index in batch]
             different, tokens = ([key[side] for key in chosen] for side in (0, 1))
-            found = forced(self.exact, different, tokens, self.special)
-            for key, given in zip(chosen, found, strict=True):
-                self._scored[key] = float(given.log_probabilities.sum()), given.largest
+            exactly = forced(self.exact, different, tokens, self.special)
+            totals = [float(given.log_probabilities.sum()) for given in exactly]
+            spreads = [0.0] * len(chosen)
+            for side in self.others:
+                few = forced(side, different[:MOVED], tokens[:MOVED], self.special)
+                for place, given in enumerate(few):
+                    moved = abs(float(given.log_probabilities.sum()) - totals[place])
+                    spreads[place] = max(spreads[place], moved)
+            for key, total, given, spread in zip(chosen, totals, exactly, spreads, strict=True):
+                self._scored[key] = _Score(total, given.largest, spread)
         own, largest = 0.0, 1.0
         exact: list[list[float]] = []
         for row, hypotheses in zip(keys, answers, strict=True):
@@ -221,9 +296,13 @@ class Oracle:
             for key, item in zip(row, hypotheses, strict=True):
                 score = np.nan
                 if length := len(key[1]):
-                    total, most = self._scored[key]
-                    score = length_normalised(total, length, options.length_penalty)
-                    own, largest = max(own, abs(item.score - score)), max(largest, most)
+                    scored = self._scored[key]
+                    score, spread = (
+                        length_normalised(each, length, options.length_penalty)
+                        for each in (scored.total, scored.spread)
+                    )
+                    own = max(own, abs(item.score - score), spread)
+                    largest = max(largest, scored.largest)
                 exact[-1].append(score)
         return exact, max(own, self.tolerance.floor * largest)
 
@@ -246,21 +325,25 @@ class Oracle:
             nothing = np.zeros((1, 0), np.int64)
             mask = np.ones_like(tokens, np.bool_)
             case = Case(f"text, row {row}", tokens, mask, nothing, 0, stage="text")
-            observed = (*self.observe(case), observe(encoder, case))
-            comparisons += compare(case, truth(case, *observed[:2]), observed[2], self.tolerance)
-            exact, left, right = (
-                tensors["logits"][0, places].astype(np.float64) for tensors in observed
+            sides, given = self.observe(case), observe(encoder, case)
+            comparisons += compare(case, truth(case, *sides), given, self.tolerance)
+            trained = observe(self.trained.encoder, case) if self.others else sides[1]
+            exact, left, *others, right, meant = (
+                tensors["logits"][0, places].astype(np.float64)
+                for tensors in (*sides, given, trained)
             )
             wanted, found = left.argmax(axis=1), right.argmax(axis=1)
-            forcing.add([0, *wanted], exact, left, right)
+            forcing.add([0, *wanted], exact, left, right, meant)
             largest = np.abs(exact).max(initial=0.0)
-            own_error = np.abs(left - exact).max(initial=0.0) / largest
+            own_error = max(np.abs(side - exact).max(initial=0.0) for side in (left, *others))
+            own_error /= largest
             # A log-probability is a logit less the logits' log-sum-exp: each may be off.
             own = float(2 * max(own_error, self.tolerance.floor) * largest)
             allowed = self.tolerance.factor * own
+            rounding = Tolerance.factor * (2 * self.tolerance.floor * largest if others else own)
             divergences = [
                 Divergence(
-                    int(place), (int(one),), (int(other),), margin, allowed, self.tolerance.factor
+                    int(place), (int(one),), (int(other),), margin, allowed, min(allowed, rounding)
                 )
                 for place, one, other, scores in zip(places, wanted, found, exact, strict=True)
                 if one != other or not np.isfinite(scores).all()
@@ -314,7 +397,8 @@ class TextParity:
         batches: Limits on what is computed at once; those of the model if None.
         given: Fields of GenerationOptions of one search more, besides the bundle's defaults.
         forcing: Errors and margins on the given answers.
-        best: torch's and the model's best answer to each row of a search.
+        best: The best answer to each row of a search, of torch as trained and of the model; of
+            searches other than `RECORDED` an int8 variant has torch's with the same rounding.
     """
 
     oracle: Oracle
@@ -351,6 +435,10 @@ class TextParity:
             options, chosen = self.options(name), sources[::every]
             tally = oracle.search(model, called, chosen, options, batches)
             self.best[name] = [tally.best[row] for row in sorted(tally.best)]
+            if oracle.others and name in RECORDED:
+                trained = oracle.trained_answers(chosen, options)
+                pairs = zip(trained, self.best[name], strict=True)
+                self.best[name] = [(wanted[0], found) for wanted, (_, found) in pairs]
             yield tally.decisions()
         if model.variant.screen:
             unscored = replace(self.options("greedy"), scores=False)

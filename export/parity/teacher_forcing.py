@@ -9,7 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.decoding.logits import log_sum_exp
-from transferry.runtime.parity.report import PERPLEXITY, Growth, Margins, TaskMetric
+from transferry.runtime.parity.report import (
+    AGREEMENT,
+    PERPLEXITY,
+    WORST_CHOICE,
+    Growth,
+    Margins,
+    TaskMetric,
+)
 
 Logits = NDArray[np.floating[Any]]
 
@@ -28,8 +35,17 @@ class TeacherForcing:
         self.error = 0.0
         self.tokens = 0
         self.losses = np.zeros(2)
+        self.agreeing = 0
+        self.furthest = 0.0  # in nats
 
-    def add(self, target: Sequence[int], oracle: Logits, reference: Logits, found: Logits) -> None:
+    def add(
+        self,
+        target: Sequence[int],
+        oracle: Logits,
+        reference: Logits,
+        found: Logits,
+        trained: Logits | None = None,
+    ) -> None:
         """Adds a row.
 
         Args:
@@ -37,12 +53,15 @@ class TeacherForcing:
             oracle: Logits in float64 `[positions, vocabulary]`; those after the target are ignored.
             reference: Logits of torch in float32, likewise.
             found: Logits of the model under test, likewise.
+            trained: Logits of the model as trained, for the metrics, likewise; by default the
+                reference's.
         """
         places = len(target) - 1
         if not places:
             return
-        exact, own, judged = (
-            logits[:places].astype(np.float64) for logits in (oracle, reference, found)
+        exact, own, judged, meant = (
+            logits[:places].astype(np.float64)
+            for logits in (oracle, reference, found, reference if trained is None else trained)
         )
         largest = np.abs(exact).max()
         for errors, logits in ((self.errors, judged), (self.own, own)):
@@ -59,8 +78,13 @@ class TeacherForcing:
         chosen = np.arange(places), list(target[1:])
         self.tokens += places
         self.losses += [
-            float((log_sum_exp(logits) - logits[chosen]).sum()) for logits in (own, judged)
+            float((log_sum_exp(logits) - logits[chosen]).sum()) for logits in (meant, judged)
         ]
+
+        preferred = judged.argmax(axis=1)
+        self.agreeing += int((preferred == meant.argmax(axis=1)).sum())
+        lost = meant.max(axis=1) - meant[np.arange(places), preferred]
+        self.furthest = float(np.maximum(self.furthest, lost.max()))
 
     def growth(self) -> list[Growth]:
         """Returns the error by position."""
@@ -74,6 +98,15 @@ class TeacherForcing:
         if not self.tokens:
             return None
         return Margins(EDGES, self.counts.tolist(), self.smallest, self.error)
+
+    def agreement(self, budget: float) -> TaskMetric:
+        """Returns the share of positions at which the model prefers the same token."""
+        share = self.agreeing / self.tokens
+        return TaskMetric(AGREEMENT, 1.0, share, 1.0 - share, budget)
+
+    def worst_choice(self, budget: float) -> TaskMetric:
+        """Returns how far below the best token a preferred one is, in nats of the trained model."""
+        return TaskMetric(WORST_CHOICE, 0.0, self.furthest, self.furthest, budget)
 
     def perplexity(self, budget: float) -> TaskMetric:
         """Returns the change of the perplexity (exp of the mean loss)."""

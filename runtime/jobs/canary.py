@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from transferry.runtime.bundle import REFERENCE
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.engine.embed import EmbeddingResult
@@ -23,7 +22,7 @@ from transferry.runtime.engine.result import GenerationResult, RowResult
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.parity.compare import INT8_STEP, Tolerance
 from transferry.runtime.parity.divergence import Explainer
 from transferry.runtime.parity.recorded import Reference
 
@@ -59,15 +58,17 @@ class Canary:
         self.rows = self.identical = self.ties = 0
         # Both sides may be as far from float64 as verification allows: a multiple of the error
         # that torch made on the recorded cases.
-        cases = Reference.load(bundle.folder / REFERENCE).cases
+        cases = Reference.load(bundle.folder / variant.reference).cases
         torch = {
             name: max(truth.errors.get(name, 0.0) for _, truth in cases)
             for name in ("logits", "hidden")
         }
         tolerance = Tolerance.of(variant.precision)
         factor = 2 * tolerance.factor
-        self.tolerance = Tolerance(factor, max(torch["logits"], tolerance.floor))
-        self.vector_limit = factor * max(torch["hidden"], tolerance.floor)
+        # The record may happen to hold no value at the border of two integers; the text does.
+        floor = INT8_STEP if variant.precision == "int8" else tolerance.floor
+        self.tolerance = Tolerance(factor, max(torch["logits"], floor))
+        self.vector_limit = factor * max(torch["hidden"], floor)
         largest = max(float(np.abs(truth.oracle["logits"]).max(initial=0.0)) for _, truth in cases)
         # A log-probability is a logit minus the log-sum-exp of the logits: either may be off.
         self.log_probability_limit = 2 * self.tolerance.budget(0.0) * largest

@@ -77,9 +77,7 @@ class LMHead:
         if top is not None and self._top_k:
             return StepOutput(top_k=self._ranked(rows, top))
         if top == 1 and not normalise and self.screened is not None:
-            approximate = self._run("approximate_logits", rows)["approximate_logits"]
-            maxima = SegmentMaxima(self._run("segment_maxima", rows)["segment_maxima"], SEGMENT)
-            tokens = self.screened.argmax(self.hidden(rows).numpy(), approximate, maxima)
+            tokens = self.screened.argmax(*self._approximate(rows))
             return StepOutput(top_k=TopK(np.maximum(tokens, 0)[:, None], tokens >= 0))
         logits = self._run("lm_head", rows)["logits"]
         if not normalise or self._runners["exp_sums"].on_device:
@@ -87,6 +85,15 @@ class LMHead:
         found = self._run("exp_sums", rows)
         maxima = SegmentMaxima(found["segment_maxima"], SEGMENT)
         return StepOutput(logits[None], None, _log_of_sums(found["exp_sums"], logits), maxima)
+
+    def screen(self, rows: int) -> tuple[Floats, Floats, SegmentMaxima] | None:
+        """Returns the arguments of `ScreenedArgmax.argmax`, or None without a screen."""
+        return self._approximate(rows) if self.screened is not None else None
+
+    def _approximate(self, rows: int) -> tuple[Floats, Floats, SegmentMaxima]:
+        approximate = self._run("approximate_logits", rows)["approximate_logits"]
+        maxima = SegmentMaxima(self._run("segment_maxima", rows)["segment_maxima"], SEGMENT)
+        return self.hidden(rows).numpy(), approximate, maxima
 
     def _ranked(self, rows: int, k: int) -> TopK:
         """Returns the k likeliest tokens of each row, ranked on the device."""

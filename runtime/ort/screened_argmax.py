@@ -127,15 +127,7 @@ class ScreenedArgmax:
         """
         rows = len(hidden)
         tokens = np.full(rows, -1)
-        # The range always has 0 in it, and its ends are at most half a step from an integer, so
-        # that nothing is clipped by more than it would be rounded.
-        step = (hidden.max(initial=0) - hidden.min(initial=0)) / np.float32(255)
-        norms = np.sqrt(np.einsum("rd,rd->r", hidden, hidden)) * self._slack + 2.0**-60
-        distance = float(step) / 2 * hidden.shape[1] ** 0.5 * self._slack
-        factors = np.ones((rows, 3), np.float32)
-        factors[:, 0] = distance + ROUNDING * (norms + distance)
-        factors[:, 1] = norms
-
+        step, norms, factors = self._factors(hidden)
         row = token = np.empty(0, np.int64)
         if SMALLEST_STEP < step < np.inf:
             row, token, full = self._contenders(approximate, maxima, factors)
@@ -160,6 +152,25 @@ class ScreenedArgmax:
         self.counts.full += int(np.count_nonzero(full))
         self.counts.candidates += len(row)
         return tokens
+
+    def bound(self, hidden: Floats) -> Floats:
+        """Returns how far approximate logits may lie from the exact ones `[rows, vocabulary]`."""
+        radii: Floats = self._factors(hidden)[2] @ self._radii
+        return radii
+
+    def _factors(self, hidden: Floats) -> tuple[np.float32, NDArray[np.float64], Floats]:
+        """Returns the quantisation step, the norms of the rows, and the factors of the radii.
+
+        The range always has 0 in it, and its ends are at most half a step from an integer, so that
+        nothing is clipped by more than it would be rounded.
+        """
+        step = (hidden.max(initial=0) - hidden.min(initial=0)) / np.float32(255)
+        norms = np.sqrt(np.einsum("rd,rd->r", hidden, hidden)) * self._slack + 2.0**-60
+        distance = float(step) / 2 * hidden.shape[1] ** 0.5 * self._slack
+        factors = np.ones((len(hidden), 3), np.float32)
+        factors[:, 0] = distance + ROUNDING * (norms + distance)
+        factors[:, 1] = norms
+        return step, norms, factors
 
     def _contenders(
         self, approximate: Floats, maxima: SegmentMaxima, factors: Floats

@@ -7,6 +7,7 @@ that torch itself makes in float32 on the same input.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,15 @@ from numpy.typing import NDArray
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder, State, Tensors
 from transferry.runtime.errors import InputError
 
-# Distance from 1 to the next number; for int8 half of one of a scale's 127 steps.
-EPSILONS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "int8": 2.0**-8}
+# Distance from 1 to the next number. An int8 variant is compared with torch that rounds to the same
+# integers; between these roundings both compute in float32.
+EPSILONS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "int8": 2.0**-23}
+# Largest budgets of the precisions in which one rounding is a large part of them.
+MOST = {"float16": 2.0**-3, "bfloat16": 0.5, "int8": 0.5}
+INT8_STEP = 2.0**-8  # half of one of a scale's 127 steps
 # "encoder" is `start`, or an encoder-only model; the steps are a decoder's; "text" is all of these
 # on real text and the answers to it.
+OUTPUTS = ("logits", "hidden")
 STAGES = ("encoder", "first step", "later step", "text")
 
 
@@ -33,10 +39,16 @@ class Tolerance:
             behind the default.
         floor: Lower bound of torch's error, relative to the oracle's largest entry: on a small
             tensor torch may happen to round nothing at all. 2 ** -23 is float32's epsilon.
+        most: The largest budget that proves anything; where it exceeds that, the comparison fails.
+        crossed: The largest budget of a few values that crossed the border of two integers. Where
+            torch's own error is larger than half of that, so many crossed it that any two
+            computations are about as far from the oracle: twice torch's error is the budget.
     """
 
     factor: float = 8.0
     floor: float = 2.0**-23
+    most: float = 2.0**-6
+    crossed: float = math.inf
 
     @classmethod
     def of(cls, precision: str) -> Tolerance:
@@ -50,11 +62,14 @@ class Tolerance:
                 f"expected a variant of precision {', '.join(EPSILONS)}, found {precision!r}; "
                 "install the version of transferry that wrote the bundle"
             )
-        return cls(cls.factor * EPSILONS[precision] / EPSILONS["float32"])
+        factor = cls.factor * EPSILONS[precision] / EPSILONS["float32"]
+        crossed = 16 * INT8_STEP if precision == "int8" else math.inf
+        return cls(factor, most=MOST.get(precision, cls.most), crossed=crossed)
 
     def budget(self, reference_error: float) -> float:
         """Returns the largest error allowed where torch's own is `reference_error`."""
-        return self.factor * max(reference_error, self.floor)
+        budget = self.factor * max(reference_error, self.floor)
+        return min(budget, max(2 * reference_error, self.crossed))
 
 
 @dataclass(frozen=True)
@@ -144,34 +159,70 @@ def observe(model: ObservableDecoder[State] | ObservableEncoder, case: Case) -> 
         cross = {name: value for name, value in tensors.items() if _from_encoder(name)}
         state = decoder.select(state, case.rows)
     output, state = decoder.step(case.target[case.kept, case.past :], state)
-    return {"logits": output.all_logits, **decoder.tensors(state), **cross}
+    # A copy: the next step may overwrite the buffer.
+    return {"logits": output.all_logits.copy(), **decoder.tensors(state), **cross}
 
 
-def relative_error(found: NDArray[Any], oracle: NDArray[Any], mask: NDArray[np.bool_]) -> float:
-    """Returns the largest |found - oracle| over the largest |oracle|, both where mask is True."""
+def relative_error(
+    found: NDArray[Any], oracle: NDArray[Any], mask: NDArray[np.bool_], least: float = 0.0
+) -> float:
+    """Returns the largest |found - oracle| over the largest |oracle|, both where mask is True.
+
+    It is given in units of `least` where the largest |oracle| is less.
+    """
+    distance, largest = (_largest(x, mask) for x in (found - oracle, oracle))
+    unit = max(largest, least)
+    return distance / unit if unit else distance
+
+
+def _largest(tensor: NDArray[Any], mask: NDArray[np.bool_]) -> float:
     if mask.all():  # the selection costs more than the rest
-        distance, largest = (np.abs(x).max(initial=0.0) for x in (found - oracle, oracle))
-    else:
-        distance = np.abs(found - oracle).max(initial=0.0, where=mask)
-        largest = np.abs(oracle).max(initial=0.0, where=mask)
-    return float(distance / largest) if largest else float(distance)
+        return float(np.abs(tensor).max(initial=0.0))
+    return float(np.abs(tensor).max(initial=0.0, where=mask))
 
 
-def truth(case: Case, oracle: Tensors, reference: Tensors) -> Truth:
+def least_units(case: Case, oracle: Tensors) -> dict[str, float]:
+    """Returns a lower bound of the unit of each tensor's error.
+
+    Where sums cancel to nearly zero, rounding is large beside the result, and its ratio to the
+    result says nothing. So a tensor of the cache is measured in units of no less than 2 ** -10 of
+    the largest entry of its kind (the keys of all layers, or the values), and 2 ** -20 of the
+    largest of the cache. Logits and hidden states have units of their own.
+    """
+    sizes = {
+        name: _largest(tensor, meaningful(case, name, tensor))
+        for name, tensor in oracle.items()
+        if _kind(name) not in OUTPUTS
+    }
+    whole = max(sizes.values(), default=0.0)
+    kinds: dict[str, float] = {}
+    for name, size in sizes.items():
+        kinds[_kind(name)] = max(size, kinds.get(_kind(name), 0.0))
+    return {name: max(kinds[_kind(name)] * 2.0**-10, whole * 2.0**-20) for name in sizes}
+
+
+def truth(case: Case, oracle: Tensors, *references: Tensors) -> Truth:
     """Returns the expected tensors of a case, given those of the oracle and of torch in float32.
 
-    torch's error is the largest over all tensors of one call: a single small tensor, of one row and
-    one position, has too few entries to estimate the rounding error.
+    torch's error is the largest over all references, and over all tensors of one kind, such as the
+    keys of all layers: a single small tensor, of one row and one position, has too few entries to
+    estimate the rounding error.
     """
-    errors = {
-        name: relative_error(reference[name], tensor, meaningful(case, name, tensor))
-        for name, tensor in oracle.items()
-    }
-    pooled = {
-        encoder: max(e for name, e in errors.items() if _from_encoder(name) is encoder)
-        for encoder in {_from_encoder(name) for name in errors}
-    }
-    return Truth(oracle, {name: pooled[_from_encoder(name)] for name in errors})
+    least = least_units(case, oracle)
+    pooled: dict[str, float] = {}
+    for name, tensor in oracle.items():
+        mask, kind = meaningful(case, name, tensor), _kind(name)
+        for reference in references:
+            error = relative_error(reference[name], tensor, mask, least.get(name, 0.0))
+            # Unlike max(), this keeps NaN.
+            pooled[kind] = float(np.maximum(error, pooled.get(kind, 0.0)))
+    return Truth(oracle, {name: pooled[_kind(name)] for name in oracle})
+
+
+def _kind(name: str) -> str:
+    """Returns the kind of a tensor: its name without the number of the layer."""
+    parts = name.split(".")
+    return f"{parts[0]}.{parts[-1]}" if len(parts) > 1 else name
 
 
 def _from_encoder(name: str) -> bool:
@@ -194,7 +245,7 @@ def meaningful(case: Case, name: str, tensor: NDArray[Any]) -> NDArray[np.bool_]
 
 def compare(case: Case, expected: Truth, found: Tensors, tolerance: Tolerance) -> list[Comparison]:
     """Compares every tensor of a case; a missing, extra, misshapen or NaN tensor is a fault."""
-    comparisons = []
+    comparisons, least = [], least_units(case, expected.oracle)
     for name in [*expected.oracle, *(found.keys() - expected.oracle.keys())]:
         error, reference_error = np.inf, expected.errors.get(name, 0.0)
         budget, fault = tolerance.budget(reference_error), ""
@@ -207,11 +258,17 @@ def compare(case: Case, expected: Truth, found: Tensors, tolerance: Tolerance) -
         else:
             oracle = expected.oracle[name]
             mask = meaningful(case, name, oracle)
-            error = relative_error(found[name], oracle, mask)
+            error = relative_error(found[name], oracle, mask, least.get(name, 0.0))
             if not np.isfinite(found[name]).all(where=mask):
                 fault = "holds NaN or infinity"
             elif not np.isfinite(budget):
                 fault = "torch's own answer holds NaN or infinity, so it proves nothing"
+            elif budget > tolerance.most:
+                fault = (
+                    f"torch's own error is {reference_error:.1e} of the largest entry: a budget of "
+                    f"{budget:.1e} proves nothing (at most {tolerance.most:.1e}); find out where "
+                    "the model's activations grow or cancel"
+                )
             elif not error <= budget:
                 fault = (
                     f"error {error:.2e} of the largest entry exceeds the budget {budget:.2e} "

@@ -185,7 +185,7 @@ class Divergence:
         found: The candidate that the other decoder ranked higher.
         margin: Distance of their scores in the oracle.
         allowed: How far errors within the tolerance can move it.
-        factor: The tolerance's factor; more than float32's for reduced precision.
+        rounding: How far rounding in float32 can move it.
     """
 
     step: int
@@ -193,12 +193,7 @@ class Divergence:
     found: tuple[int, ...]
     margin: float
     allowed: float
-    factor: float = Tolerance.factor
-
-    @property
-    def rounding(self) -> float:
-        """How far rounding in float32 can move the margin."""
-        return self.allowed * min(1.0, Tolerance.factor / self.factor)
+    rounding: float
 
     @property
     def tie(self) -> bool:
@@ -235,6 +230,7 @@ class Explainer:
         special: The ids that pad, begin and end.
         tolerance: Limits what counts as rounding.
         options: How both searched.
+        others: More measures of rounding, besides the reference.
     """
 
     reference: Decoder[Any]
@@ -243,6 +239,7 @@ class Explainer:
     special: SpecialTokens
     tolerance: Tolerance
     options: GenerationOptions
+    others: Sequence[Decoder[Any]] = ()
 
     def __call__(
         self,
@@ -288,7 +285,7 @@ class Explainer:
             left, right = _first_difference(*answers)
             penalty = options.length_penalty
         if not left or not right:
-            return Divergence(0, left, right, np.inf, 0.0)
+            return Divergence(0, left, right, np.inf, 0.0, 0.0)
         step = next(
             (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
             min(len(left), len(right)),
@@ -296,15 +293,13 @@ class Explainer:
         if options.beam == 1:
             # The search chose here, without knowing the rest or the score of the whole.
             left, right, penalty = left[: step + 1], right[: step + 1], 0.0
-        exact, rounded = (
+        exact, *rounded = (
             forced(side, [source] * 2, [left, right], special)
-            for side in (self.oracle, self.reference)
+            for side in (self.oracle, self.reference, *self.others)
         )
         # Relative to the largest logit, as everywhere else.
         errors = [
-            np.array([self.tolerance.budget(value / one.largest) * one.largest for value in error])
-            for one, other in zip(exact, rounded, strict=True)
-            for error in [np.abs(other.log_probabilities - one.log_probabilities)]
+            self._errors(one, [side[place] for side in rounded]) for place, one in enumerate(exact)
         ]
         if options.sample:
             # The ranking does not tell which of several samples differs: any one may explain it.
@@ -321,14 +316,37 @@ class Explainer:
             )
             # The cumulative distribution F moves by at most F (1 - F) times the spread of the
             # logits' errors over the temperature.
-            allowed = float(0.5 * max(one[step] for one in errors) / options.temperature)
-            return Divergence(step, left, right, margin, allowed, self.tolerance.factor)
-        margin, allowed = 0.0, 0.0
+            moved = 0.5 * np.maximum(*(one[:, step] for one in errors)) / options.temperature
+            return Divergence(step, left, right, margin, *moved.tolist())
+        margin, moved = 0.0, np.zeros(2)
+        # Tokens that both begin with were scored once, and their errors are the same.
+        shared = 0 if penalty else step
         for sign, one, error in zip((1, -1), exact, errors, strict=True):
-            scale = len(error) ** -penalty
-            margin += sign * scale * float(one.log_probabilities.sum())
-            allowed += scale * float(error.sum())
-        return Divergence(step, left, right, abs(margin), allowed, self.tolerance.factor)
+            scale = one.log_probabilities.size**-penalty
+            margin += sign * scale * float(one.log_probabilities[shared:].sum())
+            moved += scale * error[:, shared:].sum(axis=1)
+        return Divergence(step, left, right, abs(margin), *moved.tolist())
+
+    def _errors(self, exact: Forced, references: Sequence[Forced]) -> NDArray[np.float64]:
+        """Returns how far errors within the tolerance, and those of float32, move each token.
+
+        Args:
+            exact: The oracle's scores of an answer.
+            references: Those of the reference and of the others.
+
+        Returns:
+            `[2, tokens]`, in nats.
+        """
+        own = np.max(
+            [abs(one.log_probabilities - exact.log_probabilities) for one in references], axis=0
+        )
+        floor = np.full_like(own, self.tolerance.floor * exact.largest)
+        float32 = np.maximum(own, floor)
+        if self.others:
+            # A value that crosses a border moves all that follows; float32 has no such borders.
+            own, float32 = np.full_like(own, np.sqrt(np.mean(own**2))), floor
+        allowed = self.tolerance.factor * np.maximum(own, floor)
+        return np.stack([allowed, np.minimum(allowed, Tolerance.factor * float32)])
 
 
 def _distance_of_draws(

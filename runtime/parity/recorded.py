@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transferry.runtime.bundle import REFERENCE, Bundle
+from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder, State
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.options import GenerationOptions, options_of_json
@@ -27,6 +27,7 @@ from transferry.runtime.parity.certificate import fastest
 from transferry.runtime.parity.compare import Case, Comparison, Tolerance, Truth, compare, observe
 from transferry.runtime.parity.divergence import ExpectedAnswers, Tally
 from transferry.runtime.parity.report import Decisions, Difference, ParityReport
+from transferry.runtime.parity.self_consistency import self_consistency
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 
@@ -124,7 +125,10 @@ def check_reference(
     comparisons = [
         comparison
         for case, truth in reference.cases
-        for comparison in compare(case, truth, observe(model, case), tolerance)
+        for comparison in (
+            *compare(case, truth, observe(model, case), tolerance),
+            *self_consistency(model, case),
+        )
     ]
     if isinstance(model, ObservableEncoder):
         return comparisons, []
@@ -163,7 +167,7 @@ def check_reference(
 def verify_recorded(bundle: Bundle, model: Model) -> ParityReport:
     """Compares a bundle, opened as it will be served, with its own recorded answers."""
     tolerance = Tolerance.of(model.variant.precision)
-    reference = Reference.load(bundle.folder / REFERENCE)
+    reference = Reference.load(bundle.folder / model.variant.reference)
     special, exact = bundle.tokenizer.special, model.variant.exact
     batch_rows = model.batches.rows
     comparisons, decisions = check_reference(

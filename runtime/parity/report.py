@@ -19,6 +19,7 @@ from transferry.runtime.tables import table
 
 SCHEMA = 3
 AGREEMENT, BLEU, PERPLEXITY = "token agreement", "sacreBLEU", "perplexity"
+WORST_CHOICE = "worst choice"
 FIRST_FAULTS = 5  # of an error message
 FIRST_DIFFERENCES = 5  # of a search, in the text
 
@@ -113,8 +114,9 @@ class TaskMetric:
     """Effect of the differences on a metric that users of the model know.
 
     Attributes:
-        measure: "token agreement" with torch (a share), "sacreBLEU" of a search, or "perplexity".
-        reference: torch's value; 1 for token agreement.
+        measure: "token agreement" with torch (a share), "worst choice" (by how many nats torch
+            prefers another token), "sacreBLEU" of a search, or "perplexity".
+        reference: torch's value; 1 for token agreement, 0 for the worst choice.
         found: The bundle's value.
         change: Distance of the two, relative for perplexity.
         budget: The largest change that passes; infinity for no limit.
@@ -136,6 +138,9 @@ class TaskMetric:
         if self.measure == AGREEMENT:
             limit = f"at least {100 * (1 - self.budget):g} %" if limited else "no limit for float32"
             return f"Token agreement {100 * self.found:.6g} % ({limit})"
+        if self.measure == WORST_CHOICE:
+            limit = f"limit {self.budget:g}" if limited else "no limit for float32"
+            return f"Worst choice {self.found:.2g} nats below torch's ({limit})"
         scale, unit = (1, " points") if self.measure.startswith(BLEU) else (100, " %")
         limit = f"limit {scale * self.budget:g}{unit}" if limited else "no limit for float32"
         return (

@@ -1,6 +1,8 @@
 """The gate catches what is planted, and a gate made blunt is seen to be blunt."""
 
 import dataclasses
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,16 @@ from transferry.export.bundle import export_bundle
 from transferry.export.faults import self_test as module
 from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.faults.fault import Fault
-from transferry.export.faults.self_test import FAULTS, FELL_BACK, Gate, self_test
+from transferry.export.faults.self_test import FAULTS, FELL_BACK, Gate, faults_of, self_test
 from transferry.export.parity.cases import source_of
+from transferry.export.parity.stored_weights import WEIGHTS
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.errors import ParityError
 from transferry.runtime.files import sha256
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance
-from transferry.runtime.parity.report import ParityReport, PlantedFault
+from transferry.runtime.parity.report import Claim, ParityReport, PlantedFault
 
 Side = tuple[Checkpoint, Bundle, list[list[int]]]
 HARMLESS = {
@@ -47,7 +50,7 @@ def opened(bundle: Bundle) -> Model:
 def run(side: Side, tolerance: float = 8.0, **changes: Any) -> dict[str, PlantedFault]:
     checkpoint, bundle, sources = side
     sources = changes.pop("sources", sources)
-    limit = Tolerance(factor=tolerance)
+    limit = Tolerance(factor=tolerance, most=math.inf)
     found = self_test(checkpoint, bundle, opened(bundle), sources, limit, **changes)
     return {item.kind: item for item in found}
 
@@ -60,6 +63,11 @@ def some(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
     chosen: list[Fault] = [fault for fault in FAULTS if fault.kind in kinds]
     assert len(chosen) == len(kinds)
     monkeypatch.setattr(module, "faults_of", lambda config: chosen)
+
+
+def numbers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate does not compare stored weights."""
+    monkeypatch.setattr(module, "weights_claim", lambda *_: Claim(WEIGHTS, ""))
 
 
 def gate_of(side: Side) -> Gate:
@@ -78,7 +86,7 @@ def test_every_fault_that_changes_an_answer_is_caught(side: Side) -> None:
     assert all(item.passed for item in found.values())
     assert {kind for kind in found if kind not in changing} <= HARMLESS
     # One weight by one ULP is what planting itself must not make worse.
-    assert not found["one weight off by one ULP"].caught_by
+    assert found["one weight off by one ULP"].caught_by == WEIGHTS
     assert bool(found.get("the bias of the keys dropped")) == checkpoint.model.config.bias
     assert progress == [(number + 1, len(found)) for number in range(len(found))]
 
@@ -95,6 +103,7 @@ def test_gate_with_a_blunt_tolerance_is_found_out(
 ) -> None:
     kinds = ("one weight off by 1 %", "one weight off by one ULP", "padding mask dropped")
     some(monkeypatch, *kinds)
+    numbers_only(monkeypatch)
     found = run(side, 1e9, sources=[])
     assert [found[kind].passed for kind in kinds] == [False, True, False]
     assert [found[kind].changes_answer for kind in kinds] == [True, False, True]
@@ -113,6 +122,7 @@ def test_gate_without_cases_still_has_the_searches(
 ) -> None:
     monkeypatch.setattr(module, "brief_sweep", lambda config, rows: [])
     some(monkeypatch, "weights of an untrained model")
+    numbers_only(monkeypatch)
     found = run(side)["weights of an untrained model"]
     assert found.caught_by in {"greedy", "text"}
     missed = run(side, sources=[])["weights of an untrained model"]
@@ -163,3 +173,48 @@ def test_weights_of_half_precision_are_rounded_further(
     planted = run((other, bundle, []))[kind]
     assert planted.planted.endswith("tensors, to 7 bits of mantissa")
     assert planted.caught_by == "encoder"
+
+
+@pytest.fixture(scope="module", params=["cpu-fp32", "cpu-int8"])
+def variant_gate(
+    request: pytest.FixtureRequest, calm: Checkpoint, texts: list[str], all_variants: Bundle
+) -> tuple[Gate, BundleCopy, Path]:
+    """The gate of a fused variant, with screened greedy search, and a copy to list its faults."""
+    tokenizer, config = calm.tokenizer, calm.model.config
+    sources = [source_of(text, tokenizer, config, number) for number, text in enumerate(texts[:2])]
+    model = open_model(all_variants, all_variants.variant(request.param), SessionOptions())
+    folder = request.getfixturevalue("tmp_path_factory").mktemp(request.param)
+    gate = Gate(calm, all_variants, model, sources, Tolerance.of(model.variant.precision))
+    return gate, BundleCopy(all_variants, model.variant, folder / "honest"), folder
+
+
+def test_each_output_of_each_graph_has_a_fault_that_is_caught(
+    variant_gate: tuple[Gate, BundleCopy, Path], all_variants: Bundle
+) -> None:
+    gate, honest, folder = variant_gate
+    caught = {}
+    for fault in faults_of(honest):
+        copy = BundleCopy(all_variants, honest.variant, folder / "planted")
+        fault.plant(copy)
+        copy.seal()
+        caught[fault.kind] = gate.check(copy.folder)
+        shutil.rmtree(copy.folder)
+    outputs = {
+        f"{name}: wrong {output.role.replace('_', ' ')}"
+        for name, graph in honest.variant.graphs.items()
+        for output in graph.outputs
+    }
+    of_kind = {"cpu-fp32": "approximate_logits", "cpu-int8": "dequantise"}
+    assert of_kind[honest.variant.name] in honest.variant.graphs
+    assert outputs <= caught.keys()
+    harmless = {kind for kind, check in caught.items() if not check}
+    assert harmless <= {"stored constant off"}
+
+
+def test_honest_copy_of_each_variant_passes(
+    variant_gate: tuple[Gate, BundleCopy, Path], all_variants: Bundle
+) -> None:
+    gate, honest, _ = variant_gate
+    honest.rewrite()
+    honest.seal()
+    assert not gate.check(honest.folder)

@@ -65,7 +65,7 @@ def test_an_honest_bundle_says_what_the_run_says(kind: str, request: pytest.Fixt
     bundle = Bundle.load(request.getfixturevalue(f"{kind}bundle_folder"))
     assert problems(checkpoint, bundle) == {}
     oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
-    assert recorded_claim(bundle, oracle).problem == ""
+    assert recorded_claim(bundle, bundle.variant(), oracle).problem == ""
 
 
 def test_every_variant_is_what_its_recipe_says(calm: Checkpoint, all_variants: Bundle) -> None:
@@ -147,7 +147,7 @@ def rerecorded(
     def problem(change: Change) -> str:
         change(Reference.load(bundle.folder / REFERENCE)).save(tmp_path / REFERENCE)
         copy = Bundle(tmp_path, bundle.manifest, bundle.tokenizer)
-        return recorded_claim(copy, oracle).problem
+        return recorded_claim(copy, copy.variant(), oracle).problem
 
     yield problem
 
@@ -172,5 +172,5 @@ def test_a_wrong_claim_fails_the_verification(checkpoint: Checkpoint, bundle: Bu
         "generation defaults",
         "variant portable",
     ]
-    assert "2 of 4 as the run has it" in report.to_text()
-    assert len(report.to_dict()["claims"]) == 4
+    assert "3 of 5 as the run has it" in report.to_text()
+    assert len(report.to_dict()["claims"]) == 5

@@ -141,11 +141,11 @@ def decided(
 
 
 def test_rounding_alone_makes_a_tie() -> None:
-    assert Divergence(3, (5,), (6,), margin=1e-7, allowed=1e-6).tie
-    assert Divergence(3, (5,), (6,), margin=1e-6, allowed=1e-6).tie
-    assert not Divergence(3, (5,), (6,), margin=2e-6, allowed=1e-6).tie
-    assert not Divergence(3, (5,), (6,), margin=np.inf, allowed=1e-6).tie
-    assert not Divergence(3, (5,), (6,), margin=np.nan, allowed=1e-6).tie
+    assert Divergence(3, (5,), (6,), margin=1e-7, allowed=1e-6, rounding=1e-6).tie
+    assert Divergence(3, (5,), (6,), margin=1e-6, allowed=1e-6, rounding=1e-6).tie
+    assert not Divergence(3, (5,), (6,), margin=2e-6, allowed=1e-6, rounding=1e-6).tie
+    assert not Divergence(3, (5,), (6,), margin=np.inf, allowed=1e-6, rounding=1e-6).tie
+    assert not Divergence(3, (5,), (6,), margin=np.nan, allowed=1e-6, rounding=1e-6).tie
 
 
 @searches

@@ -83,7 +83,7 @@ def test_only_the_encoder_gives_what_padding_makes_meaningless() -> None:
     assert meaningful(CASE, "logits", ORACLE["logits"]).all()
 
 
-def test_truth_holds_the_largest_error_that_torch_makes_in_a_call() -> None:
+def test_truth_holds_the_largest_error_that_torch_makes_in_a_kind_of_tensor() -> None:
     reference = answer()
     reference["logits"][0, 0, 0] += 0.01
     reference["past.0.keys"][0, 0, 0, 0] += 0.001
@@ -91,13 +91,55 @@ def test_truth_holds_the_largest_error_that_torch_makes_in_a_call() -> None:
     reference["cross.0.keys"][1, 0, 2] += 5.0  # padding
     found = truth(CASE, ORACLE, reference)
     step = 0.01 / np.abs(ORACLE["logits"]).max()
+    past = 0.001 / np.abs(ORACLE["past.0.keys"]).max()
     encoder = 1e-6 / np.abs(ORACLE["cross.0.keys"]).max(where=MASK[:, None, :, None], initial=0)
     assert found.errors == {
         "logits": pytest.approx(step),
-        "past.0.keys": pytest.approx(step),
+        "past.0.keys": pytest.approx(past),
         "cross.0.keys": pytest.approx(encoder),
     }
     assert found.oracle is ORACLE
+
+
+LOGITS, PAST = ORACLE["logits"], ORACLE["past.0.keys"]
+
+
+def layers(*sizes: float) -> Arrays:
+    """Keys of several layers, each times a size, beside the same logits."""
+    return {
+        "logits": ORACLE["logits"],
+        **{f"past.{layer}.keys": size * PAST for layer, size in enumerate(sizes)},
+    }
+
+
+def test_keys_of_all_layers_share_their_error_and_logits_do_not() -> None:
+    oracle = layers(1.0, 1.0)
+    reference = {**oracle, "past.1.keys": oracle["past.1.keys"] + 0.001}
+    found = truth(CASE, oracle, reference).errors
+    assert found["past.0.keys"] == found["past.1.keys"] == pytest.approx(0.001 / np.abs(PAST).max())
+    assert found["logits"] == 0.0
+
+
+def test_a_tensor_that_cancels_widens_no_budget() -> None:
+    """Entries of 1e-12 with an error of 1e-7 are a million times off, by rounding alone."""
+    oracle = layers(1.0, 1e-12)
+    reference = {**oracle, "past.1.keys": oracle["past.1.keys"] + 1e-7}
+    expected = truth(CASE, oracle, reference)
+    unit = np.abs(PAST).max() * 2.0**-10
+    assert expected.errors["past.1.keys"] == pytest.approx(1e-7 / unit)
+    assert not any(item.fault for item in compare(CASE, expected, reference, Tolerance()))
+    wrong = {**oracle, "past.0.keys": PAST + 0.01, "logits": oracle["logits"] + 0.01}
+    faults = [item.tensor for item in compare(CASE, expected, wrong, Tolerance()) if item.fault]
+    assert faults == ["logits", "past.0.keys"]
+
+
+def test_a_budget_that_proves_nothing_fails() -> None:
+    reference = {**ORACLE, "logits": ORACLE["logits"] + 0.1 * np.abs(ORACLE["logits"]).max()}
+    expected = truth(CASE, ORACLE, reference)
+    (fault,) = [item.fault for item in compare(CASE, expected, ORACLE, Tolerance()) if item.fault]
+    assert "torch's own error is 1.0e-01" in fault
+    assert "proves nothing (at most 1.6e-02)" in fault
+    assert not any(item.fault for item in compare(CASE, expected, ORACLE, Tolerance(most=1.0)))
 
 
 def test_equal_tensors_pass() -> None:
@@ -107,9 +149,6 @@ def test_equal_tensors_pass() -> None:
         stage = "encoder" if item.tensor == "cross.0.keys" else "later step"
         expected = Comparison(CASE.name, item.tensor, stage, 0.0, 1e-6, TOLERANCE.budget(1e-6))
         assert item == expected
-
-
-LOGITS, PAST = ORACLE["logits"], ORACLE["past.0.keys"]
 
 
 def changed(name: str, place: tuple[int, ...], by: float) -> Arrays:
@@ -173,8 +212,9 @@ def test_a_case_knows_its_stage(past: int, columns: int, stages: tuple[str, str]
     case = dataclasses.replace(CASE, past=past, target=CASE.target[:, :columns], stage="")
     text = dataclasses.replace(case, stage="text")
     assert case.stage == stages[0]
-    # Two names stand for all: of a wrong shape, so that nothing is measured.
-    oracle = {"logits": np.zeros(1), "cross.0.keys": np.zeros(1)}
+    # Two names stand for all, and are missing, so that nothing is measured.
+    keys = np.zeros((2, 2, 3, 4) if columns else (2, 3, 4))
+    oracle = {"logits": np.zeros(1), "cross.0.keys": keys}
     for given, wanted in ((case, stages), (text, ("text", "text"))):
         found = compare(given, Truth(oracle, dict.fromkeys(oracle, 0.0)), {}, TOLERANCE)
         assert tuple(item.stage for item in found) == wanted

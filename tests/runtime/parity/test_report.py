@@ -168,5 +168,5 @@ def test_report_is_json_whatever_it_holds() -> None:
     assert [item["stage"] for item in record["comparisons"]] == ["first step"] * 2
     assert record["decisions"][0]["score_error"] is None
     assert record["faults"] == odd.faults
-    assert record["tolerance"] == {"factor": 4.0, "floor": 1e-6}
+    assert record["tolerance"] == {"factor": 4.0, "floor": 1e-6, "most": 2.0**-6, "crossed": None}
     assert odd.to_text().startswith("FAILED")

@@ -1,0 +1,161 @@
+"""The weights that a bundle stores, compared with the run's: bit for bit, without running a graph.
+
+What rounding hides is seen here: one integer of a rare row, a scale off by a percent. The names are
+those that torch's exporter and `export.optimise` give.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from transferry.build_model.transformer import Transformer
+from transferry.export.graphs.external_data import SMALLEST
+from transferry.export.optimise.calibration import KINDS, Calibration
+from transferry.export.optimise.kv_scales import fold_kv_scales
+from transferry.export.optimise.weight_int8 import quantised
+from transferry.export.parity.simulated_int8 import ATTENTIONS
+from transferry.export.variants import RECIPES
+from transferry.runtime.bundle import Bundle, Variant
+from transferry.runtime.parity.report import Claim
+
+WEIGHTS = "weights"  # name of the claim
+# Sines, cosines and quotients may differ by a unit in the last place between processors.
+COMPUTED = 2.0**-22
+
+
+class RunWeights:
+    """What a variant of a run stores, by the name of an initializer."""
+
+    def __init__(
+        self, model: Transformer, precision: str, calibration: Calibration | None = None
+    ) -> None:
+        """Takes the trained model, the variant's precision, and the calibration if that is int8."""
+        self._calibration = calibration
+        if calibration is not None:
+            model = fold_kv_scales(model, calibration.kv_scales)
+        elif precision != "float32":
+            model = copy.deepcopy(model).to(getattr(torch, precision))
+        self._root = math.sqrt(model.config.d_head)
+        self._weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
+        self._tables = {
+            name: table for name, table in model.named_buffers() if name not in self._weights
+        }
+        self._kv_scales = {
+            f"scale.{role}.{number}.{kind}": getattr(scales, kind)[:, None]
+            for number in range(model.config.decoder_layers)
+            for role, attention in ATTENTIONS.items()
+            if calibration is not None
+            and (scales := calibration.kv_scales.get(f"decoder.{number}.{attention}")) is not None
+            for kind in KINDS
+        }
+        self._integers: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def find(self, name: str) -> tuple[Tensor, float] | None:
+        """Returns a weight and by how much of an entry it may be off, or None if there is none."""
+        if (weight := self._weights.get(name.removeprefix("model."))) is not None:
+            return weight, 0.0
+        if (table := self._tables.get(name.removeprefix("model."))) is not None:
+            return table, COMPUTED
+        if (scale := self._kv_scales.get(name)) is not None:
+            return scale, 0.0
+        base, _, kind = name.removesuffix(".column").rpartition(".")
+        weight = self._weights.get(base)
+        if weight is None:
+            return None
+        if kind in ("int8", "scales"):
+            if base not in self._integers:
+                integers, scales = map(torch.from_numpy, quantised(weight.numpy()))
+                self._integers[base] = integers, scales
+            found = self._integers[base][kind == "scales"]
+            return (found[:, None] if name.endswith(".column") else found), 0.0
+        return self._input(base, kind)
+
+    def _input(self, base: str, kind: str) -> tuple[Tensor, float] | None:
+        """Returns what belongs to the input of a linear layer in int8."""
+        activations = self._calibration.activations if self._calibration else {}
+        if (activation := activations.get(base)) is None:
+            return None
+        bias = self._weights.get(f"{base.removesuffix('weight')}bias")
+        found = {
+            "input_scale": torch.tensor(activation.scale),
+            "input_zero": torch.tensor(activation.zero_point, dtype=torch.uint8),
+            "divided_scale": torch.tensor(activation.scale / self._root),
+            "divided_bias": bias / self._root if bias is not None else None,
+        }.get(kind)
+        return None if found is None else (found, COMPUTED if "divided" in kind else 0.0)
+
+
+def weights_claim(
+    model: Transformer, bundle: Bundle, variant: Variant, calibration: Calibration | None
+) -> Claim:
+    """Compares every stored weight of a variant with the run's.
+
+    Args:
+        model: The trained model.
+        bundle: The bundle; `require_exported_from` holds.
+        variant: One of its variants.
+        calibration: Of an int8 variant.
+    """
+    recipe = RECIPES.get(variant.name)
+    weights = RunWeights(model, recipe.precision if recipe else "float32", calibration)
+    problems = filter(None, _problems(weights, bundle, variant))
+    return Claim(WEIGHTS, next(problems, ""))
+
+
+def _problems(weights: RunWeights, bundle: Bundle, variant: Variant) -> Iterator[str]:
+    for name, spec in variant.graphs.items():
+        graph = ir.load(bundle.graph(spec)).graph
+        for key, value in graph.initializers.items():
+            if (tensor := value.const_value) is None:
+                continue
+            if (wanted := weights.find(key)) is not None:
+                yield _difference(f"{name}: {key}", *wanted, tensor.numpy())
+            elif tensor.nbytes >= SMALLEST:
+                yield f"{name}: {key} is no weight of the run"
+    head = variant.graphs.get("lm_head", next(iter(variant.graphs.values())))
+    for part, stored in variant.screen.items():
+        found = stored.read(bundle.folder)
+        wanted = weights.find(_screened(ir.load(bundle.graph(head)).graph, part))
+        if wanted is None:
+            yield f"{part} of the screen is no weight of the run"
+        else:
+            yield _difference(f"{part} of the screen", *wanted, found)
+
+
+def _screened(head: ir.Graph, part: str) -> str:
+    """Returns the initializer's name of a part of `Variant.screen`."""
+    product = next(node for node in head if node.op_type == "Gemm")
+    weight, bias = (str(value.name) for value in (*product.inputs, product.inputs[1])[1:3] if value)
+    rounded = weight.removeprefix("model.")
+    names = {"weight": weight, "bias": bias, "quantised": f"{rounded}.int8"}
+    return names.get(part, f"{rounded}.{part}")
+
+
+def _difference(place: str, wanted: Tensor, slack: float, found: NDArray[Any]) -> str:
+    """Describes how a stored weight differs; empty if it does not."""
+    kind = str(wanted.dtype).removeprefix("torch.")
+    if str(found.dtype) != kind or found.shape != tuple(wanted.shape):
+        return (
+            f"{place}: expected {kind} {list(wanted.shape)} as in the run, "
+            f"found {found.dtype} {list(found.shape)}"
+        )
+    # bfloat16 is no type of numpy's; float64 holds every number of every type.
+    run, stored = wanted.double().numpy(), found.astype(np.float64)
+    # What is not equal to itself, NaN, is different too.
+    wrong = ~(np.abs(stored - run) <= slack * np.abs(run))
+    if not wrong.any():
+        return ""
+    at = tuple(int(index) for index in np.argwhere(wrong)[0])
+    return (
+        f"{place}{list(at)} is {stored[at]:.9g}, the run gives {run[at]:.9g}; "
+        f"{int(wrong.sum()):,} of {wrong.size:,} entries differ"
+    )
