@@ -207,15 +207,16 @@ def _task_metrics(
     """Metrics of the answers to text; none without text."""
     if not text.forcing.tokens:
         return []
-    choice = text.forcing.worst_choice(budget.choice)
+    forcing = text.forcing
+    metrics = [forcing.choices(budget.choices), forcing.worst_choice(budget.choice)]
     if not text.best:  # without a decoder: of the tokens that are filled in
-        return [text.forcing.agreement(budget.agreement), choice]
-    metrics = [token_agreement(text.best["greedy"], budget.agreement), choice]
+        return metrics
+    metrics.append(token_agreement(text.best["greedy"]))
     if targets is not None:
         metrics += [
             translation(checkpoint.tokenizer, name, text.best[name], targets, budget.bleu)
             for name in ("greedy", "beam 4")
         ]
     if text.fed is not None:
-        metrics.append(text.forcing.perplexity(budget.perplexity))
+        metrics.append(forcing.perplexity(budget.perplexity))
     return metrics

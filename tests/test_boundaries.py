@@ -35,7 +35,7 @@ ROOMS = {
     ),
     "export": (
         *("graphs", "torch_model", "optimise", "variants", "parity", "backends"),
-        *("bundle", "debug", "faults", "report", "verify"),
+        *("debug", "faults", "report", "verify", "bundle"),
     ),
 }
 MAX_MODULES = 12  # in a folder, __init__.py left out

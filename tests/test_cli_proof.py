@@ -52,7 +52,7 @@ def test_from_a_proof_to_a_result_that_cites_it(
     options: list[str | Path] = ["--checkpoint", run_folder, "--text", lines, "--target", lines]
     verified = call("verify", bundle, *options, "--certify", DATE)
     assert verified.exit_code == 0
-    assert "Token agreement 100 % (no limit for float32)" in verified.stdout
+    assert "Token agreement 100 % (no limit)" in verified.stdout
     assert f"certificate of {DATE} for variant portable, provider cpu" in verified.stderr
     assert "the run" in call("inspect", bundle).stdout
     (shown,) = json.loads(call("inspect", bundle, "--json").stdout)["certificates"]

@@ -22,6 +22,7 @@ from transferry.export.faults.variant_faults import variant_faults
 from transferry.export.optimise.calibration import Calibration
 from transferry.export.parity.cases import (
     largest_batch,
+    leaving,
     random_case,
     random_cases,
     single_tokens,
@@ -271,7 +272,7 @@ def brief_sweep(config: ModelConfig, rows: int) -> list[Case]:
             return bool(length >= min(LONGEST_SOURCE, config.max_positions // 2))
         return bool(length <= LONGEST_SOURCE and case.past <= 1)
 
-    cases = [*filter(brief, sizes(config)), *_with_rare_tokens(config)]
+    cases = [*filter(brief, sizes(config)), *leaving(config), *_with_rare_tokens(config)]
     cases.append(largest_batch(config, rows))
     return sorted(cases, key=lambda case: case.source.size + case.target.size)
 

@@ -23,8 +23,9 @@ SINGLE_TOKENS = 16
 
 
 def sweep(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
-    """Yields the cases of `sizes` and of `vocabulary`."""
+    """Yields the cases of `sizes`, `leaving` and `vocabulary`."""
     yield from sizes(config, seed=seed)
+    yield from leaving(config, seed=seed)
     yield from vocabulary(config, seed=seed)
 
 
@@ -33,8 +34,7 @@ def sizes(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
 
     Batch {1, 2, 7} x source {1, 2, 13, all positions} x past {0, 1, all positions but one}; the
     first row fills the source, the others end earlier. Without an encoder, source and target share
-    the positions, and the source may be empty: a prompt of one token. And a case in which sentences
-    leave the batch.
+    the positions, and the source may be empty: a prompt of one token.
     """
     most = config.max_positions
     alone = not config.encoder_layers
@@ -47,9 +47,12 @@ def sizes(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
             for past in sorted(pasts):
                 yield random_case(config, batch, source, past, seed=seed + number)
                 number += 1
-    if config.decoder_layers:
-        # As when sentences end: others, from the end of the batch, take their slots.
-        case = random_case(config, 7, 13, 1, seed=seed + number)
+
+
+def leaving(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
+    """Yields a case as when sentences end: others, from the end of the batch, take their slots."""
+    if config.decoder_layers and config.max_positions > 2:
+        case = random_case(config, 7, 13, 1, seed=seed + 500)
         yield replace(case, name=f"{case.name}, rows leave", rows=np.array([0, 6, 2, 5]))
 
 

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.parity.report import (
-    AGREEMENT,
+    CHOICES,
+    EQUIVALENT,
     PERPLEXITY,
     WORST_CHOICE,
     Growth,
@@ -35,7 +36,7 @@ class TeacherForcing:
         self.error = 0.0
         self.tokens = 0
         self.losses = np.zeros(2)
-        self.agreeing = 0
+        self.equivalent = 0
         self.furthest = 0.0  # in nats
 
     def add(
@@ -82,8 +83,8 @@ class TeacherForcing:
         ]
 
         preferred = judged.argmax(axis=1)
-        self.agreeing += int((preferred == meant.argmax(axis=1)).sum())
         lost = meant.max(axis=1) - meant[np.arange(places), preferred]
+        self.equivalent += int((lost <= EQUIVALENT).sum())
         self.furthest = float(np.maximum(self.furthest, lost.max()))
 
     def growth(self) -> list[Growth]:
@@ -99,10 +100,10 @@ class TeacherForcing:
             return None
         return Margins(EDGES, self.counts.tolist(), self.smallest, self.error)
 
-    def agreement(self, budget: float) -> TaskMetric:
-        """Returns the share of positions at which the model prefers the same token."""
-        share = self.agreeing / self.tokens
-        return TaskMetric(AGREEMENT, 1.0, share, 1.0 - share, budget)
+    def choices(self, budget: float) -> TaskMetric:
+        """Returns the share of positions at which the preferred token is as good as the best."""
+        share = self.equivalent / self.tokens
+        return TaskMetric(CHOICES, 1.0, share, 1.0 - share, budget)
 
     def worst_choice(self, budget: float) -> TaskMetric:
         """Returns how far below the best token a preferred one is, in nats of the trained model."""

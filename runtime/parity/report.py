@@ -19,7 +19,10 @@ from transferry.runtime.tables import table
 
 SCHEMA = 3
 AGREEMENT, BLEU, PERPLEXITY = "token agreement", "sacreBLEU", "perplexity"
-WORST_CHOICE = "worst choice"
+CHOICES, WORST_CHOICE = "equivalent choices", "worst choice"
+# Two tokens so close, in nats, are equally good to the trained model.
+EQUIVALENT = 0.1
+CHANCE = 0.05  # p-value from which a loss may be chance
 FIRST_FAULTS = 5  # of an error message
 FIRST_DIFFERENCES = 5  # of a search, in the text
 
@@ -114,12 +117,15 @@ class TaskMetric:
     """Effect of the differences on a metric that users of the model know.
 
     Attributes:
-        measure: "token agreement" with torch (a share), "worst choice" (by how many nats torch
-            prefers another token), "sacreBLEU" of a search, or "perplexity".
-        reference: torch's value; 1 for token agreement, 0 for the worst choice.
+        measure: "token agreement" of the greedy answers with torch's (a share); on given answers
+            "equivalent choices" (share of positions at which the preferred token is at most
+            `EQUIVALENT` nats below torch's) and "worst choice" (the largest such distance, in
+            nats) and "perplexity"; or "sacreBLEU" of a search.
+        reference: torch's value; 1 for shares, 0 for the worst choice.
         found: The bundle's value.
         change: Distance of the two, relative for perplexity.
         budget: The largest change that passes; infinity for no limit.
+        p_value: Probability of such a change by chance; 0 where it was not estimated.
     """
 
     measure: str
@@ -127,22 +133,25 @@ class TaskMetric:
     found: float
     change: float
     budget: float
+    p_value: float = 0.0
 
     @property
     def passed(self) -> bool:
-        """Whether the change is within the budget; NaN is not."""
-        return self.change <= self.budget
+        """Whether the change is within the budget, or may be chance; NaN is not."""
+        return self.change <= self.budget or self.p_value >= CHANCE
 
     def __str__(self) -> str:
         limited = math.isfinite(self.budget)
-        if self.measure == AGREEMENT:
-            limit = f"at least {100 * (1 - self.budget):g} %" if limited else "no limit for float32"
-            return f"Token agreement {100 * self.found:.6g} % ({limit})"
+        if self.measure in (AGREEMENT, CHOICES):
+            limit = f"at least {100 * (1 - self.budget):g} %" if limited else "no limit"
+            return f"{self.measure.capitalize()} {100 * self.found:.6g} % ({limit})"
         if self.measure == WORST_CHOICE:
-            limit = f"limit {self.budget:g}" if limited else "no limit for float32"
+            limit = f"limit {self.budget:g}" if limited else "no limit"
             return f"Worst choice {self.found:.2g} nats below torch's ({limit})"
         scale, unit = (1, " points") if self.measure.startswith(BLEU) else (100, " %")
-        limit = f"limit {scale * self.budget:g}{unit}" if limited else "no limit for float32"
+        limit = f"limit {scale * self.budget:g}{unit}" if limited else "no limit"
+        if self.p_value:
+            limit += f", p {self.p_value:.2g}"
         return (
             f"{self.measure} {self.found:.5g}, torch {self.reference:.5g}, "
             f"change {scale * self.change:.2g}{unit} ({limit})"

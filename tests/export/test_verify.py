@@ -48,9 +48,9 @@ def faults(comparisons: list[Comparison]) -> set[str]:
 def test_true_bundle_passes(oracle: Oracle, decoder: PortableDecoder) -> None:
     comparisons = oracle.numbers(decoder, sweep(oracle.config))
     assert faults(comparisons) == set()
-    # 36 sizes, and two that run through the vocabulary; in each the logits, and keys and values of
-    # cross and past in each of two layers.
-    assert len(comparisons) == 38 * 9
+    # 36 sizes, one of rows that leave, and two that run through the vocabulary; in each the logits,
+    # and keys and values of cross and past in each of two layers. Rows are selected in 16 + 1.
+    assert len(comparisons) == 39 * 9 + 17
 
 
 def size(case: Case) -> tuple[int, int, int]:
@@ -188,14 +188,20 @@ class TestVerifyAgainst:
         ]
         assert all(0 < item.score_ratio < 8 for item in report.decisions)
         # 38 cases, five texts searched greedily, with a beam and fed whole, and two sampled.
-        assert progress[0] == (1, 56)
-        assert progress[-1] == (56, 56)
+        assert progress[0] == (1, 57)
+        assert progress[-1] == (57, 57)
         assert [done for done, _ in progress] == sorted(done for done, _ in progress)
 
         record = json.loads(json.dumps(report.to_dict(), allow_nan=False))
         assert record["passed"] is True
         stages = {stage["name"]: stage["tensors"] for stage in record["stages"]}
-        assert stages == {"encoder": 39 * 4, "first step": 14 * 5, "later step": 25 * 5, "text": 9}
+        selected = 18  # a later step of several rows
+        assert stages == {
+            "encoder": 40 * 4,
+            "first step": 14 * 5,
+            "later step": 26 * 5 + selected,
+            "text": 9,
+        }
         assert record["settings"]["provider"] == "cpu"
         assert record["settings"]["against"] == "the run"
         assert record["settings"]["torch"] == torch.__version__
@@ -218,7 +224,7 @@ class TestVerifyAgainst:
     ) -> None:
         report = verify(checkpoint, bundle, [])
         assert report.passed
-        assert len(report.comparisons) == 39 * 9
+        assert len(report.comparisons) == 40 * 9 + 18
         assert not report.decisions
 
     def test_run_with_other_weights_fails(

@@ -65,8 +65,9 @@ def test_half_precision_passes_as_what_it_is(
     assert report.tolerance == Tolerance.of("float16")
     assert max(stage.error for stage in report.stages()) > 1e-5, "it is not float32"
     assert [metric.measure for metric in report.task_metrics] == [
-        "token agreement",
+        "equivalent choices",
         "worst choice",
+        "token agreement",
         "sacreBLEU greedy",
         "sacreBLEU beam 4",
         "perplexity",
@@ -104,10 +105,10 @@ def pairs(*answers: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Any]:
 
 
 def test_agreement_is_the_share_of_tokens_in_the_same_place() -> None:
-    metric = token_agreement(pairs(((5, 6, 7), (5, 9, 7)), ((8,), (8, 9)), ((), ())), 0.5)
+    metric = token_agreement(pairs(((5, 6, 7), (5, 9, 7)), ((8,), (8, 9)), ((), ())))
     assert (metric.found, metric.change, metric.passed) == (0.6, 0.4, True)
     assert not dataclasses.replace(metric, budget=0.3).passed
-    assert token_agreement(pairs(((), ())), 0.0).passed
+    assert token_agreement(pairs(((), ()))).found == 1.0
 
 
 def test_a_gain_in_bleu_is_no_change(checkpoint: Checkpoint, texts: list[str]) -> None:
@@ -117,6 +118,19 @@ def test_a_gain_in_bleu_is_no_change(checkpoint: Checkpoint, texts: list[str]) -
         metric = translation(tokenizer, "greedy", pairs(both), [texts[0]], 0.3)
         assert metric.passed is passed
         assert max(metric.reference, metric.found) == pytest.approx(100.0)
+
+
+def test_a_loss_that_may_be_chance_passes(checkpoint: Checkpoint, texts: list[str]) -> None:
+    """One answer of eight is worse: resampled, every third set of eight has none of it."""
+    tokenizer = checkpoint.tokenizer
+    right = [tuple(tokenizer.encode(text)) for text in texts[:8]]
+    for worse, passed in ((1, True), (8, False)):
+        answered = [right[(row + 1) % 8] if row < worse else right[row] for row in range(8)]
+        metric = translation(
+            tokenizer, "greedy", pairs(*zip(right, answered, strict=True)), texts[:8], 0.3
+        )
+        assert metric.change > 0.3
+        assert (metric.passed, metric.p_value >= 0.05) == (passed, passed)
 
 
 def test_what_cannot_be_measured_does_not_pass() -> None:

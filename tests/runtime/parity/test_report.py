@@ -127,7 +127,7 @@ def test_text_shows_what_failed_and_how_to_see_it_again() -> None:
 @pytest.mark.parametrize(
     ("metric", "text"),
     [
-        (("token agreement", 1.0, 1.0, 0.0, math.inf), "Token agreement 100 % (no limit for"),
+        (("token agreement", 1.0, 1.0, 0.0, math.inf), "Token agreement 100 % (no limit)"),
         (("token agreement", 1.0, 0.97, 0.03, 0.02), "Token agreement 97 % (at least 98 %)"),
         (
             ("sacreBLEU greedy", 38.21, 38.14, 0.07, 0.3),
