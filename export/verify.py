@@ -18,6 +18,7 @@ from transferry.export.faults.self_test import self_test
 from transferry.export.optimise.calibration import Calibration
 from transferry.export.parity.cases import (
     largest_batch,
+    lengths,
     random_sources,
     single_tokens,
     source_of,
@@ -30,12 +31,17 @@ from transferry.export.parity.claims import (
     require_exported_from,
 )
 from transferry.export.parity.oracle import Oracle, TextParity
+from transferry.export.parity.served import REPLICAS
 from transferry.export.parity.stored_weights import weights_claim
 from transferry.export.parity.task_metrics import BUDGETS, TaskBudget, token_agreement, translation
+from transferry.export.parity.text_scores import compare_scores
+from transferry.export.parity.walk import walk
 from transferry.export.variants import PORTABLE, RECIPES
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import Model
 from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.parity.report import Decisions, ParityReport, TaskMetric
@@ -106,18 +112,31 @@ def verify_against(
     if search is None and default_generation(checkpoint).keys() & {"beam", "n_best", "sample"}:
         search = {}  # what the bundle does by default is none of the standard searches
     text = replace(_text_parity(checkpoint, oracle, texts, targets, batches), given=search)
-    cases = [*sweep(config), largest_batch(config, batches.rows)]
+    cases = [
+        *sweep(config),
+        *lengths(config, text.sources),
+        largest_batch(config, batches.rows),
+    ]
     if calibration is not None:
         cases += single_tokens(config)
     total = len(cases) + text.rows(variant) + (RUNTIMES if cross_check else 0)
     oracle.done = _counter(total, done)
     comparisons = oracle.numbers(model, cases)
+    if not isinstance(model, EncoderModel):
+        comparisons += walk(oracle, model)
     decisions: list[Decisions] = []
     for found in text.check(model):
         if isinstance(found, Decisions):
             decisions.append(found)
         else:
             comparisons += found
+    if texts and not isinstance(model, EncoderModel):
+        # Without targets a source is scored as its own: any text will do.
+        engine = Engine(bundle, model, replicas=REPLICAS, batches=batches)
+        given: Sequence[str | None] = [None] * len(texts)
+        if config.encoder_layers:
+            given = targets or texts
+        comparisons += compare_scores(oracle, engine, list(zip(texts, given, strict=True)))
     checked = run_cross_check(oracle, model, bundle) if cross_check else ()
     report = ParityReport(
         str(bundle.folder),
@@ -137,9 +156,8 @@ def verify_against(
         planted = self_test(checkpoint, bundle, model, few, tolerance, done)
         return replace(report, self_test=planted)
     if not report.passed and variant.name == PORTABLE:
-        failed = {item.case for item in comparisons if item.fault}
-        # If only text shows the fault, a shorter case may still do.
-        shown = [case for case in cases if case.name in failed] or cases
+        # Where only a search shows the fault, one of the cases may still do.
+        shown = oracle.failed or cases
         served = variant, model.options
         origin = localise(checkpoint.model, bundle, *served, tolerance, shown, replay)
         return replace(report, origin=origin)

@@ -49,6 +49,16 @@ def sizes(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
                 number += 1
 
 
+def lengths(
+    config: ModelConfig, sources: Sequence[Sequence[int]], *, seed: int = 0
+) -> Iterator[Case]:
+    """Yields a case of each length that no source has, up to the longest of them."""
+    found = {len(source) for source in sources}
+    for length in range(1, max(found, default=0)):
+        if length not in found:
+            yield random_case(config, 1, length, length % NEW_TOKENS, seed=seed + 2000 + length)
+
+
 def leaving(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
     """Yields a case as when sentences end: others, from the end of the batch, take their slots."""
     if config.decoder_layers and config.max_positions > 2:

@@ -110,6 +110,7 @@ class Oracle:
             variant does.
         exact: The same in float64, the oracle that errors are measured against.
         others: The same where it rounds otherwise; see `int8_sides`. None without a calibration.
+        failed: The cases in which a tensor was wrong, in order.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Oracle:
         self.others: list[TorchDecoder] = []
         if calibration is not None:
             self.reference, self.exact, *self.others = int8_sides(model, calibration)
+        self.failed: list[Case] = []
         # By source and tokens: searches share many answers.
         self._scored: dict[tuple[tuple[int, ...], tuple[int, ...]], _Score] = {}
 
@@ -163,8 +165,10 @@ class Oracle:
         """Compares every tensor of every case."""
         comparisons = []
         for case in cases:
-            comparisons += compare(case, self.truth(case), observe(model, case), self.tolerance)
-            comparisons += self_consistency(model, case)
+            found = compare(case, self.truth(case), observe(model, case), self.tolerance)
+            if any(item.fault for item in found):
+                self.failed.append(case)
+            comparisons += [*found, *self_consistency(model, case)]
             self.done(1)
         return comparisons
 
@@ -187,7 +191,10 @@ class Oracle:
             name = f"text, rows {', '.join(map(str, batch[:3]))}{' ...' if len(batch) > 3 else ''}"
             case = Case(name, source, mask, target, 0, stage="text")
             sides, found = self.observe(case), observe(model, case)
-            comparisons += compare(case, truth(case, *sides), found, self.tolerance)
+            compared = compare(case, truth(case, *sides), found, self.tolerance)
+            if any(item.fault for item in compared):
+                self.failed.append(case)
+            comparisons += compared
             # What int8 loses is what it loses of the model as trained.
             trained = observe(self.trained, case) if self.others else sides[1]
             for number, row in enumerate(batch):

@@ -18,6 +18,7 @@ from transferry.runtime.ort.open_model import ServedDecoder
 
 # Limit on the logits of a batch: 256 MB of float32.
 MOST_LOGITS = 1 << 26
+TOO_SHORT = RowError("too-short", "a text of one token has nothing to be scored after it")
 
 # Source and target, or a text and None.
 Pair = tuple[str | RowError, str | RowError | None]
@@ -120,7 +121,7 @@ class _Score:
     def _text(self, row: EncodedRow) -> WorkItem[_ScoredRow] | ScoreResult:
         error = row.error
         if error is None and len(row.ids) == 1:
-            error = RowError("too-short", "a text of one token has nothing to be scored after it")
+            error = TOO_SHORT
         if error is not None:
             return ScoreResult(row.text, row.tokens, error=error)
         scored = _ScoredRow(row, None, row.ids[:-1], row.ids[1:], row.truncated)
