@@ -34,7 +34,7 @@ from transferry.runtime.tokenizer.byte_pair import (
 )
 
 # Number and length of the validation texts kept with the run.
-SAMPLES, SAMPLE_CHARACTERS = 8, 200
+SAMPLES, SAMPLE_CHARACTERS = 100, 200
 # Without a validation text, one in so many tokens is held out.
 HELD_OUT = 10
 BUILTIN = ("train", "valid")

@@ -44,7 +44,7 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import Model
 from transferry.runtime.parity.compare import Tolerance
-from transferry.runtime.parity.report import Decisions, ParityReport, TaskMetric
+from transferry.runtime.parity.report import Decisions, Origin, ParityReport, TaskMetric
 
 LONGEST_ANSWER = 256
 SAMPLED = 4  # one row in so many is sampled too: the search differs little from greedy search
@@ -160,7 +160,7 @@ def verify_against(
         shown = oracle.failed or cases
         served = variant, model.options
         origin = localise(checkpoint.model, bundle, *served, tolerance, shown, replay)
-        return replace(report, origin=origin)
+        return replace(report, origin=origin or Origin.none_found(len(shown)))
     return report
 
 

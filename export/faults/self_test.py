@@ -35,7 +35,7 @@ from transferry.export.parity.claims import (
     recorded_claim,
     require_exported_from,
 )
-from transferry.export.parity.oracle import SEARCHES, Oracle, TextParity
+from transferry.export.parity.oracle import BRIEF, Oracle, TextParity
 from transferry.export.parity.stored_weights import WEIGHTS, weights_claim
 from transferry.export.variants import PORTABLE
 from transferry.runtime.bundle import Bundle
@@ -203,7 +203,8 @@ class Gate:
 
     def _text(self, sources: Sequence[Sequence[int]]) -> TextParity:
         fed = None if self._config.encoder_layers else sources
-        return TextParity(self._oracle, self._generation, sources, LONGEST_ANSWER, fed)
+        given = self._oracle, self._generation, sources, LONGEST_ANSWER, fed
+        return TextParity(*given, standard=BRIEF)
 
     def changes(self, folder: Path) -> bool:
         """Whether a bundle gives other answers than the honest one, whatever `check` returns.
@@ -246,7 +247,7 @@ class Gate:
         case = random_case(self._config, 6, 8, 0, seed=2000)
         tokens = zip(case.source, case.mask, strict=True)
         sources = [row[mask].tolist() or [oracle.special.bos_id] for row, mask in tokens]
-        for name in SEARCHES:
+        for name in BRIEF:
             options = self._text(sources).options(name)
             answers = search(honest, sources, options, oracle.special)
             expected = ExpectedAnswers(range(len(sources)), sources, answers)

@@ -61,7 +61,20 @@ SEARCHES: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"beam": 1, "n_best": 1},
     "beam 4": {"beam": 4, "n_best": 4},
     "sampling": {"beam": 1, "n_best": 1, "sample": True, "seed": 1},
+    "top-k and top-p sampling": {
+        "beam": 1,
+        "n_best": 2,
+        "sample": True,
+        "seed": 2,
+        "temperature": 0.7,
+        "top_k": 8,
+        "top_p": 0.9,
+    },
+    "constrained beam 2": {"beam": 2, "n_best": 1, "min_length": 8, "no_repeat_ngram": 3},
 }
+CONSTRAINED = "constrained beam 2"  # with a forced prefix too
+WHOLE = ("greedy", "beam 4")  # run on every row, the others on some
+BRIEF = ("greedy", "beam 4", "sampling")
 # Searches with recorded answers; only an oracle can explain a difference between samples.
 RECORDED = ("greedy", "beam 4")
 GIVEN = "as given"  # a search with options of the user's
@@ -82,7 +95,12 @@ def search_settings(
     An answer has at most `max_length` tokens, fewer where the positions do not suffice.
     """
     length = room(config, sources, max_length)
-    return {**generation, **SEARCHES.get(name, {}), "max_length": length}
+    settings = {**generation, **SEARCHES.get(name, {}), "max_length": length}
+    if name == CONSTRAINED:
+        # Any token will do: both sides must continue it.
+        prefix = (*settings.get("prefix", ()), config.vocabulary_size // 2)
+        settings |= {"prefix": prefix[:length], "min_length": min(settings["min_length"], length)}
+    return settings
 
 
 @dataclass(frozen=True)
@@ -400,9 +418,10 @@ class TextParity:
         sources: Token ids of each source.
         longest: Most tokens of an answer.
         fed: Targets to feed whole, from the start token on; by default torch's greedy answers.
-        sampled: Sampling runs on one source in so many.
+        sampled: Searches other than `WHOLE` run on one source in so many.
         batches: Limits on what is computed at once; those of the model if None.
         given: Fields of GenerationOptions of one search more, besides the bundle's defaults.
+        standard: Names of the other searches.
         forcing: Errors and margins on the given answers.
         best: The best answer to each row of a search, of torch as trained and of the model; of
             searches other than `RECORDED` an int8 variant has torch's with the same rounding.
@@ -416,6 +435,7 @@ class TextParity:
     sampled: int = 1
     batches: BatchOptions | None = None
     given: Mapping[str, Any] | None = None
+    standard: Sequence[str] = tuple(SEARCHES)
     forcing: TeacherForcing = field(default_factory=TeacherForcing)
     best: dict[str, list[tuple[Hypothesis, Hypothesis]]] = field(default_factory=dict)
 
@@ -424,8 +444,9 @@ class TextParity:
         count = len(self.sources)
         if not self.oracle.config.decoder_layers:
             return count
-        whole = len(self.searches) + bool(variant.screen)  # sampling is of some; then `text`
-        return whole * count + len(self.sources[:: self.sampled])
+        every = [self._every(name) for name in self.searches]
+        searched = sum(len(self.sources[::step]) for step in every)
+        return searched + (1 + bool(variant.screen)) * count  # the last is `text`
 
     def check(self, model: Model) -> Iterator[Decisions | list[Comparison]]:
         """Yields the result of one check after another."""
@@ -437,7 +458,7 @@ class TextParity:
             return
         batches = self.batches or model.batches
         for name in self.searches:
-            every = self.sampled if name == "sampling" else 1
+            every = self._every(name)
             called = name if every == 1 else f"{name} of every {every}th row"
             options, chosen = self.options(name), sources[::every]
             tally = oracle.search(model, called, chosen, options, batches)
@@ -455,8 +476,12 @@ class TextParity:
 
     @property
     def searches(self) -> list[str]:
-        """Names of the searches: `SEARCHES`, and the one that is given."""
-        return [*SEARCHES, *([] if self.given is None else [GIVEN])]
+        """Names of the searches: the standard ones, and the one that is given."""
+        return [*self.standard, *([] if self.given is None else [GIVEN])]
+
+    def _every(self, name: str) -> int:
+        """Returns how many rows there are for each that a search runs on."""
+        return 1 if name in (*WHOLE, GIVEN) else self.sampled
 
     def options(self, name: str) -> GenerationOptions:
         """Returns the options of a search."""

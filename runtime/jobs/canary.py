@@ -24,7 +24,7 @@ from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import INT8_STEP, Tolerance
 from transferry.runtime.parity.divergence import Explainer
-from transferry.runtime.parity.recorded import Reference
+from transferry.runtime.parity.recorded import Reference, check_reference
 
 
 class Canary:
@@ -47,6 +47,7 @@ class Canary:
 
         Raises:
             InputError: The bundle's record is damaged.
+            ParityError: The bundle does not give the recorded answers here.
         """
         bundle, variant = engine.bundle, engine.model.variant
         model = open_model(bundle, variant, SessionOptions("cpu", 1, optimisation="disable"))
@@ -58,7 +59,9 @@ class Canary:
         self.rows = self.identical = self.ties = 0
         # Both sides may be as far from float64 as verification allows: a multiple of the error
         # that torch made on the recorded cases.
-        cases = Reference.load(bundle.folder / variant.reference).cases
+        reference = Reference.load(bundle.folder / variant.reference)
+        self._require_recorded(reference)
+        cases = reference.cases
         torch = {
             name: max(truth.errors.get(name, 0.0) for _, truth in cases)
             for name in ("logits", "hidden")
@@ -72,6 +75,27 @@ class Canary:
         largest = max(float(np.abs(truth.oracle["logits"]).max(initial=0.0)) for _, truth in cases)
         # A log-probability is a logit minus the log-sum-exp of the logits: either may be off.
         self.log_probability_limit = 2 * self.tolerance.budget(0.0) * largest
+
+    def _require_recorded(self, reference: Reference) -> None:
+        """Compares the canary's own model with torch's recorded answers.
+
+        It reads the same weights as the job: where these are damaged, both agree.
+        """
+        model = self.reference.model
+        comparisons, decisions = check_reference(
+            reference,
+            model,
+            self.reference.bundle.tokenizer.special,
+            Tolerance.of(model.variant.precision),
+            exact=model.variant.exact,
+        )
+        faults = [f"{item.case}: {item.tensor}: {item.fault}" for item in comparisons if item.fault]
+        faults += [str(defect) for item in decisions for defect in item.defects]
+        if faults:
+            raise ParityError(
+                f"{self.reference.bundle.folder} does not give the answers that were recorded of "
+                f"torch: {faults[0]}. Copy the bundle again, or export it again"
+            )
 
     def check(self, number: int, row: RowResult) -> None:
         """Computes a row again, if it is its turn.

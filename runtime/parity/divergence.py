@@ -7,8 +7,8 @@ wrong. Any two decoders can be compared; the most exact one at hand serves as th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Generic
 
@@ -357,9 +357,41 @@ def _distance_of_draws(
 ) -> float:
     """Returns how far the cumulative distribution must move for a draw of either token."""
     low, high = min(tokens), max(tokens)
-    weights = Sampler(options, np.zeros((0, 0))).weights(logits[None])[0]
-    cumulative = weights.cumsum() / weights.sum()
-    return float(max(cumulative[high - 1] - uniform, uniform - cumulative[low], 0.0))
+    distances: list[float] = []
+    for weights, needed in _cuts(logits, options):
+        cumulative = weights.cumsum() / weights.sum()
+        outside = max(cumulative[high - 1] - uniform if high else 0.0, uniform - cumulative[low])
+        distances.append(max(float(outside), needed, 0.0))
+    return min(distances)
+
+
+def _cuts(
+    logits: NDArray[np.floating[Any]], options: GenerationOptions
+) -> Iterator[tuple[NDArray[np.float64], float]]:
+    """Yields the weights of a draw, and those with one token more, less or exchanged at the cut.
+
+    Each with how far the cumulative distribution must move for it: in top-k sampling a logit has to
+    pass another one, which moves the distribution by at most a quarter of their distance.
+    """
+    sampler = Sampler(options, np.zeros((0, 0)))
+    weights = sampler.weights(logits[None])[0]
+    yield weights, 0.0
+    whole = Sampler(replace(options, top_k=0, top_p=1.0), np.zeros((0, 0))).weights(logits[None])[0]
+    order, count = np.argsort(-whole, kind="stable"), np.count_nonzero(weights)
+    if count == np.count_nonzero(whole):
+        return
+    last, following = order[count - 1], order[count]
+    fewer, more = weights.copy(), weights.copy()
+    fewer[last], more[following] = 0.0, whole[following]
+    exchanged = np.where(np.arange(len(more)) == last, 0.0, more)
+    gap = float(np.log(whole[last] / whole[following])) / 4
+    yield exchanged, gap
+    if options.top_p < 1:
+        within = Sampler(replace(options, top_p=1.0), np.zeros((0, 0))).weights(logits[None])[0]
+        held = weights.sum() / within.sum()
+        if count > 1:
+            yield fewer, float(options.top_p - held + weights[last] / within.sum())
+        yield more, float(held - options.top_p)
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ class Origin:
     """Origin of a fault: the first value of a graph that is wrong though its inputs are right.
 
     Attributes:
-        graph: Such as "decoder".
+        graph: Such as "decoder"; empty if none was found, and then all but the message are.
         case: The input that shows it.
         tensor: The value's name in the graph.
         module: The torch module that computes it, such as "decoder.0.feed_forward.inner".
@@ -230,7 +230,18 @@ class Origin:
     message: str
     replay: str = ""
 
+    @classmethod
+    def none_found(cls, cases: int) -> Origin:
+        """Returns what says that each graph, alone, agrees with torch."""
+        message = (
+            f"no origin found: on {cases:,} cases each graph agrees with torch if its inputs are "
+            "right; the fault shows only where graphs, batches and the cache work together"
+        )
+        return cls("", "", "", "", "", "", message)
+
     def __str__(self) -> str:
+        if not self.graph:
+            return self.message
         place = f"{self.module} ({self.source})" if self.module else self.tensor
         lines = [
             f"the fault begins in {place}",
@@ -361,6 +372,8 @@ class ParityReport:
             lines += [f"  {difference}" for difference in differences[:FIRST_DIFFERENCES]]
             if (rest := len(differences) - FIRST_DIFFERENCES) > 0:
                 lines.append(f"  and {rest:,} more; --json lists them")
+        if most := max((item.rows for item in self.decisions if item.passed), default=0):
+            lines.append(f"{most:,} rows: {confidence(most)}")
         lines += map(str, self.task_metrics)
         if self.cross_check:
             lines += ["", "Other runtimes, which do not decide the verdict:"]
@@ -468,6 +481,16 @@ def worst_ratio(comparisons: Sequence[Comparison], tolerance: Tolerance) -> floa
     errors, budgets = (np.array([getattr(i, n) for i in comparisons]) for n in ("error", "budget"))
     with np.errstate(divide="ignore", invalid="ignore"):  # a limit of 0 is allowed
         return float(np.max(errors / budgets)) * tolerance.factor
+
+
+def confidence(rows: int) -> str:
+    """Says how many rows may be wrong though none of so many was.
+
+    Source: the rule of three (Hanley and Lippman-Hand 1983, If Nothing Goes Wrong, Is Everything
+    All Right?): the upper end of the 95 % confidence interval is 1 - 0.05 ** (1 / rows).
+    """
+    most = 100 * (1 - 0.05 ** (1 / rows))
+    return f"with 95 % confidence, less than {most:.2g} % of rows like these are answered wrongly"
 
 
 def _row(stage: Stage) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ def self_consistency(
     """Compares what the LM head gives beside the logits, and rows that were selected.
 
     Errors are in units of the largest logit, or of the largest entry of the cache, and limited by
-    rounding in float32; those of approximate logits in units of their bound.
+    rounding in float32; those of approximate logits in units that make their bound the limit.
 
     Returns:
         The LM head's of a fused variant at a first step, the cache's at a later one.
@@ -76,7 +76,8 @@ def _lm_head(model: FusedDecoder, case: Case, rounding: float) -> Iterator[Found
         hidden, approximate, maxima = screen
         assert model.lm_head.screened is not None
         bound = model.lm_head.screened.bound(hidden)
-        yield "approximate_logits", float((np.abs(approximate - logits) / bound).max()), 1.0
+        share = float((np.abs(approximate - logits) / bound).max())
+        yield "approximate_logits", share * rounding, rounding
         exact = SegmentMaxima.of(approximate, SEGMENT).maxima
         yield "approximate_maxima", error(maxima.maxima, exact), rounding
 

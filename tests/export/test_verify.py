@@ -185,11 +185,14 @@ class TestVerifyAgainst:
             ("greedy", 5),
             ("beam 4", 5),
             ("sampling of every 4th row", 2),
+            ("top-k and top-p sampling of every 4th row", 2),
+            ("constrained beam 2 of every 4th row", 2),
         ]
         assert all(0 < item.score_ratio < 8 for item in report.decisions)
-        # 38 cases, five texts searched greedily, with a beam and fed whole, and two sampled.
-        assert progress[0] == (1, 57)
-        assert progress[-1] == (57, 57)
+        # 40 cases and 10 more lengths; five texts searched greedily, with a beam and fed whole, and
+        # two in each of the other searches.
+        assert progress[0] == (1, 71)
+        assert progress[-1] == (71, 71)
         assert [done for done, _ in progress] == sorted(done for done, _ in progress)
 
         record = json.loads(json.dumps(report.to_dict(), allow_nan=False))
@@ -224,7 +227,7 @@ class TestVerifyAgainst:
     ) -> None:
         report = verify(checkpoint, bundle, [])
         assert report.passed
-        assert len(report.comparisons) == 40 * 9 + 18
+        assert len(report.comparisons) == 40 * 9 + 18 + 1  # the last walks
         assert not report.decisions
 
     def test_run_with_other_weights_fails(

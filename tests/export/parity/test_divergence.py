@@ -23,6 +23,7 @@ from transferry.runtime.parity.divergence import (
     ExpectedAnswers,
     Explainer,
     Tally,
+    _cuts,
     forced,
     scored_tokens,
 )
@@ -480,3 +481,23 @@ class TestSamples:
         assert defect.margin is not None
         assert defect.allowed is not None
         assert defect.margin > 1e-2 > defect.allowed
+
+
+@pytest.mark.parametrize(
+    ("options", "logits", "needed"),
+    [
+        # Two tokens compete for the last place of two.
+        ({"top_k": 2}, [5.0, 1.0, 0.9], 0.1 / 4),
+        # The two likeliest hold 0.8 of the mass.
+        ({"top_p": 0.79}, np.log([0.5, 0.3, 0.2]), 0.01),
+        ({"top_p": 0.81}, np.log([0.5, 0.3, 0.2]), 0.01),
+    ],
+)
+def test_a_token_at_the_cut_may_go_either_way(
+    options: dict[str, Any], logits: list[float], needed: float
+) -> None:
+    cuts = list(_cuts(np.array(logits), GenerationOptions(sample=True, **options)))
+    chosen = [frozenset(np.flatnonzero(weights).tolist()) for weights, _ in cuts]
+    nearest = min(zip(chosen[1:], cuts[1:], strict=True), key=lambda item: item[1][1])
+    assert nearest[0] != chosen[0]
+    assert nearest[1][1] == pytest.approx(needed)

@@ -55,6 +55,7 @@ def test_report_passes_where_everything_agrees() -> None:
         "greedy: 3,000 of 3,000 rows identical, score error 0.50 times torch's own (limit 4)\n"
         "beam 4: 2 of 3 rows identical, 1 tie\n"
         "  row 1: a tie\n"
+        "3,000 rows: with 95 % confidence, less than 0.1 % of rows like these are answered wrongly\n"
         "\n"
         "Settings: variant portable; provider cpu; instruction_sets avx2, fma\n"
         "Next: transferry run bundles/x INPUT -o OUTPUT --variant portable"
