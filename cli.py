@@ -18,8 +18,10 @@ from transferry.runtime.console.options import (
     FILE,
     FORCE,
     QUIET,
+    TRUSTED_KEY,
     Commands,
     batch_options,
+    certify_options,
     configurable,
     fields_as_options,
     given,
@@ -41,7 +43,7 @@ BUNDLE_DEFAULTS = {"max_length": "from the bundle", "sample": "off, unless the b
 PRESET_DEFAULTS = {
     name: "from the preset" for preset in PRESETS.values() for name in preset.model | preset.train
 }
-CERTIFICATE = ("date", "against", "cell", "rows", "worth")
+CERTIFICATE = ("date", "against", "cell", "rows", "signature", "worth")
 
 
 @click.group(
@@ -264,14 +266,7 @@ Example:
     type=FILE,
     help="Output for `replay` if a fault is located. Default: BUNDLE.fault.npz.",
 )
-@option("--certify", metavar="DATE", help="Write a certificate with this date, YYYY-MM-DD.")
-@option(
-    "--batch-rows",
-    type=int,
-    help="Rows computed at once; a certificate covers no larger batch. Default: what the variant "
-    "is served with.",
-)
-@option("--force", is_flag=True, help="Replace a certificate that is stronger.")
+@certify_options
 @option("--report", "page", type=FILE, callback=writable, help="Write the report as an HTML file.")
 @option("--junit", type=FILE, callback=writable, help="Write the report as JUnit XML.")
 @option("--json", "as_json", is_flag=True, help="Print the whole report as JSON on stdout.")
@@ -287,26 +282,31 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     module in which the fault begins is named.
     """
     checkpoint, text, target = (options[name] for name in ("checkpoint", "text", "target"))
+    date, force = options["certify"], options["force"]
     search = given(options, GenerationOptions, leave_out=TOKENS)
     GenerationOptions(**search)  # refuse a conflict before the bundle is opened
     of_torch = ("text", "target", "self_test", "cross_check", "replay", "batch_rows", *search)
     reason = "without torch only the recorded answers are compared"
     require_option(options, "checkpoint", for_options=of_torch, reason=reason)
     require_option(options, "text", for_options=["target"], reason="what it translates")
+    require_option(options, "certify", for_options=["sign"], reason="it signs the certificate")
     from transferry.export.report.write import write_report
     from transferry.runtime.bundle import Bundle
     from transferry.runtime.files import read_lines
     from transferry.runtime.ort.open_model import open_model
     from transferry.runtime.ort.session import SessionOptions
     from transferry.runtime.parity import certificate as certificates
+    from transferry.runtime.parity.signature import load_private_key
 
-    if options["certify"]:
-        certificates.check_date(options["certify"])
+    if date:
+        certificates.check_date(date)
+    key = load_private_key(options["sign"]) if options["sign"] else None
     bundle, session = Bundle.load(bundle_folder), SessionOptions(**given(options, SessionOptions))
     named = options["variant"]
     variant = bundle.variant(named) if named else certificates.fastest(bundle, session)
-    if options["certify"] and not checkpoint and not options["force"]:
-        certificates.require_no_stronger(bundle, variant, session, "recorded")
+    if date and not force:
+        strength: certificates.Strength = "run" if checkpoint else "recorded"
+        certificates.require_no_stronger(bundle, variant, session, strength, signed=bool(key))
     if checkpoint is None:
         from transferry.runtime.parity.recorded import verify_recorded
 
@@ -332,16 +332,14 @@ def verify(bundle_folder: Path, **options: Any) -> None:
                 search=search or None,
                 done=done,
             )
-    date, certificate = options["certify"], None
-    if date:
-        force = options["force"]
-        certificate = certificates.certify(bundle, variant, session, report, date, force=force)
+    issued = (bundle, variant, session, report, date)
+    certificate = certificates.certify(*issued, key=key, force=force) if date else None
     click.echo(json.dumps(report.to_dict(), indent=1) if options["as_json"] else report.to_text())
     files = {"page": options["page"], "junit": options["junit"]}
     write_report(report, **files, date=date, certificate=certificate)
     report.require()
     if certificate is not None:
-        say(f"certificate of {certificate.date} for {certificate.cell}, in {bundle_folder}")
+        say(f"{certificate}, in {bundle_folder}")
 
 
 @main.command(
@@ -452,15 +450,17 @@ Example:
 """
 )
 @click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
+@TRUSTED_KEY
 @option("--json", "as_json", is_flag=True, help="Print the manifest and certificates as JSON.")
-def inspect(bundle_folder: Path, as_json: bool) -> None:
+def inspect(bundle_folder: Path, trusted_key: Path | None, as_json: bool) -> None:
     """Show the contents of BUNDLE, after checking the hash of every file."""
     from transferry.runtime.bundle import Bundle
     from transferry.runtime.parity.certificate import describe
+    from transferry.runtime.parity.signature import load_public_key
     from transferry.runtime.tables import table
 
     bundle = Bundle.load(bundle_folder)
-    rows = describe(bundle)
+    rows = describe(bundle, load_public_key(trusted_key) if trusted_key else None)
     if as_json:
         record = json.loads(bundle.manifest.to_json())
         record["certificates"] = [dict(zip(CERTIFICATE, row, strict=True)) for row in rows]

@@ -339,7 +339,7 @@ def change_nothing(place: Path) -> None:
 
 
 def certify(place: Path) -> Path:
-    from transferry.runtime.parity.certificate import FOLDER
+    from transferry.runtime.parity.statement import FOLDER
 
     result = CliRunner().invoke(main, ["verify", "bundle", "--certify", "2026-11-21"])
     assert result.exit_code == 0

@@ -48,6 +48,7 @@ OPTIONAL_LIBRARIES = {
     "runtime.jobs.readers": frozenset({"pyarrow"}),
     "runtime.jobs.ray_job": frozenset({"pyarrow", "ray"}),
     "runtime.engine.preprocess": frozenset({"sentencex"}),
+    "runtime.parity.signature": frozenset({"cryptography"}),
     "runtime.tokenizer.third_party": frozenset({"tokenizers", "sentencepiece"}),
 }
 GRAPH_LIBRARIES = frozenset({"onnx", "onnx_ir", "onnxscript", "onnxruntime"})
@@ -290,8 +291,8 @@ def test_the_runtime_imports_on_a_host_without_torch_and_onnx() -> None:
     script = """
 import importlib, pathlib, sys
 for absent in ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "tokenizers", "click",
-               "pyarrow", "ray", "sentencepiece", "zstandard", "transferry.build_model",
-               "transferry.export"):
+               "pyarrow", "ray", "sentencepiece", "zstandard", "cryptography",
+               "transferry.build_model", "transferry.export"):
     sys.modules[absent] = None  # what the import system takes for "not to be found"
 import transferry.runtime
 folder = pathlib.Path(transferry.runtime.__file__).parent

@@ -235,6 +235,30 @@ session_options = together(
         help="Graph optimisation level of onnxruntime; a certificate is for one level.",
     ),
 )
+TRUSTED_KEY = option(
+    "--trusted-key",
+    metavar="PUB",
+    type=FILE,
+    help="PEM file of the public key that must have signed the certificate.",
+)
+# How a verification is certified.
+certify_options = together(
+    option("--certify", metavar="DATE", help="Write a certificate with this date, YYYY-MM-DD."),
+    option(
+        "--sign",
+        metavar="KEY",
+        type=FILE,
+        help="Sign the certificate with this ECDSA P-256 private key, a PEM file; its passphrase "
+        "is read from TRANSFERRY_KEY_PASSPHRASE.",
+    ),
+    option(
+        "--batch-rows",
+        type=int,
+        help="Rows computed at once; a certificate covers no larger batch. Default: what the "
+        "variant is served with.",
+    ),
+    option("--force", is_flag=True, help="Replace a certificate that is stronger."),
+)
 # How a job is run, besides the options of its task.
 job_options = together(
     configurable,
@@ -263,6 +287,7 @@ job_options = together(
         "against the run, or with --require-certificate=recorded against the recorded answers "
         "at least.",
     ),
+    TRUSTED_KEY,
     fields_as_options(RayOptions),
     AS_JSON,
     QUIET,
@@ -300,8 +325,10 @@ def _engine_loader(options: Mapping[str, Any]) -> Callable[[], Engine]:
     from transferry.runtime.engine.engine import Engine
 
     folder, rows, replicas = (options[name] for name in ("bundle_folder", "batch_rows", "replicas"))
+    trusted_key = options["trusted_key"]
     if options["engine"] == "ray":  # a worker has its own working directory, and few cores
         folder, replicas = folder.absolute(), replicas or 1
+        trusted_key = trusted_key and trusted_key.absolute()
     try:
         devices = tuple(int(number) for number in str(options["device"]).split(","))
     except ValueError as error:
@@ -316,4 +343,5 @@ def _engine_loader(options: Mapping[str, Any]) -> Callable[[], Engine]:
         device_ids=devices,
         batches=batch_options(rows),
         require_certificate=options["require_certificate"] or False,
+        trusted_key=trusted_key,
     )

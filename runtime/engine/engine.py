@@ -55,6 +55,7 @@ from transferry.runtime.parity.certificate import (
 )
 from transferry.runtime.parity.recorded import verify_recorded
 from transferry.runtime.parity.report import ParityReport
+from transferry.runtime.parity.signature import PublicKey, load_public_key
 
 AnyModel = TypeVar("AnyModel", bound=Model)
 
@@ -109,6 +110,7 @@ class Engine:
         replicas: int | None = None,
         batches: BatchOptions | None = None,
         require_certificate: Strength | bool = False,
+        trusted_key: Path | str | None = None,
         prove: Callable[[Bundle, Model], ParityReport] = verify_recorded,
         **session: Any,
     ) -> Self:
@@ -129,15 +131,20 @@ class Engine:
             require_certificate: Refuse a bundle that was not verified for this way of computing:
                 "run" (or True) against the run, "recorded" against the recorded answers at least.
                 Larger batches than were verified are not computed, other searches refused.
+            trusted_key: PEM file of the public key that must have signed the required certificate.
             prove: Verifies, on this machine, a bundle that was verified on another.
             **session: Fields of SessionOptions that override `options`, such as `provider="cuda"`.
 
         Raises:
             InputError: The folder is not a bundle, or is damaged.
-            ParityError: A required certificate is missing, or the recorded answers differ here.
+            ParityError: A required certificate is missing or not signed by the trusted key, or the
+                recorded answers differ here.
             ProviderError: The provider cannot run here.
             UsageError: An option is out of range, or there is no such variant.
         """
+        if trusted_key is not None and not require_certificate:
+            raise UsageError("--trusted-key needs --require-certificate, which it is the key of")
+        trusted = load_public_key(Path(trusted_key)) if trusted_key is not None else None
         bundle = Bundle.load(Path(folder))
         options = replace(options or SessionOptions(), **session)
         ids = [options.device_id] if device_ids is None else list(device_ids)
@@ -151,11 +158,11 @@ class Engine:
             cpu = options.provider == "cpu"
             replicas = max(1, usable_cores() // options.threads) if cpu else 1
         devices = [replace(options, device_id=number) for number in ids]
-        chosen = bundle.variant(variant) if variant else fastest(bundle, devices[0])
+        chosen = bundle.variant(variant) if variant else fastest(bundle, devices[0], trusted)
         strength: Strength | None = (
             "run" if require_certificate is True else require_certificate or None
         )
-        opened = [_opened(bundle, chosen, each, strength, prove) for each in devices]
+        opened = [_opened(bundle, chosen, each, strength, trusted, prove) for each in devices]
         models = [model for model, _, _ in opened]
         required = [one for _, _, one in opened if one is not None]
         if required:
@@ -316,11 +323,13 @@ def _opened(
     variant: Variant,
     options: SessionOptions,
     strength: Strength | None,
+    trusted: PublicKey | None,
     prove: Callable[[Bundle, Model], ParityReport],
 ) -> tuple[Model, str, Certificate | None]:
     """Opens a variant on one device, cites its certificate, and returns one that is required."""
-    found = standing(bundle, variant, options)
-    required = require_standing(found, bundle, strength) if strength else None
+    found = standing(bundle, variant, options, trusted)
+    signed = trusted is not None
+    required = require_standing(found, bundle, strength, signed=signed) if strength else None
     model = open_model(bundle, variant, options)
     if found.status != "elsewhere":
         return model, found.cite(), required

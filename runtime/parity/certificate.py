@@ -2,6 +2,7 @@
 
 The folder `certificates` of a bundle, which the manifest does not list, has one for each cell, that
 is for each verified way of computing. `standing` finds the one that applies to a session.
+`statement` has the format of the files, `signature` the keys that sign them.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import datetime
 import hashlib
 import importlib.metadata
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -25,9 +26,10 @@ from transferry.runtime.hardware import instruction_sets
 from transferry.runtime.ort.cuda import cuda_compute_capability
 from transferry.runtime.ort.session import SessionOptions, provider_settings, tf32
 from transferry.runtime.parity.report import ParityReport
+from transferry.runtime.parity.signature import PrivateKey, PublicKey
+from transferry.runtime.parity.statement import FOLDER, Envelope, read_statement, statement
 
-FOLDER = "certificates"
-FORMAT = 3
+FORMAT = 4
 Strength = Literal["run", "recorded"]
 # Fields of GenerationOptions that make no other search of one: how long and with which seed it runs
 # decides no code path, and scores are left out only where the tokens are compared too. n_best and
@@ -89,6 +91,8 @@ class Certificate:
         batch_rows: Rows that were computed at once; no larger batch was verified.
         searches: Fields of GenerationOptions of each search.
         result: The report's tolerance, stages, searches, task metrics and self-test, in short.
+        envelope: The file, with its signatures.
+        signer: Key whose signature was checked: sha256 of its DER, in hex. Empty if none was.
     """
 
     cell: Cell
@@ -105,6 +109,8 @@ class Certificate:
     batch_rows: int
     searches: Sequence[Mapping[str, Any]]
     result: Mapping[str, Any]
+    envelope: Envelope
+    signer: str = ""
 
     @property
     def strength(self) -> Strength:
@@ -117,32 +123,37 @@ class Certificate:
         verified = (GenerationOptions(**options_of_json(item)) for item in self.searches)
         return any(_kind(one) == wanted and one.n_best >= options.n_best for one in verified)
 
-    def to_json(self) -> str:
-        """Returns the certificate as JSON."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False) + "\n"
-
     @classmethod
-    def from_json(cls, text: bytes, origin: str) -> Certificate:
-        """Parses the result of `to_json`; raises InputError for anything else."""
+    def of(cls, envelope: Envelope, origin: str, signer: str = "") -> Certificate:
+        """Parses the payload of an envelope; raises InputError for anything else."""
         try:
-            record = json.loads(text)
+            files, record = read_statement(envelope.payload)
             if (found := record.pop("format")) != FORMAT:
                 raise ValueError(f"format {found!r}, expected {FORMAT}")
-            certificate = cls(**{**record, "cell": Cell(**record["cell"])})
+            record |= {"cell": Cell(**record["cell"]), "manifest": files.pop(MANIFEST)}
+            certificate = cls(**record, files=files, envelope=envelope, signer=signer)
             for item in certificate.searches:
                 GenerationOptions(**options_of_json(item))
             if type(certificate.batch_rows) is not int or certificate.batch_rows < 1:
                 raise ValueError(f"batch_rows {certificate.batch_rows!r}, expected at least 1")
             return certificate
-        except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
-            raise InputError(
-                f"{origin} is not a certificate ({type(error).__name__}: {error}); remove it, and "
-                "verify the bundle again"
-            ) from error
+        except NOT_ONE as error:
+            raise _not_one(origin, error) from error
 
     def sha256(self) -> str:
-        """Returns the hash that results cite."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        """Returns the hash of the file, which results cite."""
+        return hashlib.sha256(self.envelope.content).hexdigest()
+
+    def signature(self) -> str:
+        """Describes who signed; without a trusted key, whose signature it claims to have."""
+        if self.signer:
+            return f"signed by sha256:{self.signer}"
+        if self.envelope.signatures:
+            return f"signature of sha256:{self.envelope.signatures[0][0]} not checked"
+        return "unsigned"
+
+    def __str__(self) -> str:
+        return f"certificate of {self.date} for {self.cell}, {self.signature()}"
 
     def summary(self) -> dict[str, str]:
         """Returns the facts that identify the certificate, for a page."""
@@ -150,6 +161,7 @@ class Certificate:
             "date": self.date,
             "cell": str(self.cell),
             "sha256": self.sha256(),
+            "signature": self.signature(),
             "manifest": self.manifest,
             "run": self.run,
         }
@@ -170,6 +182,17 @@ class Certificate:
         return ""
 
 
+# What parsing anything else raises.
+NOT_ONE = (ValueError, KeyError, TypeError, AttributeError, IndexError, UsageError)
+
+
+def _not_one(origin: str, error: Exception) -> InputError:
+    return InputError(
+        f"{origin} is not a certificate ({type(error).__name__}: {error}); remove it, and verify "
+        "the bundle again"
+    )
+
+
 def _strength(against: str) -> Strength:
     return "run" if against == "the run" else "recorded"
 
@@ -187,20 +210,32 @@ def check_date(date: str) -> None:
 
 
 def require_no_stronger(
-    bundle: Bundle, variant: Variant, options: SessionOptions, strength: Strength
+    bundle: Bundle,
+    variant: Variant,
+    options: SessionOptions,
+    strength: Strength,
+    *,
+    signed: bool = False,
 ) -> None:
-    """Refuses to replace a certificate against the run by one against the recorded answers.
+    """Refuses to replace a certificate against the run, or a signed one, by a weaker one.
 
     Raises:
-        UsageError: Such a certificate of this cell holds.
+        UsageError: A stronger certificate of this cell holds.
         InputError: A certificate cannot be read.
     """
     cell = Cell.of(variant, options)
     for one in certificates(bundle):
-        if one.cell == cell and one.strength == "run" != strength and not one.changed(bundle):
+        if one.cell != cell or one.changed(bundle):
+            continue
+        if one.strength == "run" != strength:
             raise UsageError(
                 f"the certificate of {one.date} is against the run, and this one would be against "
                 "the recorded answers, which is weaker: give --checkpoint, or --force to replace it"
+            )
+        if one.envelope.signatures and not signed:
+            raise UsageError(
+                f"the certificate of {one.date} is signed, and this one would not be: give --sign, "
+                "or --force to replace it"
             )
 
 
@@ -211,6 +246,7 @@ def certify(
     report: ParityReport,
     date: str,
     *,
+    key: PrivateKey | None = None,
     force: bool = False,
 ) -> Certificate | None:
     """Writes the certificate of a report into the bundle; removes it if the report failed.
@@ -221,6 +257,7 @@ def certify(
         options: How it was opened.
         report: The result.
         date: Date of the verification, YYYY-MM-DD.
+        key: Key that signs the certificate. Default: it is unsigned.
         force: Replace a stronger certificate.
 
     Raises:
@@ -230,7 +267,7 @@ def certify(
     check_date(date)
     against = str(report.settings["against"])
     if report.passed and not force:
-        require_no_stronger(bundle, variant, options, _strength(against))
+        require_no_stronger(bundle, variant, options, _strength(against), signed=key is not None)
     cell = Cell.of(variant, options)
     path = bundle.folder / FOLDER / _file_name(cell)
     try:
@@ -258,25 +295,27 @@ def certify(
             "caught": sum(bool(item.caught_by) for item in report.self_test),
         },
     }
-    certificate = Certificate(
-        cell,
-        options.threads,
-        tf32(options),
-        date,
-        sha256(bundle.folder / MANIFEST),
-        {name: entry.sha256 for name, entry in bundle.manifest.files.items()},
-        _graphs(bundle, variant),
-        against,
-        str(settings.get("run_sha256", "")),
-        _versions(report),
-        {name: settings[name] for name in ("rows", "text_sha256") if name in settings},
-        int(settings["batch_rows"]),
-        [dict(item) for item in report.searches],
-        summary,
-    )
+    fields = {
+        "format": FORMAT,
+        "cell": asdict(cell),
+        "threads": options.threads,
+        "tf32": tf32(options),
+        "date": date,
+        "graphs": _graphs(bundle, variant),
+        "against": against,
+        "run": str(settings.get("run_sha256", "")),
+        "versions": _versions(report),
+        "text": {name: settings[name] for name in ("rows", "text_sha256") if name in settings},
+        "batch_rows": int(settings["batch_rows"]),
+        "searches": [dict(item) for item in report.searches],
+        "result": summary,
+    }
+    files = {name: entry.sha256 for name, entry in bundle.manifest.files.items()}
+    files[MANIFEST] = sha256(bundle.folder / MANIFEST)
+    envelope = Envelope.seal(statement(files, fields), key)
     with atomic_file(path) as file:
-        file.write(certificate.to_json().encode())
-    return certificate
+        file.write(envelope.content)
+    return Certificate.of(envelope, str(path), key.public.key_id if key else "")
 
 
 def certificates(bundle: Bundle) -> list[Certificate]:
@@ -285,14 +324,18 @@ def certificates(bundle: Bundle) -> list[Certificate]:
     Raises:
         InputError: One of them cannot be read.
     """
-    found = []
+    return [Certificate.of(envelope, str(path)) for path, envelope in _envelopes(bundle)]
+
+
+def _envelopes(bundle: Bundle) -> Iterator[tuple[Path, Envelope]]:
     for path in sorted((bundle.folder / FOLDER).glob("*.json")):
         try:
-            text = path.read_bytes()
+            envelope = Envelope.parse(path.read_bytes())
         except OSError as error:
             raise InputError(f"{path} cannot be read ({error.strerror})") from error
-        found.append(Certificate.from_json(text, str(path)))
-    return found
+        except NOT_ONE as error:
+            raise _not_one(str(path), error) from error
+        yield path, envelope
 
 
 @dataclass(frozen=True)
@@ -316,11 +359,22 @@ class Standing:
             return f"none: {self.reason}"
         one = self.certificate
         where = f"; here {self.reason}" if self.reason else ""
-        return f"of {one.date} against {one.against}, {one.cell}, sha256 {one.sha256()}{where}"
+        return (
+            f"of {one.date} against {one.against}, {one.cell}, sha256 {one.sha256()}, "
+            f"{one.signature()}{where}"
+        )
 
 
-def standing(bundle: Bundle, variant: Variant, options: SessionOptions) -> Standing:
+def standing(
+    bundle: Bundle, variant: Variant, options: SessionOptions, trusted: PublicKey | None = None
+) -> Standing:
     """Finds the certificate that applies to a session.
+
+    Args:
+        bundle: The bundle.
+        variant: The variant.
+        options: How it is opened.
+        trusted: Key that must have signed the certificate; others are not even parsed.
 
     Raises:
         InputError: A certificate cannot be read.
@@ -328,7 +382,11 @@ def standing(bundle: Bundle, variant: Variant, options: SessionOptions) -> Stand
     cell = Cell.of(variant, options)
     reasons = []
     elsewhere: list[Standing] = []
-    for certificate in certificates(bundle):
+    for path, envelope in _envelopes(bundle):
+        if trusted is not None and (refusal := envelope.refusal(trusted)):
+            reasons.append(f"{FOLDER}/{path.name} {refusal}")
+            continue
+        certificate = Certificate.of(envelope, str(path), trusted.key_id if trusted else "")
         if replace(certificate.cell, hardware=cell.hardware) != cell:
             continue
         if changed := certificate.changed(bundle):
@@ -354,13 +412,14 @@ def _weaker(found: Standing) -> bool:
     return found.certificate is None or found.certificate.strength != "run"
 
 
-def fastest(bundle: Bundle, options: SessionOptions) -> Variant:
+def fastest(bundle: Bundle, options: SessionOptions, trusted: PublicKey | None = None) -> Variant:
     """Returns the variant to serve if none is named.
 
     It is the fastest of those for the provider that is verified for this way of computing, else the
     fastest that is verified elsewhere. If none has a certificate, it is the fastest in the model's
     own precision, which export has compared with the recorded answers: reduced precision answers
-    differently, so without a certificate it must be named.
+    differently, so without a certificate it must be named. Given a trusted key, certificates that
+    it did not sign count for nothing.
 
     Raises:
         InputError: A certificate cannot be read.
@@ -372,13 +431,21 @@ def fastest(bundle: Bundle, options: SessionOptions) -> Variant:
     variants.sort(key=lambda each: (each.exact, len(each.providers), not each.in_place))
     for status in ("verified", "elsewhere"):
         for variant in variants:
-            if standing(bundle, variant, options).status == status:
+            if standing(bundle, variant, options, trusted).status == status:
                 return variant
     return next((variant for variant in variants if variant.exact), bundle.variant())
 
 
-def require_standing(found: Standing, bundle: Bundle, strength: Strength = "run") -> Certificate:
+def require_standing(
+    found: Standing, bundle: Bundle, strength: Strength = "run", *, signed: bool = False
+) -> Certificate:
     """Returns the certificate that covers a session.
+
+    Args:
+        found: The standing of the session.
+        bundle: The bundle.
+        strength: What the certificate must be against.
+        signed: Whether it had to be signed; the message then says how to sign.
 
     Raises:
         ParityError: There is none of this strength.
@@ -390,6 +457,7 @@ def require_standing(found: Standing, bundle: Bundle, strength: Strength = "run"
         raise ParityError(
             f"{bundle.folder} has no certificate that holds here: {reason}. Verify it: "
             f"transferry verify {bundle.folder} --checkpoint RUN --text FILE --certify DATE"
+            f"{' --sign KEY' if signed else ''}"
         )
     return certificate
 
@@ -413,18 +481,17 @@ def _kind(options: GenerationOptions) -> dict[str, Any]:
     return {**fields, "prefix": bool(options.prefix)}
 
 
-def describe(bundle: Bundle) -> Sequence[tuple[str, str, str, str, str]]:
-    """Returns date, reference, cell, rows and validity of each certificate."""
-    return [
-        (
-            one.date,
-            one.against,
-            str(one.cell),
-            str(one.text.get("rows", 0)),
-            one.changed(bundle) or "holds",
-        )
-        for one in certificates(bundle)
-    ]
+def describe(
+    bundle: Bundle, trusted: PublicKey | None = None
+) -> Sequence[tuple[str, str, str, str, str, str]]:
+    """Returns date, reference, cell, rows, signature and validity of each certificate."""
+    found = []
+    for each in certificates(bundle):
+        refusal = each.envelope.refusal(trusted) if trusted else ""
+        one = replace(each, signer=trusted.key_id) if trusted and not refusal else each
+        rows, worth = str(one.text.get("rows", 0)), refusal or one.changed(bundle) or "holds"
+        found.append((one.date, one.against, str(one.cell), rows, one.signature(), worth))
+    return found
 
 
 def _file_name(cell: Cell) -> str:

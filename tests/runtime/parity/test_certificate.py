@@ -19,7 +19,6 @@ from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import Provider, SessionOptions
 from transferry.runtime.parity import certificate as certificate_module
 from transferry.runtime.parity.certificate import (
-    FOLDER,
     Certificate,
     Strength,
     certificates,
@@ -32,6 +31,7 @@ from transferry.runtime.parity.certificate import (
 from transferry.runtime.parity.compare import Comparison, Tolerance
 from transferry.runtime.parity.recorded import verify_recorded
 from transferry.runtime.parity.report import ParityReport
+from transferry.runtime.parity.statement import FOLDER, REPORT, Envelope
 
 DATE = "2026-11-21"
 
@@ -51,6 +51,13 @@ def folder(bundle_folder: Path, tmp_path: Path) -> Path:
     shutil.copytree(bundle_folder, tmp_path / "bundle")
     verified(tmp_path / "bundle")
     return tmp_path / "bundle"
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    """Changes fields of an unsigned certificate."""
+    record = json.loads(Envelope.parse(path.read_bytes()).payload)
+    record["predicate"][REPORT] |= changes
+    path.write_bytes(Envelope.seal(json.dumps(record).encode()).content)
 
 
 def status(folder: Path, **options: Any) -> tuple[str, str]:
@@ -177,10 +184,8 @@ def test_a_certificate_moved_under_another_variant_is_refused(
     path.rename(renamed)
     assert standing(bundle, other, SessionOptions()).status == "none"
     assert standing(bundle, bundle.variant("portable"), SessionOptions()).status == "verified"
-    renamed.write_text(
-        renamed.read_text(encoding="utf-8").replace('"variant": "portable"', '"variant": "other"'),
-        encoding="utf-8",
-    )
+    (certificate,) = certificates(bundle)
+    rewrite(renamed, cell={**dataclasses.asdict(certificate.cell), "variant": "other"})
     found = standing(bundle, other, SessionOptions())
     assert found.status == "none"
     assert "its graphs are not those of variant other" in found.reason
@@ -224,9 +229,7 @@ def test_another_processor_that_answers_otherwise_is_refused(
 def test_other_threads_and_another_onnxruntime_are_named(folder: Path) -> None:
     assert status(folder, threads=2) == ("elsewhere", "threads 2, not 1")
     (path,) = (folder / FOLDER).iterdir()
-    record = json.loads(path.read_bytes())
-    record["versions"]["onnxruntime"] = "1.0"
-    path.write_text(json.dumps(record), encoding="utf-8")
+    rewrite(path, versions={"onnxruntime": "1.0"})
     found, reason = status(folder)
     assert found == "elsewhere"
     assert reason.endswith("not 1.0")
@@ -270,7 +273,7 @@ def test_a_weaker_certificate_replaces_no_stronger_one(folder: Path) -> None:
         verified(folder)
     assert path.read_bytes() == before
     verified(folder, threads=2, force=True)
-    assert Certificate.from_json(path.read_bytes(), "").strength == "recorded"
+    assert Certificate.of(Envelope.parse(path.read_bytes()), "").strength == "recorded"
 
 
 def test_no_larger_batch_than_was_verified_is_computed(folder: Path) -> None:
@@ -341,13 +344,18 @@ def test_a_date_is_a_date(folder: Path, date: str) -> None:
 )
 def test_a_certificate_of_no_search_is_named(folder: Path, name: str, value: Any) -> None:
     (path,) = (folder / FOLDER).iterdir()
-    path.write_text(json.dumps({**json.loads(path.read_bytes()), name: value}), encoding="utf-8")
+    rewrite(path, **{name: value})
     with pytest.raises(InputError, match=r"json is not a certificate.*verify the bundle again"):
         Engine.load(folder)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[]", '{"format": 1}', '{"format": 2, "cell": {}}', "\0\1"]
+    "text",
+    [
+        *("", "{}", "[]", '{"format": 1}', '{"format": 3, "cell": {}}', "\0\1"),
+        '{"dsseEnvelope": {"payloadType": "text/plain", "payload": "", "signatures": []}}',
+        '{"dsseEnvelope": {"payloadType": "application/vnd.in-toto+json", "payload": "?"}}',
+    ],
 )
 def test_what_is_no_certificate_is_named(folder: Path, text: str) -> None:
     (path,) = (folder / FOLDER).iterdir()

@@ -1,0 +1,156 @@
+"""The file of a certificate: an in-toto statement in a DSSE envelope in a Sigstore bundle.
+
+One signature serves two readers. The statement is a model signature of OpenSSF Model Signing (OMS),
+so `model_signing verify key` accepts it; and its predicate also holds the parity report, as an
+extra field, which OMS tells verifiers to ignore. Sources:
+
+- DSSE v1: https://github.com/secure-systems-lab/dsse/blob/v1.0.0/protocol.md
+- in-toto Statement v1: https://in-toto.io/Statement/v1
+- OMS: https://github.com/ossf/model-signing-spec, and `dsse_payload_to_manifest` of model-signing
+- Sigstore bundle v0.3: https://docs.sigstore.dev/about/bundle/
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transferry.runtime.parity.signature import PrivateKey, PublicKey
+
+FOLDER = "certificates"
+MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
+PREDICATE_TYPE = "https://model_signing/signature/v1.0"
+REPORT = "transferry_certificate"  # the predicate's extra field
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A payload and its signatures, as stored.
+
+    Attributes:
+        content: Bytes of the file.
+        payload: The statement, as JSON.
+        signatures: Key id and signature, for each signature; none if it is unsigned. The key id
+            tells which key to try and proves nothing.
+    """
+
+    content: bytes
+    payload: bytes
+    signatures: tuple[tuple[str, bytes], ...]
+
+    @classmethod
+    def seal(cls, payload: bytes, key: PrivateKey | None = None) -> Envelope:
+        """Puts a statement into an envelope; signs it if there is a key."""
+        record: dict[str, Any] = {"mediaType": MEDIA_TYPE}
+        signatures = []
+        if key is not None:
+            record["verificationMaterial"] = {"publicKey": {"hint": key.public.hint}}
+            signature = base64.b64encode(key.sign(pae(payload))).decode()
+            signatures.append({"keyid": key.public.key_id, "sig": signature})
+        record["dsseEnvelope"] = {
+            "payloadType": PAYLOAD_TYPE,
+            "payload": base64.b64encode(payload).decode(),
+            "signatures": signatures,
+        }
+        return cls.parse(f"{json.dumps(record, indent=1)}\n".encode())
+
+    @classmethod
+    def parse(cls, content: bytes) -> Envelope:
+        """Parses a file without reading its payload.
+
+        Raises:
+            ValueError: It is no such file, as are KeyError, TypeError and AttributeError.
+        """
+        record = json.loads(content)
+        if "format" in record:  # up to format 3 a certificate was plain JSON
+            raise ValueError(f"format {record['format']!r}, which has no envelope")
+        envelope = record["dsseEnvelope"]
+        if envelope["payloadType"] != PAYLOAD_TYPE:
+            raise ValueError(f"payloadType {envelope['payloadType']!r}, expected {PAYLOAD_TYPE}")
+        signatures = ((one.get("keyid", ""), _decode(one["sig"])) for one in envelope["signatures"])
+        return cls(content, _decode(envelope["payload"]), tuple(signatures))
+
+    def refusal(self, key: PublicKey) -> str:
+        """Returns why the envelope is not signed by this key; empty if it is.
+
+        The signature is checked over the payload's bytes as stored, before anything parses them.
+        """
+        if not self.signatures:
+            return "is unsigned"
+        message = pae(self.payload)
+        if any(key.accepts(message, signature) for _, signature in self.signatures):
+            return ""
+        others = [key_id for key_id, _ in self.signatures if key_id != key.key_id]
+        if len(others) == len(self.signatures):
+            return f"is signed by sha256:{others[0]}, not by the trusted key sha256:{key.key_id}"
+        return "has changed since it was signed"
+
+
+def pae(payload: bytes) -> bytes:
+    """Returns the bytes that a signature covers: DSSE's pre-authentication encoding."""
+    return b"DSSEv1 %d %s %d %s" % (
+        *(len(PAYLOAD_TYPE), PAYLOAD_TYPE.encode()),
+        *(len(payload), payload),
+    )
+
+
+def statement(files: Mapping[str, str], report: Mapping[str, Any]) -> bytes:
+    """Returns the statement that a report holds for these files.
+
+    OMS allows one subject. Its digest is that of the files' digests, in the order of their names.
+
+    Args:
+        files: sha256 of every file of the bundle, the manifest included, by path in the bundle.
+        report: The fields of the certificate.
+    """
+    resources = [
+        {"name": name, "algorithm": "sha256", "digest": digest}
+        for name, digest in sorted(files.items())
+    ]
+    record = {
+        "_type": STATEMENT_TYPE,
+        "subject": [{"name": "bundle", "digest": {"sha256": _root(resources)}}],
+        "predicateType": PREDICATE_TYPE,
+        "predicate": {
+            "serialization": {
+                "method": "files",
+                "hash_type": "sha256",
+                "allow_symlinks": False,
+                "ignore_paths": [FOLDER],
+            },
+            "resources": resources,
+            REPORT: report,
+        },
+    }
+    return json.dumps(record, indent=1, ensure_ascii=False).encode()
+
+
+def read_statement(payload: bytes) -> tuple[dict[str, str], dict[str, Any]]:
+    """Returns the files and the report of a statement.
+
+    Raises:
+        ValueError: It is no such statement, as are KeyError, TypeError and AttributeError.
+    """
+    record = json.loads(payload)
+    for name, expected in (("_type", STATEMENT_TYPE), ("predicateType", PREDICATE_TYPE)):
+        if record[name] != expected:
+            raise ValueError(f"{name} {record[name]!r}, expected {expected}")
+    resources = record["predicate"]["resources"]
+    if record["subject"][0]["digest"]["sha256"] != _root(resources):
+        raise ValueError("the digest of its subject is not that of its files")
+    return {one["name"]: one["digest"] for one in resources}, dict(record["predicate"][REPORT])
+
+
+def _root(resources: list[dict[str, str]]) -> str:
+    digests = b"".join(bytes.fromhex(resource["digest"]) for resource in resources)
+    return hashlib.sha256(digests).hexdigest()
+
+
+def _decode(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
