@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.runtime.parity.keys import key_files, pem
 from transferry.cli import main
 from transferry.runtime.doctor import check_cuda
 
@@ -338,10 +339,10 @@ def change_nothing(place: Path) -> None:
     """The command refers to something that does not exist."""
 
 
-def certify(place: Path) -> Path:
+def certify(place: Path, *options: str) -> Path:
     from transferry.runtime.parity.statement import FOLDER
 
-    result = CliRunner().invoke(main, ["verify", "bundle", "--certify", "2026-11-21"])
+    result = CliRunner().invoke(main, ["verify", "bundle", "--certify", "2026-11-21", *options])
     assert result.exit_code == 0
     (path,) = (place / "bundle" / FOLDER).iterdir()
     return path
@@ -352,6 +353,61 @@ def certify(place: Path) -> Path:
 )
 def certify_only(place: Path) -> None:
     certify(place)
+
+
+@spoils(
+    "trusted key without a required certificate",
+    "private key as the trusted one",
+    "signature of no certificate",
+)
+def make_keys(place: Path) -> None:
+    key_files(place)
+
+
+@spoils("unsigned certificate")
+def certify_unsigned(place: Path) -> None:
+    key_files(place)
+    certify(place)
+
+
+@spoils("certificate signed by another key")
+def certify_with_another_key(place: Path) -> None:
+    key_files(place)
+    certify(place, "--sign", str(key_files(place, "other", secret=7)[0]))
+
+
+@spoils("unsigned certificate over a signed one")
+def certify_signed(place: Path) -> None:
+    certify(place, "--sign", str(key_files(place)[0]))
+
+
+@spoils("signed certificate that was changed")
+def change_signed(place: Path) -> None:
+    from transferry.runtime.parity.statement import Envelope
+
+    path = certify(place, "--sign", str(key_files(place)[0]))
+    envelope = Envelope.parse(path.read_bytes())
+    changed = Envelope.seal(envelope.payload.replace(b"2026-11-21", b"2026-11-20"))
+    assert changed.payload != envelope.payload
+    record = json.loads(changed.content)
+    signatures = json.loads(envelope.content)["dsseEnvelope"]["signatures"]
+    record["dsseEnvelope"]["signatures"] = signatures
+    path.write_text(json.dumps(record), encoding="utf-8")
+
+
+@spoils("key that cannot sign")
+def make_unfit_key(place: Path) -> None:
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    (place / "other.key").write_bytes(pem(ec.derive_private_key(7, ec.SECP384R1())))
+
+
+@spoils("encrypted key without its passphrase")
+def make_encrypted_key(place: Path) -> None:
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.derive_private_key(7, ec.SECP256R1())
+    (place / "other.key").write_bytes(pem(key, b"a passphrase"))
 
 
 @spoils("certificate of other files")

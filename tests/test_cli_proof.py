@@ -1,4 +1,4 @@
-"""Signing for a bundle on the command line: certificates, the files of a report, canaries."""
+"""Proofs on the command line: certificates, signatures, the files of a report, canaries."""
 
 import json
 import shutil
@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.commands import call
+from tests.commands import call, done
+from tests.runtime.parity.keys import key_files, model_signing
 from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.portable_decoder import PortableDecoder
+from transferry.runtime.parity.signature import load_public_key
 
 DATE = "2026-11-21"
 
@@ -58,9 +61,8 @@ def test_from_a_proof_to_a_result_that_cites_it(
     (shown,) = json.loads(call("inspect", bundle, "--json").stdout)["certificates"]
     assert (shown["date"], shown["rows"], shown["worth"]) == (DATE, "4", "holds")
 
-    done = call("run", bundle, lines, "-o", tmp_path / "out", "--require-certificate")
-    assert done.exit_code == 0
-    assert f"certificate of {DATE} against the run" in done.stderr
+    cited = done("run", bundle, lines, "-o", tmp_path / "out", "--require-certificate")
+    assert f"certificate of {DATE} against the run" in cited.stderr
     made = tomllib.loads((tmp_path / "out.settings.toml").read_text(encoding="utf-8"))["made"]
     assert made["certificate"].startswith(f"of {DATE} against the run, variant portable")
     other = ["--require-certificate", "--optimisation", "basic", "--force"]
@@ -104,6 +106,90 @@ def test_a_certificate_covers_what_was_verified(
     alone = call("verify", bundle, *search)
     assert alone.exit_code == 2
     assert "--beam needs --checkpoint" in alone.stderr
+
+
+def test_from_a_signature_to_a_result_that_cites_its_key(
+    bundle: Path, run_folder: Path, lines: Path, tmp_path: Path
+) -> None:
+    private, public = key_files(tmp_path)
+    _, other = key_files(tmp_path, "other", secret=7)
+    key_id = load_public_key(public).key_id
+    options: list[str | Path] = ["--checkpoint", run_folder, "--text", lines, "--certify", DATE]
+    signed = done("verify", bundle, *options, "--sign", private)
+    assert f", signed by {key_id}, in {bundle}" in signed.stderr
+    (path,) = (bundle / "certificates").iterdir()
+    assert model_signing(bundle, path, public) == (0, "Verification succeeded\n")
+
+    def shown(*key: str | Path) -> tuple[str, str]:
+        (found,) = json.loads(done("inspect", bundle, "--json", *key).stdout)["certificates"]
+        return found["signature"], found["worth"]
+
+    assert shown() == (f"signature of {key_id} not checked", "holds")
+    assert shown("--trusted-key", public) == (f"signed by {key_id}", "holds")
+    assert shown("--trusted-key", other)[1] == "refused"
+
+    out = tmp_path / "out"
+    run: list[str | Path] = ["run", bundle, lines, "-o", out, "--require-certificate"]
+    done(*run, "--trusted-key", public)
+    settings = tomllib.loads(Path(f"{out}.settings.toml").read_text(encoding="utf-8"))
+    assert settings["made"]["certificate"].endswith(f", signed by {key_id}")
+    assert settings["trusted_key"] == str(public)
+    again = tmp_path / "again"
+    done("run", bundle, lines, "-o", again, "--config", f"{out}.settings.toml")
+    assert again.read_bytes() == out.read_bytes()
+    score: list[str | Path] = ["score", bundle, lines, "--target", lines, *run[3:], "--force"]
+    done(*score, "--trusted-key", public)
+    for command in (score, [*run, "--force"]):
+        refused = call(*command, "--trusted-key", other)
+        assert refused.exit_code == 4
+        assert f"is signed by {key_id}, not by the trusted key" in refused.stderr
+
+    over = call("verify", bundle, *options)
+    assert over.exit_code == 2
+    assert "is signed, and this one would not be" in over.stderr
+    done("verify", bundle, *options, "--force")
+    assert call(*run, "--force").exit_code == 0
+    refused = call(*run, "--force", "--trusted-key", public)
+    assert refused.exit_code == 4
+    assert "is unsigned" in refused.stderr
+
+
+def test_a_key_is_read_before_the_work_begins(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transferry.runtime.bundle import Bundle
+
+    def opened(folder: Path) -> None:
+        raise AssertionError("opened the bundle before the key")
+
+    monkeypatch.setattr(Bundle, "load", opened)
+    absent = call("verify", bundle, "--certify", DATE, "--sign", tmp_path / "absent.key")
+    assert absent.exit_code == 3
+    assert "absent.key: cannot be read: No such file" in absent.stderr
+
+
+def test_the_workers_of_ray_check_the_signature_too(
+    bundle: Path, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have another working directory, so the key's path is absolute."""
+    from transferry.runtime.jobs import ray_job
+
+    private, public = key_files(tmp_path)
+    done("verify", bundle, "--certify", DATE, "--sign", private)
+    loaded = {}
+
+    def of_ray(load: Any, *_: object) -> None:
+        loaded.update(load.keywords)
+        engine = load()
+        assert "signed by sha256:" in engine.certificate
+        raise ParityError("far enough")
+
+    monkeypatch.setattr(ray_job, "ray_job", of_ray)
+    monkeypatch.chdir(tmp_path)
+    options = ["--engine", "ray", "--require-certificate=recorded", "--trusted-key", public.name]
+    assert "far enough" in call("run", bundle, lines, "-o", "out", *options).stderr
+    assert loaded["trusted_key"] == public
+    assert loaded["require_certificate"] == "recorded"
 
 
 def test_a_result_without_a_proof_says_so(bundle: Path, lines: Path, tmp_path: Path) -> None:
@@ -187,6 +273,7 @@ def test_a_fault_is_traced_to_its_module_and_shown_again(
         (["--cross-check"], "--cross-check needs --checkpoint"),
         (["--opinions"], "--cross-check needs --checkpoint"),
         (["--replay", "x.npz"], "--replay needs --checkpoint"),
+        (["--sign", "x.key"], "--sign needs --certify: it signs the certificate"),
         (["--certify", "tomorrow"], "expected a date as YYYY-MM-DD, found 'tomorrow'"),
         (["--checkpoint", "run", "--target", "x"], "--target needs --text"),
     ],

@@ -27,9 +27,14 @@ from transferry.runtime.ort.cuda import cuda_compute_capability
 from transferry.runtime.ort.session import SessionOptions, provider_settings, tf32
 from transferry.runtime.parity.report import ParityReport
 from transferry.runtime.parity.signature import PrivateKey, PublicKey
-from transferry.runtime.parity.statement import FOLDER, Envelope, read_statement, statement
+from transferry.runtime.parity.statement import (
+    FOLDER,
+    FORMAT,
+    Envelope,
+    read_statement,
+    statement,
+)
 
-FORMAT = 4
 Strength = Literal["run", "recorded"]
 # Fields of GenerationOptions that make no other search of one: how long and with which seed it runs
 # decides no code path, and scores are left out only where the tokens are compared too. n_best and
@@ -92,7 +97,7 @@ class Certificate:
         searches: Fields of GenerationOptions of each search.
         result: The report's tolerance, stages, searches, task metrics and self-test, in short.
         envelope: The file, with its signatures.
-        signer: Key whose signature was checked: sha256 of its DER, in hex. Empty if none was.
+        signer: Id of the key whose signature was checked; empty if none was.
     """
 
     cell: Cell
@@ -147,9 +152,9 @@ class Certificate:
     def signature(self) -> str:
         """Describes who signed; without a trusted key, whose signature it claims to have."""
         if self.signer:
-            return f"signed by sha256:{self.signer}"
+            return f"signed by {self.signer}"
         if self.envelope.signatures:
-            return f"signature of sha256:{self.envelope.signatures[0][0]} not checked"
+            return f"signature of {self.envelope.signatures[0][0]} not checked"
         return "unsigned"
 
     def __str__(self) -> str:
@@ -484,13 +489,19 @@ def _kind(options: GenerationOptions) -> dict[str, Any]:
 def describe(
     bundle: Bundle, trusted: PublicKey | None = None
 ) -> Sequence[tuple[str, str, str, str, str, str]]:
-    """Returns date, reference, cell, rows, signature and validity of each certificate."""
+    """Returns date, reference, cell, rows, signature and validity of each certificate.
+
+    Args:
+        bundle: The bundle.
+        trusted: Key that must have signed them. Default: no signature is checked.
+    """
     found = []
     for each in certificates(bundle):
         refusal = each.envelope.refusal(trusted) if trusted else ""
         one = replace(each, signer=trusted.key_id) if trusted and not refusal else each
-        rows, worth = str(one.text.get("rows", 0)), refusal or one.changed(bundle) or "holds"
-        found.append((one.date, one.against, str(one.cell), rows, one.signature(), worth))
+        signature, rows = refusal or one.signature(), str(one.text.get("rows", 0))
+        worth = "refused" if refusal else one.changed(bundle) or "holds"
+        found.append((one.date, one.against, str(one.cell), rows, signature, worth))
     return found
 
 

@@ -35,10 +35,10 @@ class PublicKey:
 
     @property
     def key_id(self) -> str:
-        """sha256 of the DER SubjectPublicKeyInfo (RFC 5280), in hex."""
+        """Hash of the DER SubjectPublicKeyInfo (RFC 5280), as "sha256:" and hex."""
         from cryptography.hazmat.primitives.serialization import Encoding
 
-        return self._sha256(Encoding.DER)
+        return f"sha256:{self._sha256(Encoding.DER)}"
 
     @property
     def hint(self) -> str:
@@ -114,23 +114,30 @@ def load_private_key(path: Path) -> PrivateKey:
     from_pem, ec = _library("load_pem_private_key")
     content = _read(path)
     try:
-        try:
-            key = from_pem(content, None)
-        except TypeError as error:  # it is encrypted
-            if PASSPHRASE not in os.environ:
-                raise InputError(
-                    f"{path} is encrypted: put its passphrase into {PASSPHRASE}, or give a key "
-                    "without one"
-                ) from error
-            key = from_pem(content, os.environ[PASSPHRASE].encode())
+        # Tried without a passphrase first, which is of another key where this one needs none.
+        key = from_pem(content, None)
+    except TypeError:
+        key = _decrypted(path, content, from_pem)
     except _errors() as error:
-        found = _label(content)
-        if "ENCRYPTED" in content.decode(errors="replace"):
-            found = f"one that the passphrase in {PASSPHRASE} does not open"
-        raise _no_key(path, "private", found) from error
+        raise _no_key(path, "private", _label(content)) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name != CURVE:
         raise _no_key(path, "private", _kind(key))
     return PrivateKey(key)
+
+
+def _decrypted(path: Path, content: bytes, from_pem: Any) -> Any:
+    passphrase = os.environ.get(PASSPHRASE, "")
+    if not passphrase:
+        raise InputError(
+            f"{path} is encrypted: put its passphrase into the environment variable {PASSPHRASE}"
+        )
+    try:
+        return from_pem(content, passphrase.encode())
+    except _errors() as error:
+        raise InputError(
+            f"{path} is encrypted, and the passphrase in {PASSPHRASE} does not open it: correct "
+            "the passphrase"
+        ) from error
 
 
 def load_public_key(path: Path) -> PublicKey:
@@ -190,7 +197,10 @@ def _no_key(path: Path, kind: str, found: str) -> InputError:
 def _label(content: bytes) -> str:
     """Describes what a PEM file says that it holds."""
     labels = re.findall(r"-----BEGIN ([A-Z0-9 ]+)-----", content.decode(errors="replace"))
-    return f"a PEM file of {labels[0]}" if labels else "none" if content else "an empty file"
+    if not labels:
+        return "no PEM" if content else "an empty file"
+    kinds = (kind for kind in ("private key", "public key") if labels[-1].endswith(kind.upper()))
+    return f"a {next(kinds, labels[-1].lower())}"
 
 
 def _kind(key: Any) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 from transferry.runtime.parity.signature import PrivateKey, PublicKey
 
 FOLDER = "certificates"
+FORMAT = 4
 MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
@@ -37,7 +39,7 @@ class Envelope:
         content: Bytes of the file.
         payload: The statement, as JSON.
         signatures: Key id and signature, for each signature; none if it is unsigned. The key id
-            tells which key to try and proves nothing.
+            proves nothing: anybody could have written it.
     """
 
     content: bytes
@@ -68,12 +70,12 @@ class Envelope:
             ValueError: It is no such file, as are KeyError, TypeError and AttributeError.
         """
         record = json.loads(content)
-        if "format" in record:  # up to format 3 a certificate was plain JSON
-            raise ValueError(f"format {record['format']!r}, which has no envelope")
+        if "format" in record:  # up to format 3 there was no envelope
+            raise ValueError(f"format {record['format']!r}, expected {FORMAT}")
         envelope = record["dsseEnvelope"]
         if envelope["payloadType"] != PAYLOAD_TYPE:
             raise ValueError(f"payloadType {envelope['payloadType']!r}, expected {PAYLOAD_TYPE}")
-        signatures = ((one.get("keyid", ""), _decode(one["sig"])) for one in envelope["signatures"])
+        signatures = ((_key_id(one), _decode(one["sig"])) for one in envelope["signatures"])
         return cls(content, _decode(envelope["payload"]), tuple(signatures))
 
     def refusal(self, key: PublicKey) -> str:
@@ -88,7 +90,7 @@ class Envelope:
             return ""
         others = [key_id for key_id, _ in self.signatures if key_id != key.key_id]
         if len(others) == len(self.signatures):
-            return f"is signed by sha256:{others[0]}, not by the trusted key sha256:{key.key_id}"
+            return f"is signed by {others[0]}, not by the trusted key {key.key_id}"
         return "has changed since it was signed"
 
 
@@ -150,6 +152,12 @@ def read_statement(payload: bytes) -> tuple[dict[str, str], dict[str, Any]]:
 def _root(resources: list[dict[str, str]]) -> str:
     digests = b"".join(bytes.fromhex(resource["digest"]) for resource in resources)
     return hashlib.sha256(digests).hexdigest()
+
+
+def _key_id(signature: Mapping[str, str]) -> str:
+    """Returns the id that a signature names, and no other text, since messages repeat it."""
+    named = signature.get("keyid", "")
+    return named if re.fullmatch(r"sha256:[0-9a-f]{64}", named) else "an unnamed key"
 
 
 def _decode(text: str) -> bytes:
