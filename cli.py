@@ -306,7 +306,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     variant = bundle.variant(named) if named else certificates.fastest(bundle, session)
     if date and not force:
         strength: certificates.Strength = "run" if checkpoint else "recorded"
-        certificates.require_no_stronger(bundle, variant, session, strength, signed=bool(key))
+        certificates.require_no_stronger(bundle, variant, session, strength, bool(key))
     if checkpoint is None:
         from transferry.runtime.parity.recorded import verify_recorded
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import datetime
 import hashlib
 import importlib.metadata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -29,8 +28,10 @@ from transferry.runtime.parity.report import ParityReport
 from transferry.runtime.parity.signature import PrivateKey, PublicKey
 from transferry.runtime.parity.statement import (
     FOLDER,
-    FORMAT,
+    MALFORMED,
     Envelope,
+    envelopes,
+    no_certificate,
     read_statement,
     statement,
 )
@@ -133,8 +134,6 @@ class Certificate:
         """Parses the payload of an envelope; raises InputError for anything else."""
         try:
             files, record = read_statement(envelope.payload)
-            if (found := record.pop("format")) != FORMAT:
-                raise ValueError(f"format {found!r}, expected {FORMAT}")
             record |= {"cell": Cell(**record["cell"]), "manifest": files.pop(MANIFEST)}
             certificate = cls(**record, files=files, envelope=envelope, signer=signer)
             for item in certificate.searches:
@@ -142,8 +141,8 @@ class Certificate:
             if type(certificate.batch_rows) is not int or certificate.batch_rows < 1:
                 raise ValueError(f"batch_rows {certificate.batch_rows!r}, expected at least 1")
             return certificate
-        except NOT_ONE as error:
-            raise _not_one(origin, error) from error
+        except (*MALFORMED, UsageError) as error:
+            raise no_certificate(origin, error) from error
 
     def sha256(self) -> str:
         """Returns the hash of the file, which results cite."""
@@ -187,17 +186,6 @@ class Certificate:
         return ""
 
 
-# What parsing anything else raises.
-NOT_ONE = (ValueError, KeyError, TypeError, AttributeError, IndexError, UsageError)
-
-
-def _not_one(origin: str, error: Exception) -> InputError:
-    return InputError(
-        f"{origin} is not a certificate ({type(error).__name__}: {error}); remove it, and verify "
-        "the bundle again"
-    )
-
-
 def _strength(against: str) -> Strength:
     return "run" if against == "the run" else "recorded"
 
@@ -215,12 +203,7 @@ def check_date(date: str) -> None:
 
 
 def require_no_stronger(
-    bundle: Bundle,
-    variant: Variant,
-    options: SessionOptions,
-    strength: Strength,
-    *,
-    signed: bool = False,
+    bundle: Bundle, variant: Variant, options: SessionOptions, strength: Strength, signed: bool
 ) -> None:
     """Refuses to replace a certificate against the run, or a signed one, by a weaker one.
 
@@ -272,7 +255,7 @@ def certify(
     check_date(date)
     against = str(report.settings["against"])
     if report.passed and not force:
-        require_no_stronger(bundle, variant, options, _strength(against), signed=key is not None)
+        require_no_stronger(bundle, variant, options, _strength(against), key is not None)
     cell = Cell.of(variant, options)
     path = bundle.folder / FOLDER / _file_name(cell)
     try:
@@ -301,7 +284,6 @@ def certify(
         },
     }
     fields = {
-        "format": FORMAT,
         "cell": asdict(cell),
         "threads": options.threads,
         "tf32": tf32(options),
@@ -329,18 +311,7 @@ def certificates(bundle: Bundle) -> list[Certificate]:
     Raises:
         InputError: One of them cannot be read.
     """
-    return [Certificate.of(envelope, str(path)) for path, envelope in _envelopes(bundle)]
-
-
-def _envelopes(bundle: Bundle) -> Iterator[tuple[Path, Envelope]]:
-    for path in sorted((bundle.folder / FOLDER).glob("*.json")):
-        try:
-            envelope = Envelope.parse(path.read_bytes())
-        except OSError as error:
-            raise InputError(f"{path} cannot be read ({error.strerror})") from error
-        except NOT_ONE as error:
-            raise _not_one(str(path), error) from error
-        yield path, envelope
+    return [Certificate.of(envelope, str(path)) for path, envelope in envelopes(bundle.folder)]
 
 
 @dataclass(frozen=True)
@@ -387,7 +358,7 @@ def standing(
     cell = Cell.of(variant, options)
     reasons = []
     elsewhere: list[Standing] = []
-    for path, envelope in _envelopes(bundle):
+    for path, envelope in envelopes(bundle.folder):
         if trusted is not None and (refusal := envelope.refusal(trusted)):
             reasons.append(f"{FOLDER}/{path.name} {refusal}")
             continue

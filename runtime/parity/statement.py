@@ -16,10 +16,12 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from transferry.runtime.errors import InputError
 from transferry.runtime.parity.signature import PrivateKey, PublicKey
 
 FOLDER = "certificates"
@@ -28,6 +30,8 @@ MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://model_signing/signature/v1.0"
+# What parsing something else raises.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 REPORT = "transferry_certificate"  # the predicate's extra field
 
 
@@ -67,7 +71,7 @@ class Envelope:
         """Parses a file without reading its payload.
 
         Raises:
-            ValueError: It is no such file, as are KeyError, TypeError and AttributeError.
+            ValueError: It, or another of MALFORMED: this is no such file.
         """
         record = json.loads(content)
         if "format" in record:  # up to format 3 there was no envelope
@@ -94,12 +98,36 @@ class Envelope:
         return "has changed since it was signed"
 
 
+def envelopes(bundle: Path) -> Iterator[tuple[Path, Envelope]]:
+    """Reads the certificates of a bundle, in the order of their names, without their payloads.
+
+    Args:
+        bundle: Folder of the bundle.
+
+    Raises:
+        InputError: One of them cannot be read.
+    """
+    for path in sorted((bundle / FOLDER).glob("*.json")):
+        try:
+            envelope = Envelope.parse(path.read_bytes())
+        except OSError as error:
+            raise InputError(f"{path} cannot be read ({error.strerror})") from error
+        except MALFORMED as error:
+            raise no_certificate(str(path), error) from error
+        yield path, envelope
+
+
+def no_certificate(origin: str, error: Exception) -> InputError:
+    """Returns the error for a file that holds something else."""
+    return InputError(
+        f"{origin} is not a certificate ({type(error).__name__}: {error}); remove it, and verify "
+        "the bundle again"
+    )
+
+
 def pae(payload: bytes) -> bytes:
     """Returns the bytes that a signature covers: DSSE's pre-authentication encoding."""
-    return b"DSSEv1 %d %s %d %s" % (
-        *(len(PAYLOAD_TYPE), PAYLOAD_TYPE.encode()),
-        *(len(payload), payload),
-    )
+    return f"DSSEv1 {len(PAYLOAD_TYPE)} {PAYLOAD_TYPE} {len(payload)} ".encode() + payload
 
 
 def statement(files: Mapping[str, str], report: Mapping[str, Any]) -> bytes:
@@ -127,7 +155,7 @@ def statement(files: Mapping[str, str], report: Mapping[str, Any]) -> bytes:
                 "ignore_paths": [FOLDER],
             },
             "resources": resources,
-            REPORT: report,
+            REPORT: {"format": FORMAT, **report},
         },
     }
     return json.dumps(record, indent=1, ensure_ascii=False).encode()
@@ -137,7 +165,7 @@ def read_statement(payload: bytes) -> tuple[dict[str, str], dict[str, Any]]:
     """Returns the files and the report of a statement.
 
     Raises:
-        ValueError: It is no such statement, as are KeyError, TypeError and AttributeError.
+        ValueError: It, or another of MALFORMED: this is no such statement.
     """
     record = json.loads(payload)
     for name, expected in (("_type", STATEMENT_TYPE), ("predicateType", PREDICATE_TYPE)):
@@ -146,7 +174,10 @@ def read_statement(payload: bytes) -> tuple[dict[str, str], dict[str, Any]]:
     resources = record["predicate"]["resources"]
     if record["subject"][0]["digest"]["sha256"] != _root(resources):
         raise ValueError("the digest of its subject is not that of its files")
-    return {one["name"]: one["digest"] for one in resources}, dict(record["predicate"][REPORT])
+    report = record["predicate"][REPORT]
+    if (found := report.pop("format")) != FORMAT:
+        raise ValueError(f"format {found!r}, expected {FORMAT}")
+    return {one["name"]: one["digest"] for one in resources}, report
 
 
 def _root(resources: list[dict[str, str]]) -> str:

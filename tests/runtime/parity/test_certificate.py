@@ -340,6 +340,8 @@ def test_a_date_is_a_date(folder: Path, date: str) -> None:
         ("searches", 3),
         ("batch_rows", 0),
         ("batch_rows", "64"),
+        ("format", 5),
+        ("verdict", "no such field"),
     ],
 )
 def test_a_certificate_of_no_search_is_named(folder: Path, name: str, value: Any) -> None:

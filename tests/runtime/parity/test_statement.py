@@ -32,7 +32,7 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 FILES = {"weights.bin": "ab" * 32, "manifest.json": "01" * 32}
-REPORT = {"format": 4, "date": "2026-11-21"}
+REPORT = {"date": "2026-11-21"}
 
 
 def test_the_signed_bytes_are_those_of_dsse() -> None:
