@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.serialization import (
@@ -16,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from tests.runtime.parity.keys import RFC_6979, key_files, pem, public_pem
-from transferry.runtime.errors import InputError
+from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.parity.signature import PASSPHRASE, load_private_key, load_public_key
 
 
@@ -33,6 +34,16 @@ def test_the_vector_of_rfc_6979(tmp_path: Path) -> None:
     assert not key.accepts(b"Sample", signature)
     for other in (b"", b"no DER", signature[:-1], signature[:-1] + bytes([signature[-1] ^ 1])):
         assert not key.accepts(b"sample", other)
+
+
+def test_no_random_signature_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object, **__: object) -> None:
+        raise UnsupportedAlgorithm("ECDSA with deterministic signature (RFC 6979)")
+
+    key = load_private_key(key_files(tmp_path)[0])
+    monkeypatch.setattr(ec, "ECDSA", unsupported)
+    with pytest.raises(UsageError, match=r"need OpenSSL 3\.2 or later.*; install its wheel: pip"):
+        key.sign(b"sample")
 
 
 def test_the_id_of_a_key_is_the_hash_of_its_der(tmp_path: Path) -> None:
