@@ -378,20 +378,20 @@ def _cuts(
     yield weights, 0.0
     whole = Sampler(replace(options, top_k=0, top_p=1.0), np.zeros((0, 0))).weights(logits[None])[0]
     order, count = np.argsort(-whole, kind="stable"), np.count_nonzero(weights)
-    if count == np.count_nonzero(whole):
-        return
-    last, following = order[count - 1], order[count]
-    fewer, more = weights.copy(), weights.copy()
-    fewer[last], more[following] = 0.0, whole[following]
-    exchanged = np.where(np.arange(len(more)) == last, 0.0, more)
-    gap = float(np.log(whole[last] / whole[following])) / 4
-    yield exchanged, gap
+    last, more = order[count - 1], weights.copy()
+    if cut := count < np.count_nonzero(whole):
+        following = order[count]
+        more[following] = whole[following]
+        exchanged = np.where(np.arange(len(more)) == last, 0.0, more)
+        yield exchanged, float(np.log(whole[last] / whole[following])) / 4
     if options.top_p < 1:
         within = Sampler(replace(options, top_p=1.0), np.zeros((0, 0))).weights(logits[None])[0]
-        held = weights.sum() / within.sum()
+        held, share = weights.sum() / within.sum(), weights[last] / within.sum()
         if count > 1:
-            yield fewer, float(options.top_p - held + weights[last] / within.sum())
-        yield more, float(held - options.top_p)
+            fewer = np.where(np.arange(len(weights)) == last, 0.0, weights)
+            yield fewer, float(options.top_p - held + share)
+        if cut:
+            yield more, float(held - options.top_p)
 
 
 @dataclass(frozen=True)
