@@ -48,6 +48,7 @@ def main() -> None:
                     if max(case.source.shape[1], case.past) <= arguments.longest
                 ),
             )
+            if comparison.reference_error  # else the model was compared with itself
         ]
         results[str(folder)] = {
             "tensors": len(ratios),

@@ -17,7 +17,7 @@ from transferry.export.debug.localise import localise
 from transferry.export.faults.self_test import self_test
 from transferry.export.optimise.calibration import Calibration
 from transferry.export.parity.cases import (
-    largest_batch,
+    largest_batches,
     lengths,
     random_sources,
     single_tokens,
@@ -115,7 +115,7 @@ def verify_against(
     cases = [
         *sweep(config),
         *lengths(config, text.sources),
-        largest_batch(config, batches.rows),
+        *largest_batches(config, batches.rows),
     ]
     if calibration is not None:
         cases += single_tokens(config)

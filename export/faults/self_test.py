@@ -21,8 +21,8 @@ from transferry.export.faults.fault import Fault, rare_tokens
 from transferry.export.faults.variant_faults import variant_faults
 from transferry.export.optimise.calibration import Calibration
 from transferry.export.parity.cases import (
-    largest_batch,
-    leaving,
+    largest_batches,
+    lengths,
     random_case,
     random_cases,
     single_tokens,
@@ -159,6 +159,7 @@ class Gate:
         self._recorded = bundle.manifest.files[model.variant.reference]
         self._sources = sources
         cases = brief_sweep(self._config, model.batches.rows)
+        cases += lengths(self._config, sources)
         if int8:
             cases += single_tokens(self._config)
         self._truths = [(case, self._oracle.truth(case)) for case in cases]
@@ -273,8 +274,8 @@ def brief_sweep(config: ModelConfig, rows: int) -> list[Case]:
             return bool(length >= min(LONGEST_SOURCE, config.max_positions // 2))
         return bool(length <= LONGEST_SOURCE and case.past <= 1)
 
-    cases = [*filter(brief, sizes(config)), *leaving(config), *_with_rare_tokens(config)]
-    cases.append(largest_batch(config, rows))
+    cases = [*filter(brief, sizes(config)), *_with_rare_tokens(config)]
+    cases += largest_batches(config, rows)
     return sorted(cases, key=lambda case: case.source.size + case.target.size)
 
 

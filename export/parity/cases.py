@@ -23,9 +23,8 @@ SINGLE_TOKENS = 16
 
 
 def sweep(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
-    """Yields the cases of `sizes`, `leaving` and `vocabulary`."""
+    """Yields the cases of `sizes` and of `vocabulary`."""
     yield from sizes(config, seed=seed)
-    yield from leaving(config, seed=seed)
     yield from vocabulary(config, seed=seed)
 
 
@@ -52,18 +51,21 @@ def sizes(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
 def lengths(
     config: ModelConfig, sources: Sequence[Sequence[int]], *, seed: int = 0
 ) -> Iterator[Case]:
-    """Yields a case of each length that no source has, up to the longest of them."""
-    found = {len(source) for source in sources}
-    for length in range(1, max(found, default=0)):
-        if length not in found:
-            yield random_case(config, 1, length, length % NEW_TOKENS, seed=seed + 2000 + length)
+    """Yields a case of each length up to 64 or that of the longest source, and of all positions.
 
-
-def leaving(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
-    """Yields a case as when sentences end: others, from the end of the batch, take their slots."""
-    if config.decoder_layers and config.max_positions > 2:
-        case = random_case(config, 7, 13, 1, seed=seed + 500)
-        yield replace(case, name=f"{case.name}, rows leave", rows=np.array([0, 6, 2, 5]))
+    Source and target are of that length, and the target is fed whole, as `score` does.
+    """
+    most = config.max_positions
+    longest = max([LONGEST_ROW, *map(len, sources)])
+    for length in dict.fromkeys([*range(1, min(longest, most) + 1), most]):
+        case = random_case(config, 1, length, 0, seed=seed + 2000 + length)
+        room = most if config.encoder_layers else most - case.source.shape[1]
+        fed = min(length, room, MOST_LOGITS // config.vocabulary_size)
+        generator = np.random.default_rng(seed + 2000 + length)
+        target = generator.integers(
+            config.vocabulary_size, size=(1, fed if config.decoder_layers else 0)
+        )
+        yield replace(case, name=f"source and target {length}", target=target)
 
 
 def vocabulary(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
@@ -111,11 +113,22 @@ def single_tokens(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
         )
 
 
-def largest_batch(config: ModelConfig, rows: int, *, seed: int = 0) -> Case:
-    """Returns a short case of as many rows as are served at once, or as fit into memory."""
+def largest_batches(config: ModelConfig, rows: int, *, seed: int = 0) -> Iterator[Case]:
+    """Yields short cases of as many rows as are served at once, or as fit into memory.
+
+    In the second one every fourth sentence has ended, and the last ones take their slots.
+    """
     columns = NEW_TOKENS if config.decoder_layers else 2
     most = max(1, LARGEST_LOGITS // (columns * config.vocabulary_size))
-    return random_case(config, min(rows, most), 2, 1, seed=seed)
+    case = random_case(config, min(rows, most), 2, 1, seed=seed)
+    yield case
+    if config.decoder_layers and len(case.source) > 1 and case.past:
+        places = np.arange(len(case.source))
+        ended = places % 4 == 1
+        left = int((~ended).sum())
+        kept, last = places[:left], places[left:]
+        kept[ended[:left]] = last[~ended[left:]]
+        yield replace(case, name=f"{case.name}, rows leave", rows=kept)
 
 
 def cross_check_cases(config: ModelConfig) -> list[Case]:

@@ -48,9 +48,9 @@ def faults(comparisons: list[Comparison]) -> set[str]:
 def test_true_bundle_passes(oracle: Oracle, decoder: PortableDecoder) -> None:
     comparisons = oracle.numbers(decoder, sweep(oracle.config))
     assert faults(comparisons) == set()
-    # 36 sizes, one of rows that leave, and two that run through the vocabulary; in each the logits,
-    # and keys and values of cross and past in each of two layers. Rows are selected in 16 + 1.
-    assert len(comparisons) == 39 * 9 + 17
+    # 36 sizes, and two that run through the vocabulary; in each the logits, and keys and values of
+    # cross and past in each of two layers. Rows are selected in 16.
+    assert len(comparisons) == 38 * 9 + 16
 
 
 def size(case: Case) -> tuple[int, int, int]:
@@ -189,10 +189,10 @@ class TestVerifyAgainst:
             ("constrained beam 2 of every 4th row", 2),
         ]
         assert all(0 < item.score_ratio < 8 for item in report.decisions)
-        # 40 cases and 10 more lengths; five texts searched greedily, with a beam and fed whole, and
+        # 40 cases and 64 lengths; five texts searched greedily, with a beam and fed whole, and
         # two in each of the other searches.
-        assert progress[0] == (1, 71)
-        assert progress[-1] == (71, 71)
+        assert progress[0] == (1, 125)
+        assert progress[-1] == (125, 125)
         assert [done for done, _ in progress] == sorted(done for done, _ in progress)
 
         record = json.loads(json.dumps(report.to_dict(), allow_nan=False))
@@ -200,10 +200,10 @@ class TestVerifyAgainst:
         stages = {stage["name"]: stage["tensors"] for stage in record["stages"]}
         selected = 18  # a later step of several rows
         assert stages == {
-            "encoder": 40 * 4,
-            "first step": 14 * 5,
-            "later step": 26 * 5 + selected,
-            "text": 9,
+            "encoder": 104 * 4,
+            "first step": 78 * 5,
+            "later step": 26 * 5 + selected + 1,  # the last walks
+            "text": 9 + 1,  # the last is of scores
         }
         assert record["settings"]["provider"] == "cpu"
         assert record["settings"]["against"] == "the run"
@@ -227,7 +227,7 @@ class TestVerifyAgainst:
     ) -> None:
         report = verify(checkpoint, bundle, [])
         assert report.passed
-        assert len(report.comparisons) == 40 * 9 + 18 + 1  # the last walks
+        assert len(report.comparisons) == 104 * 9 + 18 + 1  # the last walks
         assert not report.decisions
 
     def test_run_with_other_weights_fails(

@@ -1,5 +1,6 @@
 """The gate catches what is planted, and a gate made blunt is seen to be blunt."""
 
+import contextlib
 import dataclasses
 import math
 import shutil
@@ -13,11 +14,12 @@ from transferry.export.bundle import export_bundle
 from transferry.export.faults import self_test as module
 from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.faults.fault import Fault
+from transferry.export.faults.random_faults import random_faults
 from transferry.export.faults.self_test import FAULTS, FELL_BACK, Gate, faults_of, self_test
 from transferry.export.parity.cases import source_of
 from transferry.export.parity.stored_weights import WEIGHTS
 from transferry.runtime.bundle import Bundle
-from transferry.runtime.errors import ParityError
+from transferry.runtime.errors import InputError, ParityError
 from transferry.runtime.files import sha256
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
@@ -121,6 +123,7 @@ def test_gate_without_cases_still_has_the_searches(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "brief_sweep", lambda config, rows: [])
+    monkeypatch.setattr(module, "lengths", lambda config, sources: [])
     some(monkeypatch, "weights of an untrained model")
     numbers_only(monkeypatch)
     found = run(side)["weights of an untrained model"]
@@ -218,3 +221,22 @@ def test_honest_copy_of_each_variant_passes(
     honest.rewrite()
     honest.seal()
     assert not gate.check(honest.folder)
+
+
+def test_random_faults_that_change_an_answer_are_caught(
+    variant_gate: tuple[Gate, BundleCopy, Path], all_variants: Bundle
+) -> None:
+    gate, honest, folder = variant_gate
+    planted = []
+    for fault in random_faults(20, seed=1):
+        copy = BundleCopy(all_variants, honest.variant, folder / "planted")
+        with contextlib.suppress(InputError):  # it has no place in this variant
+            where = fault.plant(copy)
+            copy.seal()
+            caught = gate.check(copy.folder)
+            if honest.variant.exact:  # in int8 a value at a border may hide a small one
+                assert caught or not gate.changes(copy.folder), f"{fault.kind}: {where}"
+            planted.append(caught)
+        shutil.rmtree(copy.folder)
+    assert len(planted) >= 12
+    assert sum(map(bool, planted)) >= 8

@@ -1,0 +1,157 @@
+"""Which planted faults does `verify` catch, and do those that it misses change an answer?
+
+    python benchmarks/faults.py RUN BUNDLE TEXT OTHER [--rows 100] [--others 1000] [--faults 120]
+
+For each variant, the faults of the self-test and random ones are planted, one at a time. The copy
+is judged by the self-test's gate, a part of `verify`, and if that passes by `verify` on the rows of
+TEXT. A fault that passes both is consequential if any of the answers to rows of OTHER (greedy and
+beam 4), their scores or finish reasons changes. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from sentences import read_sentences
+from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
+from transferry.export.faults.bundle_copy import BundleCopy
+from transferry.export.faults.fault import Fault
+from transferry.export.faults.random_faults import random_faults
+from transferry.export.faults.self_test import Gate, faults_of
+from transferry.export.parity.cases import source_of
+from transferry.export.verify import PLANTED_ROWS, verify_against
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.fill_mask import fill_masks
+from transferry.runtime.errors import InputError, TransferryError
+from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.tables import table
+
+SCORE = 1e-3  # nats a score may move by rounding; int8 moves further
+SCORE_INT8 = 0.1
+
+
+def main() -> None:
+    """Plants and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for name in ("run", "bundle", "text", "other"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--rows", type=int, default=100)
+    parser.add_argument("--others", type=int, default=1000)
+    parser.add_argument("--faults", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--variants", default="portable,cpu-fp32,cpu-int8")
+    arguments = parser.parse_args()
+    checkpoint, bundle = load_checkpoint(arguments.run), Bundle.load(arguments.bundle)
+    texts = read_sentences(arguments.text, arguments.rows)
+    others = read_sentences(arguments.other, arguments.others)
+    results = {}
+    for name in arguments.variants.split(","):
+        trial = Trial(checkpoint, bundle, name, texts, others)
+        results[name] = trial.run(arguments.faults, arguments.seed)
+    columns = ("caught", "missed, consequential", "missed, inconsequential", "not planted")
+    rows = [(name, *(found["counts"][key] for key in columns)) for name, found in results.items()]
+    print(table(("variant", *columns), rows))
+    print(json.dumps(results))
+
+
+class Trial:
+    """The faults of one variant."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        bundle: Bundle,
+        name: str,
+        texts: Sequence[str],
+        others: Sequence[str],
+    ) -> None:
+        self.checkpoint, self.bundle, self.variant = checkpoint, bundle, bundle.variant(name)
+        self.texts, self.others = texts, others
+        model = open_model(bundle, self.variant, SessionOptions())
+        config = checkpoint.model.config
+        sources = [
+            source_of(text, checkpoint.tokenizer, config, number)
+            for number, text in enumerate(texts[:PLANTED_ROWS], start=1)
+        ]
+        tolerance = Tolerance.of(self.variant.precision)
+        self.gate = Gate(checkpoint, bundle, model, sources, tolerance)
+        self.honest = list(self._answers(bundle))
+
+    def run(self, most: int, seed: int) -> dict[str, Any]:
+        """Plants faults until so many were judged."""
+        counts: Counter[str] = Counter()
+        checks: Counter[str] = Counter()
+        missed = []
+        with tempfile.TemporaryDirectory(prefix="transferry-") as place:
+            listed = faults_of(BundleCopy(self.bundle, self.variant, Path(place, "list")))
+            for fault in chain(listed, random_faults(10 * most, seed=seed)):
+                if counts.total() - counts["not planted"] == most:
+                    break
+                folder = Path(place, "planted")
+                where, verdict = self._judge(fault, folder)
+                shutil.rmtree(folder)
+                found = verdict if verdict.startswith(("missed", "not")) else "caught"
+                counts[found] += 1
+                checks[verdict] += found == "caught"
+                if found.startswith("missed"):
+                    missed.append(f"{fault.kind}: {where}")
+                    print(f"{self.variant.name}: {found}: {missed[-1]}", file=sys.stderr)
+        return {"counts": counts, "checks": +checks, "missed": missed}
+
+    def _judge(self, fault: Fault, folder: Path) -> tuple[str, str]:
+        copy = BundleCopy(self.bundle, self.variant, folder)
+        try:
+            where = fault.plant(copy)
+        except InputError:
+            return "", "not planted"
+        copy.seal()
+        if caught := self.gate.check(folder):
+            return where, caught
+        faulty = Bundle.load(folder)
+        try:
+            model = open_model(faulty, self.variant, SessionOptions())
+            report = verify_against(self.checkpoint, faulty, model, self.texts)
+        except TransferryError:
+            return where, "verify"
+        if not report.passed:
+            return where, "verify"
+        return where, f"missed, {'in' * (not self._changes(faulty))}consequential"
+
+    def _changes(self, faulty: Bundle) -> bool:
+        limit = SCORE_INT8 if self.variant.precision == "int8" else SCORE
+        for wanted, found in zip(self.honest, self._answers(faulty), strict=True):
+            if wanted[0] != found[0] or not abs(wanted[1] - found[1]) <= limit:
+                return True
+        return False
+
+    def _answers(self, bundle: Bundle) -> Iterator[tuple[Any, float]]:
+        """Yields tokens and finish reason, and the score, of each answer."""
+        engine = Engine(bundle, open_model(bundle, self.variant, SessionOptions()))
+        if not self.checkpoint.model.config.decoder_layers:
+            hidden = [text.replace(" ", " <mask> ", 1) for text in self.others]
+            for filled in fill_masks(engine, hidden):
+                for candidates in filled.candidates:
+                    yield candidates[0].token, candidates[0].log_probability
+            return
+        for beam in (1, 4):
+            options = replace(engine.default_options(), beam=beam, n_best=1)
+            for row in engine.generate(self.others, options):
+                for one in row.hypotheses:
+                    yield (one.tokens, one.finish_reason), one.score
+
+
+if __name__ == "__main__":
+    main()
