@@ -14,6 +14,7 @@ from tests.runtime.parity.keys import key_files, model_signing
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.portable_decoder import PortableDecoder
+from transferry.runtime.parity.certificate import LEAST_ROWS
 from transferry.runtime.parity.signature import load_public_key
 
 DATE = "2026-11-21"
@@ -28,7 +29,11 @@ def bundle(bundle_folder: Path, tmp_path: Path) -> Path:
 def lines(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("lines") / "lines.txt"
     samples = json.loads((run_folder / "samples.json").read_bytes())
-    path.write_text("".join(f"{text}\n" for text in samples[:4]), encoding="utf-8")
+    words = " ".join(samples).split()
+    path.write_text(
+        "".join(f"{' '.join(words[row : row + 5])}\n" for row in range(LEAST_ROWS)),
+        encoding="utf-8",
+    )
     return path
 
 
@@ -59,7 +64,7 @@ def test_from_a_proof_to_a_result_that_cites_it(
     assert f"certificate of {DATE} for variant portable, provider cpu" in verified.stderr
     assert "the run" in call("inspect", bundle).stdout
     (shown,) = json.loads(call("inspect", bundle, "--json").stdout)["certificates"]
-    assert (shown["date"], shown["rows"], shown["worth"]) == (DATE, "4", "holds")
+    assert (shown["date"], shown["rows"], shown["worth"]) == (DATE, "30", "holds")
 
     cited = done("run", bundle, lines, "-o", tmp_path / "out", "--require-certificate")
     assert f"certificate of {DATE} against the run" in cited.stderr
@@ -80,7 +85,13 @@ def test_a_certificate_covers_what_was_verified(
     assert "against the recorded answers alone" in refused.stderr
     assert call(*run, "--require-certificate=recorded").exit_code == 0
 
-    verify: list[str | Path] = ["verify", bundle, "--checkpoint", run_folder, "--text", lines]
+    few = tmp_path / "few"
+    few.write_bytes(b"".join(lines.read_bytes().splitlines(True)[: LEAST_ROWS - 1]))
+    verify: list[str | Path] = ["verify", bundle, "--checkpoint", run_folder, "--text"]
+    little = call(*verify, few, "--certify", DATE)
+    assert little.exit_code == 2
+    assert "expected at least 30 rows of text for a certificate, found 29" in little.stderr
+    verify.append(lines)
     assert call(*verify, "--certify", DATE).exit_code == 0
     weaker = call("verify", bundle, "--certify", DATE)
     assert weaker.exit_code == 2
@@ -287,7 +298,7 @@ def test_options_that_need_another(bundle: Path, options: list[str], message: st
 def test_canaries(bundle: Path, lines: Path, tmp_path: Path) -> None:
     result = call("run", bundle, lines, "-o", tmp_path / "out", "--canary", "1/2")
     assert result.exit_code == 0
-    assert "canaries 2, canaries_identical 2, canaries_tied 0" in result.stderr
+    assert "canaries 15, canaries_identical 15, canaries_tied 0" in result.stderr
     made = tomllib.loads((tmp_path / "out.settings.toml").read_text(encoding="utf-8"))["made"]
     assert (made["canaries"], made["canaries_identical"]) == (2, 2)
 

@@ -257,7 +257,7 @@ certify_options = together(
         help="Rows computed at once; a certificate covers no larger batch. Default: what the "
         "variant is served with.",
     ),
-    option("--force", is_flag=True, help="Replace a certificate that is stronger."),
+    option("--force", is_flag=True, help="Replace a stronger certificate; certify few rows."),
 )
 # How a job is run, besides the options of its task.
 job_options = together(

@@ -37,6 +37,8 @@ from transferry.runtime.parity.statement import (
 )
 
 Strength = Literal["run", "recorded"]
+# Of 30 that agree, up to a tenth of such rows may be wrong (docs/parity.md).
+LEAST_ROWS = 30
 # Fields of GenerationOptions that make no other search of one: how long and with which seed it runs
 # decides no code path, and scores are left out only where the tokens are compared too. n_best and
 # prefix are compared apart.
@@ -246,15 +248,17 @@ def certify(
         report: The result.
         date: Date of the verification, YYYY-MM-DD.
         key: Key that signs the certificate. Default: it is unsigned.
-        force: Replace a stronger certificate.
+        force: Replace a stronger certificate, and write one of few rows.
 
     Raises:
-        UsageError: The date is not a date, or a stronger certificate holds.
+        UsageError: The date is not a date, the text has too few rows, or a stronger certificate
+            holds.
         InputError: The bundle cannot be written.
     """
     check_date(date)
     against = str(report.settings["against"])
     if report.passed and not force:
+        _require_rows(report)
         require_no_stronger(bundle, variant, options, _strength(against), key is not None)
     cell = Cell.of(variant, options)
     path = bundle.folder / FOLDER / _file_name(cell)
@@ -303,6 +307,16 @@ def certify(
     with atomic_file(path) as file:
         file.write(envelope.content)
     return Certificate.of(envelope, str(path), key.public.key_id if key else "")
+
+
+def _require_rows(report: ParityReport) -> None:
+    """Raises UsageError for fewer rows of text than `LEAST_ROWS`; the record has its own."""
+    rows = int(report.settings.get("rows", LEAST_ROWS))
+    if rows < LEAST_ROWS:
+        raise UsageError(
+            f"expected at least {LEAST_ROWS} rows of text for a certificate, found {rows}, which "
+            "prove little: give --text with more, or --force to certify all the same"
+        )
 
 
 def certificates(bundle: Bundle) -> list[Certificate]:
