@@ -155,7 +155,8 @@ def verify_against(
         few = text.sources[:PLANTED_ROWS] or random_sources(config, PLANTED_ROWS)
         planted = self_test(checkpoint, bundle, model, few, tolerance, done)
         return replace(report, self_test=planted)
-    if not report.passed and variant.name == PORTABLE:
+    wrong = any(item.fault for item in comparisons) or not all(item.passed for item in decisions)
+    if wrong and variant.name == PORTABLE:
         # Where only a search shows the fault, one of the cases may still do.
         shown = oracle.failed or cases
         served = variant, model.options

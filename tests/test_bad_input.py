@@ -334,7 +334,7 @@ def nan_weight(place: Path) -> None:
 
 
 @spoils("bundle without a certificate", "invalid date", "date to come", "invalid canary")
-@spoils("file that is not a replay", "report without a folder")
+@spoils("file that is not a replay", "report without a folder", "certificate of little text")
 def change_nothing(place: Path) -> None:
     """The command refers to something that does not exist."""
 
