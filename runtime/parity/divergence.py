@@ -7,7 +7,7 @@ wrong. Any two decoders can be compared; the most exact one at hand serves as th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Generic
@@ -355,43 +355,47 @@ def _distance_of_draws(
     uniform: float,
     options: GenerationOptions,
 ) -> float:
-    """Returns how far the cumulative distribution must move for a draw of either token."""
+    """Returns how far the cumulative distribution must move for a draw of either token.
+
+    Where top k or top p cuts it, tokens near the cut may come and go, with all their mass.
+    """
     low, high = min(tokens), max(tokens)
-    distances: list[float] = []
-    for weights, needed in _cuts(logits, options):
-        cumulative = weights.cumsum() / weights.sum()
-        outside = max(cumulative[high - 1] - uniform if high else 0.0, uniform - cumulative[low])
-        distances.append(max(float(outside), needed, 0.0))
-    return min(distances)
+    weights = Sampler(options, np.zeros((0, 0))).weights(logits[None])[0]
+    cumulative = weights.cumsum() / weights.sum()
+    below = cumulative[high - 1] - uniform if high else 0.0
+    outside = float(max(below, uniform - cumulative[low], 0.0))
+    needed, shares = _cuts(logits, weights, options)
+    least = max((float(needed[token]) for token in tokens if not weights[token]), default=0.0)
+    order = np.argsort(needed, kind="stable")
+    left = np.maximum(needed[order], outside - shares[order].cumsum())
+    return max(least, min(outside, float(left.min())))
 
 
 def _cuts(
-    logits: NDArray[np.floating[Any]], options: GenerationOptions
-) -> Iterator[tuple[NDArray[np.float64], float]]:
-    """Yields the weights of a draw, and those with one token more, less or exchanged at the cut.
+    logits: NDArray[np.floating[Any]], weights: NDArray[np.float64], options: GenerationOptions
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Returns how far the distribution must move for each token to pass the cut, and its share.
 
-    Each with how far the cumulative distribution must move for it: in top-k sampling a logit has to
-    pass another one, which moves the distribution by at most a quarter of their distance.
+    A logit has to pass that of the token at the other side of the cut, which moves the cumulative
+    distribution by a quarter of their distance at most; or, of top p, the mass held has to pass it.
     """
-    sampler = Sampler(options, np.zeros((0, 0)))
-    weights = sampler.weights(logits[None])[0]
-    yield weights, 0.0
     whole = Sampler(replace(options, top_k=0, top_p=1.0), np.zeros((0, 0))).weights(logits[None])[0]
     order, count = np.argsort(-whole, kind="stable"), np.count_nonzero(weights)
-    last, more = order[count - 1], weights.copy()
-    if cut := count < np.count_nonzero(whole):
+    last, needed = order[count - 1], np.full(len(whole), np.inf)
+    cut = count < np.count_nonzero(whole)
+    if cut:
         following = order[count]
-        more[following] = whole[following]
-        exchanged = np.where(np.arange(len(more)) == last, 0.0, more)
-        yield exchanged, float(np.log(whole[last] / whole[following])) / 4
+        with np.errstate(divide="ignore"):
+            logarithms = np.log(whole)
+        other = np.where(weights > 0, logarithms[following], logarithms[last])
+        needed = np.abs(logarithms - other) / 4
     if options.top_p < 1:
         within = Sampler(replace(options, top_p=1.0), np.zeros((0, 0))).weights(logits[None])[0]
         held, share = weights.sum() / within.sum(), weights[last] / within.sum()
-        if count > 1:
-            fewer = np.where(np.arange(len(weights)) == last, 0.0, weights)
-            yield fewer, float(options.top_p - held + share)
+        needed[last] = min(needed[last], options.top_p - held + share)
         if cut:
-            yield more, float(held - options.top_p)
+            needed[following] = min(needed[following], held - options.top_p)
+    return np.maximum(needed, 0.0), whole / weights.sum()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from transferry.export.torch_model import TorchDecoder, TorchState
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.sampling import Sampler
 from transferry.runtime.decoding.search import search
 from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.parity.divergence import (
@@ -24,6 +25,7 @@ from transferry.runtime.parity.divergence import (
     Explainer,
     Tally,
     _cuts,
+    _distance_of_draws,
     forced,
     scored_tokens,
 )
@@ -496,8 +498,17 @@ class TestSamples:
 def test_a_token_at_the_cut_may_go_either_way(
     options: dict[str, Any], logits: list[float], needed: float
 ) -> None:
-    cuts = list(_cuts(np.array(logits), GenerationOptions(sample=True, **options)))
-    chosen = [frozenset(np.flatnonzero(weights).tolist()) for weights, _ in cuts]
-    nearest = min(zip(chosen[1:], cuts[1:], strict=True), key=lambda item: item[1][1])
-    assert nearest[0] != chosen[0]
-    assert nearest[1][1] == pytest.approx(needed)
+    given, sampling = np.array(logits), GenerationOptions(sample=True, **options)
+    weights = Sampler(sampling, np.zeros((0, 0))).weights(given[None])[0]
+    found, shares = _cuts(given, weights, sampling)
+    assert found.min() == pytest.approx(needed)
+    assert shares[weights > 0].sum() == pytest.approx(1.0)
+
+
+def test_many_tokens_at_the_cut_may_all_change_places() -> None:
+    """Of equal tokens any eight may be drawn from, whatever the random number."""
+    logits = np.random.default_rng(0).normal(0, 1e-6, 600)
+    options = GenerationOptions(sample=True, top_k=8, top_p=0.9)
+    assert _distance_of_draws(logits, (3, 590), 0.5, options) < 1e-5
+    apart = np.linspace(0, 60, 600)
+    assert _distance_of_draws(apart, (3, 590), 0.5, options) > 1
