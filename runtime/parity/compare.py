@@ -22,7 +22,7 @@ from transferry.runtime.errors import InputError
 # integers; between these roundings both compute in float32.
 EPSILONS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "int8": 2.0**-23}
 # Largest budgets of the precisions in which one rounding is a large part of them.
-MOST = {"float16": 2.0**-3, "bfloat16": 0.5, "int8": 0.5}
+MOST = {"float16": 2.0**-3, "bfloat16": 0.5, "int8": 2.0}
 INT8_STEP = 2.0**-8  # half of one of a scale's 127 steps
 # "encoder" is `start`, or an encoder-only model; the steps are a decoder's; "text" is all of these
 # on real text and the answers to it.
