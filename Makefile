@@ -1,5 +1,6 @@
 # make setup   the environment in .venv, with everything that training, export and the tests need
 # make test    every check: style, types, tests
+# make fuzz    the tests of tests/fuzz with EXAMPLES=2500 each: malformed files, options, signals
 # make demo    trains a tiny model on the built-in corpus, exports, verifies and runs it
 # make docs    writes docs/cli.md anew from every command's --help
 # make clean   removes what the build, the checks and the demo left; .venv stays
@@ -14,7 +15,7 @@ DEMO ?= build/demo
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup test demo docs clean
+.PHONY: setup test fuzz demo docs clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -34,6 +35,9 @@ test: setup
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile
 
+fuzz: setup
+	FUZZ=long OMP_NUM_THREADS=1 $(BIN)/pytest -n auto tests/fuzz
+
 demo: setup
 	rm -rf $(DEMO)/run $(DEMO)/bundle $(DEMO)/answers.jsonl
 	$(BIN)/transferry train --builtin --preset tiny --out $(DEMO)/run --max-minutes 2
@@ -44,6 +48,7 @@ demo: setup
 
 docs: setup
 	$(BIN)/python docs/make_cli_page.py
+	$(BIN)/python docs/make_import_table.py
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,7 +1,7 @@
 """Carries a trained Transformer from PyTorch to ONNX Runtime and runs it there."""
 
-from typing import TYPE_CHECKING
-
+# As typing has it, whose import would take milliseconds in which a signal is not handled yet.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     __version__: str
 else:

@@ -2,43 +2,56 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # signals are handled before the imports below
+    import runpy
+
+    runpy.run_module("transferry", run_name="__main__", alter_sys=True)
+
 import dataclasses
 import json
-import shlex
-import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource as Origin
 
-from transferry.build_model.config import PRESETS, ModelConfig, TrainConfig
+from transferry.build_model.config import IMPORTED_FIELDS, ModelConfig, TrainConfig
+from transferry.build_model.presets import PRESETS
+from transferry.runtime.console.fields import fields_as_options, given
 from transferry.runtime.console.options import (
     AS_JSON,
     FILE,
     FORCE,
+    JUNIT,
+    MERGED,
+    OUTPUT,
+    PAGE,
     QUIET,
+    REPLAY,
     TRUSTED_KEY,
     Commands,
     batch_options,
+    beside_bundle,
     certify_options,
+    check_settings,
     configurable,
-    fields_as_options,
-    given,
+    explicit,
     job_options,
     open_job,
     option,
+    require_one_stream,
     require_option,
     session_options,
     writable,
 )
-from transferry.runtime.console.progress import progress, run_job, say, show_summary, teller
+from transferry.runtime.console.progress import progress, run_job, say, show, show_summary, teller
 from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.errors import ParityError, ProviderError, TransferryError, UsageError
+from transferry.runtime.errors import ParityError, ProviderError
 from transferry.runtime.jobs.options import JobOptions
 
-# Fields of GenerationOptions that hold token ids: --prefix takes text, the bundle sets suppress.
-TOKENS = ("prefix", "suppress")
+# Fields of GenerationOptions that --prefix and --suppress make of text, and one that is text.
+TOKENS = ("prefix", "suppress", "suppress_sequences")
+VERIFIED = (*TOKENS, "stop")
 BUNDLE_DEFAULTS = {"max_length": "from the bundle", "sample": "off, unless the bundle sets it"}
 PRESET_DEFAULTS = {
     name: "from the preset" for preset in PRESETS.values() for name in preset.model | preset.train
@@ -86,20 +99,24 @@ Several GPUs: torchrun --nproc-per-node 4 -m transferry.cli train ...
     help="Model shape and training settings to start from.",
 )
 @option(
-    "--vocabulary-size", type=int, help="Size of the trained vocabulary. Default: from the preset."
+    "--vocabulary-size",
+    type=click.IntRange(1, 10_000_000),
+    help="Size of the trained vocabulary. Default: from the preset.",
 )
 @option(
     "--encoding",
     help="tiktoken encoding to cut down to the corpus instead of training a vocabulary: "
     "cl100k_base or o200k_base.",
 )
-@option("--out", type=FILE, required=True, help="Run folder.")
+@option("--out", type=OUTPUT, required=True, help="Run folder.")
 @option("--resume", is_flag=True, help="Continue the interrupted run in --out.")
 @option("--force", is_flag=True, help="Replace the run in --out.")
 @option("--device", default="auto", help="Device to train on: cpu, cuda or auto.")
 @option("--quiet", is_flag=True, help="Print no progress.")
 @fields_as_options(TrainConfig, defaults=PRESET_DEFAULTS)
-@fields_as_options(ModelConfig, leave_out=["vocabulary_size"], defaults=PRESET_DEFAULTS)
+@fields_as_options(
+    ModelConfig, leave_out=["vocabulary_size", *IMPORTED_FIELDS], defaults=PRESET_DEFAULTS
+)
 @click.pass_context
 def train(context: click.Context, /, **options: Any) -> None:
     """Train a Transformer on sentence pairs or on text.
@@ -109,39 +126,22 @@ def train(context: click.Context, /, **options: Any) -> None:
     settings.toml.
     """
     from transferry.build_model import run_folder
-    from transferry.build_model.checkpoint import STATE
     from transferry.build_model.distributed import leader
     from transferry.build_model.recipe import Recipe
 
     out, resume, quiet = options["out"], options["resume"], options["quiet"]
     if resume:
-        explicit = {
-            name: value
-            for name, value in options.items()
-            if context.get_parameter_source(name) in (Origin.COMMANDLINE, Origin.DEFAULT_MAP)
-        }
-        options = run_folder.recall(out, options, explicit)
-    recipe = Recipe.from_options(options)
-    if leader() and not resume:
-        run_folder.make_folder(out, force=options["force"])
-    try:
-        if leader():
-            run_folder.remember(out, options)
+        options = run_folder.recall(out, options, explicit(context))
+        check_settings(context, out / run_folder.SETTINGS)
+    recipe, leads = Recipe.from_options(options), leader()
+    with run_folder.training(out, force=options["force"], resume=resume, leads=leads):
+        remember = partial(run_folder.remember, out, options)
+        if leads and not resume:
+            remember()
+        talk, device = teller(quiet or not leads), options["device"]
         marks = recipe.follow(
-            out,
-            device=options["device"],
-            resume=resume,
-            quiet=quiet,
-            say=teller(quiet or not leader()),
+            out, device=device, resume=resume, quiet=quiet, say=talk, begun=remember
         )
-    except (TransferryError, KeyboardInterrupt) as error:
-        if not (out / STATE).exists():
-            if leader() and not resume:  # a second attempt needs no --force
-                shutil.rmtree(out, ignore_errors=True)
-        elif isinstance(error, KeyboardInterrupt):
-            command = f"transferry train --out {shlex.quote(str(out))} --resume"
-            raise KeyboardInterrupt(f"continue with: {command}") from error
-        raise
     if marks is not None:
         say(f"{marks}; {out}")
 
@@ -155,18 +155,19 @@ Example:
 )
 @configurable
 @click.argument("huggingface", metavar="FOLDER", type=FILE)
-@option("--out", type=FILE, required=True, help="Run folder.")
+@option("--out", type=OUTPUT, required=True, help="Run folder.")
+@option("--adapter", type=FILE, help="Folder of a LoRA adapter of PEFT to merge into the weights.")
 @option("--force", is_flag=True, help="Replace the run in --out.")
 @option("--quiet", is_flag=True, help="Do not list what was imported and what was left out.")
-def import_(huggingface: Path, out: Path, force: bool, quiet: bool) -> None:
-    """Import a Hugging Face checkpoint from FOLDER as a run.
+def import_(huggingface: Path, out: Path, adapter: Path | None, force: bool, quiet: bool) -> None:
+    """Import a checkpoint of Hugging Face, Marian or fairseq from FOLDER as a run.
 
-    FOLDER holds config.json, model.safetensors and the tokenizer; its model_type is marian, gpt2,
-    llama or bert. Features that cannot be converted are named and refused; see docs/import.md.
+    FOLDER holds config.json, weights and the tokenizer. Features that cannot be converted are named
+    and refused; see docs/import.md, which lists the model types.
     """
     from transferry.build_model.huggingface.importer import import_checkpoint
 
-    import_checkpoint(huggingface, out, force=force, say=teller(quiet))
+    import_checkpoint(huggingface, out, adapter=adapter, force=force, say=teller(quiet))
 
 
 @main.command(
@@ -179,7 +180,7 @@ Example:
 )
 @configurable
 @click.argument("run_folder", metavar="RUN", type=FILE)
-@option("--out", type=FILE, required=True, help="Bundle folder.")
+@option("--out", type=OUTPUT, required=True, help="Bundle folder.")
 @option("--force", is_flag=True, help="Replace the bundle in --out.")
 @option(
     "--text",
@@ -214,12 +215,11 @@ def export(
     A bundle holds graphs, weights, tokenizer and reference answers. If a graph's answers differ
     from torch's, nothing is written and the exit code is 4.
     """
-    if out.exists() and not force:
-        raise UsageError(f"{out} exists already; add --force to replace it, or name another folder")
     from transferry.build_model.checkpoint import load_checkpoint, load_samples
-    from transferry.export.bundle import export_bundle
+    from transferry.export.bundle import export_bundle, require_replaceable
     from transferry.runtime.files import read_lines
 
+    require_replaceable(out, force=force)
     bundle = export_bundle(
         load_checkpoint(run_folder),
         out,
@@ -254,7 +254,7 @@ Example:
     "--target", type=FILE, help="Reference translations of --text, to compare BLEU and perplexity."
 )
 @session_options
-@option("--device-id", type=int, default=0, help="Number of the GPU.")
+@option("--device-id", type=click.IntRange(0, 1024), default=0, help="Number of the GPU.")
 @option("--self-test", is_flag=True, help="Plant faults in copies of BUNDLE; each must be caught.")
 @option(
     "--cross-check",
@@ -263,15 +263,16 @@ Example:
 )
 @option(
     "--replay",
-    type=FILE,
+    type=REPLAY,
+    callback=beside_bundle,
     help="Output for `replay` if a fault is located. Default: BUNDLE.fault.npz.",
 )
 @certify_options
-@option("--report", "page", type=FILE, callback=writable, help="Write the report as an HTML file.")
-@option("--junit", type=FILE, callback=writable, help="Write the report as JUnit XML.")
+@option("--report", "page", type=PAGE, callback=writable, help="Write the report as an HTML file.")
+@option("--junit", type=JUNIT, callback=writable, help="Write the report as JUnit XML.")
 @option("--json", "as_json", is_flag=True, help="Print the whole report as JSON on stdout.")
 @option("--quiet", is_flag=True, help="Print no progress.")
-@fields_as_options(GenerationOptions, leave_out=TOKENS, defaults=BUNDLE_DEFAULTS)
+@fields_as_options(GenerationOptions, leave_out=VERIFIED, defaults=BUNDLE_DEFAULTS)
 def verify(bundle_folder: Path, **options: Any) -> None:
     """Prove that BUNDLE answers as torch does, or exit with 4.
 
@@ -283,7 +284,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     """
     checkpoint, text, target = (options[name] for name in ("checkpoint", "text", "target"))
     date, force = options["certify"], options["force"]
-    search = given(options, GenerationOptions, leave_out=TOKENS)
+    search = given(options, GenerationOptions, leave_out=VERIFIED)
     GenerationOptions(**search)  # refuse a conflict before the bundle is opened
     of_torch = ("text", "target", "self_test", "cross_check", "replay", "batch_rows", *search)
     reason = "without torch only the recorded answers are compared"
@@ -292,16 +293,19 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     require_option(options, "certify", for_options=["sign"], reason="it signs the certificate")
     from transferry.export.report.write import write_report
     from transferry.runtime.bundle import Bundle
-    from transferry.runtime.files import read_lines
+    from transferry.runtime.files import read_lines, require_writable
     from transferry.runtime.ort.open_model import open_model
     from transferry.runtime.ort.session import SessionOptions
     from transferry.runtime.parity import certificate as certificates
+    from transferry.runtime.parity import statement
     from transferry.runtime.parity.signature import load_private_key
 
     if date:
-        certificates.check_date(date)
+        statement.check_date(date)
     key = load_private_key(options["sign"]) if options["sign"] else None
     bundle, session = Bundle.load(bundle_folder), SessionOptions(**given(options, SessionOptions))
+    if date:
+        require_writable(bundle_folder / "certificates")
     named = options["variant"]
     variant = bundle.variant(named) if named else certificates.fastest(bundle, session)
     if date and not force:
@@ -327,14 +331,14 @@ def verify(bundle_folder: Path, **options: Any) -> None:
                 list(read_lines(target)) if target else None,
                 cross_check=options["cross_check"],
                 plant_faults=options["self_test"],
-                replay=options["replay"] or Path(f"{bundle_folder.absolute()}.fault.npz"),
+                replay=options["replay"],
                 batches=batch_options(options["batch_rows"]),
                 search=search or None,
                 done=done,
             )
     issued = (bundle, variant, session, report, date)
     certificate = certificates.certify(*issued, key=key, force=force) if date else None
-    click.echo(json.dumps(report.to_dict(), indent=1) if options["as_json"] else report.to_text())
+    show(json.dumps(report.to_dict(), indent=1) if options["as_json"] else report.to_text())
     files = {"page": options["page"], "junit": options["junit"]}
     write_report(report, **files, date=date, certificate=certificate)
     report.require()
@@ -358,7 +362,7 @@ def replay(fault: Path) -> None:
     from transferry.export.debug.replay import replay as run_again
 
     result = run_again(fault)
-    click.echo(result.to_text())
+    show(result.to_text())
     if not result.passed:
         raise ParityError(f"{fault} still shows the fault")
 
@@ -407,7 +411,7 @@ Example:
 @fields_as_options(
     JobOptions,
     leave_out=[
-        *("task", "generation", "target", "prefix"),
+        *("task", "generation", "target", "prefix", "chat", "system", "messages", "prompt_ids"),
         *("pooling", "normalise", "mask", "top", "canary"),
     ],
 )
@@ -428,7 +432,7 @@ Example:
 """
 )
 @click.argument("parts", metavar="PART...", nargs=-1, required=True, type=FILE)
-@option("-o", "--out", type=FILE, required=True, help="Output file of the joined partitions.")
+@option("-o", "--out", type=MERGED, required=True, help="Output of all partitions; - is stdout.")
 @FORCE
 @AS_JSON
 @QUIET
@@ -440,6 +444,7 @@ def merge(parts: tuple[Path, ...], out: Path, force: bool, as_json: bool, quiet:
     """
     from transferry.runtime.jobs.merge import merge as join
 
+    require_one_stream(out, as_json=as_json)
     show_summary(out, join(parts, out, force=force), quiet=quiet, as_json=as_json)
 
 
@@ -464,11 +469,11 @@ def inspect(bundle_folder: Path, trusted_key: Path | None, as_json: bool) -> Non
     if as_json:
         record = json.loads(bundle.manifest.to_json())
         record["certificates"] = [dict(zip(CERTIFICATE, row, strict=True)) for row in rows]
-        click.echo(json.dumps(record, indent=1, ensure_ascii=False))
+        show(json.dumps(record, indent=1))
         return
-    click.echo(bundle.manifest.to_text())
+    show(bundle.manifest.to_text())
     certificates = table(CERTIFICATE, rows) if rows else "no certificate; see verify --certify"
-    click.echo(f"\n{certificates}")
+    show(f"\n{certificates}")
 
 
 @main.command(
@@ -485,16 +490,12 @@ def doctor(as_json: bool) -> None:
 
     checks = diagnose()
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(check) for check in checks], indent=1))
+        show(json.dumps([dataclasses.asdict(check) for check in checks], indent=1))
     else:
         rows = [(check.name, check.status, check.found) for check in checks]
-        click.echo(table(("check", "status", "found"), rows))
+        show(table(("check", "status", "found"), rows))
         for check in checks:
             if check.remedy:
-                click.echo(f"to fix {check.name}: {check.remedy}")
+                show(f"to fix {check.name}: {check.remedy}")
     if faults := [check.name for check in checks if check.status == "fault"]:
         raise ProviderError(f"not working: {', '.join(faults)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,8 @@ import torch
 
 from sentences import Answer, require_fields
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.build_model.huggingface.tables import ACTIVATIONS, MARIAN, NoPlace
+from transferry.build_model.huggingface.encoder_decoder import MARIAN
+from transferry.build_model.huggingface.tables import ACTIVATIONS, NoPlace
 from transferry.build_model.transformer import greedy
 from transferry.runtime.decoding.batching import length_batches
 from transferry.runtime.decoding.options import GenerationOptions
@@ -49,7 +50,7 @@ def marian_model(checkpoint: Checkpoint) -> Any:
     transformers: Any = importlib.import_module("transformers")
     config, special = checkpoint.model.config, checkpoint.tokenizer.special
     require_fields(config, ALLOWED, "MarianMTModel")
-    activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+    activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     model = transformers.MarianMTModel(
         transformers.MarianConfig(
             vocab_size=config.vocabulary_size,

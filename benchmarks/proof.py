@@ -20,7 +20,8 @@ from rounds import interleaved
 from sentences import read_sentences
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.export.parity.cases import source_of
-from transferry.export.parity.oracle import ROWS, search_settings
+from transferry.export.parity.oracle import ROWS
+from transferry.export.parity.searches import search_settings
 from transferry.export.torch_model import TorchDecoder
 from transferry.export.verify import LONGEST_ANSWER, verify_against
 from transferry.runtime.bundle import Bundle
@@ -28,8 +29,8 @@ from transferry.runtime.decoding.batching import length_batches
 from transferry.runtime.decoding.decoder import Decoder
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search
+from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import open_model
-from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
 
 
@@ -51,7 +52,9 @@ def main() -> None:
         source_of(text, tokenizer, config, number) for number, text in enumerate(texts, start=1)
     ]
     variant = bundle.variant()
-    served = PortableDecoder(bundle, variant, SessionOptions())
+    served = open_model(bundle, variant, SessionOptions())
+    if isinstance(served, EncoderModel):
+        parser.error(f"{arguments.bundle} has no decoder")
     sides: tuple[Decoder[Any], ...] = (TorchDecoder(checkpoint.model), served)
 
     def answer() -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from transferry.build_model.config import ModelConfig
+from transferry.build_model.norms import make_norm
 
 
 class KeyValues(NamedTuple):
@@ -52,6 +53,24 @@ def padding_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return bias.masked_fill(~mask, -math.inf)[:, None, None, :]
 
 
+def windowed(bias: Tensor, distance: Tensor, window: int, queries: Tensor | None = None) -> Tensor:
+    """Returns M that hides also what is `window` or more positions away; 0 hides nothing.
+
+    Args:
+        bias: M, broadcastable to [batch, heads, queries, length].
+        distance: Of each query to each key, [queries, length] or [batch, queries, length] int64.
+        window: Positions that a token sees to either side, itself included.
+        queries: [batch, queries] bool, False at padding, to whose window there may be no token: it
+            sees all, since a softmax over nothing would be NaN. None where each sees itself.
+    """
+    if not window:
+        return bias
+    far = distance.abs() >= window
+    if queries is not None:
+        far = far & queries[:, :, None]
+    return bias.masked_fill(far if far.dim() == 2 else far[:, None], -math.inf)
+
+
 def causal_bias(
     past: int, length: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Tensor:
@@ -75,7 +94,7 @@ class Rotation(NamedTuple):
     """The angles by which rotary positions turn queries and keys.
 
     Attributes:
-        cosines: [positions, d_head] or [batch, 1, positions, d_head]
+        cosines: [positions, turned] or [batch, 1, positions, turned], turned features of d_head
         sines: Likewise.
     """
 
@@ -90,15 +109,26 @@ class Rotation(NamedTuple):
         return Rotation(rows.cosines[:, None], rows.sines[:, None])
 
     def turn(self, x: Tensor) -> Tensor:
-        """Turns the pairs (x_i, x_(i + d_head / 2)) of x [batch, heads, length, d_head].
+        """Turns the pairs (x_i, x_(i + turned / 2)) of x [batch, heads, length, d_head].
 
         Su et al. (2021), eq. 34, in the order of features that GPT-NeoX and Llama use.
         """
+        turned = self.cosines.shape[-1]
+        if turned < x.shape[-1]:
+            return torch.cat([self.turn(x[..., :turned]), x[..., turned:]], dim=-1)
         first, second = x.chunk(2, dim=-1)
         return x * self.cosines + torch.cat([-second, first], dim=-1) * self.sines
 
 
-def attend(query: Tensor, memory: KeyValues, bias: Tensor | None) -> Tensor:
+def softcapped(x: Tensor, cap: float) -> Tensor:
+    """Returns cap * tanh(x / cap), which stays below the cap; x itself where the cap is 0.
+
+    Gemma Team (2024), section 2, "Logit soft-capping".
+    """
+    return cap * torch.tanh(x / cap) if cap else x
+
+
+def attend(query: Tensor, memory: KeyValues, bias: Tensor | None, softcap: float = 0.0) -> Tensor:
     """Dot-product attention: softmax(Q K^T + M) V, eq. 1 of the paper with Q scaled already.
 
     Args:
@@ -106,6 +136,7 @@ def attend(query: Tensor, memory: KeyValues, bias: Tensor | None) -> Tensor:
         memory: Keys and values, [batch, kv_heads, length, d_head] each; where there are fewer of
             their heads, each serves as many neighbouring heads of the query.
         bias: M, broadcastable to [batch, heads, queries, length]; None where all is seen.
+        softcap: See `softcapped`, for Q K^T.
 
     Returns:
         [batch, heads, queries, d_head]
@@ -119,7 +150,7 @@ def attend(query: Tensor, memory: KeyValues, bias: Tensor | None) -> Tensor:
         query = query.reshape(batch, kv_heads, heads // kv_heads, queries, d_head)
         keys, values = keys[:, :, None], values[:, :, None]
         bias = bias if bias is None or bias.dim() == 2 else bias[:, None]
-    scores = query @ keys.transpose(-2, -1)
+    scores = softcapped(query @ keys.transpose(-2, -1), softcap)
     if bias is not None:
         scores = scores + bias
     heads_out = torch.softmax(scores, dim=-1) @ values
@@ -133,22 +164,35 @@ class MultiHeadAttention(nn.Module):
     over a cache and cross-attention are one `forward`.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        self.d_head = config.d_head
-        narrow = config.kv_heads * config.d_head
-        self.query = nn.Linear(config.d_model, config.d_model, bias=config.bias)
-        self.key = nn.Linear(config.d_model, narrow, bias=config.bias)
-        self.value = nn.Linear(config.d_model, narrow, bias=config.bias)
-        self.output = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+        self.d_head, self.divisor = config.d_head, config.divisor(layer)
+        self.softcap = config.attention_softcap
+        wide, narrow = config.heads * config.d_head, config.kv_heads * config.d_head
+        bias = config.has_bias("query_key_value")
+        self.query = nn.Linear(config.d_model, wide, bias=bias)
+        self.key = nn.Linear(config.d_model, narrow, bias=bias)
+        self.value = nn.Linear(config.d_model, narrow, bias=bias)
+        self.output = nn.Linear(wide, config.d_model, bias=config.has_bias("attention_output"))
+        self.query_norm, self.key_norm = None, None
+        if (kind := config.query_key_norm) != "none":
+            self.query_norm = make_norm(config, config.d_head if kind == "head" else wide)
+            self.key_norm = make_norm(config, config.d_head if kind == "head" else narrow)
 
     def _split(self, x: Tensor) -> Tensor:
         """[batch, length, heads * d_head] -> [batch, heads, length, d_head]."""
         return x.reshape(x.shape[0], x.shape[1], -1, self.d_head).transpose(1, 2)
 
+    def normed(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """Normalises each head of x [batch, length, heads * d_head], or all together."""
+        if norm is None:
+            return x
+        heads: Tensor = norm(x.reshape(x.shape[0], x.shape[1], -1, norm.weight.shape[0]))  # type: ignore[index, arg-type]
+        return heads.flatten(2)
+
     def project(self, x: Tensor, rotation: Rotation | None = None) -> KeyValues:
         """Returns the keys and values of x [batch, length, d_model]."""
-        keys = self._split(self.key(x))
+        keys = self._split(self.normed(self.key(x), self.key_norm))
         return KeyValues(
             rotation.turn(keys) if rotation else keys,
             self._split(self.value(x)),
@@ -175,7 +219,8 @@ class MultiHeadAttention(nn.Module):
         # Scaling the query instead of the scores is the same product over fewer elements. Scaled
         # before it is split into heads, since onnxruntime would draw a factor right before a
         # product into it, and leaves its fast kernel for a single query then.
-        query = self._split(self.query(x) / math.sqrt(self.d_head))
-        heads = attend(rotation.turn(query) if rotation else query, memory, bias)
+        query = self._split(self.normed(self.query(x), self.query_norm) / self.divisor)
+        turned = rotation.turn(query) if rotation else query
+        heads = attend(turned, memory, bias, self.softcap)
         joined: Tensor = self.output(heads.transpose(1, 2).flatten(2))
         return joined

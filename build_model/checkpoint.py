@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ from torch import Tensor
 
 from transferry.build_model.config import ModelConfig, TrainConfig
 from transferry.build_model.transformer import Transformer
+from transferry.runtime.documents import read_document
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import atomic_file, sha256
+from transferry.runtime.files import atomic_file, open_regular, sha256
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 
 FORMAT = 1
@@ -38,6 +39,8 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 STATE = "state.safetensors"
 SAMPLES = "samples.json"
+# Types of the weights of a run: float32 has every number of the other two, which are half as large.
+STORED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,13 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raises:
         InputError: The file is missing, truncated or not safetensors.
     """
-    missing = f"is {path.parent} the folder of a finished training?"
-    with open_tensors(path, missing, "train again or restore the file") as file:
+    with _opened(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+
+
+def _opened(path: Path) -> AbstractContextManager[Any]:
+    missing = f"is {path.parent} the folder of a finished training?"
+    return open_tensors(path, missing, "train again or restore the file")
 
 
 @contextmanager
@@ -91,6 +98,9 @@ def open_tensors(path: Path, if_missing: str, if_damaged: str) -> Iterator[Any]:
     Raises:
         InputError: The file is missing, truncated or not safetensors.
     """
+    if path.exists():
+        with open_regular(path):  # which a pipe is not, and safetensors would wait for one
+            pass
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             yield file
@@ -135,8 +145,10 @@ def load_config(folder: Path) -> tuple[ModelConfig, TrainConfig]:
 
 def _read_config(folder: Path) -> tuple[ModelConfig, TrainConfig | None, dict[str, Any]]:
     path = folder / CONFIG
+    if not path.exists():
+        raise InputError(f"{path} is missing; expected the folder of a run")
+    record = read_document(path, dict[str, Any], "train again, or restore the file")
     try:
-        record: dict[str, Any] = json.loads(path.read_bytes())
         if record["format"] != FORMAT:
             raise InputError(
                 f"{path} must have format {FORMAT}, found {record['format']!r}; use the version "
@@ -148,10 +160,6 @@ def _read_config(folder: Path) -> tuple[ModelConfig, TrainConfig | None, dict[st
             None if train is None else TrainConfig.from_dict(train),
             dict(record.get("generation", {})),
         )
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be read ({error.strerror}); expected the folder of a run"
-        ) from error
     except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
         raise InputError(f"{path} is not the config of a run: {error}") from error
 
@@ -171,10 +179,7 @@ def load_samples(folder: Path) -> list[str]:
     path = folder / SAMPLES
     if not path.exists():
         return []
-    try:
-        return [str(text) for text in json.loads(path.read_bytes())]
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{path} is not a list of sentences: {error}") from error
+    return read_document(path, list[str], "restore the file, or remove it")
 
 
 def average(paths: Sequence[Path]) -> dict[str, Tensor]:
@@ -206,16 +211,40 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             f"{folder}: the tokenizer has {tokenizer.vocabulary_size} ids, but config.json has "
             f"vocabulary_size {model_config.vocabulary_size}; take both from one run"
         )
-    weights, _ = load_tensors(folder / WEIGHTS)
     model = Transformer(model_config)
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise InputError(
-            f"{folder / WEIGHTS} does not fit {folder / CONFIG}: {first_mismatch(error)}"
-        ) from error
-    for name, tensor in weights.items():
-        if not torch.isfinite(tensor).all():
-            raise InputError(f"{folder / WEIGHTS}: {name} holds NaN or infinity; train again")
+    _fill(model, folder)
     digest = sha256(folder / WEIGHTS)
     return Checkpoint(model.eval(), train_config, tokenizer, generation, digest)
+
+
+def _fill(model: Transformer, folder: Path) -> None:
+    """Reads the weights of a run into its model, one tensor in memory at a time."""
+    path, state = folder / WEIGHTS, model.state_dict()
+    with _opened(path) as file:
+        found = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    for name in sorted(state.keys() | found.keys()):
+        wanted, is_there = state.get(name), found.get(name)
+        if wanted is None or is_there != list(wanted.shape):
+            shape = "no such tensor" if wanted is None else list(wanted.shape)
+            raise InputError(
+                f"{path} does not fit {folder / CONFIG}: expected {name} {shape}, found "
+                f"{is_there or 'none'}; take both from one run"
+            )
+        # Opened for each, so that what was read before need not stay in memory.
+        with _opened(path) as file:
+            tensor: Tensor = file.get_tensor(name)
+            if tensor.dtype not in STORED:
+                expected = " or ".join(str(each).removeprefix("torch.") for each in STORED)
+                raise InputError(
+                    f"{path}: expected {name} in {expected}, found {tensor.dtype}; train again"
+                )
+            if not is_finite(tensor):
+                raise InputError(f"{path}: {name} holds NaN or infinity; train again")
+            # float32 has every number of the shorter types.
+            wanted.copy_(tensor)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers of a floating tensor are finite; takes no memory of its size."""
+    # Among numbers with a NaN, the smallest and the largest are NaN.
+    return not tensor.numel() or all(bool(end.isfinite()) for end in tensor.aminmax())

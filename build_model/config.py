@@ -5,34 +5,28 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self
+
+import msgspec
 
 from transferry.runtime.errors import UsageError, require
+from transferry.runtime.settings import (
+    Count,
+    Probability,
+    Whole,
+    Whole64,
+    check_fields,
+    check_value,
+    shown,
+)
 
-
-def _check_whole(config: _JsonConfig, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        holds = isinstance(value, int) and value >= least
-        require(holds, name, f"a whole number of at least {least}", repr(value))
-
-
-def _check_positive(config: _JsonConfig, *names: str) -> None:
-    for name in names:
-        require(getattr(config, name) > 0, name, "above 0", getattr(config, name))
-
-
-def _check_probability(config: _JsonConfig, name: str) -> None:
-    value = getattr(config, name)
-    require(0 <= value < 1, name, "at least 0 and below 1", value)
-
-
-def _check_choices(config: _JsonConfig) -> None:
-    """Raises for values outside of a field's literals."""
-    for name, hint in get_type_hints(type(config)).items():
-        if get_origin(hint) is Literal:
-            choices, value = get_args(hint), getattr(config, name)
-            require(value in choices, name, f"one of {', '.join(choices)}", repr(value))
+# Sizes whose products torch can still count.
+_Size = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+_SizeOrNone = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
+_Layers = Annotated[int, msgspec.Meta(ge=0, le=1000)]
+_Rate = Annotated[float, msgspec.Meta(gt=0, le=1000)]
+_Cap = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+_Turn = Annotated[float, msgspec.Meta(ge=0, le=1000)]
 
 
 class _JsonConfig:
@@ -49,7 +43,15 @@ class _JsonConfig:
         Raises:
             UsageError: A field is unknown, missing or outside its range.
         """
+        if not isinstance(values, dict):
+            raise UsageError(f"{cls.__name__} must be a table, found {shown(values)}")
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        # JSON has lists instead of tuples.
+        tuples = {name for name, field in fields.items() if str(field.type).startswith("tuple")}
+        values = {
+            name: tuple(value) if name in tuples and isinstance(value, list) else value
+            for name, value in values.items()
+        }
         if unknown := sorted(values.keys() - fields.keys()):
             raise UsageError(
                 f"{cls.__name__} has no {', '.join(unknown)}; it knows {', '.join(fields)}"
@@ -61,6 +63,16 @@ class _JsonConfig:
 
 
 Architecture = Literal["encoder-decoder", "decoder-only", "encoder-only"]
+Activation = Literal[
+    "relu", "gelu", "gelu-tanh", "gelu-quick", "swish", "swiglu", "geglu", "geglu-tanh", "reglu"
+]
+# Activations of the gate, by the name of the gated unit.
+GATED: dict[Activation, Activation] = {
+    "swiglu": "swish",
+    "geglu": "gelu",
+    "geglu-tanh": "gelu-tanh",
+    "reglu": "relu",
+}
 # Stacks of layers by architecture.
 STACKS: dict[Architecture, tuple[str, ...]] = {
     "encoder-decoder": ("encoder_layers", "decoder_layers"),
@@ -69,16 +81,20 @@ STACKS: dict[Architecture, tuple[str, ...]] = {
 }
 
 
+# The first option that imported models ask for; `transferry train` offers those before.
+FIRST_IMPORTED = "head_width"
+
+
 @dataclass(frozen=True)
 class ModelConfig(_JsonConfig):
     """Shape of a Transformer, in the terms of Vaswani et al. (2017).
 
-    The defaults are that paper's model; the alternatives cover GPT-2, BERT, Llama and mixtures.
+    The defaults are that paper's model; the alternatives cover its descendants and mixtures.
 
     Attributes:
         vocabulary_size: Rows of the embedding shared by source, target and output.
         d_model: Width of the hidden states.
-        heads: Attention heads; each has the width d_model / heads.
+        heads: Attention heads.
         encoder_layers: Encoder layers; 0 for decoder-only.
         decoder_layers: Decoder layers; 0 for encoder-only.
         d_ff: Inner width of the feed-forward sublayer.
@@ -89,12 +105,15 @@ class ModelConfig(_JsonConfig):
             "encoder-only" reads one.
         norm: "layer" is LayerNorm (Ba et al. 2016), "rms" is RMSNorm (Zhang and Sennrich 2019).
         norm_order: "post" is Norm(x + Sublayer(x)) as in the paper; "pre" is x + Sublayer(Norm(x))
-            with a final norm after each stack (Xiong et al. 2020).
+            (Xiong et al. 2020); "sandwich" is x + Norm(Sublayer(Norm(x))) (Ding et al. 2021), as in
+            Gemma 2; "res-post" is x + Norm(Sublayer(x)) (Liu et al. 2022), as in OLMo 2.
         positions: "sinusoidal" (section 3.5 of the paper) and "learned" are added to the
-            embedding; "rotary" rotates queries and keys (Su et al. 2021).
+            embedding; "rotary" rotates queries and keys (Su et al. 2021); "none" leaves them to
+            relative_buckets, as in T5.
         rotary_base: Base of the rotary angles, theta in Llama.
         activation: Feed-forward activation; "gelu" is exact, "gelu-tanh" is GPT-2's approximation,
-            "swiglu" adds a third matrix (Shazeer 2020).
+            "gelu-quick" is x sigmoid(1.702 x) (Hendrycks and Gimpel 2016). "swiglu", "geglu",
+            "geglu-tanh" and "reglu" add a third matrix (Shazeer 2020).
         key_value_heads: Heads of keys and values, each shared by an equal group of query heads
             (Ainslie et al. 2023); 1 is multi-query attention, 0 means as many as heads.
         tied: Use the embedding as the output projection.
@@ -104,42 +123,114 @@ class ModelConfig(_JsonConfig):
         output_transform: Put a linear layer, the activation and a norm before the output
             projection, as in BERT.
         output_bias: Add a bias to the output projection, as in BERT and MarianMT.
+        head_width: Width of an attention head; 0 means d_model / heads.
+        query_key_value_bias: Add a bias to the queries, keys and values; None means as `bias`.
+        attention_output_bias: Likewise for what joins the heads.
+        feed_forward_bias: Likewise for the feed-forward sublayer.
+        norm_bias: Likewise for LayerNorm.
+        norm_offset: Norms multiply by 1 + weight, as in Gemma.
+        final_norm: Norm after each stack, where norm_order is not "post".
+        query_key_norm: Norm of queries and keys (Henry et al. 2020): "head" of each head, as in
+            Qwen 3, "all" of all heads together, as in OLMo 2.
+        parallel: Attention and feed-forward read the same x, as in GPT-NeoX (Wang and Komatsuzaki
+            2021).
+        attention_divisor: Divisor of the scores; 0 means sqrt(head width), as in the paper.
+        divide_by_layer: Divide the scores of the first layer by 1, of the second by 2, and so on,
+            as scale_attn_by_inverse_layer_idx of GPT-2.
+        attention_softcap: Scores s become cap * tanh(s / cap), as in Gemma 2; 0 means not.
+        output_softcap: Likewise for the logits.
+        windows: For each layer, how many positions a token sees to the left, itself included
+            (Beltagy et al. 2020); an encoder's token sees as many to the right. 0 means all; none
+            given means all in every layer.
+        rotary_rates: Radians per position of each pair of features, in place of those of
+            rotary_base; features beyond these pairs do not turn.
+        rotary_scale: Factor of the cosines and sines (YaRN, Peng et al. 2023, section 3.4).
+        window_rotary_rates: Rates of the layers with a window, where they differ.
+        unrotated: Layers, from 0, whose queries and keys do not turn, as in SmolLM 3.
+        embedding_width: Width of the embedding where a matrix brings it to d_model, and another
+            back before the output, as in OPT; 0 means d_model.
+        source_vocabulary_size: Rows of the encoder's embedding, where it has one of its own; 0
+            means that it shares the decoder's.
+        encoder_heads: Attention heads of the encoder, where it has another number; 0 means `heads`.
+        encoder_d_ff: Likewise for the inner width of its feed-forward sublayer.
+        separate_positions: Encoder and decoder each have learned positions, and a norm of the
+            embedding, of their own, as in BART.
+        relative_buckets: Buckets of distances, to each of which and each head belongs a number that
+            is added to the scores (Raffel et al. 2020, section 2.1); 0 means none.
+        relative_distance: The distance from which all share the last bucket.
+        scale_output: Divide the decoder's output by sqrt(d_model), as in T5.
+        project_sum: The matrix of embedding_width takes the sum of embedding and position,
+            normalised, and has a bias, as in ELECTRA.
+        first_norm: Norm before the first sublayer; ModernBERT has none, since the embedding is
+            normalised.
+        output_activation: Activation of output_transform; None means as `activation`.
+        output_transform_bias: Add a bias to its linear layer; None means as `bias`.
     """
 
-    vocabulary_size: int
-    d_model: int
-    heads: int
-    encoder_layers: int
-    decoder_layers: int
-    d_ff: int
-    dropout: float = 0.1
-    max_positions: int = 512
-    norm_epsilon: float = 1e-5
+    vocabulary_size: _Size
+    d_model: _Size
+    heads: _Size
+    encoder_layers: _Layers
+    decoder_layers: _Layers
+    d_ff: _Size
+    dropout: Probability = 0.1
+    max_positions: _Size = 512
+    norm_epsilon: _Rate = 1e-5
     architecture: Architecture = "encoder-decoder"
     norm: Literal["layer", "rms"] = "layer"
-    norm_order: Literal["post", "pre"] = "post"
-    positions: Literal["sinusoidal", "learned", "rotary"] = "sinusoidal"
-    rotary_base: float = 10000.0
-    activation: Literal["relu", "gelu", "gelu-tanh", "swish", "swiglu"] = "relu"
-    key_value_heads: int = 0
+    norm_order: Literal["post", "pre", "sandwich", "res-post"] = "post"
+    positions: Literal["sinusoidal", "learned", "rotary", "none"] = "sinusoidal"
+    rotary_base: Annotated[float, msgspec.Meta(gt=0, le=1e12)] = 10000.0
+    activation: Activation = "relu"
+    key_value_heads: _SizeOrNone = 0
     tied: bool = True
     bias: bool = True
     scale_embedding: bool = True
     embedding_norm: bool = False
     output_transform: bool = False
     output_bias: bool = False
+    head_width: _SizeOrNone = 0
+    query_key_value_bias: bool | None = None
+    attention_output_bias: bool | None = None
+    feed_forward_bias: bool | None = None
+    norm_bias: bool | None = None
+    norm_offset: bool = False
+    final_norm: bool = True
+    query_key_norm: Literal["none", "head", "all"] = "none"
+    parallel: bool = False
+    attention_divisor: _Cap = 0.0
+    divide_by_layer: bool = False
+    attention_softcap: _Cap = 0.0
+    output_softcap: _Cap = 0.0
+    windows: tuple[Whole, ...] = ()
+    rotary_rates: tuple[_Turn, ...] = ()
+    rotary_scale: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
+    window_rotary_rates: tuple[_Turn, ...] = ()
+    unrotated: tuple[Whole, ...] = ()
+    embedding_width: _SizeOrNone = 0
+    source_vocabulary_size: _SizeOrNone = 0
+    encoder_heads: _SizeOrNone = 0
+    encoder_d_ff: _SizeOrNone = 0
+    separate_positions: bool = False
+    relative_buckets: _SizeOrNone = 0
+    relative_distance: _Size = 128
+    scale_output: bool = False
+    project_sum: bool = False
+    first_norm: bool = True
+    output_activation: Activation | None = None
+    output_transform_bias: bool | None = None
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        check_value("architecture", self.architecture, Architecture)
         stacks = STACKS[self.architecture]
-        sizes = ("vocabulary_size", "d_model", "heads", *stacks, "d_ff", "max_positions")
-        _check_whole(self, 1, *sizes)
-        _check_whole(self, 0, "key_value_heads")
+        for name in stacks:
+            check_value(name, getattr(self, name), Count)
+        check_fields(self)
         for name in {"encoder_layers", "decoder_layers"} - set(stacks):
             layers = getattr(self, name)
             require(layers == 0, name, f"0 for architecture {self.architecture}", repr(layers))
         require(
-            self.d_model % self.heads == 0,
+            bool(self.head_width) or self.d_model % self.heads == 0,
             "d_model",
             f"a multiple of heads ({self.heads})",
             self.d_model,
@@ -154,181 +245,99 @@ class ModelConfig(_JsonConfig):
             expected = "even for sinusoidal positions, which are pairs of sine and cosine"
             require(self.d_model % 2 == 0, "d_model", expected, self.d_model)
         if self.positions == "rotary":
+            name = "head_width" if self.head_width else "d_model / heads"
             expected = "even for rotary positions, which turn pairs of features"
-            require(self.d_head % 2 == 0, "d_model / heads", expected, self.d_head)
-        _check_probability(self, "dropout")
-        _check_positive(self, "norm_epsilon", "rotary_base")
+            require(self.d_head % 2 == 0, name, expected, self.d_head)
+        expected = "false unless the norm is rms, which has no bias to offset with"
+        require(self.norm == "rms" or not self.norm_offset, "norm_offset", expected, "true")
+        expected = "false where norm_order is post, which normalises one sum after the other"
+        require(self.norm_order != "post" or not self.parallel, "parallel", expected, "true")
+        expected = "false unless there is an embedding_width, and one stack"
+        one = bool(self.embedding_width) and self.architecture != "encoder-decoder"
+        require(one or not self.project_sum, "project_sum", expected, "true")
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        """Checks the fields with a value for each layer, or for each pair of features."""
+        layers, pairs = self.encoder_layers + self.decoder_layers, self.d_head // 2
+        both = self.architecture == "encoder-decoder"
+        for name in ("source_vocabulary_size", "encoder_heads", "encoder_d_ff"):
+            value = getattr(self, name)
+            require(both or not value, name, "0 unless there are two stacks", value)
+        expected = "false unless there are two stacks with learned positions"
+        learned = both and self.positions == "learned"
+        require(learned or not self.separate_positions, "separate_positions", expected, "true")
+        expected = "0 where positions are rotary, whose angles all layers share"
+        require(self.positions != "rotary" or not self.encoder_heads, "encoder_heads", expected, 1)
+        if both:
+            self.encoder_config()
+        for name in ("windows", "unrotated"):
+            given = len(getattr(self, name))
+            require(not (both and given), name, "empty where there are two stacks", given)
+        expected = f"one for each of {layers} layers, or none"
+        require(len(self.windows) in (0, layers), "windows", expected, len(self.windows))
+        last = max(self.unrotated, default=0)
+        require(last < max(1, layers), "unrotated", f"layers below {layers}", last)
+        for name in ("rotary_rates", "window_rotary_rates"):
+            given = len(getattr(self, name))
+            rotary = self.positions == "rotary"
+            require(rotary or not given, name, "empty where positions are not rotary", given)
+            require(given <= pairs, name, f"at most {pairs}, the pairs of a head", given)
 
     @property
     def d_head(self) -> int:
         """Width of one attention head, d_k in the paper."""
-        return self.d_model // self.heads
+        return self.head_width or self.d_model // self.heads
 
     @property
     def kv_heads(self) -> int:
         """Number of key and value heads."""
         return self.key_value_heads or self.heads
 
+    @property
+    def d_embedding(self) -> int:
+        """Width of the embedding."""
+        return self.embedding_width or self.d_model
 
-@dataclass(frozen=True)
-class Preset:
-    """A named shape with training settings that suit it.
+    def divisor(self, layer: int) -> float:
+        """Divisor of the attention scores of a layer, from 0."""
+        by_layer = layer + 1 if self.divide_by_layer else 1
+        return (self.attention_divisor or math.sqrt(self.d_head)) * by_layer
 
-    Attributes:
-        vocabulary_size: Size of the vocabulary to train from the corpus.
-        model: Fields of ModelConfig.
-        train: Fields of TrainConfig that differ from the defaults.
-        encoding: A tiktoken encoding to cut down to the corpus instead of training a vocabulary.
-    """
+    def has_bias(self, part: str) -> bool:
+        """Whether a part has a bias, as the fields that end in _bias say."""
+        own: bool | None = getattr(self, f"{part}_bias")
+        return self.bias if own is None else own
 
-    vocabulary_size: int
-    model: dict[str, Any]
-    train: dict[str, Any]
-    encoding: str | None = None
+    def encoder_config(self) -> ModelConfig:
+        """Returns the shape of the encoder's layers."""
+        if not self.encoder_heads and not self.encoder_d_ff:
+            return self
+        heads, d_ff = self.encoder_heads or self.heads, self.encoder_d_ff or self.d_ff
+        return dataclasses.replace(self, heads=heads, d_ff=d_ff, encoder_heads=0, encoder_d_ff=0)
 
-    def model_config(self, vocabulary_size: int, **changes: Any) -> ModelConfig:
-        """Returns the shape for a vocabulary, with some fields changed.
+    @property
+    def d_positions(self) -> int:
+        """Width of the positions that are added to the embedding, and of its norm."""
+        return self.d_embedding if self.project_sum else self.d_model
 
-        With another architecture than the preset's, stacks that it lacks get 0 layers.
-        """
-        fields = {"vocabulary_size": vocabulary_size, **self.model}
-        if stacks := STACKS.get(changes.get("architecture", "")):
-            fields |= dict.fromkeys({"encoder_layers", "decoder_layers"} - set(stacks), 0)
-        return ModelConfig.from_dict(fields | changes)
+    @property
+    def looks_at_columns(self) -> bool:
+        """Whether what a token sees depends on positions in the cache, not on the order alone."""
+        return any(self.windows) or bool(self.relative_buckets)
 
-    def train_config(self, **changes: Any) -> TrainConfig:
-        """Returns the training settings, with some fields changed."""
-        return TrainConfig.from_dict({**self.train, **changes})
+    @property
+    def source_vocabulary(self) -> int:
+        """Number of tokens of what the encoder reads."""
+        return self.source_vocabulary_size or self.vocabulary_size
+
+    def window(self, layer: int) -> int:
+        """Positions that a token of a layer sees to the left, itself included; 0 means all."""
+        return self.windows[layer] if self.windows else 0
 
 
-PRESETS = {
-    "tiny": Preset(
-        600,
-        dict(d_model=64, heads=4, encoder_layers=2, decoder_layers=2, d_ff=256, dropout=0.0),
-        dict(warmup_steps=200, peak_learning_rate=4e-3, label_smoothing=0.0, max_steps=3000),
-    ),
-    "mini": Preset(
-        5000,
-        dict(d_model=128, heads=4, encoder_layers=4, decoder_layers=4, d_ff=256, dropout=0.2),
-        dict(warmup_steps=1000, peak_learning_rate=3e-3, schedule="linear", max_steps=6000),
-    ),
-    "small": Preset(
-        8000,
-        dict(d_model=256, heads=4, encoder_layers=3, decoder_layers=3, d_ff=1024, dropout=0.3),
-        dict(warmup_steps=1000, peak_learning_rate=1.5e-3, schedule="linear", max_steps=6000),
-    ),
-    # The encoder runs once per sentence, the decoder once per token: a deep encoder with a shallow
-    # decoder is faster than equal depths and nearly as good (Kasai et al. 2021). Pre-norm, because
-    # six post-norm layers did not learn to attend at this rate (docs/training.md).
-    "fast": Preset(
-        8000,
-        dict(
-            d_model=256,
-            heads=4,
-            encoder_layers=6,
-            decoder_layers=2,
-            d_ff=1024,
-            dropout=0.3,
-            norm_order="pre",
-        ),
-        dict(warmup_steps=1000, peak_learning_rate=1.5e-3, schedule="linear", max_steps=6000),
-    ),
-    # The smallest language model that learns something.
-    "textbook": Preset(
-        8000,
-        dict(
-            architecture="decoder-only",
-            d_model=64,
-            heads=4,
-            encoder_layers=0,
-            decoder_layers=8,
-            d_ff=256,
-            dropout=0.1,
-            max_positions=16,
-            norm_order="pre",
-        ),
-        dict(
-            batch_tokens=512,
-            warmup_steps=100,
-            peak_learning_rate=3e-3,
-            schedule="linear",
-            label_smoothing=0.0,
-            max_steps=2000,
-        ),
-        encoding="cl100k_base",
-    ),
-    # Llama's architecture (Touvron et al. 2023) at a useful size.
-    "prose": Preset(
-        4000,
-        dict(
-            architecture="decoder-only",
-            d_model=256,
-            heads=4,
-            encoder_layers=0,
-            decoder_layers=4,
-            d_ff=688,
-            dropout=0.2,
-            max_positions=256,
-            norm="rms",
-            norm_order="pre",
-            positions="rotary",
-            activation="swiglu",
-            bias=False,
-            scale_embedding=False,
-        ),
-        dict(
-            batch_tokens=4096,
-            warmup_steps=100,
-            peak_learning_rate=2e-3,
-            schedule="linear",
-            label_smoothing=0.0,
-            weight_decay=0.1,
-            max_steps=1000,
-        ),
-    ),
-    # BERT (Devlin et al. 2019) at a useful size, with pre-norm and rotary positions as in
-    # ModernBERT (Warner et al. 2024): with learned positions it had not learned after 1,500 steps
-    # which tokens are neighbours (docs/encoder-only.md).
-    "reader": Preset(
-        4000,
-        dict(
-            architecture="encoder-only",
-            d_model=256,
-            heads=4,
-            encoder_layers=4,
-            decoder_layers=0,
-            d_ff=1024,
-            dropout=0.1,
-            max_positions=128,
-            norm_order="pre",
-            positions="rotary",
-            activation="gelu",
-            scale_embedding=False,
-            embedding_norm=True,
-            output_transform=True,
-            output_bias=True,
-        ),
-        dict(
-            batch_tokens=4096,
-            warmup_steps=200,
-            peak_learning_rate=1e-3,
-            schedule="linear",
-            label_smoothing=0.0,
-            max_steps=2000,
-        ),
-    ),
-    # Table 3 of the paper, rows "base" and "big", with the training of section 5.
-    "base": Preset(
-        37000,
-        dict(d_model=512, heads=8, encoder_layers=6, decoder_layers=6, d_ff=2048, dropout=0.1),
-        dict(batch_tokens=25000, warmup_steps=4000, peak_learning_rate=7e-4, max_steps=100_000),
-    ),
-    "big": Preset(
-        37000,
-        dict(d_model=1024, heads=16, encoder_layers=6, decoder_layers=6, d_ff=4096, dropout=0.3),
-        dict(batch_tokens=25000, warmup_steps=4000, peak_learning_rate=5e-4, max_steps=300_000),
-    ),
-}
+_NAMES = [field.name for field in dataclasses.fields(ModelConfig)]
+IMPORTED_FIELDS = _NAMES[_NAMES.index(FIRST_IMPORTED) :]
 
 
 @dataclass(frozen=True)
@@ -360,33 +369,26 @@ class TrainConfig(_JsonConfig):
         valid_sentences: Most validation sentences translated for BLEU.
     """
 
-    seed: int = 0
-    batch_tokens: int = 2000
-    accumulation: int = 1
-    peak_learning_rate: float = 2e-3
-    warmup_steps: int = 600
+    seed: Whole64 = 0
+    batch_tokens: Count = 2000
+    accumulation: Count = 1
+    peak_learning_rate: _Rate = 2e-3
+    warmup_steps: Count = 600
     schedule: Literal["inverse-sqrt", "linear"] = "inverse-sqrt"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    label_smoothing: float = 0.1
-    weight_decay: float = 0.01
-    clip_norm: float = 1.0
-    max_steps: int = 0
-    max_minutes: float = 0.0
-    validate_every: int = 0
-    patience: int = 0
-    average: int = 5
-    save_every: int = 500
-    valid_sentences: int = 1000
+    label_smoothing: Probability = 0.1
+    weight_decay: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.01
+    clip_norm: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0
+    max_steps: Whole = 0
+    max_minutes: Annotated[float, msgspec.Meta(ge=0, le=1e7)] = 0.0
+    validate_every: Whole = 0
+    patience: Whole = 0
+    average: Count = 5
+    save_every: Count = 500
+    valid_sentences: Count = 1000
 
     def __post_init__(self) -> None:
-        at_least_1 = ("batch_tokens", "accumulation", "warmup_steps")
-        _check_whole(self, 1, *at_least_1, "average", "save_every", "valid_sentences")
-        _check_whole(self, 0, "seed", "max_steps", "validate_every", "patience")
-        for name in ("max_minutes", "weight_decay"):
-            require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
-        _check_positive(self, "peak_learning_rate", "clip_norm")
-        _check_probability(self, "label_smoothing")
-        _check_choices(self)
+        check_fields(self)
         if self.schedule == "linear" and not self.max_steps:
             raise UsageError("schedule linear ends at max_steps, which is not set; set it")
         if not self.max_steps and not self.max_minutes:

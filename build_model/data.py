@@ -287,7 +287,11 @@ def _parse_tsv(line: str) -> tuple[str, str]:
 
 
 def _parse_json(line: str) -> tuple[str, str]:
-    match json.loads(line):
+    try:
+        value = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    match value:
         case {"source": str(source), "target": str(target)}:
             # A JSON escape can be half a surrogate pair, which cannot be encoded.
             (source + target).encode()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 import torch
 import torch.distributed
 
-from transferry.runtime.errors import ProviderError
+from transferry.runtime.errors import ProviderError, require
 
 
 def leader() -> bool:
@@ -40,6 +41,8 @@ class Process:
         Raises:
             ProviderError: CUDA is requested and torch cannot use it.
         """
+        expected = "cpu, cuda, cuda:N or auto"
+        require(bool(re.fullmatch(r"cpu|auto|cuda(:\d{1,3})?", device)), "device", expected, device)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if device.startswith("cuda") and not torch.cuda.is_available():

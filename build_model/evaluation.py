@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import sacrebleu
@@ -73,10 +73,12 @@ def evaluate(
     *,
     batch_tokens: int,
     sentences: int,
+    check: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Computes the loss of all examples, and BLEU of the first `sentences` with references.
 
-    Keeps the model's training mode.
+    Keeps the model's training mode. Calls `check` before each batch and each token of
+    a translation.
     """
     training = model.training
     model.eval()
@@ -84,6 +86,7 @@ def evaluate(
     total, tokens = 0.0, 0
     with torch.inference_mode():
         for indices in token_batches(examples, batch_tokens, seed=0, epoch=0):
+            check()
             chosen = [examples[index] for index in indices]
             batch = collate(chosen, special.pad_id, device)
             logits = model(batch.source, batch.source_mask, batch.target_input)
@@ -91,13 +94,18 @@ def evaluate(
             tokens += sum(example.target_tokens(special.pad_id) for example in chosen)
     bleu = None
     if references:
-        translations = _translate(model, examples[:sentences], tokenizer)
+        translations = _translate(model, examples[:sentences], tokenizer, check)
         bleu = sacrebleu.corpus_bleu(translations, [list(references[: len(translations)])]).score
     model.train(training)
     return Evaluation(total / tokens, bleu)
 
 
-def _translate(model: Transformer, examples: Sequence[Example], tokenizer: Tokenizer) -> list[str]:
+def _translate(
+    model: Transformer,
+    examples: Sequence[Example],
+    tokenizer: Tokenizer,
+    check: Callable[[], None],
+) -> list[str]:
     device, special = model.embedding.weight.device, tokenizer.special
     order = sorted(range(len(examples)), key=lambda index: len(examples[index].source))
     translations = [""] * len(examples)
@@ -111,6 +119,7 @@ def _translate(model: Transformer, examples: Sequence[Example], tokenizer: Token
             bos_id=special.bos_id,
             eos_id=special.eos_id,
             max_length=min(2 * batch.source.shape[1] + 10, model.config.max_positions),
+            check=check,
         )
         for index, row in zip(indices, rows, strict=True):
             translations[index] = tokenizer.decode(row)

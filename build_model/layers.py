@@ -1,16 +1,18 @@
-"""What a Transformer is stacked from: positions, norms, feed-forward, and one layer class."""
+"""What a Transformer is stacked from: positions, feed-forward, and one layer class."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from transferry.build_model.attention import KeyValues, MultiHeadAttention, Past, Rotation
-from transferry.build_model.config import ModelConfig
+from transferry.build_model.config import GATED, ModelConfig
+from transferry.build_model.norms import make_norm
 
 
 def sinusoidal_positions(length: int, d_model: int) -> Tensor:
@@ -27,46 +29,36 @@ def sinusoidal_positions(length: int, d_model: int) -> Tensor:
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
 
 
-def rotary_angles(length: int, d_head: int, base: float) -> Rotation:
-    """Returns the table of rotary positions: position times base^(-2i / d_head), for each half.
+def rotary_rates(d_head: int, base: float) -> list[float]:
+    """Returns the angle per position of each pair of features: base^(-2i / d_head).
 
     Su et al. (2021), section 3.4.2.
+    """
+    return [1.0 / base ** (even / d_head) for even in range(0, d_head, 2)]
+
+
+def rotary_angles(length: int, rates: Sequence[float], scale: float = 1.0) -> Rotation:
+    """Returns the table of rotary positions: position times rate, for each half of the features.
+
+    Args:
+        length: Number of positions.
+        rates: Radians per position, for each pair of features.
+        scale: Factor of cosines and sines.
 
     Returns:
-        Cosines and sines [length, d_head] float64.
+        Cosines and sines [length, 2 * pairs] float64.
     """
     positions = torch.arange(length, dtype=torch.float64)[:, None]
-    even = torch.arange(0, d_head, 2, dtype=torch.float64)
-    angles = (positions / base ** (even / d_head)).repeat(1, 2)
-    return Rotation(angles.cos(), angles.sin())
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * w (Zhang and Sennrich 2019, eq. 4)."""
-
-    def __init__(self, d_model: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(d_model))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalises the last dimension of x [..., d_model]."""
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
-
-
-def make_norm(config: ModelConfig) -> nn.Module:
-    """Returns the norm that the config names."""
-    if config.norm == "rms":
-        return RMSNorm(config.d_model, config.norm_epsilon)
-    return nn.LayerNorm(config.d_model, config.norm_epsilon, bias=config.bias)
+    angles = (positions * torch.tensor(rates, dtype=torch.float64)).repeat(1, 2)
+    return Rotation(angles.cos() * scale, angles.sin() * scale)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu-tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu-quick": lambda x: x * torch.sigmoid(1.702 * x),
     "swish": F.silu,
-    "swiglu": F.silu,
 }
 
 
@@ -74,19 +66,16 @@ class FeedForward(nn.Module):
     """max(0, x W1 + b1) W2 + b2, at each position alone (eq. 2 of the paper).
 
     Other activations stand in the place of max(0, ...). SwiGLU is (swish(x W) * x V) W2 (Shazeer
-    2020, eq. 6), W being `gate` and V `inner`.
+    2020, eq. 6), W being `gate` and V `inner`, and the other gated units are like it.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[config.activation]
-        self.inner = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
-        self.gate = (
-            nn.Linear(config.d_model, config.d_ff, bias=config.bias)
-            if config.activation == "swiglu"
-            else None
-        )
-        self.outer = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
+        gate, bias = GATED.get(config.activation), config.has_bias("feed_forward")
+        self.activation = ACTIVATIONS[gate or config.activation]
+        self.inner = nn.Linear(config.d_model, config.d_ff, bias=bias)
+        self.gate = nn.Linear(config.d_model, config.d_ff, bias=bias) if gate else None
+        self.outer = nn.Linear(config.d_ff, config.d_model, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, length, d_model] -> [batch, length, d_model]."""
@@ -100,20 +89,28 @@ class FeedForward(nn.Module):
 
 
 class Residual(nn.Module):
-    """Norm(x + Dropout(Sublayer(x))), the paper's, or x + Dropout(Sublayer(Norm(x)))."""
+    """Norm(x + Dropout(Sublayer(x))), the paper's, or another order of `ModelConfig.norm_order`."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, first: bool = False) -> None:
         super().__init__()
-        self.pre = config.norm_order == "pre"
-        self.norm = make_norm(config)
+        self.order = config.norm_order
+        self.norm = nn.Identity() if first and not config.first_norm else make_norm(config)
+        self.outer_norm = make_norm(config) if self.order == "sandwich" else None
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """Applies `sublayer` to x [batch, length, d_model] and keeps the shape."""
-        if self.pre:
-            return x + self.dropout(sublayer(self.norm(x)))  # type: ignore[no-any-return]
-        y: Tensor = self.norm(x + self.dropout(sublayer(x)))
-        return y
+        if self.order == "post":
+            y: Tensor = self.norm(x + self.dropout(sublayer(x)))
+            return y
+        return x + self.change(x, sublayer)
+
+    def change(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns what is added to x [batch, length, d_model], where the order is not "post"."""
+        before = self.order in ("pre", "sandwich")
+        y: Tensor = self.dropout(sublayer(self.norm(x) if before else x))
+        after = self.outer_norm if before else self.norm
+        return y if after is None else after(y)
 
 
 class Layer(nn.Module):
@@ -122,11 +119,12 @@ class Layer(nn.Module):
     The encoder's layer is this without cross-attention, the decoder's is this with it.
     """
 
-    def __init__(self, config: ModelConfig, *, cross: bool) -> None:
+    def __init__(self, config: ModelConfig, layer: int, *, cross: bool) -> None:
         super().__init__()
-        self.self_attention = MultiHeadAttention(config)
-        self.self_residual = Residual(config)
-        self.cross_attention = MultiHeadAttention(config) if cross else None
+        self.parallel = config.parallel
+        self.self_attention = MultiHeadAttention(config, layer)
+        self.self_residual = Residual(config, first=layer == 0)
+        self.cross_attention = MultiHeadAttention(config, layer) if cross else None
         self.cross_residual = Residual(config) if cross else None
         self.feed_forward = FeedForward(config)
         self.feed_forward_residual = Residual(config)
@@ -163,6 +161,9 @@ class Layer(nn.Module):
                 present = past.append(present)
             return self.self_attention(y, present, bias, rotation)  # type: ignore[no-any-return]
 
+        if self.parallel:
+            seen = self.self_residual.change(x, attend_self)
+            return x + seen + self.feed_forward_residual.change(x, self.feed_forward), present
         x = self.self_residual(x, attend_self)
         if self.cross_attention is not None and self.cross_residual is not None:
             attention = self.cross_attention
@@ -170,16 +171,64 @@ class Layer(nn.Module):
         return self.feed_forward_residual(x, self.feed_forward), present
 
 
+class RelativeBias(nn.Module):
+    """A number for each head and bucket of distances, added to the scores.
+
+    Raffel et al. (2020), section 2.1: half of the buckets are single distances, the rest grow with
+    the logarithm up to the longest distance, beyond which all share the last one.
+    """
+
+    buckets: Tensor
+
+    def __init__(self, config: ModelConfig, *, both_ways: bool) -> None:
+        super().__init__()
+        self.longest = config.relative_distance
+        self.weight = nn.Parameter(torch.zeros(config.relative_buckets, config.heads))
+        self.register_buffer("buckets", self._buckets(config, both_ways), persistent=False)
+
+    def _buckets(self, config: ModelConfig, both_ways: bool) -> Tensor:
+        """Returns the bucket of each distance from -longest to longest, key less query."""
+        distance = torch.arange(-self.longest, self.longest + 1)
+        count, after = config.relative_buckets, torch.zeros_like(distance)
+        if both_ways:
+            count //= 2
+            after = (distance > 0).long() * count
+            distance = distance.abs()
+        else:
+            distance = (-distance).clamp(min=0)
+        single = count // 2
+        # In float32, as Mesh TensorFlow and transformers do: its rounding decides at the bounds.
+        growth = torch.log(distance.to(torch.float32) / single)
+        growth = growth / math.log(self.longest / single) * (count - single)
+        wide = (single + growth.clamp(min=0).long()).clamp(max=count - 1)
+        return torch.where(distance < single, distance, wide) + after
+
+    def forward(self, distance: Tensor) -> Tensor:
+        """Returns the bias of distances of keys less queries.
+
+        Args:
+            distance: [queries, length] or [batch, queries, length] int64
+
+        Returns:
+            [heads, queries, length] or [batch, heads, queries, length]
+        """
+        place = distance.clamp(-self.longest, self.longest) + self.longest
+        bucket = F.embedding(place, self.buckets[:, None]).squeeze(-1)
+        return F.embedding(bucket, self.weight).movedim(-1, -3)
+
+
 class OutputTransform(nn.Module):
     """Norm(Activation(x W + b)), BERT's `cls.predictions.transform`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.linear = nn.Linear(config.d_model, config.d_model, bias=config.bias)
-        self.activation = ACTIVATIONS[config.activation]
-        self.norm = make_norm(config)
+        bias, activation = config.has_bias("output_transform"), config.output_activation
+        activation = activation or GATED.get(config.activation, config.activation)
+        self.linear = nn.Linear(config.d_model, config.d_embedding, bias=bias)
+        self.activation = ACTIVATIONS[activation]
+        self.norm = make_norm(config, config.d_embedding)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, length, d_model] -> [batch, length, d_model]."""
+        """[batch, length, d_model] -> [batch, length, d_embedding]."""
         y: Tensor = self.norm(self.activation(self.linear(x)))
         return y

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transferry.runtime.errors import InputError
-from transferry.runtime.files import atomic_file
+import msgspec
+
+from transferry.runtime.files import atomic_file, read_bytes, unwritable
 
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
@@ -25,10 +26,12 @@ class Metrics:
         self.path = folder / METRICS
         self.records: list[dict[str, Any]] = []
         if step and self.path.exists():
-            for line in self.path.read_text(encoding="utf-8").splitlines():
+            for line in read_bytes(self.path).splitlines():
                 try:
-                    record = json.loads(line)
-                except json.JSONDecodeError:
+                    record = msgspec.convert(json.loads(line), dict[str, int | float])
+                except (ValueError, RecursionError):
+                    break
+                if "step" not in record:
                     break
                 if record["step"] > step or "final_loss" in record:
                     break
@@ -48,9 +51,7 @@ class Metrics:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
-            raise InputError(
-                f"{self.path}: cannot be written: {error.strerror}. Free some space and resume."
-            ) from error
+            raise unwritable(self.path, error, kept="", otherwise=" and resume") from error
 
     def draw(self) -> None:
         """Plots loss, and BLEU if there is any, over steps into RUN/curves.png."""

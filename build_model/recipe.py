@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from transferry.build_model import checkpoint
-from transferry.build_model.config import PRESETS, ModelConfig, Preset, TrainConfig
+from transferry.build_model.config import ModelConfig, TrainConfig
 from transferry.build_model.corpus import write_corpus
 from transferry.build_model.data import (
     Example,
@@ -21,6 +21,7 @@ from transferry.build_model.data import (
 )
 from transferry.build_model.distributed import Process
 from transferry.build_model.evaluation import Evaluation
+from transferry.build_model.presets import PRESETS, Preset
 from transferry.build_model.text import MaskedWindows, Windows, read_text
 from transferry.build_model.train import Trainer, Validation
 from transferry.build_model.vocabulary import cut_encoding, train_bpe
@@ -140,7 +141,8 @@ class Recipe:
         def changes(config: type[Any]) -> dict[str, Any]:
             # The tokenizer determines the size of the vocabulary.
             names = {field.name for field in dataclasses.fields(config)} - {"vocabulary_size"}
-            return {name: options[name] for name in names if options[name] is not None}
+            given = {name: options.get(name) for name in names}
+            return {name: value for name, value in given.items() if value is not None}
 
         return cls(
             given(""),
@@ -161,6 +163,7 @@ class Recipe:
         resume: bool,
         quiet: bool,
         say: Callable[[str], None],
+        begun: Callable[[], None] = lambda: None,
     ) -> Evaluation | None:
         """Trains into `folder`; returns and raises as `Trainer.run`.
 
@@ -170,13 +173,14 @@ class Recipe:
             resume: Continue the run in `folder`.
             quiet: Show no progress bar.
             say: Receives lines about what was read and made.
+            begun: See `Trainer.run`.
         """
         process = Process.start(device)
         try:
             trainer = self._trainer(
                 folder, process, resume, say if process.rank == 0 else lambda line: None
             )
-            return trainer.run(resume=resume, quiet=quiet)
+            return trainer.run(resume=resume, quiet=quiet, begun=begun)
         finally:
             process.stop()
 

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
+import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from transferry.build_model.checkpoint import STATE
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.settings import read_settings, write_settings
+from transferry.runtime.outputs import foreign_member, require_own
+from transferry.runtime.settings import foreign_settings, read_settings, write_settings
+from transferry.runtime.stopping import at_stop, held
 
 SETTINGS = "settings.toml"
+# Where the files of a run that is being replaced are kept, in its folder.
+FORMER = ".former"
 # Every run has one of these settings: trained runs the first, imported ones the second.
 MARKS = frozenset({"preset", "huggingface"})
+# What training and import write into a run.
+OWN = re.compile(
+    r"settings\.toml|(config|samples|tokenizer|huggingface|vocab)\.json|metrics\.jsonl|curves\.png"
+    r"|(model|state|checkpoints/\d+)\.safetensors|corpus/(train|valid|test)\.(en|de)"
+    r"|ranks\.tiktoken|sentencepiece\.model|(source|target)\.spm|chat_template\.jinja"
+)
 # Options that a run does not store, and options that may change on --resume: the end of the
 # training, and the places of its files.
 OF_ONE_CALL = {"out", "resume", "force", "device", "quiet"}
@@ -41,28 +55,106 @@ def check_folder(out: Path, *, force: bool, resumable: bool = False) -> bool:
     if not force:
         resume = "continue it with --resume, or " if resumable else ""
         raise UsageError(f"{out} is not empty; {resume}replace it with --force")
-    # Other programs also write settings.toml.
-    path = out / SETTINGS
-    if not path.exists() or MARKS.isdisjoint(read_settings(path)):
-        raise UsageError(f"{out} is not a run, so it is not replaced; choose another folder")
+    require_own(out, foreign_run)
     return True
 
 
-def make_folder(out: Path, *, force: bool) -> None:
-    """Creates an empty folder.
+def foreign_run(out: Path) -> str:
+    """Returns what is wrong with a folder that should be a run; "" if nothing is."""
+    kept = out / FORMER / SETTINGS
+    path = kept if kept.exists() else out / SETTINGS
+    # Other programs also write settings.toml.
+    if foreign_settings(path) or MARKS.isdisjoint(read_settings(path)):
+        return "is not a run"
+    return foreign_member(out, lambda name: bool(OWN.fullmatch(name.removeprefix(f"{FORMER}/"))))
+
+
+@contextmanager
+def training(out: Path, *, force: bool, resume: bool, leads: bool = True) -> Iterator[None]:
+    """Makes an empty folder for a run; when resuming, uses the folder as it is.
+
+    The files of a run that is replaced are kept until the new one can be resumed. After an earlier
+    error they come back, or the folder is removed, so that a second attempt needs no --force.
+
+    Args:
+        out: The folder.
+        force: Replace a run.
+        resume: Continue the run in the folder.
+        leads: Whether this process looks after the folder; one of several does.
 
     Raises:
         UsageError: The folder is not empty and `force` is off, or it holds something else.
         InputError: The folder cannot be created.
+        KeyboardInterrupt: The training was interrupted; the message says how to continue it.
     """
+    existed, former, fresh = out.exists(), out / FORMER, leads and not resume
+
+    def end() -> str | None:
+        if (out / STATE).exists():
+            return f"continue with: transferry train --out {shlex.quote(str(out))} --resume"
+        if fresh:
+            _clear(out, keep=former)
+            if former.exists():
+                _move(former, out)
+            for folder in [former] if existed else [former, out]:
+                shutil.rmtree(folder, ignore_errors=True)
+        return None
+
+    with ExitStack() as stack:
+        with held():
+            if fresh:
+                _begin(out, former, force=force)
+            stack.enter_context(at_stop(end))
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(*filter(None, [end()])) from error
+        except BaseException:
+            end()
+            raise
+    if leads:
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def _begin(out: Path, former: Path, *, force: bool) -> None:
+    """Creates the folder of a training, with the files of the run that it replaces set aside."""
     try:
-        if check_folder(out, force=force, resumable=True):
-            shutil.rmtree(out)
+        replaces = check_folder(out, force=force, resumable=True)
         out.mkdir(parents=True, exist_ok=True)
+        if replaces:
+            _set_aside(out, former)
     except OSError as error:
         raise InputError(
             f"{out}: cannot be created: {error.strerror}; choose another folder"
         ) from error
+
+
+def _set_aside(out: Path, former: Path) -> None:
+    """Moves the files of a run into its folder `former`, which a kill may have left."""
+    if (out / STATE).exists() and (former / SETTINGS).exists():
+        shutil.rmtree(former, ignore_errors=True)
+    if (former / SETTINGS).exists():  # the files beside it are of a training that made nothing
+        _clear(out, keep=former)
+        return
+    former.mkdir(exist_ok=True)
+    _move(out, former)
+
+
+def _move(folder: Path, target: Path) -> None:
+    # The settings last: where they are, everything is.
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == SETTINGS):
+        if path != target:
+            path.rename(target / path.name)
+
+
+def _clear(folder: Path, *, keep: Path) -> None:
+    for path in folder.iterdir():
+        if path == keep:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def remember(out: Path, options: Mapping[str, Any]) -> None:

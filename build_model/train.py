@@ -14,11 +14,12 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from transferry.build_model.metrics import Metrics
 from transferry.build_model.text import Windows
 from transferry.build_model.transformer import Transformer
 from transferry.runtime.errors import InputError
+from transferry.runtime.stopping import SIGNALS
 from transferry.runtime.tokenizer.byte_pair import Tokenizer
 
 REPORT_EVERY = 50  # steps between training losses in metrics.jsonl
@@ -127,12 +129,15 @@ class Trainer:
             fused=True,
         )
 
-    def run(self, *, resume: bool, quiet: bool) -> Evaluation | None:
+    def run(
+        self, *, resume: bool, quiet: bool, begun: Callable[[], None] = lambda: None
+    ) -> Evaluation | None:
         """Trains to the end set in the config and writes RUN/model.safetensors.
 
         Args:
             resume: Continue from RUN/state.safetensors.
             quiet: Show no progress on stderr.
+            begun: Called by process 0 once nothing is left to refuse.
 
         Returns:
             Validation scores of the written weights; None in processes of rank > 0.
@@ -149,13 +154,14 @@ class Trainer:
             self._clear()
             self.tokenizer.save(self.folder)
         if leader:
+            begun()
             checkpoint.save_config(self.folder, self.model.config, self.config)
         self.process.wait()
         metrics = Metrics(self.folder, self.progress.step) if leader else None
         with self._signals():
             self._loop(metrics, quiet=quiet or not leader)
-        if self.progress.step not in self.progress.scores:
-            self._validate(metrics, quiet=quiet)
+            if self.progress.step not in self.progress.scores:
+                self._validate(metrics, quiet=quiet)
         evaluation = self._finish(metrics) if metrics else None
         self.process.wait()
         return evaluation
@@ -172,6 +178,8 @@ class Trainer:
         )
         window_tokens, window_started = 0, time.monotonic()
         self.model.train()
+        if self._is_due() and progress.step not in progress.scores:  # it was interrupted
+            self._validate(metrics, quiet=quiet)
         while True:
             groups = self._groups(progress.epoch)
             for group in groups[progress.group :]:
@@ -201,10 +209,7 @@ class Trainer:
                     window_tokens, window_started = 0, time.monotonic()
                 if progress.group == len(groups):
                     progress.epoch, progress.group = progress.epoch + 1, 0
-                at_epoch_end = not config.validate_every and progress.group == 0
-                if at_epoch_end or (
-                    config.validate_every and progress.step % config.validate_every == 0
-                ):
+                if self._is_due():
                     self._validate(metrics, quiet=quiet)
                     window_tokens, window_started = 0, time.monotonic()
                 interrupted = self.process.any(self.interrupted)
@@ -213,6 +218,11 @@ class Trainer:
                 if interrupted:
                     bar.close()
                     raise KeyboardInterrupt
+
+    def _is_due(self) -> bool:
+        """Whether a validation follows the last step."""
+        step, every = self.progress.step, self.config.validate_every
+        return step > 0 and (step % every == 0 if every else self.progress.group == 0)
 
     def _groups(self, epoch: int) -> list[list[list[int]]]:
         """Steps of an epoch, each with `accumulation * world` batches of example indices."""
@@ -289,7 +299,13 @@ class Trainer:
             self.tokenizer,
             batch_tokens=self.config.batch_tokens,
             sentences=self.config.valid_sentences,
+            check=self._check_interrupted,
         )
+
+    def _check_interrupted(self) -> None:
+        # Where others wait for this process, it leaves together with them, after the validation.
+        if self.interrupted and self.process.world == 1:
+            raise KeyboardInterrupt
 
     def _weights(self, step: int) -> Path:
         return self.folder / "checkpoints" / f"{step:08d}.safetensors"
@@ -299,7 +315,11 @@ class Trainer:
         progress = self.progress
         score = torch.zeros(1, device=self.process.device)
         if metrics:
-            evaluation = self._evaluate()
+            try:
+                evaluation = self._evaluate()
+            except KeyboardInterrupt:
+                self._save_state()  # without a score: the resumed training validates first
+                raise
             score[0] = evaluation.score
             self._report(metrics, evaluation, "valid")
             checkpoint.save_tensors(self._weights(progress.step), self.model.state_dict())
@@ -359,9 +379,7 @@ class Trainer:
                 f"or {START_OVER}"
             )
         try:
-            values = json.loads(record["progress"])
-            values["scores"] = {int(step): score for step, score in values["scores"].items()}
-            self.progress = Progress(**values)
+            self.progress = msgspec.convert(json.loads(record["progress"]), Progress, str_keys=True)
             self.model.load_state_dict({name: tensors[name] for name in self.model.state_dict()})
             parameters = dict(self.model.named_parameters())
             for key, tensor in tensors.items():
@@ -407,16 +425,20 @@ class Trainer:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         """On SIGINT or SIGTERM finishes the step and saves; a second signal ends at once."""
+        before = {int(number): signal.getsignal(number) for number in SIGNALS}
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             if self.interrupted:
-                raise KeyboardInterrupt
+                handler = before[number]
+                if not callable(handler):
+                    raise KeyboardInterrupt
+                handler(number, frame)
             self.interrupted = True
 
-        before = {
-            number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
-        }
         try:
+            for number, handler in before.items():
+                if handler is not signal.SIG_IGN:
+                    signal.signal(number, interrupt)
             yield
         finally:
             for number, handler in before.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,15 +15,19 @@ from transferry.build_model.attention import (
     Rotation,
     causal_bias,
     padding_bias,
+    softcapped,
+    windowed,
 )
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.layers import (
     Layer,
     OutputTransform,
-    make_norm,
+    RelativeBias,
     rotary_angles,
+    rotary_rates,
     sinusoidal_positions,
 )
+from transferry.build_model.norms import make_norm
 
 
 class Transformer(nn.Module):
@@ -36,31 +40,52 @@ class Transformer(nn.Module):
     positions: Tensor
     cosines: Tensor
     sines: Tensor
+    window_cosines: Tensor
+    window_sines: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary_size, config.d_model)
-        self.embedding_norm = make_norm(config) if config.embedding_norm else None
+        self.embedding = nn.Embedding(config.vocabulary_size, config.d_embedding)
+        wide, narrow = config.d_model, config.d_embedding
+        self.embedding_projection = (
+            nn.Linear(narrow, wide, bias=config.project_sum) if narrow != wide else None
+        )
+        source = config.source_vocabulary_size
+        self.source_embedding = nn.Embedding(source, narrow) if source else None
+        first = config.d_positions
+        self.embedding_norm = make_norm(config, first) if config.embedding_norm else None
+        own_norm = config.embedding_norm and config.separate_positions
+        self.source_embedding_norm = make_norm(config) if own_norm else None
         self.dropout = nn.Dropout(config.dropout)
         self.encoder = nn.ModuleList(
-            Layer(config, cross=False) for _ in range(config.encoder_layers)
+            Layer(config.encoder_config(), number, cross=False)
+            for number in range(config.encoder_layers)
         )
         self.decoder = nn.ModuleList(
-            Layer(config, cross=bool(config.encoder_layers)) for _ in range(config.decoder_layers)
+            Layer(config, number, cross=bool(config.encoder_layers))
+            for number in range(config.decoder_layers)
         )
-        pre = config.norm_order == "pre"
-        self.encoder_norm = make_norm(config) if pre and config.encoder_layers else None
-        self.decoder_norm = make_norm(config) if pre and config.decoder_layers else None
+        final = config.norm_order != "post" and config.final_norm
+        self.encoder_norm = make_norm(config) if final and config.encoder_layers else None
+        self.decoder_norm = make_norm(config) if final and config.decoder_layers else None
         self.output_transform = OutputTransform(config) if config.output_transform else None
-        self.output = (
-            None if config.tied else nn.Linear(config.d_model, config.vocabulary_size, bias=False)
-        )
+        projected = narrow != wide and not config.output_transform
+        self.output_projection = nn.Linear(wide, narrow, False) if projected else None
+        self.output = None if config.tied else nn.Linear(narrow, config.vocabulary_size, bias=False)
         self.output_bias = (
             nn.Parameter(torch.zeros(config.vocabulary_size)) if config.output_bias else None
         )
+        self.encoder_distance, self.decoder_distance = None, None
+        if config.relative_buckets and config.encoder_layers:
+            self.encoder_distance = RelativeBias(config.encoder_config(), both_ways=True)
+        if config.relative_buckets and config.decoder_layers:
+            self.decoder_distance = RelativeBias(config, both_ways=False)
+        self.source_positions = None
         if config.positions == "learned":
-            self.positions = nn.Parameter(torch.empty(config.max_positions, config.d_model))
+            self.positions = nn.Parameter(torch.empty(config.max_positions, first))
+            if config.separate_positions:
+                self.source_positions = nn.Parameter(torch.empty_like(self.positions))
         for name, table in self._tables().items():
             self.register_buffer(name, table.to(torch.get_default_dtype()), persistent=False)
         self._initialise()
@@ -69,10 +94,15 @@ class Transformer(nn.Module):
         """The positions that are a formula and no weights, in float64."""
         config = self.config
         if config.positions == "sinusoidal":
-            return {"positions": sinusoidal_positions(config.max_positions, config.d_model)}
+            return {"positions": sinusoidal_positions(config.max_positions, config.d_positions)}
         if config.positions == "rotary":
-            angles = rotary_angles(config.max_positions, config.d_head, config.rotary_base)
-            return angles._asdict()
+            rates = config.rotary_rates or rotary_rates(config.d_head, config.rotary_base)
+            angles = rotary_angles(config.max_positions, rates, config.rotary_scale)
+            tables = angles._asdict()
+            if config.window_rotary_rates:
+                angles = rotary_angles(config.max_positions, config.window_rotary_rates)
+                tables |= {f"window_{name}": table for name, table in angles._asdict().items()}
+            return tables
         return {}
 
     def _initialise(self) -> None:
@@ -91,9 +121,13 @@ class Transformer(nn.Module):
         # Times sqrt(d_model) in `embed` this makes entries of variance 1, as large as positions;
         # without that factor GPT-2's 0.02.
         scaled = self.config.scale_embedding
-        nn.init.normal_(self.embedding.weight, std=self.config.d_model**-0.5 if scaled else 0.02)
-        if self.config.positions == "learned":
-            nn.init.normal_(self.positions, std=1.0 if scaled else 0.02)
+        for embedding in (self.embedding, self.source_embedding):
+            if embedding is not None:
+                std = self.config.d_model**-0.5 if scaled else 0.02
+                nn.init.normal_(embedding.weight, std=std)
+        for table in (getattr(self, "positions", None), self.source_positions):
+            if isinstance(table, nn.Parameter):
+                nn.init.normal_(table, std=1.0 if scaled else 0.02)
 
     def double(self) -> Transformer:
         """Turns the model into its float64 oracle: tables are made anew, not widened."""
@@ -102,31 +136,80 @@ class Transformer(nn.Module):
             setattr(self, name, table.to(self.embedding.weight.device))
         return self
 
-    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor, *, source: bool = False) -> Tensor:
         """Embedding(token) * sqrt(d_model) + PE(position), sections 3.4 and 3.5 of the paper.
 
         Args:
             tokens: [batch, length] int64
             positions: [length] or [batch, length] int64
+            source: Whether the encoder reads them.
 
         Returns:
             [batch, length, d_model]
         """
-        x: Tensor = self.embedding(tokens)
+        embedding, norm, table = self.embedding, self.embedding_norm, None
+        if source:
+            embedding = self.source_embedding or embedding
+            norm, table = self.source_embedding_norm or norm, self.source_positions
+        x: Tensor = embedding(tokens)
+        late = self.config.project_sum
+        if self.embedding_projection is not None and not late:
+            x = self.embedding_projection(x)
         if self.config.scale_embedding:
             x = x * math.sqrt(self.config.d_model)
-        if self.config.positions != "rotary":
+        if self.config.positions in ("sinusoidal", "learned"):
             # Not self.positions[positions], of which the exporter makes a copy and a GatherND.
-            x = x + F.embedding(positions, self.positions)
-        if self.embedding_norm is not None:
-            x = self.embedding_norm(x)
+            x = x + F.embedding(positions, self.positions if table is None else table)
+        if norm is not None:
+            x = norm(x)
+        if self.embedding_projection is not None and late:
+            x = self.embedding_projection(x)
         embedded: Tensor = self.dropout(x)
         return embedded
 
-    def _rotation(self, positions: Tensor) -> Rotation | None:
-        if self.config.positions != "rotary":
-            return None
-        return Rotation(self.cosines, self.sines).at(positions)
+    def _rotations(self, positions: Tensor, layers: int) -> list[Rotation | None]:
+        """Returns what turns queries and keys at positions, for each layer."""
+        config = self.config
+        if config.positions != "rotary":
+            return [None] * layers
+        turn = near = Rotation(self.cosines, self.sines).at(positions)
+        if config.window_rotary_rates:
+            near = Rotation(self.window_cosines, self.window_sines).at(positions)
+        return [
+            None if number in config.unrotated else near if config.window(number) else turn
+            for number in range(layers)
+        ]
+
+    def _biases(
+        self,
+        bias: Tensor,
+        positions: Tensor,
+        columns: Tensor,
+        relative: RelativeBias | None,
+        layers: int,
+        queries: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Returns M for each layer: with relative positions, without what no window shows.
+
+        Args:
+            bias: M, where neither windows nor distances matter.
+            positions: Of the queries, [queries] or [batch, queries] int64.
+            columns: Of the keys, [length] or [batch, length] int64.
+            relative: What distances add.
+            layers: Number of layers.
+            queries: As for `windowed`.
+        """
+        if not self.config.looks_at_columns:
+            return [bias] * layers
+        distance = positions[..., :, None] - columns[..., None, :]
+        if relative is not None:
+            bias = bias + relative(-distance)
+        if not self.config.windows:
+            return [bias] * layers
+        by_window = {
+            window: windowed(bias, distance, window, queries) for window in set(self.config.windows)
+        }
+        return [by_window[window] for window in self.config.windows]
 
     def encode(self, source: Tensor, source_mask: Tensor) -> Tensor:
         """Encodes the source.
@@ -139,10 +222,13 @@ class Transformer(nn.Module):
             [batch, source, d_model]; rows at padding mean nothing.
         """
         positions = torch.arange(source.shape[1], device=source.device)
-        x = self.embed(source, positions)
+        x, layers = self.embed(source, positions, source=True), len(self.encoder)
         bias = padding_bias(source_mask, x.dtype)
-        for layer in self.encoder:
-            x, _ = layer(x, bias, rotation=self._rotation(positions))
+        relative = self.encoder_distance
+        biases = self._biases(bias, positions, positions, relative, layers, source_mask)
+        rotations = self._rotations(positions, layers)
+        for layer, bias, rotation in zip(self.encoder, biases, rotations, strict=True):
+            x, _ = layer(x, bias, rotation=rotation)
         return x if self.encoder_norm is None else self.encoder_norm(x)
 
     def cross(self, encoded: Tensor) -> list[KeyValues]:
@@ -178,19 +264,24 @@ class Transformer(nn.Module):
         """
         length, new = past[0].keys.shape[2], target.shape[1]
         positions = torch.arange(new, device=target.device)
+        columns = torch.arange(length + new, device=target.device)
+        if not cross and self.config.looks_at_columns:
+            earlier = mask.cumsum(dim=1) - 1
+            columns = torch.cat([earlier, positions + mask.sum(dim=1, keepdim=True)], dim=1)
         positions = positions + (length if cross else mask.sum(dim=1, keepdim=True))
         dtype = self.embedding.weight.dtype
         bias = causal_bias(length, new, dtype, target.device)
         cross_bias = padding_bias(mask, dtype)
         if not cross:
             bias = bias + F.pad(cross_bias, (0, new))
-        x, present = self.decode_at(target, positions, bias, cross_bias, cross, past)
+        x, present = self.decode_at(target, positions, columns, bias, cross_bias, cross, past)
         return self.logits(x), present
 
     def decode_at(
         self,
         target: Tensor,
         positions: Tensor,
+        columns: Tensor,
         bias: Tensor,
         cross_bias: Tensor | None,
         cross: Sequence[KeyValues],
@@ -201,6 +292,8 @@ class Transformer(nn.Module):
         Args:
             target: [batch, target] int64
             positions: Of the tokens, [target] or [batch, target] int64.
+            columns: Positions of all keys, [present] or [batch, present] int64; read where the
+                config has windows or relative positions.
             bias: M of self-attention, broadcastable to [batch, heads, target, present].
             cross_bias: M of cross-attention, broadcastable to [batch, heads, target, source];
                 not used where there is no encoder.
@@ -211,22 +304,27 @@ class Transformer(nn.Module):
             What `logits` projects [batch, target, d_model], and the present.
         """
         x = self.embed(target, positions)
-        rotation = self._rotation(positions)
+        layers = len(self.decoder)
+        rotations = self._rotations(positions, layers)
+        biases = self._biases(bias, positions, columns, self.decoder_distance, layers)
         presents = []
         for number, (layer, layer_past) in enumerate(zip(self.decoder, past, strict=True)):
             layer_cross = cross[number] if cross else None
-            x, present = layer(x, bias, layer_past, layer_cross, cross_bias, rotation)
+            rotation, own_bias = rotations[number], biases[number]
+            x, present = layer(x, own_bias, layer_past, layer_cross, cross_bias, rotation)
             presents.append(present)
         if self.decoder_norm is not None:
             x = self.decoder_norm(x)
-        return x, presents
+        return x / math.sqrt(x.shape[-1]) if self.config.scale_output else x, presents
 
     def logits(self, x: Tensor) -> Tensor:
         """Projects x [batch, length, d_model] to scores [batch, length, vocabulary]."""
         if self.output_transform is not None:
             x = self.output_transform(x)
+        if self.output_projection is not None:
+            x = self.output_projection(x)
         weight = self.embedding.weight if self.output is None else self.output.weight
-        return F.linear(x, weight, self.output_bias)
+        return softcapped(F.linear(x, weight, self.output_bias), self.config.output_softcap)
 
     def forward(self, source: Tensor, source_mask: Tensor, target: Tensor) -> Tensor:
         """Scores every position at once, as training does.
@@ -257,6 +355,7 @@ def greedy(
     eos_id: int,
     max_length: int,
     use_cache: bool = True,
+    check: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
     """The plainest generation loop; without the cache it is the independent oracle of the search.
 
@@ -268,6 +367,7 @@ def greedy(
         eos_id: The token that ends a target.
         max_length: Largest number of generated tokens.
         use_cache: False scores the whole target anew for each token.
+        check: Called before each token.
 
     Returns:
         The generated tokens of each row, the ending `eos_id` left out.
@@ -277,6 +377,7 @@ def greedy(
     target = torch.full((source.shape[0], 1), bos_id, device=source.device)
     ended = torch.zeros(source.shape[0], dtype=torch.bool, device=source.device)
     while target.shape[1] <= max_length and not ended.all():
+        check()
         if use_cache:
             logits, past = model.decode(target[:, -1:], source_mask, cross, past)
         else:

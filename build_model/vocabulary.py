@@ -8,16 +8,9 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from transferry.runtime.errors import InputError, require
 from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, SpecialTokens, Tokenizer
+from transferry.runtime.tokenizer.patterns import WORD_PATTERN
 
 ENCODINGS = ("cl100k_base", "o200k_base")
-
-# Splits text into words as cl100k_base (GPT-4) does, in tiktoken 0.14's form: the possessive
-# quantifiers keep a run of a million blanks from overflowing the stack of its regex engine. "{1,3}"
-# has none, since "{1,3}+" means something else in the engine of `tokenizers`.
-WORD_PATTERN = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
 
 
 def train_bpe(

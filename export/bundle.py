@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import onnx
 
@@ -28,16 +30,21 @@ from transferry.export.variants import (
     reference_file,
 )
 from transferry.export.verify import verify_against
-from transferry.runtime.bundle import MANIFEST, REFERENCE, Bundle, FileRecord, Manifest, Variant
+from transferry.runtime.bundle import MANIFEST, REFERENCE, Bundle, Manifest, Variant
 from transferry.runtime.decoding.options import options_of_json
-from transferry.runtime.errors import ParityError, UsageError
-from transferry.runtime.files import atomic_file, replace_folder, sha256, staged_folder
+from transferry.runtime.documents import read_document
+from transferry.runtime.errors import InputError, ParityError, UsageError
+from transferry.runtime.files import atomic_file, sha256
+from transferry.runtime.folders import replace_folder, staged_folder
 from transferry.runtime.ort.cuda import cuda_obstacle
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import Provider, SessionOptions
+from transferry.runtime.outputs import foreign_member, require_own
 from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.parity.recorded import Reference, check_reference
 from transferry.runtime.parity.report import ParityReport
+from transferry.runtime.parity.statement import FOLDER
+from transferry.runtime.sealed_folder import FileRecord
 
 MADE_BY = ("transferry", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu")
 
@@ -79,11 +86,9 @@ def export_bundle(
         InputError: The folder cannot be written.
         ParityError: The graphs are invalid or differ from torch; `out` is untouched.
     """
-    if out.exists() and not force:
-        raise UsageError(f"{out} exists already; add --force to replace it, or name another folder")
-    if out.exists() and not (out / MANIFEST).exists():
-        raise UsageError(f"{out} exists and is no bundle, so it is not replaced; name another")
-    for name in variants:  # before any work
+    require_replaceable(out, force=force)
+    default_generation(checkpoint)  # before any work, as what follows
+    for name in variants:
         recipe_of(name, calibrated=bool(calibrate))
     with staged_folder(out) as folder:
         calibration = None
@@ -120,8 +125,32 @@ def export_bundle(
         # Last, so that an unverified bundle can never be loaded.
         with atomic_file(folder / MANIFEST) as file:
             file.write(bundle.manifest.to_json().encode())
+        require_replaceable(out, force=force)  # again, minutes later
         replace_folder(folder, out)
     return Bundle.load(out)
+
+
+def require_replaceable(out: Path, *, force: bool) -> None:
+    """Raises UsageError for a folder that exists, with `force` for one that is no bundle."""
+    if out.exists() and not force:
+        raise UsageError(f"{out} exists already; add --force to replace it, or name another folder")
+    require_own(out, foreign_bundle)
+
+
+def foreign_bundle(folder: Path) -> str:
+    """Returns what is wrong with a folder that should be a bundle; "" if nothing is."""
+    try:
+        record = read_document(folder / MANIFEST, dict[str, Any], "")
+    except InputError:
+        record = {}
+    # Of any format: an older bundle is replaced too.
+    kinds = {"format": int, "model": dict, "variants": dict, "files": dict}
+    if not all(isinstance(record.get(name), kind) for name, kind in kinds.items()):
+        return "exists and is no bundle"
+    own = {MANIFEST, *record["files"]}
+    return foreign_member(
+        folder, lambda name: name in own or re.fullmatch(rf"{FOLDER}/[^/]+\.json", name) is not None
+    )
 
 
 def check_graphs(bundle: Bundle) -> None:
@@ -151,7 +180,7 @@ def check_bundle(
     variant = variant or bundle.variant()
     tolerance = tolerance or Tolerance.of(variant.precision)
     provider: Provider = "cpu" if "cpu" in variant.providers else "cuda"
-    reference = Reference.load(bundle.folder / variant.reference)
+    reference = Reference.of(bundle, variant)
     special = bundle.tokenizer.special
     model = open_model(bundle, variant, SessionOptions(provider))
     comparisons, decisions = check_reference(

@@ -138,19 +138,20 @@ def _fused_graphs(
         drop_unused(graph.model.graph)
     _require_all(name, "linear layers in the graphs", linear_layers(model), linears)
     if scales:
-        attentions = quantise_cache(graphs, scales)
+        attentions = quantise_cache(graphs, scales, model.config)
         _require_all(name, "attentions of the decoder to read integers", len(scales), attentions)
     elif decoder and not on_cpu:
         graphs["top_k"] = top_k_graph(graphs["lm_head"])
-    # A transform before the LM head makes it more than one product.
-    elif (
-        decoder
-        and model.config.vocabulary_size >= SMALLEST_VOCABULARY
-        and model.output_transform is None
-    ):
+    elif decoder and model.config.vocabulary_size >= SMALLEST_VOCABULARY and _is_one_product(model):
         graphs["approximate_logits"] = approximate_graph(graphs["lm_head"])
         graphs["segment_maxima"] = segment_maxima_graph(graphs["exp_sums"])
     return graphs
+
+
+def _is_one_product(model: Transformer) -> bool:
+    """Whether the LM head is a product with one matrix and nothing else."""
+    more = model.output_transform is None and model.output_projection is None
+    return more and not model.config.output_softcap
 
 
 def _require_all(variant: str, things: str, expected: int, found: int) -> None:
@@ -162,6 +163,8 @@ def _require_all(variant: str, things: str, expected: int, found: int) -> None:
 
 
 def linear_layers(model: Transformer) -> int:
-    """Returns the number of linear layers of a model, a tied LM head included."""
+    """Returns the number of linear layers of a model's graphs, a tied LM head included."""
     linears = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
-    return linears + (model.output is None)
+    # Encoder and decoder each have the embedding.
+    twice = model.embedding_projection is not None and model.encoder and model.decoder
+    return linears + (model.output is None) + bool(twice)

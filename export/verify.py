@@ -30,6 +30,7 @@ from transferry.export.parity.claims import (
     recorded_claim,
     require_exported_from,
 )
+from transferry.export.parity.fresh_graphs import fresh_graphs, graphs_claim
 from transferry.export.parity.oracle import Oracle, TextParity
 from transferry.export.parity.served import REPLICAS
 from transferry.export.parity.stored_weights import weights_claim
@@ -47,7 +48,7 @@ from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.parity.report import Decisions, Origin, ParityReport, TaskMetric
 
 LONGEST_ANSWER = 256
-SAMPLED = 4  # one row in so many is sampled too: the search differs little from greedy search
+SAMPLED = 4  # one row in so many is sampled and scored too: little differs from greedy search
 PLANTED_ROWS = 4  # of the searches of the self-test
 
 
@@ -108,6 +109,8 @@ def verify_against(
         recorded_claim(bundle, variant, oracle),
         weights_claim(checkpoint.model, bundle, variant, calibration),
     ]
+    if (fresh := fresh_graphs(checkpoint.model, bundle, variant, calibration)) is not None:
+        claims.append(graphs_claim(fresh, bundle, variant))
     batches = batches or model.batches
     if search is None and default_generation(checkpoint).keys() & {"beam", "n_best", "sample"}:
         search = {}  # what the bundle does by default is none of the standard searches
@@ -136,7 +139,8 @@ def verify_against(
         given: Sequence[str | None] = [None] * len(texts)
         if config.encoder_layers:
             given = targets or texts
-        comparisons += compare_scores(oracle, engine, list(zip(texts, given, strict=True)))
+        pairs = list(zip(texts, given, strict=True))[::SAMPLED]
+        comparisons += compare_scores(oracle, engine, pairs)
     checked = run_cross_check(oracle, model, bundle) if cross_check else ()
     report = ParityReport(
         str(bundle.folder),

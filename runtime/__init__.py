@@ -1,10 +1,12 @@
-"""Runs a bundle with onnxruntime; needs numpy, onnxruntime and tiktoken, and nothing heavier.
+"""Runs a bundle with onnxruntime; needs numpy, onnxruntime, tiktoken and small libraries.
 
 The public names load their modules on first use: `import transferry.runtime` alone is cheap.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+
+# As typing has it, whose import would take milliseconds in which a signal is not handled yet.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from transferry.runtime.bundle import Bundle

@@ -14,27 +14,49 @@ past). See docs/bundle.md.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from transferry.runtime.decoding.options import GenerationOptions, options_of_json
+from transferry.runtime.decoding.options import (
+    generation_options,
+    options_of_json,
+)
+from transferry.runtime.documents import MOST_JSON, checked, parse_document
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import sha256
-from transferry.runtime.hardware import usable_cores
+from transferry.runtime.files import read_at_most
+from transferry.runtime.sealed_folder import (
+    FileRecord,
+    Name,
+    RelativePath,
+    SealedFolder,
+    open_inside,
+)
 from transferry.runtime.tables import table
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 
 FORMAT = 8
 MANIFEST = "manifest.json"
 REFERENCE = "reference.npz"
+REMEDY = "export the bundle again"
+
+Size = Annotated[int, Meta(ge=1, le=1 << 40)]
+# What the runtime handles, and no other: numpy would read "O" as pointers into memory.
+ElementType = Annotated[str, Meta(pattern=r"^(bool|u?int8|int32|int64|b?float16|float32)\Z")]
+StoredType = Annotated[str, Meta(pattern=r"^(int8|int32|float32)\Z")]
+Precision = Annotated[str, Meta(pattern=r"^(float32|float16|bfloat16|int8)\Z")]
+Provider = Annotated[str, Meta(pattern=r"^(cpu|cuda)\Z")]
+Architecture = Annotated[str, Meta(pattern=r"^(encoder-decoder|decoder-only|encoder-only)\Z")]
+
 # Graphs of a variant whose steps return a longer cache, by architecture.
 GRAPHS = {
     "encoder-decoder": ("encoder", "decoder", "select"),
@@ -71,6 +93,8 @@ Role = Literal[
     "top_tokens",  # [rows, count] int64: their tokens
     "relative_sums",  # [rows]: sums of the exponentials of the logits less the largest
     "positions",  # [batch, target] int64: positions of the target
+    "columns",  # [batch, capacity] int64: positions of the keys in the cache; where a layer has a
+    #             window, or distances count
     "cells",  # [batch, target, heads, 3] int64: slot, head and column of its keys and values
     "bias",  # [batch, 1, target, capacity]: 0 where a token attends, else minus infinity
     "source_bias",  # [batch, 1, 1, source]: the same for the source
@@ -103,15 +127,15 @@ class TensorSpec:
 
     name: str
     role: Role
-    type: str
-    shape: tuple[int | str, ...]
+    type: ElementType
+    shape: tuple[Size | str, ...]
 
 
 @dataclass(frozen=True)
 class GraphSpec:
     """One ONNX file, with its inputs and outputs in the file's order."""
 
-    file: str
+    file: RelativePath
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
@@ -135,14 +159,19 @@ class GraphSpec:
 class StoredTensor:
     """A weight that the runtime reads itself: its file, byte offset, type and shape."""
 
-    file: str
-    offset: int
-    type: str
-    shape: tuple[int, ...]
+    file: RelativePath
+    offset: Annotated[int, Meta(ge=0, le=1 << 50)]
+    type: StoredType
+    shape: Annotated[tuple[Size, ...], Meta(max_length=4)]
 
-    def read(self, folder: Path) -> NDArray[Any]:
-        """Maps it into memory, read-only."""
-        return np.memmap(folder / self.file, self.type, "r", self.offset, self.shape)
+    @property
+    def end(self) -> int:
+        """The byte after its last one."""
+        return self.offset + math.prod(self.shape) * np.dtype(self.type).itemsize
+
+    def read(self, files: SealedFolder) -> NDArray[Any]:
+        """Returns a copy; raises InputError if the file is another than was recorded."""
+        return files.array(self.file, self.type, self.offset, self.shape)
 
 
 @dataclass(frozen=True)
@@ -155,7 +184,7 @@ class CacheSpec:
     """
 
     in_place: bool
-    type: str
+    type: Precision
 
 
 @dataclass(frozen=True)
@@ -176,15 +205,15 @@ class Variant:
             torch with the same rounding to integers.
     """
 
-    name: str
-    precision: str
-    providers: tuple[str, ...]
-    opset: int
-    graphs: Mapping[str, GraphSpec]
+    name: Name
+    precision: Precision
+    providers: Annotated[tuple[Provider, ...], Meta(min_length=1)]
+    opset: Annotated[int, Meta(ge=1, le=1000)]
+    graphs: Mapping[Name, GraphSpec]
     cache: CacheSpec | None = None
     top_k: bool = False
     screen: Mapping[str, StoredTensor] = field(default_factory=dict)
-    reference: str = REFERENCE
+    reference: RelativePath = REFERENCE
 
     @property
     def exact(self) -> bool:
@@ -206,12 +235,12 @@ class Variant:
         )
 
 
-@dataclass(frozen=True)
-class FileRecord:
-    """Hash and size of a file of the bundle."""
+class ModelLimits(Struct):
+    """What the runtime reads of a model's configuration."""
 
-    sha256: str
-    size: int
+    max_positions: Annotated[int, Meta(ge=1, le=1 << 24)]
+    d_model: Annotated[int, Meta(ge=1, le=1 << 20)]
+    vocabulary_size: Annotated[int, Meta(ge=1, le=1 << 28)]
 
 
 @dataclass(frozen=True)
@@ -227,11 +256,11 @@ class Manifest:
         versions: Versions of the packages that made the bundle.
     """
 
-    architecture: str
+    architecture: Architecture
     model: Mapping[str, Any]
     generation: Mapping[str, Any]
-    variants: Mapping[str, Variant]
-    files: Mapping[str, FileRecord]
+    variants: Annotated[Mapping[Name, Variant], Meta(min_length=1)]
+    files: Mapping[RelativePath, FileRecord]
     versions: Mapping[str, str]
 
     def to_json(self) -> str:
@@ -274,90 +303,54 @@ class Manifest:
             origin: Name of the file in errors.
 
         Raises:
-            InputError: The text is not JSON, incomplete, or of another format version.
+            InputError: The text is not JSON, inconsistent, or of another format version.
         """
-        try:
-            record = json.loads(text)
-            found = record["format"]
-            if found != FORMAT:
-                raise InputError(
-                    f"{origin} has bundle format {found!r}, but this transferry reads format "
-                    f"{FORMAT}; export the bundle again, or install the version that wrote it"
-                )
-            manifest = cls(
-                record["architecture"],
-                record["model"],
-                options_of_json(record["generation"]),
-                {name: _variant(variant) for name, variant in record["variants"].items()},
-                {name: FileRecord(**entry) for name, entry in record["files"].items()},
-                record["versions"],
-            )
-            _check_graphs(manifest)
-            int(manifest.model["max_positions"])
-            GenerationOptions(**manifest.generation)
-            return manifest
-        except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
+        content = text.encode() if isinstance(text, str) else text
+        record = parse_document(content, dict[str, Any], origin, REMEDY)
+        if (found := record.get("format")) != FORMAT:
             raise InputError(
-                f"{origin} is not the manifest of a bundle ({type(error).__name__}: {error}); "
-                "export the bundle again"
-            ) from error
+                f"{origin} has bundle format {found!r}, but this transferry reads format "
+                f"{FORMAT}; export the bundle again, or install the version that wrote it"
+            )
+        manifest = checked(record, cls, origin, REMEDY)
+        checked(manifest.model, ModelLimits, f"{origin}: model", REMEDY)
+        if problem := _problem(manifest):
+            raise InputError(f"{origin}: {problem}; {REMEDY}")
+        try:
+            generation = options_of_json(manifest.generation)
+            generation_options(generation)
+        except UsageError as error:
+            raise InputError(f"{origin}: generation: {error}; {REMEDY}") from error
+        return replace(manifest, generation=generation)
 
 
-def _check_graphs(manifest: Manifest) -> None:
-    """Raises for a variant that could not run, and for files without a hash."""
-    if manifest.architecture not in GRAPHS:
-        raise ValueError(f"its architecture {manifest.architecture!r} is none of {list(GRAPHS)}")
-    if not manifest.variants:
-        raise ValueError("it has no variant")
-    for variant in manifest.variants.values():
-        if (variant.cache is None) != (manifest.architecture == "encoder-only"):
-            raise ValueError(f"variant {variant.name!r} must say what its KV cache is")
-        for name in variant.required_graphs(manifest.architecture):
-            if name not in variant.graphs:
-                raise ValueError(f"variant {variant.name!r} has no graph {name!r}")
-        for graph in variant.graphs.values():
-            if graph.file not in manifest.files:
-                raise ValueError(f"graph {graph.file!r} is not among its files")
-        if variant.reference not in manifest.files:
-            raise ValueError(f"its record {variant.reference!r} is not among its files")
-        for tensor in variant.screen.values():
-            if tensor.file not in manifest.files:
-                raise ValueError(f"file {tensor.file!r} of a weight is not among its files")
+def _problem(manifest: Manifest) -> str:
+    """Describes why a variant could not run, or which file has no hash; empty if all is well."""
+    alone = manifest.architecture == "encoder-only"
+    for name, variant in manifest.variants.items():
+        if name != variant.name:
+            return f"variant {name!r} calls itself {variant.name!r}"
+        if (variant.cache is None) != alone:
+            return f"variant {name!r} must say what its KV cache is"
+        for graph in variant.required_graphs(manifest.architecture):
+            if graph not in variant.graphs:
+                return f"variant {name!r} has no graph {graph!r}"
+        used = [graph.file for graph in variant.graphs.values()]
+        used += [variant.reference, *(tensor.file for tensor in variant.screen.values())]
+        for file in used:
+            if file not in manifest.files:
+                return f"{file!r} of variant {name!r} is not among its files"
+        for key, tensor in variant.screen.items():
+            size, itemsize = manifest.files[tensor.file].size, np.dtype(tensor.type).itemsize
+            if tensor.end > size or tensor.offset % itemsize:
+                return f"weight {key!r} of variant {name!r} does not lie inside {tensor.file!r}"
+    if len({name.lower() for name in manifest.files}) < len(manifest.files):
+        return "two of its files differ in case alone"
+    return ""
 
 
 def _shape(spec: TensorSpec) -> str:
     return f"[{', '.join(map(str, spec.shape))}]"
-
-
-def _variant(record: dict[str, Any]) -> Variant:
-    graphs = {
-        name: GraphSpec(graph["file"], _tensors(graph["inputs"]), _tensors(graph["outputs"]))
-        for name, graph in record["graphs"].items()
-    }
-    return Variant(
-        record["name"],
-        record["precision"],
-        tuple(record["providers"]),
-        record["opset"],
-        graphs,
-        CacheSpec(**record["cache"]) if record["cache"] is not None else None,
-        record["top_k"],
-        {
-            name: StoredTensor(**{**tensor, "shape": tuple(tensor["shape"])})
-            for name, tensor in record["screen"].items()
-        },
-        record["reference"],
-    )
-
-
-def _tensors(records: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
-    for record in records:
-        if record["role"] not in get_args(Role):
-            raise ValueError(f"tensor {record['name']!r} has the unknown role {record['role']!r}")
-    return tuple(
-        TensorSpec(record["name"], record["role"], record["type"], tuple(record["shape"]))
-        for record in records
-    )
 
 
 @dataclass(frozen=True)
@@ -376,19 +369,30 @@ class Bundle:
             InputError: A file is missing, truncated, changed or unreadable, or the format version
                 is another.
         """
-        path = folder / MANIFEST
-        try:
-            text = path.read_bytes()
-        except OSError as error:
+        content = _manifest_of(folder)
+        manifest = Manifest.from_json(content, str(folder / MANIFEST))
+        files = SealedFolder(folder, manifest.files)
+        files.check()
+        tokenizer = load_tokenizer(folder, files.read)
+        if tokenizer.vocabulary_size != (size := manifest.model["vocabulary_size"]):
             raise InputError(
-                f"{path} cannot be read ({error.strerror}); expected the folder that "
-                "`transferry export` wrote"
-            ) from error
-        manifest = Manifest.from_json(text, str(path))
-        files = manifest.files
-        with ThreadPoolExecutor(usable_cores()) as pool:  # hashing leaves Python alone
-            list(pool.map(partial(_check_file, folder), files, files.values()))
-        return cls(folder, manifest, load_tokenizer(folder))
+                f"{folder}: expected a tokenizer of {size} ids as in {MANIFEST}, found "
+                f"{tokenizer.vocabulary_size}; {REMEDY}"
+            )
+        bundle = cls(folder, manifest, tokenizer)
+        # What a certificate speaks of is the manifest that was read.
+        vars(bundle).update(files=files, sha256=hashlib.sha256(content).hexdigest())
+        return bundle
+
+    @cached_property
+    def files(self) -> SealedFolder:
+        """The files, as the manifest lists them."""
+        return SealedFolder(self.folder, self.manifest.files)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the manifest."""
+        return hashlib.sha256(_manifest_of(self.folder)).hexdigest()
 
     def variant(self, name: str | None = None) -> Variant:
         """Returns a variant by name; without a name the first.
@@ -408,18 +412,10 @@ class Bundle:
         return self.folder / spec.file
 
 
-def _check_file(folder: Path, name: str, record: FileRecord) -> None:
-    path = folder / name
-    remedy = "copy the bundle again, or export it again"
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise InputError(f"{folder / MANIFEST} names {name!r}, which lies outside the bundle")
-    if not path.is_file():
-        raise InputError(f"{path} is missing; {remedy}")
-    size = path.stat().st_size
-    if size != record.size:
-        raise InputError(f"{path} must have {record.size} bytes, but has {size}; {remedy}")
-    digest = sha256(path)
-    if digest != record.sha256:
+def _manifest_of(folder: Path) -> bytes:
+    if not (folder / MANIFEST).is_file():
         raise InputError(
-            f"{path} has changed: its sha256 must be {record.sha256}, but is {digest}; {remedy}"
+            f"{folder / MANIFEST} is no file; expected the folder that `transferry export` wrote"
         )
+    with open_inside(folder, MANIFEST) as file:
+        return read_at_most(file, MOST_JSON, folder / MANIFEST)

@@ -8,13 +8,12 @@ work; `transferry doctor` exits with 5 if there is a fault.
 import importlib.metadata
 import platform
 import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from transferry.runtime.folders import temporary_folder
 from transferry.runtime.hardware import instruction_sets, usable_cores
 
 # y = a b, float32 `[n, n]`, opset 17, IR version 8. Serialised, because the runtime does not need
@@ -99,8 +98,8 @@ def _product_error(provider: Literal["cpu", "cuda"]) -> float:
     generator = np.random.default_rng(0)
     a, b = generator.standard_normal((2, PRODUCT_SIZE, PRODUCT_SIZE), dtype=np.float32)
     expected = a.astype(np.float64) @ b.astype(np.float64)
-    with tempfile.TemporaryDirectory() as folder:
-        graph = Path(folder) / "product.onnx"
+    with temporary_folder() as folder:
+        graph = folder / "product.onnx"
         graph.write_bytes(PRODUCT_GRAPH)
         session = open_session(graph, SessionOptions(provider=provider))
     (found,) = session.run(None, {"a": a, "b": b})

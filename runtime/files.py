@@ -1,28 +1,37 @@
-"""Streams of text lines, and files and folders that appear whole or not at all."""
+"""Streams of text lines, and files that appear whole or not at all."""
 
+import contextlib
 import errno
 import gzip
 import hashlib
 import io
-import json
+import lzma
 import os
-import shutil
+import select
+import stat
+import struct
 import sys
+import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.stopping import at_stop
 
 # By suffix: none, gzip, zstd.
 Compression = Literal["", ".gz", ".zst"]
 
+# Of a file that is read whole: tokenizers of published models have up to 40 MB.
+MOST_BYTES = 256 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+# How long a named pipe may have no writer.
+PIPE_SECONDS = 3.0
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -101,7 +110,7 @@ def _unpacked(path: Path | str) -> Iterator[io.BufferedReader]:
             f"({error}). Copy or download it again."
         ) from error
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 class _ZstdFile(io.RawIOBase):
@@ -191,85 +200,169 @@ def decode_line(line: bytes, path: Path | str, number: int) -> str:
 
 def _open(path: Path | str) -> io.BufferedReader:
     if str(path) == "-":
+        if sys.stdin is None:  # Python's own sign of a descriptor that is closed
+            raise InputError(
+                "standard input: cannot be read: it is closed. Pipe text into the command, or name "
+                "a file."
+            )
         return io.BufferedReader(cast(io.RawIOBase, sys.stdin.buffer))
-    return Path(path).open("rb")
+    with contextlib.suppress(ValueError):  # a NUL, which `open` tells of too
+        if Path(path).is_fifo():
+            return _open_pipe(Path(path))
+    try:
+        return Path(path).open("rb")
+    except ValueError as error:
+        raise InputError(f"{path!r} is no path: {error}") from error
+
+
+def _open_pipe(path: Path) -> io.BufferedReader:
+    """Opens a named pipe, which would wait for a writer for ever."""
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: PTH123, SIM115
+    ready, _, _ = select.select([file], [], [], PIPE_SECONDS)
+    if not ready:
+        file.close()
+        raise InputError(f"{path}: no process writes into this pipe; start its writer first")
+    os.set_blocking(file.fileno(), True)
+    return file
 
 
 def _shown(path: Path | str) -> str:
     return "standard input" if str(path) == "-" else str(path)
 
 
-def read_bytes(path: Path) -> bytes:
-    """Reads a file.
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Reads a regular file of at most so many bytes.
 
     Raises:
-        InputError: The file cannot be read.
+        InputError: The file cannot be read, is no regular file, or is larger.
     """
+    with open_regular(path) as file:
+        return read_at_most(file, most, path)
+
+
+def read_at_most(file: BinaryIO, most: int, path: Path) -> bytes:
+    """Reads an open file of at most so many bytes; `path` names it in errors.
+
+    Raises:
+        InputError: The file is larger.
+    """
+    content = file.read(most + 1)
+    if len(content) > most:
+        raise InputError(f"{path}: expected at most {most:,} bytes, found more; restore the file")
+    return content
+
+
+@contextmanager
+def open_regular(
+    path: Path, opener: Callable[[str, int], int] = os.open
+) -> Iterator[io.BufferedReader]:
+    """Opens a regular file for reading; an OSError inside the `with` counts as a read error.
+
+    A pipe is refused instead of waited for, and a device instead of read for ever.
+
+    Args:
+        path: The file.
+        opener: Opens it, as that of `open`.
+
+    Raises:
+        InputError: The file cannot be read or is no regular file.
+    """
+
+    def at_once(name: str, flags: int) -> int:
+        return opener(name, flags | getattr(os, "O_NONBLOCK", 0))
+
     try:
-        return path.read_bytes()
+        with open(path, "rb", opener=at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise InputError(f"{path}: expected a file, found a pipe, a device or a socket.")
+            yield file
     except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        InputError: The file cannot be read or holds no JSON object.
-    """
-    try:
-        values = json.loads(read_bytes(path))
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON ({error}); restore the file") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{path} must be a JSON object, found {type(values).__name__}")
-    return values
+        raise unreadable(path, error) from error
 
 
 def sha256(path: Path) -> str:
     """Returns the SHA-256 of a file in hexadecimal.
 
     Raises:
-        InputError: The file cannot be read.
+        InputError: The file cannot be read or is no regular file.
     """
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _unreadable(path: Path | str, error: OSError) -> InputError:
+def unreadable(path: Path | str, error: OSError) -> InputError:
+    """Returns the error for a file that cannot be read."""
     return InputError(f"{_shown(path)}: cannot be read: {error.strerror or error}.")
 
 
-def _unwritable(path: Path, error: OSError) -> InputError:
-    return InputError(
-        f"{path}: cannot be written: {error.strerror or error}; nothing was written. "
-        "Free some space or choose another place."
-    )
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Free some space"),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "Create the folder"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Make it writable"),
+    errno.ENAMETOOLONG: "Shorten the name",
+    errno.EISDIR: "Remove the folder",
+    errno.EMFILE: "Raise the limit on open files (ulimit -n)",
+    errno.EBADF: "Open it",
+}
+
+
+def unwritable(
+    place: Path | str,
+    error: OSError,
+    kept: str = "; nothing was written",
+    otherwise: str = " or choose another place",
+) -> InputError:
+    """Returns the error for an output that cannot be written, with the remedy that fits.
+
+    Args:
+        place: The output.
+        error: Why.
+        kept: What is there nevertheless.
+        otherwise: What to do besides the remedy.
+    """
+    reason = "it is closed" if error.errno == errno.EBADF else error.strerror or error
+    remedy = _REMEDIES.get(error.errno or 0, "Fix this")
+    return InputError(f"{place}: cannot be written: {reason}{kept}. {remedy}{otherwise}.")
+
+
+# Names of temporary files and folders. Nobody can guess them, and put a link in their place, and
+# they are short, however long the name of the output is.
+TEMPORARY = r"\..{0,20}\.[0-9a-f]{16}\.part"
+
+
+def temporary_name(path: Path, folder: Path) -> Path:
+    """Returns where an output is written before it gets its name."""
+    return folder / f".{path.name[:20]}.{os.urandom(8).hex()}.part"
 
 
 @contextmanager
-def durable_file(path: Path, temporary: Path) -> Iterator[BinaryIO]:
-    """Writes `temporary` and renames it to `path` once all of it is on the disk.
+def durable_file(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
+    """Writes a temporary file and renames it to `path` once all of it is on the disk.
 
-    After a power cut the file is complete. After an error `temporary` stays.
+    After a power cut the file is complete. After `kill -9` the temporary file stays.
 
     Args:
         path: The file.
-        temporary: Where it is written, on the same file system.
+        folder: Where the temporary file is, on the same file system. Default: beside `path`.
     """
-    with temporary.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    temporary = temporary_name(path, folder or path.parent)
+
+    with at_stop(partial(temporary.unlink, missing_ok=True)):
+        try:
+            with temporary.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames in a folder survive a power cut."""
+    """Makes renames in a folder survive a power cut, where the system can."""
+    if os.name == "nt":  # a folder cannot be opened there
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -285,17 +378,38 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Writes a file that appears whole or not at all, even if the process is interrupted.
 
     Raises:
-        InputError: The disk is full, or the folder is read-only or missing.
+        InputError: The disk is full, the folder is read-only or missing, or `path` is a device.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise InputError(f"{path} is not a file, so it is not replaced; name another")
     try:
-        try:
-            with durable_file(path, temporary) as file:
-                yield file
-        finally:
-            temporary.unlink(missing_ok=True)
+        with durable_file(path) as file:
+            yield file
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise unwritable(path, error) from error
+
+
+def require_writable(path: Path, endings: Iterable[str] = ()) -> None:
+    """Checks whether an output can be written, before the work that it is for.
+
+    Args:
+        path: The output.
+        endings: What the names of other files beside it add to its name.
+
+    Raises:
+        InputError: Its folder is missing or read-only, or a name would be too long.
+    """
+    try:
+        for ending in ("", *endings):
+            with suppress(FileNotFoundError):
+                path.with_name(path.name + ending).lstat()
+        folder = path.absolute().parent
+        folder.stat()
+        # Not by writing a file, which `kill -9` would leave behind.
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 @contextmanager
@@ -306,6 +420,8 @@ def standard_output() -> Iterator[BinaryIO]:
         InputError: The disk behind it is full. A closed pipe stays an OSError.
     """
     try:
+        with suppress(io.UnsupportedOperation):  # not a file, in a test
+            os.write(sys.stdout.fileno(), b"")  # refused at once if it is closed
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
     except OSError as error:
@@ -313,67 +429,27 @@ def standard_output() -> Iterator[BinaryIO]:
             raise
         # Python flushes once more at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise InputError(
-            f"standard output: cannot be written: {error.strerror}. Free some space or choose "
-            "another place."
-        ) from error
-
-
-@contextmanager
-def staged_folder(out: Path) -> Iterator[Path]:
-    """Temporary folder beside `out`, to be filled and renamed; always removed at the end.
-
-    Raises:
-        InputError: The disk is full, or the place is not writable.
-    """
-    folder = out.absolute().with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
-        yield folder
-    except OSError as error:
-        raise _unwritable(out, error) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def replace_folder(folder: Path, out: Path) -> None:
-    """Renames a folder to `out`; an existing `out` is removed once the new one is in place.
-
-    Raises:
-        InputError: The former folder cannot be removed.
-    """
-    if not out.exists():
-        folder.rename(out)
-        return
-    old = folder.with_suffix(".old")
-    out.rename(old)
-    try:
-        folder.rename(out)
-    except BaseException:
-        old.rename(out)
-        raise
-    try:
-        shutil.rmtree(old)
-    except OSError as error:
-        raise InputError(
-            f"{out} is replaced, but the former folder cannot be removed ({error}); delete {old}"
-        ) from error
+        raise unwritable("standard output", error, kept="") from error
 
 
 # What numpy and zipfile raise for a damaged archive, and what reading its values then raises.
 ARCHIVE_FAULTS = (
     *(OSError, ValueError, LookupError, EOFError, RuntimeError, TypeError, AttributeError),
-    zipfile.BadZipFile,
+    *(MemoryError, SyntaxError, struct.error, tokenize.TokenError),
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
 )
+# Arrays of an archive may take so many times its own size: a bomb takes thousands of times.
+EXPANSION = 4
+SMALL_ARCHIVE = 256 << 20
 
 
 @contextmanager
-def open_arrays(path: Path, what: str, remedy: str) -> Iterator[Any]:
+def open_arrays(content: bytes, origin: str, what: str, remedy: str) -> Iterator[Any]:
     """Opens an .npz archive; errors of reading it inside the `with` become InputErrors.
 
     Args:
-        path: The file.
+        content: The bytes of the archive.
+        origin: Name of the file in errors.
         what: What the file should be, such as "a bundle's reference".
         remedy: What to do otherwise.
 
@@ -381,13 +457,15 @@ def open_arrays(path: Path, what: str, remedy: str) -> Iterator[Any]:
         Arrays by name, never unpickled.
 
     Raises:
-        InputError: The file is missing, damaged or lacks an array.
+        InputError: The archive is damaged, lacks an array, or unpacks to far more than its size.
     """
     import numpy as np  # here, so that `transferry --help` does not load it
 
     try:
-        # A stream of our own, since numpy leaves a damaged file open.
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            size = sum(member.file_size for member in file.zip.infolist())
+            if size > max(EXPANSION * len(content), SMALL_ARCHIVE):
+                raise ValueError(f"{len(content):,} bytes that unpack to {size:,}")
             yield file
     except ARCHIVE_FAULTS as error:
-        raise InputError(f"{path} is not {what} ({error}); {remedy}") from error
+        raise InputError(f"{origin} is not {what} ({error}); {remedy}") from error

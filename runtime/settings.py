@@ -1,19 +1,37 @@
-"""Settings as TOML: read by `--config`, written beside every result."""
+"""Settings: their types and ranges; as TOML, read by `--config`, written beside every result."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import textwrap
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from transferry.runtime.errors import InputError
+import msgspec
+
+from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import atomic_file, read_bytes
 
 MADE = "made"
+# What numpy, torch and onnxruntime count with everywhere.
+MOST = 2**31 - 1
+Count = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+Whole = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Whole64 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Probability = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+_WORDS: dict[object, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path",
+    bool | str: "true, false or text",
+    bool | Literal["never"]: "true, false or never",
+}
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -22,12 +40,25 @@ def read_settings(path: Path) -> dict[str, Any]:
     Raises:
         InputError: The file cannot be read or is not TOML.
     """
-    try:
-        values = tomllib.loads(read_bytes(path).decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not TOML: {error}") from error
+    values = _read(path)
     values.pop(MADE, None)
     return {name.replace("-", "_"): value for name, value in values.items()}
+
+
+def foreign_settings(path: Path) -> str:
+    """Returns what is wrong with a file that should be of `write_settings`; "" if nothing is."""
+    try:
+        own = path.is_file() and isinstance(_read(path).get(MADE), dict)
+    except InputError:
+        own = False
+    return "" if own else "was not written by transferry"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_bytes(path).decode())
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
+        raise InputError(f"{path} is not TOML: {error}") from error
 
 
 def write_settings(path: Path, settings: Mapping[str, Any], made: Mapping[str, Any]) -> None:
@@ -47,6 +78,74 @@ def to_toml(settings: Mapping[str, Any], made: Mapping[str, Any]) -> str:
     lines = [f"{name} = {_toml(value)}\n" for name, value in settings.items() if value is not None]
     lines += [f"\n[{MADE}]\n", *(f"{name} = {_toml(value)}\n" for name, value in made.items())]
     return "".join(lines)
+
+
+def check_fields(config: Any) -> None:
+    """Checks the fields of a dataclass against their types and ranges.
+
+    Raises:
+        UsageError: A field has another type, or lies outside its range.
+    """
+    for name, kind in field_types(type(config)).items():
+        check_value(name, getattr(config, name), kind)
+
+
+def check_value(name: str, value: object, kind: Any) -> None:
+    """Raises UsageError for a value of another type than `kind`, or outside its range."""
+    # numpy's float64 is a float, of which msgspec knows nothing.
+    plain = float(value) if isinstance(value, float) else value
+    try:
+        msgspec.convert(plain, kind, strict=True)
+    except msgspec.ValidationError as error:
+        expected = _expected(plain, kind)
+        raise UsageError(f"{name} must be {expected}, found {shown(value)}") from error
+
+
+def field_types(config: type[Any]) -> dict[str, Any]:
+    """Returns the type of each field of a dataclass, with its range."""
+    return _field_types(cast(Hashable, config))
+
+
+@functools.cache
+def _field_types(config: Any) -> dict[str, Any]:
+    return get_type_hints(config, include_extras=True)
+
+
+def _expected(value: object, kind: Any) -> str:
+    """Returns a type with the range that a value misses, in words that follow "must be"."""
+    kinds = [each for each in get_args(kind) if each is not type(None)]
+    if len(kinds) == 1 and type(None) in get_args(kind):
+        (kind,) = kinds
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if kind in _WORDS:
+        return _WORDS[kind]
+    base, *limits = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    if get_origin(base) in (tuple, list):
+        return "a list"
+    word = _WORDS.get(base, "a table")
+    if not limits:
+        return word
+    limit = limits[0]
+    if limit.description:
+        return str(limit.description)
+    if limit.lt is not None:
+        return f"at least {limit.ge} and below {limit.lt}"
+    least = f"above {limit.gt}" if limit.gt is not None else f"at least {limit.ge}"
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    above = number and value > (limit.le if limit.le is not None else value)  # type: ignore[operator]
+    bound = f"at most {limit.le}" if above or least == "at least None" else least
+    if base is int:
+        return f"{word} of {bound}"
+    return bound if number else f"{word}, {bound}"
+
+
+def shown(value: object) -> str:
+    """Returns a value for a message, however long it is."""
+    if isinstance(value, int) and abs(value) >= 10**80:
+        return f"a number of {value.bit_length()} bits"  # Python refuses to print the longest
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def field_helps(config: type[Any]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Plain-text tables for terminals and logs."""
 
+import re
 from collections.abc import Sequence
 
 
@@ -12,3 +13,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in texts
     )
+
+
+# Controls of a terminal, half surrogates, and marks that turn the direction of what follows; but
+# neither newline nor tab.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    r"""Returns a text for a terminal: what would control it is shown as an escape such as \x1b.
+
+    Names in a bundle, a checkpoint or an input come from outside.
+    """
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)

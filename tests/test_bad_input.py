@@ -43,7 +43,7 @@ class Row:
 def rows() -> list[Row]:
     table = [
         [cell.strip() for cell in line.strip("| ").split("|")]
-        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        for line in PAGE.read_text(encoding="utf-8").partition("\n## ")[0].splitlines()
         if line.startswith("| ")
     ]
     header, *body = table
@@ -56,7 +56,7 @@ def rows() -> list[Row]:
             message,
             frozenset(leaves.split(", ")) - {"nothing"},
         )
-        for bad_input, command, exit_code, message, leaves in body
+        for bad_input, command, exit_code, message, leaves in (row for row in body if len(row) == 5)
     ]
 
 
@@ -112,19 +112,19 @@ def test_bad_input(row: Row, place: Path) -> None:
 def execute(command: str) -> tuple[int, str]:
     """Exit code and stderr, run in this process, or in a shell if it is more than a command."""
     words = shlex.split(command)
-    if words[0] == "transferry" and ">" not in words:
+    if words[0] == "transferry" and not set("<>$") & set(command):
         result = CliRunner().invoke(main, words[1:])
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result.exit_code, result.stderr
-    scripts = str(Path(sys.executable).parent)
     done = subprocess.run(
-        ["bash", "-c", command],
-        env=os.environ
-        | {
-            "PATH": os.pathsep.join((scripts, os.environ["PATH"])),
-            "PYTHONUNBUFFERED": "",  # or a full disk under standard output fails once only
-        },
+        [
+            "bash",
+            "-c",
+            f'transferry() {{ {shlex.quote(sys.executable)} -m transferry "$@"; }}; {command}',
+        ],
+        # Else a full disk under standard output fails once only.
+        env=os.environ | {"PYTHONUNBUFFERED": ""},
         capture_output=True,
         text=True,
         check=False,
@@ -165,13 +165,35 @@ def change_weight(place: Path, change: Callable[[float], float]) -> None:
 
 
 @spoils(
+    "missing output folder",
+    "name too long for what is written beside it",
+    "device as a report",
+    "closed standard input",
+    "closed standard input that is not needed",
+    "closed standard output",
+    "closed standard output for answers",
+    "closed standard output that is not needed",
+    "closed standard error",
+    "all standard streams closed",
+    "reader of standard output that leaves",
+    "terminal of 10 columns",
+    "no home folder",
+    "limit on memory",
+    "limit on memory for torch",
     "folder that is not a bundle",
     "unknown option",
     "conflicting options",
+    "chat without a template",
+    "token ids in a text file",
+    "system message without a chat",
     "several devices of the CPU",
     "device that is not a number",
     "missing input file",
     "output that is the input",
+    "output inside the bundle",
+    "unknown output format",
+    "more answers than the format holds",
+    "number that is too large",
     "full disk",
     "full disk for a run",
     "nothing to resume",
@@ -184,7 +206,11 @@ def leave_as_it_is(place: Path) -> None:
     """The command itself is bad."""
 
 
-@spoils("full disk under standard output")
+@spoils(
+    "full disk under standard output",
+    "full disk under the standard output of any command",
+    "full disk under standard error",
+)
 def need_full_device(place: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("only Linux has /dev/full")
@@ -281,6 +307,39 @@ def invalid_utf8(place: Path) -> None:
 @spoils("unknown setting")
 def unknown_setting(place: Path) -> None:
     (place / "settings.toml").write_text("bean = 4\n")
+
+
+@spoils("setting of another type")
+def setting_of_another_type(place: Path) -> None:
+    (place / "settings.toml").write_text('beam = "four"\n')
+
+
+@spoils("unknown setting of generation in a run")
+def unknown_generation(place: Path) -> None:
+    path = place / "run" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"generation": {"zz": 1}}))
+
+
+@spoils("output that was edited")
+def edit_output(place: Path) -> None:
+    assert execute("transferry run bundle lines.txt -o answers.jsonl")[0] == 0
+    with (place / "answers.jsonl").open("a") as file:
+        file.write("\n")
+
+
+@spoils("input beside the output")
+def name_input_like_summary(place: Path) -> None:
+    (place / "lines.txt").rename(place / "answers.jsonl.summary.json")
+
+
+@spoils("bundle with a file of somebody else")
+def add_note(place: Path) -> None:
+    (place / "bundle" / "notes.txt").write_text("dear to somebody\n")
+
+
+@spoils("report over a file of another program")
+def make_page(place: Path) -> None:
+    (place / "notes.html").write_text("<html>\n")
 
 
 @spoils("output that exists")

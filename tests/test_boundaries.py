@@ -18,9 +18,13 @@ MAX_LINES = 520
 
 # Training shares these with the runtime: it reads the same files, raises the same errors, keeps
 # its settings in the same way and writes the very tokenizer that the runtime reads.
-SHARED = ("runtime.errors", "runtime.files", "runtime.settings", "runtime.tokenizer")
+SHARED = (
+    *("runtime.errors", "runtime.files", "runtime.documents", "runtime.folders"),
+    *("runtime.outputs", "runtime.settings", "runtime.stopping", "runtime.tokenizer"),
+)
 # What each part of the project may import of the project besides itself.
 PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
+    "__main__": ("cli", "runtime"),
     "cli": PACKAGES,
     "export": ("build_model", "runtime"),
     "build_model": SHARED,
@@ -30,7 +34,8 @@ PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
 # The rooms of a package, leaf first: each may import those before it, and none that comes after.
 ROOMS = {
     "runtime": (
-        *("errors", "files", "settings", "tables", "hardware", "tokenizer", "decoding"),
+        *("errors", "stopping", "files", "documents", "folders", "outputs", "settings"),
+        *("tables", "hardware", "sealed_folder", "tokenizer", "decoding"),
         *("bundle", "ort", "doctor", "parity", "engine", "jobs", "console"),
     ),
     "export": (
@@ -40,7 +45,9 @@ ROOMS = {
 }
 MAX_MODULES = 12  # in a folder, __init__.py left out
 STANDARD_LIBRARY = frozenset(sys.stdlib_module_names)
-RUNTIME_LIBRARIES = STANDARD_LIBRARY | {"numpy", "onnxruntime", "tiktoken"}
+RUNTIME_LIBRARIES = STANDARD_LIBRARY | {
+    *("filelock", "msgspec", "numpy", "onnxruntime", "tiktoken"),
+}
 # What a part of the runtime may use where it is installed.
 OPTIONAL_LIBRARIES = {
     "runtime.files": frozenset({"zstandard"}),
@@ -49,6 +56,7 @@ OPTIONAL_LIBRARIES = {
     "runtime.jobs.ray_job": frozenset({"pyarrow", "ray"}),
     "runtime.engine.preprocess": frozenset({"sentencex"}),
     "runtime.parity.signature": frozenset({"cryptography"}),
+    "runtime.tokenizer.chat_worker": frozenset({"jinja2"}),
     "runtime.tokenizer.third_party": frozenset({"tokenizers", "sentencepiece"}),
 }
 GRAPH_LIBRARIES = frozenset({"onnx", "onnx_ir", "onnxscript", "onnxruntime"})
@@ -263,9 +271,10 @@ def test_every_package_is_listed_for_installation() -> None:
     assert set(settings["tool"]["setuptools"]["packages"]) == packages | {"transferry"}
 
 
-def test_only_cli_lies_at_the_root() -> None:
+def test_only_the_command_line_lies_at_the_root() -> None:
     """Every module at the root would be installed as `transferry.<module>`."""
-    assert {path.name for path in CHECKOUT.glob("*.py")} == {"__init__.py", "cli.py"}
+    modules = {path.name for path in CHECKOUT.glob("*.py")}
+    assert modules == {"__init__.py", "__main__.py", "cli.py"}
 
 
 def test_the_command_line_starts_without_anything_heavy() -> None:
@@ -291,7 +300,7 @@ def test_the_runtime_imports_on_a_host_without_torch_and_onnx() -> None:
     script = """
 import importlib, pathlib, sys
 for absent in ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "tokenizers", "click",
-               "pyarrow", "ray", "sentencepiece", "zstandard", "cryptography",
+               "jinja2", "pyarrow", "ray", "sentencepiece", "zstandard", "cryptography",
                "transferry.build_model", "transferry.export"):
     sys.modules[absent] = None  # what the import system takes for "not to be found"
 import transferry.runtime

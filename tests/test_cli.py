@@ -172,12 +172,25 @@ class TestRun:
         self, bundle_folder: Path, lines: Path, tmp_path: Path
     ) -> None:
         out = tmp_path / "answers.jsonl"
-        out.write_text("dear to somebody\n")
-        result = call("run", bundle_folder, lines, "-o", out)
+        assert call("run", bundle_folder, lines, "-o", out).exit_code == 0
+        before = out.read_bytes()
+        beam: list[str | Path] = [
+            "run",
+            bundle_folder,
+            lines,
+            "-o",
+            out,
+            "--beam",
+            "3",
+            "--max-length",
+            "9",
+        ]
+        result = call(*beam)
         assert result.exit_code == 2
         assert "--force" in result.stderr
-        assert out.read_text() == "dear to somebody\n"
-        assert call("run", bundle_folder, lines, "-o", out, "--force").exit_code == 0
+        assert out.read_bytes() == before
+        assert call(*beam, "--force").exit_code == 0
+        assert out.read_bytes() != before
         assert len(read_json_lines(out)) == 12
 
     @pytest.mark.parametrize("kind", ["device", "folder"])

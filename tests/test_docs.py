@@ -139,6 +139,13 @@ def test_the_page_of_the_command_line_is_what_help_prints() -> None:
     assert page == made, "run `make docs`"
 
 
+def test_the_tables_of_model_types_are_what_the_import_knows() -> None:
+    made = runpy.run_path(str(CHECKOUT / "docs" / "make_import_table.py"))
+    for page in made["PAGES"]:
+        text = page.read_text(encoding="utf-8")
+        assert text == made["with_table"](text), "run `make docs`"
+
+
 @pytest.mark.parametrize("name", sorted(main.commands))
 def test_every_command_shows_an_example_of_itself(name: str) -> None:
     epilog = main.commands[name].epilog or ""

@@ -63,7 +63,7 @@ def test_the_wheel_brings_the_command(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         entry_points = archive.read(f"{dist_info(wheel)}/entry_points.txt").decode()
-    assert "transferry = transferry.cli:main" in entry_points
+    assert "transferry = transferry.__main__:main" in entry_points
 
 
 def test_the_sdist_holds_what_building_needs(built: Path) -> None:

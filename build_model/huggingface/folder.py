@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
-
-from transferry.build_model.checkpoint import open_tensors
+from transferry.build_model.formats.tensors import DAMAGED, Tensors
+from transferry.build_model.formats.weight_files import instead, open_weights
+from transferry.runtime.documents import read_document
 from transferry.runtime.errors import InputError
-from transferry.runtime.files import read_object
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+
+REMEDY = DAMAGED
 
 Value = TypeVar("Value")
 
@@ -25,17 +25,42 @@ Value = TypeVar("Value")
 class Settings:
     """A JSON file of settings; unsupported values raise an error with the key.
 
-    null counts as absent, as in transformers.
+    null counts as absent, as in transformers. What was asked for is remembered, so that nothing of
+    a file is left out in silence.
     """
 
-    def __init__(self, path: Path, *, required: bool = True) -> None:
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path = path
-        self.values = read_object(path) if required or path.exists() else {}
+        self.values = dict(values)
+        self._asked: set[str] = set()
+
+    @classmethod
+    def read(cls, path: Path, *, required: bool = True) -> Settings:
+        """Reads a file; one that is not required and absent is empty.
+
+        Raises:
+            InputError: The file is missing or no JSON object.
+        """
+        absent = not required and not path.exists()
+        return cls(path, {} if absent else read_document(path, dict[str, Any], REMEDY))
+
+    def unread(self) -> dict[str, Any]:
+        """Returns the settings that nobody asked for, without those that are null."""
+        return {
+            name: value
+            for name, value in self.values.items()
+            if value is not None and name not in self._asked
+        }
 
     def get(self, name: str, default: Any = None) -> Any:
         """Returns a setting unchecked."""
+        self._asked.add(name)
         value = self.values.get(name)
         return default if value is None else value
+
+    def unless_null(self, name: str, default: Value) -> Value | int:
+        """Returns the default of a setting for which null is not the default but 0."""
+        return 0 if name in self.values else default
 
     def whole(self, name: str, default: int | None = None) -> int:
         """Returns a whole number of at least 0.
@@ -90,19 +115,28 @@ class Settings:
     def refuse(self, name: str, found: Any, supported: str) -> None:
         """Raises the error for an unsupported setting."""
         raise InputError(
-            f"{self.path}: {name} is {json.dumps(found)}, which cannot be imported; supported: "
+            f"{self.path}: {name} is {_as_json(found)}, which cannot be imported; supported: "
             f"{supported}"
         )
 
 
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, default=str)
+    except (ValueError, RecursionError):  # YAML may hold a list that contains itself
+        return repr(value)
+
+
 class Checkpoint:
-    """A folder with config.json and one or more safetensors files.
+    """A folder with config.json and the weights in one file or several.
 
     Attributes:
         folder: The folder.
         config: config.json.
         generation: generation_config.json, empty if absent.
         tokenizer: tokenizer_config.json, empty if absent.
+        special_tokens: special_tokens_map.json, empty if absent.
+        notes: What the tokenizer does otherwise than its files say, for the summary.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -113,74 +147,74 @@ class Checkpoint:
         """
         self.folder = folder
         if not (folder / CONFIG).is_file():
-            raise InputError(
-                f"{folder / CONFIG} is missing; expected a folder that save_pretrained of "
-                "transformers wrote"
-            )
-        self.config = Settings(folder / CONFIG)
-        self.generation = Settings(folder / GENERATION, required=False)
-        self.tokenizer = Settings(folder / TOKENIZER_CONFIG, required=False)
+            expected = "expected a folder that save_pretrained of transformers wrote"
+            raise InputError(f"{folder / CONFIG} is missing; {instead(folder) or expected}")
+        self.config = Settings.read(folder / CONFIG)
+        self.generation = Settings.read(folder / GENERATION, required=False)
+        self.tokenizer = Settings.read(folder / TOKENIZER_CONFIG, required=False)
+        self.special_tokens = Settings.read(folder / SPECIAL_TOKENS, required=False)
+        self.notes: list[str] = []
 
     def token(self, name: str, default: int | None = None) -> int:
-        """Returns a token id; generation_config.json takes precedence, as in `generate`.
+        """Returns a token id, of several end tokens the first; see `tokens`.
 
         Raises:
-            InputError: The token is missing without a default, or there are several.
+            InputError: The token is missing without a default, or there are several that do not
+                end outputs.
         """
-        for settings in (self.generation, self.config):
-            value = settings.get(name)
-            if isinstance(value, list) and len(value) == 1:
-                value = value[0]
-            if isinstance(value, list):
-                settings.refuse(name, value, "one token")
-            if value is not None:
-                if type(value) is not int or value < 0:
-                    raise InputError(f"{settings.path}: {name} must be an id, found {value!r}")
-                return value
+        found = self.tokens(name)
+        if len(found) > 1 and name != "eos_token_id":
+            self.generation.refuse(name, found, "one token")
+        if found:
+            return found[0]
         if default is None:
             raise InputError(f"{self.config.path}: expected {name}, found none")
         return default
 
-    def files(self) -> list[Path]:
-        """Returns the weight files in a fixed order.
+    def tokens(self, name: str) -> list[int]:
+        """Returns token ids; generation_config.json takes precedence, as in `generate`.
 
         Raises:
-            InputError: The index is malformed or points outside of the folder.
+            InputError: A value is no id.
         """
-        index = self.folder / INDEX
-        if (self.folder / WEIGHTS).exists() or not index.exists():
-            return [self.folder / WEIGHTS]
-        places = read_object(index).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise InputError(f"{index}: expected a weight_map that names files, found {places!r}")
-        names = sorted(set(map(str, places.values())))
-        if outside := [name for name in names if Path(name).name != name]:
-            raise InputError(f"{index}: expected files of its own folder, found {outside[0]!r}")
-        return [self.folder / name for name in names]
+        for settings in (self.generation, self.config):
+            value = settings.get(name, [])
+            found = value if isinstance(value, list) else [value]
+            for token in found:
+                if type(token) is not int or token < 0:
+                    raise InputError(f"{settings.path}: {name} must be an id, found {token!r}")
+            if found:
+                return list(dict.fromkeys(found))
+        return []
 
     def names(self) -> set[str]:
         """Returns the names of all tensors.
 
         Raises:
-            InputError: A file is missing, truncated or not safetensors.
+            InputError: A file is missing or damaged.
         """
-        return {name for file in self._opened() for name in file.keys()}  # noqa: SIM118
+        return set(self.tensors().shapes)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields name and tensor as stored.
+    def tensors(self) -> Tensors:
+        """Returns the tensors.
 
         Raises:
-            InputError: A file is missing, truncated or not safetensors.
+            InputError: There are no weights that can be read, or an index is malformed.
         """
-        for file in self._opened():
-            for name in file.keys():  # noqa: SIM118
-                yield name, file.get_tensor(name)
+        return open_weights(self.folder)
 
-    def _opened(self) -> Iterator[Any]:
-        if_missing = (
-            "the weights must be safetensors, since pickled ones (pytorch_model.bin) can run code: "
-            "save_pretrained of transformers converts them"
-        )
-        for path in self.files():
-            with open_tensors(path, if_missing, "copy or download it again") as file:
-                yield file
+
+def require_plain(config: Settings) -> None:
+    """Refuses a checkpoint whose weights are quantised.
+
+    Raises:
+        InputError: config.json says so.
+    """
+    for name in ("quantization_config", "compression_config"):
+        if (found := config.get(name)) is not None:
+            kind = found.get("quant_method") if isinstance(found, dict) else None
+            raise InputError(
+                f"{config.path}: {name} is {kind or _as_json(found)}: the weights are quantised, "
+                "which cannot be imported. Import the checkpoint from before the quantisation, or "
+                "load this one with transformers, dequantize() it and use save_pretrained"
+            )

@@ -2,53 +2,51 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from transferry.build_model import checkpoint as run
 from transferry.build_model import run_folder
 from transferry.build_model.config import ModelConfig
-from transferry.build_model.huggingface.folder import Checkpoint
-from transferry.build_model.huggingface.tables import FAMILIES
+from transferry.build_model.formats.lora import Adapter
+from transferry.build_model.formats.writer import tensor_writer
+from transferry.build_model.huggingface.families import FAMILIES
+from transferry.build_model.huggingface.folder import CONFIG, Checkpoint, require_plain
+from transferry.build_model.huggingface.generation import generation_defaults
 from transferry.build_model.huggingface.vocabularies import TOKENIZERS
-from transferry.build_model.huggingface.weights import Converted, convert_weights
-from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import replace_folder, staged_folder
+from transferry.build_model.huggingface.weights import Converted, adapted, convert_weights
+from transferry.build_model.toolkits.fairseq import read_fairseq
+from transferry.build_model.toolkits.marian import read_marian
+from transferry.build_model.toolkits.source import Source
+from transferry.runtime.errors import InputError, UsageError, require
+from transferry.runtime.folders import replace_folder, staged_folder
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
-# Settings of transformers' `generate` that a run does not keep: they are options of transferry.
-SEARCH_SETTINGS = (
-    "do_sample",
-    "early_stopping",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "length_penalty",
-    "max_length",
-    "max_new_tokens",
-    "min_length",
-    "no_repeat_ngram_size",
-    "num_beams",
-    "repetition_penalty",
-    "suppress_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-)
+MOST_SHOWN = 40  # characters of a setting in the summary
+
+# Readers of what is no folder of transformers, by a file that tells.
+TOOLKITS: Mapping[str, Callable[[Path], Source]] = {
+    "*.npz": read_marian,
+    "dict.*txt": read_fairseq,
+}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Imported:
     """A checkpoint, converted.
 
     Attributes:
         kind: Its model_type.
         config: Shape of our model.
-        weights: Its weights, and what was left out.
+        weights: Its weights, to be written, and what was left out.
         tokenizer: Its tokenizer.
         generation: Fields of GenerationOptions that become the bundle's defaults.
-        ignored: Settings of `generate` that do not.
+        ignored: Settings of `generate` that do not, with value and reason.
+        notes: What else the user has to know, a line each.
+        unused: Settings that nothing here reads, by file.
     """
 
     kind: str
@@ -57,6 +55,8 @@ class Imported:
     tokenizer: AnyTokenizer
     generation: dict[str, Any]
     ignored: dict[str, Any]
+    notes: Sequence[str] = ()
+    unused: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def to_text(self) -> str:
         """Summary for the user."""
@@ -66,6 +66,7 @@ class Imported:
             f"{self.kind}, {self.config.architecture}: imported {imported:,} of "
             f"{imported + sum(left_out.values()):,} parameters"
         ]
+        lines += self.notes
         if left_out:
             counts = ", ".join(f"{what} {count:,}" for what, count in left_out.items())
             lines.append(f"left out: {counts}")
@@ -78,88 +79,117 @@ class Imported:
             lines.append(f"generation defaults: {kept}")
         if self.ignored:
             names = ", ".join(f"{name} {value}" for name, value in self.ignored.items())
-            lines.append(f"ignored settings of generate, set them on `transferry run`: {names}")
+            lines.append(f"left out of the settings of generate: {names}")
+        if self.unused:
+            files = (
+                f"{file}: {', '.join(f'{name} {_short(value)}' for name, value in values.items())}"
+                for file, values in self.unused.items()
+            )
+            lines.append(f"not used: {'; '.join(files)}")
         return "\n".join(lines)
 
 
-def read_checkpoint(folder: Path) -> Imported:
-    """Reads a folder that `save_pretrained` of transformers wrote.
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+
+
+def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Imported:
+    """Reads a folder of transformers, Marian or fairseq, but for the numbers of tensors.
+
+    Args:
+        folder: The folder.
+        adapter_folder: Folder of an adapter that PEFT wrote, merged into the weights.
 
     Raises:
         InputError: A file is missing or damaged, a setting is unsupported, or a tensor does not
             fit.
-        UsageError: The tokenizer's library is not installed.
+        UsageError: The tokenizer's library is not installed, or an adapter is for another kind.
     """
+    adapter = Adapter(adapter_folder) if adapter_folder is not None else None
+    for pattern, read in TOOLKITS.items():
+        if not (folder / CONFIG).exists() and any(folder.glob(pattern)):
+            require(adapter is None, "--adapter", f"left out for {folder}", adapter_folder)
+            return _of_toolkit(read(folder))
     checkpoint = Checkpoint(folder)
     config = checkpoint.config
     kind = config.choice("model_type", {name: name for name in FAMILIES}, "")
-    config.only("quantization_config", None)
+    require_plain(config)
     family = FAMILIES[kind]
     try:
         shape = family.shape(config, checkpoint.names())
     except UsageError as error:
         raise InputError(f"{config.path}: {error}") from error
     tokenizer = TOKENIZERS[kind](checkpoint, shape)
-    if tokenizer.vocabulary_size != shape.vocabulary_size:
-        raise InputError(
-            f"{config.path}: vocab_size is {shape.vocabulary_size}, but the tokenizer has "
-            f"{tokenizer.vocabulary_size} ids; take both from one checkpoint"
-        )
-    generation, ignored = {}, {}
+    generation: dict[str, Any] = {}
+    ignored: dict[str, Any] = {}
     if shape.decoder_layers:
-        if suppress := _suppressed(checkpoint, shape.vocabulary_size):
-            generation["suppress"] = suppress
-        ignored = {
-            name: value
-            for name in SEARCH_SETTINGS
-            if (value := checkpoint.generation.get(name, config.get(name))) is not None
-        }
-    weights = convert_weights(family, shape, checkpoint.tensors(), str(folder))
-    return Imported(kind, shape, weights, tokenizer, generation, ignored)
+        ends = checkpoint.tokens("eos_token_id")
+        if max(ends) >= shape.vocabulary_size:
+            raise InputError(
+                f"{checkpoint.generation.path}: eos_token_id must be ids below "
+                f"{shape.vocabulary_size}, found {max(ends)}"
+            )
+        tokenizer.special = replace(tokenizer.special, more_ends=tuple(ends[1:]))
+        generation, ignored = generation_defaults(checkpoint, shape)
+    tensors = checkpoint.tensors()
+    if adapter is not None:
+        tensors = adapted(family, shape, tensors, adapter)
+    weights = convert_weights(family, shape, tensors, str(folder))
+    notes = [] if adapter is None else [adapter.describe()]
+    notes += [f"tokenizer: {note}" for note in checkpoint.notes]
+    unused = {
+        settings.path.name: values
+        for settings in (config, checkpoint.tokenizer, checkpoint.special_tokens)
+        if (values := settings.unread())
+    }
+    found = (kind, shape, weights, tokenizer, generation, ignored)
+    return Imported(*found, notes, unused)
 
 
-def _suppressed(checkpoint: Checkpoint, vocabulary_size: int) -> tuple[int, ...]:
-    """Tokens in `bad_words_ids`; generation_config.json takes precedence, as in `generate`."""
-    settings = checkpoint.generation
-    if settings.get("bad_words_ids") is None:
-        settings = checkpoint.config
-    words = settings.get("bad_words_ids", [])
-    if not isinstance(words, list) or not all(
-        isinstance(word, list)
-        and len(word) == 1
-        and type(word[0]) is int
-        and 0 <= word[0] < vocabulary_size
-        for word in words
-    ):
-        settings.refuse("bad_words_ids", words, "lists of one token each")
-    return tuple(sorted({word[0] for word in words}))
+def _of_toolkit(source: Source) -> Imported:
+    weights = convert_weights(source.family, source.config, source.tensors)
+    return Imported(
+        source.kind,
+        source.config,
+        weights,
+        source.tokenizer,
+        dict(source.generation),
+        dict(source.ignored),
+        (source.note,) if source.note else (),
+    )
 
 
 def import_checkpoint(
     folder: Path,
     out: Path,
     *,
+    adapter: Path | None = None,
     force: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Imports a checkpoint as a run, which export accepts like a trained one.
 
     Args:
-        folder: Folder that `save_pretrained` of transformers wrote.
+        folder: Folder that `save_pretrained` of transformers wrote, or of Marian or fairseq.
         out: The run.
+        adapter: Folder of an adapter that PEFT wrote, merged into the weights.
         force: Replace an existing run.
         say: Receives the summary.
 
     Raises:
-        InputError: As `read_checkpoint`; or the run cannot be written.
+        InputError: As `read_checkpoint`; a tensor is not finite; or the run cannot be written.
         UsageError: `out` is not empty and `force` is off, or it holds something else than a run.
     """
     run_folder.check_folder(out, force=force)
-    imported = read_checkpoint(folder)
-    with staged_folder(out) as staged:
+    with staged_folder(out) as staged:  # before the long reading
+        imported = read_checkpoint(folder, adapter)
         run.save_config(staged, imported.config, None, imported.generation)
         imported.tokenizer.save(staged)
-        run.save_tensors(staged / run.WEIGHTS, imported.weights.state)
-        run_folder.remember(staged, {"huggingface": folder})
+        with tensor_writer(staged / run.WEIGHTS, imported.weights.shapes) as file:
+            imported.weights.write(file)
+        own = {} if adapter is None else {"adapter": adapter}
+        run_folder.remember(staged, {"huggingface": folder} | own)
+        run_folder.check_folder(out, force=force)  # again, since the weights took their time
         replace_folder(staged, out)
     say(imported.to_text())

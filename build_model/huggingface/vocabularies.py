@@ -1,4 +1,4 @@
-"""Tokenizers of checkpoints: byte-level BPE as tiktoken ranks, others unchanged."""
+"""Tokenizers of checkpoints: GPT-2's as tiktoken ranks, others as the files of their library."""
 
 from __future__ import annotations
 
@@ -6,13 +6,29 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
+
+import jinja2
+import jinja2.nodes
+import msgspec
 
 from transferry.build_model.config import ModelConfig
-from transferry.build_model.huggingface.folder import Checkpoint
+from transferry.build_model.huggingface import decoder_only, encoder_decoder, encoder_only
+from transferry.build_model.huggingface.fast_tokenizer import (
+    TOKENIZER,
+    FastTokenizer,
+    added_tokens,
+    read_fast_tokenizer,
+)
+from transferry.build_model.huggingface.folder import REMEDY, Checkpoint
 from transferry.build_model.vocabulary import byte_of_character
+from transferry.runtime.documents import MOST_JSON
 from transferry.runtime.errors import InputError
-from transferry.runtime.files import read_bytes, read_object
+from transferry.runtime.files import MOST_BYTES, read_bytes
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, Tokenizer
+from transferry.runtime.tokenizer.chat import TEMPLATE_FILE, ChatTemplate
+from transferry.runtime.tokenizer.chat_worker import environment
+from transferry.runtime.tokenizer.patterns import GPT2_PATTERN
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 from transferry.runtime.tokenizer.third_party import (
     HuggingFaceTokenizer,
@@ -21,11 +37,14 @@ from transferry.runtime.tokenizer.third_party import (
     ThirdPartyTokenizer,
 )
 
-TOKENIZER = "tokenizer.json"
+PIECES = "tokenizer.model"
 
-# Splits text into words as GPT-2 does (openai/gpt-2, src/encoder.py). The possessive quantifiers
-# are tiktoken's: the same words, without overflowing the stack on a long run of blanks.
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+
+class NamedTemplate(msgspec.Struct):
+    """One of several chat templates in tokenizer_config.json."""
+
+    name: str
+    template: str
 
 
 def marian_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
@@ -43,44 +62,137 @@ def marian_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenize
     return _third_party(SentencePiecePair, files, special, config, str(checkpoint.folder))
 
 
-def gpt2_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
-    """vocab.json and merges.txt, or their content in tokenizer.json, as tiktoken ranks."""
-    vocabulary, merges = _gpt2_files(checkpoint)
-    checkpoint.tokenizer.only("add_prefix_space", False)
-    checkpoint.tokenizer.only("add_bos_token", False)
-    ranks, first = ranks_of(vocabulary, merges, str(checkpoint.folder))
+def sequence_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
+    """tokenizer.json of an encoder-decoder; it puts the source's language where there is one."""
     eos = checkpoint.token("eos_token_id")
-    special = SpecialTokens(
-        pad_id=checkpoint.token("pad_token_id", eos),
-        bos_id=checkpoint.token("bos_token_id", eos),
-        eos_id=eos,
-        after=(),
-    )
-    return Tokenizer("gpt2", GPT2_PATTERN, ranks, special=special, first_ordinary_id=first)
+    begin = checkpoint.token("decoder_start_token_id", checkpoint.token("bos_token_id", eos))
+    special = SpecialTokens(checkpoint.token("pad_token_id", eos), begin, eos, after=())
+    return _unchanged(_read(checkpoint, config), special, config, str(checkpoint.folder))
 
 
-def _gpt2_files(checkpoint: Checkpoint) -> tuple[Mapping[str, int], Sequence[Sequence[str]]]:
-    """Ids by token, and merges as pairs of tokens."""
+def decoder_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
+    """The tokenizer of a decoder-only model: of GPT-2 as tiktoken ranks where they are equal."""
     folder = checkpoint.folder
-    if (folder / "vocab.json").exists() or not (folder / TOKENIZER).exists():
-        lines = read_bytes(folder / "merges.txt").decode(errors="replace").splitlines()
-        merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
-        return read_object(folder / "vocab.json"), merges
-    path = folder / TOKENIZER
-    record = read_object(path)
-    model, splitting = record.get("model") or {}, record.get("pre_tokenizer") or {}
-    expected = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-    found = {name: splitting.get(name, True) for name in expected}
-    if model.get("type") != "BPE" or found != expected or record.get("normalizer"):
+    if not (folder / TOKENIZER).exists() and (folder / PIECES).exists():
+        return _sentencepiece(checkpoint, config)
+    found = _read(checkpoint, config)
+    special = found.special()
+    eos = checkpoint.token("eos_token_id", found.id_of("eos_token"))
+
+    def other(name: str) -> int:
+        # Ids that are text to the tokenizer stay text: nobody reads padding.
+        token = checkpoint.token(f"{name}_token_id", eos)
+        return token if token in special else eos
+
+    tokens = SpecialTokens(pad_id=other("pad"), bos_id=other("bos"), eos_id=eos, after=())
+    tokenizer = _unchanged(found, tokens, config, str(folder))
+    tokenizer = _as_ranks(found, tokenizer, str(folder)) or tokenizer
+    tokenizer.chat = _chat(checkpoint, found)
+    return tokenizer
+
+
+def _chat(checkpoint: Checkpoint, found: FastTokenizer) -> ChatTemplate | None:
+    """The default chat template, with the tokens that count as such only where it writes them."""
+    templates = _chat_templates(checkpoint)
+    if not templates:
+        return None
+    (origin, source), others = templates.pop("default", ("", "")), ", ".join(sorted(templates))
+    if others:
+        checkpoint.notes.append(f"chat templates left out, not being the default: {others}")
+    if not source:
+        return None
+    try:
+        tree = environment().parse(source)
+    except (jinja2.TemplateError, RecursionError) as error:
         raise InputError(
-            f"{path}: expected GPT-2's byte-level BPE, found the model {model.get('type')!r} with "
-            f"pre_tokenizer {json.dumps(splitting)} and normalizer "
-            f"{json.dumps(record.get('normalizer'))}"
+            f"{origin}: expected a chat template for jinja2, found an error: {error}; correct it"
+        ) from error
+    written = [node.data for node in tree.find_all(jinja2.nodes.TemplateData)]
+    constants = tree.find_all(jinja2.nodes.Const)
+    written += [node.value for node in constants if isinstance(node.value, str)]
+    listed = checkpoint.tokenizer.get("chat_control_tokens")
+    control = {
+        token.content: number
+        for number, token in found.tokenizer.get_added_tokens_decoder().items()
+        # Not white space, such as Gemma's line break, which templates write as text.
+        if token.special
+        or (
+            any(token.content in text for text in written) and not token.content.isspace()
+            if listed is None
+            else token.content in listed
         )
-    merges = [
-        merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", [])
-    ]
-    return model.get("vocab", {}), merges
+    }
+    checkpoint.notes.append("chat template kept for --chat and --messages")
+    return ChatTemplate(source, found.named, control)
+
+
+def _chat_templates(checkpoint: Checkpoint) -> dict[str, tuple[str, str]]:
+    """Returns file and source of each chat template; files take precedence, as in transformers."""
+    folder, settings = checkpoint.folder, checkpoint.tokenizer
+    files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (path := folder / TEMPLATE_FILE).exists():
+        files["default"] = path
+    if files:
+        return {name: (str(path), _source(path)) for name, path in files.items()}
+    found = settings.get("chat_template", [])
+    if isinstance(found, str):
+        found = [{"name": "default", "template": found}]
+    try:
+        named = msgspec.convert(found, list[NamedTemplate])
+    except msgspec.ValidationError:
+        settings.refuse("chat_template", found, "a text, or a list of names and templates")
+    return {each.name: (str(settings.path), each.template) for each in named}
+
+
+def _source(path: Path) -> str:
+    try:
+        return read_bytes(path, MOST_JSON).decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 ({error}); restore the file") from error
+
+
+def _read(checkpoint: Checkpoint, config: ModelConfig) -> FastTokenizer:
+    """A tokenizer whose ids the model has; the model may have more."""
+    found = read_fast_tokenizer(checkpoint)
+    largest = max(found.tokenizer.get_vocab().values(), default=0)
+    if largest >= config.vocabulary_size:
+        raise InputError(
+            f"{checkpoint.config.path}: vocab_size is {config.vocabulary_size}, but the tokenizer "
+            f"has the id {largest}; take both from one checkpoint"
+        )
+    checkpoint.notes += found.notes
+    return found
+
+
+def _as_ranks(found: FastTokenizer, tokenizer: AnyTokenizer, origin: str) -> AnyTokenizer | None:
+    """Returns a byte-level BPE that splits text as GPT-2 does as tiktoken ranks, if it can be."""
+    record = json.loads(found.tokenizer.to_str())
+    model, splitting = record["model"], record["pre_tokenizer"] or {}
+    expected = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    if (
+        model["type"] != "BPE"
+        or expected != {name: splitting.get(name) for name in expected}
+        or record["normalizer"]
+        or not all(token["special"] for token in record["added_tokens"])
+        # In a chat, such tokens take blanks away beside them.
+        or any(token["lstrip"] or token["rstrip"] for token in record["added_tokens"])
+    ):
+        return None
+    try:
+        ranks, first = ranks_of(model["vocab"], model["merges"], origin)
+        ordinary = set(range(first, first + len(ranks)))
+        if set(model["vocab"].values()) - ordinary - found.special():
+            return None  # a token that no text gives, and that has text
+        return Tokenizer(
+            "gpt2",
+            GPT2_PATTERN,
+            ranks,
+            special=tokenizer.special,
+            first_ordinary_id=first,
+            vocabulary_size=tokenizer.vocabulary_size,
+        )
+    except InputError:
+        return None
 
 
 def ranks_of(
@@ -138,47 +250,47 @@ def _joined(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
         pieces[place : place + 2] = [pieces[place] + pieces[place + 1]]
 
 
-def llama_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
-    """tokenizer.json, or tokenizer.model if there is none."""
+def _sentencepiece(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
+    """tokenizer.model, as SentencePiece reads it, which no other token can be added to."""
+    settings, path = checkpoint.tokenizer, checkpoint.folder / PIECES
     eos = checkpoint.token("eos_token_id")
     bos = checkpoint.token("bos_token_id", eos)
-    special = SpecialTokens(checkpoint.token("pad_token_id", eos), bos, eos, after=())
-    path = checkpoint.folder / TOKENIZER
-    if path.exists():
-        return _unchanged(read_bytes(path), special, config, str(path))
-    # transformers 5 ignores these two if there is a tokenizer.json.
-    settings = checkpoint.tokenizer
-    special = dataclasses.replace(
-        special,
-        before=(bos,) if settings.flag("add_bos_token", True) else (),
+    special = SpecialTokens(
+        checkpoint.token("pad_token_id", eos),
+        bos,
+        eos,
+        before=(bos,) if settings.flag("add_bos_token", False) else (),
         after=(eos,) if settings.flag("add_eos_token", False) else (),
     )
-    path = checkpoint.folder / "tokenizer.model"
-    files = dict.fromkeys(SentencePieceTokenizer.names, read_bytes(path))
-    return _third_party(SentencePieceTokenizer, files, special, config, str(path))
+    files = dict.fromkeys(SentencePieceTokenizer.names, read_bytes(path, MOST_BYTES))
+    tokenizer = _third_party(SentencePieceTokenizer, files, special, config, str(path))
+    assert isinstance(tokenizer, SentencePieceTokenizer)
+    if others := [text for text, token in added_tokens(checkpoint) if token >= tokenizer.pieces]:
+        raise InputError(
+            f"{path} cannot hold the added token {others[0]!r}; make a tokenizer.json: "
+            f"AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
+    if _chat_templates(checkpoint):
+        checkpoint.notes.append(f"chat template left out: it needs a {TOKENIZER}")
+    checkpoint.notes.append(
+        f"{PIECES} as SentencePiece reads it; transformers 5 may treat blanks at the beginning of "
+        "a text otherwise"
+    )
+    return tokenizer
 
 
 def bert_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
     """tokenizer.json, or one made from vocab.txt."""
-    path = checkpoint.folder / TOKENIZER
-    if path.exists():
-        content = read_bytes(path)
-        vocabulary = _vocabulary(content, str(path))
-    else:
-        path = checkpoint.folder / "vocab.txt"
-        try:
-            lines = read_bytes(path).decode().split("\n")
-        except UnicodeDecodeError as error:
-            raise InputError(f"{path} is not UTF-8 ({error}); restore the file") from error
-        vocabulary = {line.removesuffix("\r"): number for number, line in enumerate(lines) if line}
-        content = _word_piece(vocabulary, checkpoint)
+    found = _read(checkpoint, config)
 
     def token(name: str) -> int:
-        value = checkpoint.tokenizer.get(f"{name}_token", f"[{name.upper()}]")
-        text = value.get("content") if isinstance(value, dict) else value
-        if text not in vocabulary:
-            raise InputError(f"{path}: expected the {name} token {text!r}, found none")
-        return vocabulary[text]
+        if (token := found.id_of(f"{name}_token")) is None:
+            text = found.named.get(f"{name}_token", f"[{name.upper()}]")
+            raise InputError(
+                f"{checkpoint.folder}: expected the {name} token {text!r} in the vocabulary, found "
+                f"none; {REMEDY}"
+            )
+        return token
 
     special = SpecialTokens(
         pad_id=token("pad"),
@@ -187,53 +299,18 @@ def bert_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
         mask_id=token("mask") if config.output_transform else None,
         after=(),
     )
-    return _unchanged(content, special, config, str(path))
-
-
-def _word_piece(vocabulary: dict[str, int], checkpoint: Checkpoint) -> bytes:
-    """The tokenizer.json that transformers makes from BERT's vocab.txt."""
-    import tokenizers
-    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
-
-    settings = checkpoint.tokenizer
-    made = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer(
-        clean_text=True,
-        handle_chinese_chars=settings.flag("tokenize_chinese_chars", True),
-        strip_accents=settings.get("strip_accents"),
-        lowercase=settings.flag("do_lower_case", True),
-    )
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.decoder = decoders.WordPiece("##")
-    special = [f"[{name}]" for name in ("PAD", "UNK", "CLS", "SEP", "MASK")]
-    made.add_special_tokens([token for token in special if token in vocabulary])
-    ends = [(name, vocabulary[name]) for name in ("[SEP]", "[CLS]") if name in vocabulary]
-    if len(ends) == 2:
-        made.post_processor = processors.BertProcessing(*ends)
-    return made.to_str().encode()
-
-
-def _vocabulary(content: bytes, origin: str) -> dict[str, int]:
-    import tokenizers
-
-    try:
-        return dict(tokenizers.Tokenizer.from_buffer(content).get_vocab())
-    except ValueError as error:
-        raise InputError(f"{origin} is not a tokenizer ({error}); restore the file") from error
+    return _unchanged(found, special, config, str(checkpoint.folder))
 
 
 def _unchanged(
-    content: bytes, special: SpecialTokens, config: ModelConfig, origin: str
+    found: FastTokenizer, special: SpecialTokens, config: ModelConfig, origin: str
 ) -> AnyTokenizer:
     """A tokenizer.json; the tokens that it puts around a text are found by encoding one."""
-    import tokenizers
-
-    files = dict.fromkeys(HuggingFaceTokenizer.names, content)
+    files = dict.fromkeys(HuggingFaceTokenizer.names, found.content)
     plain = _third_party(HuggingFaceTokenizer, files, special, config, origin).encode("a")
-    found = tokenizers.Tokenizer.from_buffer(content)
-    found.no_truncation()
-    found.no_padding()
-    whole = found.encode("a").ids
+    found.tokenizer.no_truncation()
+    found.tokenizer.no_padding()
+    whole = found.tokenizer.encode("a").ids
     for start in range(len(whole) - len(plain) + 1):
         end = start + len(plain)
         if plain and whole[start:end] == plain:
@@ -259,8 +336,8 @@ def _third_party(
 
 
 TOKENIZERS: Mapping[str, Callable[[Checkpoint, ModelConfig], AnyTokenizer]] = {
+    **dict.fromkeys(encoder_decoder.FAMILIES, sequence_tokenizer),
     "marian": marian_tokenizer,
-    "gpt2": gpt2_tokenizer,
-    "llama": llama_tokenizer,
-    "bert": bert_tokenizer,
+    **dict.fromkeys(encoder_only.FAMILIES, bert_tokenizer),
+    **dict.fromkeys(decoder_only.FAMILIES, decoder_tokenizer),
 }

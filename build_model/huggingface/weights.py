@@ -1,15 +1,23 @@
-"""Conversion of tensors by a family's table; errors name the tensor."""
+"""Conversion of tensors by a family's table; errors name the tensor.
+
+Everything but the numbers is checked before any of them is read, and then one tensor at a time
+goes from file to file.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from transferry.build_model.checkpoint import STORED, is_finite
 from transferry.build_model.config import ModelConfig
+from transferry.build_model.formats.lora import AdaptedTensors, Adapter
+from transferry.build_model.formats.tensors import FLOATING, Tensors, meta
 from transferry.build_model.huggingface.tables import Family, Move, NoPlace, Table
 from transferry.build_model.transformer import Transformer
 from transferry.runtime.errors import InputError
@@ -18,52 +26,115 @@ from transferry.runtime.errors import InputError
 OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 
 
+class Written(Protocol):
+    """Where tensors go: a dictionary, or a file."""
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        """Takes a tensor."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Returns a tensor that was taken."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What becomes of one of their tensors: our names, and how it changes."""
+
+    move: Move
+    ours: tuple[str, ...]
+
+
 @dataclass
 class Converted:
-    """Tensors of a checkpoint, converted.
+    """Tensors of a checkpoint, converted when they are written.
 
     Attributes:
-        state: Our tensors by name, float32.
-        left_out: Count of numbers that are not in `state`, by what they belong to.
-        computed: Count of numbers in `state` that a formula gave, not the file.
+        shapes: Our tensors by name, without numbers, of the types that they are stored in: as in
+            the checkpoint where that is float32, bfloat16 or float16, else float32.
+        left_out: Count of numbers that have no place, by what they belong to.
+        computed: Count of numbers that a formula gives, not the file.
     """
 
-    state: dict[str, Tensor] = field(default_factory=dict)
+    tensors: Tensors
+    config: ModelConfig
+    shapes: dict[str, Tensor] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
     computed: int = 0
+    _steps: dict[str, _Step] = field(default_factory=dict)
+    _formulas: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
         """Number of parameters of our model."""
-        return sum(tensor.numel() for tensor in self.state.values())
+        return sum(tensor.numel() for tensor in self.shapes.values())
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """All tensors, in memory.
+
+        Raises:
+            InputError: As `write`.
+        """
+        state: dict[str, Tensor] = {}
+        self.write(state)
+        # Not the pages of a file that may change.
+        return {name: tensor.clone() for name, tensor in state.items()}
 
     def leave_out(self, what: str, tensor: Tensor) -> None:
-        """Counts a tensor that is not in `state`."""
+        """Counts a tensor that has no place."""
         self.left_out[what] = self.left_out.get(what, 0) + tensor.numel()
+
+    def write(self, out: Written) -> None:
+        """Reads, converts and hands on one tensor after the other.
+
+        Raises:
+            InputError: A tensor is not finite, or two that must be equal differ.
+        """
+        for ours, tensor in self._formulas.items():
+            out[ours] = tensor
+        came_from: dict[str, str] = {}
+        # What is added to another comes after it.
+        for name in sorted(self._steps, key=lambda name: bool(self._steps[name].move.adds)):
+            step, tensor = self._steps[name], self.tensors.read(name)
+            for ours, piece in zip(
+                step.ours, _changed(step.move, tensor, self.config), strict=True
+            ):
+                kept = piece.to(self.shapes[ours].dtype)
+                if not is_finite(kept):
+                    raise InputError(
+                        f"{self.tensors.origin}: expected finite numbers in the tensor {name}, "
+                        "found NaN or infinity; the file is damaged, or the training failed"
+                    )
+                if step.move.adds:
+                    out[ours] = out[ours] + kept
+                elif ours not in came_from:
+                    out[ours], came_from[ours] = kept.contiguous(), name
+                elif not torch.equal(out[ours], kept):
+                    raise InputError(
+                        f"{self.tensors.origin}: expected equal tensors {came_from[ours]} and "
+                        f"{name}, but they differ; only models that share them can be imported"
+                    )
 
 
 def convert_weights(
-    family: Family, config: ModelConfig, tensors: Iterable[tuple[str, Tensor]], origin: str
+    family: Family, config: ModelConfig, tensors: Tensors, origin: str = ""
 ) -> Converted:
-    """Converts the tensors of a checkpoint to the state of our model.
+    """Plans the conversion of a checkpoint to the state of our model.
 
     Args:
         family: Table of the conversion.
         config: Shape of our model.
-        tensors: Names and tensors of any floating type. float16 and bfloat16 convert exactly,
-            float64 is rounded.
+        tensors: Tensors of any floating type. float64 is rounded to float32.
         origin: Name of the checkpoint for errors.
 
     Raises:
-        InputError: A tensor is unknown, missing, of another shape, not finite or not floating, or
-            two that must be equal differ.
+        InputError: A tensor is unknown, missing, of another shape or not floating.
     """
+    origin = origin or tensors.origin
     expected = _shapes(config)
-    converted = Converted()
-    came_from: dict[str, str] = {}
-    additions: list[tuple[str, Tensor]] = []
-    for name, tensor in tensors:
-        move, layer = _place(family.table, name.removeprefix(family.prefix))
+    converted = Converted(tensors, config)
+    for name, tensor in tensors.shapes.items():
+        move, layer = _place(family.table, _without(family.prefixes, name))
         if move is None:
             raise InputError(
                 f"{origin}: the tensor {name} is unknown; it belongs to another model than that of "
@@ -73,14 +144,14 @@ def convert_weights(
             if move.what:
                 converted.leave_out(move.what, tensor)
             continue
-        if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+        if tensor.dtype not in FLOATING:
             raise InputError(
-                f"{origin}: expected finite numbers in the tensor {name}, found others in "
-                f"{tensor.dtype}; the file is damaged or quantised"
+                f"{origin}: expected floating-point numbers in the tensor {name}, found "
+                f"{str(tensor.dtype).removeprefix('torch.')}: the weights are quantised. Import "
+                "the checkpoint from before the quantisation"
             )
-        for ours, piece in _pieces(move, layer, tensor):
-            if config.tied and ours == "output.weight":
-                ours = "embedding.weight"
+        pieces = _pieces(move, layer, tensor, config)
+        for ours, piece in pieces:
             if ours not in expected:
                 raise InputError(
                     f"{origin}: the tensor {name} has no place in the model of config.json; take "
@@ -92,21 +163,61 @@ def convert_weights(
                     f"{origin}: the tensor {name} of shape {list(tensor.shape)} does not fit: by "
                     f"config.json {ours} must have the shape {shape}, found {list(piece.shape)}"
                 )
-            if move.adds:
-                additions.append((ours, piece.float()))
-                converted.leave_out(move.adds, tensor)
-            elif ours not in converted.state:
-                converted.state[ours], came_from[ours] = piece.float().contiguous(), name
-            elif not torch.equal(converted.state[ours], piece.float()):
-                raise InputError(
-                    f"{origin}: expected equal tensors {came_from[ours]} and {name}, but they "
-                    "differ; only models that share them can be imported"
-                )
+            kept = tensor.dtype if tensor.dtype in STORED and not move.adds else torch.float32
+            known = converted.shapes.get(ours)
+            # A sum, or one of two types, is float32.
+            same = known is None or known.dtype == kept
+            converted.shapes[ours] = meta(expected[ours], kept if same else torch.float32)
+        if move.adds:
+            converted.leave_out(move.adds, tensor)
+        converted._steps[name] = _Step(move, tuple(ours for ours, _ in pieces))
     for ours, tensor in family.computes(config).items():
-        if ours not in converted.state:
-            converted.state[ours] = tensor
+        if ours not in converted.shapes:
+            converted.shapes[ours] = meta(tensor.shape, tensor.dtype)
+            converted._formulas[ours] = tensor
             converted.computed += tensor.numel()
-    missing = [_theirs(family, ours) for ours in expected if ours not in converted.state]
+    _require_all(family, expected, converted, origin)
+    return converted
+
+
+def adapted(family: Family, config: ModelConfig, tensors: Tensors, adapter: Adapter) -> Tensors:
+    """Merges an adapter into a checkpoint's tensors.
+
+    Raises:
+        InputError: The adapter belongs to another model, or changes one of two weights that the
+            model shares.
+    """
+
+    def move_of(name: str) -> Move | NoPlace | None:
+        return _place(family.table, _without(family.prefixes, name))[0]
+
+    def turned(name: str) -> bool:
+        move = move_of(name)
+        # Norms and biases of such a layer are in the same row of the table.
+        return isinstance(move, Move) and move.turned and name.endswith("weight")
+
+    merged = AdaptedTensors(tensors, adapter, lambda name: _without(family.prefixes, name), turned)
+    shared = [
+        name
+        for name in merged.touched
+        if isinstance(move := move_of(name), Move)
+        and set(move.ours) & {"embedding.weight", "output.weight"}
+    ]
+    if config.tied and len(shared) == 1:
+        raise InputError(
+            f"{adapter.tensors.origin}: it changes {shared[0]}, which the model shares between "
+            "embedding and output, and not the other; only models that share them can be imported"
+        )
+    return merged
+
+
+def _require_all(
+    family: Family, expected: Mapping[str, list[int]], converted: Converted, origin: str
+) -> None:
+    made = {
+        ours for step in converted._steps.values() if not step.move.adds for ours in step.ours
+    } | converted._formulas.keys()
+    missing = [_theirs(family, ours) for ours in expected if ours not in made]
     missing += [
         name
         for name, place in family.table.items()
@@ -118,9 +229,6 @@ def convert_weights(
             f"{origin}: the tensor {missing[0]}{more} is missing; the file is cut short, or of "
             "another model than that of config.json"
         )
-    for ours, piece in additions:
-        converted.state[ours] = converted.state[ours] + piece
-    return converted
 
 
 def _shapes(config: ModelConfig) -> dict[str, list[int]]:
@@ -145,12 +253,28 @@ def _place(table: Table, name: str) -> tuple[Move | NoPlace | None, dict[str, st
     return (Move((place,)) if isinstance(place, str) else place), meaning
 
 
-def _pieces(move: Move, meaning: dict[str, str], tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """Our tensors from one of theirs; one of unexpected rank is unchanged and fails later."""
+def _without(prefixes: Iterable[str], name: str) -> str:
+    return next((name.removeprefix(each) for each in prefixes if name.startswith(each)), name)
+
+
+def _pieces(
+    move: Move, meaning: dict[str, str], tensor: Tensor, config: ModelConfig
+) -> list[tuple[str, Tensor]]:
+    """Our tensors from one of theirs; one of an unexpected shape is unchanged and fails later."""
     names = [ours.replace("#", meaning["#"]).replace("*", meaning["*"]) for ours in move.ours]
+    shared = ["output.weight"] if config.tied else []
+    shared += [] if config.source_vocabulary_size else ["source_embedding.weight"]
+    names = ["embedding.weight" if name in shared else name for name in names]
     if tensor.dim() not in (1, 2):
         return [(names[0], tensor)]
-    return list(zip(names, move.change(tensor), strict=True))
+    try:
+        return list(zip(names, _changed(move, tensor, config), strict=True))
+    except (RuntimeError, ValueError):  # of another size than that of config.json
+        return [(names[0], tensor)]
+
+
+def _changed(move: Move, tensor: Tensor, config: ModelConfig) -> tuple[Tensor, ...]:
+    return tuple(move.change(tensor, config))
 
 
 def _theirs(family: Family, ours: str) -> str:

@@ -27,7 +27,7 @@ from transferry.export.graphs.graph import Graph, flatten
 from transferry.export.torch_model import TorchDecoder, TorchEncoder, TorchState
 from transferry.runtime.bundle import Bundle, GraphSpec, Variant
 from transferry.runtime.decoding.decoder import Tensors
-from transferry.runtime.errors import InputError
+from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Case, Tolerance, Truth, compare, meaningful, truth
 from transferry.runtime.parity.report import Origin
@@ -215,7 +215,7 @@ class _Search:
             Replay(found, options, content, inputs, exact, single, mask, verdict.budget).save(
                 replay
             )
-        except InputError as error:
+        except (InputError, UsageError) as error:
             # The verdict is worth more than the file.
             return replace(origin, message=f"{origin.message}; {error}")
         return found

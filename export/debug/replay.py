@@ -6,22 +6,28 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
 import onnxruntime
+from msgspec import Struct, structs
 from numpy.typing import NDArray
 from onnx import external_data_helper, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from transferry.export.debug.traced_program import value_error
-from transferry.runtime.files import atomic_file, open_arrays
-from transferry.runtime.ort.session import SessionOptions, open_session
+from transferry.runtime.documents import parse_document
+from transferry.runtime.errors import InputError
+from transferry.runtime.files import atomic_file, open_arrays, read_bytes
+from transferry.runtime.ort.external_files import external_files
+from transferry.runtime.ort.session import Optimisation, SessionOptions, open_session
+from transferry.runtime.outputs import foreign_replay, require_own
 from transferry.runtime.parity.report import Origin
 from transferry.runtime.tables import table
 
 _STANDARD = ("", "ai.onnx")
+MOST_REPLAY = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,13 @@ class Replay:
     budget: float
 
     def save(self, path: Path) -> None:
-        """Writes the file; raises InputError if it cannot be written."""
+        """Writes the file.
+
+        Raises:
+            InputError: It cannot be written.
+            UsageError: It exists and is not the replay of a fault.
+        """
+        require_own(path, foreign_replay)
         record = {
             "origin": asdict(self.origin),
             "session": asdict(self.session),
@@ -70,18 +82,37 @@ class Replay:
     def load(cls, path: Path) -> Replay:
         """Reads a file of `save`; raises InputError if it is missing or damaged."""
         remedy = "write it again with `transferry verify --checkpoint`"
-        with open_arrays(path, "the replay of a fault", remedy) as file:
-            record = json.loads(file["index"].tobytes())
+        content = read_bytes(path, MOST_REPLAY)
+        with open_arrays(content, str(path), "the replay of a fault", remedy) as file:
+            index = parse_document(file["index"].tobytes(), _Index, str(path), remedy)
+            model = file["model"].tobytes()
+            if elsewhere := external_files(model):
+                raise InputError(f"{path}: the graph reads {elsewhere[0]!r}; {remedy}")
             return cls(
-                Origin(**record["origin"]),
-                SessionOptions(**record["session"]),
-                file["model"].tobytes(),
-                {name: file[f"input/{n}"] for n, name in enumerate(record["inputs"])},
+                index.origin,
+                SessionOptions(**structs.asdict(index.session)),
+                model,
+                {name: file[f"input/{n}"] for n, name in enumerate(index.inputs)},
                 file["oracle"],
                 file["reference"],
                 file["mask"],
-                record["budget"],
+                index.budget,
             )
+
+
+class _Session(Struct):
+    provider: Literal["cpu", "cuda"]
+    threads: int
+    device_id: int
+    optimisation: Optimisation
+    provider_options: dict[str, str]
+
+
+class _Index(Struct):
+    origin: Origin
+    session: _Session
+    inputs: list[str]
+    budget: float
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from transferry.build_model.config import ModelConfig
 from transferry.export.graphs.external_data import SMALLEST, store
-from transferry.runtime.bundle import MANIFEST, Bundle, FileRecord, Variant
+from transferry.runtime.bundle import MANIFEST, Bundle, Variant
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import sha256
+from transferry.runtime.sealed_folder import FileRecord
 
 PLANTED = "planted.bin"  # the changed weights, beside the graphs; the others stay in their file
 Change = Callable[[NDArray[Any]], NDArray[Any]]

@@ -86,9 +86,22 @@ def _times(value: ir.Value, factor: ir.Value) -> ir.Value:
     return add(value, "Mul", value, add(value, "CastLike", factor, value))
 
 
-def _where(value: ir.Value, condition: ir.Value, factor: float) -> ir.Value:
-    numbers = (constant(value, np.float32(number)) for number in (factor, 1.0))
-    return _times(value, add(value, "Where", condition, *numbers))
+def _scale_where(
+    value: ir.Value,
+    operator: str,
+    compared: Callable[[ir.Value, int], ir.Value],
+    axis: int,
+    number: int,
+    factor: float,
+) -> None:
+    """Multiplies a value where the size of an axis, or places along it, compare with a number."""
+
+    def wrong(honest: ir.Value) -> ir.Value:
+        condition = add(honest, operator, compared(honest, axis), constant(honest, number))
+        factors = (constant(honest, np.float32(each)) for each in (factor, 1.0))
+        return _times(honest, add(honest, "Where", condition, *factors))
+
+    replace(value, wrong)
 
 
 def _size(value: ir.Value, axis: int) -> ir.Value:
@@ -115,36 +128,21 @@ def _scaled(copy: BundleCopy, generator: np.random.Generator) -> str:
 def _late_rows(copy: BundleCopy, generator: np.random.Generator) -> str:
     value, first = _value(copy, generator), int(generator.choice(FIRST_ROWS))
     name = value.name
-
-    def wrong(honest: ir.Value) -> ir.Value:
-        late = add(honest, "GreaterOrEqual", _places(honest, 0), constant(honest, first))
-        return _where(honest, late, 2.0)
-
-    replace(value, wrong)
+    _scale_where(value, "GreaterOrEqual", _places, 0, first, 2.0)
     return f"{name}, rows from {first} on, times 2"
 
 
 def _of_length(copy: BundleCopy, generator: np.random.Generator) -> str:
     (value, axis), length = _axis(copy, generator), int(generator.integers(*LENGTHS))
     name = value.name
-
-    def wrong(honest: ir.Value) -> ir.Value:
-        alike = add(honest, "Equal", _size(honest, axis), constant(honest, length))
-        return _where(honest, alike, 1.1)
-
-    replace(value, wrong)
+    _scale_where(value, "Equal", _size, axis, length, 1.1)
     return f"{name}, where axis {axis} has {length} entries, times 1.1"
 
 
 def _at_place(copy: BundleCopy, generator: np.random.Generator) -> str:
     (value, axis), place = _axis(copy, generator), int(generator.integers(*LENGTHS))
     name = value.name
-
-    def wrong(honest: ir.Value) -> ir.Value:
-        there = add(honest, "Equal", _places(honest, axis), constant(honest, place))
-        return _where(honest, there, 1.5)
-
-    replace(value, wrong)
+    _scale_where(value, "Equal", _places, axis, place, 1.5)
     return f"{name}, entry {place} of axis {axis}, times 1.5"
 
 

@@ -8,7 +8,6 @@ tell a fault that was missed from one that changes no answer.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -35,12 +34,15 @@ from transferry.export.parity.claims import (
     recorded_claim,
     require_exported_from,
 )
-from transferry.export.parity.oracle import BRIEF, Oracle, TextParity
+from transferry.export.parity.fresh_graphs import GRAPHS, fresh_graphs, graphs_claim
+from transferry.export.parity.oracle import Oracle, TextParity
+from transferry.export.parity.searches import BRIEF
 from transferry.export.parity.stored_weights import WEIGHTS, weights_claim
 from transferry.export.variants import PORTABLE
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError, ParityError, ProviderError, TransferryError
+from transferry.runtime.folders import temporary_folder
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions, open_session, require_provider
@@ -100,9 +102,9 @@ def self_test(
     """
     gate = Gate(checkpoint, bundle, model, sources, tolerance)
     planted = [_fallen_back(bundle.graph(next(iter(model.variant.graphs.values()))))]
-    with tempfile.TemporaryDirectory(prefix="transferry-") as name:
+    with temporary_folder() as folder:
         # Rewritten like the others, so that the rewriting itself is not what is caught.
-        honest = BundleCopy(bundle, model.variant, Path(name, "honest"))
+        honest = BundleCopy(bundle, model.variant, folder / "honest")
         faults = faults_of(honest)
         done(1, len(faults) + 1)
         honest.rewrite()
@@ -113,12 +115,12 @@ def self_test(
                 "self-test, and fix what that reports: until then its copies prove nothing"
             )
         for number, fault in enumerate(faults, start=2):
-            copy = BundleCopy(bundle, model.variant, Path(name, "planted"))
+            copy = BundleCopy(bundle, model.variant, folder / "planted")
             where = fault.plant(copy)
             copy.seal()
             caught = gate.check(copy.folder)
-            # A stored weight may differ by less than any answer shows.
-            changes = caught not in ("", WEIGHTS) or gate.changes(copy.folder)
+            # A stored weight or an attribute may differ by less than any answer shows.
+            changes = caught not in ("", WEIGHTS, GRAPHS) or gate.changes(copy.folder)
             planted.append(PlantedFault(fault.kind, where, changes, caught))
             shutil.rmtree(copy.folder)
             done(number, len(faults) + 1)
@@ -158,6 +160,7 @@ class Gate:
         self._generation = default_generation(checkpoint)
         self._recorded = bundle.manifest.files[model.variant.reference]
         self._sources = sources
+        self._fresh = fresh_graphs(checkpoint.model, bundle, model.variant, self._calibration)
         cases = brief_sweep(self._config, model.batches.rows)
         cases += lengths(self._config, sources)
         if int8:
@@ -190,8 +193,10 @@ class Gate:
             return "running"
         # Last, to show what the answers alone tell.
         variant = bundle.variant(self._honest.variant.name)
-        same = weights_claim(self._checkpoint.model, bundle, variant, self._calibration)
-        return failed or (same.name if same.problem else "")
+        claims = [weights_claim(self._checkpoint.model, bundle, variant, self._calibration)]
+        if self._fresh is not None:
+            claims.append(graphs_claim(self._fresh, bundle, variant))
+        return failed or next((claim.name for claim in claims if claim.problem), "")
 
     def _open(self, bundle: Bundle) -> Model:
         return open_model(bundle, self._honest.variant, self._honest.options)

@@ -60,7 +60,11 @@ class CacheInPlace:
 
 
 class FusedDecoderGraph(ModelGraph):
-    """target, positions, cells, bias, cross, past -> hidden, present (past, written in place)."""
+    """target, positions, cells, bias, columns, cross, past -> hidden, present.
+
+    The present is the past, written in place. `columns` is there where a layer has a window, or
+    distances count.
+    """
 
     def forward(
         self, target: Tensor, positions: Tensor, cells: Tensor, bias: Tensor, *cache: Tensor
@@ -73,19 +77,22 @@ class FusedDecoderGraph(ModelGraph):
             cells: Cells for their keys and values `[batch, target, kv_heads, 3]`, int64.
             bias: 0 at columns that a token sees, its own included, else minus infinity
                 `[batch, 1, target, capacity]`.
-            cache: With an encoder first the bias of the source `[batch, 1, 1, source]` and all of
-                cross, as `EncoderGraph` returns it; then all of past
-                `[batch, kv_heads, capacity, d_head]`.
+            cache: Where they count, the positions of the keys `[batch, capacity]`, int64; with an
+                encoder the bias of the source `[batch, 1, 1, source]` and all of cross, as
+                `EncoderGraph` returns it; then all of past `[batch, kv_heads, capacity, d_head]`.
         """
-        cross_bias, cross = None, []
+        cross_bias, cross, columns = None, [], positions
+        if self.model.config.looks_at_columns:
+            columns, cache = cache[0], cache[1:]
         dtype = self.model.embedding.weight.dtype
         if self.model.encoder:
             crosses = 2 * len(self.model.decoder)
-            cross_bias, columns, cache = cache[0], cache[1 : 1 + crosses], cache[1 + crosses :]
-            cross = pair(columns)
+            cross_bias, cross = cache[0], pair(cache[1 : 1 + crosses])
+            cache = cache[1 + crosses :]
         hidden, present = self.model.decode_at(
             target,
             positions,
+            columns,
             bias.to(dtype),
             None if cross_bias is None else cross_bias.to(dtype),
             cross,
@@ -198,6 +205,7 @@ def export_fused_graphs(model: Transformer, cache_type: str | None = None) -> di
     if config.encoder_layers:
         both = (*stored("state", "batch", "source", prefix="cross."), *state)
         read = (spec("source_bias", "float32", "batch", 1, 1, "source"), *cross)
+    placed = (spec("columns", "int64", "batch", "capacity"),) if config.looks_at_columns else ()
     segments = sum(divmod(config.vocabulary_size, SEGMENT))
     modules: dict[str, Module] = {
         "decoder": (
@@ -207,6 +215,7 @@ def export_fused_graphs(model: Transformer, cache_type: str | None = None) -> di
                 spec("positions", "int64", "batch", "target"),
                 spec("cells", "int64", "batch", "target", config.kv_heads, 3),
                 spec("bias", "float32", "batch", 1, "target", "capacity"),
+                *placed,
                 *read,
                 *computed("past", "batch", "capacity"),
             ),

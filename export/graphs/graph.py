@@ -125,13 +125,20 @@ def export_graph(module: nn.Module, spec: GraphSpec, opset: int = OPSET) -> Grap
             verbose=False,
         )
         assert program is not None
-        # Folding a Transpose would store a Linear's weight a second time, and the tied embedding
-        # too; onnxruntime folds it when it opens the graph.
-        onnxscript.optimizer.optimize_ir(
-            program.model, should_fold=lambda node: False if node.op_type == "Transpose" else None
-        )
+        onnxscript.optimizer.optimize_ir(program.model, should_fold=_should_fold)
     _strip(program.model)
     return Graph(program.model, spec, program.exported_program)
+
+
+def _should_fold(node: ir.Node) -> bool | None:
+    """Keeps weights as they are trained; onnxruntime folds these when it opens the graph.
+
+    Folding a Transpose would store a Linear's weight a second time, and the tied embedding too;
+    folding the 1 + weight of a norm would hide which weight it was.
+    """
+    weights = (each for each in node.inputs if each is not None and each.is_initializer())
+    of_weight = any(str(each.name).endswith(".weight") for each in weights)
+    return False if node.op_type == "Transpose" or (node.op_type == "Add" and of_weight) else None
 
 
 @contextlib.contextmanager

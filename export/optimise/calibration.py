@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from transferry.build_model.transformer import Transformer
-from transferry.export.optimise.kv_scales import KVRanges, KVScales, fold_kv_scales
+from transferry.export.optimise.kv_scales import KVRanges, KVScales, fold_kv_scales, has_int8_cache
 from transferry.export.torch_model import TorchDecoder
-from transferry.runtime.bundle import Bundle, Variant
+from transferry.runtime.bundle import REMEDY, Bundle, Variant
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search
+from transferry.runtime.documents import parse_document
 from transferry.runtime.errors import InputError
-from transferry.runtime.files import atomic_file, open_arrays
+from transferry.runtime.files import atomic_file, open_arrays, read_bytes
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 CALIBRATION = "calibration.npz"  # beside the graphs of an int8 variant
@@ -60,7 +61,8 @@ class Calibration:
     Attributes:
         activations: Quantisation of the inputs of linear layers by the weight's name, in a model
             with the KV scales folded in.
-        kv_scales: KV scales by the attention's name; empty without a decoder.
+        kv_scales: KV scales by the attention's name; empty without a decoder, or where the cache
+            stays in float32.
     """
 
     activations: Mapping[str, Activation]
@@ -79,19 +81,26 @@ class Calibration:
     @classmethod
     def of(cls, bundle: Bundle, variant: Variant) -> Calibration:
         """Reads the calibration of an int8 variant; raises InputError as `load` does."""
-        return cls.load((bundle.folder / variant.reference).with_name(CALIBRATION))
+        name = PurePosixPath(variant.reference).with_name(CALIBRATION).as_posix()
+        return cls.parse(bundle.files.read(name), str(bundle.folder / name))
 
     @classmethod
     def load(cls, path: Path) -> Calibration:
         """Reads a file of `save`; raises InputError if it is missing or damaged."""
-        with open_arrays(path, "the calibration of a variant", "export the bundle again") as file:
-            index = json.loads(file["activations"].tobytes())
+        return cls.parse(read_bytes(path), str(path))
+
+    @classmethod
+    def parse(cls, content: bytes, origin: str) -> Calibration:
+        """Parses a file of `save`; raises InputError if it is damaged."""
+        with open_arrays(content, origin, "the calibration of a variant", REMEDY) as file:
+            kind = dict[str, Activation]
+            activations = parse_document(file["activations"].tobytes(), kind, origin, REMEDY)
             names = [name.removesuffix("/keys") for name in file.files if name.endswith("/keys")]
             scales = {
                 name: KVScales(*(torch.from_numpy(file[f"{name}/{kind}"]) for kind in KINDS))
                 for name in names
             }
-            return cls({name: Activation(**each) for name, each in index.items()}, scales)
+            return cls(activations, scales)
 
 
 class Histogram:
@@ -226,7 +235,7 @@ def calibrate(
     _run(
         model, [*texts, *vocabulary_texts(model)], lambda name, _, output: ranges.add(name, output)
     )
-    scales = ranges.scales()
+    scales = ranges.scales() if has_int8_cache(model.config) else {}
     # Scaled values change the inputs of the output projections of attention.
     inputs = collections.defaultdict[str, Histogram](Histogram)
     _run(
@@ -243,7 +252,8 @@ def vocabulary_texts(model: Transformer) -> Iterator[Text]:
     tokens = np.random.default_rng(0).permutation(model.config.vocabulary_size)
     for first in range(0, min(SWEPT_ROWS * length, len(tokens)), length):
         ids = tokens[first : first + length].tolist()
-        yield _text(model, ids if model.encoder else (), ids)
+        source = [token % model.config.source_vocabulary for token in ids]
+        yield _text(model, source if model.encoder else (), ids)
 
 
 def _text(model: Transformer, source: Sequence[int], target: Sequence[int]) -> Text:

@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
+from transferry.build_model.config import ModelConfig
 from transferry.export.graphs.fused import FUSED_OPSET
 from transferry.export.graphs.graph import Graph, Specs, spec
 from transferry.export.graphs.rewriting import (
@@ -42,13 +43,16 @@ UPDATES = 2  # index of the written values among ScatterND's inputs
 FLOAT, INT8 = ir.TensorType(ir.DataType.FLOAT), ir.TensorType(ir.DataType.INT8)
 
 
-def quantise_cache(graphs: dict[str, Graph], scales: Mapping[str, KVScales]) -> int:
+def quantise_cache(
+    graphs: dict[str, Graph], scales: Mapping[str, KVScales], config: ModelConfig
+) -> int:
     """Makes graphs store the KV cache in int8, and adds the graph "dequantise".
 
     Args:
         graphs: Encoder and decoder of a model with folded KV scales, in float32 and fused; the
             other graphs were exported with an int8 cache. Changed in place.
         scales: KV scales by the attention's name.
+        config: Shape of the model.
 
     Returns:
         Number of attentions of the decoder that read integers.
@@ -58,7 +62,7 @@ def quantise_cache(graphs: dict[str, Graph], scales: Mapping[str, KVScales]) -> 
     """
     if "encoder" in graphs:
         graphs["encoder"] = _rounded_encoder(graphs["encoder"])
-    graphs["decoder"], count = _int8_decoder(graphs["decoder"])
+    graphs["decoder"], count = _int8_decoder(graphs["decoder"], config)
     graphs["dequantise"] = _dequantise_graph(graphs["decoder"].spec, scales)
     return count
 
@@ -115,7 +119,7 @@ def _dequantise_graph(decoder: GraphSpec, scales: Mapping[str, KVScales]) -> Gra
     return Graph(model, GraphSpec("dequantise.onnx", inputs, outputs))
 
 
-def _int8_decoder(decoder: Graph) -> tuple[Graph, int]:
+def _int8_decoder(decoder: Graph, config: ModelConfig) -> tuple[Graph, int]:
     """Makes the decoder read and write integers; returns the number of attentions too."""
     graph, specs = decoder.model.graph, decoder.spec
     attentions = [_Attention(node) for node in graph if node.op_type == "Softmax"]
@@ -143,9 +147,14 @@ def _int8_decoder(decoder: Graph) -> tuple[Graph, int]:
         shape = [tape.op("Shape", [past]), constant(graph, "nothing", [0, width])]
         empty = [tape.op("ConstantOfShape", [tape.op("Concat", shape, {"axis": 0})])] * 2
     graph.insert_before(graph[0], tape.nodes)
+    layer = 0
     for attention in attentions:
         kind = "self" if attention.writers else "cross"
-        attention.branch(values["single"], columns[kind], empty)
+        # Both count the token itself; none is -1 in one and 0 in the other.
+        window = config.window(layer) if attention.writers else 0
+        options = {"local_window_size": window or -1, "softcap": config.attention_softcap}
+        attention.branch(values["single"], columns[kind], empty, options)
+        layer += bool(attention.writers)
     kept = (replace(each, name=f"kept.{each.name}", role="kept", type="int8") for each in crosses)
     outputs = (*_int8(specs.outputs), *kept)
     specs = replace(specs, inputs=inputs, outputs=outputs)
@@ -167,6 +176,9 @@ class _Attention:
 
     def __init__(self, softmax: ir.Node) -> None:
         scores = _producer(argument(_producer(argument(softmax, 0)), 0))
+        while scores.op_type != "MatMul":  # capped
+            (capped,) = (each for each in scores.inputs if each and each.producer() is not None)
+            scores = _producer(capped)
         product = softmax.outputs[0].consumers()[0]
         keys = argument(_producer(argument(scores, 1)), 0)  # before the transpose
         query = _ungrouped(argument(scores, 0))
@@ -186,7 +198,11 @@ class _Attention:
         self.writers = [writer for writer in writers if writer is not None]
 
     def branch(
-        self, single: ir.Value, columns: Sequence[ir.Value], empty: Sequence[ir.Value]
+        self,
+        single: ir.Value,
+        columns: Sequence[ir.Value],
+        empty: Sequence[ir.Value],
+        options: Mapping[str, float],
     ) -> None:
         """Replaces the attention by an If over the two ways to read integers.
 
@@ -196,11 +212,12 @@ class _Attention:
                 capacity `[1]` int32.
             empty: Keys and values `[batch, 0, kv_heads * d_head]` for an attention that writes
                 none.
+            options: Further attributes of GroupQueryAttention.
         """
         before = self.joined.consumers()[0]
         graph = before.graph
         assert isinstance(graph, ir.Graph)
-        single_query = self._single_query(graph, columns, empty)
+        single_query = self._single_query(graph, columns, empty, options)
         olds = [self.joined, *self._cast_to_float(graph)]
         nodes = _nodes_only_for(olds, graph)
         choice = ir.node("If", [single], num_outputs=3)
@@ -220,7 +237,11 @@ class _Attention:
         choice.attributes["else_branch"] = ir.AttrGraph("else_branch", several)
 
     def _single_query(
-        self, graph: ir.Graph, columns: Sequence[ir.Value], empty: Sequence[ir.Value]
+        self,
+        graph: ir.Graph,
+        columns: Sequence[ir.Value],
+        empty: Sequence[ir.Value],
+        options: Mapping[str, float],
     ) -> ir.Graph:
         """Returns the branch for a single query per slot."""
         tape, width = ir.tape.Tape(), self.heads * self.d_head
@@ -244,6 +265,7 @@ class _Attention:
                 "kv_cache_bit_width": 8,
                 "k_quant_type": "PER_TENSOR",
                 "v_quant_type": "PER_TENSOR",
+                **options,
             },
             domain=CONTRIB,
             num_outputs=3,

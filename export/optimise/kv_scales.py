@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from transferry.build_model.attention import MultiHeadAttention
+from transferry.build_model.config import ModelConfig
+from transferry.build_model.norms import RMSNorm
 from transferry.build_model.transformer import Transformer
 from transferry.runtime.errors import InputError
 
@@ -26,6 +28,14 @@ CACHED = re.compile(r"decoder\.\d+\.(self|cross)_attention\.(key|value)\.weight"
 # Other text exceeds the measured ranges. After measuring 200 captions and the vocabulary, one
 # channel of a hundred exceeded its range by more than this factor in the answers to 1,000 others.
 HEADROOM = 1.25
+
+
+def has_int8_cache(config: ModelConfig) -> bool:
+    """Whether GroupQueryAttention, which reads an int8 cache, can stand for the attention.
+
+    It takes no bias of distances, and heads of a multiple of 8 features.
+    """
+    return not config.relative_buckets and config.d_head % 8 == 0
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,9 @@ class KVRanges:
     """The largest keys and values of a decoder, collected from its linear layers."""
 
     def __init__(self, model: Transformer) -> None:
-        self._d_head, self._rotary = model.config.d_head, model.config.positions == "rotary"
+        self._model, self._d_head = model, model.config.d_head
+        cosines = model.cosines if model.config.positions == "rotary" else None
+        self._turned = 0 if cosines is None else cosines.shape[1]
         self._largest: dict[str, Tensor] = {}
 
     def add(self, name: str, output: Tensor) -> None:
@@ -56,13 +68,21 @@ class KVRanges:
         """
         if not CACHED.fullmatch(name):
             return
-        sizes = output.detach().cpu().reshape(-1, output.shape[-1] // self._d_head, self._d_head)
+        attention = self._model.get_submodule(name.rpartition("_attention.")[0] + "_attention")
+        assert isinstance(attention, MultiHeadAttention)
+        is_key = name.endswith(".key.weight")
+        cached = attention.normed(output, attention.key_norm) if is_key else output
+        sizes = cached.detach().cpu().reshape(-1, cached.shape[-1] // self._d_head, self._d_head)
         sizes = sizes.abs()
-        if self._rotary and "self_attention.key" in name:
+        if self._turned and "self_attention.key" in name:
             # At any angle, neither channel of a pair is larger than the length of the pair.
-            pairs = torch.hypot(*sizes.chunk(2, dim=2))
-            sizes = torch.cat([pairs, pairs], dim=2)
+            turned, rest = sizes[..., : self._turned], sizes[..., self._turned :]
+            pairs = torch.hypot(*turned.chunk(2, dim=2)) * self._model.config.rotary_scale
+            sizes = torch.cat([pairs, pairs, rest], dim=2)
         largest = sizes.amax(dim=0)
+        if is_key and self._model.config.query_key_norm == "head":
+            # One norm serves all heads, and its weight takes up the scales.
+            largest = largest.amax(dim=0, keepdim=True).expand_as(largest).clone()
         if not torch.isfinite(largest).all():
             raise InputError(
                 f"expected finite outputs of {name}, found NaN or infinity: the model cannot be "
@@ -98,15 +118,21 @@ def fold_kv_scales(model: Transformer, scales: Mapping[str, KVScales]) -> Transf
         keys, values = (
             each.repeat_interleave(groups, dim=0).flatten() for each in (scale.keys, scale.values)
         )
-        _multiply(attention.key, 1 / scale.keys.flatten())
         _multiply(attention.value, 1 / scale.values.flatten())
-        _multiply(attention.query, keys)
+        for linear, norm, factors in (
+            (attention.key, attention.key_norm, 1 / scale.keys.flatten()),
+            (attention.query, attention.query_norm, keys),
+        ):
+            _multiply(linear if norm is None else norm, factors)
         attention.output.weight.mul_(values.to(attention.output.weight.device))
     return model
 
 
-def _multiply(linear: nn.Linear, factors: Tensor) -> None:
-    """Multiplies each output of a linear layer by its factor."""
-    for parameter in linear.parameters():
+def _multiply(layer: nn.Module, factors: Tensor) -> None:
+    """Multiplies each output of a linear layer, or of a norm, by its factor."""
+    for parameter in layer.parameters():
+        # A norm of each head takes the factors of the first, which are those of all.
         shape = (-1, *[1] * (parameter.dim() - 1))
-        parameter.mul_(factors.to(parameter.device).reshape(shape))
+        each = factors.to(parameter.device)[: parameter.shape[0]].reshape(shape)
+        offset = 1.0 if isinstance(layer, RMSNorm) and layer.offset else 0.0
+        parameter.add_(offset).mul_(each).sub_(offset)

@@ -12,15 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from transferry.build_model.checkpoint import Checkpoint
+from transferry.build_model.checkpoint import CONFIG, Checkpoint
 from transferry.build_model.config import ModelConfig
 from transferry.export.parity.oracle import Oracle
 from transferry.export.variants import RECIPES, reference_file
 from transferry.runtime.bundle import Bundle, Variant
-from transferry.runtime.decoding.hypothesis import Hypothesis
-from transferry.runtime.decoding.options import GenerationOptions, options_of_json
+from transferry.runtime.decoding.options import (
+    GenerationOptions,
+    generation_options,
+    options_of_json,
+)
 from transferry.runtime.decoding.search import search
-from transferry.runtime.errors import InputError, TransferryError
+from transferry.runtime.errors import InputError, TransferryError, UsageError
 from transferry.runtime.parity.compare import Case, Tolerance, Truth, compare
 from transferry.runtime.parity.recorded import RecordedSearch, Reference
 from transferry.runtime.parity.report import Claim
@@ -50,9 +53,18 @@ def require_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
 
 
 def default_generation(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns the defaults of generation of a bundle of this run."""
+    """Returns the defaults of generation of a bundle of this run.
+
+    Raises:
+        InputError: The run has settings that are none of generation, or out of range.
+    """
     longest = min(MAX_LENGTH, checkpoint.model.config.max_positions)
-    return {"max_length": longest, **options_of_json(checkpoint.generation)}
+    values = {"max_length": longest, **options_of_json(checkpoint.generation)}
+    try:
+        generation_options(values)
+    except UsageError as error:
+        raise InputError(f"{CONFIG} of the run cannot be used: {error}; correct it") from error
+    return values
 
 
 def manifest_claims(checkpoint: Checkpoint, bundle: Bundle) -> list[Claim]:
@@ -77,7 +89,7 @@ def manifest_claims(checkpoint: Checkpoint, bundle: Bundle) -> list[Claim]:
 
 def recorded_claim(bundle: Bundle, variant: Variant, oracle: Oracle) -> Claim:
     """Makes the recorded answers of a variant again, with its oracle, and compares."""
-    reference = Reference.load(bundle.folder / variant.reference)
+    reference = Reference.of(bundle, variant)
     problems = filter(None, _reference_problems(reference, oracle))
     return Claim("recorded answers", next(problems, ""))
 
@@ -113,12 +125,13 @@ def _reference_problems(reference: Reference, oracle: Oracle) -> Iterator[str]:
     config = oracle.config
     sources = [source for case, _ in reference.cases for source in case.source.tolist()]
     targets = [target for case, _ in reference.cases for target in case.target.tolist()]
-    for tokens in (*sources, *targets, *reference.sources):
-        if len(tokens) > config.max_positions or not all(
-            0 <= token < config.vocabulary_size for token in tokens
-        ):
-            yield "hold a token or a length that the model does not have"
-            return
+    read, written = config.source_vocabulary, config.vocabulary_size
+    for rows, size in (([*sources, *reference.sources], read), (targets, written)):
+        for tokens in rows:
+            known = all(0 <= token < size for token in tokens)
+            if len(tokens) > config.max_positions or not known:
+                yield "hold a token or a length that the model does not have"
+                return
     if not reference.cases or (config.decoder_layers and not reference.searches):
         yield "are missing: expected cases and searches"
     for case, truth in reference.cases:
@@ -152,21 +165,13 @@ def _search_problem(item: RecordedSearch, sources: Sequence[Sequence[int]], orac
     """Describes the first answer that is neither torch's nor tied with it, or a wrong score."""
     special = oracle.special
     try:
-        options = GenerationOptions(**options_of_json(item.options))
+        options = generation_options(options_of_json(item.options))
         answers = search(oracle.reference, sources, options, special)
     except TransferryError as error:
         return f"{item.name}: {error}"
     if not len(sources) == len(item.answers) == len(item.scores):
         return f"{item.name}: expected answers to {len(sources)} sources"
-    recorded = [
-        [
-            Hypothesis(
-                tuple(tokens), score, score, "end" if len(tokens) < options.max_length else "length"
-            )
-            for tokens, score in zip(*both, strict=True)
-        ]
-        for both in zip(item.answers, item.scores, strict=True)
-    ]
+    recorded = item.hypotheses(special)
     explainer = replace(oracle.explainer(oracle.exact, options), tolerance=Tolerance())
     for row, (source, wanted, found) in enumerate(zip(sources, answers, recorded, strict=True)):
         if [one.tokens for one in wanted] != [one.tokens for one in found]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.export.optimise.calibration import Calibration
-from transferry.export.parity.cases import MOST_LOGITS, random_cases, room
+from transferry.export.parity.cases import MOST_LOGITS, random_cases
+from transferry.export.parity.searches import GIVEN, RECORDED, SEARCHES, WHOLE, search_settings
 from transferry.export.parity.served import serve
 from transferry.export.parity.simulated_int8 import int8_sides
 from transferry.export.parity.teacher_forcing import TeacherForcing
@@ -28,7 +29,7 @@ from transferry.runtime.decoding.decoder import (
 )
 from transferry.runtime.decoding.hypothesis import Hypothesis, length_normalised
 from transferry.runtime.decoding.logits import log_sum_exp
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.options import GenerationOptions, generation_options
 from transferry.runtime.decoding.search import pad_sources, search
 from transferry.runtime.errors import InputError
 from transferry.runtime.ort.encoder import EncoderModel
@@ -49,58 +50,16 @@ from transferry.runtime.parity.divergence import (
     Explainer,
     Tally,
     forced,
-    scored_tokens,
 )
 from transferry.runtime.parity.recorded import RecordedSearch, Reference
 from transferry.runtime.parity.report import Decisions, Difference
+from transferry.runtime.parity.rules import Rules
 from transferry.runtime.parity.self_consistency import self_consistency
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
-# Searches over text: of the beam the whole n-best must agree, not only the best.
-SEARCHES: Mapping[str, Mapping[str, Any]] = {
-    "greedy": {"beam": 1, "n_best": 1},
-    "beam 4": {"beam": 4, "n_best": 4},
-    "sampling": {"beam": 1, "n_best": 1, "sample": True, "seed": 1},
-    "top-k and top-p sampling": {
-        "beam": 1,
-        "n_best": 2,
-        "sample": True,
-        "seed": 2,
-        "temperature": 0.7,
-        "top_k": 8,
-        "top_p": 0.9,
-    },
-    "constrained beam 2": {"beam": 2, "n_best": 1, "min_length": 8, "no_repeat_ngram": 3},
-}
-CONSTRAINED = "constrained beam 2"  # with a forced prefix too
-WHOLE = ("greedy", "beam 4")  # run on every row, the others on some
-BRIEF = ("greedy", "beam 4", "sampling")
-# Searches with recorded answers; only an oracle can explain a difference between samples.
-RECORDED = ("greedy", "beam 4")
-GIVEN = "as given"  # a search with options of the user's
 HIDE_EVERY = 7  # tokens of a text, for an encoder-only model to fill in
 ROWS = 64  # hypotheses searched together
 MOVED = 8  # of them are scored by `Oracle.others` too
-
-
-def search_settings(
-    name: str,
-    generation: Mapping[str, Any],
-    config: ModelConfig,
-    sources: Sequence[Sequence[int]],
-    max_length: int,
-) -> dict[str, Any]:
-    """Returns the fields of GenerationOptions for one of `SEARCHES`, or those of `generation`.
-
-    An answer has at most `max_length` tokens, fewer where the positions do not suffice.
-    """
-    length = room(config, sources, max_length)
-    settings = {**generation, **SEARCHES.get(name, {}), "max_length": length}
-    if name == CONSTRAINED:
-        # Any token will do: both sides must continue it.
-        prefix = (*settings.get("prefix", ()), config.vocabulary_size // 2)
-        settings |= {"prefix": prefix[:length], "min_length": min(settings["min_length"], length)}
-    return settings
 
 
 @dataclass(frozen=True)
@@ -154,8 +113,10 @@ class Oracle:
         if calibration is not None:
             self.reference, self.exact, *self.others = int8_sides(model, calibration)
         self.failed: list[Case] = []
-        # By source and tokens: searches share many answers.
-        self._scored: dict[tuple[tuple[int, ...], tuple[int, ...]], _Score] = {}
+        # By source, tokens and how they were ranked: searches share many answers.
+        self._scored: dict[
+            tuple[tuple[int, ...], tuple[int, ...], GenerationOptions | None], _Score
+        ] = {}
 
     def observe(self, case: Case) -> list[Tensors]:
         """Runs a case: the oracle's tensors, those of the reference, those of `others`.
@@ -295,22 +256,33 @@ class Oracle:
 
         The score is NaN where the search failed, so that nothing equals it.
         """
+        # Only beam search has scores that rules changed.
+        ranked = options if options.reranks and options.beam > 1 else None
+        rules = None
+        if ranked is not None:
+            rules = partial(
+                Rules,
+                options,
+                special=self.special,
+                has_encoder=bool(self.config.encoder_layers),
+            )
         keys = [
-            [(tuple(source), scored_tokens(item, self.special.eos_id)) for item in hypotheses]
+            [(tuple(source), item.scored_tokens, ranked) for item in hypotheses]
             for source, hypotheses in zip(sources, answers, strict=True)
         ]
         # A search that failed has no tokens.
         new = [key for key in dict.fromkeys(chain(*keys)) if key[1] and key not in self._scored]
-        for batch in self._batches([len(tokens) for _, tokens in new]):
+        for batch in self._batches([len(tokens) for _, tokens, _ in new]):
             chosen = [new[index] for index in batch]
-            different, tokens = ([key[side] for key in chosen] for side in (0, 1))
-            exactly = forced(self.exact, different, tokens, self.special)
-            totals = [float(given.log_probabilities.sum()) for given in exactly]
+            different = [source for source, _, _ in chosen]
+            tokens = [answer for _, answer, _ in chosen]
+            exactly = forced(self.exact, different, tokens, self.special, rules)
+            totals = [float(given.ranks.sum()) for given in exactly]
             spreads = [0.0] * len(chosen)
             for side in self.others:
-                few = forced(side, different[:MOVED], tokens[:MOVED], self.special)
+                few = forced(side, different[:MOVED], tokens[:MOVED], self.special, rules)
                 for place, given in enumerate(few):
-                    moved = abs(float(given.log_probabilities.sum()) - totals[place])
+                    moved = abs(float(given.ranks.sum()) - totals[place])
                     spreads[place] = max(spreads[place], moved)
             for key, total, given, spread in zip(chosen, totals, exactly, spreads, strict=True):
                 self._scored[key] = _Score(total, given.largest, spread)
@@ -401,7 +373,8 @@ class Oracle:
             answers = search(self.reference, sources, options, self.special)
             scores, own_error = self.scores(sources, answers, options)
             tokens = [[hypothesis.tokens for hypothesis in row] for row in answers]
-            searches.append(RecordedSearch(name, settings, tokens, scores, own_error))
+            ends = [[hypothesis.end for hypothesis in row] for row in answers]
+            searches.append(RecordedSearch(name, settings, tokens, scores, own_error, ends))
         return Reference([(case, self.truth(case)) for case in cases], sources, searches)
 
 
@@ -487,7 +460,8 @@ class TextParity:
         """Returns the options of a search."""
         given = (self.given or {}) if name == GIVEN else {}
         length = min(self.longest, given.get("max_length", self.longest))
-        config, generation = self.oracle.config, {**self.generation, **given}
+        generation = vars(generation_options(given, generation_options(self.generation)))
+        config = self.oracle.config
         return GenerationOptions(**search_settings(name, generation, config, self.sources, length))
 
     def _pairs(self) -> list[tuple[Sequence[int], Sequence[int]]]:
@@ -495,8 +469,7 @@ class TextParity:
         special, config = self.oracle.special, self.oracle.config
         fed = self.fed
         if fed is None:
-            answers = [scored_tokens(wanted, special.eos_id) for wanted, _ in self.best["greedy"]]
-            fed = [[special.bos_id, *tokens] for tokens in answers]
+            fed = [[special.bos_id, *wanted.scored_tokens] for wanted, _ in self.best["greedy"]]
         return [
             (source if config.encoder_layers else [], target[: config.max_positions + 1])
             for source, target in zip(self.sources, fed, strict=True)

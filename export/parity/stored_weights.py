@@ -123,7 +123,7 @@ def _problems(weights: RunWeights, bundle: Bundle, variant: Variant) -> Iterator
                 yield f"{name}: {key} is no weight of the run"
     head = variant.graphs.get("lm_head", next(iter(variant.graphs.values())))
     for part, stored in variant.screen.items():
-        found = stored.read(bundle.folder)
+        found = stored.read(bundle.files)
         wanted = weights.find(_screened(ir.load(bundle.graph(head)).graph, part))
         if wanted is None:
             yield f"{part} of the screen is no weight of the run"

@@ -9,7 +9,7 @@ import numpy as np
 from transferry.export.parity.oracle import Oracle
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.score import TOO_SHORT, Pair, score
-from transferry.runtime.parity.compare import Comparison
+from transferry.runtime.parity.compare import Comparison, limited
 from transferry.runtime.parity.divergence import forced
 
 ROWS = 64  # scored by the oracle at once
@@ -49,9 +49,7 @@ def compare_scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> lis
         given = np.concatenate([row.log_probabilities for _, row in batch])
         error, own = float(np.abs(given - wanted).max()) / unit, own / unit
         budget = oracle.tolerance.budget(own)
-        # Unlike error > budget, this holds for NaN.
-        fault = "" if error <= budget else f"error {error:.2e} exceeds the budget {budget:.2e}"
-        comparisons.append(Comparison(name, "scores", "text", error, own, budget, fault))
+        comparisons.append(limited(name, "scores", "text", error, own, budget))
     failed = [(number, row.error) for number, row in rows if row.error not in (None, TOO_SHORT)]
     if failed:
         fault = f"row {failed[0][0]} and {len(failed) - 1} more were not scored: {failed[0][1]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from transferry.runtime.files import atomic_file
+from transferry.runtime.outputs import foreign_junit, foreign_page, require_own
 from transferry.runtime.parity.certificate import Certificate
 from transferry.runtime.parity.junit import to_junit
 from transferry.runtime.parity.report import ParityReport
@@ -26,7 +27,15 @@ def write_report(
         junit: File of the XML; None writes none.
         date: Date of the verification, shown on the page.
         certificate: The certificate that the report earned, shown on the page.
+
+    Raises:
+        InputError: A file cannot be written.
+        UsageError: A file exists that no verification wrote.
     """
+    if junit is not None:
+        require_own(junit, foreign_junit)
+    if page is not None:
+        require_own(page, foreign_page)
     if junit is not None:
         with atomic_file(junit) as file:
             file.write(to_junit(report).encode())

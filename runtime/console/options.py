@@ -5,21 +5,42 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import shlex
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
+from transferry.runtime.console.fields import (
+    Required,
+    Switch,
+    fields_as_options,
+    given,
+    together,
+)
+from transferry.runtime.console.memory import out_of_memory, require_memory
 from transferry.runtime.errors import InputError, TransferryError, UsageError
+from transferry.runtime.files import require_writable
 from transferry.runtime.jobs.options import JobOptions, RayOptions
-from transferry.runtime.settings import field_helps, read_settings
+from transferry.runtime.outputs import (
+    STANDARD_STREAM,
+    foreign_junit,
+    foreign_page,
+    foreign_replay,
+    require_apart,
+    require_own,
+)
+from transferry.runtime.settings import (
+    check_value,
+    foreign_settings,
+    read_settings,
+    shown,
+)
+from transferry.runtime.stopping import EXIT_CODE
+from transferry.runtime.tables import printable
 
 if TYPE_CHECKING:
     from transferry.runtime.decoding.batching import BatchOptions
@@ -28,22 +49,100 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-FILE = click.Path(path_type=Path)
 # Options that were renamed; the former name still works, also in a --config file.
 FORMER_NAMES = {"opinions": "cross-check", "shard": "partition", "shard-rows": "chunk-rows"}
-COMMAND_LINE = f"{__name__}.command_line"
+COMMAND_LINE, CONFIG = f"{__name__}.command_line", f"{__name__}.config"
+
+
+class FilePath(click.Path):
+    """A file or folder that is read, or one that is written.
+
+    Attributes:
+        writes: Suffixes of what is written, "" for the path itself; empty for an input.
+        foreign: What is wrong with an existing output, see `require_own`; None where that is
+            checked later.
+    """
+
+    def __init__(self, *writes: str, foreign: Callable[[Path], str] | None = None) -> None:
+        super().__init__(path_type=Path)
+        self.writes, self.foreign = writes, foreign
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuses what can be no path, before `exists` raises an error of its own."""
+        path = Path(value)
+        if not str(value):
+            self.fail("expected a path, found nothing", param, ctx)
+        try:
+            path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise InputError(f"{shown(str(path))}: cannot be used: {error.strerror}") from error
+        except ValueError:  # a NUL, or a character that no name can have
+            self.fail(f"expected a path, found {shown(str(path))}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+FILE = FilePath()
+# The output of a job, with what lies beside it; a folder or file without more.
+JOB_OUTPUT = FilePath("", ".summary.json", ".settings.toml", ".job")
+MERGED, OUTPUT = FilePath("", ".summary.json"), FilePath("")
+PAGE = FilePath("", foreign=foreign_page)
+JUNIT = FilePath("", foreign=foreign_junit)
+REPLAY = FilePath("", foreign=foreign_replay)
 
 
 class Failure(click.ClickException):
     """An error message for stderr, and the exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.exit_code = exit_code  # type: ignore[misc]  # click declares it for the class
+
+
+class CheckedCommand(click.Command):
+    """A command whose outputs are apart from its inputs and from each other."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Checks the paths, then runs the command."""
+        inputs: list[Path] = []
+        outputs: list[tuple[Path, FilePath]] = []
+        for parameter in self.params:
+            kind, value = parameter.type, ctx.params.get(str(parameter.name))
+            if isinstance(value, str):
+                _require_text(parameter, value)
+            if isinstance(kind, FilePath) and value is not None:
+                paths = value if isinstance(value, tuple) else (value,)
+                inputs += () if kind.writes else paths
+                outputs += [(path, kind) for path in paths if kind.writes]
+        # Settings that a command wrote are read, and may be written again beside the same output.
+        if (config := ctx.meta.get(CONFIG)) is not None and foreign_settings(config):
+            inputs.append(config)
+        written = [
+            path if path == STANDARD_STREAM else Path(f"{path}{suffix}")
+            for path, kind in outputs
+            for suffix in kind.writes[: 1 if path == STANDARD_STREAM else None]
+        ]
+        if not ctx.params.get("resume"):  # a run is continued in its folder, with its files
+            require_apart(written, inputs)
+        for path, kind in outputs:
+            if kind.foreign is not None:
+                require_own(path, kind.foreign)
+        return super().invoke(ctx)
+
+
+def _require_text(parameter: click.Parameter, value: str) -> None:
+    """Raises UsageError for an argument with bytes that are not UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{parameter.opts[-1]} must be UTF-8, found {shown(value)}") from error
 
 
 class Commands(click.Group):
     """The one place that turns exceptions into error messages and exit codes."""
+
+    command_class = CheckedCommand
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -56,10 +155,8 @@ class Commands(click.Group):
 
     def invoke(self, context: click.Context) -> Any:
         """Runs the command."""
-        # A scheduler's SIGTERM acts like Ctrl-C: temporary files are removed, the exit code is 130.
-        with contextlib.suppress(ValueError):  # not in the main thread
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
+            require_memory(shlex.split(context.meta[COMMAND_LINE])[1:])
             return super().invoke(context)
         except TransferryError as error:
             raise Failure(str(error), error.exit_code) from error
@@ -69,19 +166,13 @@ class Commands(click.Group):
             message = f"{context.invoked_subcommand} needs {error.name}, which is not installed"
             remedy = 'pip install "transferry[export]"'
             raise Failure(f"{message}; {remedy}", UsageError.exit_code) from error
+        except (MemoryError, ImportError, RuntimeError) as error:
+            if (told := out_of_memory(error)) is None:
+                raise
+            raise Failure(str(told), told.exit_code) from error
         except KeyboardInterrupt as error:
             click.echo(f"interrupted{': ' if error.args else ''}{error}", err=True)
-            context.exit(130)
-
-
-class Required(click.Choice[str]):
-    """The strength of a certificate; a settings file may say true and false."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Turns a switch into a strength."""
-        if isinstance(value, bool):
-            return "run" if value else None
-        return super().convert(value, param, ctx)
+            context.exit(EXIT_CODE)
 
 
 def current_name(name: str) -> str:
@@ -96,62 +187,6 @@ def option(*names: str, help: str, **settings: Any) -> Callable[[Command], Comma
         shown = ", ".join(default) if isinstance(default, tuple) else default
         help = f"{help} Default: {shown}."
     return click.option(*names, help=help, **settings)
-
-
-def together(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
-    """Combines options into one decorator, in the order of --help."""
-
-    def add(command: Command) -> Command:
-        for decorator in reversed(decorators):
-            command = decorator(command)
-        return command
-
-    return add
-
-
-def fields_as_options(
-    config: type[Any],
-    *,
-    leave_out: Sequence[str] = (),
-    defaults: Mapping[str, str] | None = None,
-) -> Callable[[Command], Command]:
-    """Adds an option for each field of a dataclass, with its help from the docstring.
-
-    An option that is not given is None, so that `given` can tell it from the field's default.
-
-    Args:
-        config: The dataclass.
-        leave_out: Fields that get no option.
-        defaults: What --help says about defaults that are not the field's own. A bool among these
-            can be switched on and off.
-    """
-    hints, helps, defaults = get_type_hints(config), field_helps(config), defaults or {}
-
-    def declared(field: dataclasses.Field[Any]) -> Callable[[Any], Any]:
-        hint, text, flag = hints[field.name], helps[field.name], field.name.replace("_", "-")
-        if NoneType in get_args(hint):
-            (hint,) = (kind for kind in get_args(hint) if kind is not NoneType)
-        default = None if field.default is dataclasses.MISSING else field.default
-        if hint is bool:
-            default = "on" if default else None
-        if (default := defaults.get(field.name, default)) not in (None, ""):
-            text = f"{text} Default: {default}."
-        if hint is bool:
-            name = f"--{flag}/--no-{flag}" if default else f"--{flag}"
-            return click.option(name, is_flag=True, default=None, help=text)
-        kind = click.Choice(get_args(hint)) if get_origin(hint) is Literal else hint
-        return click.option(f"--{flag}", type=kind, help=text)
-
-    fields = [field for field in dataclasses.fields(config) if field.name not in leave_out]
-    return together(*map(declared, fields))
-
-
-def given(
-    values: Mapping[str, Any], config: type[Any], *, leave_out: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Returns the options that were given and are fields of a dataclass."""
-    names = {field.name for field in dataclasses.fields(config)} - set(leave_out)
-    return {name: value for name, value in values.items() if name in names and value is not None}
 
 
 def require_option(
@@ -175,12 +210,24 @@ def writable(context: click.Context, parameter: click.Parameter, path: Path | No
     """
     if path is not None and not path.absolute().parent.is_dir():
         raise InputError(f"{path}: cannot be written: there is no such folder; name another")
+    if path is not None:
+        require_writable(path)
+    return path
+
+
+def beside_bundle(
+    context: click.Context, parameter: click.Parameter, path: Path | None
+) -> Path | None:
+    """Returns the default of --replay, which is written where torch is compared with."""
+    if path is None and context.params.get("checkpoint") is not None:
+        return Path(f"{context.params['bundle_folder'].absolute()}.fault.npz")
     return path
 
 
 def _read_config(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
     if path is None:
         return
+    context.meta[CONFIG] = path
     try:
         values = read_settings(path)
     except InputError as error:
@@ -196,6 +243,51 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
             f"{path} sets {', '.join(unknown)}, which {context.info_name} does not have"
         )
     context.default_map = {known[_key(name)]: value for name, value in values.items()}
+    check_settings(context, path)
+
+
+def explicit(context: click.Context) -> dict[str, Any]:
+    """Returns the options that the command line or a --config file gives."""
+    given = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
+    return {
+        name: value
+        for name, value in context.params.items()
+        if context.get_parameter_source(name) in given
+    }
+
+
+def check_settings(context: click.Context, path: Path) -> None:
+    """Checks a file of settings as strictly as options; click would make 4 of 4.7 and of true.
+
+    Raises:
+        InputError: The file cannot be read.
+        UsageError: A value has another type than its option.
+        click.BadParameter: A value lies outside the range of its option.
+    """
+    settings = read_settings(path)
+    named = {_key(name): value for name, value in settings.items()}
+    values = {
+        str(parameter.name): named[key]
+        for parameter in context.command.params
+        for key in dict.fromkeys(map(_key, (str(parameter.name), *parameter.opts)))
+        if key in named
+    }
+    for parameter in context.command.params:
+        if (name := str(parameter.name)) in values:
+            several = parameter.multiple or parameter.nargs != 1
+            kind = list[_kind(parameter)] if several else _kind(parameter)  # type: ignore[misc]
+            check_value(f"{path}: {name.replace('_', '-')}", values[name], kind)
+            parameter.type_cast_value(context, values[name])
+
+
+def _kind(parameter: click.Parameter) -> Any:
+    if isinstance(parameter.type, Required | Switch):
+        return bool | str
+    kinds = ((click.types.IntParamType, int), (click.types.FloatParamType, float))
+    for type, kind in kinds:
+        if isinstance(parameter.type, type):
+            return kind
+    return bool if getattr(parameter, "is_flag", False) else str
 
 
 def _key(name: str) -> str:
@@ -227,7 +319,7 @@ session_options = together(
         help="Variant of the bundle. Default: the fastest verified one, else the fastest in the "
         "model's own precision.",
     ),
-    option("--threads", type=int, default=1, help="Threads per replica."),
+    option("--threads", type=click.IntRange(1, 1024), default=1, help="Threads per replica."),
     option(
         "--optimisation",
         type=click.Choice(["disable", "basic", "extended", "all"]),
@@ -253,7 +345,7 @@ certify_options = together(
     ),
     option(
         "--batch-rows",
-        type=int,
+        type=click.IntRange(1, 65_536),
         help="Rows computed at once; a certificate covers no larger batch. Default: what the "
         "variant is served with.",
     ),
@@ -264,17 +356,17 @@ job_options = together(
     configurable,
     click.argument("bundle_folder", metavar="BUNDLE", type=FILE),
     click.argument("text", metavar="INPUT", type=FILE),
-    option("-o", "--out", type=FILE, default=Path("-"), help="Output file; - is stdout."),
+    option("-o", "--out", type=JOB_OUTPUT, default=Path("-"), help="Output file; - is stdout."),
     session_options,
     option("--device", default="0", help="GPUs that share the work, such as 0,1."),
     option(
         "--replicas",
-        type=int,
+        type=click.IntRange(1, 1024),
         help="Concurrent batches per device. Default: one per core, or one per GPU.",
     ),
     option(
         "--batch-rows",
-        type=int,
+        type=click.IntRange(1, 65_536),
         help="Rows decoded per batch; each beam hypothesis counts as one. Default: depends on the "
         "variant.",
     ),
@@ -294,14 +386,19 @@ job_options = together(
 )
 
 
+def require_one_stream(out: Path, *, as_json: bool) -> None:
+    """Raises UsageError where the answers and the summary would both go to standard output."""
+    if as_json and out == STANDARD_STREAM:
+        raise UsageError("--json and the answers cannot both go to standard output; add --out")
+
+
 def open_job(chosen: JobOptions, options: Mapping[str, Any]) -> Job:
     """Opens the job that `job_options` describe.
 
     Raises:
         TransferryError: The bundle, the input or an option cannot be used.
     """
-    if options["as_json"] and str(options["out"]) == "-":
-        raise UsageError("--json and the answers cannot both go to standard output; add --out")
+    require_one_stream(options["out"], as_json=options["as_json"])
     fleet = RayOptions(**given(options, RayOptions))
     load = _engine_loader(options)
     if fleet.engine == "ray":
@@ -333,7 +430,7 @@ def _engine_loader(options: Mapping[str, Any]) -> Callable[[], Engine]:
         devices = tuple(int(number) for number in str(options["device"]).split(","))
     except ValueError as error:
         raise UsageError(
-            f"--device must be numbers of GPUs, such as 0 or 0,1, found {options['device']!r}"
+            f"--device must be numbers of GPUs, such as 0 or 0,1, found {shown(options['device'])}"
         ) from error
     return partial(
         Engine.load,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,8 @@ import click
 
 from transferry.runtime.console.options import COMMAND_LINE
 from transferry.runtime.errors import BadRowsError
+from transferry.runtime.stopping import at_stop
+from transferry.runtime.tables import printable
 
 if TYPE_CHECKING:
     from transferry.runtime.jobs.job import Job
@@ -27,7 +30,12 @@ OF_ONE_CALL = ("quiet", "force", "as_json")
 
 def say(line: str) -> None:
     """Prints a message on stderr; stdout is for data."""
-    click.echo(line, err=True)
+    click.echo(printable(line), err=True)
+
+
+def show(text: str) -> None:
+    """Prints a text for people on stdout."""
+    click.echo(printable(text))
 
 
 def teller(quiet: bool) -> Callable[[str], None]:
@@ -50,15 +58,26 @@ def progress(label: str, quiet: bool) -> Iterator[Callable[..., None]]:
         yield lambda done, total, note="": None
         return
     bar: Any
-    with click.progressbar(
-        length=1, label=label, file=sys.stderr, item_show_func=lambda item: str(item or "")
-    ) as bar:
+    with (
+        at_stop(_show_cursor),
+        click.progressbar(
+            length=1,
+            label=label,
+            file=sys.stderr,
+            item_show_func=lambda item: printable(str(item or "")),
+        ) as bar,
+    ):
 
         def show(done: int, total: int, note: str = "") -> None:
             bar.length = total
             bar.update(done - bar.pos, note)
 
         yield show
+
+
+def _show_cursor() -> None:
+    """Ends the line of a bar, which hides the cursor (ECMA-48, DECTCEM)."""
+    os.write(2, b"\x1b[?25h\n")
 
 
 @contextlib.contextmanager
@@ -101,12 +120,15 @@ def run_job(job: Job, options: Mapping[str, Any]) -> None:
         for name, value in options.items()
         if name not in OF_ONE_CALL
     }
+    command = f"continue with: {click.get_current_context().meta[COMMAND_LINE]}"
     try:
-        with _watching(job, stdin=stdin, quiet=quiet) as watch:
+        with (
+            at_stop(lambda: command if job.folder.exists() else None),
+            _watching(job, stdin=stdin, quiet=quiet) as watch,
+        ):
             summary = job.run(watch, say=teller(quiet), settings=settings)
     except KeyboardInterrupt as error:
-        command = click.get_current_context().meta[COMMAND_LINE]
-        again = (f"{error}; continue with: {command}",) if error.args else ()
+        again = (f"{error}; {command}",) if error.args else ()
         raise KeyboardInterrupt(*again) from error
     show_summary(options["out"], summary, quiet=quiet, as_json=options["as_json"])
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.errors import require
+from transferry.runtime.settings import MOST, check_value
 
 Item = TypeVar("Item")
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -44,6 +46,7 @@ class BatchOptions:
     def __post_init__(self) -> None:
         for name in ("rows", "tokens", "window"):
             value = getattr(self, name)
+            check_value(f"batch {name}", value, Annotated[int, msgspec.Meta(le=MOST)])
             require(value >= 1, f"batch {name}", "at least 1", value)
 
 

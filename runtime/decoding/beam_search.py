@@ -8,9 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.decoding.decoder import StepOutput, TopK
-from transferry.runtime.decoding.hypothesis import FAILED, Hypothesis, length_normalised, ranked
+from transferry.runtime.decoding.hypothesis import (
+    FAILED,
+    FinishReason,
+    Hypothesis,
+    length_normalised,
+    ranked,
+)
 from transferry.runtime.decoding.logits import SegmentMaxima, log_sum_exp
 from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.stop_strings import StopStrings
 from transferry.runtime.decoding.strategy import Choice, Request, Strategy
 
 # Segments of the vocabulary where numpy computes their maxima for a threshold: short segments cost
@@ -23,35 +30,40 @@ Candidates: TypeAlias = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np
 class BeamStrategy(Strategy):
     """Keeps the `beam` likeliest beginnings of each sentence, step by step.
 
-    Candidates of a step are ranked by log-probability, then by beam and token. Of the `2 * beam`
-    best, those that end among the first `beam` are outputs; the first `beam` that do not end go on.
-    There are always enough of those, since each beam has one way to end. This is CTranslate2's
-    rule.
+    Candidates of a step are ranked by log-probability, then by beam and token. With n
+    end tokens, the best `(1 + n) * beam` are considered: those that end among the first `beam` are
+    outputs, and the first `beam` that do not end go on. There are always enough of those, since
+    each beam has n ways to end. This is the rule of CTranslate2 and transformers.
 
     A beam that does not exist (a sentence begins with one beam, a forced prefix leaves one) has
     log-probability minus infinity, and so have all its continuations. The same holds for the beams
     of a sentence that has ended, which therefore ends nothing twice.
 
     Attributes:
-        totals: Log-probabilities of the beams `[sentences, beam]`.
+        totals: Log-probabilities of the beams, as processors changed them `[sentences, beam]`.
+        excess: How far the model's own log-probabilities lie above them `[sentences, beam]`.
         best: The best `beam` ended hypotheses of each sentence, best first.
         worst_score: Their lowest score; minus infinity until there are `beam` `[sentences]`.
-        reach: Divisor of the log-probability of an output of maximal length `[sentences]`.
         failed: Whether the model gave unusable scores `[sentences]`.
     """
 
     rows_at_first = 1
+    ranks = True
 
     def __init__(
-        self, requests: Sequence[Request[Any]], options: GenerationOptions, eos_id: int
+        self,
+        requests: Sequence[Request[Any]],
+        options: GenerationOptions,
+        ends: Sequence[int],
+        stops: StopStrings,
     ) -> None:
-        super().__init__(requests, options.beam, options, eos_id)
-        self.count = self.top = 2 * options.beam
+        super().__init__(requests, options.beam, options, ends, stops)
+        self.count = self.top = (1 + len(ends)) * options.beam
         self.totals = np.full((len(requests), self.width), -np.inf)
         self.totals[:, 0] = 0.0  # each begins with one beam
+        self.excess = np.zeros_like(self.totals)
         self.best: list[list[Hypothesis]] = [[] for _ in requests]
         self.worst_score = np.full(len(requests), -np.inf)
-        self.reach = self.limits**options.length_penalty
         self.failed = np.zeros(len(requests), np.bool_)
 
     def choose(
@@ -59,6 +71,7 @@ class BeamStrategy(Strategy):
         output: StepOutput,
         allowed: NDArray[np.floating[Any]] | None,
         rows: NDArray[np.int64],
+        log_probabilities: NDArray[np.float64] | None = None,
     ) -> Choice:
         """Ranks the continuations of the beams; see `Strategy.choose`."""
         logits = output.all_logits[:, -1]
@@ -70,8 +83,12 @@ class BeamStrategy(Strategy):
         if maxima is None:
             segment = max(1, logits.shape[1] // max(2 * self.count, SEGMENTS))
             maxima = SegmentMaxima.of(allowed, segment)
-        candidates = partial(best_candidates, logits, allowed, normaliser, maxima)
-        return self._follow(rows, normaliser, candidates)
+        if log_probabilities is None:
+            candidates = partial(best_candidates, logits, allowed, normaliser, maxima)
+            return self._follow(rows, normaliser, candidates)
+        changed = np.where(np.isnan(normaliser), np.nan, 0.0)
+        candidates = partial(best_candidates, allowed, allowed, changed, maxima)
+        return self._follow(rows, normaliser, candidates, (log_probabilities, allowed))
 
     def choose_top_k(self, top_k: TopK, rows: NDArray[np.int64]) -> Choice:
         """Ranks the continuations of the beams; see `Strategy.choose_top_k`."""
@@ -83,6 +100,7 @@ class BeamStrategy(Strategy):
         rows: NDArray[np.int64],
         normaliser: NDArray[np.float64],
         candidates: Callable[[NDArray[np.float64], int], Candidates],
+        changed: tuple[NDArray[np.float64], NDArray[np.floating[Any]]] | None = None,
     ) -> Choice:
         """Takes the best candidates, and marks the outputs that they end.
 
@@ -90,6 +108,8 @@ class BeamStrategy(Strategy):
             rows: Rows of `tokens` that were stepped `[rows]`.
             normaliser: Log-sum-exp of their logits `[rows]`.
             candidates: `best_candidates` or `best_of_top_k`, still to be given totals and count.
+            changed: The model's own log-probabilities and those that it ranks, where they differ
+                `[rows, vocabulary]`.
         """
         beam = self.width
         width = beam if rows[-1] % beam else 1  # at first each sentence has one
@@ -98,39 +118,59 @@ class BeamStrategy(Strategy):
         normalised = ~np.isnan(normaliser).reshape(-1, width)
         failed = (~normalised & (totals > -np.inf)).any(axis=1)
         totals, parents, tokens = candidates(totals, self.count)
+        excess = np.take_along_axis(self.excess[sentences], parents, axis=1)
         parents += np.arange(len(sentences))[:, None] * width
 
         exists = totals > -np.inf
-        ends = exists & (tokens == self.eos_id)
+        if changed is not None:
+            own, ranked_by = (each[parents, tokens] for each in changed)
+            excess += np.subtract(own, ranked_by, out=np.zeros_like(excess), where=exists)
+        ends = exists & self.is_end(tokens)
+        if self.stops:
+            for place in zip(*(exists & ~ends).nonzero(), strict=True):
+                row = int(rows[parents[place]])
+                ends[place] = self.stopped(row, row // beam, int(tokens[place]))
         at_limit = self.lengths[sentences] + 1 == self.limits[sentences]
         complete = np.where(at_limit[:, None], exists, ends)[:, :beam]
         place = complete.nonzero()
-        found = sentences[place[0]], rows[parents[place]], tokens[place], totals[place]
+        found = (
+            sentences[place[0]],
+            rows[parents[place]],
+            tokens[place],
+            totals[place],
+            excess[place],
+            ends[place],
+        )
         for one in zip(*(each.tolist() for each in found), strict=True):
             self._add(*one)
 
         order = np.argsort(ends, axis=1, kind="stable")[:, :beam]
         going_on = np.arange(len(sentences))[:, None], order
-        totals = totals[going_on]
+        # Stop strings can end more candidates than end tokens do, and leave too few others.
+        totals = np.where(ends, -np.inf, totals)[going_on]
         done = failed | at_limit | self._settled(sentences, totals.max(axis=1))
         totals[done] = -np.inf
         self.totals[sentences] = totals
+        self.excess[sentences] = excess[going_on]
         self.failed[sentences] |= failed
         rows = self.rows_of(sentences)
         self.ended[rows] |= done.repeat(beam)
         return Choice(rows, parents[going_on].ravel(), tokens[going_on].ravel())
 
-    def _add(self, sentence: int, row: int, token: int, log_probability: float) -> None:
+    def _add(
+        self, sentence: int, row: int, token: int, total: float, excess: float, ended: bool
+    ) -> None:
         """Adds a hypothesis: the output in `row` and one more token."""
         length = int(self.lengths[sentence])
-        score = length_normalised(log_probability, length + 1, self.options.length_penalty)
+        score = length_normalised(total, length + 1, self.options.length_penalty)
         if score <= self.worst_score[sentence]:
             return  # enough better ones are kept
         tokens = tuple(self.tokens[row, :length].tolist())
-        if token == self.eos_id:
-            hypothesis = Hypothesis(tokens, log_probability, score, "end")
+        if token in self.ends:
+            hypothesis = Hypothesis(tokens, total + excess, score, "end", end=token)
         else:
-            hypothesis = Hypothesis((*tokens, token), log_probability, score, "length")
+            reason: FinishReason = "stop" if ended else "length"
+            hypothesis = Hypothesis((*tokens, token), total + excess, score, reason)
         best = self.best[sentence] = ranked([*self.best[sentence], hypothesis])[: self.width]
         if len(best) == self.width:
             self.worst_score[sentence] = best[-1].score
@@ -146,12 +186,15 @@ class BeamStrategy(Strategy):
         """
         worst = self.worst_score[sentences]
         settled: NDArray[np.bool_]
-        if self.options.early_stopping:
+        if self.options.early_stopping is True:
             settled = (log_probability == -np.inf) | (worst > -np.inf)
             return settled
         # A log-probability is negative and only falls, and division by a power of the length
-        # raises it: no continuation scores above the beam itself at the maximal length.
-        settled = log_probability / self.reach[sentences] <= worst
+        # raises it: no continuation scores above the beam itself at the maximal length. By the
+        # heuristic of transformers it is compared at its present length.
+        never = self.options.early_stopping == "never"
+        length = (self.limits if never else self.lengths + 1)[sentences]
+        settled = log_probability / length**self.options.length_penalty <= worst
         return settled
 
     def hypotheses(self, sentence: int) -> list[Hypothesis]:

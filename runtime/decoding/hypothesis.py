@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-FinishReason = Literal["end", "length", "error"]
+FinishReason = Literal["end", "stop", "length", "error"]
 
 
 @dataclass(frozen=True)
@@ -17,15 +17,25 @@ class Hypothesis:
         log_probability: Sum of the model's log-probabilities of the tokens, the forced prefix and
             the end token included, in nats. Logits processors, temperature, top-k and top-p do not
             change it. NaN without `options.scores`.
-        score: The log-probability normalised by length, see `length_normalised`; NaN likewise.
-        finish_reason: "end": the model ended it. "length": it reached the maximal length.
-            "error": the model gave NaN or infinity, or no token was allowed.
+        score: The log-probability normalised by length, see `length_normalised`; in beam search
+            that of the processed log-probabilities, see `GenerationOptions`. NaN likewise.
+        finish_reason: "end": the model ended it. "stop": its text holds a stop string. "length": it
+            reached the maximal length. "error": the model gave NaN or infinity, or no token was
+            allowed.
+        end: The end token, of a hypothesis with finish reason "end".
     """
 
     tokens: tuple[int, ...]
     log_probability: float
     score: float
     finish_reason: FinishReason
+    _: KW_ONLY
+    end: int | None = None
+
+    @property
+    def scored_tokens(self) -> tuple[int, ...]:
+        """The tokens that the log-probability is of: with the end token, if there is one."""
+        return self.tokens if self.end is None else (*self.tokens, self.end)
 
 
 FAILED = Hypothesis((), -math.inf, -math.inf, "error")

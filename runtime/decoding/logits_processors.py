@@ -1,18 +1,24 @@
-"""Logits processors: rules that forbid tokens before one is chosen.
+"""Logits processors: rules that forbid or rate tokens before one is chosen.
 
-They decide which tokens may be chosen, never what a token is worth: the search takes the
-log-probability of a chosen token from the model's own logits.
+Greedy search and sampling apply them to the model's logits; beam search to its log-probabilities,
+if a rule changes their values, and ranks by the result. The log-probability of a hypothesis is the
+model's own in any case.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.strategy import Request
+
+Floats = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
@@ -23,62 +29,122 @@ class History:
         sentences: The sentence of each row `[rows]` int64.
         lengths: Tokens of each row so far `[rows]` int64.
         tokens: Those tokens, `bos` left out; undefined beyond a row's length `[rows, longest]`.
+        prompts: What the decoder read before each sentence's outputs, -1 before its first token
+            `[sentences, longest prompt]`; see `prompts_of`.
     """
 
     sentences: NDArray[np.int64]
     lengths: NDArray[np.int64]
     tokens: NDArray[np.int64]
+    prompts: NDArray[np.int64]
+
+    @cached_property
+    def whole(self) -> "History":
+        """The same with each row's prompt counted as its tokens."""
+        tokens = np.concatenate([self.prompts[self.sentences], self.tokens], axis=1)
+        return History(
+            self.sentences, self.lengths + self.prompts.shape[1], tokens, self.prompts[:, :0]
+        )
 
 
 class LogitsProcessor(ABC):
-    """Forbids tokens by setting their logits to minus infinity."""
+    """Forbids tokens by setting their logits to minus infinity, or changes the logits.
+
+    Attributes:
+        changes: Whether logits of tokens that stay allowed may change.
+    """
+
+    changes: ClassVar[bool] = False
 
     @abstractmethod
     def active(self, lengths: NDArray[np.int64]) -> bool:
-        """Whether it may forbid a token after outputs of these lengths `[rows]`."""
+        """Whether it may do something after outputs of these lengths `[rows]`."""
 
     @abstractmethod
-    def __call__(self, logits: NDArray[np.floating[Any]], history: History) -> None:
-        """Changes the logits of the next token `[rows, vocabulary]` in place."""
+    def __call__(self, logits: Floats, history: History, own: Floats) -> None:
+        """Changes the logits of the next token in place.
+
+        Args:
+            logits: The logits, or log-probabilities `[rows, vocabulary]`.
+            history: The outputs so far.
+            own: The same before all processors.
+        """
 
 
 class MinLength(LogitsProcessor):
-    """Forbids the end token before an output has `length` tokens."""
+    """Forbids all end tokens before an output has as many tokens as its sentence requires."""
 
-    def __init__(self, length: int, eos_id: int) -> None:
-        self.length = length
-        self.eos_id = eos_id
+    def __init__(self, lengths: Sequence[int], ends: Sequence[int]) -> None:
+        self.lengths = np.array(lengths, np.int64)
+        self.ends = np.array(ends, np.int64)
 
     def active(self, lengths: NDArray[np.int64]) -> bool:
-        """True until all outputs have reached the length."""
-        return bool((lengths < self.length).any())
+        """True until all outputs have reached the greatest length."""
+        return bool((lengths < self.lengths.max()).any())
 
-    def __call__(self, logits: NDArray[np.floating[Any]], history: History) -> None:
-        """Forbids the end token in rows that are too short."""
-        logits[history.lengths < self.length, self.eos_id] = -np.inf
+    def __call__(self, logits: Floats, history: History, own: Floats) -> None:
+        """Forbids the end tokens in rows that are too short."""
+        short = history.lengths < self.lengths[history.sentences]
+        logits[np.ix_(short, self.ends)] = -np.inf
 
 
 class NoRepeatNGram(LogitsProcessor):
-    """Forbids an n-gram of `size` to occur twice in an output (Paulus et al. 2018, section 2.5)."""
+    """Forbids an n-gram of `size` to occur twice in an output (Paulus et al. 2018, section 2.5).
 
-    def __init__(self, size: int) -> None:
+    With `prompt` it counts n-grams that begin in the prompt, as transformers does.
+    """
+
+    def __init__(self, size: int, *, prompt: bool = False) -> None:
         self.size = size
+        self.prompt = prompt
 
     def active(self, lengths: NDArray[np.int64]) -> bool:
         """True once an output holds an n-gram that could be repeated."""
-        return bool((lengths >= self.size).any())
+        return self.prompt or bool((lengths >= self.size).any())
 
-    def __call__(self, logits: NDArray[np.floating[Any]], history: History) -> None:
+    def __call__(self, logits: Floats, history: History, own: Floats) -> None:
         """Forbids every token that once followed the last `size - 1` tokens."""
-        lengths = history.lengths[:, None]
-        ngrams = np.lib.stride_tricks.sliding_window_view(history.tokens, self.size, axis=1)
+        seen = history.whole if self.prompt else history
+        if seen.tokens.shape[1] < self.size:
+            return
+        lengths = seen.lengths[:, None]
+        ngrams = np.lib.stride_tricks.sliding_window_view(seen.tokens, self.size, axis=1)
         # Arbitrary in a row that is too short, which holds no n-gram either.
         last = lengths + np.arange(1 - self.size, 0)
-        beginning = np.take_along_axis(history.tokens, last, axis=1)
+        beginning = np.take_along_axis(seen.tokens, last, axis=1)
         repeated = (ngrams[..., :-1] == beginning[:, None]).all(axis=-1)
         repeated &= np.arange(ngrams.shape[1]) <= lengths - self.size
+        repeated &= ngrams[..., -1] >= 0
         rows, positions = np.nonzero(repeated)
         logits[rows, ngrams[rows, positions, -1]] = -np.inf
+
+
+class RepetitionPenalty(LogitsProcessor):
+    """Makes tokens that the prompt or the output holds less likely (Keskar et al. 2019, 4.1).
+
+    Like transformers it multiplies negative logits, where Keskar et al. divide these too.
+    """
+
+    changes = True
+
+    def __init__(self, penalty: float) -> None:
+        self.penalty = penalty
+
+    def active(self, lengths: NDArray[np.int64]) -> bool:
+        """Always true: there is no output without a prompt or `bos`."""
+        return True
+
+    def __call__(self, logits: Floats, history: History, own: Floats) -> None:
+        """Divides positive logits of known tokens, multiplies negative ones."""
+        seen = history.whole
+        known = np.arange(seen.tokens.shape[1]) < seen.lengths[:, None]
+        known &= seen.tokens >= 0
+        # A prompt's last token stands for places without a token: it is penalised once anyway.
+        last = seen.tokens[:, history.prompts.shape[1] - 1, None]
+        tokens = np.where(known, seen.tokens, last)
+        found = np.take_along_axis(logits, tokens, axis=1)
+        penalised = np.where(found < 0, found * self.penalty, found / self.penalty)
+        np.put_along_axis(logits, tokens, penalised, axis=1)
 
 
 class Suppress(LogitsProcessor):
@@ -91,9 +157,67 @@ class Suppress(LogitsProcessor):
         """Always true."""
         return True
 
-    def __call__(self, logits: NDArray[np.floating[Any]], history: History) -> None:
+    def __call__(self, logits: Floats, history: History, own: Floats) -> None:
         """Forbids the tokens."""
         logits[:, self.tokens] = -np.inf
+
+
+class SuppressSequences(LogitsProcessor):
+    """Forbids the last token of a sequence after its other tokens, prompts included."""
+
+    def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
+        self.sequences = [np.array(sequence, np.int64) for sequence in sequences]
+
+    def active(self, lengths: NDArray[np.int64]) -> bool:
+        """Always true: a sequence may begin in the prompt."""
+        return True
+
+    def __call__(self, logits: Floats, history: History, own: Floats) -> None:
+        """Forbids tokens that would complete a sequence."""
+        seen = history.whole
+        for sequence in self.sequences:
+            begun = len(sequence) - 1
+            rows = np.flatnonzero(seen.lengths >= begun)
+            last = seen.lengths[rows, None] + np.arange(-begun, 0)
+            found = np.take_along_axis(seen.tokens[rows], last, axis=1)
+            logits[rows[(found == sequence[:-1]).all(axis=1)], sequence[-1]] = -np.inf
+
+
+class SuppressBegin(LogitsProcessor):
+    """Forbids some tokens right after what an output has to begin with."""
+
+    def __init__(self, tokens: Sequence[int], beginnings: Sequence[Sequence[int]]) -> None:
+        self.tokens = np.array(tokens, np.int64)
+        self.lengths = np.array([len(beginning) for beginning in beginnings])
+
+    def active(self, lengths: NDArray[np.int64]) -> bool:
+        """True until all outputs are longer than the longest beginning."""
+        return bool((lengths <= self.lengths.max()).any())
+
+    def __call__(self, logits: Floats, history: History, own: Floats) -> None:
+        """Forbids the tokens in rows that have just their beginning."""
+        begins = history.lengths == self.lengths[history.sentences]
+        logits[np.ix_(begins, self.tokens)] = -np.inf
+
+
+class ForcedEnd(LogitsProcessor):
+    """Allows only some tokens in the last place of an output of maximal length, as likely as 1."""
+
+    changes = True
+
+    def __init__(self, tokens: Sequence[int], limits: Sequence[int]) -> None:
+        self.tokens = np.array(tokens, np.int64)
+        self.limits = np.array(limits, np.int64)
+
+    def active(self, lengths: NDArray[np.int64]) -> bool:
+        """True once an output may lack one token only."""
+        return bool((lengths + 1 >= self.limits.min()).any())
+
+    def __call__(self, logits: Floats, history: History, own: Floats) -> None:
+        """Forbids all other tokens in rows that lack one token."""
+        rows = np.flatnonzero(history.lengths + 1 == self.limits[history.sentences])
+        logits[rows] = -np.inf
+        logits[np.ix_(rows, self.tokens)] = 0.0
 
 
 class ForcedPrefix(LogitsProcessor):
@@ -109,36 +233,98 @@ class ForcedPrefix(LogitsProcessor):
         """True until all outputs are longer than the longest prefix."""
         return bool((lengths < self.tokens.shape[1]).any())
 
-    def __call__(self, logits: NDArray[np.floating[Any]], history: History) -> None:
-        """Forbids all tokens but the next one of an unfinished prefix."""
+    def __call__(self, logits: Floats, history: History, own: Floats) -> None:
+        """Forbids all tokens but the next one of an unfinished prefix; that keeps its logit."""
         rows = np.flatnonzero(history.lengths < self.tokens.shape[1])
         forced = self.tokens[history.sentences[rows], history.lengths[rows]]
         rows, forced = rows[forced >= 0], forced[forced >= 0]
         logits[rows] = -np.inf
-        logits[rows, forced] = 0.0
+        logits[rows, forced] = own[rows, forced]
+
+
+class ForcedBegin(LogitsProcessor):
+    """Makes every output begin with a token, as likely as 1."""
+
+    changes = True
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def active(self, lengths: NDArray[np.int64]) -> bool:
+        """True while an output is empty."""
+        return bool((lengths == 0).any())
+
+    def __call__(self, logits: Floats, history: History, own: Floats) -> None:
+        """Forbids all other tokens in empty rows."""
+        rows = np.flatnonzero(history.lengths == 0)
+        logits[rows] = -np.inf
+        logits[rows, self.token] = 0.0
+
+
+class Renormalise(LogitsProcessor):
+    """Normalises log-probabilities again after the other processors."""
+
+    changes = True
+
+    def active(self, lengths: NDArray[np.int64]) -> bool:
+        """Always true."""
+        return True
+
+    def __call__(self, logits: Floats, history: History, own: Floats) -> None:
+        """Subtracts the log-sum-exp; a row without an allowed token stays."""
+        normaliser = log_sum_exp(logits)[:, None]
+        logits -= np.where(np.isfinite(normaliser), normaliser, 0.0)
+
+
+def beginning(options: GenerationOptions, prefix: Sequence[int]) -> tuple[int, ...]:
+    """Returns all tokens that an output has to begin with, given its prefix."""
+    return (*(() if options.forced_begin is None else (options.forced_begin,)), *prefix)
+
+
+def prompts_of(prompts: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    """Returns prompts as one array, -1 on their left `[prompts, longest]`."""
+    longest = max(map(len, prompts))
+    return np.array([[-1] * (longest - len(prompt)) + list(prompt) for prompt in prompts], np.int64)
 
 
 def build_logits_processors(
-    options: GenerationOptions, prefixes: Sequence[Sequence[int]], eos_id: int
+    options: GenerationOptions,
+    requests: Sequence[Request[Any]],
+    ends: Sequence[int],
+    *,
+    has_encoder: bool,
 ) -> list[LogitsProcessor]:
     """Returns the processors that the options ask for, in the order in which they apply."""
+    beginnings = [beginning(options, request.prefix) for request in requests]
+    prompts = [0 if has_encoder else len(request.source) for request in requests]
+    least = [max(options.min_length, options.min_total_length - prompt) for prompt in prompts]
     processors: list[LogitsProcessor] = []
-    if options.min_length:
-        processors.append(MinLength(options.min_length, eos_id))
+    if options.repetition_penalty != 1:
+        processors.append(RepetitionPenalty(options.repetition_penalty))
     if options.no_repeat_ngram:
-        processors.append(NoRepeatNGram(options.no_repeat_ngram))
+        processors.append(NoRepeatNGram(options.no_repeat_ngram, prompt=options.prompt_ngrams))
+    if max(least) > 0:
+        processors.append(MinLength(least, ends))
     if options.suppress:
         processors.append(Suppress(options.suppress))
-    if any(prefixes):
-        processors.append(ForcedPrefix(prefixes))
+    if options.suppress_sequences:
+        processors.append(SuppressSequences(options.suppress_sequences))
+    if options.suppress_begin:
+        processors.append(SuppressBegin(options.suppress_begin, beginnings))
+    if options.forced_end:
+        processors.append(ForcedEnd(options.forced_end, [each.max_length for each in requests]))
+    if any(beginnings):
+        processors.append(ForcedPrefix(beginnings))
+    if options.forced_begin is not None:
+        processors.append(ForcedBegin(options.forced_begin))
+    if options.renormalise and options.beam > 1 and processors:
+        processors.append(Renormalise())
     return processors
 
 
-def restrict(
-    logits: NDArray[np.floating[Any]], processors: Sequence[LogitsProcessor], history: History
-) -> NDArray[np.floating[Any]]:
+def restrict(logits: Floats, processors: Sequence[LogitsProcessor], history: History) -> Floats:
     """Returns a copy of the logits `[rows, vocabulary]` after all processors, in order."""
     allowed = logits.copy()
     for processor in processors:
-        processor(allowed, history)
+        processor(allowed, history, logits)
     return allowed

@@ -1,11 +1,30 @@
 """Options of generation, checked once on construction."""
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from transferry.runtime.errors import UsageError, require
+from transferry.runtime.settings import (
+    MOST,
+    Whole,
+    check_fields,
+    check_value,
+    field_types,
+    shown,
+)
+
+# More beams than anybody searches with, and few enough for the memory of a state.
+_Few = Annotated[int, msgspec.Meta(le=10_000)]
+_Length = Annotated[int, msgspec.Meta(le=1_000_000)]
+# Fields that only sampling reads, with the values that leave it as it is.
+OF_SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+# Fields of at least 0, of at least 1, and of token ids.
+_FROM_0 = ("min_length", "min_total_length", "max_total_length", "top_k", "no_repeat_ngram")
+_FROM_1 = ("beam", "n_best", "max_length")
+TOKEN_IDS = ("suppress", "suppress_begin", "suppress_sequences", "forced_begin", "forced_end")
 
 
 @dataclass(frozen=True)
@@ -14,52 +33,104 @@ class GenerationOptions:
 
     Lengths count the tokens of an answer, the forced prefix included and `bos` excluded.
 
+    Scores: the log-probability of an answer is always the model's own, whatever its tokens were
+    chosen by. Beam search ranks by log-probabilities after the logits processors, as transformers
+    does: that of a repeated token times `repetition_penalty`, that of a forced begin or end token
+    0, all of them renormalised with `renormalise`; an answer's score is their sum, normalised by
+    length. Greedy search and sampling have the model's own score.
+
     Attributes:
         beam: beams per sentence; 1 is greedy search.
         n_best: answers per sentence: the best of the beam, or independent samples.
         max_length: limit on the tokens of an answer, the end token counted; the bundle may set its
             own default. An answer cut off there has the finish reason "length".
+        max_total_length: limit on the tokens of a prompt and its answer together, as max_length of
+            transformers for a decoder-only model; 0 is no limit.
         min_length: fewest tokens of an answer, the end token not counted.
+        min_total_length: fewest tokens of a prompt and its answer together, the end token not
+            counted.
         length_penalty: answers are ranked by `log_probability / length ** length_penalty`, the end
             token counted in the length; 0 ranks by log-probability alone.
-        early_stopping: stop a sentence as soon as `beam` hypotheses have ended, instead of when no
-            live one can beat them.
+        early_stopping: when a beam search ends that has `beam` hypotheses: at once (true), when no
+            live one can beat them at its present length (false, the heuristic of transformers), or
+            when none can at any length (never).
         sample: draw tokens at random instead of taking the likeliest.
         temperature: divisor of the logits before sampling.
         top_k: sample among the k likeliest tokens only; 0 is no limit.
         top_p: sample among the likeliest tokens that together have this probability (nucleus
             sampling, Holtzman et al. 2020).
+        min_p: sample among tokens of at least this share of the likeliest one's probability (Nguyen
+            et al. 2024).
+        typical_p: sample among the tokens whose log-probability is closest to the negative entropy
+            and that together have this probability (Meister et al. 2023).
         seed: seed of sampling; a row's samples depend on it and on the row's number alone.
+        repetition_penalty: divide positive logits of tokens that an answer or its prompt holds, and
+            multiply negative ones (Keskar et al. 2019); 1 is no penalty.
         no_repeat_ngram: size of n-grams that may not occur twice in an answer; 0 is no limit.
+        prompt_ngrams: count the n-grams of a prompt too, as transformers does.
         suppress: token ids that no answer may hold, except in its prefix.
+        suppress_sequences: sequences of token ids that no answer may hold.
+        suppress_begin: token ids that no answer may begin with, after its prefix.
+        forced_begin: token id that every answer begins with, before its prefix.
+        forced_end: token ids of which one takes the last place of an answer of maximal length.
+        renormalise: rank beams by log-probabilities normalised again after the logits processors.
         prefix: token ids that every answer begins with.
+        stop: text before which an answer ends; the tokens keep it. A prompt is not looked into.
         scores: compute log-probability and score of answers; greedy search is faster without.
     """
 
-    beam: int = 1
-    n_best: int = 1
-    max_length: int = 256
-    min_length: int = 0
+    beam: _Few = 1
+    n_best: _Few = 1
+    max_length: _Length = 256
+    max_total_length: _Length = 0
+    min_length: _Length = 0
+    min_total_length: _Length = 0
     length_penalty: float = 1.0
-    early_stopping: bool = True
+    early_stopping: bool | Literal["never"] = True
     sample: bool = False
     temperature: float = 1.0
-    top_k: int = 0
+    top_k: Annotated[int, msgspec.Meta(le=MOST)] = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
     seed: int = 0
-    no_repeat_ngram: int = 0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram: _Length = 0
+    prompt_ngrams: bool = False
     suppress: tuple[int, ...] = ()
-    prefix: tuple[int, ...] = ()
+    suppress_sequences: tuple[tuple[Whole, ...], ...] = ()
+    suppress_begin: tuple[Whole, ...] = ()
+    forced_begin: Whole | None = None
+    forced_end: tuple[Whole, ...] = ()
+    renormalise: bool = False
+    prefix: tuple[Whole, ...] = ()
+    stop: tuple[str, ...] = ()
     scores: bool = True
 
     def __post_init__(self) -> None:
         self._check_ranges()
         self._check_conflicts()
 
+    @property
+    def reranks(self) -> bool:
+        """Whether logits processors change the logits of tokens that stay allowed."""
+        forces = self.forced_begin is not None or bool(self.forced_end)
+        return self.repetition_penalty != 1 or forces or (self.renormalise and self.beam > 1)
+
+    def room(self, prompt: int) -> int:
+        """Returns the limit on the tokens of an answer to a prompt of this length."""
+        if not self.max_total_length:
+            return self.max_length
+        return min(self.max_length, self.max_total_length - prompt)
+
     def _check_ranges(self) -> None:
-        for name in ("beam", "n_best", "max_length"):
+        for token in self.suppress if isinstance(self.suppress, tuple) else ():
+            holds = type(token) is int and 0 <= token <= MOST
+            require(holds, "suppress", "ids of at least 0", shown(token).strip("'"))
+        check_fields(self)
+        for name in _FROM_1:
             require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        for name in ("min_length", "top_k", "no_repeat_ngram"):
+        for name in _FROM_0:
             require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
         require(
             0 <= self.length_penalty <= 10,
@@ -67,16 +138,27 @@ class GenerationOptions:
             "from 0 to 10",
             self.length_penalty,
         )
+        # Beyond these, float32 holds no logits divided by it.
         require(
-            0 < self.temperature < math.inf,
+            1e-6 <= self.temperature <= 1e6,
             "temperature",
-            "a finite number above 0 (for the likeliest token, leave sampling off)",
+            "from 1e-6 to 1e6 (for the likeliest token, leave sampling off)",
             self.temperature,
         )
-        require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
-        require(0 <= self.seed < 2**64, "seed", "from 0 to 2**64 - 1", self.seed)
-        for token in self.suppress:
-            require(type(token) is int and token >= 0, "suppress", "ids of at least 0", token)
+        for name in ("top_p", "typical_p"):
+            value = getattr(self, name)
+            require(0 < value <= 1, name, "above 0 and at most 1", value)
+        require(0 <= self.min_p <= 1, "min_p", "from 0 to 1", self.min_p)
+        require(
+            1e-3 <= self.repetition_penalty <= 1e3,
+            "repetition_penalty",
+            "from 0.001 to 1000",
+            self.repetition_penalty,
+        )
+        require(0 <= self.seed < 2**64, "seed", "from 0 to 2**64 - 1", shown(self.seed))
+        for name in ("suppress_sequences", "stop"):
+            empty = any(not item for item in getattr(self, name))
+            require(not empty, name, "none of them empty", getattr(self, name))
 
     def _check_conflicts(self) -> None:
         if self.sample and self.beam > 1:
@@ -92,7 +174,7 @@ class GenerationOptions:
                         f"without scores; turn scores on, or leave {option} out"
                     )
         if not self.sample:
-            for name, off in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
+            for name, off in OF_SAMPLING.items():
                 if getattr(self, name) != off:
                     raise UsageError(
                         f"{name}={getattr(self, name)} has no effect without sample: "
@@ -103,20 +185,66 @@ class GenerationOptions:
                     f"n_best={self.n_best} is more than beam={self.beam} can give: "
                     f"set beam to at least {self.n_best}, or n_best to at most {self.beam}"
                 )
-        if self.min_length > self.max_length:
+        for least, most in (("min_length", "max_length"), ("min_total_length", "max_total_length")):
+            low, high = getattr(self, least), getattr(self, most)
+            if low > high and (high or most == "max_length"):
+                raise UsageError(
+                    f"{least}={low} is more than {most}={high}: lower the first or raise the second"
+                )
+        forced = len(self.prefix) + (self.forced_begin is not None)
+        if forced > self.max_length:
+            name = "prefix" if self.forced_begin is None else "prefix with forced_begin"
             raise UsageError(
-                f"min_length={self.min_length} is more than max_length={self.max_length}: "
-                "lower the first or raise the second"
-            )
-        if len(self.prefix) > self.max_length:
-            raise UsageError(
-                f"prefix has {len(self.prefix)} tokens, more than max_length={self.max_length}: "
+                f"{name} has {forced} tokens, more than max_length={self.max_length}: "
                 "shorten the first or raise the second"
             )
 
 
+def generation_options(
+    values: Mapping[str, Any], default: GenerationOptions | None = None
+) -> GenerationOptions:
+    """Returns options with these fields.
+
+    Args:
+        values: Fields.
+        default: The other fields, of which those give way that `values` rule out: options of
+            sampling to beams or to sampling turned off, beams to sampling, n_best to fewer beams,
+            least lengths to a lower limit. Default: those of GenerationOptions itself.
+
+    Raises:
+        UsageError: A field is unknown or has another type, or the fields conflict.
+    """
+    check_generation(values)
+    if default is None:
+        return replace(GenerationOptions(), **values)
+    ruled_out: dict[str, Any] = {}
+    sample = values.get("sample", default.sample and values.get("beam", 1) == 1)
+    if not sample:
+        beam = values.get("beam", default.beam)
+        ruled_out |= {"sample": False, **OF_SAMPLING, "n_best": min(default.n_best, beam)}
+    elif default.beam > 1:
+        ruled_out["beam"] = 1
+    for least, most in (("min_length", "max_length"), ("min_total_length", "max_total_length")):
+        if values.get(most):
+            ruled_out[least] = min(getattr(default, least), values[most])
+    return replace(default, **ruled_out | dict(values))
+
+
+def check_generation(values: Mapping[str, Any]) -> None:
+    """Raises UsageError for a field that is unknown or has another type."""
+    if not isinstance(values, Mapping):
+        raise UsageError(f"generation must be a table, found {shown(values)}")
+    known = field_types(GenerationOptions)
+    if unknown := sorted(str(name) for name in values.keys() - known.keys()):
+        raise UsageError(f"generation has no {', '.join(unknown)}; it knows {', '.join(known)}")
+    for name, value in values.items():
+        check_value(name, value, known[name])
+
+
 def options_of_json(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns fields of GenerationOptions from JSON, which has lists instead of tuples."""
-    return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
-    }
+    return {name: _tuples(value) for name, value in values.items()}
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -11,6 +11,7 @@ from transferry.runtime.decoding.decoder import StepOutput, TopK
 from transferry.runtime.decoding.hypothesis import FAILED, Hypothesis, length_normalised, ranked
 from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.stop_strings import StopStrings
 from transferry.runtime.decoding.strategy import Choice, Request, Strategy
 
 
@@ -21,18 +22,24 @@ class SamplingStrategy(Strategy):
         counts: Tokens of each output, the end token included `[sentences * n_best]`.
         totals: Their log-probabilities; NaN without `options.scores` `[sentences * n_best]`.
         failed: Whether the model gave unusable scores `[sentences * n_best]`.
+        at_stop: Whether it holds a stop string `[sentences * n_best]`.
     """
 
     def __init__(
-        self, requests: Sequence[Request[Any]], options: GenerationOptions, eos_id: int
+        self,
+        requests: Sequence[Request[Any]],
+        options: GenerationOptions,
+        ends: Sequence[int],
+        stops: StopStrings,
     ) -> None:
-        super().__init__(requests, options.n_best, options, eos_id)
+        super().__init__(requests, options.n_best, options, ends, stops)
         self.rows_at_first = self.width
         self.top = None if options.sample else 1
         rows = len(self.ended)
         self.counts = np.zeros(rows, np.int64)
         self.totals = np.full(rows, 0.0 if options.scores else math.nan)
         self.failed = np.zeros(rows, np.bool_)
+        self.at_stop = np.zeros(rows, np.bool_)
         self.sampler: Sampler | None = None
         if options.sample:
             row_ids = [request.row_id for request in requests]
@@ -44,6 +51,7 @@ class SamplingStrategy(Strategy):
         output: StepOutput,
         allowed: NDArray[np.floating[Any]] | None,
         rows: NDArray[np.int64],
+        log_probabilities: NDArray[np.float64] | None = None,
     ) -> Choice:
         """Chooses a token a row; see `Strategy.choose`."""
         logits = output.all_logits[:, -1]
@@ -93,7 +101,12 @@ class SamplingStrategy(Strategy):
         self.totals[rows] += np.where(growing, gains, 0.0)
         self.failed[rows] |= growing & ~usable
         at_limit = self.lengths[sentences] + 1 == self.limits[sentences]
-        self.ended[rows] |= (tokens == self.eos_id) | at_limit | ~usable
+        ends = self.is_end(tokens)
+        if self.stops:
+            for place in np.flatnonzero(growing & usable & ~ends).tolist():
+                row = int(rows[place])
+                self.at_stop[row] = self.stopped(row, row // self.width, int(tokens[place]))
+        self.ended[rows] |= ends | at_limit | ~usable | self.at_stop[rows]
         return Choice(rows, np.arange(len(rows)), tokens)
 
     def hypotheses(self, sentence: int) -> list[Hypothesis]:
@@ -107,20 +120,20 @@ class SamplingStrategy(Strategy):
         tokens = tuple(self.tokens[row, : self.counts[row]].tolist())
         total = float(self.totals[row])
         score = length_normalised(total, len(tokens), self.options.length_penalty)
-        if tokens[-1] == self.eos_id:
-            return Hypothesis(tokens[:-1], total, score, "end")
-        return Hypothesis(tokens, total, score, "length")
+        if tokens[-1] in self.ends:
+            return Hypothesis(tokens[:-1], total, score, "end", end=tokens[-1])
+        return Hypothesis(tokens, total, score, "stop" if self.at_stop[row] else "length")
 
 
 class Sampler:
-    """Draws from softmax(logits / temperature), cut to the top k and then to the nucleus.
+    """Draws from softmax(logits / temperature), cut by top k, top p, min p and typical p in turn.
 
     A token is drawn by inverting the cumulative distribution in the order of token ids: if two
     tokens of nearly equal probability change places, the draw stays the same. Tokens that tie with
     the last one admitted are admitted too.
 
     Args:
-        options: `temperature`, `top_k` and `top_p`.
+        options: `temperature`, `top_k`, `top_p`, `min_p` and `typical_p`.
         uniforms: A random number in [0, 1) for every output and step `[outputs, steps]`.
     """
 
@@ -167,7 +180,33 @@ class Sampler:
             # Holtzman et al. (2020), equation 2: the smallest set that holds at least top_p.
             before = (cumulative < self.options.top_p * cumulative[:, -1:]).sum(axis=1)
             weights[weights < np.take_along_axis(descending, before[:, None], axis=1)] = 0.0
+        if self.options.min_p > 0:
+            weights[weights < self.options.min_p * weights.max(axis=1, keepdims=True)] = 0.0
+        if self.options.typical_p < 1:
+            distances = typical_distances(weights)
+            order = np.argsort(distances, axis=1, kind="stable")
+            cumulative = np.take_along_axis(weights, order, axis=1).cumsum(axis=1)
+            before = (cumulative < self.options.typical_p * cumulative[:, -1:]).sum(axis=1)
+            last = np.take_along_axis(order, before[:, None], axis=1)
+            weights[distances > np.take_along_axis(distances, last, axis=1)] = 0.0
         return weights
+
+
+def typical_distances(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Distance of each token's information from the entropy (Meister et al. 2023, eq. 10).
+
+    Args:
+        weights: Probabilities up to a factor per row `[rows, vocabulary]`.
+
+    Returns:
+        In nats; infinity where the probability is 0 `[rows, vocabulary]`.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        probabilities = weights / weights.sum(axis=1, keepdims=True)
+        information = -np.log(probabilities)
+        entropy = np.nansum(probabilities * information, axis=1, keepdims=True)
+        distances: NDArray[np.float64] = np.abs(information - entropy)
+    return distances
 
 
 def draw_uniforms(

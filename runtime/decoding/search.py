@@ -8,8 +8,9 @@ A row's answer depends on that row alone: not on the other rows, their number or
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Generic
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Generic, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,16 +18,22 @@ from numpy.typing import NDArray
 from transferry.runtime.decoding.beam_search import BeamStrategy
 from transferry.runtime.decoding.decoder import Decoder, State
 from transferry.runtime.decoding.hypothesis import Hypothesis
+from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.decoding.logits_processors import (
     History,
+    beginning,
     build_logits_processors,
+    prompts_of,
     restrict,
 )
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.options import TOKEN_IDS, GenerationOptions
 from transferry.runtime.decoding.sampling import SamplingStrategy
+from transferry.runtime.decoding.stop_strings import StopStrings
 from transferry.runtime.decoding.strategy import Key, Request, Strategy
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
+
+Decode: TypeAlias = Callable[[Iterable[int]], str]
 
 # Ended rows leave once they are this share of all. Leaving copies the cache of all others (or moves
 # as many rows as leave, where rows share a cache), staying wastes a row of every step. A quarter
@@ -43,6 +50,7 @@ def search(
     *,
     row_ids: Sequence[int] | None = None,
     prefixes: Sequence[Sequence[int]] | None = None,
+    decode: Decode | None = None,
 ) -> list[list[Hypothesis]]:
     """Generates for a batch of sources.
 
@@ -54,6 +62,7 @@ def search(
         row_ids: A number for each source that seeds its samples, such as its line in the input;
             by default its place in `sources`.
         prefixes: The forced prefix of each source; by default `options.prefix` for all.
+        decode: Text of token ids, which stop strings are looked for in.
 
     Returns:
         The hypotheses of each source, best first: `n_best`, or fewer where a beam search found
@@ -61,23 +70,29 @@ def search(
 
     Raises:
         InputError: A source has no tokens.
-        UsageError: A prefix is longer than `max_length` or holds an invalid token, or a token to
-            suppress is not in the vocabulary.
+        UsageError: A prefix is longer than `max_length` or holds an invalid token, a token of the
+            options is not in the vocabulary, or there are stop strings without `decode`.
     """
     if row_ids is None:
         row_ids = range(len(sources))
     if prefixes is None:
         prefixes = [options.prefix] * len(sources)
     rows = zip(sources, prefixes, row_ids, strict=True)
+
+    def room(source: Sequence[int]) -> int:
+        return options.room(0 if decoder.has_encoder else len(source))
+
     requests = deque(
-        Request(place, source, options.max_length, prefix, row_id)
+        Request(place, source, room(source), prefix, row_id)
         for place, (source, prefix, row_id) in enumerate(rows)
     )
 
     def take(most: int) -> list[Request[int]]:
         return [requests.popleft() for _ in range(min(most, len(requests)))]
 
-    answers = dict(search_stream(decoder, take, options, special, slots=len(sources)))
+    answers = dict(
+        search_stream(decoder, take, options, special, slots=len(sources), decode=decode)
+    )
     return [answers[place] for place in range(len(sources))]
 
 
@@ -88,6 +103,7 @@ def search_stream(
     special: SpecialTokens,
     *,
     slots: int,
+    decode: Decode | None = None,
 ) -> Iterator[tuple[Key, list[Hypothesis]]]:
     """Generates for one batch of sentences after another.
 
@@ -98,6 +114,7 @@ def search_stream(
         options: How to generate; maximal length and prefix are those of each request.
         special: The ids that pad, begin and end.
         slots: Limit on the sentences of a batch.
+        decode: Text of token ids, which stop strings are looked for in.
 
     Yields:
         The key of each request and its hypotheses, as `search` returns them, in the order in which
@@ -107,14 +124,11 @@ def search_stream(
         InputError: A source has no tokens.
         UsageError: As for `search`.
     """
-    if max(options.suppress, default=0) >= decoder.vocabulary_size:
-        raise UsageError(
-            f"suppress holds token {max(options.suppress)}, expected tokens from 0 to "
-            f"{decoder.vocabulary_size - 1}: give ids of the bundle's tokenizer"
-        )
+    _check_tokens(options, decoder.vocabulary_size)
+    stops = StopStrings(options.stop, decode)
     while requests := take(slots):
-        _check_requests(requests, options, decoder.vocabulary_size, special.eos_id)
-        batch = _Batch(decoder, requests, options, special)
+        _check_requests(requests, options, decoder.vocabulary_size, special.ends)
+        batch = _Batch(decoder, requests, options, special, stops)
         while len(batch.rows):
             batch.step()
             yield from batch.answers()
@@ -138,17 +152,20 @@ class _Batch(Generic[State, Key]):
         requests: Sequence[Request[Key]],
         options: GenerationOptions,
         special: SpecialTokens,
+        stops: StopStrings,
     ) -> None:
         self.decoder = decoder
         self.normalise = options.scores
         kind = BeamStrategy if options.beam > 1 else SamplingStrategy
-        self.strategy: Strategy = kind(requests, options, special.eos_id)
+        self.strategy: Strategy = kind(requests, options, special.ends, stops)
         self.keys = [request.key for request in requests]
         self.waiting = np.ones(len(requests), np.bool_)
-        prefixes = [request.prefix for request in requests]
-        self.processors = build_logits_processors(options, prefixes, special.eos_id)
-
-        self.state, first = begin(decoder, [request.source for request in requests], special)
+        has_encoder, sources = decoder.has_encoder, [request.source for request in requests]
+        self.processors = build_logits_processors(
+            options, requests, special.ends, has_encoder=has_encoder
+        )
+        self.state, first = begin(decoder, sources, special)
+        self.prompts = prompts_of([[special.bos_id]] * len(requests) if has_encoder else sources)
         width, each = self.strategy.width, self.strategy.rows_at_first
         self.rows = np.arange(len(requests) * width).reshape(-1, width)[:, :each].ravel()
         self.tokens = first.repeat(each)
@@ -170,11 +187,19 @@ class _Batch(Generic[State, Key]):
         if output.top_k is not None:
             self.choice = strategy.choose_top_k(output.top_k, self.rows)
         else:
-            allowed = None
+            allowed = own = None
             if active:
-                history = History(sentences, lengths, strategy.tokens[self.rows, : lengths.max()])
-                allowed = restrict(output.all_logits[:, -1], active, history)
-            self.choice = strategy.choose(output, allowed, self.rows)
+                outputs = strategy.tokens[self.rows, : lengths.max()]
+                history = History(sentences, lengths, outputs, self.prompts)
+                logits = output.all_logits[:, -1]
+                if strategy.ranks and any(processor.changes for processor in active):
+                    normaliser = output.log_sum_exp
+                    if normaliser is None:
+                        normaliser = log_sum_exp(logits)
+                        output = replace(output, log_sum_exp=normaliser)
+                    logits = own = logits - normaliser[:, None]
+                allowed = restrict(logits, active, history)
+            self.choice = strategy.choose(output, allowed, self.rows, own)
         strategy.extend(self.rows, self.choice)
 
     def answers(self) -> Iterator[tuple[Key, list[Hypothesis]]]:
@@ -271,8 +296,24 @@ def pad_sources(
     return ids, mask
 
 
+def _check_tokens(options: GenerationOptions, vocabulary: int) -> None:
+    tokens = {name: getattr(options, name) for name in TOKEN_IDS}
+    tokens["suppress_sequences"] = [token for item in options.suppress_sequences for token in item]
+    tokens["forced_begin"] = beginning(options, ())
+    for name, values in tokens.items():
+        largest = max(values, default=0)
+        if largest >= vocabulary:
+            raise UsageError(
+                f"{name} holds token {largest}, expected tokens from 0 to {vocabulary - 1}: give "
+                "ids of the bundle's tokenizer"
+            )
+
+
 def _check_requests(
-    requests: Sequence[Request[Key]], options: GenerationOptions, vocabulary: int, eos_id: int
+    requests: Sequence[Request[Key]],
+    options: GenerationOptions,
+    vocabulary: int,
+    ends: Sequence[int],
 ) -> None:
     for row, request in enumerate(requests):
         if not 1 <= request.max_length <= options.max_length:
@@ -280,15 +321,16 @@ def _check_requests(
                 f"source {row} wants {request.max_length} tokens, expected 1 to "
                 f"max_length={options.max_length}: lower the first or raise the second"
             )
-        if len(request.prefix) > request.max_length:
+        forced = beginning(options, request.prefix)
+        if len(forced) > request.max_length:
             raise UsageError(
-                f"the prefix of source {row} has {len(request.prefix)} tokens, more than "
+                f"the prefix of source {row} has {len(forced)} tokens, more than "
                 f"max_length={request.max_length}: shorten the first or raise the second"
             )
-        for token in request.prefix:
-            if token == eos_id or not 0 <= token < vocabulary:
+        for token in forced:
+            if token in ends or not 0 <= token < vocabulary:
                 raise UsageError(
                     f"the prefix of source {row} holds token {token}, expected tokens from 0 to "
-                    f"{vocabulary - 1} other than the end token {eos_id}: "
+                    f"{vocabulary - 1} other than the end token {', '.join(map(str, ends))}: "
                     "encode the prefix with the bundle's tokenizer, without special tokens"
                 )

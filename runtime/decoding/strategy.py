@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from transferry.runtime.decoding.decoder import StepOutput, TopK
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.stop_strings import StopStrings
 
 Key = TypeVar("Key")
 
@@ -58,6 +59,7 @@ class Strategy(ABC):
     Attributes:
         width: Outputs of a sentence.
         rows_at_first: Rows of a sentence in the first step after `Decoder.start`.
+        ranks: Whether it compares outputs, so that processors change log-probabilities.
         top: Number of likeliest tokens of a row that suffice for a choice; None for all logits.
         lengths: Tokens of the outputs of each sentence `[sentences]`.
         limits: Maximal lengths of the outputs of each sentence `[sentences]`.
@@ -67,22 +69,37 @@ class Strategy(ABC):
 
     rows_at_first: int
     top: int | None
+    ranks: ClassVar[bool] = False
 
     def __init__(
         self,
         requests: Sequence[Request[Any]],
         width: int,
         options: GenerationOptions,
-        eos_id: int,
+        ends: Sequence[int],
+        stops: StopStrings,
     ) -> None:
         self.width = width
         self.options = options
-        self.eos_id = eos_id
+        self.ends = np.array(ends, np.int64)
+        self.stops = stops
         rows = len(requests) * width
         self.lengths = np.zeros(len(requests), np.int64)
         self.limits = np.array([request.max_length for request in requests])
         self.tokens = np.zeros((rows, options.max_length), np.int64)
         self.ended = np.zeros(rows, np.bool_)
+
+    def is_end(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Returns which tokens end an output, in the shape of `tokens`."""
+        found: NDArray[np.bool_] = (tokens[..., None] == self.ends).any(axis=-1)
+        return found
+
+    def stopped(self, row: int, sentence: int, token: int) -> bool:
+        """Whether the output in a row holds a stop string once it has this token."""
+        if not self.stops:
+            return False
+        length = int(self.lengths[sentence])
+        return self.stops.end([*self.tokens[row, :length].tolist(), token])
 
     def rows_of(self, sentences: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the rows of some sentences, grouped by sentence `[sentences * width]`."""
@@ -94,6 +111,7 @@ class Strategy(ABC):
         output: StepOutput,
         allowed: NDArray[np.floating[Any]] | None,
         rows: NDArray[np.int64],
+        log_probabilities: NDArray[np.float64] | None = None,
     ) -> Choice:
         """Chooses the next tokens from all logits, and marks the outputs that they end.
 
@@ -102,6 +120,8 @@ class Strategy(ABC):
             allowed: Its logits after the active logits processors `[rows, vocabulary]`; None where
                 none was active.
             rows: Rows of `tokens` that were stepped `[rows]`.
+            log_probabilities: Where `allowed` are not logits but log-probabilities that processors
+                changed: the model's own `[rows, vocabulary]`.
         """
 
     @abstractmethod

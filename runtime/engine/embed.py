@@ -11,7 +11,12 @@ from numpy.typing import NDArray
 
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.preprocess import EncodedRow, LongRows, check_long_rows
+from transferry.runtime.engine.preprocess import (
+    EncodedRow,
+    LongRows,
+    check_long_rows,
+    checked_texts,
+)
 from transferry.runtime.engine.result import NOT_FINITE, RowError, RowResult
 from transferry.runtime.engine.worker_pool import WorkItem
 from transferry.runtime.ort.encoder import EncoderModel
@@ -57,7 +62,7 @@ def embed(
     encoders = engine.encoders
     check_long_rows(long_rows, "task embed")
     task = _Embed(engine, pooling, normalise, long_rows)
-    return engine.map(texts, task.prepare, task.compute, encoders)
+    return engine.map(checked_texts(texts), task.prepare, task.compute, encoders)
 
 
 class _Embed:

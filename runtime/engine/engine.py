@@ -10,11 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from transferry.runtime.bundle import MANIFEST, Bundle, Variant
+from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.logits_processors import beginning
+from transferry.runtime.decoding.options import GenerationOptions, generation_options
 from transferry.runtime.decoding.search import search_stream
+from transferry.runtime.decoding.stop_strings import StopStrings
 from transferry.runtime.decoding.strategy import Request
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
@@ -23,6 +25,7 @@ from transferry.runtime.engine.preprocess import (
     check_long_rows,
     sentences_version,
 )
+from transferry.runtime.engine.prompts import Prompt, Source, checked_prompts, encode_prompt
 from transferry.runtime.engine.result import (
     NOT_FINITE,
     GenerationResult,
@@ -40,11 +43,10 @@ from transferry.runtime.engine.worker_pool import (
     in_order,
 )
 from transferry.runtime.errors import ParityError, UsageError, require
-from transferry.runtime.files import sha256
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import Model, ServedDecoder, open_model
-from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.ort.session import Few, SessionOptions
 from transferry.runtime.parity.certificate import (
     Certificate,
     Strength,
@@ -56,6 +58,7 @@ from transferry.runtime.parity.certificate import (
 from transferry.runtime.parity.recorded import verify_recorded
 from transferry.runtime.parity.report import ParityReport
 from transferry.runtime.parity.signature import PublicKey, load_public_key
+from transferry.runtime.settings import Whole64, check_value, shown
 
 AnyModel = TypeVar("AnyModel", bound=Model)
 
@@ -85,6 +88,7 @@ class Engine:
             certificate: Citation of the certificate, for reports.
             required: Certificates that must cover every search.
         """
+        check_value("replicas", replicas, Few)
         require(replicas >= 1, "replicas", "at least 1", replicas)
         self.bundle = bundle
         self.models = models
@@ -217,6 +221,44 @@ class Engine:
         """Returns the bundle's own generation options."""
         return GenerationOptions(**self.bundle.manifest.generation)
 
+    def options(self, options: GenerationOptions | None = None, **named: Any) -> GenerationOptions:
+        """Returns generation options with named fields changed.
+
+        `suppress` adds to what is suppressed, and may hold text beside token ids. A text is
+        forbidden by its own tokens, both as it stands and after a blank: a single token everywhere,
+        several as a sequence. Other tokens may still spell it.
+
+        Args:
+            options: The other fields; see `generation_options`. Default: those of the bundle.
+            **named: Fields of GenerationOptions.
+
+        Raises:
+            UsageError: A field is unknown or has another type, or the fields conflict.
+        """
+        default = self.default_options() if options is None else options
+        if not isinstance(default, GenerationOptions):
+            raise UsageError(f"options must be GenerationOptions, found {shown(default)}")
+        if isinstance(suppress := named.get("suppress"), list | tuple):
+            texts = [item for item in suppress if isinstance(item, str)]
+            sequences = [ids for text in texts for ids in self._spellings(text)]
+            named["suppress"] = (
+                *default.suppress,
+                *(item for item in suppress if not isinstance(item, str)),
+                *(ids[0] for ids in sequences if len(ids) == 1),
+            )
+            given = tuple(named.get("suppress_sequences", default.suppress_sequences))
+            longer = tuple(ids for ids in sequences if len(ids) > 1)
+            named["suppress_sequences"] = (*given, *longer)
+        return generation_options(named, default)
+
+    def _spellings(self, text: str) -> list[tuple[int, ...]]:
+        """Returns the tokens of a text, as it stands and after a blank."""
+        if not text.strip():
+            raise UsageError(f"suppress holds {shown(text)}, which has no tokens; leave it out")
+        encode = self.bundle.tokenizer.encode_target
+        found = dict.fromkeys(tuple(encode(each)) for each in (text, f" {text}"))
+        return [ids for ids in found if ids]
+
     def require_covered(self, options: GenerationOptions) -> None:
         """Raises ParityError if a certificate is required, and none covers such a search."""
         for certificate in self.required:
@@ -226,7 +268,7 @@ class Engine:
         """Returns what determines the answers: versions, settings, and the manifest's hash."""
         return {
             "transferry": importlib.metadata.version("transferry"),
-            "manifest_sha256": sha256(self.bundle.folder / MANIFEST),
+            "manifest_sha256": self.bundle.sha256,
             "certificate": self.certificate,
             "devices": len(self.models),
             "replicas": self.replicas,
@@ -236,34 +278,42 @@ class Engine:
 
     def encode(
         self,
-        texts: Sequence[str | RowError],
+        texts: Sequence[str | RowError | Prompt],
         options: GenerationOptions,
         long_rows: LongRows = "error",
     ) -> list[EncodedRow]:
         """Encodes the sources or prompts to generate from."""
         # A truncated prompt leaves positions for the prefix and one more token.
-        reserve = 0 if self.decoder.has_encoder else len(options.prefix)
-        return self.preprocessor.encode(texts, long_rows, reserve)
+        reserve = 0 if self.decoder.has_encoder else len(beginning(options, options.prefix))
+        plain = [text for text in texts if not isinstance(text, Prompt)]
+        rows = iter(self.preprocessor.encode(plain, long_rows, reserve))
+        around = (self.bundle.tokenizer, self.max_positions, long_rows, reserve)
+        return [
+            encode_prompt(text, *around) if isinstance(text, Prompt) else next(rows)
+            for text in texts
+        ]
 
     def fitted(self, options: GenerationOptions, tokens: int) -> GenerationOptions:
         """Returns the options for a source of this length: a prompt takes up positions."""
         room = self.room(options, tokens)
-        return replace(options, max_length=room, min_length=min(options.min_length, room))
+        least = min(options.min_length, room)
+        return replace(options, max_length=room, max_total_length=0, min_length=least)
 
     def room(self, options: GenerationOptions, tokens: int) -> int:
         """Returns the maximal length of an answer to a source of this length."""
         if self.decoder.has_encoder:
-            return options.max_length
+            return options.room(0)
         # The last token of an answer is never read, so it takes up no position.
-        return max(1, min(options.max_length, self.max_positions - tokens + 1))
+        return max(1, min(options.room(tokens), self.max_positions - tokens + 1))
 
     def generate(
         self,
-        texts: Iterable[str | RowError],
+        texts: Iterable[Source],
         options: GenerationOptions | None = None,
         *,
         first_row: int = 0,
         long_rows: LongRows = "error",
+        **named: Any,
     ) -> Iterator[GenerationResult]:
         """Generates an answer to each text, in order; reads ahead by two windows at most.
 
@@ -271,18 +321,25 @@ class Engine:
         on other rows or on batches.
 
         Args:
-            texts: Any number of texts; an error becomes the result of its row.
+            texts: Any number of texts; an error becomes the result of its row. Instead of a text, a
+                list of messages with role and content each, which the bundle's chat template
+                renders, or a list of token ids, which the model reads as they are.
             options: Generation options. Default: those of the bundle.
             first_row: Number of the first row; a row's number seeds its samples.
             long_rows: Treatment of texts longer than the model's positions: "error"; "truncate" to
                 answer their beginning; or "split" to answer them in pieces, as many sentences each
                 as fit, and join the answers. The options apply to each piece.
 
+            **named: Fields of GenerationOptions to change, such as `beam=4`; see `options`.
+
         Raises:
-            UsageError: `max_length` exceeds the model's positions, or rows cannot be split here.
+            UsageError: A field is unknown or out of range, `max_length` exceeds the model's
+                positions, rows cannot be split here, or there are messages and no chat template or
+                no jinja2.
             ParityError: A certificate is required, and none covers such a search.
         """
-        options = options or self.default_options()
+        prompts, options = checked_prompts(texts), self.options(options, **named)
+        check_value("first_row", first_row, Whole64)
         self.require_covered(options)
         if options.max_length > self.max_positions:
             raise UsageError(
@@ -294,7 +351,9 @@ class Engine:
         task = _Generate(self, options, long_rows)
         workers = [partial(task.work, decoder) for decoder in self.decoders] * self.replicas
         slots = max(1, self.batches.rows // max(options.beam, options.n_best))
-        results = in_order(enumerate(texts, first_row), task.prepare, workers, slots, self.batches)
+        results = self._watched(
+            in_order(enumerate(prompts, first_row), task.prepare, workers, slots, self.batches)
+        )
         if long_rows != "split":
             return results
         return joined(results, task.rows, options.length_penalty)
@@ -315,7 +374,13 @@ class Engine:
             models: `decoders` or `encoders`.
         """
         workers = [batch_worker(partial(compute, model)) for model in models] * self.replicas
-        return in_order(inputs, prepare, workers, self.batches.rows, self.batches)
+        return self._watched(in_order(inputs, prepare, workers, self.batches.rows, self.batches))
+
+    def _watched(self, answers: Iterator[Answer]) -> Iterator[Answer]:
+        """Passes answers on while the weights are still those that were hashed."""
+        for answer in answers:
+            self.bundle.files.require_unchanged()
+            yield answer
 
 
 def _opened(
@@ -363,31 +428,41 @@ class _Generate:
         self.rows: deque[tuple[str, int]] = deque()
 
     def prepare(
-        self, texts: list[tuple[int, str | RowError]]
+        self, texts: list[tuple[int, str | RowError | Prompt]]
     ) -> list[WorkItem[EncodedRow] | GenerationResult]:
         prepared: list[WorkItem[EncodedRow] | GenerationResult] = []
         # Without sampling, equal texts have equal answers.
-        known: dict[str | RowError, list[WorkItem[EncodedRow] | GenerationResult]] = {}
+        known: dict[str | RowError | Prompt, list[WorkItem[EncodedRow] | GenerationResult]] = {}
         rows = self.engine.encode([text for _, text in texts], self.options, self.long_rows)
         for (number, text), row in zip(texts, rows, strict=True):
             if self.options.sample or text not in known:
-                known[text] = [self._item(piece) for piece in self._pieces(number, row)]
+                known[text] = [self._item(piece) for piece in self._pieces(number, text, row)]
             prepared += known[text]
             if self.long_rows == "split":
                 self.rows.append((row.text, len(known[text])))
         return prepared
 
-    def _pieces(self, number: int, row: EncodedRow) -> list[EncodedRow]:
+    def _pieces(
+        self, number: int, text: str | RowError | Prompt, row: EncodedRow
+    ) -> list[EncodedRow]:
         """Returns a row with its row id, or its pieces with one each, so that samples differ."""
         pieces = [row]
-        if self.long_rows == "split" and row.error and row.error.kind == "too-long":
-            texts = self.engine.preprocessor.pieces(row.text)
+        too_long = row.error is not None and row.error.kind == "too-long"
+        if self.long_rows == "split" and too_long and isinstance(text, str):
+            texts = self.engine.preprocessor.pieces(text)
             pieces = self.engine.encode(texts, self.options)
         return [replace(piece, row_id=number + i * PIECE) for i, piece in enumerate(pieces)]
 
     def _item(self, row: EncodedRow) -> WorkItem[EncodedRow] | GenerationResult:
-        error, tokens, prefix = row.error, len(row.ids), len(self.options.prefix)
-        room = self.engine.room(self.options, tokens)
+        options, error, tokens = self.options, row.error, len(row.ids)
+        prefix, room = len(beginning(options, options.prefix)), self.engine.room(options, tokens)
+        longest = options.max_total_length
+        if error is None and longest and not self.engine.decoder.has_encoder and tokens >= longest:
+            error = RowError(
+                "too-long",
+                f"{tokens} tokens are not less than max_total_length={longest}; raise it, or "
+                "shorten the text",
+            )
         if error is None and prefix > room:
             error = RowError(
                 "too-long",
@@ -411,13 +486,16 @@ class _Generate:
                 for item in take(most)
             ]
 
-        for item, found in search_stream(decoder, requests, options, special, slots=slots):
+        decode = self.engine.bundle.tokenizer.decode
+        stream = search_stream(decoder, requests, options, special, slots=slots, decode=decode)
+        for item, found in stream:
             yield item, self._result(item.row, found)
 
     def _result(self, row: EncodedRow, found: Sequence[Hypothesis]) -> GenerationResult:
         decode = self.engine.bundle.tokenizer.decode
+        stops = StopStrings(self.options.stop, decode)
         hypotheses = tuple(
-            TextHypothesis(**vars(one), text=decode(one.tokens))
+            TextHypothesis(**vars(one), text=stops.cut(decode(one.tokens)))
             for one in found
             if one.finish_reason != "error"
         )

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.decoding.logits import log_sum_exp, top_k
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.preprocess import EncodedRow, LongRows, check_long_rows
+from transferry.runtime.engine.preprocess import (
+    EncodedRow,
+    LongRows,
+    check_long_rows,
+    checked_texts,
+)
 from transferry.runtime.engine.result import NOT_FINITE, RowError, RowResult
 from transferry.runtime.engine.worker_pool import WorkItem
 from transferry.runtime.errors import UsageError, require
 from transferry.runtime.ort.encoder import EncoderModel
+from transferry.runtime.settings import MOST, check_value
 
 MASK = "[MASK]"
 
@@ -92,9 +99,10 @@ def fill_masks(
             f"the tokenizer of {engine.bundle.folder} has no mask, so nothing is hidden"
         )
     check_long_rows(long_rows, "task fill-mask")
+    check_value("top", top, Annotated[int, msgspec.Meta(le=MOST)])
     require(top >= 1, "top", "at least 1", top)
     task = _FillMask(engine, mask, mask_id, top, long_rows)
-    return engine.map(texts, task.prepare, task.compute, encoders)
+    return engine.map(checked_texts(texts), task.prepare, task.compute, encoders)
 
 
 class _FillMask:

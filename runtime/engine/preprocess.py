@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import UsageError
+from transferry.runtime.settings import shown
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 LongRows = Literal["error", "truncate", "split"]
@@ -102,11 +103,7 @@ class Preprocessor:
         elif long_rows == "truncate" and room > around:
             return EncodedRow(text, self.special.wrap(ids[: room - around]), tokens, truncated=True)
         else:
-            error = RowError(
-                "too-long",
-                f"{'at least ' * uncounted}{tokens} tokens, but the model has {self.positions} "
-                "positions; shorten or split the text",
-            )
+            error = too_long(tokens, self.positions, "at least " * uncounted)
         return EncodedRow(text, (), tokens, error)
 
     def pieces(self, text: str) -> list[str]:
@@ -144,6 +141,34 @@ class Preprocessor:
         return row.tokens <= self.positions
 
 
+def too_long(tokens: int, positions: int, about: str = "") -> RowError:
+    """Returns the error of a row with more tokens than the model has positions."""
+    return RowError(
+        "too-long",
+        f"{about}{tokens} tokens, but the model has {positions} positions; shorten or split the "
+        "text",
+    )
+
+
+def checked_texts(texts: Iterable[Any]) -> Iterator[Any]:
+    """Yields texts, or pairs of texts, as they are.
+
+    Raises:
+        UsageError: One text is given in the place of several, or something else than a text.
+    """
+    if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+        raise UsageError(f"texts must be several, such as a list, found {shown(texts)}")
+    return map(_checked_text, texts)
+
+
+def _checked_text(text: Any) -> Any:
+    source, *others = text if type(text) is tuple and text else (text,)
+    for one in (source, *(other for other in others if other is not None)):
+        if not isinstance(one, str | RowError):
+            raise UsageError(f"texts must be strings, found {shown(one)}")
+    return text
+
+
 def check_long_rows(long_rows: LongRows, conflict: str = "") -> None:
     """Rejects a treatment of long rows that is not possible here.
 
@@ -154,7 +179,7 @@ def check_long_rows(long_rows: LongRows, conflict: str = "") -> None:
     Raises:
         UsageError: The treatment is unknown or excluded, or its library is not installed.
     """
-    if long_rows not in get_args(LongRows):
+    if str(long_rows) not in get_args(LongRows):
         names = ", ".join(get_args(LongRows))
         raise UsageError(f"long_rows must be one of {names}, found {long_rows!r}")
     if long_rows != "split":

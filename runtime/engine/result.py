@@ -11,13 +11,16 @@ from dataclasses import KW_ONLY, dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
-from transferry.runtime.decoding.hypothesis import Hypothesis, length_normalised
+from transferry.runtime.decoding.hypothesis import FinishReason, Hypothesis, length_normalised
 
+# Of joined pieces the first of these that any has.
+REASONS: tuple[FinishReason, ...] = ("length", "stop", "end")
 RowErrorKind = Literal[
     "undecodable",  # bytes that are not UTF-8
     "malformed",  # a line that is not a JSON object, or has another number of columns
     "no-text",  # the field of the text is missing, or holds something else than text
     "fields",  # other fields that the output cannot hold
+    "prompt",  # messages that the chat template refuses, or ids outside of the vocabulary
     "empty",
     "too-long",
     "too-short",
@@ -160,14 +163,18 @@ def join(text: str, pieces: Sequence[GenerationResult], length_penalty: float) -
                 text, source_tokens, error=replace(piece.error, message=message)
             )
     found = [piece.hypotheses[0] for piece in pieces]
-    ends = [hypothesis.finish_reason == "end" for hypothesis in found]
+    reasons = {hypothesis.finish_reason for hypothesis in found}
+    reason = next(each for each in REASONS if each in reasons)
     log_probability = math.fsum(hypothesis.log_probability for hypothesis in found)
-    length = sum(len(hypothesis.tokens) for hypothesis in found) + sum(ends)
+    lengths = [len(hypothesis.tokens) + (hypothesis.finish_reason == "end") for hypothesis in found]
+    # What ranked a piece is its score without the normalisation by length.
+    ranks = zip(found, lengths, strict=True)
+    total = math.fsum(piece.score * length**length_penalty for piece, length in ranks)
     whole = TextHypothesis(
         tuple(token for hypothesis in found for token in hypothesis.tokens),
         log_probability,
-        length_normalised(log_probability, length, length_penalty),
-        "end" if all(ends) else "length",
+        length_normalised(total, sum(lengths), length_penalty),
+        reason,
         " ".join(hypothesis.text for hypothesis in found if hypothesis.text),
     )
     return GenerationResult(text, source_tokens, (whole,))

@@ -11,7 +11,12 @@ import numpy as np
 from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.preprocess import EncodedRow, LongRows, check_long_rows
+from transferry.runtime.engine.preprocess import (
+    EncodedRow,
+    LongRows,
+    check_long_rows,
+    checked_texts,
+)
 from transferry.runtime.engine.result import NOT_FINITE, RowError, RowResult
 from transferry.runtime.engine.worker_pool import WorkItem
 from transferry.runtime.ort.open_model import ServedDecoder
@@ -76,7 +81,7 @@ def score(
     decoders = engine.decoders
     check_long_rows(long_rows, "score")
     task = _Score(engine, decoders[0].has_encoder, long_rows)
-    return engine.map(pairs, task.prepare, task.compute, decoders)
+    return engine.map(checked_texts(pairs), task.prepare, task.compute, decoders)
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeAlias, TypeVar
 
 from transferry.runtime.decoding.batching import BatchOptions, fitting, windows
 from transferry.runtime.errors import InputError
+from transferry.runtime.stopping import held
 
 Input = TypeVar("Input")
 Row = TypeVar("Row")
 Answer = TypeVar("Answer")
 
-# Seconds after which a waiting replica checks whether the program is ending.
+# Seconds after which a thread that waits looks whether there is still something to wait for.
 CHECK_SECONDS = 1.0
 # A replica takes at least this many rows, if that many wait: fewer make matrix products too small.
 SMALLEST_SHARE = 16
@@ -41,7 +45,16 @@ Worker: TypeAlias = Callable[[Take[Row], int], Iterable[tuple[WorkItem[Row], Ans
 
 
 class WorkQueue(Generic[Row, Answer]):
-    """Work items on their way to the replicas, and the answers on their way back."""
+    """Work items on their way to the replicas, and the answers on their way back.
+
+    The reader may be interrupted anywhere: a lock that it takes could then be held for ever. So
+    reader and replicas share no lock of Python's, only queues written in C, which Python documents
+    as safe there. What the reader wants changed it sends to the replicas, which have a lock among
+    themselves.
+
+    Attributes:
+        stopped: No more answers are needed; replicas look at it between two answers.
+    """
 
     def __init__(self, tokens: int, workers: int = 1) -> None:
         """Creates an empty queue.
@@ -53,23 +66,34 @@ class WorkQueue(Generic[Row, Answer]):
                 and the others would be idle.
         """
         self._tokens, self._workers = tokens, workers
-        self._waiting: deque[WorkItem[Row]] = deque()
-        self._answers: dict[WorkItem[Row], Answer] = {}
-        self._closed = self._stopped = False
+        self.stopped = self._closed = False
         self._error: BaseException | None = None
         self._reader = threading.current_thread()
-        lock = threading.Lock()
-        self._added, self._finished = threading.Condition(lock), threading.Condition(lock)
+        # Changes to what is waiting; only the replica that holds the lock makes them.
+        self._changes: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._waiting: deque[WorkItem[Row]] = deque()
+        self._taking = threading.Lock()
+        # None is a sign to look at the error.
+        self._finished: SimpleQueue[tuple[WorkItem[Row], Answer] | None] = SimpleQueue()
+        self._answers: dict[WorkItem[Row], Answer] = {}  # the reader's
 
     def take(self, most: int) -> list[WorkItem[Row]]:
         """Waits for items and returns the next ones, at most so many; none at the end."""
-        with self._added:
-            while not (self._waiting or self._closed or self._abandoned()):
-                self._added.wait(CHECK_SECONDS)
+        with self._taking:
+            while True:
+                needed = not (self._waiting or self._closed or self._over())
+                try:
+                    self._changes.get(block=needed, timeout=CHECK_SECONDS)()
+                except Empty:
+                    if not needed:
+                        break
             return [self._waiting.popleft() for _ in range(self._fitting(most))]
 
+    def _over(self) -> bool:
+        return self.stopped or self._abandoned()
+
     def _fitting(self, most: int) -> int:
-        if self._stopped or self._abandoned():
+        if self._over():
             return 0
         share = max(-(-len(self._waiting) // self._workers), SMALLEST_SHARE)
         return fitting((item.tokens for item in self._waiting), min(most, share), self._tokens)
@@ -80,21 +104,18 @@ class WorkQueue(Generic[Row, Answer]):
 
     def put(self, items: Iterable[WorkItem[Row]]) -> None:
         """Adds items at the end."""
-        with self._added:
-            self._waiting.extend(items)
-            self._added.notify_all()
+        self._changes.put(partial(self._waiting.extend, [*items]))
 
     def put_back(self, items: Sequence[WorkItem[Row]]) -> None:
         """Returns items that could not be computed; they come first again."""
-        with self._added:
-            self._waiting.extendleft(reversed(items))
-            self._added.notify_all()
+        self._changes.put(partial(self._waiting.extendleft, items[::-1]))
 
     def close(self) -> None:
         """Tells the replicas that there will be no more items."""
-        with self._added:
-            self._closed = True
-            self._added.notify_all()
+        self._changes.put(self._close)
+
+    def _close(self) -> None:
+        self._closed = True
 
     def stop(self, error: BaseException | None = None) -> None:
         """Tells the replicas that no more answers are needed.
@@ -102,11 +123,10 @@ class WorkQueue(Generic[Row, Answer]):
         Args:
             error: Raised where the answers are read.
         """
-        self.close()
-        with self._finished:
-            self._stopped = True
-            self._error = self._error or error
-            self._finished.notify_all()
+        self._error = self._error or error
+        self.stopped = True
+        self.close()  # wakes the replica that waits
+        self._finished.put(None)
 
     def run(self, worker: Worker[Row, Answer], rows: int) -> None:
         """Computes as one of the replicas, until there are no more items.
@@ -146,10 +166,8 @@ class WorkQueue(Generic[Row, Answer]):
 
         for item, answer in worker(take, rows):
             del taken[item]
-            with self._finished:
-                self._answers[item] = answer
-                self._finished.notify_all()
-            if self._stopped:
+            self._finished.put((item, answer))
+            if self.stopped:
                 return
 
     def answers(self, rows: Iterable[WorkItem[Row] | Answer]) -> Iterator[Answer]:
@@ -160,16 +178,15 @@ class WorkQueue(Generic[Row, Answer]):
                 yield row
                 continue
             items.add(row)
-            with self._finished:
-                while row not in self._answers:
-                    if self._error is not None:
+            while row not in self._answers:
+                with suppress(Empty):  # on Windows a wait without an end cannot be interrupted
+                    if (finished := self._finished.get(timeout=CHECK_SECONDS)) is not None:
+                        item, self._answers[item] = finished
+                    elif self._error is not None:
                         raise self._error
-                    self._finished.wait()
-                answer = self._answers[row]
-            yield answer
-        with self._finished:
-            for item in items:
-                del self._answers[item]
+            yield self._answers[row]
+        for item in items:
+            del self._answers[item]
 
 
 def batch_worker(compute: Callable[[list[Row]], list[Answer]]) -> Worker[Row, Answer]:
@@ -204,9 +221,10 @@ def in_order(
         threading.Thread(target=queue.run, args=(worker, rows), name=f"replica {number}")
         for number, worker in enumerate(workers)
     ]
-    for thread in threads:
-        thread.start()
     try:
+        with held():  # a thread that is cut short while it starts could never be joined
+            for thread in threads:
+                thread.start()
         pending: deque[list[WorkItem[Row] | Answer]] = deque()
         for number, window in enumerate(windows(inputs, options.window)):
             prepared = prepare(window)
@@ -222,6 +240,9 @@ def in_order(
         while pending:
             yield from queue.answers(pending.popleft())
     finally:
-        queue.stop()
-        for thread in threads:
-            thread.join()
+        queue.stopped = True  # before any call, which might be interrupted
+        with held():
+            queue.stop()
+            for thread in threads:
+                if thread.is_alive():
+                    thread.join()

@@ -18,6 +18,7 @@ from transferry.runtime.engine.embed import EmbeddingResult
 from transferry.runtime.engine.engine import PIECE, Engine
 from transferry.runtime.engine.fill_mask import FilledMaskResult
 from transferry.runtime.engine.preprocess import LongRows
+from transferry.runtime.engine.prompts import Prompt
 from transferry.runtime.engine.result import GenerationResult, RowResult
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import open_model
@@ -36,6 +37,7 @@ class Canary:
         every: int,
         run: Callable[[Engine, Iterator[str], int], Iterator[Any]],
         options: GenerationOptions | None = None,
+        source: Callable[[str], str | Prompt] = str,
     ) -> None:
         """Opens the bundle a second time.
 
@@ -44,6 +46,7 @@ class Canary:
             every: One row in so many is computed again, beginning with the first.
             run: Runs the task on texts; see `Task.run`.
             options: How the job generates, if it does.
+            source: What the text of a row is to the engine; see `Task.source`.
 
         Raises:
             InputError: The bundle's record is damaged.
@@ -55,11 +58,12 @@ class Canary:
         self.reference = Engine(bundle, model, batches=BatchOptions(rows=1, window=1))
         self.every = every
         self.run = run
+        self.source = source
         self.options = options or engine.default_options()
         self.rows = self.identical = self.ties = 0
         # Both sides may be as far from float64 as verification allows: a multiple of the error
         # that torch made on the recorded cases.
-        reference = Reference.load(bundle.folder / variant.reference)
+        reference = Reference.of(bundle, variant)
         self._require_recorded(reference)
         cases = reference.cases
         torch = {
@@ -153,7 +157,7 @@ class Canary:
                     )
             return ""
         long_rows: LongRows = "truncate" if row.truncated else "error"
-        (encoded,) = self.served.encode([row.source], self.options, long_rows)
+        (encoded,) = self.served.encode([self.source(row.source)], self.options, long_rows)
         if encoded.error is not None:
             return self._compare_pieces(number, row)
         explainer = Explainer(

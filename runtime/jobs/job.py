@@ -15,27 +15,40 @@ from typing import Any, BinaryIO, cast
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import RowResult
 from transferry.runtime.errors import InputError, TransferryError, UsageError
-from transferry.runtime.files import durable_file, sha256, standard_output
+from transferry.runtime.files import (
+    durable_file,
+    require_writable,
+    sha256,
+    standard_output,
+    unwritable,
+)
 from transferry.runtime.jobs.canary import Canary
 from transferry.runtime.jobs.journal import (
-    BESIDE,
     JOB_FORMAT,
-    OUTPUT,
     Chunk,
     Journal,
     differences,
     hash_of_hashes,
-    hash_output,
 )
 from transferry.runtime.jobs.options import JobOptions, fraction
+from transferry.runtime.jobs.output_files import (
+    BESIDE,
+    FOLDER,
+    SETTINGS,
+    SUMMARY,
+    beside,
+    check_output,
+    foreign_output,
+)
 from transferry.runtime.jobs.readers import named_format, open_reader, read_rows
 from transferry.runtime.jobs.rows import InputRow, hash_rows
 from transferry.runtime.jobs.summary import Summary, Tally, read_summary
 from transferry.runtime.jobs.tasks import Task, tally_of
 from transferry.runtime.jobs.writers import open_writer
+from transferry.runtime.outputs import STANDARD_STREAM, require_own
 from transferry.runtime.settings import to_toml
+from transferry.runtime.stopping import at_stop
 
-STANDARD_STREAM = Path("-")
 # Of `Engine.describe`: what decides the numbers and does not belong to the machine.
 DECISIVE = (
     *("manifest_sha256", "variant", "provider", "threads", "optimisation", "tf32"),
@@ -55,17 +68,13 @@ class Runner:
     journal: type[Journal] = Journal
     about: Mapping[str, Any] = {}
 
-    def check_output(self, input_path: Path, output: Path) -> None:
-        """Refuses to replace the input, or something that no job wrote.
+    def check_kind(self, output: Path) -> None:
+        """Refuses to replace what is no file.
 
         Raises:
             UsageError: The output is such a path.
         """
-        if output == STANDARD_STREAM or not output.exists():
-            return
-        if input_path.exists() and output.samefile(input_path):
-            raise UsageError(f"{output} is the input; name another file for the output")
-        if not output.is_file():
+        if output.exists() and not output.is_file():
             raise UsageError(f"{output} is not a file, so it is not replaced; name another")
 
     def run(
@@ -103,11 +112,10 @@ class Runner:
             journal: Its chunks, all of them finished.
             describe: Writes summary and settings beside the output, given its hash.
         """
-        joined = journal.folder / OUTPUT
-        with durable_file(job.output, joined) as file:
+        with durable_file(job.output, journal.folder) as file:
             job.writer.join(journal.files, file)
             file.flush()
-            describe(sha256(joined))
+            describe(sha256(Path(file.name)))
 
 
 class Job:
@@ -142,12 +150,27 @@ class Job:
         """
         self.options = options = options or JobOptions()
         self.output, self.runner = Path(output), runner or Runner()
-        self.runner.check_output(Path(input_path), self.output)
+        if self.output != STANDARD_STREAM:
+            self.runner.check_kind(self.output)
+            require_writable(self.output, BESIDE)
+        folder = bundle.bundle.folder if isinstance(bundle, Engine) else bundle
+        check_output(
+            self.output,
+            [Path(path) for path in (input_path, options.target, folder) if path is not None],
+            "job",
+            force=options.force,
+            foreign_folder=self.runner.journal.foreign,
+        )
         if options.partition is not None and Path(input_path) == STANDARD_STREAM:
             raise UsageError("a partition needs the whole input counted, so it cannot be of stdin")
         self.engine = bundle if isinstance(bundle, Engine) else Engine.load(bundle)
         self.task = Task.of(self.engine, options)
-        self.reader = open_reader(Path(input_path), format=options.format_in, column=options.column)
+        self.reader = open_reader(
+            Path(input_path),
+            format=options.format_in,
+            column=options.messages or options.prompt_ids or options.column,
+            lists=options.prompt in ("messages", "ids"),
+        )
         self.target = None
         if options.target is not None:
             self.target = open_reader(options.target, format=options.format_in)
@@ -159,15 +182,21 @@ class Job:
             n_best=self.task.n_best > 1,
             width=self.task.width,
         )
+        if self.task.n_best > 1 and self.writer.format == "text":
+            raise UsageError(
+                f"text has one answer a row, and n_best is {self.task.n_best}; name another --out "
+                "or --format, such as jsonl"
+            )
         self.canary = None
         if options.canary is not None:
             _, every = fraction(options.canary)
-            self.canary = Canary(self.engine, every, self.task.run, self.task.generation)
+            task = self.task
+            self.canary = Canary(self.engine, every, task.run, task.generation, task.source)
 
     @property
     def folder(self) -> Path:
         """The folder of finished chunks."""
-        return self._beside(".job")
+        return beside(self.output, FOLDER)
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -256,7 +285,10 @@ class Job:
                 self.write(results, file, first, add)
             return summary
         try:
-            with self.runner.journal.locked(self.folder) as journal:
+            with (
+                at_stop(lambda: self._saved(summary.saved) if summary.saved else None),
+                self.runner.journal.locked(self.folder) as journal,
+            ):
                 if self.output.exists() and not self.options.force:
                     finished = self._finished()
                     if journal.former() in (None, self.fingerprint):
@@ -268,16 +300,16 @@ class Job:
                     say(f"{self._saved(journal.rows)}; this run computes the rest")
                 summary.resumed = journal.session
                 self.runner.run(self, journal, summary, add)
+                if not self.options.force:  # it may have appeared since the job began
+                    require_own(self.output, lambda path: foreign_output(path, "job"))
                 describe = partial(self._describe, journal, summary, settings)
                 self.runner.publish(self, journal, describe)
                 journal.clear()
         except OSError as error:
-            kept, remedy = "nothing was written", "Free some space or choose another place."
-            if summary.saved:
-                kept, remedy = self._saved(summary.saved), "Free some space, and run the job again."
-            raise InputError(
-                f"{self.output}: cannot be written: {error.strerror or error}; {kept}. {remedy}"
-            ) from error
+            if not summary.saved:
+                raise unwritable(self.output, error) from error
+            kept = f"; {self._saved(summary.saved)}"
+            raise unwritable(self.output, error, kept, ", and run the job again") from error
         except (KeyboardInterrupt, TransferryError) as error:
             if not summary.saved:
                 raise
@@ -288,9 +320,6 @@ class Job:
     def _saved(self, rows: int) -> str:
         of = f" of {self.count()}" if "_whole" in vars(self) else ""
         return f"{rows}{of} rows are saved in {self.folder}"
-
-    def _beside(self, suffix: str) -> Path:
-        return self.output.with_name(self.output.name + suffix)
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams rows first to last - 1 of the input, with their targets if there are any."""
@@ -352,11 +381,11 @@ class Job:
         """Writes the summary and the settings beside the output."""
         sources = hash_of_hashes(chunk.source_sha256 for chunk in journal.chunks)
         summary.made = self._made() | {"source_sha256": sources, "sha256": output_sha256}
-        texts = {".summary.json": f"{json.dumps(summary.to_dict(), indent=1)}\n"}
+        texts = {SUMMARY: f"{json.dumps(summary.to_dict(), indent=1)}\n"}
         if settings is not None:
-            texts[".settings.toml"] = to_toml(settings, summary.plain())
+            texts[SETTINGS] = to_toml(settings, summary.plain())
         for suffix, text in texts.items():
-            with durable_file(self._beside(suffix), journal.folder / BESIDE) as file:
+            with durable_file(beside(self.output, suffix), journal.folder) as file:
                 file.write(text.encode(errors="replace"))
 
     def _made(self) -> dict[str, Any]:
@@ -368,9 +397,9 @@ class Job:
         """Returns the summary of the existing output, which this very job must have written."""
         refusal = f"{self.output} exists already"
         remedy = "add --force to replace it"
+        require_own(self.output, lambda path: foreign_output(path, "job"))
         record = read_summary(self.output)
-        if record is None or record["sha256"] != hash_output(self.output):
-            raise UsageError(f"{refusal}; {remedy}")
+        assert record is not None
         if changes := differences(record["fingerprint"], self.fingerprint):
             raise UsageError(f"{refusal}, and {'; '.join(changes)}; {remedy}")
         rows, sources = self.rows(*self.row_range), []

@@ -12,7 +12,6 @@ process or a machine stops, everything the journal names is whole; the rest is d
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -21,18 +20,26 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+import msgspec
+from filelock import FileLock, Timeout
+
+from transferry.runtime.documents import decode, read_document
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import durable_file, sha256, sync_folder
+from transferry.runtime.files import TEMPORARY, durable_file, read_bytes, sha256, sync_folder
 from transferry.runtime.jobs.summary import Tally
+from transferry.runtime.stopping import at_stop, held
 
 # Version of job folders and fingerprints; format 1 had no such key.
 JOB_FORMAT = 2
 JOB, JOURNAL, LOCK = "job.json", "journal.jsonl", "lock"
-# Where the output, its summary and its settings are written before they get their names.
-OUTPUT, BESIDE = "output.tmp", "beside.tmp"
+# Seconds to wait for a lock whose owner is just removing the folder.
+LOCK_SECONDS = 0.2
+# The folder that becomes the output of a job with Ray.
+CHUNKS = "chunks"
 
 Fingerprint = Mapping[str, Any]
 
@@ -55,6 +62,11 @@ class Chunk(Tally):
     size: int = 0
     session: int = 0
 
+    @classmethod
+    def parse(cls, line: bytes) -> Chunk:
+        """Parses a line of the journal; raises ValueError for anything else."""
+        return msgspec.convert(decode(line), cls)
+
     def seal(self, file: Path) -> None:
         """Records the file of the chunk as it is now."""
         self.sha256, self.size = sha256(file), file.stat().st_size
@@ -72,7 +84,9 @@ class Journal:
     """
 
     # On disk a chunk's file is a "part", as in format 1: so --force clears folders of that format.
-    own = re.compile(r"job\.json(\.tmp)?|journal\.jsonl|(output|beside)\.tmp|\d{8}\.(part|tmp)")
+    own = re.compile(
+        rf"job\.json(\.tmp)?|journal\.jsonl|(output|beside)\.tmp|\d{{8}}\.(part|tmp)|{TEMPORARY}"
+    )
 
     def __init__(self, folder: Path) -> None:
         """Reads nothing yet; see `locked`."""
@@ -90,25 +104,23 @@ class Journal:
             OSError: The folder cannot be made or locked.
             UsageError: Another job is running there.
         """
-        journal, lock = cls(folder), None
-        try:
-            lock = _lock(folder)
+        journal = cls(folder)
+        with contextlib.ExitStack() as stack:
+            with held():
+                lock = _lock(folder)
+                stack.callback(lock.release, force=True)
+                stack.enter_context(at_stop(partial(journal._leave, lock)))
+                stack.callback(journal._leave, lock)
             yield journal
-        except KeyboardInterrupt:
-            if lock is None:  # the folder was just made, or belongs to another process
-                with contextlib.suppress(OSError, UsageError):
-                    lock = _lock(folder)
-            raise
-        finally:
-            if lock is not None:
-                journal._leave(lock)
 
-    def _leave(self, lock: BinaryIO) -> None:
+    def _leave(self, lock: FileLock) -> None:
         # An OSError here (full disk, read-only folder) must not hide the error before it.
-        with lock, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
             if self._is_new and not self.chunks:
                 self.clear()
             if not (self.folder / JOB).exists():
+                if os.name == "nt":  # where nobody can remove a file that is open
+                    lock.release(force=True)
                 (self.folder / LOCK).unlink(missing_ok=True)
                 self.folder.rmdir()
 
@@ -162,12 +174,11 @@ class Journal:
                     f"{'; '.join(changes)}. Finish it with those, or add --force to start anew"
                 )
         self.clear()
-        self._is_new = True
-        with (self.folder / JOURNAL).open("wb") as file:
+        with (self.folder / JOURNAL).open("xb") as file:
             os.fsync(file.fileno())
         # Before job.json exists: else a power cut might bring back another job's journal.
         sync_folder(self.folder)
-        with durable_file(self.folder / JOB, self.folder / f"{JOB}.tmp") as file:
+        with durable_file(self.folder / JOB) as file:
             file.write(f"{json.dumps(fingerprint, indent=1)}\n".encode())
         sync_folder(self.folder.parent)
         return note
@@ -175,8 +186,7 @@ class Journal:
     @contextmanager
     def next_file(self) -> Iterator[BinaryIO]:
         """Opens the file of the next chunk; it is on the disk when the `with` ends."""
-        path = self._path(len(self.chunks))
-        with durable_file(path, path.with_suffix(".tmp")) as file:
+        with durable_file(self._path(len(self.chunks))) as file:
             yield file
 
     def append(self, chunk: Chunk) -> None:
@@ -191,7 +201,8 @@ class Journal:
 
     def clear(self) -> None:
         """Removes everything but the lock."""
-        self.chunks = []
+        # Also for `_leave`, where this is interrupted: there is nothing to keep.
+        self.chunks, self._is_new = [], True
         for path in self.folder.iterdir():
             if self.own.fullmatch(path.name):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -201,22 +212,26 @@ class Journal:
 
     def _require_own(self) -> None:
         """Refuses a folder with files that are not of a job, since `clear` would follow."""
-        for path in self.folder.iterdir():
-            if path.name != LOCK and not self.own.fullmatch(path.name):
-                raise UsageError(
-                    f"{self.folder} holds {path.name}, so it is not the folder of a job; remove "
-                    "it, or name another output"
-                )
+        if fault := self.foreign(self.folder):
+            raise UsageError(f"{self.folder} {fault}; remove it, or name another output")
+
+    @classmethod
+    def foreign(cls, folder: Path) -> str:
+        """Returns what is wrong with the folder of another program or person; "" if nothing is."""
+        if not folder.is_dir():
+            return "is not a folder"
+        for path in folder.iterdir():
+            if path.name != LOCK and not cls.own.fullmatch(path.name):
+                return f"holds {path.name}, so it is not the folder of a job"
+        return ""
 
     def former(self) -> Fingerprint | None:
         """Returns the fingerprint of the interrupted job; None where there is none."""
+        path = self.folder / JOB
         try:
-            former = json.loads((self.folder / JOB).read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValueError:
+            return read_document(path, dict[str, Any], "begin again") if path.exists() else None
+        except InputError:
             return {}
-        return former if isinstance(former, dict) else {}
 
     def read(self) -> str:
         """Reads the finished chunks and truncates the journal where one is torn or damaged.
@@ -225,13 +240,13 @@ class Journal:
             A note for the user, or "".
         """
         path = self.folder / JOURNAL
-        content = path.read_bytes() if path.exists() else b""
+        content = read_bytes(path) if path.exists() else b""
         lines, end = content.split(b"\n")[:-1], 0
         first = None
         for line in lines:
             try:
-                chunk = Chunk(**json.loads(line))
-            except (ValueError, TypeError):
+                chunk = Chunk.parse(line)
+            except ValueError:
                 break
             intact = chunk.is_intact(self._path(len(self.chunks)))
             if first not in (None, chunk.first) or not intact:
@@ -273,27 +288,17 @@ def hash_output(path: Path) -> str:
     return sha256(path)
 
 
-def _lock(folder: Path) -> BinaryIO:
+def _lock(folder: Path) -> FileLock:
     while True:
         folder.mkdir(exist_ok=True)
+        lock = FileLock(folder / LOCK)
         try:
-            file = (folder / LOCK).open("ab")
+            lock.acquire(timeout=LOCK_SECONDS)
+            return lock
         except FileNotFoundError:
-            continue  # its last owner is just removing the folder
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The file may have been removed between opening and locking.
-            if os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat()):
-                return file
-        except FileNotFoundError:
-            pass
-        except BlockingIOError as error:
-            file.close()
+            continue  # its last owner has just removed the folder
+        except Timeout as error:
             raise UsageError(
                 f"{folder} is in use: another job writes the same output; wait for it, or name "
                 "another output"
             ) from error
-        except KeyboardInterrupt:
-            file.close()  # else `locked` would find this very lock
-            raise
-        file.close()

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import atomic_file, sha256
+from transferry.runtime.files import atomic_file, require_writable, sha256, standard_output
 from transferry.runtime.jobs.journal import JOB_FORMAT, differences, hash_output
 from transferry.runtime.jobs.options import fraction
+from transferry.runtime.jobs.output_files import check_output, foreign_output
 from transferry.runtime.jobs.readers import RowReader, named_format, opened_parquet
 from transferry.runtime.jobs.summary import Summary, read_summary, summary_path
 from transferry.runtime.jobs.writers import RowWriter, open_writer
+from transferry.runtime.outputs import STANDARD_STREAM, require_own
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def merge(paths: Sequence[Path], out: Path, *, force: bool = False) -> Summary:
 
     Args:
         paths: The outputs, in any order, each with its summary beside it.
-        out: The joined output, in the same format.
+        out: The joined output, in the same format; "-" is standard output, without a summary.
         force: Replace `out` if it exists.
 
     Returns:
@@ -90,15 +92,18 @@ def merge(paths: Sequence[Path], out: Path, *, force: bool = False) -> Summary:
             be written.
         UsageError: `out` exists, is one of the partitions, or has another format.
     """
+    what, read = "one of the partitions", [*paths, *map(summary_path, paths)]
+    check_output(out, read, "merge", force=force, what=what)
+    if out != STANDARD_STREAM:
+        require_writable(out, [summary_path(out).name.removeprefix(out.name)])
     partitions = _complete([_Partition.read(path) for path in paths])
     for partition in partitions:
         partition.check()
     hashes = [partition.record["sha256"] for partition in partitions]
-    if out.exists() and any(out.samefile(partition.path) for partition in partitions):
-        raise UsageError(f"{out} is one of the partitions; name another file for the output")
     if out.exists() and not force:
+        require_own(out, lambda path: foreign_output(path, "merge"))
         former = read_summary(out) or {}
-        if former.get("merged") != hashes or former["sha256"] != sha256(out):
+        if former.get("merged") != hashes:
             raise UsageError(f"{out} exists already; add --force to replace it")
         return replace(Summary.from_dict(former), finished_before=True)
     writer = _writer(partitions[0], out)
@@ -107,8 +112,13 @@ def merge(paths: Sequence[Path], out: Path, *, force: bool = False) -> Summary:
         done = Summary.from_dict(partition.record)
         summary.add(done)
         summary.resumed += done.resumed
+    files = [path for partition in partitions for path in partition.files]
+    if out == STANDARD_STREAM:
+        with standard_output() as file:
+            writer.join(files, file)
+        return summary
     with atomic_file(out) as file:
-        writer.join([path for partition in partitions for path in partition.files], file)
+        writer.join(files, file)
         file.flush()
         certificates = {str(partition.record.get("certificate")) for partition in partitions}
         summary.made = {
@@ -117,6 +127,8 @@ def merge(paths: Sequence[Path], out: Path, *, force: bool = False) -> Summary:
             "merged": hashes,
             "sha256": sha256(Path(file.name)),
         }
+        # Killed after this, the same command goes on; beside another summary it would be refused.
+        out.unlink(missing_ok=True)
         with atomic_file(summary_path(out)) as beside:
             beside.write(f"{json.dumps(summary.to_dict(), indent=1)}\n".encode())
     return summary
@@ -152,7 +164,7 @@ def _writer(partition: _Partition, out: Path) -> RowWriter:
         with opened_parquet(partition.files[0]) as file:
             schema = file.schema_arrow
             types = {name: schema.field(name).type for name in ("id", *columns)}
-    if named_format(out)[1] != compression:
+    if out != STANDARD_STREAM and named_format(out)[1] != compression:
         raise UsageError(
             f"{out} must be compressed as {partition.path} is; let its name end in "
             f"{compression or 'no .gz or .zst'}"

@@ -6,10 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
+
+from transferry.runtime.decoding.options import check_generation
 from transferry.runtime.engine.preprocess import LongRows
 from transferry.runtime.errors import UsageError, require
+from transferry.runtime.settings import MOST, check_fields, shown
 
 TaskName = Literal["generate", "embed", "fill-mask", "score"]
 InputFormat = Literal["text", "tsv", "csv", "jsonl", "parquet"]
@@ -24,6 +28,13 @@ class JobOptions:
         task: what to do with each row; embed and fill-mask need an encoder-only bundle.
         generation: fields of GenerationOptions that replace the bundle's defaults.
         prefix: text that every output begins with.
+        chat: for generate: each row is a turn of a user, which the bundle's chat template renders.
+        system: system message before each turn of --chat.
+        messages: for generate: JSONL column with a list of messages with role and content each,
+            which the bundle's chat template renders.
+        prompt_ids: for generate: JSONL column with a list of token ids, read as they are.
+        suppress: text that no output holds, at the beginning of a word or within one; a number is a
+            token id, unless it is quoted. Only the text's own tokens are forbidden.
         pooling: for embed: mean over all tokens, or the first one.
         normalise: for embed: scale vectors to length 1.
         mask: for fill-mask: the text that stands for a masked token.
@@ -45,43 +56,83 @@ class JobOptions:
     task: TaskName = "generate"
     generation: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = ""
+    chat: bool = False
+    system: str | None = None
+    messages: str | None = None
+    prompt_ids: str | None = None
+    suppress: tuple[str, ...] = ()
     pooling: Literal["mean", "first"] = "mean"
     normalise: bool = False
     mask: str = "[MASK]"
-    top: int = 5
+    top: Annotated[int, msgspec.Meta(le=MOST)] = 5
     target: Path | None = None
     column: str | None = None
     format_in: InputFormat | None = None
     format: OutputFormat | None = None
     long_rows: LongRows = "error"
     partition: str | None = None
-    chunk_rows: int = 16384
-    max_errors: int | None = None
+    chunk_rows: Annotated[int, msgspec.Meta(le=MOST)] = 16384
+    max_errors: Annotated[int, msgspec.Meta(le=MOST)] | None = None
     canary: str | None = None
     force: bool = False
 
     def __post_init__(self) -> None:
-        if self.task != "generate" and self.generation:
-            name = next(iter(self.generation))
+        check_fields(self)
+        check_generation(self.generation)  # a conflict with the bundle's defaults is found later
+        if self.task != "generate" and (self.generation or self.suppress):
+            name = next(iter(self.generation), "suppress")
             raise UsageError(
                 f"task {self.task} generates nothing, so {name} has no effect; leave it out"
             )
         if self.task == "score" and self.canary is not None:
             raise UsageError("task score has no canary; leave it out")
+        self._check_prompts()
         require(self.chunk_rows >= 1, "chunk_rows", "at least 1", self.chunk_rows)
         require((self.max_errors or 0) >= 0, "max_errors", "at least 0", self.max_errors)
         if self.partition is not None:
             number, count = fraction(self.partition)
             expected = "I/N, such as 1/4 up to 4/4"
-            require(number <= count, "partition", expected, repr(self.partition))
+            require(number <= count, "partition", expected, shown(self.partition))
         if self.canary is not None:
             one, every = fraction(self.canary)
-            require(one == 1 <= every, "canary", "1/N, such as 1/1000", repr(self.canary))
+            require(one == 1 <= every, "canary", "1/N, such as 1/1000", shown(self.canary))
+
+    @property
+    def prompt(self) -> Literal["turn", "messages", "ids"] | None:
+        """Kind of the rows; None if they are plain texts."""
+        if self.chat:
+            return "turn"
+        if self.messages is not None:
+            return "messages"
+        return None if self.prompt_ids is None else "ids"
+
+    def _check_prompts(self) -> None:
+        """Raises UsageError for options of prompts that exclude each other or have no effect."""
+        columns = ("column", "messages", "prompt_ids")
+        named = [name for name in columns if getattr(self, name) is not None]
+        named += ["chat"] * self.chat
+        names = [name.replace("_", "-") for name in named if name != "column"]
+        if self.task != "generate" and names:
+            raise UsageError(
+                f"task {self.task} generates nothing, so {names[0]} has no effect; leave it out"
+            )
+        if len(names) > 1 or (names and "column" in named and not self.chat):
+            raise UsageError(
+                f"{' and '.join(name.replace('_', '-') for name in named)} exclude each other, "
+                "since each says what the rows are; choose one"
+            )
+        if self.system is not None and not self.chat:
+            raise UsageError("system has no effect without chat; add --chat")
+        if self.prompt in ("turn", "messages") and self.long_rows != "error":
+            raise UsageError(
+                f"long_rows={self.long_rows} and {names[0]} exclude each other, since a chat ends "
+                "with the turn to be answered; choose long_rows=error"
+            )
 
 
 def fraction(text: str) -> tuple[int, int]:
-    """Reads "I/N"; returns 1 and 0 for other text."""
-    found = re.fullmatch(r"([1-9][0-9]*)/([1-9][0-9]*)", text.strip())
+    """Reads "I/N" of nine digits at most; returns 1 and 0 for other text."""
+    found = re.fullmatch(r"([1-9][0-9]{0,8})/([1-9][0-9]{0,8})", text.strip())
     return (int(found[1]), int(found[2])) if found else (1, 0)
 
 
@@ -98,9 +149,10 @@ class RayOptions:
 
     engine: Literal["plain", "ray"] = "plain"
     ray_address: str | None = None
-    workers: int | None = None
+    workers: Annotated[int, msgspec.Meta(le=10_000)] | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.engine == "plain":
             for name in ("ray_address", "workers"):
                 if getattr(self, name) is not None:

@@ -18,7 +18,6 @@ import signal
 import socket
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -29,10 +28,12 @@ from typing import Any, cast
 
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, TransferryError, UsageError
-from transferry.runtime.files import durable_file, replace_folder, sync_folder
+from transferry.runtime.files import TEMPORARY, durable_file, read_bytes, sync_folder
+from transferry.runtime.folders import replace_folder
 from transferry.runtime.hardware import usable_cores
-from transferry.runtime.jobs.job import RESTORE, STANDARD_STREAM, Job, Runner
+from transferry.runtime.jobs.job import RESTORE, Job, Runner
 from transferry.runtime.jobs.journal import (
+    CHUNKS,
     JOB,
     Chunk,
     Fingerprint,
@@ -44,6 +45,8 @@ from transferry.runtime.jobs.options import JobOptions, RayOptions
 from transferry.runtime.jobs.readers import opened_parquet, read_rows
 from transferry.runtime.jobs.rows import InputRow
 from transferry.runtime.jobs.summary import Summary, Tally, read_summary
+from transferry.runtime.outputs import STANDARD_STREAM
+from transferry.runtime.stopping import raising
 
 EXTENSIONS = {"text": "txt"}
 # Workers lost on one chunk before the job stops: rows that take workers down would do so for ever.
@@ -105,20 +108,23 @@ class ChunkFolder(Journal):
     """
 
     # Format 1 had another name for the folder of chunks; --force removes it.
-    own = re.compile(r"job\.json(\.tmp)?|journal\.jsonl|beside\.tmp|(chunks|shards)(\.old)?|notes")
+    own = re.compile(
+        rf"job\.json(\.tmp)?|journal\.jsonl|beside\.tmp|(chunks|shards)(\.old)?|notes|{TEMPORARY}"
+    )
 
     def __init__(self, folder: Path) -> None:
         """Reads nothing yet."""
         super().__init__(folder)
-        self.outputs, self.notes = folder / "chunks", folder / "notes"
+        self.outputs, self.notes = folder / CHUNKS, folder / "notes"
 
     def begin(self, fingerprint: Fingerprint, *, force: bool) -> str:
         """Resumes the job if it was interrupted, or starts it."""
         note = super().begin(fingerprint, force=force)
         for folder in (self.outputs, self.notes):
             folder.mkdir(exist_ok=True)
-        for path in (*self.notes.glob("*.tmp"), *self.notes.glob("*.tries")):
-            path.unlink()
+        for path in self.notes.iterdir():
+            if path.suffix in (".tries", ".tmp") or re.fullmatch(TEMPORARY, path.name):
+                path.unlink()
         return note
 
     def find(self, name: str) -> Chunk | None:
@@ -136,22 +142,19 @@ class ChunkFolder(Journal):
     def writing(self, name: str) -> Iterator[Any]:
         """Opens the file of a chunk."""
         # A worker that Ray has given up may still be writing, so each has a name of its own.
-        with durable_file(self.outputs / name, self._temporary()) as file:
+        with durable_file(self.outputs / name, self.notes) as file:
             yield file
 
     def finish(self, name: str, chunk: Chunk) -> None:
         """Marks the chunk as finished that was written under this name."""
         chunk.seal(self.outputs / name)
-        with durable_file(self.notes / f"{name}.json", self._temporary()) as file:
+        with durable_file(self.notes / f"{name}.json") as file:
             file.write(f"{json.dumps(asdict(chunk))}\n".encode())
 
     def clear(self) -> None:
         """Removes everything but the lock, the fingerprint first."""
         (self.folder / JOB).unlink(missing_ok=True)
         super().clear()
-
-    def _temporary(self) -> Path:
-        return self.notes / f"{uuid.uuid4().hex}.tmp"
 
     def read(self) -> str:
         """Reads the notes; each worker checks the file of a chunk when it comes to it."""
@@ -161,8 +164,8 @@ class ChunkFolder(Journal):
 
     def _noted(self, note: Path) -> Chunk | None:
         try:
-            return Chunk(**json.loads(note.read_bytes()))
-        except (FileNotFoundError, ValueError, TypeError):
+            return Chunk.parse(read_bytes(note))
+        except (InputError, ValueError):
             return None
 
 
@@ -176,17 +179,13 @@ class RayRunner(Runner):
         self.load, self.options, self.workers = load, options, 0
         self._ray = import_ray()
 
-    def check_output(self, input_path: Path, output: Path) -> None:
-        """Refuses to replace a folder that no job wrote, or that holds the input."""
-        if not output.exists():
-            return
-        if not output.is_dir() or read_summary(output) is None:
+    def check_kind(self, output: Path) -> None:
+        """Refuses to replace what is no folder of chunks."""
+        if output.exists() and (not output.is_dir() or read_summary(output) is None):
             raise UsageError(
                 f"{output} is not a folder of chunks with its {output.name}.summary.json, so it is "
                 "not replaced; name another"
             )
-        if output in input_path.parents:
-            raise UsageError(f"{output} holds the input; name another folder for the output")
 
     def run(
         self, job: Job, journal: Journal, summary: Summary, add: Callable[[Tally], None]
@@ -195,7 +194,11 @@ class RayRunner(Runner):
         summary.saved = journal.rows
         chunks: list[Chunk] = []
         try:
-            with self._connected(job), closing(self._chunks(job, journal.session)) as finished:
+            with (
+                raising(),  # Ray's processes end with this one only if it shuts Ray down
+                self._connected(job),
+                closing(self._chunks(job, journal.session)) as finished,
+            ):
                 for chunk in finished:
                     chunks.append(chunk)
                     add(chunk)

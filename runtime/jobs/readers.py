@@ -44,9 +44,11 @@ class RowReader(ABC):
             where each row has its own, those of the first object.
         has_id: Whether rows have an id of their own.
         types: Arrow types of `columns` and `id` by name, for Parquet; else None.
+        lists: Whether the column holds lists, whose JSON becomes the text.
     """
 
     types: Any = None
+    lists = False
 
     def __init__(
         self, path: Path, format: InputFormat, names: Sequence[str], column: str | None
@@ -86,6 +88,12 @@ class RowReader(ABC):
             return InputRow(number, number, fields, {}, raw)
         missing = RowError("no-text", f"there is no field {self._column}")
         text = fields.pop(self._column, missing)
+        if self.lists and not isinstance(text, RowError):
+            found = _to_json(text)
+            error = RowError(
+                "no-text", f"expected a list in the field {self._column}, found {found[:80]}"
+            )
+            text = found if isinstance(text, list) else error
         if not isinstance(text, str | RowError):
             found = as_text(text)[:80]
             text = RowError("no-text", f"expected text in the field {self._column}, found {found}")
@@ -98,7 +106,11 @@ class RowReader(ABC):
 
 
 def open_reader(
-    path: Path, *, format: InputFormat | None = None, column: str | None = None
+    path: Path,
+    *,
+    format: InputFormat | None = None,
+    column: str | None = None,
+    lists: bool = False,
 ) -> RowReader:
     """Opens a file of rows and reads its header.
 
@@ -107,6 +119,7 @@ def open_reader(
         format: By default from the name, else text.
         column: The field that holds the text; by default `text` or `source`, or the only one
             besides `id`.
+        lists: The column holds lists, of messages or of token ids; JSONL alone has them.
 
     Raises:
         InputError: The file cannot be read, lacks the column, or has two of one name.
@@ -114,6 +127,11 @@ def open_reader(
     """
     name, compression = named_format(path)
     format = format or cast(InputFormat, name if name in get_args(InputFormat) else "text")
+    if lists and format != "jsonl":
+        raise UsageError(
+            f"{path} is read as {format}, and messages and prompt-ids name a column of JSONL; give "
+            "a .jsonl file, or add --format-in jsonl"
+        )
     if format == "text":
         if column is not None:
             raise UsageError(f"{path} is read as text, which has no column {column}; leave it out")
@@ -125,7 +143,9 @@ def open_reader(
             raise UsageError(f"{path}: Parquet is compressed inside; unpack it first")
         return _ParquetReader(path, column)
     kinds = {"tsv": _TsvReader, "csv": _CsvReader, "jsonl": _JsonlReader}
-    return kinds[format](path, format, column)
+    reader = kinds[format](path, format, column)
+    reader.lists = lists
+    return reader
 
 
 def named_format(path: Path) -> tuple[str, Compression]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from transferry.runtime.documents import checked, read_document
+from transferry.runtime.errors import InputError
 
 
 @dataclass
@@ -124,6 +128,20 @@ class Summary(Tally):
         }
 
 
+class _Fingerprint(Struct):
+    job_format: int = 1
+    partition: str | None = None
+    input_rows: Annotated[int, Meta(ge=0)] = 0
+
+
+class _Needed(Struct):
+    """What every summary of a job has."""
+
+    fingerprint: _Fingerprint
+    sha256: str
+    rows: Annotated[int, Meta(ge=0)]
+
+
 def summary_path(output: Path) -> Path:
     """Returns the path of an output's summary."""
     return output.with_name(f"{output.name}.summary.json")
@@ -131,9 +149,11 @@ def summary_path(output: Path) -> Path:
 
 def read_summary(output: Path) -> dict[str, Any] | None:
     """Reads the summary beside an output; None where there is none of a job."""
+    path, remedy = summary_path(output), "run the job again"
     try:
-        record = json.loads(summary_path(output).read_bytes())
-    except (OSError, ValueError):
+        record = read_document(path, dict[str, Any], remedy)
+        checked(record, Summary, str(path), remedy)
+        checked(record, _Needed, str(path), remedy)
+    except InputError:
         return None
-    needed = {"fingerprint", "sha256", "rows"}
-    return record if isinstance(record, dict) and needed <= record.keys() else None
+    return record

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.engine.embed import embed
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.fill_mask import fill_masks
+from transferry.runtime.engine.prompts import Prompt
 from transferry.runtime.engine.result import RowResult
 from transferry.runtime.engine.score import ScoreResult, score
 from transferry.runtime.errors import UsageError
@@ -28,12 +30,14 @@ class Task:
         settings: Options of the task that decide its results.
         generation: How to generate; None for tasks that do not.
         width: Length of the vectors of embed; else 0.
+        source: What the text of a row is to the engine: itself, or a prompt.
     """
 
     run: Callable[[Engine, Iterator[Any], int], Iterator[Any]]
     settings: dict[str, Any]
     generation: GenerationOptions | None = None
     width: int = 0
+    source: Callable[[str], str | Prompt] = str
 
     @property
     def n_best(self) -> int:
@@ -49,16 +53,30 @@ class Task:
             ParityError: A required certificate does not cover the search.
         """
         long_rows = options.long_rows
+        chosen: dict[str, Any]
         if options.task == "generate":
             prefix = tuple(engine.bundle.tokenizer.encode_target(options.prefix))
-            generation = replace(engine.default_options(), **options.generation, prefix=prefix)
+            chosen = {**options.generation, "prefix": prefix}
+            if options.suppress:
+                chosen["suppress"] = tuple(map(token_or_text, options.suppress))
+            generation = engine.options(**chosen)
             engine.require_covered(generation)
+            kind, source = options.prompt, cls.source
+            if kind is not None:
+                source = partial(Prompt, kind=kind, system=options.system)
+            if kind in ("turn", "messages"):
+                engine.bundle.tokenizer.require_chat()
+            prompts = ("chat", "system", "messages", "prompt_ids")
             return cls(
                 lambda engine, texts, first: engine.generate(
-                    texts, generation, first_row=first, long_rows=long_rows
+                    (source(text) if isinstance(text, str) else text for text in texts),
+                    generation,
+                    first_row=first,
+                    long_rows=long_rows,
                 ),
-                asdict(generation),
+                asdict(generation) | {name: getattr(options, name) for name in prompts},
                 generation,
+                source=source,
             )
         if options.task == "score":
             if engine.decoder.has_encoder is (options.target is None):
@@ -68,7 +86,7 @@ class Task:
             return cls(lambda engine, pairs, first: score(engine, pairs, long_rows=long_rows), {})
         _ = engine.encoder  # refuses other architectures before anything is opened
         compute: Callable[..., Iterator[RowResult]] = fill_masks
-        chosen: dict[str, Any] = {"mask": options.mask, "top": options.top}
+        chosen = {"mask": options.mask, "top": options.top}
         width = 0
         if options.task == "embed":
             compute, width = embed, int(engine.bundle.manifest.model["d_model"])
@@ -78,6 +96,14 @@ class Task:
             chosen,
             width=width,
         )
+
+
+def token_or_text(value: str) -> int | str:
+    """Returns the token id that a number is; of other text what is inside of its quotes, if any."""
+    if value.isdecimal() and value.isascii():
+        return int(value[:12])  # more digits are no id either
+    quoted = len(value) > 2 and value[0] == value[-1] == '"'
+    return value[1:-1] if quoted else value
 
 
 def tally_of(row: InputRow, result: RowResult, seconds: float) -> Tally:

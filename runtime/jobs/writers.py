@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,6 +59,8 @@ RESULT_FIELDS: dict[TaskName, tuple[str, ...]] = {
     "fill-mask": ("source", "text", "masks", *_ANY_TASK),
     "score": ("source", "target", "total", "tokens", "log_probabilities", *_ANY_TASK),
 }
+# Endings of text files: none, a number, and languages such as de, pt-BR and deu_Latn.
+_TEXT_NAME = re.compile(r"|txt|out|\d+|[a-z]{1,2}([-_][a-z]{2})?|[a-z]{3}_[a-z]{4}")
 ROW_GROUP = 4096
 _AS_SPACE = {ord(letter): " " for letter in "\t\r\n"}
 
@@ -136,6 +139,11 @@ def open_writer(
     """
     name, compression = named_format(path)
     known = name in get_args(OutputFormat)
+    if format is None and not known and not _TEXT_NAME.fullmatch(name):
+        raise UsageError(
+            f"{path}: there is no output format {name}; let the name end in one of "
+            f"{', '.join(f'.{each}' for each in FORMATS[task])}, or choose with --format"
+        )
     default = name if known else "jsonl" if task == "score" else "text"
     format = format or cast(OutputFormat, default)
     if format not in FORMATS[task]:

@@ -97,6 +97,7 @@ class FusedDecoder:
         self._decoder = self._runners["decoder"]
         self._buffers = CacheBuffers(self._runners)
         self.has_encoder = "encoder" in variant.graphs
+        self._windows = bool(self._decoder.graph.names("columns"))
         self._int8 = variant.cache is not None and variant.cache.type == "int8"
         self.lm_head = LMHead(bundle, variant, self._runners)
         self.vocabulary_size = self.lm_head.vocabulary_size
@@ -159,6 +160,7 @@ class FusedDecoder:
             positions=positions,
             cells=self._buffers.cells(columns),
             bias=bias.reshape(slots, 1, width * new, -1),
+            **({"columns": held} if self._windows else {}),
         )
         output = self.lm_head.scores(tokens.size, top=top, normalise=normalise)
         if output.logits is not None:
@@ -237,6 +239,7 @@ class FusedDecoder:
             "positions": np.zeros((slots, new), np.int64),
             "cells": self._buffers.cells(np.zeros((slots, new), np.int64)),
             "bias": np.zeros((slots, 1, new, state.bias.shape[-1]), np.float32),
+            **({"columns": state.held} if self._windows else {}),
         }
         in_place: dict[Role, Sequence[Bindable]] = {"present": state.past, "hidden": [hidden]}
         if self.has_encoder:
@@ -261,6 +264,8 @@ class FusedDecoder:
         # Padding attends to its own column: a softmax over no column would be NaN.
         seen[:, :, :length] |= np.eye(length, dtype=np.bool_)
         decoder, past = self._decoder, self._buffers.zeros("past", rows, seen.shape[-1])
+        more = (0, seen.shape[-1] - length)
+        held = np.pad(columns, ((0, 0), more))
         inputs = {
             "target": [decoder.value(source)],
             "positions": [decoder.value(columns)],
@@ -268,15 +273,15 @@ class FusedDecoder:
             "bias": [decoder.value(np.where(seen, 0, -np.inf).astype(np.float32)[:, None])],
             "past": past,
             **({"single": [decoder.value(np.array(False))]} if self._int8 else {}),
+            **({"columns": [decoder.value(held)]} if self._windows else {}),
         }
         decoder.run(inputs, in_place={"present": past})
-        more = (0, seen.shape[-1] - length)
         return replace(
             state,
             past=past,
             bias=np.where(np.pad(mask, ((0, 0), more)), 0, -np.inf).astype(np.float32)[:, None],
             positions=lengths[:, None],
-            held=np.pad(columns, ((0, 0), more)),
+            held=held,
             prompt=lengths,
             padding=length - lengths,
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,19 +16,27 @@ from numpy.typing import NDArray
 from onnxruntime import OrtValue
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from transferry.runtime.bundle import Bundle, GraphSpec, Role, Variant
+from transferry.runtime.bundle import REMEDY, Bundle, GraphSpec, Role, Variant
 from transferry.runtime.errors import AllocationError, InputError
 from transferry.runtime.hardware import cpu_name, instruction_sets, usable_cores
-from transferry.runtime.ort.session import SessionOptions, assigned_nodes, open_session, tf32
+from transferry.runtime.ort.external_files import external_files
+from transferry.runtime.ort.session import (
+    SessionOptions,
+    assigned_nodes,
+    is_shortage,
+    open_session,
+    tf32,
+)
 
 BFLOAT16 = 16  # TensorProto.DataType of onnx
-# Errors that onnxruntime raises while it runs; and their words where memory is short: of its arena,
-# which gets no more or may not grow, of C++ by either compiler, of CUDA, of CUDA's libraries.
+# numpy's names of onnxruntime's types.
+_TYPES = {
+    **{f"tensor({name})": name for name in ("bool", "int8", "uint8", "int32", "int64", "bfloat16")},
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+}
+# Errors that onnxruntime raises while it runs.
 ERRORS = (RuntimeError, native.EPFail, native.Fail, native.RuntimeException)
-SHORTAGES = (
-    *("Failed to allocate memory", "is smaller than requested bytes"),
-    *("bad_alloc", "bad allocation", "out of memory", "ALLOC_FAILED"),
-)
 
 
 @dataclass(frozen=True)
@@ -73,12 +82,44 @@ class GraphRunner:
     """One graph, run through IOBinding with tensors addressed by role."""
 
     def __init__(self, bundle: Bundle, graph: GraphSpec, options: SessionOptions) -> None:
-        """Opens a graph of a bundle."""
+        """Opens a graph of a bundle.
+
+        Raises:
+            ProviderError: The provider cannot run here.
+            InputError: The graph cannot be opened, is another than the manifest describes, or reads
+                a file that the manifest does not list.
+        """
         self.graph = graph
-        self.session = open_session(bundle.graph(graph), options)
+        path, content = bundle.graph(graph), bundle.files.read(graph.file)
+        try:
+            weights = external_files(content)
+        except ValueError as error:
+            raise InputError(f"{path} is no ONNX graph: {error}; {REMEDY}") from error
+        for name in weights:
+            bundle.files.watch(PurePosixPath(graph.file).with_name(name).as_posix())
+        self.session = open_session(path, options, content)
+        bundle.files.require_unchanged()
+        self._require_described(path)
         self._device = options.provider
         self.on_device = options.provider != "cpu"
         self._device_id = options.device_id if options.provider != "cpu" else 0
+
+    def _require_described(self, path: Path) -> None:
+        """Raises InputError unless the graph has the tensors that the manifest describes."""
+        sides = (self.graph.inputs, self.session.get_inputs(), "input")
+        others = (self.graph.outputs, self.session.get_outputs(), "output")
+        for specs, found, side in (sides, others):
+            described = [(spec.name, spec.type, len(spec.shape)) for spec in specs]
+            actual = [(arg.name, _TYPES.get(arg.type, arg.type), len(arg.shape)) for arg in found]
+            same = [
+                size == dim or isinstance(size, str) or not isinstance(dim, int)
+                for spec, arg in zip(specs, found, strict=False)
+                for size, dim in zip(spec.shape, arg.shape, strict=False)
+            ]
+            if described != actual or not all(same):
+                raise InputError(
+                    f"{path}: the manifest describes other {side}s than the graph has; {REMEDY}"
+                )
 
     def value(self, array: NDArray[Any]) -> OrtValue:
         """Copies an array to the device; on the CPU, uses it where it lies if contiguous.
@@ -167,7 +208,7 @@ class GraphRunner:
 
     def _failure(self, error: Exception) -> InputError:
         found = " ".join(str(error).split())
-        if any(shortage in found for shortage in SHORTAGES):
+        if is_shortage(error):
             return AllocationError(
                 f"there is not enough memory to run {self.graph.file}: {found}. Make batches "
                 "smaller"

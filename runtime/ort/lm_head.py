@@ -56,7 +56,7 @@ class LMHead:
         self.vocabulary_size = int(variant.graphs["lm_head"].tensor("logits").shape[-1])
         self.screened: ScreenedArgmax | None = None
         if variant.screen:
-            weights = {name: tensor.read(bundle.folder) for name, tensor in variant.screen.items()}
+            weights = {name: tensor.read(bundle.files) for name, tensor in variant.screen.items()}
             self.screened = ScreenedArgmax(**weights)
 
     def hidden(self, rows: int) -> BufferView:

@@ -10,14 +10,18 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import msgspec
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from transferry.runtime.errors import InputError, ProviderError, UsageError
+from transferry.runtime.errors import AllocationError, InputError, ProviderError, UsageError
 from transferry.runtime.ort.cuda import cuda_obstacle
+from transferry.runtime.settings import check_value, field_types
 
+# More threads than cores are of no use, and thousands end the process.
+Few = Annotated[int, msgspec.Meta(le=1024)]
 Provider = Literal["cpu", "cuda"]
 Optimisation = Literal["disable", "basic", "extended", "all"]
 
@@ -44,6 +48,12 @@ _OPENING_ERRORS = (
     RuntimeError,
     ValueError,
 )
+# onnxruntime's words where memory is short: of its arena, which gets no more or may not grow, of
+# C++ by either compiler, of CUDA, of CUDA's libraries.
+_SHORTAGES = (
+    *("Failed to allocate memory", "is smaller than requested bytes"),
+    *("bad_alloc", "bad allocation", "out of memory", "ALLOC_FAILED"),
+)
 _LOG_FATAL_ONLY = 4  # errors are raised, with the same words
 
 
@@ -62,8 +72,8 @@ class SessionOptions:
     """
 
     provider: Provider = "cpu"
-    threads: int = 1
-    device_id: int = 0
+    threads: Few = 1
+    device_id: Few = 0
     optimisation: Optimisation = "all"
     provider_options: Mapping[str, str] = field(default_factory=dict)
     profile: Path | None = None
@@ -74,9 +84,11 @@ class SessionOptions:
         Raises:
             UsageError: A value lies outside its range.
         """
-        if self.provider not in _PROVIDER_NAMES:
+        for name in ("threads", "device_id", "provider_options", "profile"):
+            check_value(name, getattr(self, name), field_types(type(self))[name])
+        if str(self.provider) not in _PROVIDER_NAMES:
             raise UsageError(f"the provider must be cpu or cuda, but is {self.provider!r}")
-        if self.optimisation not in _OPTIMISATION_LEVELS:
+        if str(self.optimisation) not in _OPTIMISATION_LEVELS:
             raise UsageError(
                 f"the optimisation must be one of {', '.join(_OPTIMISATION_LEVELS)}, "
                 f"but is {self.optimisation!r}"
@@ -85,6 +97,8 @@ class SessionOptions:
             raise UsageError(f"threads must be 1 or more, but is {self.threads}")
         if self.device_id < 0:
             raise UsageError(f"the device id must be 0 or more, but is {self.device_id}")
+        if self.profile is not None and not self.profile.is_dir():
+            raise UsageError(f"profile must be an existing folder, found {self.profile}")
 
 
 def open_session(
@@ -101,6 +115,7 @@ def open_session(
         A session whose `get_providers()[0]` is the requested provider.
 
     Raises:
+        AllocationError: There is not enough memory.
         InputError: The file is missing, damaged, or not a graph that onnxruntime can read.
         ProviderError: The provider cannot run here, or cannot run this graph.
     """
@@ -119,7 +134,12 @@ def open_session(
             f"provider {options.provider} cannot run {model}: {_reason(error)}. "
             "Choose another provider or another variant of the bundle."
         ) from error
-    except _OPENING_ERRORS as error:
+    except (*_OPENING_ERRORS, MemoryError) as error:
+        if options.provider == "cpu" and is_shortage(error):
+            raise AllocationError(
+                f"there is not enough memory to open {model} ({_reason(error)}); end other "
+                "programs, or raise the limit (ulimit -v)"
+            ) from error
         if options.provider == "cpu":
             raise _unreadable(model, error) from error
         if (fault := _fault_of_file(model, graph)) is not None:
@@ -130,6 +150,12 @@ def open_session(
         ) from error
     require_provider(session, options.provider)
     return session
+
+
+def is_shortage(error: Exception) -> bool:
+    """Whether onnxruntime failed because memory is short."""
+    found = " ".join(str(error).split())
+    return isinstance(error, MemoryError) or any(shortage in found for shortage in _SHORTAGES)
 
 
 def provider_settings(options: SessionOptions) -> dict[str, str]:

@@ -7,20 +7,25 @@ is for each verified way of computing. `standing` finds the one that applies to 
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 import onnxruntime
+from msgspec import Meta
 
 from transferry.runtime.bundle import MANIFEST, Bundle, Variant
-from transferry.runtime.decoding.options import GenerationOptions, options_of_json
+from transferry.runtime.decoding.options import (
+    GenerationOptions,
+    generation_options,
+    options_of_json,
+)
 from transferry.runtime.errors import InputError, ParityError, UsageError
-from transferry.runtime.files import atomic_file, sha256
+from transferry.runtime.files import atomic_file
 from transferry.runtime.hardware import instruction_sets
 from transferry.runtime.ort.cuda import cuda_compute_capability
 from transferry.runtime.ort.session import SessionOptions, provider_settings, tf32
@@ -30,6 +35,7 @@ from transferry.runtime.parity.statement import (
     FOLDER,
     MALFORMED,
     Envelope,
+    check_date,
     envelopes,
     no_certificate,
     read_statement,
@@ -39,10 +45,10 @@ from transferry.runtime.parity.statement import (
 Strength = Literal["run", "recorded"]
 # Of 30 that agree, up to a tenth of such rows may be wrong (docs/parity.md).
 LEAST_ROWS = 30
-# Fields of GenerationOptions that make no other search of one: how long and with which seed it runs
-# decides no code path, and scores are left out only where the tokens are compared too. n_best and
-# prefix are compared apart.
-SAME_SEARCH = ("max_length", "seed", "scores", "n_best", "prefix")
+# Fields of GenerationOptions that make no other search of one: how long, up to which text and with
+# which seed it runs decides no code path, and scores are left out only where the tokens are
+# compared too. n_best and prefix are compared apart.
+SAME_SEARCH = ("max_length", "max_total_length", "stop", "seed", "scores", "n_best", "prefix")
 
 
 @dataclass(frozen=True)
@@ -81,16 +87,14 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Certificate:
-    """Result of a verification, with everything that it depends on.
+class Verified:
+    """What a statement says of a verification.
 
     Attributes:
         cell: The way of computing.
         threads: Threads of a session.
         tf32: Whether products may be rounded to TF32: "on", "off", or "none" on the CPU.
         date: Given by whoever verified, YYYY-MM-DD.
-        manifest: sha256 of the bundle's manifest.
-        files: sha256 of every other file, by its path inside the bundle.
         graphs: sha256 of the variant's graphs, by name.
         against: "the run" or "the recorded answers".
         run: sha256 of the weights of the run; empty for "the recorded answers".
@@ -99,24 +103,35 @@ class Certificate:
         batch_rows: Rows that were computed at once; no larger batch was verified.
         searches: Fields of GenerationOptions of each search.
         result: The report's tolerance, stages, searches, task metrics and self-test, in short.
-        envelope: The file, with its signatures.
-        signer: Id of the key whose signature was checked; empty if none was.
     """
 
     cell: Cell
     threads: int
     tf32: str
     date: str
-    manifest: str
-    files: Mapping[str, str]
     graphs: Mapping[str, str]
     against: str
     run: str
     versions: Mapping[str, str]
     text: Mapping[str, Any]
-    batch_rows: int
+    batch_rows: Annotated[int, Meta(ge=1)]
     searches: Sequence[Mapping[str, Any]]
     result: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate(Verified):
+    """Result of a verification, bound to the files that were verified.
+
+    Attributes:
+        manifest: sha256 of the bundle's manifest.
+        files: sha256 of every other file, by its path inside the bundle.
+        envelope: The file, with its signatures.
+        signer: Id of the key whose signature was checked; empty if none was.
+    """
+
+    manifest: str
+    files: Mapping[str, str]
     envelope: Envelope
     signer: str = ""
 
@@ -128,7 +143,7 @@ class Certificate:
     def covers(self, options: GenerationOptions) -> bool:
         """Whether a search like this was verified."""
         wanted = _kind(options)
-        verified = (GenerationOptions(**options_of_json(item)) for item in self.searches)
+        verified = (generation_options(options_of_json(item)) for item in self.searches)
         return any(_kind(one) == wanted and one.n_best >= options.n_best for one in verified)
 
     @classmethod
@@ -136,13 +151,13 @@ class Certificate:
         """Parses the payload of an envelope; raises InputError for anything else."""
         try:
             files, record = read_statement(envelope.payload)
-            record |= {"cell": Cell(**record["cell"]), "manifest": files.pop(MANIFEST)}
-            certificate = cls(**record, files=files, envelope=envelope, signer=signer)
-            for item in certificate.searches:
-                GenerationOptions(**options_of_json(item))
-            if type(certificate.batch_rows) is not int or certificate.batch_rows < 1:
-                raise ValueError(f"batch_rows {certificate.batch_rows!r}, expected at least 1")
-            return certificate
+            if unknown := record.keys() - Verified.__dataclass_fields__:
+                raise ValueError(f"unknown field {min(unknown)!r}")
+            said = msgspec.convert(record, Verified)
+            for item in said.searches:
+                generation_options(options_of_json(item))
+            rest: dict[str, Any] = {"envelope": envelope, "signer": signer}
+            return cls(**vars(said), manifest=files.pop(MANIFEST), files=files, **rest)
         except (*MALFORMED, UsageError) as error:
             raise no_certificate(origin, error) from error
 
@@ -183,25 +198,13 @@ class Certificate:
             return f"the bundle has no variant {self.cell.variant}"
         if self.graphs != _graphs(bundle, variant):
             return f"its graphs are not those of variant {variant.name}"
-        if self.manifest != sha256(bundle.folder / MANIFEST):
+        if self.manifest != bundle.sha256:
             return f"{MANIFEST} is not the one that was verified"
         return ""
 
 
 def _strength(against: str) -> Strength:
     return "run" if against == "the run" else "recorded"
-
-
-def check_date(date: str) -> None:
-    """Raises UsageError unless this is a date as YYYY-MM-DD, tomorrow's at the latest."""
-    try:
-        day = datetime.date.fromisoformat(date)
-    except ValueError as error:
-        raise UsageError(f"expected a date as YYYY-MM-DD, found {date!r} ({error})") from error
-    # Tomorrow: somewhere on earth it has begun.
-    latest = datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=1)
-    if day > latest:
-        raise UsageError(f"expected the date of the verification, found {date}, which is to come")
 
 
 def require_no_stronger(
@@ -262,11 +265,15 @@ def certify(
         require_no_stronger(bundle, variant, options, _strength(against), key is not None)
     cell = Cell.of(variant, options)
     path = bundle.folder / FOLDER / _file_name(cell)
+    if path.parent.is_symlink():
+        raise InputError(
+            f"{path.parent} is a link, and no certificate leaves the bundle; remove it"
+        )
     try:
-        path.parent.mkdir(exist_ok=True)
         if not report.passed:
             path.unlink(missing_ok=True)
             return None
+        path.parent.mkdir(exist_ok=True)
     except OSError as error:
         raise InputError(
             f"{path}: cannot be written: {error.strerror}; make the bundle writable, or verify a "
@@ -302,7 +309,7 @@ def certify(
         "result": summary,
     }
     files = {name: entry.sha256 for name, entry in bundle.manifest.files.items()}
-    files[MANIFEST] = sha256(bundle.folder / MANIFEST)
+    files[MANIFEST] = bundle.sha256
     envelope = Envelope.seal(statement(files, fields), key)
     with atomic_file(path) as file:
         file.write(envelope.content)

@@ -144,6 +144,14 @@ class Comparison:
     fault: str = ""
 
 
+def limited(
+    case: str, tensor: str, stage: str, error: float, reference_error: float, budget: float
+) -> Comparison:
+    """Returns the comparison of an error with its budget; NaN exceeds any."""
+    fault = "" if error <= budget else f"error {error:.2e} exceeds the budget {budget:.2e}"
+    return Comparison(case, tensor, stage, error, reference_error, budget, fault)
+
+
 def observe(model: ObservableDecoder[State] | ObservableEncoder, case: Case) -> Tensors:
     """Runs a case: encoder, the past in one step, and the compared step."""
     if isinstance(model, ObservableEncoder):

@@ -18,16 +18,13 @@ from numpy.typing import NDArray
 from transferry.runtime.decoding.decoder import Decoder, State, StepOutput
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.logits import log_sum_exp
-from transferry.runtime.decoding.logits_processors import (
-    History,
-    build_logits_processors,
-    restrict,
-)
 from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.decoding.sampling import Sampler, draw_uniforms
+from transferry.runtime.decoding.sampling import draw_uniforms
 from transferry.runtime.decoding.search import begin, pad_sources, search
 from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.parity.draws import distance_of_draws
 from transferry.runtime.parity.report import Decisions, Difference
+from transferry.runtime.parity.rules import Rules
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 # Takes the number of a row, its source, the expected hypotheses and the found ones. Returns the
@@ -168,9 +165,10 @@ class Tally:
 
 
 def _differ(wanted: Sequence[Hypothesis], found: Sequence[Hypothesis], *, reasons: bool) -> bool:
-    """Whether tokens differ, or the reasons why the hypotheses end."""
+    """Whether tokens differ, or the reasons why the hypotheses end, end tokens included."""
     left, right = (
-        [(item.tokens, reasons and item.finish_reason) for item in side] for side in (wanted, found)
+        [(item.tokens, reasons and (item.finish_reason, item.end)) for item in side]
+        for side in (wanted, found)
     )
     return left != right
 
@@ -271,7 +269,7 @@ class Explainer:
             row_id: The number that seeded the row's samples.
         """
         special, options = self.special, self.options
-        answers = [_finished(wanted, special.eos_id)], [_finished(found, special.eos_id)]
+        answers = [_finished(wanted)], [_finished(found)]
         penalty = 0.0
         if options.beam == options.n_best == 1:
             left, right = _first_difference(*answers)
@@ -294,7 +292,7 @@ class Explainer:
             # The search chose here, without knowing the rest or the score of the whole.
             left, right, penalty = left[: step + 1], right[: step + 1], 0.0
         exact, *rounded = (
-            forced(side, [source] * 2, [left, right], special)
+            forced(side, [source] * 2, [left, right], special, self._rules)
             for side in (self.oracle, self.reference, *self.others)
         )
         # Relative to the largest logit, as everywhere else.
@@ -304,14 +302,9 @@ class Explainer:
         if options.sample:
             # The ranking does not tell which of several samples differs: any one may explain it.
             uniforms = draw_uniforms(options.seed, [row_id], options.n_best, options.max_length)
-            logits = exact[0].logits[step : step + 1].copy()
-            history, lengths = np.array([left[:step]], np.int64), np.array([step])
-            processors = build_logits_processors(options, [options.prefix], special.eos_id)
-            if active := [processor for processor in processors if processor.active(lengths)]:
-                given = History(np.zeros(1, np.int64), lengths, history)
-                logits = restrict(logits, active, given)
+            logits = self._rules(source).logits(exact[0].logits[step : step + 1], left[:step])
             margin = min(
-                _distance_of_draws(logits[0], (left[step], right[step]), uniform, options)
+                distance_of_draws(logits[0], (left[step], right[step]), uniform, options)
                 for uniform in uniforms[:, step].tolist()
             )
             # The cumulative distribution F moves by at most F (1 - F) times the spread of the
@@ -322,10 +315,13 @@ class Explainer:
         # Tokens that both begin with were scored once, and their errors are the same.
         shared = 0 if penalty else step
         for sign, one, error in zip((1, -1), exact, errors, strict=True):
-            scale = one.log_probabilities.size**-penalty
-            margin += sign * scale * float(one.log_probabilities[shared:].sum())
+            scale = one.ranks.size**-penalty
+            margin += sign * scale * float(one.ranks[shared:].sum())
             moved += scale * error[:, shared:].sum(axis=1)
         return Divergence(step, left, right, abs(margin), *moved.tolist())
+
+    def _rules(self, source: Sequence[int]) -> Rules:
+        return Rules(self.options, source, self.special, self.decoder.has_encoder)
 
     def _errors(self, exact: Forced, references: Sequence[Forced]) -> NDArray[np.float64]:
         """Returns how far errors within the tolerance, and those of float32, move each token.
@@ -337,65 +333,15 @@ class Explainer:
         Returns:
             `[2, tokens]`, in nats.
         """
-        own = np.max(
-            [abs(one.log_probabilities - exact.log_probabilities) for one in references], axis=0
-        )
+        own = np.max([abs(one.ranks - exact.ranks) for one in references], axis=0)
         floor = np.full_like(own, self.tolerance.floor * exact.largest)
         float32 = np.maximum(own, floor)
         if self.others:
-            # A value that crosses a border moves all that follows; float32 has no such borders.
-            own, float32 = np.full_like(own, np.sqrt(np.mean(own**2))), floor
+            # A value that crosses a border moves all that follows, and these few measures of it are
+            # no bound: the largest stands for each token. float32 has no such borders.
+            own, float32 = np.full_like(own, own.max(initial=0.0)), floor
         allowed = self.tolerance.factor * np.maximum(own, floor)
         return np.stack([allowed, np.minimum(allowed, Tolerance.factor * float32)])
-
-
-def _distance_of_draws(
-    logits: NDArray[np.floating[Any]],
-    tokens: tuple[int, int],
-    uniform: float,
-    options: GenerationOptions,
-) -> float:
-    """Returns how far the cumulative distribution must move for a draw of either token.
-
-    Where top k or top p cuts it, tokens near the cut may come and go, with all their mass.
-    """
-    low, high = min(tokens), max(tokens)
-    weights = Sampler(options, np.zeros((0, 0))).weights(logits[None])[0]
-    cumulative = weights.cumsum() / weights.sum()
-    below = cumulative[high - 1] - uniform if high else 0.0
-    outside = float(max(below, uniform - cumulative[low], 0.0))
-    needed, shares = _cuts(logits, weights, options)
-    least = max((float(needed[token]) for token in tokens if not weights[token]), default=0.0)
-    order = np.argsort(needed, kind="stable")
-    left = np.maximum(needed[order], outside - shares[order].cumsum())
-    return max(least, min(outside, float(left.min())))
-
-
-def _cuts(
-    logits: NDArray[np.floating[Any]], weights: NDArray[np.float64], options: GenerationOptions
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns how far the distribution must move for each token to pass the cut, and its share.
-
-    A logit has to pass that of the token at the other side of the cut, which moves the cumulative
-    distribution by a quarter of their distance at most; or, of top p, the mass held has to pass it.
-    """
-    whole = Sampler(replace(options, top_k=0, top_p=1.0), np.zeros((0, 0))).weights(logits[None])[0]
-    order, count = np.argsort(-whole, kind="stable"), np.count_nonzero(weights)
-    last, needed = order[count - 1], np.full(len(whole), np.inf)
-    cut = count < np.count_nonzero(whole)
-    if cut:
-        following = order[count]
-        with np.errstate(divide="ignore"):
-            logarithms = np.log(whole)
-        other = np.where(weights > 0, logarithms[following], logarithms[last])
-        needed = np.abs(logarithms - other) / 4
-    if options.top_p < 1:
-        within = Sampler(replace(options, top_p=1.0), np.zeros((0, 0))).weights(logits[None])[0]
-        held, share = weights.sum() / within.sum(), weights[last] / within.sum()
-        needed[last] = min(needed[last], options.top_p - held + share)
-        if cut:
-            needed[following] = min(needed[following], held - options.top_p)
-    return np.maximum(needed, 0.0), whole / weights.sum()
 
 
 @dataclass(frozen=True)
@@ -404,11 +350,14 @@ class Forced:
 
     Attributes:
         log_probabilities: `[tokens]` float64, of each token given those before it, in nats.
+        ranks: What a search compared in their place `[tokens]` float64: the same, unless its rules
+            change logits.
         logits: `[tokens, vocabulary]`.
         largest: The largest magnitude of a logit.
     """
 
     log_probabilities: NDArray[np.float64]
+    ranks: NDArray[np.float64]
     logits: NDArray[np.floating[Any]]
     largest: float
 
@@ -418,8 +367,17 @@ def forced(
     sources: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
     special: SpecialTokens,
+    rules: Callable[[Sequence[int]], Rules] | None = None,
 ) -> list[Forced]:
-    """Scores given answers in one pass, as one batch; none may be empty."""
+    """Scores given answers in one pass, as one batch; none may be empty.
+
+    Args:
+        decoder: The decoder.
+        sources: The source of each answer.
+        answers: The answers.
+        special: The ids that pad, begin and end.
+        rules: The rules of a search over a source; None for none.
+    """
     different = list(dict.fromkeys(map(tuple, sources)))
     owners = np.array([different.index(tuple(source)) for source in sources])
     state, first = begin(decoder, different, special)
@@ -429,11 +387,11 @@ def forced(
     # Padding follows the scored tokens, and the state is not used again.
     output, _ = decoder.step(pad_sources(given, special.pad_id)[0], state)
     scores = []
-    for answer, row in zip(answers, output.all_logits, strict=True):
-        kept = row[: len(answer)]
-        log_probabilities = kept[np.arange(len(answer)), list(answer)] - log_sum_exp(kept)
-        largest = float(np.abs(kept).max())
-        scores.append(Forced(log_probabilities.astype(np.float64), kept, largest))
+    for source, answer, row in zip(sources, answers, output.all_logits, strict=True):
+        kept, chosen = row[: len(answer)], (np.arange(len(answer)), list(answer))
+        own = (kept[chosen] - log_sum_exp(kept)).astype(np.float64)
+        ranks = own if rules is None else rules(source).ranks(kept, answer)
+        scores.append(Forced(own, ranks, kept, float(np.abs(kept).max())))
     return scores
 
 
@@ -483,7 +441,8 @@ def _watch(
     row_id: int,
 ) -> list[Prefixes]:
     watcher = _Watcher(decoder)
-    search(watcher, [source], options, special, row_ids=[row_id])
+    # Stop strings end a search and choose no token.
+    search(watcher, [source], replace(options, stop=()), special, row_ids=[row_id])
     return watcher.steps
 
 
@@ -502,11 +461,5 @@ def _first_difference(
     return (), ()
 
 
-def _finished(hypotheses: Sequence[Hypothesis], eos_id: int) -> Prefixes:
-    return [scored_tokens(item, eos_id) for item in hypotheses]
-
-
-def scored_tokens(hypothesis: Hypothesis, eos_id: int) -> tuple[int, ...]:
-    """Returns the tokens of a hypothesis' score: with the end token, if it ended."""
-    ended = hypothesis.finish_reason == "end"
-    return (*hypothesis.tokens, eos_id) if ended else hypothesis.tokens
+def _finished(hypotheses: Sequence[Hypothesis]) -> Prefixes:
+    return [hypothesis.scored_tokens for hypothesis in hypotheses]

@@ -10,17 +10,22 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle import REMEDY, Bundle, Variant
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder, State
 from transferry.runtime.decoding.hypothesis import Hypothesis
-from transferry.runtime.decoding.options import GenerationOptions, options_of_json
+from transferry.runtime.decoding.options import (
+    generation_options,
+    options_of_json,
+)
 from transferry.runtime.decoding.search import search
-from transferry.runtime.files import atomic_file, open_arrays
+from transferry.runtime.documents import parse_document
+from transferry.runtime.files import atomic_file, open_arrays, read_bytes
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.certificate import fastest
@@ -41,6 +46,8 @@ class RecordedSearch:
         answers: Token ids of each source's hypotheses, best first.
         scores: The float64 oracle's score of each hypothesis.
         score_error: torch's own error of a score, in nats.
+        ends: The end token of each hypothesis, None where it has none; empty in a bundle of before
+            a model could have several.
     """
 
     name: str
@@ -48,6 +55,22 @@ class RecordedSearch:
     answers: Sequence[Sequence[Sequence[int]]]
     scores: Sequence[Sequence[float]]
     score_error: float
+    ends: Sequence[Sequence[int | None]] = ()
+
+    def hypotheses(self, special: SpecialTokens) -> list[list[Hypothesis]]:
+        """Returns the recorded answers with the oracle's scores, best first."""
+        longest = generation_options(options_of_json(self.options)).max_length
+        ends = self.ends or [
+            [special.eos_id if len(tokens) < longest else None for tokens in row]
+            for row in self.answers
+        ]
+        return [
+            [
+                Hypothesis(tuple(tokens), score, score, "length" if end is None else "end", end=end)
+                for tokens, score, end in zip(*row, strict=True)
+            ]
+            for row in zip(self.answers, self.scores, ends, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -86,24 +109,53 @@ class Reference:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 
     @classmethod
+    def of(cls, bundle: Bundle, variant: Variant) -> Reference:
+        """Reads the reference of a variant; raises InputError if it is missing or damaged."""
+        name = variant.reference
+        return cls.parse(bundle.files.read(name), str(bundle.folder / name))
+
+    @classmethod
     def load(cls, path: Path) -> Reference:
         """Reads a file of `save`; raises InputError if it is missing or damaged."""
-        with open_arrays(path, "a bundle's reference", "export the bundle again") as file:
-            record = json.loads(file["index"].tobytes())
+        return cls.parse(read_bytes(path), str(path))
+
+    @classmethod
+    def parse(cls, content: bytes, origin: str) -> Reference:
+        """Parses a file of `save`; raises InputError if it is damaged."""
+        with open_arrays(content, origin, "a bundle's reference", REMEDY) as file:
+            index = parse_document(file["index"].tobytes(), _Index, origin, REMEDY)
             cases = []
-            for number, entry in enumerate(record["cases"]):
+            for number, entry in enumerate(index.cases):
+                rows = file.get(f"{number}/rows")
                 case = Case(
-                    entry["name"],
-                    file[f"{number}/source"],
-                    file[f"{number}/mask"],
-                    file[f"{number}/target"],
-                    entry["past"],
-                    file.get(f"{number}/rows"),
+                    entry.name,
+                    _matrix(file[f"{number}/source"], np.int64),
+                    _matrix(file[f"{number}/mask"], np.bool_),
+                    _matrix(file[f"{number}/target"], np.int64),
+                    entry.past,
+                    None if rows is None else rows.astype(np.int64, casting="safe"),
                 )
-                oracle = {name: file[f"{number}/oracle/{name}"] for name in entry["errors"]}
-                cases.append((case, Truth(oracle, entry["errors"])))
-            searches = [RecordedSearch(**item) for item in record["searches"]]
-            return cls(cases, record["sources"], searches)
+                oracle = {name: file[f"{number}/oracle/{name}"] for name in entry.errors}
+                cases.append((case, Truth(oracle, entry.errors)))
+            return cls(cases, index.sources, index.searches)
+
+
+class _Entry(Struct):
+    name: str
+    past: Annotated[int, Meta(ge=0)]
+    errors: dict[str, float]
+
+
+class _Index(Struct):
+    cases: list[_Entry]
+    sources: list[list[Annotated[int, Meta(ge=0)]]]
+    searches: list[RecordedSearch]
+
+
+def _matrix(values: NDArray[Any], kind: type[Any]) -> NDArray[Any]:
+    if values.ndim != 2:
+        raise ValueError(f"expected a matrix, found the shape {values.shape}")
+    return values.astype(kind, casting="safe", copy=False)
 
 
 def check_reference(
@@ -154,7 +206,7 @@ def check_reference(
             item.score_error,
             reasons=False,  # not recorded
         )
-        options = GenerationOptions(**options_of_json(item.options))
+        options = generation_options(options_of_json(item.options))
         times = -(-batch_rows // (max(1, len(reference.sources)) * options.beam))
         rows = [*range(len(reference.sources))] * max(1, times)
         found = search(model, [reference.sources[row] for row in rows], options, special)
@@ -167,7 +219,7 @@ def check_reference(
 def verify_recorded(bundle: Bundle, model: Model) -> ParityReport:
     """Compares a bundle, opened as it will be served, with its own recorded answers."""
     tolerance = Tolerance.of(model.variant.precision)
-    reference = Reference.load(bundle.folder / model.variant.reference)
+    reference = Reference.of(bundle, model.variant)
     special, exact = bundle.tokenizer.special, model.variant.exact
     batch_rows = model.batches.rows
     comparisons, decisions = check_reference(

@@ -372,7 +372,7 @@ class ParityReport:
             lines += [f"  {difference}" for difference in differences[:FIRST_DIFFERENCES]]
             if (rest := len(differences) - FIRST_DIFFERENCES) > 0:
                 lines.append(f"  and {rest:,} more; --json lists them")
-        if most := max((item.rows for item in self.decisions if item.passed), default=0):
+        if self.passed and (most := max((item.rows for item in self.decisions), default=0)):
             lines.append(f"{most:,} rows: {confidence(most)}")
         lines += map(str, self.task_metrics)
         if self.cross_check:

@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder, State
 from transferry.runtime.decoding.logits import SEGMENT, SegmentMaxima, log_sum_exp
 from transferry.runtime.ort.fused_decoder import FusedDecoder
-from transferry.runtime.parity.compare import Case, Comparison, Tolerance, relative_error
+from transferry.runtime.parity.compare import Case, Comparison, Tolerance, limited, relative_error
 
 TOP = 4
 
 Floats = NDArray[np.floating[Any]]
-# Name, error and budget of a comparison.
-Found = tuple[str, float, float]
+Found = tuple[str, float]  # name and error of a comparison
 
 
 def self_consistency(
@@ -43,13 +42,8 @@ def self_consistency(
     if not case.past and isinstance(model, FusedDecoder):
         found += _lm_head(model, case, rounding)
     if case.past and case.rows is not None:
-        found.append(("selected rows", _selection_error(model, case), rounding))
-    comparisons = []
-    for name, error, budget in found:
-        # Unlike error > budget, this holds for NaN.
-        fault = "" if error <= budget else f"error {error:.2e} exceeds the budget {budget:.2e}"
-        comparisons.append(Comparison(case.name, name, case.stage, error, 0.0, budget, fault))
-    return comparisons
+        found.append(("selected rows", _selection_error(model, case)))
+    return [limited(case.name, name, case.stage, error, 0.0, rounding) for name, error in found]
 
 
 def _lm_head(model: FusedDecoder, case: Case, rounding: float) -> Iterator[Found]:
@@ -63,23 +57,23 @@ def _lm_head(model: FusedDecoder, case: Case, rounding: float) -> Iterator[Found
 
     output, _ = model.step(tokens, state, top=TOP, normalise=True)
     if output.log_sum_exp is not None:
-        yield "log_sum_exp", error(output.log_sum_exp, log_sum_exp(logits)), rounding
+        yield "log_sum_exp", error(output.log_sum_exp, log_sum_exp(logits))
     if output.maxima is not None:
         wanted = SegmentMaxima.of(logits, SEGMENT).maxima
-        yield "segment_maxima", error(output.maxima.maxima, wanted), rounding
+        yield "segment_maxima", error(output.maxima.maxima, wanted)
     if (top := output.top_k) is not None and top.logits is not None and top.log_sum_exp is not None:
-        yield "top_logits", error(top.logits, -np.sort(-logits)[:, :TOP]), rounding
+        yield "top_logits", error(top.logits, -np.sort(-logits)[:, :TOP])
         chosen = np.take_along_axis(logits, top.tokens, axis=1)
-        yield "top_tokens", error(top.logits, chosen), rounding
-        yield "log_sum_exp", error(top.log_sum_exp, log_sum_exp(logits)), rounding
+        yield "top_tokens", error(top.logits, chosen)
+        yield "log_sum_exp", error(top.log_sum_exp, log_sum_exp(logits))
     if (screen := model.lm_head.screen(len(tokens))) is not None:
         hidden, approximate, maxima = screen
         assert model.lm_head.screened is not None
         bound = model.lm_head.screened.bound(hidden)
         share = float((np.abs(approximate - logits) / bound).max())
-        yield "approximate_logits", share * rounding, rounding
+        yield "approximate_logits", share * rounding
         exact = SegmentMaxima.of(approximate, SEGMENT).maxima
-        yield "approximate_maxima", error(maxima.maxima, exact), rounding
+        yield "approximate_maxima", error(maxima.maxima, exact)
 
 
 def _selection_error(model: ObservableDecoder[State], case: Case) -> float:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.files import read_bytes
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import (
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 PASSPHRASE = "TRANSFERRY_KEY_PASSPHRASE"
 CURVE = "secp256r1"  # P-256; openssl calls it prime256v1
+MOST_KEY = 1 << 16  # bytes
 MAKE_PRIVATE = "openssl ecparam -name prime256v1 -genkey -noout -out KEY"
 MAKE_PUBLIC = "openssl ec -in KEY -pubout -out PUB"
 
@@ -112,7 +114,7 @@ def load_private_key(path: Path) -> PrivateKey:
         UsageError: cryptography is not installed.
     """
     from_pem, ec = _library("load_pem_private_key")
-    content = _read(path)
+    content = read_bytes(path, MOST_KEY)
     try:
         # Tried without a passphrase first, which is of another key where this one needs none.
         key = from_pem(content, None)
@@ -151,7 +153,7 @@ def load_public_key(path: Path) -> PublicKey:
         UsageError: cryptography is not installed.
     """
     from_pem, ec = _library("load_pem_public_key")
-    content = _read(path)
+    content = read_bytes(path, MOST_KEY)
     try:
         key = from_pem(content)
     except _errors() as error:
@@ -177,13 +179,6 @@ def _errors() -> tuple[type[Exception], ...]:
     from cryptography.exceptions import UnsupportedAlgorithm
 
     return ValueError, TypeError, UnsupportedAlgorithm
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _no_key(path: Path, kind: str, found: str) -> InputError:

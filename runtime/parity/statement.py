@@ -13,16 +13,23 @@ extra field, which OMS tells verifiers to ignore. Sources:
 from __future__ import annotations
 
 import base64
+import datetime
 import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from transferry.runtime.errors import InputError
+import msgspec
+from msgspec import Meta, Struct, field
+
+from transferry.runtime.documents import MOST_JSON, decode
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.files import read_at_most
 from transferry.runtime.parity.signature import PrivateKey, PublicKey
+from transferry.runtime.sealed_folder import open_inside
 
 FOLDER = "certificates"
 FORMAT = 4
@@ -31,7 +38,7 @@ PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://model_signing/signature/v1.0"
 # What parsing something else raises.
-MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError)
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
 REPORT = "transferry_certificate"  # the predicate's extra field
 
 
@@ -73,14 +80,14 @@ class Envelope:
         Raises:
             ValueError: It, or another of MALFORMED: this is no such file.
         """
-        record = json.loads(content)
-        if "format" in record:  # up to format 3 there was no envelope
+        record = decode(content)
+        if isinstance(record, dict) and "format" in record:  # up to format 3 it had no envelope
             raise ValueError(f"format {record['format']!r}, expected {FORMAT}")
-        envelope = record["dsseEnvelope"]
-        if envelope["payloadType"] != PAYLOAD_TYPE:
-            raise ValueError(f"payloadType {envelope['payloadType']!r}, expected {PAYLOAD_TYPE}")
-        signatures = ((_key_id(one), _decode(one["sig"])) for one in envelope["signatures"])
-        return cls(content, _decode(envelope["payload"]), tuple(signatures))
+        envelope = msgspec.convert(record, _File).dsse_envelope
+        if envelope.payload_type != PAYLOAD_TYPE:
+            raise ValueError(f"payloadType {envelope.payload_type!r}, expected {PAYLOAD_TYPE}")
+        signatures = ((_key_id(one.keyid), _decode(one.sig)) for one in envelope.signatures)
+        return cls(content, _decode(envelope.payload), tuple(signatures))
 
     def refusal(self, key: PublicKey) -> str:
         """Returns why the envelope is not signed by this key; empty if it is.
@@ -98,6 +105,21 @@ class Envelope:
         return "has changed since it was signed"
 
 
+class _Signature(Struct):
+    sig: str
+    keyid: str = ""
+
+
+class _Envelope(Struct, rename="camel"):
+    payload_type: str
+    payload: str
+    signatures: list[_Signature]
+
+
+class _File(Struct, rename="camel"):
+    dsse_envelope: _Envelope
+
+
 def envelopes(bundle: Path) -> Iterator[tuple[Path, Envelope]]:
     """Reads the certificates of a bundle, in the order of their names, without their payloads.
 
@@ -108,10 +130,10 @@ def envelopes(bundle: Path) -> Iterator[tuple[Path, Envelope]]:
         InputError: One of them cannot be read.
     """
     for path in sorted((bundle / FOLDER).glob("*.json")):
+        with open_inside(bundle, f"{FOLDER}/{path.name}") as file:
+            content = read_at_most(file, MOST_JSON, path)
         try:
-            envelope = Envelope.parse(path.read_bytes())
-        except OSError as error:
-            raise InputError(f"{path} cannot be read ({error.strerror})") from error
+            envelope = Envelope.parse(content)
         except MALFORMED as error:
             raise no_certificate(str(path), error) from error
         yield path, envelope
@@ -128,6 +150,18 @@ def no_certificate(origin: str, error: Exception) -> InputError:
 def pae(payload: bytes) -> bytes:
     """Returns the bytes that a signature covers: DSSE's pre-authentication encoding."""
     return f"DSSEv1 {len(PAYLOAD_TYPE)} {PAYLOAD_TYPE} {len(payload)} ".encode() + payload
+
+
+def check_date(date: str) -> None:
+    """Raises UsageError unless this is a date as YYYY-MM-DD, tomorrow's at the latest."""
+    try:
+        day = datetime.date.fromisoformat(date)
+    except ValueError as error:
+        raise UsageError(f"expected a date as YYYY-MM-DD, found {date!r} ({error})") from error
+    # Tomorrow: somewhere on earth it has begun.
+    latest = datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=1)
+    if day > latest:
+        raise UsageError(f"expected the date of the verification, found {date}, which is to come")
 
 
 def statement(files: Mapping[str, str], report: Mapping[str, Any]) -> bytes:
@@ -167,17 +201,48 @@ def read_statement(payload: bytes) -> tuple[dict[str, str], dict[str, Any]]:
     Raises:
         ValueError: It, or another of MALFORMED: this is no such statement.
     """
-    record = json.loads(payload)
-    for name, expected in (("_type", STATEMENT_TYPE), ("predicateType", PREDICATE_TYPE)):
-        if record[name] != expected:
-            raise ValueError(f"{name} {record[name]!r}, expected {expected}")
-    resources = record["predicate"]["resources"]
-    if record["subject"][0]["digest"]["sha256"] != _root(resources):
+    record = msgspec.convert(decode(payload), _Statement)
+    for name, found, expected in (
+        ("_type", record.type, STATEMENT_TYPE),
+        ("predicateType", record.predicate_type, PREDICATE_TYPE),
+    ):
+        if found != expected:
+            raise ValueError(f"{name} {found!r}, expected {expected}")
+    resources = [{"name": one.name, "digest": one.digest} for one in record.predicate.resources]
+    if record.subject[0].digest.sha256 != _root(resources):
         raise ValueError("the digest of its subject is not that of its files")
-    report = record["predicate"][REPORT]
-    if (found := report.pop("format")) != FORMAT:
-        raise ValueError(f"format {found!r}, expected {FORMAT}")
-    return {one["name"]: one["digest"] for one in resources}, report
+    files = {one["name"]: one["digest"] for one in resources}
+    if len(files) < len(resources):
+        raise ValueError("a file is listed twice")
+    report = record.predicate.report
+    if (version := report.pop("format", None)) != FORMAT:
+        raise ValueError(f"format {version!r}, expected {FORMAT}")
+    return files, report
+
+
+class _Resource(Struct):
+    name: str
+    digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+
+
+class _Predicate(Struct):
+    resources: list[_Resource]
+    report: dict[str, Any] = field(name=REPORT)
+
+
+class _Digest(Struct):
+    sha256: str
+
+
+class _Subject(Struct):
+    digest: _Digest
+
+
+class _Statement(Struct):
+    type: str = field(name="_type")
+    predicate_type: str = field(name="predicateType")
+    subject: Annotated[list[_Subject], Meta(min_length=1)]
+    predicate: _Predicate
 
 
 def _root(resources: list[dict[str, str]]) -> str:
@@ -185,9 +250,8 @@ def _root(resources: list[dict[str, str]]) -> str:
     return hashlib.sha256(digests).hexdigest()
 
 
-def _key_id(signature: Mapping[str, str]) -> str:
+def _key_id(named: str) -> str:
     """Returns the id that a signature names, and no other text, since messages repeat it."""
-    named = signature.get("keyid", "")
     return named if re.fullmatch(r"sha256:[0-9a-f]{64}", named) else "an unnamed key"
 
 

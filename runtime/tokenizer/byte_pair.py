@@ -6,7 +6,7 @@ tiktoken cannot hold are in `third_party`.
 
 import base64
 import binascii
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 import tiktoken
 
 from transferry.runtime.errors import InputError
+from transferry.runtime.tokenizer.patterns import check_pattern
 from transferry.runtime.tokenizer.special_tokens import (
     PASSAGES,
     PROMPTS,
@@ -45,21 +46,25 @@ SINGLE_BYTES = tuple(bytes([value]) for value in range(256))
 _MAX_CHARACTERS_AT_ONCE = 500_000
 
 
-def load_tokenizer(folder: Path) -> AnyTokenizer:
+def load_tokenizer(folder: Path, read: Callable[[str], bytes] | None = None) -> AnyTokenizer:
     """Loads a tokenizer of any kind from the folder that `save` wrote.
+
+    Args:
+        folder: The folder.
+        read: Reads a file of the folder by its name. Default: any regular file.
 
     Raises:
         InputError: A file is missing, malformed, or of a kind that this version does not know.
         UsageError: The library that the kind needs is not installed.
     """
-    kind = read_settings(folder).get("kind", "tiktoken")
+    kind = read_settings(folder, read).get("kind", "tiktoken")
     kinds: Mapping[str, type[AnyTokenizer]] = {"tiktoken": Tokenizer, **KINDS}
     if not isinstance(kind, str) or kind not in kinds:
         raise InputError(
             f"{folder / SETTINGS_FILE}: expected the kind {', '.join(kinds)}, found {kind!r}. "
             "Install the version of transferry that wrote it."
         )
-    return kinds[kind].load(folder)
+    return kinds[kind].load(folder, read)
 
 
 class Tokenizer(AnyTokenizer):
@@ -82,6 +87,7 @@ class Tokenizer(AnyTokenizer):
         kept_ranks: Sequence[int] | None = None,
         special: SpecialTokens = SOURCES,
         first_ordinary_id: int | None = None,
+        vocabulary_size: int | None = None,
     ) -> None:
         """Checks the ranks and prepares the tables.
 
@@ -92,9 +98,12 @@ class Tokenizer(AnyTokenizer):
             kept_ranks: Ranks that have an id, ascending; None keeps all.
             special: Special ids, distinct from the ordinary ones.
             first_ordinary_id: Id of the first kept rank. Default: after the special ids.
+            vocabulary_size: Number of ids of the model; some may have no text. Default: as many as
+                there are.
 
         Raises:
-            InputError: The ranks, the kept ranks or the pattern are invalid.
+            InputError: The ranks, the kept ranks or the pattern are invalid, or there are more ids
+                than the model has.
         """
         kept = range(len(ranks)) if kept_ranks is None else kept_ranks
         _check_ranks(ranks, kept)
@@ -126,7 +135,12 @@ class Tokenizer(AnyTokenizer):
             )
         self._ids = dict(zip(kept, ids, strict=True))
         self._byte_ids = [self._ids[ranks[byte]] for byte in SINGLE_BYTES]
-        self.vocabulary_size = max(ids.stop, max(special.ids()) + 1)
+        least = max(ids.stop, max(*special.ids(), *special.ends) + 1)
+        self.vocabulary_size = least if vocabulary_size is None else vocabulary_size
+        if type(self.vocabulary_size) is not int or self.vocabulary_size < least:
+            raise InputError(
+                f"expected a vocabulary of at least {least} ids, found {vocabulary_size!r}"
+            )
         # In bytes, which bounds the characters: no byte of a text is dropped.
         self.longest_token: int = max(map(len, self._kept_tokens))
 
@@ -134,11 +148,14 @@ class Tokenizer(AnyTokenizer):
         """Whether every text has the same ids in both."""
         if not isinstance(other, Tokenizer):
             return NotImplemented
-        mine = (self.pattern, self.special, self._ids, self._tokens)
-        return mine == (other.pattern, other.special, other._ids, other._tokens)
+        return self._identity() == other._identity()
 
     def __hash__(self) -> int:
         return hash((self.pattern, self.kept_ranks, len(self._tokens)))
+
+    def _identity(self) -> tuple[object, ...]:
+        size, chat = self.vocabulary_size, self.chat
+        return self.pattern, self.special, self._ids, self._tokens, size, chat
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
@@ -176,6 +193,7 @@ class Tokenizer(AnyTokenizer):
             "special": asdict(self.special),
             "first_ordinary_id": self.first_ordinary_id,
             "kept_ranks": self.kept_ranks,
+            "vocabulary_size": self.vocabulary_size,
         }
 
     def _contents(self) -> Mapping[str, bytes]:
@@ -188,13 +206,16 @@ class Tokenizer(AnyTokenizer):
     def _restore(
         cls, settings: Mapping[str, Any], special: SpecialTokens, contents: Mapping[str, bytes]
     ) -> Self:
+        if isinstance(pattern := settings["pattern"], str):
+            check_pattern(pattern)
         return cls(
             settings["name"],
-            settings["pattern"],
+            pattern,
             _parse_ranks(contents[_RANKS_FILE]),
             settings["kept_ranks"],
             special,
             settings["first_ordinary_id"],
+            settings.get("vocabulary_size"),  # absent in folders of earlier versions
         )
 
 

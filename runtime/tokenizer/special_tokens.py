@@ -2,13 +2,24 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from transferry.runtime.errors import InputError
-from transferry.runtime.files import atomic_file, read_bytes, read_object
+import msgspec
+
+from transferry.runtime.documents import parse_document
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.files import atomic_file, read_bytes
+from transferry.runtime.tokenizer.chat import (
+    TEMPLATE_FILE,
+    ChatTemplate,
+    Message,
+    Pieces,
+    require_jinja,
+)
 
 FORMAT_VERSION = 1
 SETTINGS_FILE = "tokenizer.json"
@@ -25,6 +36,7 @@ class SpecialTokens:
         mask_id: Hides a token in masked language modelling; None if there is no mask.
         before: Ids before every input text.
         after: Ids after every input text.
+        more_ends: Further ids that end an output; a model may know them as text.
     """
 
     pad_id: int = 0
@@ -33,18 +45,24 @@ class SpecialTokens:
     mask_id: int | None = None
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = (2,)
+    more_ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for token_id in self.ids():
+        for token_id in (*self.ids(), *self.ends):
             if type(token_id) is not int or token_id < 0:
                 raise InputError(f"expected special ids of at least 0, found {token_id!r}")
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """All ids that end an output, `eos_id` first."""
+        return self.eos_id, *self.more_ends
 
     def wrap(self, ids: Sequence[int]) -> list[int]:
         """Adds the ids before and after a text."""
         return [*self.before, *ids, *self.after]
 
     def ids(self) -> set[int]:
-        """All special ids."""
+        """All special ids; those of `more_ends` may have text."""
         named = {self.pad_id, self.bos_id, self.eos_id, *self.before, *self.after}
         return named if self.mask_id is None else named | {self.mask_id}
 
@@ -66,12 +84,14 @@ class AnyTokenizer(ABC):
         special: The special ids.
         vocabulary_size: Number of ids, special ones included.
         longest_token: Most characters of one id; None if unlimited.
+        chat: How messages become a prompt; None if the model is none for chats.
     """
 
     names: ClassVar[tuple[str, ...]]
     special: SpecialTokens
     vocabulary_size: int
     longest_token: int | None
+    chat: ChatTemplate | None = None
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -80,6 +100,13 @@ class AnyTokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids; ids without text are skipped."""
+
+    def check_chat(self) -> None:
+        """Raises InputError for a token of the chat template that the tokenizer lacks."""
+        size = self.vocabulary_size
+        for text, token in self.chat.control.items() if self.chat else ():
+            if token >= size:
+                raise InputError(f"expected ids below {size}, found {token} for {text!r}")
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
@@ -104,47 +131,100 @@ class AnyTokenizer(ABC):
         """Token ids of each text that the model reads."""
         return [self.encode(text) for text in texts]
 
+    def encode_pieces(self, pieces: Pieces) -> list[int]:
+        """Token ids of texts with the ids of special tokens in between."""
+        return [
+            token
+            for piece in pieces
+            for token in (self.encode(piece) if isinstance(piece, str) else [piece])
+        ]
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of messages and of the beginning of an answer, special tokens included.
+
+        Raises:
+            ChatError: They are no messages, or the template refuses them.
+            InputError: The template takes too long.
+            UsageError: There is no chat template, or jinja2 is not installed.
+        """
+        return self.encode_pieces(self.require_chat().render(messages))
+
+    def require_chat(self) -> ChatTemplate:
+        """Returns the chat template.
+
+        Raises:
+            UsageError: There is none, or jinja2 is not installed.
+        """
+        if self.chat is None:
+            raise UsageError(
+                "the bundle has no chat template; leave out --chat and --messages, or import a "
+                "folder with a chat_template.jinja and a tokenizer.json, and export it"
+            )
+        require_jinja()
+        return self.chat
+
     def save(self, folder: Path) -> None:
         """Writes tokenizer.json and the files in `names`; the bytes are reproducible.
+
+        A chat template is a file of its own.
 
         Raises:
             InputError: The folder cannot be written to.
         """
         settings = {"format_version": FORMAT_VERSION, **self._settings()}
+        contents = dict(self._contents())
+        if self.chat is not None:
+            settings["chat"] = self.chat.settings()
+            contents[TEMPLATE_FILE] = self.chat.source.encode()
         record = json.dumps(settings, ensure_ascii=False).encode() + b"\n"
-        for name, content in [*self._contents().items(), (SETTINGS_FILE, record)]:
+        for name, content in [*contents.items(), (SETTINGS_FILE, record)]:
             with atomic_file(folder / name) as file:
                 file.write(content)
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
+    def load(cls, folder: Path, read: Callable[[str], bytes] | None = None) -> Self:
         """Reads what `save` wrote.
+
+        Args:
+            folder: The folder.
+            read: Reads a file of the folder by its name. Default: any regular file.
 
         Raises:
             InputError: A file is missing or malformed, or does not fit the others.
             UsageError: The library that the kind needs is not installed.
         """
-        settings = read_settings(folder)
-        contents = {name: read_bytes(folder / name) for name in cls.names}
+        read = read or partial(_read, folder)
+        settings = read_settings(folder, read)
+        contents = {name: read(name) for name in cls.names}
         try:
-            return cls._restore(settings, _special_of(settings), contents)
+            tokenizer = cls._restore(settings, _special_of(settings), contents)
+            if (chat := settings.get("chat")) is not None:
+                source = read(TEMPLATE_FILE).decode()
+                tokenizer.chat = msgspec.convert({**chat, "source": source}, ChatTemplate)
+                tokenizer.check_chat()
+            return tokenizer
         except KeyError as error:
             raise InputError(f"{folder / SETTINGS_FILE}: expected the key {error}.") from error
-        except (InputError, TypeError, AttributeError) as error:
+        except (InputError, TypeError, ValueError, AttributeError, OverflowError) as error:
             files = " and ".join((SETTINGS_FILE, *cls.names))
             raise InputError(
                 f"{folder}: the tokenizer is inconsistent: {error}. Take {files} from one export."
             ) from error
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Reads the tokenizer.json of any kind of tokenizer.
+def _read(folder: Path, name: str) -> bytes:
+    return read_bytes(folder / name)
+
+
+def read_settings(folder: Path, read: Callable[[str], bytes] | None = None) -> dict[str, Any]:
+    """Reads the tokenizer.json of any kind of tokenizer; `read` is that of `AnyTokenizer.load`.
 
     Raises:
         InputError: The file is missing, malformed or of another format version.
     """
     path = folder / SETTINGS_FILE
-    settings = read_object(path)
+    content = (read or partial(_read, folder))(SETTINGS_FILE)
+    settings = parse_document(content, dict[str, Any], str(path), "restore the file")
     found = settings.get("format_version")
     if found != FORMAT_VERSION:
         raise InputError(
@@ -159,6 +239,7 @@ def _special_of(settings: Mapping[str, Any]) -> SpecialTokens:
         name: tuple(value) if isinstance(value, list) else value
         for name, value in settings["special"].items()
     }
-    if lacking := {field.name for field in fields(SpecialTokens)} - special.keys():
+    needed = {field.name for field in fields(SpecialTokens)} - {"more_ends"}  # since added
+    if lacking := needed - special.keys():
         raise InputError(f"expected the special tokens' {min(lacking)}, found none")
     return SpecialTokens(**special)

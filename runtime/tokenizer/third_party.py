@@ -6,13 +6,16 @@ imported when a tokenizer is opened.
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, ClassVar, Self
 
+import msgspec
+
+from transferry.runtime.documents import decode
 from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.tokenizer.chat import PRIVATE_USE, Pieces
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, SpecialTokens
 
 # SentencePiece's character for a blank.
@@ -50,7 +53,7 @@ class ThirdPartyTokenizer(AnyTokenizer):
         self.special = special
         self.vocabulary_size = vocabulary_size
         try:
-            largest = max(self._open(), *special.ids())
+            largest = max(self._open(), *special.ids(), *special.ends)
         except ModuleNotFoundError as error:
             raise UsageError(
                 f"the tokenizer needs {self.library}, which is not installed; "
@@ -81,7 +84,7 @@ class ThirdPartyTokenizer(AnyTokenizer):
         return hash((self.kind, self.vocabulary_size))
 
     def _identity(self) -> tuple[object, ...]:
-        return self.kind, self.files, self.special, self.vocabulary_size
+        return self.kind, self.files, self.special, self.vocabulary_size, self.chat
 
     def _text_ids(self, ids: Iterable[int]) -> list[int]:
         special = self.special.ids()
@@ -120,6 +123,7 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
 
         (content,) = self.files.values()
         self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
+        self._chat_tokenizers: dict[str, tuple[Any, dict[int, int]]] = {}
         self._tokenizer.encode_special_tokens = True
         # The file may have kept these settings from training.
         self._tokenizer.no_truncation()
@@ -136,6 +140,48 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def encode_pieces(self, pieces: Pieces) -> list[int]:
+        """Token ids of texts with the ids of special tokens in between.
+
+        The library encodes all at once: what lies beside a special token may depend on it, such as
+        blanks that belong to the token.
+        """
+        texts = "".join(piece for piece in pieces if isinstance(piece, str))
+        mark = next(mark for mark in map(chr, PRIVATE_USE) if mark not in texts)
+        if mark not in self._chat_tokenizers:
+            self._chat_tokenizers = {mark: self._chat_tokenizer(mark)}
+        tokenizer, ids = self._chat_tokenizers[mark]
+        added = self._tokenizer.get_added_tokens_decoder()
+        text = "".join(
+            piece if isinstance(piece, str) else mark + added[piece].content for piece in pieces
+        )
+        found = tokenizer.encode(text, add_special_tokens=False).ids
+        return [ids.get(token, token) for token in found]
+
+    def _chat_tokenizer(self, mark: str) -> tuple[Any, dict[int, int]]:
+        """Returns a tokenizer that knows special tokens by a mark in front, and their own ids."""
+        import tokenizers
+
+        made: Any = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        made.encode_special_tokens = True
+        ids = {}
+        added = self._tokenizer.get_added_tokens_decoder()
+        for token in sorted(set(self.chat.control.values()) if self.chat else ()):
+            sides = ("single_word", "lstrip", "rstrip", "normalized")
+            flags = {side: getattr(added[token], side) for side in sides}
+            content = added[token].content
+            made.add_special_tokens([tokenizers.AddedToken(content, special=True)])
+            made.add_tokens([tokenizers.AddedToken(mark + content, special=False, **flags)])
+            ids[made.token_to_id(mark + content)] = token
+        return made, ids
+
+    def check_chat(self) -> None:
+        """Raises InputError for a token of the chat template that the tokenizer lacks."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        for text, token in self.chat.control.items() if self.chat else ():
+            if token not in added or added[token].content != text:
+                raise InputError(f"expected {text!r} as an added token of id {token}, found none")
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids; ids without text are skipped."""
         text: str = self._tokenizer.decode(self._text_ids(ids), skip_special_tokens=True)
@@ -146,6 +192,9 @@ class SentencePieceTokenizer(ThirdPartyTokenizer):
     """A SentencePiece model (Kudo and Richardson 2018) with its own ids.
 
     One exception to "text is text": the library always finds the model's user-defined symbols.
+
+    Attributes:
+        pieces: Number of ids that the model has.
     """
 
     kind = "sentencepiece"
@@ -155,7 +204,8 @@ class SentencePieceTokenizer(ThirdPartyTokenizer):
     def _open(self) -> int:
         (content,) = self.files.values()
         self._model = _sentencepiece(content)
-        return int(self._model.get_piece_size()) - 1
+        self.pieces = int(self._model.get_piece_size())
+        return self.pieces - 1
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
@@ -164,7 +214,7 @@ class SentencePieceTokenizer(ThirdPartyTokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids; special and unknown ones are skipped."""
-        model, size = self._model, self._model.get_piece_size()
+        model, size = self._model, self.pieces
         known = [
             token
             for token in self._text_ids(ids)
@@ -188,7 +238,7 @@ class SentencePiecePair(ThirdPartyTokenizer):
     def _open(self) -> int:
         source, target, vocabulary = self.files.values()
         self._source, self._target = _sentencepiece(source), _sentencepiece(target)
-        self._ids: dict[str, int] = json.loads(vocabulary)
+        self._ids = msgspec.convert(decode(vocabulary), dict[str, int])
         self._pieces = {token: piece for piece, token in self._ids.items()}
         # SentencePiece passes unknown text through: "</s>" may come out as one piece.
         special = self.special.ids()

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from transferry.build_model.config import PRESETS, ModelConfig, TrainConfig
+from transferry.build_model.config import ModelConfig, TrainConfig
+from transferry.build_model.presets import PRESETS
 from transferry.runtime.errors import UsageError
 
 SHAPE: dict[str, Any] = dict(
@@ -57,7 +58,10 @@ def test_sizes_are_whole_numbers(name: str, value: object) -> None:
         (dict(architecture="encoder-only"), "decoder_layers must be 0 for .*-only, found 2"),
         (dict(architecture="gpt"), "architecture must be one of encoder-decoder, .*found 'gpt'"),
         (dict(norm="batch"), "norm must be one of layer, rms, found 'batch'"),
-        (dict(norm_order="mid"), "norm_order must be one of post, pre, found 'mid'"),
+        (
+            dict(norm_order="mid"),
+            "norm_order must be one of post, pre, sandwich, res-post, found 'mid'",
+        ),
         (dict(positions="alibi"), "positions must be one of .*, found 'alibi'"),
         (dict(activation="tanh"), "activation must be one of .*, found 'tanh'"),
     ],

@@ -21,9 +21,11 @@ from torch import Tensor
 from tests.commands import call, done
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.config import ModelConfig
+from transferry.build_model.formats.tensors import HeldTensors
+from transferry.build_model.huggingface.encoder_decoder import marian_positions
+from transferry.build_model.huggingface.families import FAMILIES
 from transferry.build_model.huggingface.folder import Checkpoint, Settings
 from transferry.build_model.huggingface.importer import import_checkpoint, read_checkpoint
-from transferry.build_model.huggingface.tables import FAMILIES, marian_positions
 from transferry.build_model.huggingface.vocabularies import TOKENIZERS, ranks_of
 from transferry.build_model.huggingface.weights import convert_weights
 from transferry.build_model.transformer import Transformer
@@ -446,8 +448,9 @@ def test_a_position_table_of_the_file_is_taken(tmp_path: Path) -> None:
     assert converted.computed == 0
     with edited(tmp_path) as tensors:
         tensors["model.decoder.embed_positions.weight"] = table + 1
+    converted = read_checkpoint(tmp_path).weights
     with pytest.raises(InputError, match=r"embed_positions.weight and .* differ"):
-        read_checkpoint(tmp_path)
+        converted.write({})
 
 
 # --- how many there are ---------------------------------------------------------------------------
@@ -456,12 +459,12 @@ def test_a_position_table_of_the_file_is_taken(tmp_path: Path) -> None:
 def published(kind: str, tmp_path: Path, **config: Any) -> ModelConfig:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": kind, **config}))
-    return FAMILIES[kind].shape(Settings(path), set())
+    return FAMILIES[kind].shape(Settings.read(path), set())
 
 
-def nothing_of(shapes: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+def nothing_of(shapes: dict[str, Tensor]) -> HeldTensors:
     """Tensors of a shape that take no memory."""
-    return [(name, torch.zeros(()).expand(tensor.shape)) for name, tensor in shapes.items()]
+    return HeldTensors(shapes, "nothing")
 
 
 def test_the_parameters_of_known_models_add_up(tmp_path: Path) -> None:
@@ -499,7 +502,8 @@ def test_what_is_imported_and_left_out_is_told(kind: str, made: Makes) -> None:
         total += made(kind).model.final_logits_bias.numel() - 2 * 64 * 32
         assert f"computed: {64 * 32:,} numbers of positions" in said
         last = made(kind).model.config.vocab_size - 1
-        assert f"generation defaults: suppress ({last},)" in said
+        defaults = f"early_stopping False, max_length 20, suppress ({last},)"
+        assert f"generation defaults: {defaults}" in said
     assert f"{kind}, {load_checkpoint(made(kind).run).model.config.architecture}: " in said
     assert f" of {total:,} parameters\n" in f"{said}\n"
     if kind == "bert":
@@ -509,6 +513,21 @@ def test_what_is_imported_and_left_out_is_told(kind: str, made: Makes) -> None:
         assert f"imported {total - 64 - 1056 - 66:,} of" in said
     else:
         assert "left out" not in said
+
+
+def test_what_is_not_used_is_told(copied: Copies, tmp_path: Path) -> None:
+    theirs, said = copied("llama"), list[str]()
+    change(theirs / "config.json", attention_dropout=0.1, initializer_range=0.02, novelty="x" * 99)
+    change(theirs / "tokenizer_config.json", model_max_length=512, sp_model_kwargs={}, added=None)
+    import_checkpoint(theirs, tmp_path / "run", say=said.append)
+    (line,) = [line for line in said[0].splitlines() if line.startswith("not used: ")]
+    config, tokenizer = line.removeprefix("not used: ").split("; tokenizer_config.json: ")
+    assert {"attention_dropout 0.1", "initializer_range 0.02"} <= set(config.split(", "))
+    assert f'novelty "{"x" * 39}…' in config
+    assert "hidden_size" not in config
+    assert "model_max_length 512" in tokenizer
+    assert "sp_model_kwargs {}" in tokenizer
+    assert "added null" not in tokenizer
 
 
 # --- tokenizers -----------------------------------------------------------------------------------
@@ -571,7 +590,7 @@ IDS: dict[str, dict[str, Any]] = {
 def imported_tokenizer(kind: str, make: Callable[[Path], int], folder: Path) -> AnyTokenizer:
     size = make(folder)
     ids = {name: size - 1 if value == -1 else value for name, value in IDS[kind].items()}
-    (folder / "config.json").write_text(json.dumps(ids))
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **ids}))
     shape = ModelConfig(size, 8, 2, 1, 0, 8, architecture="encoder-only", output_transform=True)
     return TOKENIZERS[kind](Checkpoint(folder), shape)
 
@@ -727,36 +746,23 @@ def change(path: Path, **values: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "value"),
     [
-        ("llama", "model_type", "mistral"),
+        ("llama", "model_type", "mamba"),
         ("llama", "model_type", None),
-        ("llama", "hidden_act", "gelu"),
-        ("llama", "attention_bias", True),
-        ("llama", "mlp_bias", True),
-        ("llama", "head_dim", 16),
-        ("llama", "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
-        ("llama", "rope_scaling", {"type": "dynamic", "factor": 2.0}),
-        ("llama", "rope_parameters", {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}),
-        ("llama", "rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}),
+        ("llama", "hidden_act", "mish"),
+        ("llama", "attention_bias", "yes"),
         ("llama", "rope_parameters", [1]),
         ("llama", "quantization_config", {"bits": 4}),
         ("llama", "num_hidden_layers", "2"),
         ("llama", "rms_norm_eps", "small"),
         ("llama", "tie_word_embeddings", "no"),
         ("llama", "num_attention_heads", 0),
-        ("gpt2", "activation_function", "quick_gelu"),
-        ("gpt2", "scale_attn_weights", False),
-        ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+        ("gpt2", "activation_function", "tanh"),
         ("gpt2", "add_cross_attention", True),
         ("gpt2", "vocab_size", 99),
         ("bert", "hidden_act", "mish"),
         ("bert", "position_embedding_type", "relative_key"),
         ("bert", "is_decoder", True),
         ("bert", "add_cross_attention", True),
-        ("bert", "tie_word_embeddings", False),
-        ("marian", "share_encoder_decoder_embeddings", False),
-        ("marian", "tie_word_embeddings", False),
-        ("marian", "decoder_ffn_dim", 40),
-        ("marian", "decoder_attention_heads", 2),
         ("marian", "decoder_vocab_size", 40),
         ("marian", "normalize_before", True),
         ("marian", "normalize_embedding", True),
@@ -775,14 +781,38 @@ def test_a_setting_is_refused_by_name(kind: str, name: str, value: Any, copied: 
 
 
 @pytest.mark.parametrize(
+    ("rope", "name"),
+    [
+        ({"rope_type": "proportional"}, "rope_type"),
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "linear", "factor": 0.0}, "factor"),
+        ({"rope_type": "linear", "factor": 2.0, "mrope_section": [1, 2]}, "mrope_section"),
+        ({"type": "yarn", "factor": 2.0, "beta_fast": "fast"}, "beta_fast"),
+        ({"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 1.0}, "high_freq_factor"),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "short_factor"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ({"rope_theta": 0.5}, "partial_rotary_factor"),
+    ],
+)
+def test_rotary_settings_are_refused_by_name(
+    rope: dict[str, Any], name: str, copied: Copies
+) -> None:
+    theirs = copied("llama")
+    change(theirs / "config.json", rope_parameters=rope)
+    with pytest.raises(InputError, match=rf"config\.json: {name} (is|must be) "):
+        read_checkpoint(theirs)
+
+
+@pytest.mark.parametrize(
     ("kind", "file", "name", "value"),
     [
-        ("marian", "generation_config.json", "bad_words_ids", [[3, 4]]),
+        ("marian", "generation_config.json", "bad_words_ids", [[3, 100_000]]),
         ("marian", "generation_config.json", "bad_words_ids", [[100_000]]),
         ("marian", "generation_config.json", "bad_words_ids", "pad"),
-        ("llama", "generation_config.json", "eos_token_id", [2, 5]),
-        ("gpt2", "tokenizer_config.json", "add_prefix_space", True),
-        ("gpt2", "tokenizer_config.json", "add_bos_token", True),
+        ("llama", "generation_config.json", "bos_token_id", [1, 5]),
+        ("gpt2", "tokenizer_config.json", "tokenizer_class", "T5Tokenizer"),
+        ("gpt2", "tokenizer_config.json", "auto_map", ["a.B", None]),
+        ("llama", "tokenizer_config.json", "fix_mistral_regex", True),
         ("marian", "tokenizer_config.json", "separate_vocabs", True),
     ],
 )
@@ -795,6 +825,18 @@ def test_a_setting_of_another_file_is_refused_by_name(
     change(theirs / file, **{name: value})
     with pytest.raises(InputError, match=rf"{re.escape(file)}: {name} is .*supported: "):
         read_checkpoint(theirs)
+
+
+def test_several_end_tokens_are_kept_in_their_order(copied: Copies, tmp_path: Path) -> None:
+    theirs = copied("llama")
+    change(theirs / "generation_config.json", eos_token_id=[7, 2, 7, 5])
+    import_checkpoint(theirs, tmp_path / "run")
+    special = load_tokenizer(tmp_path / "run").special
+    assert (special.ends, special.ids() & {5}) == ((7, 2, 5), set())
+    for ids, found in (([2, 10**6], "10{6}"), ([2, -1], "-1"), ([2, "x"], "'x'")):
+        change(theirs / "generation_config.json", eos_token_id=ids)
+        with pytest.raises(InputError, match=rf"eos_token_id must be .*, found {found}"):
+            read_checkpoint(theirs)
 
 
 def drop(tensors: dict[str, Tensor]) -> None:
@@ -841,8 +883,7 @@ def classify(tensors: dict[str, Tensor]) -> None:
             r"layers\.0\.mlp\.up_proj\.weight .* must have the shape \[48, 32\]",
         ),
         (widen, r"model\.norm\.weight of shape \[1, 1, 32\] does not fit"),
-        (spoil, r"finite numbers in the tensor model\.norm\.weight"),
-        (quantise, r"the tensor lm_head\.weight, found others in torch\.int8"),
+        (quantise, r"the tensor lm_head\.weight, found int8: the weights are quantised"),
         (deepen, r"the tensor model\.layers\.2\.input_layernorm\.weight has no place"),
         (classify, r"the tensor score\.weight is unknown"),
     ],
@@ -857,12 +898,21 @@ def test_a_tensor_that_does_not_fit_is_named(
         read_checkpoint(theirs)
 
 
+def test_a_tensor_without_value_is_named_and_nothing_is_written(copied: Copies) -> None:
+    theirs = copied("llama")
+    with edited(theirs) as tensors:
+        spoil(tensors)
+    with pytest.raises(InputError, match=r"finite numbers in the tensor model\.norm\.weight"):
+        import_checkpoint(theirs, theirs.parent / "run")
+    assert listing(theirs.parent) == {"theirs", *(f"theirs/{name}" for name in listing(theirs))}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_tensor_that_is_missing_is_named(kind: str, copied: Copies) -> None:
     theirs = copied(kind)
     whole = load_file(theirs / "model.safetensors")
-    # A BERT may lack these, of which the first tells that there is a head.
-    dispensable = ("cls.predictions.bias", "pooler", "seq_relationship")
+    # A file may lack these; of BERT the first tells that there is a head.
+    dispensable = ("cls.predictions.bias", "pooler", "seq_relationship", "final_logits_bias")
     for name in whole:
         if any(part in name for part in dispensable):
             continue
@@ -870,7 +920,7 @@ def test_every_tensor_that_is_missing_is_named(kind: str, copied: Copies) -> Non
             {other: tensor for other, tensor in whole.items() if other != name},
             theirs / "model.safetensors",
         )
-        known = re.escape(name.removeprefix(FAMILIES[kind].prefix))
+        known = re.escape(name.removeprefix(FAMILIES[kind].prefixes[0]))
         with pytest.raises(InputError, match=rf"the tensor {known}\b.* is missing"):
             read_checkpoint(theirs)
 
@@ -879,8 +929,9 @@ def test_an_output_that_is_not_the_embedding_is_refused(copied: Copies) -> None:
     theirs = copied("gpt2")
     with edited(theirs) as tensors:
         tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
+    converted = read_checkpoint(theirs).weights
     with pytest.raises(InputError, match=r"lm_head\.weight .*differ|wte\.weight .*differ"):
-        read_checkpoint(theirs)
+        converted.write({})
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
@@ -907,14 +958,27 @@ def test_what_older_versions_wrote_is_read(kind: str, copied: Copies, made: Make
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_half_precision_is_widened_exactly(kind: str, made: Makes, copied: Copies) -> None:
+def test_half_precision_is_kept_as_it_is(
+    kind: str, dtype: torch.dtype, made: Makes, copied: Copies
+) -> None:
+    """The run takes half the room, and the model has the same numbers in float32."""
     theirs = copied(kind)
-    copy.deepcopy(made(kind).model).to(torch.bfloat16).save_pretrained(theirs)
+    copy.deepcopy(made(kind).model).to(dtype).save_pretrained(theirs)
     with edited(theirs) as tensors:
-        assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    found = read_checkpoint(theirs).weights.state
-    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+        assert {tensor.dtype for tensor in tensors.values()} == {dtype}
+    run = theirs.parent / "run"
+    import_checkpoint(theirs, run)
+    stored = load_file(run / "model.safetensors")
+    # Sums and formulas are float32.
+    own = {"bert": {"positions"}, "marian": {"positions"}}.get(kind, set())
+    assert {name for name in stored if stored[name].dtype == torch.float32} == own
+    state = load_checkpoint(run).model.state_dict()
+    assert all(torch.equal(state[name], stored[name].float()) for name in state)
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    size = (run / "model.safetensors").stat().st_size
+    assert size < 0.6 * (made(kind).run / "model.safetensors").stat().st_size
 
 
 def test_several_files_are_one_model(made: Makes, copied: Copies) -> None:
@@ -992,7 +1056,7 @@ def test_nothing_is_half_written(
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("transferry.build_model.checkpoint.save_tensors", full)
+    monkeypatch.setattr("transferry.build_model.formats.writer.TensorWriter.__setitem__", full)
     with pytest.raises(InputError, match="No space left on device; nothing was written"):
         import_checkpoint(made("gpt2").folder, tmp_path / "run")
     assert listing(tmp_path) == set()
@@ -1020,9 +1084,10 @@ def test_an_imported_run_has_no_training(kind: str, made: Makes) -> None:
     assert load_checkpoint(run).config is None
     record = json.loads((run / "config.json").read_text())
     assert record["train"] is None
-    assert (record.get("generation") == {"suppress": [record["model"]["vocabulary_size"] - 1]}) is (
-        kind == "marian"
-    )
+    wanted: dict[str, Any] = {"early_stopping": False, "max_length": 20}
+    if kind == "marian":
+        wanted["suppress"] = [record["model"]["vocabulary_size"] - 1]
+    assert record.get("generation", {}) == ({} if kind == "bert" else wanted)
     result = call("train", "--out", run, "--resume")
     assert result.exit_code == 2
     assert "was imported, so it has no training to continue" in result.stderr

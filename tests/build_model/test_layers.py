@@ -10,7 +10,8 @@ from torch import Tensor
 
 from transferry.build_model.attention import KeyValues, Rotation, attend
 from transferry.build_model.config import ModelConfig
-from transferry.build_model.layers import FeedForward, RMSNorm, make_norm, rotary_angles
+from transferry.build_model.layers import FeedForward, rotary_angles, rotary_rates
+from transferry.build_model.norms import RMSNorm, make_norm
 from transferry.build_model.transformer import Transformer, continue_greedily, greedy
 
 SHAPE = ModelConfig(
@@ -66,7 +67,7 @@ def test_norms_without_bias() -> None:
 def test_rotation_is_multiplication_by_a_complex_number() -> None:
     """Su et al. (2021): the pair (x_i, x_(i + d/2)) as one complex number, times e^(i m theta)."""
     x = torch.randn(2, 3, 11, 8, dtype=torch.float64)
-    found = rotary_angles(11, 8, 100.0).turn(x)
+    found = rotary_angles(11, rotary_rates(8, 100.0)).turn(x)
     theta = 100.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
     angle = torch.arange(11, dtype=torch.float64)[:, None] * theta
     turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
@@ -74,7 +75,7 @@ def test_rotation_is_multiplication_by_a_complex_number() -> None:
 
 
 def test_rotary_scores_depend_on_distance_alone() -> None:
-    table = rotary_angles(50, 8, 10000.0)
+    table = rotary_angles(50, rotary_rates(8, 10000.0))
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
 
     def score(query: int, key: int) -> float:
@@ -86,7 +87,7 @@ def test_rotary_scores_depend_on_distance_alone() -> None:
 
 
 def test_a_table_is_read_at_each_row_s_positions() -> None:
-    table = rotary_angles(20, 8, 10000.0)
+    table = rotary_angles(20, rotary_rates(8, 10000.0))
     positions = torch.tensor([[3, 4], [9, 10]])
     rows = table.at(positions)
     assert rows.cosines.shape == (2, 1, 2, 8)

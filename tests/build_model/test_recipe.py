@@ -13,11 +13,11 @@ import torch
 
 from transferry.build_model import recipe as recipe_module
 from transferry.build_model.checkpoint import load_checkpoint, load_samples
-from transferry.build_model.config import Preset
 from transferry.build_model.data import BadPair
 from transferry.build_model.distributed import Process
 from transferry.build_model.evaluation import Evaluation
 from transferry.build_model.metrics import Metrics
+from transferry.build_model.presets import Preset
 from transferry.build_model.recipe import PairFiles, Recipe
 from transferry.build_model.train import Trainer
 from transferry.runtime.errors import InputError

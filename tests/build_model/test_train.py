@@ -246,6 +246,30 @@ def test_a_signal_saves_and_resume_changes_nothing(
     assert_same_training(folder, whole)
 
 
+@pytest.mark.parametrize("call", [0, 1])
+def test_a_validation_that_is_interrupted_is_made_up_for(
+    whole: Path, tmp_path: Path, call: int
+) -> None:
+    """It may take minutes, which a signal does not wait for."""
+    folder, calls = tmp_path / "run", list[int]()
+    evaluate = Trainer._evaluate
+
+    def interrupted(self: Trainer) -> Any:
+        calls.append(self.progress.step)
+        if len(calls) == call + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_evaluate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder)
+    assert len(calls) == call + 1, "it did not go on to the end"
+    assert saved_step(folder) == calls[-1]
+    run(folder, resume=True)
+    assert_same_training(folder, whole)
+
+
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         interrupt(patch, signal.SIGINT, step=7, times=2)

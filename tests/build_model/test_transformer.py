@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from transferry.build_model.attention import MultiHeadAttention
-from transferry.build_model.config import PRESETS, ModelConfig
+from transferry.build_model.config import ModelConfig
 from transferry.build_model.layers import Layer, sinusoidal_positions
+from transferry.build_model.presets import PRESETS
 from transferry.build_model.transformer import Transformer, greedy
 
 BOS, EOS = 1, 2

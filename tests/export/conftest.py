@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.conftest import Once
+from tests.sealed import records
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.build_model.transformer import Transformer
 from transferry.export import bundle as exporting
@@ -73,7 +74,8 @@ def written(folder: Path, model: Transformer, name: str, graphs: dict[str, Graph
     """A variant on disk, as a bundle without anything else."""
     write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs.values()])
     config, described = model.config, {name: describe(name, graphs)}
-    manifest = Manifest(config.architecture, config.to_dict(), {}, described, {}, {})
+    files = records(folder)
+    manifest = Manifest(config.architecture, config.to_dict(), {}, described, files, {})
     return Bundle(folder, manifest, BYTES)
 
 
@@ -148,6 +150,12 @@ def export_all(calm: Checkpoint, texts: list[str]) -> Callable[..., Bundle]:
             return export_bundle(calm, out, texts=texts, variants=names, calibrate=texts, **options)
 
     return export
+
+
+@pytest.fixture
+def screened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification exports anew, and must find what `export_all` exported."""
+    monkeypatch.setattr(variants, "SMALLEST_VOCABULARY", 1)
 
 
 @pytest.fixture(scope="session")

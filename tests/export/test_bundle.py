@@ -169,7 +169,13 @@ class TestPlace:
         self, checkpoint: Checkpoint, bundle_folder: Path, texts: list[str], tmp_path: Path
     ) -> None:
         out = Path(shutil.copytree(bundle_folder, tmp_path / "bundle"))
-        (out / "of the old bundle").touch()
+        note = out / "of somebody else"
+        note.touch()
+        with pytest.raises(UsageError, match="holds of somebody else, which transferry did not"):
+            export_bundle(checkpoint, out, texts=texts[:2], force=True)
+        note.unlink()
+        (out / "certificates").mkdir()
+        (out / "certificates" / "of the old bundle.json").touch()
         bundle = export_bundle(checkpoint, out, texts=texts[:2], force=True)
         assert len(Reference.load(out / REFERENCE).sources) == 2
         assert contents(out).keys() == {*bundle.manifest.files, MANIFEST}

@@ -46,33 +46,121 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "multi-query after RMSNorm": dict(
         norm="rms", positions="rotary", rotary_base=100.0, key_value_heads=1
     ),
-    "LayerNorm without bias": dict(norm_order="pre", bias=False, tied=False),
+    "LayerNorm without bias": dict(
+        norm_order="pre", bias=False, tied=False, feed_forward_bias=True, activation="reglu"
+    ),
+}
+# Options of the models that people have, each in one architecture.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma's": (
+        "decoder-only",
+        dict(
+            **dict(norm="rms", norm_order="sandwich", norm_offset=True, bias=False, head_width=6),
+            **dict(positions="rotary", activation="geglu-tanh", query_key_norm="head"),
+            **dict(attention_softcap=3.0, output_softcap=5.0, attention_divisor=4.0),
+            **dict(query_key_value_bias=True, attention_output_bias=False),
+        ),
+    ),
+    "OLMo's": (
+        "decoder-only",
+        dict(
+            **dict(norm="rms", norm_order="res-post", positions="rotary", query_key_norm="all"),
+            **dict(activation="geglu", key_value_heads=2, divide_by_layer=True),
+            **dict(query_key_value_bias=False, attention_output_bias=True, feed_forward_bias=False),
+        ),
+    ),
+    "GPT-NeoX's": (
+        "decoder-only",
+        dict(
+            **dict(norm_order="pre", positions="rotary", rotary_rates=(1.0,), rotary_scale=1.2),
+            **dict(activation="gelu-quick", norm_bias=False),
+        ),
+    ),
+    "T5's": (
+        "encoder-decoder",
+        dict(
+            **dict(
+                norm="rms", norm_order="pre", positions="none", bias=False, scale_embedding=False
+            ),
+            **dict(
+                relative_buckets=8, relative_distance=10, attention_divisor=1.0, scale_output=True
+            ),
+        ),
+    ),
+    "OPT's": (
+        "decoder-only",
+        dict(
+            **dict(norm_order="pre", positions="learned", embedding_width=8, final_norm=False),
+            **dict(bias=False, norm_bias=True),
+        ),
+    ),
+    "BART's": (
+        "encoder-decoder",
+        dict(
+            **dict(positions="learned", separate_positions=True, embedding_norm=True),
+            **dict(encoder_heads=2, encoder_d_ff=32),
+        ),
+    ),
+    "two vocabularies": ("encoder-decoder", dict(source_vocabulary_size=30)),
+    "parallel, with a window": (
+        "decoder-only",
+        dict(
+            **dict(norm_order="pre", positions="rotary", parallel=True, windows=(3,)),
+            **dict(window_rotary_rates=(1.0, 0.3)),
+        ),
+    ),
+    "unrotated": ("decoder-only", dict(norm_order="pre", positions="rotary", unrotated=(0,))),
+    "ELECTRA's": (
+        "encoder-only",
+        dict(
+            **dict(positions="learned", embedding_norm=True, embedding_width=8, project_sum=True),
+            **dict(output_transform=True, output_activation="relu", output_transform_bias=False),
+        ),
+    ),
+    "ModernBERT's": (
+        "encoder-only",
+        dict(
+            **dict(norm_order="pre", first_norm=False, embedding_norm=True, positions="rotary"),
+            **dict(activation="geglu", windows=(2,), output_transform=True),
+            **dict(output_transform_bias=True, bias=False),
+        ),
+    ),
 }
 
 
 def test_every_choice_is_in_a_cell() -> None:
-    configs = [
-        ModelConfig.from_dict({**SHAPE, **STACKS["encoder-decoder"], **options})
-        for options in OPTIONS.values()
-    ]
+    configs = [config_of("decoder-only", options) for options in OPTIONS.values()]
+    configs += [config_of(*each) for each in OTHERS.values()]
     for name, hint in get_type_hints(ModelConfig).items():
         found = {getattr(config, name) for config in configs}
         if get_origin(hint) is Literal and name != "architecture":
             assert found == set(get_args(hint)), name
         if hint is bool:
             assert found == {True, False}, name
+        if hint == bool | None and name != "output_transform_bias":
+            assert found == {True, False, None}, name
+        if isinstance(getattr(configs[0], name), tuple):
+            assert len(found) > 1, name
     assert {config.kv_heads for config in configs} == {1, 2, 4}
 
 
+def config_of(architecture: str, options: dict[str, Any]) -> ModelConfig:
+    fields = {**SHAPE, **STACKS[architecture], **options, "architecture": architecture}
+    return ModelConfig.from_dict(fields)
+
+
 def cells() -> Iterator[Any]:
-    for architecture, stacks in STACKS.items():
+    for architecture in STACKS:
         for name, options in OPTIONS.items():
-            config = ModelConfig.from_dict(
-                {**SHAPE, **stacks, **options, "architecture": architecture}
-            )
-            yield pytest.param(config, id=f"{architecture}, {name}")
+            config = config_of(architecture, options)
+            yield pytest.param(config, "portable", id=f"{architecture}, {name}")
+    for name, (architecture, options) in OTHERS.items():
+        config = config_of(architecture, options)
+        for variant in ("portable", "cpu-fp32"):
+            yield pytest.param(config, variant, id=f"{architecture}, {name}, {variant}")
     deep = {**SHAPE, "encoder_layers": 3, "decoder_layers": 1}
-    yield pytest.param(ModelConfig.from_dict(deep), id="deep encoder, shallow decoder")
+    config = ModelConfig.from_dict(deep)
+    yield pytest.param(config, "portable", id="deep encoder, shallow decoder")
 
 
 def trained_a_little(config: ModelConfig) -> Transformer:
@@ -83,7 +171,7 @@ def trained_a_little(config: ModelConfig) -> Transformer:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = torch.randint(3, config.vocabulary_size, (4, 12))
+    tokens = torch.randint(3, min(config.vocabulary_size, config.source_vocabulary), (4, 12))
     source = tokens if config.encoder_layers else tokens[:, :0]
     mask = torch.ones(source.shape, dtype=torch.bool)
     losses = []
@@ -104,17 +192,21 @@ def trained_a_little(config: ModelConfig) -> Transformer:
     return model.eval()
 
 
-def opened(model: Transformer, folder: Path) -> Model:
+def opened(model: Transformer, variant: str, folder: Path) -> Model:
     """The graphs in onnxruntime, without what a bundle has besides."""
-    bundle = written(folder, model, "portable", make_variant(model, "portable"))
+    bundle = written(folder, model, variant, make_variant(model, variant))
     return open_model(bundle, bundle.variant(), SessionOptions())
 
 
-@pytest.mark.parametrize("config", list(cells()))
-def test_what_is_exported_is_what_was_trained(config: ModelConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("config", "variant"), list(cells()))
+def test_what_is_exported_is_what_was_trained(
+    config: ModelConfig, variant: str, tmp_path: Path
+) -> None:
     model = trained_a_little(config)
     sizes = [(1, 1, 0), (3, 7, 0), (2, 5, 4)]
     cases = [random_case(config, *size, seed=number) for number, size in enumerate(sizes)]
-    comparisons = Oracle(model, SOURCES, Tolerance()).numbers(opened(model, tmp_path), cases)
+    comparisons = Oracle(model, SOURCES, Tolerance()).numbers(
+        opened(model, variant, tmp_path), cases
+    )
     assert len(comparisons) >= 2 * len(cases)
     assert [f"{item.case}: {item.tensor}: {item.fault}" for item in comparisons if item.fault] == []

@@ -1,16 +1,18 @@
 """Lines come out as they went in, and a file is there whole or not at all."""
 
+import errno
 import gzip
 import hashlib
 import io
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from transferry.runtime.errors import InputError
-from transferry.runtime.files import atomic_file, read_lines, sha256
+from transferry.runtime.files import TEMPORARY, atomic_file, read_lines, sha256, unwritable
 
 # Characters at which str.splitlines would cut a sentence in two.
 SEPARATORS = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\rh"
@@ -119,9 +121,9 @@ def test_atomic_file_names_place_and_reason(tmp_path: Path) -> None:
 def test_atomic_file_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "result"
     path.write_bytes(b"old")
-    part = tmp_path / f".result.{os.getpid()}.part"
-    part.symlink_to("/dev/full")
+    full = os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(InputError, match="No space left on device"), atomic_file(path) as file:
+        os.dup2(full, file.fileno())
         file.write(b"new")
     assert path.read_bytes() == b"old"
     assert names(tmp_path) == ["result"]
@@ -132,6 +134,47 @@ def test_atomic_file_on_a_folder(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="Is a directory"), atomic_file(tmp_path / "result"):
         pass
     assert names(tmp_path) == ["result"]
+
+
+def test_a_name_of_255_bytes_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / ("ü" * 127)
+    with atomic_file(path) as file:
+        file.write(b"new")
+    assert names(tmp_path) == [path.name]
+
+
+def test_temporary_names_cannot_be_guessed(tmp_path: Path) -> None:
+    found = set()
+    for _ in range(20):
+        with atomic_file(tmp_path / "result"):
+            found |= {name for name in names(tmp_path) if name != "result"}
+    assert len(found) == 20
+    assert all(re.fullmatch(TEMPORARY, name) for name in found)
+
+
+@pytest.mark.skipif(not Path("/dev/null").exists(), reason="needs a device")
+def test_a_device_is_not_replaced() -> None:
+    with (
+        pytest.raises(InputError, match="is not a file, so it is not"),
+        atomic_file(Path(os.devnull)),
+    ):
+        pass
+    assert Path(os.devnull).is_char_device()
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "Free some space or"),
+        (errno.ENOENT, "Create the folder or"),
+        (errno.EROFS, "Make it writable or"),
+        (errno.ENAMETOOLONG, "Shorten the name or"),
+        (errno.EIO, "Fix this or"),
+    ],
+)
+def test_the_remedy_fits_the_cause(number: int, remedy: str) -> None:
+    error = unwritable("out", OSError(number, os.strerror(number)))
+    assert f"nothing was written. {remedy} choose another place." in str(error)
 
 
 def test_sha256(tmp_path: Path) -> None:

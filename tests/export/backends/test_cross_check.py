@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.sealed import records
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.export.backends import cross_check as module
 from transferry.export.backends.backends import Arrays, Backend, NodeBackend, ReferenceBackend
@@ -131,7 +132,8 @@ def test_a_wrong_graph_is_wrong_in_all(oracle: Oracle, bundle: Bundle, tmp_path:
     weights = np.fromfile(path, np.float32)
     weights[: weights.size // 2] *= np.float32(1.01)
     weights.tofile(path)
-    broken = dataclasses.replace(bundle, folder=folder)
+    manifest = dataclasses.replace(bundle.manifest, files=records(folder))
+    broken = dataclasses.replace(bundle, folder=folder, manifest=manifest)
     served = PortableDecoder(broken, broken.variant(), SessionOptions())
     found = ask(oracle, served, broken, ReferenceBackend)
     assert [faulty(result) for result in found] == [STEPS] * 3

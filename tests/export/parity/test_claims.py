@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.sealed import records
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.export.parity.claims import manifest_claims, recorded_claim
 from transferry.export.parity.oracle import Oracle
@@ -22,7 +23,19 @@ OTHER_OPTIONS: dict[str, Any] = {
     "beam": 4,
     "n_best": 2,
     "length_penalty": 0.0,
-    "early_stopping": False,
+    "early_stopping": "never",
+    "max_total_length": 40,
+    "min_total_length": 3,
+    "min_p": 0.1,
+    "typical_p": 0.9,
+    "repetition_penalty": 1.2,
+    "prompt_ngrams": True,
+    "suppress_sequences": ((5, 6),),
+    "suppress_begin": (7,),
+    "forced_begin": 9,
+    "forced_end": (2,),
+    "renormalise": True,
+    "stop": (".",),
     "min_length": 2,
     "max_length": 20,
     "no_repeat_ngram": 3,
@@ -39,7 +52,7 @@ OTHER_OPTIONS: dict[str, Any] = {
 NEEDED: dict[str, dict[str, Any]] = {
     "n_best": {"beam": 2},
     "early_stopping": {"beam": 2},
-    **{name: {"sample": True} for name in ("temperature", "top_k", "top_p")},
+    **{name: {"sample": True} for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")},
 }
 OTHER_VARIANTS: dict[str, Any] = {
     "precision": "int8",
@@ -146,7 +159,8 @@ def rerecorded(
 
     def problem(change: Change) -> str:
         change(Reference.load(bundle.folder / REFERENCE)).save(tmp_path / REFERENCE)
-        copy = Bundle(tmp_path, bundle.manifest, bundle.tokenizer)
+        manifest = replace(bundle.manifest, files=records(tmp_path))
+        copy = Bundle(tmp_path, manifest, bundle.tokenizer)
         return recorded_claim(copy, copy.variant(), oracle).problem
 
     yield problem
@@ -172,5 +186,5 @@ def test_a_wrong_claim_fails_the_verification(checkpoint: Checkpoint, bundle: Bu
         "generation defaults",
         "variant portable",
     ]
-    assert "3 of 5 as the run has it" in report.to_text()
-    assert len(report.to_dict()["claims"]) == 5
+    assert "4 of 6 as the run has it" in report.to_text()
+    assert len(report.to_dict()["claims"]) == 6

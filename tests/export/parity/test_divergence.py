@@ -24,11 +24,9 @@ from transferry.runtime.parity.divergence import (
     ExpectedAnswers,
     Explainer,
     Tally,
-    _cuts,
-    _distance_of_draws,
     forced,
-    scored_tokens,
 )
+from transferry.runtime.parity.draws import _cuts, distance_of_draws
 from transferry.runtime.parity.report import Decisions, Difference
 from transferry.runtime.tokenizer.byte_pair import SOURCES
 
@@ -378,7 +376,7 @@ def test_scores_of_identical_rows_are_compared(
     assert decisions.identical == len(sources)
     errors = []
     for row, (_, answer) in tally.best.items():
-        tokens = scored_tokens(answer, SOURCES.eos_id)
+        tokens = answer.scored_tokens
         exact = score(oracle, sources[row], tokens, GREEDY.length_penalty)
         errors.append(abs(answer.score - exact))
     # The answers are the very ones that were judged, and both sides are exact in float64.
@@ -509,6 +507,6 @@ def test_many_tokens_at_the_cut_may_all_change_places() -> None:
     """Of equal tokens any eight may be drawn from, whatever the random number."""
     logits = np.random.default_rng(0).normal(0, 1e-6, 600)
     options = GenerationOptions(sample=True, top_k=8, top_p=0.9)
-    assert _distance_of_draws(logits, (3, 590), 0.5, options) < 1e-5
+    assert distance_of_draws(logits, (3, 590), 0.5, options) < 1e-5
     apart = np.linspace(0, 60, 600)
-    assert _distance_of_draws(apart, (3, 590), 0.5, options) > 1
+    assert distance_of_draws(apart, (3, 590), 0.5, options) > 1

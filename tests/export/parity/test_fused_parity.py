@@ -19,6 +19,8 @@ from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.report import ParityReport
 
+pytestmark = pytest.mark.usefixtures("screened")
+
 
 def verify(calm: Checkpoint, bundle: Bundle, name: str, texts: list[str]) -> ParityReport:
     model = open_model(bundle, bundle.variant(name), SessionOptions())

@@ -50,8 +50,11 @@ def test_a_calibration_survives_its_file(
         assert found.kv_scales[name].values.equal(scales.values)
     found.save(tmp_path / "again.npz")
     assert (tmp_path / "again.npz").read_bytes() == path.read_bytes()
-    with pytest.raises(InputError, match=r"absent.npz is not the calibration .* export the bundle"):
+    with pytest.raises(InputError, match=r"absent\.npz: cannot be read"):
         Calibration.load(tmp_path / "absent.npz")
+    (tmp_path / "cut.npz").write_bytes(path.read_bytes()[:99])
+    with pytest.raises(InputError, match=r"cut\.npz is not the calibration .* export the bundle"):
+        Calibration.load(tmp_path / "cut.npz")
 
 
 def test_where_nothing_lies_at_a_border_int8_is_as_exact_as_float32(

@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from transferry.runtime.console import options
-from transferry.runtime.console.options import Commands, configurable, fields_as_options, given
+from transferry.runtime.console.fields import fields_as_options, given
+from transferry.runtime.console.options import Commands, configurable
 
 
 @dataclass(frozen=True)

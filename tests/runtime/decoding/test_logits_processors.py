@@ -10,14 +10,26 @@ from transferry.runtime.decoding.logits_processors import (
     LogitsProcessor,
     MinLength,
     NoRepeatNGram,
+    RepetitionPenalty,
+    SuppressSequences,
     build_logits_processors,
+    prompts_of,
     restrict,
 )
 from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.strategy import Request
 
 EOS = 2
 VOCABULARY = 8
-NOTHING_YET = History(np.zeros(1, np.int64), np.zeros(1, np.int64), np.empty((1, 0), np.int64))
+PROMPT = np.array([[1]])
+NOTHING_YET = History(
+    np.zeros(1, np.int64), np.zeros(1, np.int64), np.empty((1, 0), np.int64), PROMPT
+)
+
+
+def built(options: GenerationOptions, *prefixes: tuple[int, ...]) -> list[LogitsProcessor]:
+    requests = [Request(0, (1,), options.max_length, prefix) for prefix in prefixes]
+    return build_logits_processors(options, requests, [EOS], has_encoder=True)
 
 
 def active(processor: LogitsProcessor, *lengths: int) -> bool:
@@ -25,25 +37,30 @@ def active(processor: LogitsProcessor, *lengths: int) -> bool:
 
 
 def allowed_tokens(
-    processor: LogitsProcessor, history: list[list[int]], sentences: list[int] | None = None
+    processor: LogitsProcessor,
+    history: list[list[int]],
+    sentences: list[int] | None = None,
+    prompts: list[list[int]] | None = None,
 ) -> list[list[int]]:
     lengths = np.array([len(row) for row in history])
     # What lies behind a row is what would do most harm if it were read.
     past = np.array([[*row, *row, *[5] * 15][: lengths.max()] for row in history], np.int64)
     logits: NDArray[np.floating[Any]] = np.zeros((len(past), VOCABULARY), np.float32)
     owners = np.arange(len(past)) if sentences is None else np.array(sentences)
-    processor(logits, History(owners, lengths, past.reshape(len(history), -1)))
+    before = prompts_of(prompts or [[1]] * (int(owners.max()) + 1))
+    given = History(owners, lengths, past.reshape(len(history), -1), before)
+    processor(logits, given, logits.copy())
     return [np.flatnonzero(row > -np.inf).tolist() for row in logits]
 
 
 def test_min_length_forbids_the_end_until_it_is_reached() -> None:
-    processor = MinLength(2, EOS)
+    processor = MinLength([2] * 3, [EOS])
     assert [active(processor, length) for length in range(4)] == [True, True, False, False]
     assert allowed_tokens(processor, [[5]]) == [[0, 1, 3, 4, 5, 6, 7]]
 
 
 def test_min_length_counts_each_row_for_itself() -> None:
-    processor = MinLength(2, EOS)
+    processor = MinLength([2] * 3, [EOS])
     assert active(processor, 5, 1)
     assert not active(processor, 5, 2)
     forbidding = [EOS not in row for row in allowed_tokens(processor, [[5, 6, 7], [5], [5, 6]])]
@@ -124,34 +141,72 @@ def test_forced_prefixes_go_by_the_length_of_each_row() -> None:
 
 def test_the_prefix_overrules_the_other_processors() -> None:
     options = GenerationOptions(no_repeat_ngram=1, min_length=3)
-    processors = build_logits_processors(options, [(5, 5)], EOS)
+    processors = built(options, (5, 5))
     assert len(processors) == 3
     logits = np.zeros((1, VOCABULARY), np.float32)
-    history = History(np.array([0]), np.array([1]), np.array([[5]]))
+    history = History(np.array([0]), np.array([1]), np.array([[5]]), PROMPT)
     allowed = restrict(logits, processors, history)
     assert np.flatnonzero(allowed[0] > -np.inf).tolist() == [5]
 
 
 def test_restrict_leaves_the_logits_and_keeps_their_type() -> None:
     logits = np.zeros((1, VOCABULARY))
-    allowed = restrict(logits, [MinLength(1, EOS)], NOTHING_YET)
+    allowed = restrict(logits, [MinLength([1], [EOS])], NOTHING_YET)
     assert not logits.any()
     assert np.isneginf(allowed[0, EOS])
     assert allowed.dtype == logits.dtype
 
 
 def test_suppressed_tokens_are_forbidden_at_every_step() -> None:
-    (processor,) = build_logits_processors(GenerationOptions(suppress=(7, 0)), [()], EOS)
+    (processor,) = built(GenerationOptions(suppress=(7, 0)), ())
     assert [active(processor, length) for length in (0, 1, 100)] == [True] * 3
     assert allowed_tokens(processor, [[5], [0]]) == [[1, 2, 3, 4, 5, 6]] * 2
 
 
 def test_the_prefix_overrules_what_is_suppressed() -> None:
-    processors = build_logits_processors(GenerationOptions(suppress=(5,)), [(5,)], EOS)
+    processors = built(GenerationOptions(suppress=(5,)), (5,))
     logits = np.zeros((1, VOCABULARY), np.float32)
     allowed = restrict(logits, processors, NOTHING_YET)
     assert np.flatnonzero(allowed[0] > -np.inf).tolist() == [5]
 
 
 def test_only_what_is_asked_for_is_built() -> None:
-    assert build_logits_processors(GenerationOptions(), [(), ()], EOS) == []
+    assert built(GenerationOptions(), (), ()) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "prompt", "history", "forbidden"),
+    [
+        (1, [3, 4], [], {3, 4}),
+        (2, [3, 4, 3], [], {4}),
+        (2, [3, 4], [3], {4}),
+        (2, [4], [3], set()),
+        (3, [5], [], set()),
+        (3, [3, 4, 5], [6, 3, 4], {5}),
+    ],
+)
+def test_ngrams_of_a_prompt_count_where_that_is_asked_for(
+    size: int, prompt: list[int], history: list[int], forbidden: set[int]
+) -> None:
+    processor = NoRepeatNGram(size, prompt=True)
+    # Beside a row with a longer prompt and a longer output.
+    rows, prompts = [history, [6, 7, 6, 7, 6]], [prompt, [7, 6, 7, 6]]
+    allowed = allowed_tokens(processor, rows, prompts=prompts)[0]
+    assert set(range(VOCABULARY)) - set(allowed) == forbidden
+    assert allowed_tokens(processor, [history], prompts=prompts[:1])[0] == allowed
+
+
+def test_a_sequence_is_forbidden_where_it_would_be_completed() -> None:
+    processor = SuppressSequences([(3, 4), (5, 3, 4), (6, 6, 7)])
+    rows, prompts = [[3], [], [4, 5], [], [6]], [[1], [7, 3], [1], [6, 6], [5]]
+    allowed = allowed_tokens(processor, rows, prompts=prompts)
+    assert [set(range(VOCABULARY)) - set(row) for row in allowed] == [{4}, {4}, set(), {7}, set()]
+
+
+def test_a_repeated_token_is_penalised_once_whatever_its_sign() -> None:
+    logits = np.array([[2.0, -2.0, 4.0, -4.0, 6.0, 8.0]] * 2)
+    history = History(
+        np.array([0, 1]), np.array([3, 1]), np.array([[2, 2, 3], [4, 5, 5]]), prompts_of([[0], [1]])
+    )
+    found = restrict(logits, [RepetitionPenalty(2.0)], history)
+    assert found.tolist() == [[1, -2, 2, -8, 6, 8], [2, -4, 4, -4, 3, 8]]

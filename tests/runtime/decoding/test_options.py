@@ -1,9 +1,15 @@
 import json
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 
-from transferry.runtime.decoding.options import GenerationOptions, options_of_json
+from transferry.runtime.decoding.options import (
+    GenerationOptions,
+    generation_options,
+    options_of_json,
+)
 from transferry.runtime.errors import UsageError
 
 
@@ -89,3 +95,38 @@ def test_lists_of_json_become_tuples() -> None:
 def test_the_bounds_themselves_are_allowed(settings: dict[str, object]) -> None:
     options = GenerationOptions(**settings)  # type: ignore[arg-type]
     assert {name: getattr(options, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, 10**20) for name in ("beam", "n_best", "max_length", "min_length", "top_k")),
+        *((name, True) for name in ("beam", "length_penalty", "seed")),
+        *((name, "4") for name in ("beam", "length_penalty", "early_stopping", "seed")),
+        *(("beam", 4.0), ("beam", None), ("beam", [4]), ("scores", 1)),
+        *(("prefix", [-1]), ("prefix", "4"), ("prefix", (2**31,)), ("suppress", 4)),
+        *(("temperature", 1e-300), ("temperature", 1e308), ("temperature", math.inf)),
+    ],
+)
+def test_a_value_of_another_type_or_size_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"^{name} must be .*, found "):
+        GenerationOptions(sample=name in ("temperature", "top_k"), **{name: value})
+    if name != "temperature":
+        with pytest.raises(UsageError, match=f"^{name} must be .*, found "):
+            generation_options({"sample": name == "top_k", name: value})
+
+
+def test_a_number_too_long_to_print_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"beam must be .*, found a number of 16610 bits"):
+        GenerationOptions(beam=10**5000)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert GenerationOptions(length_penalty=np.float64(0.5)).length_penalty == 0.5
+
+
+def test_what_is_no_option_of_generation_is_named() -> None:
+    with pytest.raises(UsageError, match="generation has no zz; it knows beam, n_best, "):
+        generation_options({"zz": 1})
+    with pytest.raises(UsageError, match="generation must be a table, found 5"):
+        generation_options(5)  # type: ignore[arg-type]

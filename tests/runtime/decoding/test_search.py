@@ -7,7 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -301,8 +301,9 @@ def naive_beam(
         ended.sort(key=lambda hypothesis: -hypothesis.score)
         live = [c for c in candidates if c[1][-1] != EOS][: options.beam]
         if len(ended) >= options.beam:
-            best = live[0][0] / options.max_length**options.length_penalty
-            if options.early_stopping or best <= ended[options.beam - 1].score:
+            present = options.max_length if options.early_stopping == "never" else length
+            best = live[0][0] / present**options.length_penalty
+            if options.early_stopping is True or best <= ended[options.beam - 1].score:
                 break
     return ended[: options.n_best]
 
@@ -310,7 +311,7 @@ def naive_beam(
 SEARCHES = {
     "greedy": GenerationOptions(max_length=12),
     "beam": GenerationOptions(beam=4, n_best=3, max_length=12),
-    "patient beam": GenerationOptions(beam=3, n_best=3, max_length=12, early_stopping=False),
+    "patient beam": GenerationOptions(beam=3, n_best=3, max_length=12, early_stopping="never"),
     "sampling": GenerationOptions(sample=True, n_best=2, max_length=12, seed=3),
     "nucleus": GenerationOptions(sample=True, max_length=12, temperature=1.3, top_k=6, top_p=0.8),
     "filtered": GenerationOptions(
@@ -343,11 +344,11 @@ def test_float64_logits_give_float64_scores() -> None:
     assert close(run(decoder, [(5, 6)], options)[0], naive_beam(model, (5, 6), options), 1e-14)
 
 
-@pytest.mark.parametrize("early_stopping", [True, False])
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("length_penalty", [0.0, 0.6, 1.0, 2.0])
 @pytest.mark.parametrize("beam", [2, 3, 5])
 def test_beam_search_is_the_naive_one(
-    beam: int, length_penalty: float, early_stopping: bool
+    beam: int, length_penalty: float, early_stopping: bool | Literal["never"]
 ) -> None:
     model = random_model(12, end=1.0)
     options = GenerationOptions(
@@ -385,7 +386,7 @@ def test_a_beam_as_wide_as_the_tree_finds_the_best_of_all_outputs(length_penalty
         n_best=130,
         max_length=max_length,
         length_penalty=length_penalty,
-        early_stopping=False,
+        early_stopping="never",
     )
     assert close(run(FakeDecoder(model, vocabulary), [(9,)], options)[0], every)
 
@@ -486,7 +487,7 @@ def test_one_bad_beam_makes_its_sentence_an_error_at_once() -> None:
         return log_of(1e-9, 1e-9, 0.4, 0.35, 0.25)
 
     decoder = FakeDecoder(model, 5)
-    options = GenerationOptions(beam=3, n_best=3, max_length=6, early_stopping=False)
+    options = GenerationOptions(beam=3, n_best=3, max_length=6, early_stopping="never")
     good, bad, also_good = run(decoder, [(8,), (9,), (8,)], options)
     assert [hypothesis.finish_reason for hypothesis in bad] == ["error"]
     assert [h.finish_reason for h in good] == ["end"] * 3
@@ -737,7 +738,7 @@ STREAMS = {
     **SEARCHES,
     **{f"beam {n}": GenerationOptions(beam=n, n_best=n, max_length=12) for n in range(2, 6)},
     "penalty": GenerationOptions(
-        beam=3, n_best=3, max_length=12, early_stopping=False, length_penalty=0.3
+        beam=3, n_best=3, max_length=12, early_stopping="never", length_penalty=0.3
     ),
     "suppressing": GenerationOptions(max_length=12, suppress=(5, 9), no_repeat_ngram=1),
     "min length": GenerationOptions(beam=2, max_length=12, min_length=5),
@@ -964,7 +965,7 @@ def test_the_length_penalty_decides_between_short_and_long() -> None:
     best = {}
     for penalty in (0.0, 1.0):
         options = GenerationOptions(
-            beam=3, max_length=8, length_penalty=penalty, early_stopping=False
+            beam=3, max_length=8, length_penalty=penalty, early_stopping="never"
         )
         best[penalty] = run(decoder, [(7,)], options)[0][0]
     assert best[0.0].tokens == ()
@@ -989,7 +990,7 @@ def test_early_stopping_takes_the_first_and_patience_the_best() -> None:
     decoder = FakeDecoder(model, 5)
     first = run(decoder, [(7,)], GenerationOptions(beam=2, max_length=9))[0][0]
     steps = len(decoder.rows_stepped)
-    patient = GenerationOptions(beam=2, max_length=9, early_stopping=False)
+    patient = GenerationOptions(beam=2, max_length=9, early_stopping="never")
     best = run(decoder, [(7,)], patient)[0][0]
     assert (first.tokens, steps) == ((3,), 2)
     assert best.tokens == (3,) * 6
@@ -1001,7 +1002,7 @@ def test_patience_ends_once_nothing_can_beat_the_worst() -> None:
         return log_of(1e-9, 1e-9, 0.9, 0.05, 0.05)
 
     decoder = FakeDecoder(model, 5)
-    options = GenerationOptions(beam=2, max_length=50, length_penalty=0.0, early_stopping=False)
+    options = GenerationOptions(beam=2, max_length=50, length_penalty=0.0, early_stopping="never")
     run(decoder, [(7,)], options)
     assert len(decoder.rows_stepped) == 2
 
@@ -1012,7 +1013,7 @@ def test_patience_knows_the_greatest_length_of_each_sentence() -> None:
 
     def steps(max_length: int, of_options: int) -> int:
         decoder = FakeDecoder(model, 5)
-        options = GenerationOptions(beam=2, max_length=of_options, early_stopping=False)
+        options = GenerationOptions(beam=2, max_length=of_options, early_stopping="never")
         stream(decoder, [Request(0, (5,), max_length)], options, 1)
         return len(decoder.rows_stepped)
 

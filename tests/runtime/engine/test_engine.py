@@ -24,6 +24,7 @@ from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search
 from transferry.runtime.engine.engine import PIECE, Engine
 from transferry.runtime.engine.result import GenerationResult, RowError, TextHypothesis, join
+from transferry.runtime.engine.score import score
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import read_lines
 from transferry.runtime.hardware import usable_cores
@@ -257,7 +258,11 @@ def test_pieces_that_ended_join_to_an_answer_that_ended() -> None:
     assert join("x y", [ended, ended], 1.0) == GenerationResult(
         "x y", 6, (TextHypothesis((7, 8, 7, 8), -3.0, -3.0 / 6, "end", "b b"),)
     )
-    assert join("x y", [cut, ended, piece("", "end")], 0.0) == GenerationResult(
+    unranked = [
+        replace(each, hypotheses=(replace(each.hypotheses[0], score=-1.5),))
+        for each in (cut, ended, piece("", "end"))
+    ]
+    assert join("x y", unranked, 0.0) == GenerationResult(
         "x y", 9, (TextHypothesis((9, 7, 8), -4.5, -4.5, "length", "c b"),)
     )
     failed = GenerationResult("x", 3, error=RowError("not-finite", "NaN"))
@@ -484,3 +489,33 @@ def test_load_opens_what_is_asked_for(bundle_folder: Path) -> None:
 def test_load_refuses(bundle_folder: Path, load: Callable[[Path], Engine], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load(bundle_folder)
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "message"),
+    [
+        ("five", None, "texts must be several, such as a list, found 'five'"),
+        (b"five", None, "texts must be several, such as a list, found b'five'"),
+        (5, None, "texts must be several, such as a list, found 5"),
+        (["five", None], None, r"texts must be strings, .*, found None"),
+        ([["five"]], None, r"texts must be strings, .*, found \['five'\]"),
+        (["five"], {"first_row": -1}, "first_row must be a whole number of at least 0, found -1"),
+        (["five"], {"first_row": 2**63}, "first_row must be a whole number of at most"),
+        (["five"], {"options": {"beam": 4}}, "options must be GenerationOptions, found {'beam': 4"),
+        (["five"], {"long_rows": ["error"]}, "long_rows must be one of"),
+    ],
+)
+def test_misuse_is_told_in_words(
+    bundle_folder: Path, texts: Any, options: dict[str, Any] | None, message: str
+) -> None:
+    translator = Engine.load(bundle_folder, variant="portable")
+    with pytest.raises(UsageError, match=message):
+        list(translator.generate(texts, **(options or {})))
+
+
+def test_pairs_are_several_too(bundle_folder: Path) -> None:
+    translator = Engine.load(bundle_folder, variant="portable")
+    with pytest.raises(UsageError, match="texts must be several"):
+        score(translator, "five")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="texts must be strings, found 5"):
+        list(score(translator, [("five", 5)]))  # type: ignore[list-item]

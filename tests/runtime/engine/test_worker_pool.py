@@ -332,3 +332,48 @@ print(next(stream))
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+STRESS = """
+import random, signal, sys, threading
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.engine.worker_pool import WorkItem, batch_worker, in_order
+
+armed = False
+
+def interrupt(*signal_and_frame):  # as Ctrl-C does, but never outside of the pipeline
+    if armed:
+        signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGALRM, interrupt)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+draw, interrupted = random.Random(int(sys.argv[1])), 0
+for number in range(int(sys.argv[2])):
+    stream = in_order(range(300), lambda items: [WorkItem(item, 1) for item in items],
+                      [batch_worker(list)] * 2, 2, BatchOptions(window=8))
+    try:
+        armed = True
+        signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, 4e-3))
+        list(stream)
+        armed = False
+    except KeyboardInterrupt:
+        armed = False
+        interrupted += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    stream.close()
+    # Interrupted just before it waits for its threads, a stream leaves them to end by themselves.
+    for thread in {*threading.enumerate()} - {threading.main_thread()}:
+        thread.join(30)
+        assert not thread.is_alive()
+print(interrupted)
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pipeline_that_is_interrupted_anywhere_ends(seed: int) -> None:
+    """A program of its own: where it hangs, it can be ended."""
+    command = [sys.executable, "-c", STRESS, str(seed), "300"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    # Python may say that it ignored a KeyboardInterrupt, in a callback of a weak reference.
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 100, "many are interrupted before their end"

@@ -53,11 +53,12 @@ class Echo(Engine):
 
     def generate(
         self,
-        texts: Iterable[str | RowError],
+        texts: Iterable[Any],
         options: GenerationOptions | None = None,
         *,
         first_row: int = 0,
         long_rows: str = "error",
+        **named: Any,
     ) -> Iterator[GenerationResult]:
         for number, text in enumerate(texts, start=first_row):
             if self.computed is not None:
@@ -118,3 +119,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Bytes of every file at any depth of a folder, by path."""
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

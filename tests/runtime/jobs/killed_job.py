@@ -51,7 +51,7 @@ class Steps:
                 return super().truncate(size)
 
         def opened(path: Path, mode: str = "r", *more: Any, **named: Any) -> Any:
-            if mode in ("wb", "ab"):
+            if mode in ("xb", "ab"):
                 if steps.step():
                     die()
                 return io.BufferedWriter(File(path, mode))

@@ -104,11 +104,11 @@ def test_a_finished_job_is_not_done_again(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ("output", ""),
-        ("no summary", ""),
-        ("input", ", and .*input.txt has changed since"),
-        ("option", ", and beam was 1, is 2"),
-        ("version", ", and job format was 3, is 2 in this version of transferry"),
+        ("output", ", and has changed since a job wrote it, so it is not replaced"),
+        ("no summary", ", and no job wrote it, so it is not replaced"),
+        ("input", ", and .*input.txt has changed since; add --force"),
+        ("option", ", and beam was 1, is 2; add --force"),
+        ("version", ", and job format was 3, is 2 in this version of transferry; add --force"),
     ],
 )
 def test_another_output_is_not_taken_for_the_jobs(source: Path, change: str, reason: str) -> None:
@@ -122,7 +122,7 @@ def test_another_output_is_not_taken_for_the_jobs(source: Path, change: str, rea
     elif change == "no summary":
         summary.unlink()
     options: dict[str, Any] = {"generation": {"beam": 2}} if change == "option" else {}
-    with pytest.raises(UsageError, match=f"out.jsonl exists already{reason}; add --force to repl"):
+    with pytest.raises(UsageError, match=f"out.jsonl exists already{reason}"):
         run(source, **options)
     assert "out.jsonl.job" not in names(source.parent)
 

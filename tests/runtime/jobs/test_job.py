@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.jobs.helpers import Echo, make_job, names, read_records, run
+from tests.runtime.jobs.helpers import Echo, contents, make_job, names, read_records, run
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.jobs.job import STANDARD_STREAM
+from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.options import JobOptions
 from transferry.runtime.jobs.summary import Summary
+from transferry.runtime.outputs import STANDARD_STREAM
 
 LINES = ["eins zwei", "", "drei", "Straße \u2028 東京"]
 AS_TEXT = "EINS ZWEI\n\nDREI\nSTRASSE   東京\n"
@@ -45,6 +46,25 @@ def test_jsonl(source: Path, out: Path) -> None:
     assert empty == nothing
     assert [(record["id"], record["source"]) for record in others] == list(enumerate(LINES))[2:]
     assert others[-1]["text"] == LINES[-1].upper()
+
+
+def test_answers_that_text_cannot_hold_are_refused(source: Path) -> None:
+    with pytest.raises(UsageError, match="text has one answer a row, and n_best is 2; name anoth"):
+        make_job(source, "out.txt", generation={"beam": 2, "n_best": 2})
+    assert names(source.parent) == {source.name}
+
+
+@pytest.mark.parametrize("name", ["out.xlsx", "out.json", "out.xlsx.gz", "out.arrow", "a.md5"])
+def test_a_format_that_is_unknown_is_refused(source: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=r"no output format \w+; let the name end in one of .jso"):
+        make_job(source, name)
+    assert names(source.parent) == {source.name}
+    run(source, name, format="jsonl")
+
+
+@pytest.mark.parametrize("name", ["out", "out.txt", "out.de", "out.pt-BR", "out.deu_Latn", "o.2"])
+def test_text_has_many_names(source: Path, name: str) -> None:
+    assert run(source, name).decode() == AS_TEXT
 
 
 def test_jsonl_with_n_best(source: Path, out: Path) -> None:
@@ -117,15 +137,93 @@ def test_summary_as_a_record() -> None:
 
 
 def test_an_existing_output_is_kept_unless_forced(source: Path, out: Path) -> None:
-    out.write_bytes(b"precious")
-    with pytest.raises(UsageError, match=r"out\.jsonl exists already; add --force to replace it"):
-        run(source)
+    run(source)
+    before = contents(out.parent)
+    beam = {"beam": 2}
+    with pytest.raises(UsageError, match=r"out\.jsonl exists already, and .*; add --force to rep"):
+        run(source, generation=beam)
     with pytest.raises(RuntimeError, match="the device is gone"):
-        run(source, engine=Echo(fail_at=1), force=True)
-    assert out.read_bytes() == b"precious"
-    assert names(out.parent) == {"out.jsonl", "source.txt"}
-    run(source, force=True)
+        run(source, engine=Echo(fail_at=1), generation=beam, force=True)
+    assert contents(out.parent) == before
+    run(source, generation=beam, force=True)
     assert len(read_records(out)) == len(LINES)
+    assert contents(out.parent) != before
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("out.jsonl", "exists already, and no job wrote it"),
+        ("out.jsonl.summary.json", "was not written by transferry"),
+        ("out.jsonl.settings.toml", "was not written by transferry"),
+        ("out.jsonl.job", "is not a folder"),
+        ("out.jsonl.job/notes.txt", "holds notes.txt, so it is not the folder of a job"),
+        ("out.jsonl.job/job.json", "holds job.json, which is not of a job"),
+        ("out.jsonl.job/journal.jsonl", "holds journal.jsonl, which is not of a job"),
+    ],
+)
+def test_nothing_is_replaced_that_no_job_wrote(
+    source: Path, out: Path, name: str, message: str, force: bool
+) -> None:
+    path = out.parent / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"dear": "to somebody"}\n')
+    before = contents(out.parent)
+    with pytest.raises(UsageError, match=f"{message}, so it is not replaced"):
+        run(source, force=force)
+    assert contents(out.parent) == before
+
+
+def test_an_edited_output_is_not_replaced(source: Path, out: Path) -> None:
+    run(source)
+    out.write_bytes(out.read_bytes().replace(b"EINS", b"BETTER"))
+    before = contents(out.parent)
+    with pytest.raises(UsageError, match="has changed since a job wrote it, so it is not repl"):
+        run(source, force=True)
+    assert contents(out.parent) == before
+
+
+def test_an_output_that_appears_during_the_job_is_not_replaced(source: Path, out: Path) -> None:
+    def write(summary: Summary) -> None:
+        out.write_text("dear to somebody")
+
+    with pytest.raises(UsageError, match=r"no job wrote it, so it is not replaced; .* 4 rows are"):
+        make_job(source).run(write)
+    assert out.read_text() == "dear to somebody"
+    out.unlink()
+    assert make_job(source).run().resumed == 1
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_is_not_replaced(source: Path, out: Path, dangling: bool) -> None:
+    run(source, "first.jsonl")
+    out.symlink_to("nowhere" if dangling else "first.jsonl")
+    before = contents(out.parent)
+    with pytest.raises(UsageError, match=r"out\.jsonl is a symbolic link, so it is not replaced"):
+        run(source, force=True)
+    assert contents(out.parent) == before
+    assert out.is_symlink()
+
+
+@pytest.mark.parametrize("suffix", [".summary.json", ".settings.toml", ".job"])
+@pytest.mark.parametrize("side", ["text", "target"])
+def test_an_input_is_not_replaced_by_what_lies_beside_the_output(
+    source: Path, out: Path, suffix: str, side: str
+) -> None:
+    moved = source.rename(f"{out}{suffix}")
+    texts = (moved, None) if side == "text" else ("-", moved)
+    with pytest.raises(UsageError, match=f"out.jsonl{suffix} is the input; name another"):
+        Job(Echo(), texts[0], out, JobOptions("score", target=texts[1], force=True))
+    assert names(out.parent) == {moved.name}
+
+
+def test_an_output_does_not_go_into_the_bundle(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "link").symlink_to("bundle")
+    for folder in ("bundle", "link", "bundle/../link"):
+        with pytest.raises(UsageError, match=r"out\.jsonl lies in .*bundle, which is the input"):
+            Job(tmp_path / "bundle", source, tmp_path / folder / "out.jsonl")
 
 
 @pytest.mark.parametrize("force", [False, True])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -153,20 +154,23 @@ def test_nothing_is_named_before_it_is_on_the_disk(
         done.append(f"name {target.name}")
         return replace(path, target)
 
+    def told() -> list[str]:
+        """What was done; of temporary files what their names tell."""
+        lines = [re.sub(r"\.(.+)\.[0-9a-f]{16}\.part", r"\1's", line) for line in done]
+        done.clear()
+        return lines
+
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "replace", replaced)
     with Journal.locked(tmp_path / "out.job") as journal:
         journal.begin(FINGERPRINT, force=False)
-        assert done == [
+        assert told() == [
             *(f"sync {JOURNAL}", "sync out.job"),
-            *(f"sync {JOB}.tmp", f"name {JOB}", "sync out.job", f"sync {tmp_path.name}"),
+            *(f"sync {JOB}'s", f"name {JOB}", "sync out.job", f"sync {tmp_path.name}"),
         ]
-        done.clear()
         finish(journal, b"one")
-        part = "00000000"
-        assert done == [
-            *(f"sync {part}.tmp", f"name {part}.part", "sync out.job", f"sync {JOURNAL}")
-        ]
+        part = "00000000.part"
+        assert told() == [f"sync {part}'s", f"name {part}", "sync out.job", f"sync {JOURNAL}"]
 
 
 def test_another_job_that_finished_nothing_is_in_nobodys_way(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.runtime.jobs.helpers import Echo, make_job, read_records, run
+from tests.runtime.jobs.helpers import Echo, contents, make_job, read_records, run
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.merge import merge
@@ -55,7 +55,8 @@ def test_every_format_is_joined(source: Path, suffix: str, tmp_path: Path) -> No
         pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
     if suffix.endswith(".zst"):
         pytest.importorskip("zstandard", reason="zstandard is an optional extra")
-    options: dict[str, Any] = {"generation": {"beam": 2, "n_best": 2}}
+    n_best = 1 if suffix == ".txt" else 2
+    options: dict[str, Any] = {"generation": {"beam": 2, "n_best": n_best}}
     out = tmp_path / f"out{suffix}"
     merge(partitions(source, 3, suffix, **options), out)
     assert out.read_bytes() == run(source, f"whole{suffix}", **options)
@@ -82,7 +83,7 @@ def test_a_partition_is_resumed(source: Path, tmp_path: Path) -> None:
         ("changed", InputError, r"2of3.jsonl has changed .*, or run --partition 2/3 again"),
         ("no summary", InputError, r"2of3.jsonl has no 2of3.jsonl.summary.json beside it"),
         ("no partition", InputError, "whole.jsonl is not a partition: its job ran without --part"),
-        ("existing", UsageError, "out.jsonl exists already; add --force to replace it"),
+        ("existing", UsageError, "out.jsonl exists already, and no merge wrote it, so it is not"),
         ("itself", UsageError, "1of3.jsonl is one of the partitions; name another file"),
         ("compression", UsageError, "must be compressed as .*; let its name end in no .gz or .zst"),
     ],
@@ -133,10 +134,45 @@ def test_a_merge_that_was_done_is_done(source: Path, tmp_path: Path) -> None:
     again = merge(parts, out)
     assert again.finished_before
     assert again.to_dict() == first.to_dict()
+    assert not merge(parts, out, force=True).finished_before
     out.write_text("dear to somebody")
-    with pytest.raises(UsageError, match="exists already"):
+    for force in (False, True):
+        with pytest.raises(UsageError, match="has changed since a merge wrote it, so it is not"):
+            merge(parts, out, force=force)
+    assert out.read_text() == "dear to somebody"
+
+
+def test_a_merge_replaces_a_merge_by_force_only(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    merge(partitions(source, 2), out)
+    parts = partitions(source, 3)
+    with pytest.raises(UsageError, match="exists already; add --force to replace it"):
         merge(parts, out)
     assert not merge(parts, out, force=True).finished_before
+    whole = tmp_path / "whole.jsonl"
+    run(source, whole)
+    with pytest.raises(UsageError, match="no merge wrote it, so it is not replaced"):
+        merge(parts, whole, force=True)
+
+
+def test_a_merge_does_not_replace_the_summary_of_a_partition(source: Path, tmp_path: Path) -> None:
+    parts = partitions(source, 2)
+    before = contents(tmp_path)
+    for name in ("1of2.jsonl.summary.json", "1of2.jsonl"):
+        with pytest.raises(UsageError, match=f"{name} is one of the partitions"):
+            merge(parts, tmp_path / name, force=True)
+    assert contents(tmp_path) == before
+
+
+def test_a_merge_goes_to_standard_output(
+    source: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    parts = partitions(source, 2, ".csv.gz")
+    before = contents(tmp_path)
+    assert merge(parts, Path("-")).rows == ROWS
+    assert capfdbinary.readouterr().out == run(source, "whole.csv")
+    whole = {f"{tmp_path / 'whole.csv'}{suffix}" for suffix in ("", ".summary.json")}
+    assert contents(tmp_path).keys() - before.keys() == whole
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".parquet"])

@@ -56,7 +56,7 @@ class Deadly(Echo):
         self.spared = spared
 
     def generate(
-        self, texts: Iterable[str | RowError], *arguments: Any, **named: Any
+        self, texts: Iterable[Any], *arguments: Any, **named: Any
     ) -> Iterator[GenerationResult]:
         def watched() -> Iterator[str | RowError]:
             for text in texts:

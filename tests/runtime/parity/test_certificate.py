@@ -302,6 +302,11 @@ def test_no_larger_batch_than_was_verified_is_computed(folder: Path) -> None:
         ({"suppress": (5,)}, False),
         ({"prefix": (5,)}, False),
         ({"beam": 4, "early_stopping": False}, False),
+        ({"repetition_penalty": 1.2}, False),
+        ({"beam": 4, "renormalise": True}, False),
+        ({"suppress_sequences": ((5, 6),)}, False),
+        ({"forced_end": (2,)}, False),
+        ({"stop": (".",), "max_total_length": 30}, True),
     ],
 )
 def test_a_search_that_was_not_verified_is_refused(

@@ -47,7 +47,14 @@ SMALL = Reference(
     ],
     sources=[[5, 6, 2], [7, 2]],
     searches=[
-        RecordedSearch("beam 2", {"beam": 2}, [[[8], [9, 8]], [[]]], [[-0.1, -0.3], [-1.5]], 1e-7)
+        RecordedSearch(
+            "beam 2",
+            {"beam": 2},
+            [[[8], [9, 8]], [[]]],
+            [[-0.1, -0.3], [-1.5]],
+            1e-7,
+            [[2, None], [2]],
+        )
     ],
 )
 
@@ -214,6 +221,9 @@ def test_every_damage_is_refused_or_harmless(tmp_path: Path) -> None:
 
 def test_missing_files_and_pickles_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "reference.npz"
+    with pytest.raises(InputError, match=r"reference\.npz: cannot be read"):
+        Reference.load(path)
+    path.write_bytes(b"no zip")
     with pytest.raises(InputError, match=r"reference\.npz is not a bundle's reference.*export"):
         Reference.load(path)
     np.savez(path, index=np.array([{"cases": []}], dtype=object))
@@ -225,5 +235,5 @@ def test_bundle_whose_record_is_damaged_is_refused(bundle_folder: Path, tmp_path
     folder = shutil.copytree(bundle_folder, tmp_path / "bundle")
     bundle = Bundle.load(folder)
     (folder / REFERENCE).write_bytes(b"no zip")
-    with pytest.raises(InputError, match=r"reference\.npz is not a bundle's reference"):
+    with pytest.raises(InputError, match=r"reference\.npz must have \d+ bytes, but has 6"):
         verify_recorded(bundle, open_model(bundle, bundle.variant(), SessionOptions()))

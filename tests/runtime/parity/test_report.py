@@ -82,6 +82,7 @@ def test_report_fails(failed: ParityReport, fault: str) -> None:
     assert fault in line
     text = failed.to_text()
     assert text.startswith("FAILED: bundles/x does not answer as torch does; do not deploy it\n")
+    assert "confidence" not in text
     assert text.endswith("Next: transferry verify bundles/x --variant portable --checkpoint RUN")
     assert failed.to_dict()["passed"] is False
     with pytest.raises(ParityError, match="bundles/x does not answer as torch does") as error:

@@ -2,15 +2,20 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from transferry.build_model.huggingface.vocabularies import GPT2_PATTERN
-from transferry.build_model.vocabulary import WORD_PATTERN
 from transferry.runtime.errors import InputError
-from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
+from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, Tokenizer
+from transferry.runtime.tokenizer.patterns import (
+    CL100K_PATTERN,
+    GPT2_PATTERN,
+    O200K_PATTERN,
+    WORD_PATTERN,
+)
 
 # The blanks as in o200k_base, where a long run of them overflows tiktoken's regex engine.
 PATTERN = r" ?\p{L}+|[^\s\p{L}]+|\s+(?!\S)|\s+"
@@ -19,22 +24,6 @@ RANKS = {token: rank for rank, token in enumerate([*SINGLE_BYTES, *MERGES])}
 ANNA, BC, ABC = (RANKS[token] for token in (b"anna", b"bc", b"abc"))
 KEPT = [*range(256), ANNA, ABC]
 
-# As tiktoken's openai_public.py has them, which cannot be asked without a network.
-CL100K_PATTERN = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
-    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-O200K_PATTERN = "|".join(
-    [
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
-)
 TEXTS = [
     "",
     "anna",
@@ -123,6 +112,18 @@ def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert first.keys() == {"tokenizer.json", "ranks.tiktoken"}
 
 
+def test_settings_of_before_there_were_several_end_tokens_load(tmp_path: Path) -> None:
+    several = replace(SOURCES, more_ends=(7, 5))
+    for ends in ((7, 5), ()):
+        Tokenizer("test", PATTERN, RANKS, special=replace(several, more_ends=ends)).save(tmp_path)
+        path = tmp_path / "tokenizer.json"
+        if not ends:
+            settings = json.loads(path.read_text())
+            del settings["special"]["more_ends"]
+            path.write_text(json.dumps(settings))
+        assert Tokenizer.load(tmp_path).special.ends == (2, *ends)
+
+
 def test_saving_again_to_the_same_folder_is_not_cached(tmp_path: Path) -> None:
     Tokenizer("old", PATTERN, RANKS).save(tmp_path)
     Tokenizer.load(tmp_path)
@@ -149,6 +150,7 @@ def special(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     [
         (change(format_version=2), r"tokenizer\.json: expected format version 1, found 2"),
         (special(eos_id=3), "outside of the ordinary ones, 3 to 260, found 3"),
+        (special(more_ends=(-1,)), "special ids of at least 0, found -1"),
         (special(eos_id=-1), "special ids of at least 0, found -1"),
         (special(pad_id="0"), "special ids of at least 0, found '0'"),
         (special(bos_id=None), "special ids of at least 0, found None"),
@@ -158,7 +160,8 @@ def special(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (change(first_ordinary_id="3"), "a first id of at least 0, found '3'"),
         (change(first_ordinary_id=-300), "a first id of at least 0, found -300"),
         (change(special=[0, 1, 2]), "inconsistent"),
-        (change(pattern="(unclosed"), r"expected a regular expression, found '\(unclosed'"),
+        (change(pattern="(unclosed"), r"expected a regular expression .* found '\(unclosed'"),
+        (change(pattern=""), r"expected a regular expression .* found ''"),
         (change(pattern=7), "inconsistent"),
         (change(kept_ranks=[*KEPT, 999]), "from 0 to 263, found 0 to 999"),
         (change(kept_ranks=[-1, *KEPT]), "from 0 to 263, found -1 to"),
@@ -168,7 +171,7 @@ def special(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (change(kept_ranks=["a", "b"]), "inconsistent"),
         (change(kept_ranks=3), "inconsistent"),
         (lambda _: {"format_version": 1}, "expected the key 'special'"),
-        (lambda _: [1, 2], "must be a JSON object, found list"),
+        (lambda _: [1, 2], "Expected `object`, got `array`"),
     ],
 )
 def test_broken_settings_are_refused(

@@ -1,0 +1,1 @@
+"""File formats of weights: safetensors, pickled and other tensors, one at a time."""

@@ -1,0 +1,1 @@
+"""Models of Marian and fairseq in their own formats; neither toolkit is needed."""

@@ -1,0 +1,102 @@
+"""Fields of settings as options of a command, with their types and help."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import click
+
+from transferry.runtime.settings import field_helps
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Required(click.Choice[str]):
+    """The strength of a certificate; a settings file may say true and false."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Turns a switch into a strength."""
+        if isinstance(value, bool):
+            return "run" if value else None
+        return super().convert(value, param, ctx)
+
+
+class Switch(click.Choice[str]):
+    """On, off, or a word; a settings file may say true and false."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Turns the words true and false into a bool."""
+        word = json.dumps(value) if isinstance(value, bool) else value
+        chosen = super().convert(word, param, ctx)
+        return {"true": True, "false": False}.get(chosen, chosen)
+
+
+def together(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    """Combines options into one decorator, in the order of --help."""
+
+    def add(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return add
+
+
+def fields_as_options(
+    config: type[Any],
+    *,
+    leave_out: Sequence[str] = (),
+    defaults: Mapping[str, str] | None = None,
+) -> Callable[[Command], Command]:
+    """Adds an option for each field of a dataclass, with its help from the docstring.
+
+    A field of several values is an option that may be given several times. An option that is not
+    given is None, or (), so that `given` can tell it from the field's default.
+
+    Args:
+        config: The dataclass.
+        leave_out: Fields that get no option.
+        defaults: What --help says about defaults that are not the field's own. A bool among these
+            can be switched on and off.
+    """
+    hints, helps, defaults = get_type_hints(config), field_helps(config), defaults or {}
+
+    def declared(field: dataclasses.Field[Any]) -> Callable[[Any], Any]:
+        hint, text, flag = hints[field.name], helps[field.name], field.name.replace("_", "-")
+        if NoneType in get_args(hint):
+            (hint,) = (kind for kind in get_args(hint) if kind is not NoneType)
+        several = get_origin(hint) is tuple
+        if several:
+            hint = get_args(hint)[0]
+        default = None if field.default is dataclasses.MISSING else field.default
+        if isinstance(default, bool):
+            default = "on" if default else None
+        if bool in get_args(hint):
+            default = json.dumps(field.default)
+        if (default := defaults.get(field.name, default)) not in (None, "", ()):
+            text = f"{text} Default: {default}."
+        if hint is bool:
+            name = f"--{flag}/--no-{flag}" if default else f"--{flag}"
+            return click.option(name, is_flag=True, default=None, help=text)
+        kind = click.Choice(get_args(hint)) if get_origin(hint) is Literal else hint
+        if bool in get_args(hint):
+            (words,) = (get_args(each) for each in get_args(hint) if each is not bool)
+            kind = Switch(["true", "false", *words])
+        return click.option(f"--{flag}", type=kind, multiple=several, help=text)
+
+    fields = [field for field in dataclasses.fields(config) if field.name not in leave_out]
+    return together(*map(declared, fields))
+
+
+def given(
+    values: Mapping[str, Any], config: type[Any], *, leave_out: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Returns the options that were given and are fields of a dataclass."""
+    names = {field.name for field in dataclasses.fields(config)} - set(leave_out)
+    return {
+        name: value for name, value in values.items() if name in names and value not in (None, ())
+    }

@@ -1,0 +1,44 @@
+"""Stop strings: text before which an answer ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from transferry.runtime.errors import UsageError
+
+
+class StopStrings:
+    """Finds the first stop string in the text of tokens, across the borders of tokens.
+
+    Args:
+        stop: The strings; none is empty.
+        decode: Text of token ids; None if there is no tokenizer at hand.
+
+    Raises:
+        UsageError: There are strings, but no tokenizer.
+    """
+
+    def __init__(
+        self, stop: Sequence[str], decode: Callable[[Iterable[int]], str] | None = None
+    ) -> None:
+        if stop and decode is None:
+            raise UsageError(
+                "stop needs the text of tokens: search through an engine, or pass the tokenizer's "
+                "decode"
+            )
+        self.stop = stop
+        self.decode = decode
+
+    def __bool__(self) -> bool:
+        return bool(self.stop)
+
+    def end(self, tokens: Sequence[int]) -> bool:
+        """Whether the text of the tokens holds a stop string."""
+        assert self.decode is not None
+        text = self.decode(tokens)
+        return any(stop in text for stop in self.stop)
+
+    def cut(self, text: str) -> str:
+        """Returns the text before the first stop string; all of it if there is none."""
+        places = (place for stop in self.stop if (place := text.find(stop)) >= 0)
+        return text[: min(places, default=len(text))]

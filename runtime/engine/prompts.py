@@ -1,0 +1,122 @@
+"""Inputs to generate from that are no plain text: chats, and token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from transferry.runtime.engine.preprocess import EncodedRow, LongRows, checked_texts, too_long
+from transferry.runtime.engine.result import RowError
+from transferry.runtime.errors import UsageError
+from transferry.runtime.settings import shown
+from transferry.runtime.tokenizer.chat import ChatError, Message
+from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An input other than a plain text.
+
+    Attributes:
+        text: The text of a user's turn; messages or token ids as JSON. Results cite it as source.
+        kind: Which of these it is.
+        system: System message before a turn.
+    """
+
+    text: str
+    kind: Literal["turn", "messages", "ids"]
+    system: str | None = None
+
+    def encode(self, tokenizer: AnyTokenizer) -> list[int]:
+        """Returns the token ids, special tokens included.
+
+        Raises:
+            ChatError: The chat template refuses the messages, or an id is none of the vocabulary.
+            InputError: The chat template takes too long.
+            UsageError: There is no chat template, or jinja2 is not installed.
+        """
+        if self.kind == "ids":
+            return _checked_ids(json.loads(self.text), tokenizer.vocabulary_size)
+        if self.kind == "messages":
+            return tokenizer.encode_chat(json.loads(self.text))
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return tokenizer.encode_chat([*system, {"role": "user", "content": self.text}])
+
+
+Source: TypeAlias = str | RowError | Prompt | Sequence[Message] | Sequence[int]
+
+
+def _checked_ids(ids: list[Any], size: int) -> list[int]:
+    for token in ids:
+        if type(token) is not int or not 0 <= token < size:
+            raise ChatError(f"expected token ids from 0 to {size - 1}, found {shown(token)}")
+    return ids
+
+
+def checked_prompts(texts: Iterable[Source]) -> Iterator[str | RowError | Prompt]:
+    """Yields texts and errors as they are, and chats and token ids as prompts.
+
+    Raises:
+        UsageError: One input is given in the place of several, or something else.
+    """
+    if isinstance(texts, Mapping | Prompt):
+        raise UsageError(f"texts must be several, such as a list, found {shown(texts)}")
+    checked_texts(texts)
+    return map(_prompt, texts)
+
+
+def _prompt(source: Any) -> str | RowError | Prompt:
+    if isinstance(source, Prompt):
+        return source
+    if isinstance(source, Sequence) and not isinstance(source, str | bytes):
+        kinds: dict[Any, Literal["messages", "ids"]] = {Mapping: "messages", int: "ids"}
+        for type_, kind in kinds.items():
+            if all(isinstance(each, type_) for each in source):
+                return Prompt(_as_json(source), kind)
+    if not isinstance(source, str | RowError):
+        raise UsageError(
+            f"texts must be strings, lists of messages or lists of token ids, found {shown(source)}"
+        )
+    return source
+
+
+def _as_json(values: Sequence[Any]) -> str:
+    try:
+        return json.dumps(list(values), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"messages must be JSON values, found others: {error}") from error
+
+
+def encode_prompt(
+    prompt: Prompt, tokenizer: AnyTokenizer, positions: int, long_rows: LongRows, reserve: int
+) -> EncodedRow:
+    """Encodes a prompt, or says why it cannot be.
+
+    Args:
+        prompt: The prompt.
+        tokenizer: The bundle's tokenizer.
+        positions: Limit on the tokens.
+        long_rows: "truncate" cuts token ids that are too many. A chat ends with the turn to be
+            answered, so it is never cut.
+        reserve: Positions to leave free when truncating.
+
+    Raises:
+        InputError: The chat template takes too long.
+        UsageError: There is no chat template, or jinja2 is not installed.
+    """
+    if not prompt.text.strip():
+        return EncodedRow(prompt.text, error=RowError("empty", "there is no text to work on"))
+    try:
+        ids = prompt.encode(tokenizer)
+    except ChatError as error:
+        return EncodedRow(prompt.text, error=RowError("prompt", str(error)))
+    if not ids:
+        return EncodedRow(prompt.text, error=RowError("empty", "there are no tokens to work on"))
+    tokens = len(ids)
+    if long_rows == "truncate" and prompt.kind == "ids" and tokens > positions - reserve > 0:
+        return EncodedRow(prompt.text, ids[: positions - reserve], tokens, truncated=True)
+    if tokens > positions:
+        return EncodedRow(prompt.text, (), tokens, too_long(tokens, positions))
+    return EncodedRow(prompt.text, ids, tokens)

@@ -1,0 +1,125 @@
+"""Ctrl-C and SIGTERM.
+
+Python runs a signal handler between any two bytecodes of the main thread. One that raises
+KeyboardInterrupt there can leave a lock held for ever, or raise in a destructor, which ignores it,
+or in an import, which turns it into an ImportError. So the handler of the commands raises nothing:
+it undoes what is half done and ends the process. Libraries cannot defeat it, and no `finally` runs.
+
+A program that calls transferry keeps its own handlers, and a KeyboardInterrupt unwinds as usual.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+EXIT_CODE = 130
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+# Undoes what is half done. Returns what the user should know, if anything; may run twice.
+Undo = Callable[[], str | None]
+_undo: list[Undo] = []
+_stopping = False
+
+
+def handle_signals() -> None:
+    """Makes SIGINT and SIGTERM stop the process; a command does so before it imports anything."""
+    for number in SIGNALS:
+        # nohup, and a shell for its background jobs, start programs with a signal ignored.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
+
+
+def ignore_signals() -> None:
+    """Ends a finished command with its own exit code, whatever comes while Python shuts down."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    """Undoes what is half done, says so on stderr and ends the process with exit code 130."""
+    global _stopping
+    if _stopping:  # a second signal does not wait for that
+        os._exit(EXIT_CODE)
+    _stopping = True
+    notes = []
+    try:
+        while _undo:
+            with contextlib.suppress(OSError):
+                if note := _undo.pop()():
+                    notes.append(note)
+        said = f"interrupted{': ' if notes else ''}{'; '.join(notes)}\n"
+        os.write(2, said.encode(errors="replace"))
+    finally:
+        os._exit(EXIT_CODE)
+
+
+@contextlib.contextmanager
+def at_stop(undo: Undo) -> Iterator[None]:
+    """Calls `undo` if the process is stopped within the `with`, the innermost first.
+
+    It runs in the signal handler, so it must not wait for a lock, nor use a stream of Python.
+    """
+    _undo.append(undo)
+    try:
+        yield
+    finally:
+        _undo.remove(undo)
+
+
+@contextlib.contextmanager
+def raising() -> Iterator[None]:
+    """Lets a command's first signal raise KeyboardInterrupt within the `with`.
+
+    For what no handler can undo, such as other processes that must be asked to end.
+    """
+    former = [number for number in SIGNALS if signal.getsignal(number) is stop]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for each in former:
+            signal.signal(each, stop)
+        raise KeyboardInterrupt
+
+    try:
+        for number in former:
+            signal.signal(number, interrupt)
+        yield
+    finally:
+        for number in former:
+            signal.signal(number, stop)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Holds signals back until the `with` ends: for short steps that must not be cut in two.
+
+    A second signal is not held back. In a thread other than the main one this does nothing.
+    """
+    came: list[tuple[int, FrameType | None]] = []
+    former = {int(number): signal.getsignal(number) for number in SIGNALS}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append((number, frame))
+        if len(came) > 1:
+            deliver(number, frame)
+
+    def deliver(number: int, frame: FrameType | None) -> None:
+        handler = former[number]
+        if callable(handler):
+            handler(number, frame)
+
+    try:
+        for number, handler in former.items():
+            if callable(handler):  # else it is ignored, or ends the process anyway
+                signal.signal(number, note)
+    except ValueError:  # not in the main thread, which alone gets signals
+        former = {}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            if callable(handler):
+                signal.signal(number, handler)
+        if len(came) == 1:
+            deliver(*came[0])

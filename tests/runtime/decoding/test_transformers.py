@@ -1,0 +1,322 @@
+"""The search gives the tokens of transformers' `generate` on the same logits, option by option."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.decoding.logits_processors import (
+    History,
+    build_logits_processors,
+    prompts_of,
+    restrict,
+)
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.sampling import Sampler
+from transferry.runtime.decoding.search import search
+from transferry.runtime.decoding.strategy import Request
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens
+
+REASON = "a test dependency, which is not installed: it is what the search is held against"
+transformers = pytest.importorskip("transformers", reason=REASON)
+
+VOCABULARY, PAD, BOS, EOS = 29, 0, 1, 2
+LENGTH = 11
+SPECIAL = SpecialTokens(PAD, BOS, EOS, after=())
+KINDS = ("encoder-decoder", "decoder-only")
+
+
+@dataclass(frozen=True)
+class State:
+    """What each row has read `[rows]`: its source, and the tokens that the decoder got."""
+
+    sources: tuple[tuple[int, ...], ...]
+    read: tuple[tuple[int, ...], ...]
+
+
+class TheirDecoder:
+    """A model of transformers as a decoder, without a cache and without padding."""
+
+    shares_cache = False
+    vocabulary_size = VOCABULARY
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.has_encoder = model.config.is_encoder_decoder
+
+    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> State:
+        rows = tuple(tuple(row[real].tolist()) for row, real in zip(source, mask, strict=True))
+        return State(rows, ((),) * len(rows))
+
+    @torch.inference_mode()
+    def step(
+        self,
+        tokens: NDArray[np.int64],
+        state: State,
+        *,
+        top: int | None = None,
+        normalise: bool = False,
+    ) -> tuple[StepOutput, State]:
+        read = tuple((*row, *new) for row, new in zip(state.read, tokens.tolist(), strict=True))
+        logits = np.empty((len(read), 1, VOCABULARY), np.float32)
+        lengths = [len(source) for source in state.sources]
+        for length in set(lengths):
+            alike = [row for row, found in enumerate(lengths) if found == length]
+            given = torch.tensor([read[row] for row in alike])
+            before = torch.tensor([state.sources[row] for row in alike], dtype=torch.long)
+            if self.has_encoder:
+                output = self.model(input_ids=before, decoder_input_ids=given)
+            else:
+                output = self.model(input_ids=torch.cat([before, given], dim=1))
+            logits[alike] = output.logits[:, -1:].float().numpy()
+        return StepOutput(logits), replace(state, read=read)
+
+    def select(self, state: State, rows: NDArray[np.int64]) -> State:
+        kept = rows.tolist()
+        return State(
+            tuple(state.sources[row] for row in kept), tuple(state.read[row] for row in kept)
+        )
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    """Random models whose answers repeat themselves, and end now and then."""
+    torch.manual_seed(3)
+    ids = dict(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
+    sizes = dict(d_model=16, vocab_size=VOCABULARY, max_position_embeddings=64)
+    sides = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in {"layers": 1, "attention_heads": 2, "ffn_dim": 16}.items()
+    }
+    forced = dict(decoder_start_token_id=BOS, forced_eos_token_id=None)
+    config = transformers.MarianConfig(**sizes, **sides, **ids, **forced)
+    shape = dict(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    made = {
+        "encoder-decoder": transformers.MarianMTModel(config),
+        "decoder-only": transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **ids)),
+    }
+    for model in made.values():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.copy_(0.6 * torch.randn_like(parameter))
+        model.eval()
+    return made
+
+
+def sources(kind: str) -> list[list[int]]:
+    lengths = [3, 1, 7, 5, 2, 6, 4, 8]
+    rng = np.random.default_rng(7)
+    rows = [rng.integers(3, VOCABULARY, length).tolist() for length in lengths]
+    # A prompt that repeats itself, so that what counts the prompt shows.
+    return [*rows, [5, 6, 7, 5, 6, 7, 5, 6], [9, 9, 9]]
+
+
+@torch.inference_mode()
+def theirs(model: Any, source: Sequence[int], ends: Sequence[int], **options: Any) -> list[int]:
+    prompt = torch.tensor([source])
+    found = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        eos_token_id=list(ends),
+        **{"do_sample": False, "max_new_tokens": LENGTH, **options},
+    )[0].tolist()
+    answer = found[1:] if model.config.is_encoder_decoder else found[len(source) :]
+    stop = next((i for i, token in enumerate(answer) if token in ends), len(answer))
+    return [*answer[: stop + 1]]
+
+
+def require_theirs(
+    models: dict[str, Any],
+    kind: str,
+    ours: dict[str, Any],
+    options: dict[str, Any],
+    special: SpecialTokens = SPECIAL,
+) -> list[list[int]]:
+    """Requires the tokens of `generate`, end tokens included; returns them."""
+    model = models[kind]
+    rows = sources(kind)
+    wanted = [theirs(model, row, special.ends, **options) for row in rows]
+    settings = GenerationOptions(**{"max_length": LENGTH, **ours})
+    found = search(TheirDecoder(model), rows, settings, special)
+    assert [list(row[0].scored_tokens) for row in found] == wanted
+    alone = [search(TheirDecoder(model), [row], settings, special)[0] for row in rows[:2]]
+    assert [[item.tokens for item in row] for row in found[:2]] == [
+        [item.tokens for item in row] for row in alone
+    ]
+    return wanted
+
+
+BEAMS = {
+    "greedy": ({}, {}),
+    "beam": ({"beam": 3, "early_stopping": True}, {"num_beams": 3, "early_stopping": True}),
+}
+
+
+@pytest.mark.parametrize("search", BEAMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_of_several_end_tokens_ends(kind: str, search: str, models: dict[str, Any]) -> None:
+    ours, options = BEAMS[search]
+    longer = require_theirs(models, kind, ours, options)
+    special = replace(SPECIAL, more_ends=(longer[2][3], longer[8][2]))
+    wanted = require_theirs(models, kind, ours, options, special)
+    assert len({row[-1] for row in wanted} & set(special.ends)) > 1
+    later = require_theirs(
+        models, kind, ours | {"min_length": 4}, options | {"min_new_tokens": 4}, special
+    )
+    assert min(map(len, later)) > 4 > min(map(len, wanted))
+
+
+# Our options, and theirs, that both searches have beside those of `BEAMS`.
+RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "repetition penalty": ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.7}),
+    "repetition reward": ({"repetition_penalty": 0.8}, {"repetition_penalty": 0.8}),
+    "n-grams": (
+        {"no_repeat_ngram": 2, "prompt_ngrams": True},
+        {"no_repeat_ngram_size": 2},
+    ),
+    "tokens that must not repeat": (
+        {"no_repeat_ngram": 1, "prompt_ngrams": True},
+        {"no_repeat_ngram_size": 1},
+    ),
+    "sequences": (
+        {"suppress": (23,), "suppress_sequences": ((6, 6), (12, 0), (9, 12), (6, 10), (0, 0, 21))},
+        {"bad_words_ids": [[23], [6, 6], [12, 0], [9, 12], [6, 10], [0, 0, 21], [EOS]]},
+    ),
+    "first tokens": (
+        {"suppress_begin": (0, 6, 10, 12, 1, 9)},
+        {"begin_suppress_tokens": [0, 6, 10, 12, 1, 9]},
+    ),
+    "last tokens": ({"forced_end": (EOS,)}, {"forced_eos_token_id": EOS}),
+    "one of two last tokens": ({"forced_end": (5, EOS)}, {"forced_eos_token_id": [5, EOS]}),
+    "lengths": ({"min_length": 7, "max_length": 9}, {"min_new_tokens": 7, "max_new_tokens": 9}),
+    "renormalised": (
+        {"suppress": (0, 6, 10), "renormalise": True},
+        {"bad_words_ids": [[0], [6], [10]], "renormalize_logits": True},
+    ),
+    "several at once": (
+        {
+            "repetition_penalty": 1.2,
+            "no_repeat_ngram": 3,
+            "prompt_ngrams": True,
+            "min_length": 3,
+            "suppress_begin": (6,),
+            "forced_end": (EOS,),
+            "renormalise": True,
+        },
+        {
+            "repetition_penalty": 1.2,
+            "no_repeat_ngram_size": 3,
+            "min_new_tokens": 3,
+            "begin_suppress_tokens": [6],
+            "forced_eos_token_id": EOS,
+            "renormalize_logits": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("search", BEAMS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rules_give_their_tokens(kind: str, rule: str, search: str, models: dict[str, Any]) -> None:
+    ours, options = BEAMS[search]
+    with_rule = RULES[rule]
+    if (rule, search) == ("one of two last tokens", "beam"):
+        pytest.skip("equally likely candidates: torch.topk takes any of them")
+    found = require_theirs(models, kind, ours | with_rule[0], options | with_rule[1])
+    if search == "beam" or rule != "renormalised":
+        plain = [theirs(models[kind], row, SPECIAL.ends, **options) for row in sources(kind)]
+        assert found != plain, "the rule has no effect here"
+
+
+@pytest.mark.parametrize("search", BEAMS)
+def test_a_forced_first_token_is_theirs(search: str, models: dict[str, Any]) -> None:
+    ours, options = BEAMS[search]
+    ours, options = ours | {"forced_begin": 17}, options | {"forced_bos_token_id": 17}
+    found = require_theirs(models, "encoder-decoder", ours, options)
+    assert {row[0] for row in found} == {17}
+    later = require_theirs(
+        models,
+        "encoder-decoder",
+        ours | {"suppress_begin": tuple(row[1] for row in found)},
+        options | {"begin_suppress_tokens": [row[1] for row in found]},
+    )
+    assert {row[0] for row in later} == {17}
+    assert not {row[1] for row in found} & {row[1] for row in later}
+
+
+@pytest.mark.parametrize("search", BEAMS)
+def test_total_lengths_are_theirs(search: str, models: dict[str, Any]) -> None:
+    ours, options = BEAMS[search]
+    special = replace(SPECIAL, more_ends=(12, 24))
+    found = require_theirs(
+        models,
+        "decoder-only",
+        ours | {"max_length": 256, "max_total_length": 13, "min_total_length": 9},
+        options | {"max_new_tokens": None, "max_length": 13, "min_length": 9},
+        special,
+    )
+    lengths = [
+        len(row) + len(source) for row, source in zip(found, sources("decoder-only"), strict=True)
+    ]
+    assert max(lengths) == 13
+    assert 9 < min(lengths) < 13
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("early", [True, False, "never"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_early_stopping_is_theirs(
+    kind: str, early: bool | str, penalty: float, models: dict[str, Any]
+) -> None:
+    special = replace(SPECIAL, more_ends=(23, 12, 6))
+    common = {"early_stopping": early, "length_penalty": penalty}
+    require_theirs(models, kind, {"beam": 4, **common}, {"num_beams": 4, **common}, special)
+
+
+@pytest.mark.parametrize(
+    ("ours", "options"),
+    [
+        ({"min_p": 0.2}, {"min_p": 0.2, "top_k": 0}),
+        ({"typical_p": 0.6}, {"typical_p": 0.6, "top_k": 0}),
+        ({"typical_p": 0.05}, {"typical_p": 0.05, "top_k": 0}),
+        (
+            {"temperature": 1.7, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.8},
+            {"temperature": 1.7, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.8},
+        ),
+        ({"repetition_penalty": 2.5, "min_p": 0.1}, {"repetition_penalty": 2.5, "min_p": 0.1}),
+    ],
+)
+@torch.inference_mode()
+def test_sampling_admits_their_tokens(
+    ours: dict[str, Any], options: dict[str, Any], models: dict[str, Any]
+) -> None:
+    model, prompts = models["decoder-only"], sources("decoder-only")
+    config = transformers.GenerationConfig(do_sample=True, **options)
+    settings = GenerationOptions(sample=True, **ours)
+    counts = set()
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        logits = model(ids).logits[:, -1].float()
+        processors = model._get_logits_processor(config, len(prompt), None)
+        wanted = torch.isfinite(processors(ids, logits.clone()))[0].nonzero()[:, 0].tolist()
+        request = Request(0, prompt, 9)
+        rules = build_logits_processors(settings, [request], [EOS], has_encoder=False)
+        zeros = np.zeros(1, np.int64)
+        history = History(zeros, zeros, np.empty((1, 0), np.int64), prompts_of([prompt]))
+        weights = Sampler(settings, np.zeros((0, 0))).weights(
+            restrict(logits.numpy(), rules, history)
+        )
+        assert np.flatnonzero(weights[0]).tolist() == wanted
+        counts.add(len(wanted))
+    assert max(counts) < VOCABULARY
+    assert len(counts) > 1 or ours == {"typical_p": 0.05}

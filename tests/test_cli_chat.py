@@ -1,0 +1,125 @@
+"""Jobs over chats and token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import call, done
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.tokenizer.byte_pair import load_tokenizer
+from transferry.runtime.tokenizer.chat import ChatTemplate
+
+pytest.importorskip("jinja2", reason="an extra, which is not installed")
+
+SOURCE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}A:"
+USER = {"role": "user", "content": "the cat"}
+LENGTH = ("--max-length", "6")
+
+
+@pytest.fixture(scope="module")
+def bundle(writer_bundle_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with a chat template, as export writes one."""
+    folder = tmp_path_factory.mktemp("chat") / "bundle"
+    shutil.copytree(writer_bundle_folder, folder)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat = ChatTemplate(SOURCE, {"eos_token": "<e>"}, {"<e>": tokenizer.special.eos_id})
+    tokenizer.save(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        content = (folder / name).read_bytes()
+        record = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+        manifest["files"][name] = record
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def jsonl(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def texts(output: str) -> list[str]:
+    return [json.loads(line)["text"] for line in output.splitlines()]
+
+
+def test_turns_messages_and_ids_are_one(bundle: Path, tmp_path: Path) -> None:
+    system = {"role": "system", "content": "be brief"}
+    chats = [[system, USER], [system, {"role": "user", "content": "a <e> day"}]]
+    lines = tmp_path / "turns.txt"
+    lines.write_text("the cat\na <e> day\n")
+    options = ("--format", "jsonl", "--canary", "1/1", *LENGTH)
+    turns = done("run", bundle, lines, "--chat", "--system", "be brief", *options).stdout
+    assert json.loads(turns.splitlines()[0])["source"] == "the cat"
+    rows = [{"chat": chat, "n": number} for number, chat in enumerate(chats)]
+    chats_file = jsonl(tmp_path / "chats.jsonl", *rows)
+    messages = done("run", bundle, chats_file, "--messages", "chat", *options).stdout
+    assert json.loads(messages.splitlines()[1])["n"] == 1
+    tokenizer = Engine.load(bundle).bundle.tokenizer
+    ids = [{"ids": tokenizer.encode_chat(chat)} for chat in chats]
+    ids_file = jsonl(tmp_path / "ids.jsonl", *ids)
+    prompts = done("run", bundle, ids_file, "--prompt-ids", "ids", *options).stdout
+    assert texts(turns) == texts(messages) == texts(prompts)
+    assert all(texts(turns))
+    assert texts(turns) != texts(done("run", bundle, lines, "--chat", *options).stdout)
+    assert texts(turns) != texts(done("run", bundle, lines, *options).stdout)
+
+
+def test_a_job_is_resumed_with_the_same_options_only(bundle: Path, tmp_path: Path) -> None:
+    lines, out = tmp_path / "turns.txt", tmp_path / "out.jsonl"
+    lines.write_text("the cat\n\n")
+    command = ("run", bundle, lines, "-o", out, *LENGTH)
+    stopped = call(*command, "--chat", "--max-errors", "0", "--chunk-rows", "1")
+    assert stopped.exit_code == 3
+    assert (tmp_path / "out.jsonl.job").exists()
+    for other in ((), ("--chat", "--system", "x")):
+        refused = call(*command, *other, "--chunk-rows", "1")
+        assert refused.exit_code == 3
+        assert "chat" in refused.stderr or "system" in refused.stderr
+    assert call(*command, "--chat", "--chunk-rows", "1").exit_code == 6
+    summary = json.loads((tmp_path / "out.jsonl.summary.json").read_text())
+    assert summary["fingerprint"]["chat"] is True
+    assert summary["fingerprint"]["system"] is None
+
+
+def test_bad_rows_are_told(bundle: Path, tmp_path: Path) -> None:
+    rows: list[Any] = ["the cat", [], [{"role": "user"}], [USER], None]
+    source = jsonl(tmp_path / "chats.jsonl", *({"chat": row} for row in rows), {})
+    result = call("run", bundle, source, "--messages", "chat", *LENGTH, "--format", "jsonl")
+    assert result.exit_code == 6
+    kinds = [json.loads(line).get("error", {}).get("kind") for line in result.stdout.splitlines()]
+    assert kinds == ["no-text", "prompt", "prompt", None, "no-text", "no-text"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--chat", "--messages", "m"), "messages and chat exclude each other"),
+        (("--column", "c", "--prompt-ids", "m"), "column and prompt-ids exclude each other"),
+        (("--system", "x"), "system has no effect without chat"),
+        (("--chat", "--long-rows", "truncate"), "long_rows=truncate and chat exclude each other"),
+        (("--task", "embed", "--chat"), "task embed generates nothing, so chat has no effect"),
+        (("--messages", "m"), "is read as text, and messages and prompt-ids name a column of JSON"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    options: tuple[str, ...], message: str, bundle: Path, tmp_path: Path
+) -> None:
+    lines = tmp_path / "turns.txt"
+    lines.write_text("the cat\n")
+    result = call("run", bundle, lines, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_bundle_without_a_template_is_told(writer_bundle_folder: Path, tmp_path: Path) -> None:
+    lines = tmp_path / "turns.txt"
+    lines.write_text("the cat\n")
+    result = call("run", writer_bundle_folder, lines, "--chat")
+    assert result.exit_code == 2
+    assert "the bundle has no chat template; leave out --chat" in result.stderr

@@ -1,0 +1,201 @@
+"""What commands write: never over an input, and over nothing that the command did not write."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.commands import call, done
+from tests.test_bad_input import snapshot
+from transferry.build_model.corpus import builtin_pairs
+
+TINY = ["--preset", "tiny", "--d-model", "16", "--heads", "2", "--encoder-layers", "1"]
+TINY += ["--decoder-layers", "1", "--d-ff", "16", "--max-steps", "1", "--vocabulary-size", "300"]
+
+
+@pytest.fixture
+def place(
+    run_folder: Path, bundle_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """Some of everything that commands read and write."""
+    for name, folder in (("run", run_folder), ("bundle", bundle_folder)):
+        shutil.copytree(folder, tmp_path / name)
+    pairs = builtin_pairs(20, seed=1)
+    lines = {
+        "lines.txt": [pair.source for pair in pairs[:3]],
+        "train.tsv": ["\t".join(pair) for pair in pairs],
+        "valid.tsv": ["\t".join(pair) for pair in pairs[:5]],
+        "notes.txt": ["dear to somebody"],
+        "settings.toml": ["max-length = 9"],
+    }
+    for name, texts in lines.items():
+        (tmp_path / name).write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "manifest.json").write_text('{"name": "photos", "format": 1}')
+    (tmp_path / "photos" / "settings.toml").write_text('preset = "dark"\n')
+    (tmp_path / "link").symlink_to("lines.txt")
+    (tmp_path / "hard.xml").hardlink_to(tmp_path / "bundle" / "manifest.json")
+    shutil.copy(tmp_path / "lines.txt", tmp_path / "notes.txt.summary.json")
+    (tmp_path / "run" / "settings.toml").write_text('preset = "tiny"\n[made]\nversion = "0.1"\n')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("run bundle lines.txt -o bundle/manifest.json --force", "lies in bundle, which is the"),
+        ("run bundle lines.txt -o bundle/answers.txt", "lies in bundle, which is the input"),
+        ("run bundle lines.txt -o bundle --force", "is not a file|is the input"),
+        ("run bundle link -o lines.txt --force", "lines.txt is the input"),
+        ("run bundle lines.txt -o link --force", "link is the input"),
+        ("run bundle notes.txt.summary.json -o notes.txt --force", "json is the input"),
+        ("run bundle lines.txt -o settings.toml --config settings.toml --force", "is the input"),
+        ("score bundle lines.txt --target notes.txt -o notes.txt --force", "is the input"),
+        ("run bundle lines.txt -o notes.txt --force", "no job wrote it, so it is not replaced"),
+        ("verify bundle --report bundle/manifest.json", "lies in bundle, which is the input"),
+        ("verify bundle --report hard.xml", "hard.xml is the input"),
+        ("verify bundle --junit notes.txt", "notes.txt is not a report of `transferry verify`"),
+        ("verify bundle --report notes.txt --force", "notes.txt is not a report of"),
+        ("verify bundle --report new.html --junit new.html", "are both outputs"),
+        ("verify bundle --checkpoint run --report run/new.html", "lies in run, which is the"),
+        ("verify bundle --checkpoint run --replay lines.txt", "is not the replay of a fault"),
+        ("verify bundle --checkpoint run --report bundle.fault.npz", "are both outputs"),
+        ("export run --out photos --force", "photos exists and is no bundle"),
+        ("export run --out run --force", "run is the input"),
+        ("export run --out run/bundle", "lies in run, which is the input"),
+        ("export bundle/.. --out bundle --force", "lies in bundle/.., which is the input"),
+        ("export run --text bundle/manifest.json --out bundle --force", "holds the input"),
+        ("train --pairs train.tsv --valid-pairs valid.tsv --out photos --force", "is not a run"),
+        ("train --pairs run/config.json --valid-pairs v --out run --force", "holds the input"),
+        ("train --pairs train.tsv --valid-pairs v --out lines.txt --force", "it is a file"),
+        ("import run --out run --force", "run is the input"),
+        ("import photos --out photos/run", "lies in photos, which is the input"),
+        ("import bundle --out photos --force", "photos is not a run"),
+        ("merge lines.txt notes.txt -o lines.txt --force", "lines.txt is "),
+        ("merge lines.txt notes.txt -o link --force", "link is "),
+    ],
+)
+def test_nothing_of_the_users_is_replaced(place: Path, command: str, message: str) -> None:
+    before = snapshot(place)
+    result = call(*command.split())
+    assert result.exit_code in (2, 3)
+    assert any(part in result.stderr for part in message.split("|")), result.stderr
+    assert snapshot(place) == before
+
+
+@pytest.mark.parametrize("name", ["bundle/notes.txt", "bundle/certificates/notes.txt"])
+def test_a_bundle_with_something_else_in_it_is_not_replaced(place: Path, name: str) -> None:
+    (place / name).parent.mkdir(exist_ok=True)
+    (place / name).write_text("dear to somebody\n")
+    refused = call("export", "run", "--out", "bundle", "--force")
+    assert refused.exit_code == 2
+    assert f"bundle holds {name.partition('/')[2]}, which transferry did not" in refused.stderr
+    assert (place / name).exists()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "corpus/notes.txt", "checkpoints/best", "mine/a"])
+@pytest.mark.parametrize("command", ["train --builtin --preset tiny", "import photos"])
+def test_a_run_with_something_else_in_it_is_not_replaced(
+    place: Path, name: str, command: str
+) -> None:
+    (place / "run" / name).parent.mkdir(exist_ok=True)
+    (place / "run" / name).write_text("dear to somebody\n")
+    before = snapshot(place)
+    refused = call(*command.split(), "--out", "run", "--force")
+    assert refused.exit_code == 2
+    assert f"run holds {name}, which transferry did not write" in refused.stderr
+    assert snapshot(place) == before
+
+
+def test_a_report_is_replaced_by_a_report(place: Path) -> None:
+    options = ["--report", "report.html", "--junit", "report.xml"]
+    for _ in range(2):
+        done("verify", "bundle", *options)
+    assert call("verify", "bundle", "--report", "report.xml").exit_code == 2
+    Path("report.html").write_text("my own page\n")
+    refused = call("verify", "bundle", *options)
+    assert refused.exit_code == 2
+    assert "report.html is not a report of" in refused.stderr
+
+
+@pytest.mark.parametrize("pipe", ["report", "junit", "replay"])
+def test_a_pipe_is_not_waited_for(place: Path, pipe: str) -> None:
+    os.mkfifo("pipe")
+    refused = call("verify", "bundle", "--checkpoint", "run", f"--{pipe}", "pipe")
+    assert refused.exit_code == 2
+    assert "so it is not replaced" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "given", ["--pairs absent.tsv", "--pairs lines.txt", "--builtin --heads 5"]
+)
+def test_a_training_that_cannot_begin_leaves_the_former_run(place: Path, given: str) -> None:
+    options = given.split()
+    valid = [] if "--builtin" in options else ["--valid-pairs", "valid.tsv"]
+    before = snapshot(place)
+    refused = call("train", *options, *valid, *TINY[:2], *options, "--out", "run", "--force")
+    assert refused.exit_code in (2, 3)
+    assert snapshot(place) == before
+
+
+def test_a_training_that_stops_before_it_can_be_resumed_leaves_the_former_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transferry.build_model.train import Trainer
+
+    def stop(*arguments: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    before = snapshot(place)
+    train = ["train", "--pairs", "train.tsv", "--valid-pairs", "valid.tsv", *TINY, "--quiet"]
+    train += ["--out", "run", "--force"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_loop", stop)
+        assert call(*train).exit_code == 130
+    assert snapshot(place) == before
+    done(*train)
+    changed = snapshot(place)
+    assert changed["run/model.safetensors"] != before["run/model.safetensors"]
+    assert "run/.former" not in changed
+
+
+def test_what_a_kill_leaves_of_a_forced_training_is_replaced(place: Path) -> None:
+    run, former = place / "run", place / "run" / ".former"
+    first = snapshot(run)
+    former.mkdir()
+    for path in [path for path in run.iterdir() if path != former]:
+        path.rename(former / path.name)
+    (run / "settings.toml").write_text('preset = "tiny"\n[made]\n')
+    (run / "corpus").mkdir()
+    train = ["train", "--valid-pairs", "valid.tsv", *TINY, "--out", "run", "--force"]
+    assert call(*train, "--pairs", "absent.tsv").exit_code == 3
+    assert snapshot(run) == first, "the run from before the kill"
+
+
+@pytest.mark.parametrize("changed", ["--max-steps=-5", "--max-minutes nan", "--pairs lines.txt"])
+def test_a_refused_resumption_changes_nothing(place: Path, changed: str) -> None:
+    done(
+        *("train", "--pairs", "train.tsv", "--valid-pairs", "valid.tsv", *TINY),
+        *("--quiet", "--out", "new"),
+    )
+    before = snapshot(place)
+    refused = call("train", "--out", "new", "--resume", *changed.split())
+    assert refused.exit_code in (2, 3)
+    assert snapshot(place) == before
+    done("train", "--out", "new", "--resume", "--max-steps", "2", "--quiet")
+    assert "max_steps = 2\n" in Path("new/settings.toml").read_text()
+
+
+def test_a_merge_prints_one_thing(place: Path) -> None:
+    for number in (1, 2):
+        done("run", "bundle", "lines.txt", "-o", f"{number}.jsonl", "--partition", f"{number}/2")
+    before = snapshot(place)
+    merged = done("merge", "1.jsonl", "2.jsonl", "-o", "-")
+    assert [json.loads(line)["id"] for line in merged.stdout.splitlines()] == [0, 1, 2]
+    refused = call("merge", "1.jsonl", "2.jsonl", "-o", "-", "--json")
+    assert refused.exit_code == 2
+    assert "cannot both go to standard output" in refused.stderr
+    assert snapshot(place) == before
