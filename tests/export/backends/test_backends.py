@@ -12,11 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transferry.export.backends.backends import BACKENDS, Backend, NodeBackend, OpenVinoBackend
+from tests.export.test_family import OTHERS, config_of
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.build_model.transformer import Transformer
+from transferry.export.backends.backends import (
+    BACKENDS,
+    Backend,
+    NodeBackend,
+    OpenVinoBackend,
+    ReferenceBackend,
+)
+from transferry.export.backends.one_layer import check_one_layer, one_layer
 from transferry.export.backends.plain_decoder import plain_model
+from transferry.export.bundle import check_bundle
+from transferry.export.parity.cases import random_case
+from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle import REFERENCE, Bundle, Variant
 from transferry.runtime.errors import ProviderError
-from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.parity.compare import Tolerance, observe
 from transferry.runtime.parity.recorded import Reference, check_reference
 
 
@@ -183,3 +196,38 @@ def test_closing_ends_node(bundle: Bundle) -> None:
         process: subprocess.Popen[bytes] = backend._process
         assert process.poll() is None
     assert process.poll() is not None
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_one_layer_shares_the_weights_and_is_a_whole_model(name: str) -> None:
+    model = Transformer(config_of(*OTHERS[name])).eval()
+    shallow = one_layer(model)
+    assert {shallow.config.encoder_layers, shallow.config.decoder_layers} <= {0, 1}
+    own = dict(model.named_parameters())
+    found = dict(shallow.named_parameters())
+    assert 0 < len(found) < len(own)
+    assert all(own[each] is parameter for each, parameter in found.items())
+    assert not any(".1." in each for each in found)
+    case = random_case(shallow.config, 2, 5, 2, seed=0)
+    decodes = bool(shallow.config.decoder_layers)
+    side = TorchDecoder(shallow)
+    assert np.isfinite(observe(side if decodes else side.encoder, case)["logits"]).all()
+
+
+def test_of_a_large_model_the_evaluator_computes_one_layer(
+    checkpoint: Checkpoint, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = check_one_layer(checkpoint)
+    assert found
+    assert not [item for item in found if item.fault]
+    report = check_bundle(bundle, large=checkpoint)
+    assert report.passed
+    assert len(report.comparisons) > len(found)
+
+    def wrong(self: ReferenceBackend, *arguments: Any) -> Any:
+        return [1.01 * each for each in honest(self, *arguments)]
+
+    honest = ReferenceBackend.run
+    monkeypatch.setattr(ReferenceBackend, "run", wrong)
+    assert [item for item in check_one_layer(checkpoint) if item.fault]
+    assert not check_bundle(bundle, large=checkpoint).passed
