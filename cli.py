@@ -412,7 +412,7 @@ Example:
     JobOptions,
     leave_out=[
         *("task", "generation", "target", "prefix", "chat", "system", "messages", "prompt_ids"),
-        *("pooling", "normalise", "mask", "top", "canary"),
+        *("pooling", "normalise", "prompt", "mask", "top", "canary"),
     ],
 )
 def score(**options: Any) -> None:

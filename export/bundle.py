@@ -244,4 +244,5 @@ def _manifest(
             for path in files
         },
         versions=versions,
+        head=checkpoint.head,
     )

@@ -101,9 +101,8 @@ class TorchEncoder:
 
     @torch.inference_mode()
     def encode(self, source: Ids, mask: Mask) -> dict[str, Floats]:
-        """Returns hidden `[rows, source, d_model]` and logits `[rows, source, vocabulary]`."""
-        hidden = self.model.encode(*_on_device(self.model, source, mask))
-        outputs = {"hidden": hidden, "logits": self.model.logits(hidden)}
+        """Returns tensors as `Transformer.answers`."""
+        outputs = self.model.answers(*_on_device(self.model, source, mask))
         return {name: tensor.cpu().numpy() for name, tensor in outputs.items()}
 
 

@@ -206,7 +206,8 @@ def _text_parity(
         encoded = [tokenizer.encode_target(target) for target in targets]
         fed = [[special.bos_id, *tokens, special.eos_id] for tokens in encoded]
     generation = default_generation(checkpoint)
-    return TextParity(oracle, generation, sources, LONGEST_ANSWER, fed, SAMPLED, batches)
+    given = (oracle, generation, sources, LONGEST_ANSWER, fed, SAMPLED, batches)
+    return TextParity(*given, head=checkpoint.head)
 
 
 def _settings(
@@ -218,6 +219,7 @@ def _settings(
         "onnx": onnx.__version__,
         "against": "the run",
         "run_sha256": checkpoint.sha256,
+        **({} if checkpoint.head is None else {"task": checkpoint.head.task}),
         "rows": len(texts),
         "batch_rows": batches.rows,
         "text_sha256": hashlib.sha256("\n".join(texts).encode()).hexdigest(),

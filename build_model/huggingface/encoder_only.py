@@ -41,11 +41,12 @@ def _bert_shape(config: Settings, names: set[str]) -> ModelConfig:
         architecture="encoder-only",
         positions="learned",
         activation=config.choice("hidden_act", ACTIVATIONS, "gelu"),
-        tied=config.flag("tie_word_embeddings", True),
+        tied=config.flag("tie_word_embeddings", True) or not head,
         scale_embedding=False,
         embedding_norm=True,
         output_transform=head,
         output_bias=head,
+        lm_head=head,
     )
 
 
@@ -96,11 +97,12 @@ def _masked_fields(config: Settings, *, head: bool) -> dict[str, Any]:
         activation=config.choice("hidden_act", ACTIVATIONS, "gelu"),
         # Whatever the rest has.
         output_activation="gelu",
-        tied=config.flag("tie_word_embeddings", True),
+        tied=config.flag("tie_word_embeddings", True) or not head,
         scale_embedding=False,
         embedding_norm=True,
         output_transform=head,
         output_bias=head,
+        lm_head=head,
     )
 
 
@@ -162,11 +164,12 @@ def _distilbert_shape(config: Settings, names: set[str]) -> ModelConfig:
         architecture="encoder-only",
         positions="learned",
         activation=config.choice("activation", ACTIVATIONS, "gelu"),
-        tied=config.flag("tie_word_embeddings", True),
+        tied=config.flag("tie_word_embeddings", True) or not head,
         scale_embedding=False,
         embedding_norm=True,
         output_transform=head,
         output_bias=head,
+        lm_head=head,
     )
 
 
@@ -254,12 +257,13 @@ def _modernbert_shape(config: Settings, names: set[str]) -> ModelConfig:
         positions="rotary",
         activation=config.choice("hidden_activation", GATES, "gelu"),
         output_activation=config.choice("classifier_activation", ACTIVATIONS, "gelu"),
-        tied=config.flag("tie_word_embeddings", True),
+        tied=config.flag("tie_word_embeddings", True) or not head,
         bias=False,
         scale_embedding=False,
         embedding_norm=True,
         output_transform=head,
         output_bias=head and config.flag("decoder_bias", True),
+        lm_head=head,
         windows=tuple(window if slides else 0 for slides in sliding) if any(sliding) else (),
         window_rotary_rates=near.rates if any(sliding) else (),
         **biases,

@@ -20,9 +20,14 @@ from transferry.build_model.huggingface.vocabularies import TOKENIZERS
 from transferry.build_model.huggingface.weights import Converted, adapted, convert_weights
 from transferry.build_model.toolkits.fairseq import read_fairseq
 from transferry.build_model.toolkits.marian import read_marian
+from transferry.build_model.toolkits.sentence_transformers import (
+    SentenceModules,
+    read_sentence_transformers,
+)
 from transferry.build_model.toolkits.source import Source
 from transferry.runtime.errors import InputError, UsageError, require
 from transferry.runtime.folders import replace_folder, staged_folder
+from transferry.runtime.settings import MOST, HeadSettings
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
 MOST_SHOWN = 40  # characters of a setting in the summary
@@ -47,6 +52,7 @@ class Imported:
         ignored: Settings of `generate` that do not, with value and reason.
         notes: What else the user has to know, a line each.
         unused: Settings that nothing here reads, by file.
+        head: What the head of an encoder-only model is for; None if it has none.
     """
 
     kind: str
@@ -57,6 +63,7 @@ class Imported:
     ignored: dict[str, Any]
     notes: Sequence[str] = ()
     unused: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    head: HeadSettings | None = None
 
     def to_text(self) -> str:
         """Summary for the user."""
@@ -72,8 +79,11 @@ class Imported:
             lines.append(f"left out: {counts}")
         if computed:
             lines.append(f"computed: {computed:,} numbers of positions")
-        if self.kind == "bert" and not self.config.output_transform:
-            lines.append("no masked language model head: only --task embed works")
+        if not self.config.lm_head:
+            task = "embed" if self.head is None else self.head.task
+            lines.append(f"no masked language model head: only --task {task} works")
+        if self.head is not None:
+            lines.append(_describe(self.head, self.config))
         if self.generation:
             kept = ", ".join(f"{name} {value}" for name, value in self.generation.items())
             lines.append(f"generation defaults: {kept}")
@@ -87,6 +97,22 @@ class Imported:
             )
             lines.append(f"not used: {'; '.join(files)}")
         return "\n".join(lines)
+
+
+def _describe(head: HeadSettings, config: ModelConfig) -> str:
+    parts = [f"head for --task {head.task}"]
+    if config.pooling:
+        parts.append(f"pooling {' and '.join(config.pooling)}")
+    if config.head_widths:
+        parts.append(f"layers of width {', '.join(map(str, config.head_widths))}")
+    if config.unit_length:
+        parts.append("length 1")
+    if head.longest:
+        parts.append(f"rows cut to {head.longest} tokens")
+    if head.prompts:
+        default = f" (default {head.default_prompt})" if head.default_prompt else ""
+        parts.append(f"prompts {' '.join(head.prompts)}{default}")
+    return ", ".join(parts)
 
 
 def _short(value: Any) -> str:
@@ -111,16 +137,23 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
         if not (folder / CONFIG).exists() and any(folder.glob(pattern)):
             require(adapter is None, "--adapter", f"left out for {folder}", adapter_folder)
             return _of_toolkit(read(folder))
-    checkpoint = Checkpoint(folder)
+    sentence = read_sentence_transformers(folder)
+    checkpoint = Checkpoint(folder if sentence is None else sentence.transformer)
     config = checkpoint.config
     kind = config.choice("model_type", {name: name for name in FAMILIES}, "")
     require_plain(config)
-    family = FAMILIES[kind]
+    family, head, files = FAMILIES[kind], None, [config, checkpoint.tokenizer]
     try:
         shape = family.shape(config, checkpoint.names())
+        if sentence is not None:
+            shape = replace(shape, **sentence.fields)
+            family = replace(family, table={**family.table, **sentence.table})
     except UsageError as error:
         raise InputError(f"{config.path}: {error}") from error
     tokenizer = TOKENIZERS[kind](checkpoint, shape)
+    if sentence is not None:
+        head = _cut(sentence, checkpoint, shape, tokenizer)
+        files = [*sentence.files, *files]
     generation: dict[str, Any] = {}
     ignored: dict[str, Any] = {}
     if shape.decoder_layers:
@@ -133,18 +166,41 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
         tokenizer.special = replace(tokenizer.special, more_ends=tuple(ends[1:]))
         generation, ignored = generation_defaults(checkpoint, shape)
     tensors = checkpoint.tensors()
+    if sentence is not None:
+        tensors = sentence.tensors(tensors)
     if adapter is not None:
         tensors = adapted(family, shape, tensors, adapter)
     weights = convert_weights(family, shape, tensors, str(folder))
     notes = [] if adapter is None else [adapter.describe()]
     notes += [f"tokenizer: {note}" for note in checkpoint.notes]
     unused = {
-        settings.path.name: values
-        for settings in (config, checkpoint.tokenizer, checkpoint.special_tokens)
+        _relative(settings.path, folder): values
+        for settings in (*files, checkpoint.special_tokens)
         if (values := settings.unread())
     }
     found = (kind, shape, weights, tokenizer, generation, ignored)
-    return Imported(*found, notes, unused)
+    return Imported(*found, notes, unused, head)
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name
+
+
+def _cut(
+    sentence: SentenceModules, checkpoint: Checkpoint, shape: ModelConfig, tokenizer: AnyTokenizer
+) -> HeadSettings:
+    """Returns how texts are read, with the length that `SentenceTransformer.encode` cuts them to.
+
+    Raises:
+        InputError: Texts are lower-cased first, and the tokenizer does not do so.
+    """
+    if sentence.lower and tokenizer.encode("A É") != tokenizer.encode("a é"):
+        raise InputError(
+            f"{checkpoint.folder}: do_lower_case is true, but its tokenizer tells upper from lower "
+            "case, which cannot be imported; lower-case the texts, and set it to false"
+        )
+    longest = sentence.settings.longest or checkpoint.tokenizer.number("model_max_length", MOST)
+    return replace(sentence.settings, longest=int(min(longest, shape.max_positions)))
 
 
 def _of_toolkit(source: Source) -> Imported:
@@ -184,7 +240,7 @@ def import_checkpoint(
     run_folder.check_folder(out, force=force)
     with staged_folder(out) as staged:  # before the long reading
         imported = read_checkpoint(folder, adapter)
-        run.save_config(staged, imported.config, None, imported.generation)
+        run.save_config(staged, imported.config, None, imported.generation, imported.head)
         imported.tokenizer.save(staged)
         with tensor_writer(staged / run.WEIGHTS, imported.weights.shapes) as file:
             imported.weights.write(file)

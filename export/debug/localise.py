@@ -100,8 +100,7 @@ def _calls(
             if side.model.config.decoder_layers:
                 given = _flat(side.start(case.source, case.mask).cross)
             else:
-                encoded = TorchEncoder(side.model).encode(case.source, case.mask)
-                given = [encoded["hidden"], encoded["logits"]]
+                given = list(TorchEncoder(side.model).encode(case.source, case.mask).values())
             sides.append(dict(zip(outputs, given, strict=True)))
         yield _Call(case, _feeds(spec, case.source, case.mask), truth(case, *sides))
         return

@@ -80,6 +80,7 @@ def manifest_claims(checkpoint: Checkpoint, bundle: Bundle) -> list[Claim]:
     claims = [
         Claim("generation defaults", "; ".join(_differences(wanted, found))),
         Claim("architecture", _unequal("architecture", config.architecture, manifest.architecture)),
+        Claim("head", _unequal("head", checkpoint.head, manifest.head)),
     ]
     for variant in manifest.variants.values():
         problems = filter(None, _variant_problems(variant, config))

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transferry.build_model.transformer import Transformer
 from transferry.export.optimise.calibration import Calibration
@@ -55,6 +56,7 @@ from transferry.runtime.parity.recorded import RecordedSearch, Reference
 from transferry.runtime.parity.report import Decisions, Difference
 from transferry.runtime.parity.rules import Rules
 from transferry.runtime.parity.self_consistency import self_consistency
+from transferry.runtime.settings import HeadSettings
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 HIDE_EVERY = 7  # tokens of a text, for an encoder-only model to fill in
@@ -303,33 +305,47 @@ class Oracle:
                 exact[-1].append(score)
         return exact, max(own, self.tolerance.floor * largest)
 
-    def fillings(
-        self, encoder: ObservableEncoder, sources: Sequence[Sequence[int]], forcing: TeacherForcing
-    ) -> tuple[list[Comparison], Decisions]:
-        """Hides tokens of each source and compares what the reference and an encoder fill in.
+    def readings(
+        self,
+        encoder: ObservableEncoder,
+        sources: Sequence[Sequence[int]],
+        forcing: TeacherForcing,
+        head: HeadSettings | None = None,
+    ) -> Iterator[Decisions | list[Comparison]]:
+        """Compares what the reference and an encoder-only model give for text.
+
+        That is every tensor, and what is chosen: tokens for some that are hidden, or the labels of
+        a head.
 
         Raises:
-            InputError: The tokenizer has no mask.
+            InputError: Tokens are to be filled in, and the tokenizer has no mask.
         """
-        if self.special.mask_id is None:
+        fills, mask_id = self.config.lm_head and not self.config.has_head, self.special.mask_id
+        if fills and mask_id is None:
             raise InputError("expected a tokenizer with a mask, found none; verify without --text")
         comparisons: list[Comparison] = []
-        tally = Tally("fill-mask", self.tolerance)
+        tally = Tally("fill-mask" if fills or head is None else head.task, self.tolerance)
         for row, source in enumerate(sources):
             tokens = np.array([source], np.int64)
             places = np.arange(len(self.special.before), len(source), HIDE_EVERY)
-            tokens[:, places] = self.special.mask_id
+            if fills and mask_id is not None:
+                tokens[:, places] = mask_id
             nothing = np.zeros((1, 0), np.int64)
             mask = np.ones_like(tokens, np.bool_)
             case = Case(f"text, row {row}", tokens, mask, nothing, 0, stage="text")
             sides, given = self.observe(case), observe(encoder, case)
             comparisons += compare(case, truth(case, *sides), given, self.tolerance)
             trained = observe(self.trained.encoder, case) if self.others else sides[1]
-            exact, left, *others, right, meant = (
-                tensors["logits"][0, places].astype(np.float64)
+            self.done(1)
+            choices = [
+                tensors["logits"][0, places] if fills else chosen_from(tensors, head)
                 for tensors in (*sides, given, trained)
-            )
+            ]
+            if not choices[0].size:  # numbers and vectors, of which nothing is chosen
+                continue
+            exact, left, *others, right, meant = (each.astype(np.float64) for each in choices)
             wanted, found = left.argmax(axis=1), right.argmax(axis=1)
+            where = places if fills else np.arange(len(wanted))
             forcing.add([0, *wanted], exact, left, right, meant)
             largest = np.abs(exact).max(initial=0.0)
             own_error = max(np.abs(side - exact).max(initial=0.0) for side in (left, *others))
@@ -342,7 +358,7 @@ class Oracle:
                 Divergence(
                     int(place), (int(one),), (int(other),), margin, allowed, min(allowed, rounding)
                 )
-                for place, one, other, scores in zip(places, wanted, found, exact, strict=True)
+                for place, one, other, scores in zip(where, wanted, found, exact, strict=True)
                 if one != other or not np.isfinite(scores).all()
                 for margin in [float(np.abs(scores[one] - scores[other]))]
             ]
@@ -352,11 +368,12 @@ class Oracle:
                 worst = max(divergences, key=lambda item: item.margin - item.allowed)
                 tally.differ(*worst.difference(row))
             else:
-                chosen = np.arange(len(places)), wanted
+                chosen = np.arange(len(wanted)), wanted
                 scores = [logits[chosen] - log_sum_exp(logits) for logits in (exact, right)]
                 tally.agree(row, np.abs(scores[0] - scores[1]).tolist(), own)
-            self.done(1)
-        return comparisons, tally.decisions()
+        yield comparisons
+        if forcing.tokens:
+            yield tally.decisions()
 
     def record(
         self,
@@ -378,12 +395,26 @@ class Oracle:
         return Reference([(case, self.truth(case)) for case in cases], sources, searches)
 
 
+def chosen_from(tensors: Tensors, head: HeadSettings | None) -> NDArray[np.floating[Any]]:
+    """Returns the scores among which the labels of a row are chosen.
+
+    `[choices, options]`: of each text or token the scores of its labels; where each label is for
+    itself, of each label 0 for no and its score for yes. Empty where nothing is chosen.
+    """
+    scores = tensors["head"][0] if head is not None else np.zeros(0)
+    if head is None or head.probabilities == "none":
+        return np.zeros((0, 0))
+    if head.probabilities == "sigmoid":
+        return np.stack([np.zeros_like(scores), scores], axis=-1)
+    return scores.reshape(-1, scores.shape[-1])
+
+
 @dataclass
 class TextParity:
     """Checks of a model on text, in the order of `verify`.
 
-    A decoder runs every search and is then fed given answers; an encoder-only model fills in
-    hidden tokens.
+    A decoder runs every search and is then fed given answers; of an encoder-only model see
+    `Oracle.readings`.
 
     Attributes:
         oracle: The reference.
@@ -394,6 +425,7 @@ class TextParity:
         sampled: Searches other than `WHOLE` run on one source in so many.
         batches: Limits on what is computed at once; those of the model if None.
         given: Fields of GenerationOptions of one search more, besides the bundle's defaults.
+        head: What the head of an encoder-only model is for.
         standard: Names of the other searches.
         forcing: Errors and margins on the given answers.
         best: The best answer to each row of a search, of torch as trained and of the model; of
@@ -408,6 +440,7 @@ class TextParity:
     sampled: int = 1
     batches: BatchOptions | None = None
     given: Mapping[str, Any] | None = None
+    head: HeadSettings | None = None
     standard: Sequence[str] = tuple(SEARCHES)
     forcing: TeacherForcing = field(default_factory=TeacherForcing)
     best: dict[str, list[tuple[Hypothesis, Hypothesis]]] = field(default_factory=dict)
@@ -427,7 +460,7 @@ class TextParity:
         if not sources:
             return
         if isinstance(model, EncoderModel):
-            yield from oracle.fillings(model, sources, self.forcing)
+            yield from oracle.readings(model, sources, self.forcing, self.head)
             return
         batches = self.batches or model.batches
         for name in self.searches:

@@ -68,15 +68,16 @@ class Canary:
         cases = reference.cases
         torch = {
             name: max(truth.errors.get(name, 0.0) for _, truth in cases)
-            for name in ("logits", "hidden")
+            for name in ("logits", "hidden", "head")
         }
         tolerance = Tolerance.of(variant.precision)
         factor = 2 * tolerance.factor
         # The record may happen to hold no value at the border of two integers; the text does.
         floor = INT8_STEP if variant.precision == "int8" else tolerance.floor
         self.tolerance = Tolerance(factor, max(torch["logits"], floor))
-        self.vector_limit = factor * max(torch["hidden"], floor)
-        largest = max(float(np.abs(truth.oracle["logits"]).max(initial=0.0)) for _, truth in cases)
+        self.vector_limit = factor * max(torch["hidden"], torch["head"], floor)
+        logits = (truth.oracle.get("logits", np.zeros(0)) for _, truth in cases)
+        largest = max(float(np.abs(each).max(initial=0.0)) for each in logits)
         # A log-probability is a logit minus the log-sum-exp of the logits: either may be off.
         self.log_probability_limit = 2 * self.tolerance.budget(0.0) * largest
 

@@ -169,7 +169,7 @@ class Job:
             Path(input_path),
             format=options.format_in,
             column=options.messages or options.prompt_ids or options.column,
-            lists=options.prompt in ("messages", "ids"),
+            lists=options.prompt_kind in ("messages", "ids"),
         )
         self.target = None
         if options.target is not None:
@@ -208,7 +208,7 @@ class Job:
             **{name: described.get(name) for name in DECISIVE},
             "task": options.task,
             **self.task.settings,
-            "long_rows": options.long_rows,
+            "long_rows": self.task.long_rows,
             "input_format": self.reader.format,
             "column": options.column,
             "columns": self.reader.columns,

@@ -35,8 +35,11 @@ class JobOptions:
         prompt_ids: for generate: JSONL column with a list of token ids, read as they are.
         suppress: text that no output holds, at the beginning of a word or within one; a number is a
             token id, unless it is quoted. Only the text's own tokens are forbidden.
-        pooling: for embed: mean over all tokens, or the first one.
+        pooling: for embed: mean over all tokens, or the first one. Default: as the bundle does,
+            else mean.
         normalise: for embed: scale vectors to length 1.
+        prompt: for embed: name of a text of the bundle to put before each row. Default: the
+            bundle's, if it has one.
         mask: for fill-mask: the text that stands for a masked token.
         top: for fill-mask: candidates per mask.
         target: for score: file with the other side of the pairs, in the format of the input.
@@ -45,7 +48,8 @@ class JobOptions:
         format_in: format of the input. Default: from its name, else text.
         format: format of the output. Default: from its name, else text, or JSONL for scores.
         long_rows: what to do with a row longer than the model's positions: report an error,
-            truncate it, or split it into sentences and join their outputs.
+            truncate it, or split it into sentences and join their outputs. Default: error, or
+            truncate for embed where the bundle has a longest row.
         partition: I/N: only the I-th of N parts of the input, to use N machines.
         chunk_rows: rows saved together, and lost together by an interruption.
         max_errors: stop when more rows than this have errors.
@@ -61,15 +65,16 @@ class JobOptions:
     messages: str | None = None
     prompt_ids: str | None = None
     suppress: tuple[str, ...] = ()
-    pooling: Literal["mean", "first"] = "mean"
+    pooling: Literal["mean", "first"] | None = None
     normalise: bool = False
+    prompt: str | None = None
     mask: str = "[MASK]"
     top: Annotated[int, msgspec.Meta(le=MOST)] = 5
     target: Path | None = None
     column: str | None = None
     format_in: InputFormat | None = None
     format: OutputFormat | None = None
-    long_rows: LongRows = "error"
+    long_rows: LongRows | None = None
     partition: str | None = None
     chunk_rows: Annotated[int, msgspec.Meta(le=MOST)] = 16384
     max_errors: Annotated[int, msgspec.Meta(le=MOST)] | None = None
@@ -83,6 +88,11 @@ class JobOptions:
             name = next(iter(self.generation), "suppress")
             raise UsageError(
                 f"task {self.task} generates nothing, so {name} has no effect; leave it out"
+            )
+        if self.prompt is not None and self.task != "embed":
+            raise UsageError(
+                f"prompt names a text to put before a text to embed, so it has no effect on task "
+                f"{self.task}; leave it out"
             )
         if self.task == "score" and self.canary is not None:
             raise UsageError("task score has no canary; leave it out")
@@ -98,7 +108,7 @@ class JobOptions:
             require(one == 1 <= every, "canary", "1/N, such as 1/1000", shown(self.canary))
 
     @property
-    def prompt(self) -> Literal["turn", "messages", "ids"] | None:
+    def prompt_kind(self) -> Literal["turn", "messages", "ids"] | None:
         """Kind of the rows; None if they are plain texts."""
         if self.chat:
             return "turn"
@@ -123,7 +133,7 @@ class JobOptions:
             )
         if self.system is not None and not self.chat:
             raise UsageError("system has no effect without chat; add --chat")
-        if self.prompt in ("turn", "messages") and self.long_rows != "error":
+        if self.prompt_kind in ("turn", "messages") and self.long_rows not in (None, "error"):
             raise UsageError(
                 f"long_rows={self.long_rows} and {names[0]} exclude each other, since a chat ends "
                 "with the turn to be answered; choose long_rows=error"

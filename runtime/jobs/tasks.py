@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any
 
 from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.engine.embed import embed
+from transferry.runtime.engine.embed import default_long_rows, embed, embedding_width
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.fill_mask import fill_masks
+from transferry.runtime.engine.preprocess import LongRows
 from transferry.runtime.engine.prompts import Prompt
 from transferry.runtime.engine.result import RowResult
 from transferry.runtime.engine.score import ScoreResult, score
@@ -31,6 +32,7 @@ class Task:
         generation: How to generate; None for tasks that do not.
         width: Length of the vectors of embed; else 0.
         source: What the text of a row is to the engine: itself, or a prompt.
+        long_rows: What becomes of a row that is too long.
     """
 
     run: Callable[[Engine, Iterator[Any], int], Iterator[Any]]
@@ -38,6 +40,7 @@ class Task:
     generation: GenerationOptions | None = None
     width: int = 0
     source: Callable[[str], str | Prompt] = str
+    long_rows: LongRows = "error"
 
     @property
     def n_best(self) -> int:
@@ -52,7 +55,7 @@ class Task:
             UsageError: The bundle cannot do it.
             ParityError: A required certificate does not cover the search.
         """
-        long_rows = options.long_rows
+        long_rows = options.long_rows or "error"
         chosen: dict[str, Any]
         if options.task == "generate":
             prefix = tuple(engine.bundle.tokenizer.encode_target(options.prefix))
@@ -61,7 +64,7 @@ class Task:
                 chosen["suppress"] = tuple(map(token_or_text, options.suppress))
             generation = engine.options(**chosen)
             engine.require_covered(generation)
-            kind, source = options.prompt, cls.source
+            kind, source = options.prompt_kind, cls.source
             if kind is not None:
                 source = partial(Prompt, kind=kind, system=options.system)
             if kind in ("turn", "messages"):
@@ -77,24 +80,32 @@ class Task:
                 asdict(generation) | {name: getattr(options, name) for name in prompts},
                 generation,
                 source=source,
+                long_rows=long_rows,
             )
         if options.task == "score":
             if engine.decoder.has_encoder is (options.target is None):
                 need = "needs --target" if options.target is None else "takes no --target"
                 architecture = engine.bundle.manifest.architecture
                 raise UsageError(f"{engine.bundle.folder} is {architecture} and {need}")
-            return cls(lambda engine, pairs, first: score(engine, pairs, long_rows=long_rows), {})
+            return cls(
+                lambda engine, pairs, first: score(engine, pairs, long_rows=long_rows),
+                {},
+                long_rows=long_rows,
+            )
         _ = engine.encoder  # refuses other architectures before anything is opened
         compute: Callable[..., Iterator[RowResult]] = fill_masks
         chosen = {"mask": options.mask, "top": options.top}
         width = 0
         if options.task == "embed":
-            compute, width = embed, int(engine.bundle.manifest.model["d_model"])
-            chosen = {"pooling": options.pooling, "normalise": options.normalise}
+            compute, width = embed, embedding_width(engine, options.pooling)
+            long_rows = options.long_rows or default_long_rows(engine)
+            names = ("pooling", "normalise", "prompt")
+            chosen = {name: getattr(options, name) for name in names}
         return cls(
             lambda engine, texts, first: compute(engine, texts, long_rows=long_rows, **chosen),
             chosen,
             width=width,
+            long_rows=long_rows,
         )
 
 

@@ -26,7 +26,7 @@ MOST = {"float16": 2.0**-3, "bfloat16": 0.5, "int8": 2.0}
 INT8_STEP = 2.0**-8  # half of one of a scale's 127 steps
 # "encoder" is `start`, or an encoder-only model; the steps are a decoder's; "text" is all of these
 # on real text and the answers to it.
-OUTPUTS = ("logits", "hidden")
+OUTPUTS = ("logits", "hidden", "head")
 STAGES = ("encoder", "first step", "later step", "text")
 
 
@@ -240,6 +240,8 @@ def _from_encoder(name: str) -> bool:
 def meaningful(case: Case, name: str, tensor: NDArray[Any]) -> NDArray[np.bool_]:
     """Returns a mask of the entries to compare: all but those that the encoder gives at padding."""
     if not case.target.size:
+        if tensor.ndim == 2:  # of the text as a whole
+            return np.ones(tensor.shape, np.bool_)
         return np.broadcast_to(case.mask[:, :, None], tensor.shape)
     if name == "logits":
         return np.ones(tensor.shape, np.bool_)

@@ -228,6 +228,7 @@ def verify_recorded(bundle: Bundle, model: Model) -> ParityReport:
     settings = {
         **model.describe(),
         "against": "the recorded answers",
+        **({} if bundle.manifest.head is None else {"task": bundle.manifest.head.task}),
         "batch_rows": batch_rows,
     }
     return ParityReport(

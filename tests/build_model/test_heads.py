@@ -1,0 +1,235 @@
+"""Heads of encoder-only models give the vectors and scores of transformers' own classes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tests.build_model.test_model_types import (
+    LONGEST,
+    REASON,
+    SEEDS,
+    TYPES,
+    Draw,
+    byte_level_tokenizer,
+    exact,
+    randomise,
+)
+from transferry.build_model.checkpoint import load_checkpoint
+from transferry.build_model.huggingface.encoder_only import FAMILIES
+from transferry.build_model.huggingface.importer import import_checkpoint
+from transferry.export.bundle import export_bundle
+from transferry.export.verify import verify_against
+from transferry.runtime.engine.embed import embed
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.errors import InputError, UsageError
+
+transformers = pytest.importorskip("transformers", reason=REASON)
+
+TEXTS = ["the cat sat", "Straße über Häuser, the mat", "a", "on the mat " * 6]
+EXPORTED = ("bert", "mpnet")  # through bundle and engine too; exporting takes seconds
+ALL_POOLINGS = ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
+LENGTH = 12  # max_seq_length
+
+
+class Theirs:
+    """A drawn checkpoint of transformers with a tokenizer, and its model in float64."""
+
+    def __init__(self, kind: str, seed: int, folder: Path, suffix: str, **settings: Any) -> None:
+        self.tokenizer = byte_level_tokenizer(folder, "<s>", "</s>")
+        name, drawn = TYPES[kind]
+        model_class = getattr(transformers, name.replace("ForMaskedLM", suffix))
+        ends = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+        positions = {"max_position_embeddings": LONGEST}
+        chosen = drawn(Draw(f"{kind} {seed} {suffix}")) | positions | ends | settings
+        config = model_class.config_class(vocab_size=len(self.tokenizer), **chosen)
+        torch.manual_seed(seed)
+        made = model_class(config).eval()
+        randomise(made)
+        made.save_pretrained(folder)
+        with exact():
+            self.model = model_class(config).eval()
+        self.model.load_state_dict(made.double().state_dict())
+        self.model.double()
+
+    @torch.inference_mode()
+    def __call__(self, text: str, pair: str | None = None, **limits: Any) -> Any:
+        read = self.tokenizer(text, pair, return_tensors="pt", split_special_tokens=True, **limits)
+        with exact():
+            return self.model(**read)
+
+
+def pooled(hidden: Tensor, kind: str) -> Tensor:
+    """As Pooling.forward of sentence-transformers 6.2, for a text without padding."""
+    weights = torch.arange(1.0, len(hidden) + 1, dtype=hidden.dtype)[:, None]
+    found: dict[str, Tensor] = {
+        "cls": hidden[0],
+        "max": hidden.max(dim=0).values,
+        "mean": hidden.mean(dim=0),
+        "mean_sqrt_len_tokens": hidden.sum(dim=0) / len(hidden) ** 0.5,
+        "weightedmean": (hidden * weights).sum(dim=0) / weights.sum(),
+        "lasttoken": hidden[-1],
+    }
+    return found[kind]
+
+
+def write(path: Path, record: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record), encoding="utf-8")
+
+
+def sentence_folder(
+    folder: Path, *poolings: str, dense: Sequence[nn.Linear] = (), normalise: bool = False
+) -> None:
+    """Adds what SentenceTransformer.save writes beside the Transformer."""
+    package = "sentence_transformers.models"
+    kinds = ["Transformer", "Pooling", *["Dense"] * len(dense), *["Normalize"] * normalise]
+    places = ["", *(f"{number}_{kind}" for number, kind in enumerate(kinds[1:], start=1))]
+    write(
+        folder / "modules.json",
+        [
+            {"idx": number, "name": str(number), "path": place, "type": f"{package}.{kind}"}
+            for number, (place, kind) in enumerate(zip(places, kinds, strict=True))
+        ],
+    )
+    write(folder / "sentence_bert_config.json", {"max_seq_length": LENGTH, "do_lower_case": False})
+    prompts = {"prompts": {"query": "the query ", "document": ""}, "default_prompt_name": None}
+    write(folder / "config_sentence_transformers.json", prompts)
+    flags = {f"pooling_mode_{kind}_token": kind in poolings for kind in ("cls",)}
+    flags |= {f"pooling_mode_{kind}_tokens": kind in poolings for kind in ALL_POOLINGS[1:5]}
+    flags |= {"pooling_mode_lasttoken": "lasttoken" in poolings}
+    flags["pooling_mode_mean_sqrt_len_tokens"] = flags.pop(
+        "pooling_mode_mean_sqrt_len_tokens_tokens"
+    )
+    flags["pooling_mode_weightedmean_tokens"] = "weightedmean" in poolings
+    write(folder / places[1] / "config.json", {"word_embedding_dimension": 32, **flags})
+    for place, layer, name in zip(places[2:], dense, ("Tanh", "GELU"), strict=False):
+        settings = {
+            "in_features": layer.in_features,
+            "out_features": layer.out_features,
+            "bias": layer.bias is not None,
+            "activation_function": f"torch.nn.modules.activation.{name}",
+        }
+        write(folder / place / "config.json", settings)
+        tensors = {f"linear.{name}": each.detach() for name, each in layer.named_parameters()}
+        save_file(tensors, folder / place / "model.safetensors")
+
+
+def dense_layers() -> list[nn.Linear]:
+    torch.manual_seed(1)
+    return [nn.Linear(32 * len(ALL_POOLINGS), 12), nn.Linear(12, 5, bias=False)]
+
+
+@torch.inference_mode()
+def vector_of(hidden: Tensor, poolings: Sequence[str], dense: Sequence[nn.Linear]) -> Tensor:
+    x = torch.cat([pooled(hidden, kind) for kind in poolings])
+    activations = [nn.Tanh(), nn.GELU()]
+    for layer, activation in zip(dense, activations, strict=False):
+        x = activation(layer.double()(x))
+    return nn.functional.normalize(x, dim=0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", FAMILIES)
+@torch.inference_mode()
+def test_vectors_are_those_of_sentence_transformers(kind: str, seed: int, tmp_path: Path) -> None:
+    folder, run, dense = tmp_path / "theirs", tmp_path / "run", dense_layers()
+    theirs = Theirs(kind, seed, folder, "Model")
+    sentence_folder(folder, *ALL_POOLINGS, dense=dense, normalise=True)
+    said: list[str] = []
+    import_checkpoint(folder, run, say=said.append)
+    assert "no masked language model head: only --task embed works" in said[0]
+    assert f"rows cut to {LENGTH} tokens, prompts query document" in said[0]
+
+    limits: dict[str, Any] = {"truncation": True, "max_length": LENGTH}
+    wanted = [
+        vector_of(theirs(text, **limits).last_hidden_state[0], ALL_POOLINGS, dense)
+        for text in TEXTS
+    ]
+    checkpoint = load_checkpoint(run)
+    rows = [theirs.tokenizer(text, split_special_tokens=True, **limits).input_ids for text in TEXTS]
+    longest = max(map(len, rows))
+    assert longest == LENGTH
+    mask = torch.arange(longest) < torch.tensor([len(row) for row in rows])[:, None]
+    source = torch.tensor([row + [5] * (longest - len(row)) for row in rows])
+    found = checkpoint.model.double().answers(source, mask)["head"]
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).abs().max() <= 1e-9
+
+    if kind not in EXPORTED or seed:
+        return
+    bundle = tmp_path / "bundle"
+    checkpoint = load_checkpoint(run)
+    export_bundle(checkpoint, bundle, texts=TEXTS[:3], variants=["cpu-fp32"])
+    for variant in ("portable", "cpu-fp32"):
+        engine = Engine.load(bundle, variant=variant)
+        answers = list(embed(engine, TEXTS))
+        whole = [len(theirs.tokenizer(text).input_ids) for text in TEXTS]
+        assert [row.truncated for row in answers] == [each > LENGTH for each in whole]
+        for row, vector in zip(answers, wanted, strict=True):
+            assert np.abs(row.vector - vector.numpy()).max() < 1e-5
+        (asked,) = embed(engine, ["the cat"], prompt="query")
+        hidden = theirs("the query the cat", **limits).last_hidden_state[0]
+        assert asked.source == "the cat"
+        wanted_too = vector_of(hidden, ALL_POOLINGS, dense).numpy()
+        assert np.abs(asked.vector - wanted_too).max() < 1e-5
+        # An option of its own takes the hidden states.
+        (first,) = embed(engine, ["the cat"], pooling="first")
+        hidden = theirs("the cat").last_hidden_state[0, 0].numpy()
+        assert np.abs(first.vector - hidden).max() < 1e-4
+        with pytest.raises(UsageError, match="prompt must be one of the bundle's: query, document"):
+            embed(engine, [], prompt="nothing")
+        (long,) = embed(engine, TEXTS[3:], long_rows="error")
+        assert long.error is not None
+        assert verify_against(checkpoint, engine.bundle, engine.model, TEXTS[:2]).passed
+
+
+def break_modules(folder: Path, change: Any) -> None:
+    path = folder / "modules.json"
+    modules = json.loads(path.read_text(encoding="utf-8"))
+    change(modules)
+    write(path, modules)
+
+
+def typed(name: str) -> Any:
+    return lambda modules: modules[1].update(type=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "message"),
+    [
+        ("modules.json", typed("sentence_transformers.models.CNN"), "Transformer, CNN, .*support"),
+        ("modules.json", typed("somebody.Pooling"), "code of others is not run"),
+        ("modules.json", lambda each: each[1].update(path="../x"), "expected folders in"),
+        ("modules.json", lambda each: each.pop(), "are Transformer, which cannot be imported"),
+        ("1_Pooling/config.json", {"pooling_mode": "attention"}, 'pooling_mode is "attention"'),
+        ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt is false"),
+        ("1_Pooling/config.json", {"pooling_mode": ["mean", 3]}, "pooling_mode is 3"),
+        ("sentence_bert_config.json", {"do_lower_case": True}, "tells upper from lower case"),
+        ("sentence_bert_config.json", {"max_seq_length": "8"}, "must be a whole number"),
+        ("config_sentence_transformers.json", {"prompts": ["a"]}, "supported: texts by name"),
+        ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "a name of prompts"),
+        ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "SparseEncoder"),
+    ],
+)
+def test_what_cannot_be_a_head_is_refused(
+    name: str, record: Any, message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "theirs"
+    Theirs("bert", 0, folder, "Model")
+    sentence_folder(folder, "mean")
+    if callable(record):
+        break_modules(folder, record)
+    else:
+        write(folder / name, record)
+    with pytest.raises(InputError, match=message):
+        import_checkpoint(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
