@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,13 @@ def _text_parity(
     sources = [
         source_of(text, tokenizer, config, number) for number, text in enumerate(texts, start=1)
     ]
+    if checkpoint.head is not None and checkpoint.head.task == "classify" and special.between:
+        # Pairs too: each text with the next.
+        pairs = (
+            special.wrap([*tokenizer.encode(one), *special.between, *tokenizer.encode(other)])
+            for one, other in pairwise(texts)
+        )
+        sources += [pair for pair in pairs if len(pair) <= config.max_positions]
     fed = None
     if not config.encoder_layers:
         fed = [special.wrap(tokenizer.encode(text)) for text in texts]

@@ -16,6 +16,7 @@ from transferry.build_model.formats.writer import tensor_writer
 from transferry.build_model.huggingface.families import FAMILIES
 from transferry.build_model.huggingface.folder import CONFIG, Checkpoint, require_plain
 from transferry.build_model.huggingface.generation import generation_defaults
+from transferry.build_model.huggingface.tables import Family
 from transferry.build_model.huggingface.vocabularies import TOKENIZERS
 from transferry.build_model.huggingface.weights import Converted, adapted, convert_weights
 from transferry.build_model.toolkits.fairseq import read_fairseq
@@ -101,6 +102,9 @@ class Imported:
 
 def _describe(head: HeadSettings, config: ModelConfig) -> str:
     parts = [f"head for --task {head.task}"]
+    if head.labels:
+        names = ", ".join(head.labels)
+        parts.append(f"{len(head.labels)} labels ({_cut_short(names)})")
     if config.pooling:
         parts.append(f"pooling {' and '.join(config.pooling)}")
     if config.head_widths:
@@ -116,7 +120,10 @@ def _describe(head: HeadSettings, config: ModelConfig) -> str:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    return _cut_short(json.dumps(value, ensure_ascii=False))
+
+
+def _cut_short(text: str) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
@@ -142,15 +149,21 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
     config = checkpoint.config
     kind = config.choice("model_type", {name: name for name in FAMILIES}, "")
     require_plain(config)
-    family, head, files = FAMILIES[kind], None, [config, checkpoint.tokenizer]
+    family, files = FAMILIES[kind], [config, checkpoint.tokenizer]
+    head: HeadSettings | None = None
     try:
         shape = family.shape(config, checkpoint.names())
         if sentence is not None:
             shape = replace(shape, **sentence.fields)
             family = replace(family, table={**family.table, **sentence.table})
+        elif (classifier := family.classifier(config)) is not None:
+            shape, head = replace(shape, **classifier.fields), classifier.settings
+            family = replace(family, table={**family.table, **classifier.table})
     except UsageError as error:
         raise InputError(f"{config.path}: {error}") from error
     tokenizer = TOKENIZERS[kind](checkpoint, shape)
+    if head is not None and head.task == "classify":
+        family, shape = _with_segments(family, shape, checkpoint, tokenizer)
     if sentence is not None:
         head = _cut(sentence, checkpoint, shape, tokenizer)
         files = [*sentence.files, *files]
@@ -184,6 +197,33 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
 
 def _relative(path: Path, folder: Path) -> str:
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name
+
+
+def _with_segments(
+    family: Family, shape: ModelConfig, checkpoint: Checkpoint, tokenizer: AnyTokenizer
+) -> tuple[Family, ModelConfig]:
+    """Lets a model tell the two texts of a pair apart, if it was trained to.
+
+    Raises:
+        InputError: The tokenizer numbers the segments otherwise than by what ends the first one.
+    """
+    kinds = checkpoint.config.whole("type_vocab_size", 2) if family.segments else 0
+    if kinds < 2 or not any(checkpoint.segments):
+        return family, shape
+    special, found = tokenizer.special, checkpoint.segments
+    first = len(special.wrap(tokenizer.encode("a")))
+    if (
+        len(special.after) != 1
+        or special.between != special.after
+        or found != [0] * first + [1] * (len(found) - first)
+    ):
+        raise InputError(
+            f"{checkpoint.folder}: the tokenizer joins a pair as segments {found}, which cannot be "
+            "imported; supported: each text and what ends it is a segment"
+        )
+    table = {**family.table, family.segments: "segment_embedding.weight"}
+    shape = replace(shape, segments=kinds, segment_end=special.after[0])
+    return replace(family, table=table), shape
 
 
 def _cut(

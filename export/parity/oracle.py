@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from transferry.build_model.transformer import Transformer
 from transferry.export.optimise.calibration import Calibration
@@ -17,8 +16,8 @@ from transferry.export.parity.cases import MOST_LOGITS, random_cases
 from transferry.export.parity.searches import GIVEN, RECORDED, SEARCHES, WHOLE, search_settings
 from transferry.export.parity.served import serve
 from transferry.export.parity.simulated_int8 import int8_sides
-from transferry.export.parity.teacher_forcing import TeacherForcing
-from transferry.export.torch_model import TorchDecoder
+from transferry.export.parity.teacher_forcing import TeacherForcing, chosen_from
+from transferry.export.torch_model import TorchDecoder, moved_heads
 from transferry.runtime.bundle import Variant
 from transferry.runtime.decoding.batching import BatchOptions, length_batches
 from transferry.runtime.decoding.decoder import (
@@ -138,7 +137,16 @@ class Oracle:
 
     def truth(self, case: Case) -> Truth:
         """Returns the expected tensors of a case."""
-        return truth(case, *self.observe(case))
+        sides, least = self._sides(case)
+        return truth(case, *sides, least=least)
+
+    def _sides(self, case: Case) -> tuple[list[Tensors], float]:
+        """Runs a case, the head moved by rounding too; returns the tensors and the head's unit."""
+        sides = self.observe(case)
+        if not self.config.has_head:
+            return sides, 0.0
+        moved, unit = moved_heads(self.exact.encoder, case.mask, *sides)
+        return [*sides, *moved], unit
 
     def numbers(
         self, model: ObservableDecoder[State] | ObservableEncoder, cases: Iterable[Case]
@@ -333,8 +341,9 @@ class Oracle:
             nothing = np.zeros((1, 0), np.int64)
             mask = np.ones_like(tokens, np.bool_)
             case = Case(f"text, row {row}", tokens, mask, nothing, 0, stage="text")
-            sides, given = self.observe(case), observe(encoder, case)
-            comparisons += compare(case, truth(case, *sides), given, self.tolerance)
+            (sides, least), given = self._sides(case), observe(encoder, case)
+            expected = truth(case, *sides, least=least)
+            comparisons += compare(case, expected, given, self.tolerance)
             trained = observe(self.trained.encoder, case) if self.others else sides[1]
             self.done(1)
             choices = [
@@ -353,7 +362,8 @@ class Oracle:
             # A log-probability is a logit less the logits' log-sum-exp: each may be off.
             own = float(2 * max(own_error, self.tolerance.floor) * largest)
             allowed = self.tolerance.factor * own
-            rounding = Tolerance.factor * (2 * self.tolerance.floor * largest if others else own)
+            few = 2 * self.tolerance.floor * largest
+            rounding = Tolerance.factor * (few if self.others else own)
             divergences = [
                 Divergence(
                     int(place), (int(one),), (int(other),), margin, allowed, min(allowed, rounding)
@@ -393,20 +403,6 @@ class Oracle:
             ends = [[hypothesis.end for hypothesis in row] for row in answers]
             searches.append(RecordedSearch(name, settings, tokens, scores, own_error, ends))
         return Reference([(case, self.truth(case)) for case in cases], sources, searches)
-
-
-def chosen_from(tensors: Tensors, head: HeadSettings | None) -> NDArray[np.floating[Any]]:
-    """Returns the scores among which the labels of a row are chosen.
-
-    `[choices, options]`: of each text or token the scores of its labels; where each label is for
-    itself, of each label 0 for no and its score for yes. Empty where nothing is chosen.
-    """
-    scores = tensors["head"][0] if head is not None else np.zeros(0)
-    if head is None or head.probabilities == "none":
-        return np.zeros((0, 0))
-    if head.probabilities == "sigmoid":
-        return np.stack([np.zeros_like(scores), scores], axis=-1)
-    return scores.reshape(-1, scores.shape[-1])
 
 
 @dataclass

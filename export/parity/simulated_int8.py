@@ -154,3 +154,8 @@ class Int8TorchEncoder(TorchEncoder):
         """See `TorchEncoder.encode`."""
         with self.rounding:
             return super().encode(source, mask)
+
+    def head(self, hidden: Floats, mask: Mask) -> Floats:
+        """See `TorchEncoder.head`."""
+        with self.rounding:
+            return super().head(hidden, mask)

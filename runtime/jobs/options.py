@@ -15,7 +15,7 @@ from transferry.runtime.engine.preprocess import LongRows
 from transferry.runtime.errors import UsageError, require
 from transferry.runtime.settings import MOST, check_fields, shown
 
-TaskName = Literal["generate", "embed", "fill-mask", "score"]
+TaskName = Literal["generate", "embed", "fill-mask", "classify", "rank", "tag", "score"]
 InputFormat = Literal["text", "tsv", "csv", "jsonl", "parquet"]
 OutputFormat = Literal["text", "jsonl", "tsv", "csv", "parquet", "npy"]
 
@@ -25,7 +25,7 @@ class JobOptions:
     """Settings of a job. A job is resumed only with the settings that decide its output.
 
     Attributes:
-        task: what to do with each row; embed and fill-mask need an encoder-only bundle.
+        task: what to do with each row; all but generate and score need an encoder-only bundle.
         generation: fields of GenerationOptions that replace the bundle's defaults.
         prefix: text that every output begins with.
         chat: for generate: each row is a turn of a user, which the bundle's chat template renders.
@@ -40,6 +40,7 @@ class JobOptions:
         normalise: for embed: scale vectors to length 1.
         prompt: for embed: name of a text of the bundle to put before each row. Default: the
             bundle's, if it has one.
+        pair: for classify and rank: column with the second text of each pair.
         mask: for fill-mask: the text that stands for a masked token.
         top: for fill-mask: candidates per mask.
         target: for score: file with the other side of the pairs, in the format of the input.
@@ -68,6 +69,7 @@ class JobOptions:
     pooling: Literal["mean", "first"] | None = None
     normalise: bool = False
     prompt: str | None = None
+    pair: str | None = None
     mask: str = "[MASK]"
     top: Annotated[int, msgspec.Meta(le=MOST)] = 5
     target: Path | None = None
@@ -93,6 +95,13 @@ class JobOptions:
             raise UsageError(
                 f"prompt names a text to put before a text to embed, so it has no effect on task "
                 f"{self.task}; leave it out"
+            )
+        if self.task == "rank" and self.pair is None:
+            raise UsageError("task rank scores pairs of texts; name the column of the second, pair")
+        if self.pair is not None and self.task not in ("classify", "rank"):
+            raise UsageError(
+                f"pair names the second text of a pair to classify or rank, so it has no effect on "
+                f"task {self.task}; leave it out"
             )
         if self.task == "score" and self.canary is not None:
             raise UsageError("task score has no canary; leave it out")

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.engine.classify import classify, head_of, rank, tag
 from transferry.runtime.engine.embed import default_long_rows, embed, embedding_width
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.fill_mask import fill_masks
@@ -16,9 +17,15 @@ from transferry.runtime.engine.prompts import Prompt
 from transferry.runtime.engine.result import RowResult
 from transferry.runtime.engine.score import ScoreResult, score
 from transferry.runtime.errors import UsageError
-from transferry.runtime.jobs.options import JobOptions
+from transferry.runtime.jobs.options import JobOptions, TaskName
 from transferry.runtime.jobs.rows import InputRow
 from transferry.runtime.jobs.summary import Tally
+
+HEADS: dict[TaskName, Callable[..., Iterator[RowResult]]] = {
+    "classify": classify,
+    "rank": rank,
+    "tag": tag,
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,8 @@ class Task:
 
     Attributes:
         run: Yields the result of each row text, in order; takes an engine, the texts (for score
-            pairs of source and target) and the number of the first row.
+            pairs of source and target, with a column of second texts pairs of them) and the number
+            of the first row.
         settings: Options of the task that decide its results.
         generation: How to generate; None for tasks that do not.
         width: Length of the vectors of embed; else 0.
@@ -93,6 +101,14 @@ class Task:
                 long_rows=long_rows,
             )
         _ = engine.encoder  # refuses other architectures before anything is opened
+        if options.task in HEADS:
+            head_of(engine, options.task)
+            of_head = HEADS[options.task]
+            return cls(
+                lambda engine, rows, first: of_head(engine, rows, long_rows=long_rows),
+                {"pair": options.pair},
+                long_rows=long_rows,
+            )
         compute: Callable[..., Iterator[RowResult]] = fill_masks
         chosen = {"mask": options.mask, "top": options.top}
         width = 0
