@@ -153,8 +153,8 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
     head: HeadSettings | None = None
     try:
         shape = family.shape(config, checkpoint.names())
-        if sentence is not None:
-            shape = replace(shape, **sentence.fields)
+        if sentence is not None and sentence.settings.task == "embed":
+            shape, head = replace(shape, **sentence.fields), sentence.settings
             family = replace(family, table={**family.table, **sentence.table})
         elif (classifier := family.classifier(config)) is not None:
             shape, head = replace(shape, **classifier.fields), classifier.settings
@@ -165,7 +165,7 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
     if head is not None and head.task == "classify":
         family, shape = _with_segments(family, shape, checkpoint, tokenizer)
     if sentence is not None:
-        head = _cut(sentence, checkpoint, shape, tokenizer)
+        head = _cut(sentence, head, checkpoint, shape, tokenizer)
         files = [*sentence.files, *files]
     generation: dict[str, Any] = {}
     ignored: dict[str, Any] = {}
@@ -227,20 +227,31 @@ def _with_segments(
 
 
 def _cut(
-    sentence: SentenceModules, checkpoint: Checkpoint, shape: ModelConfig, tokenizer: AnyTokenizer
+    sentence: SentenceModules,
+    head: HeadSettings | None,
+    checkpoint: Checkpoint,
+    shape: ModelConfig,
+    tokenizer: AnyTokenizer,
 ) -> HeadSettings:
-    """Returns how texts are read, with the length that `SentenceTransformer.encode` cuts them to.
+    """Returns how texts are read, with the length that sentence-transformers cuts them to.
 
     Raises:
-        InputError: Texts are lower-cased first, and the tokenizer does not do so.
+        InputError: Texts are lower-cased first, and the tokenizer does not do so; or a
+            cross-encoder has no head.
     """
+    if head is None:
+        checkpoint.config.refuse(
+            "architectures", checkpoint.config.get("architectures"), "…ForSequenceClassification"
+        )
+    assert head is not None
     if sentence.lower and tokenizer.encode("A É") != tokenizer.encode("a é"):
         raise InputError(
             f"{checkpoint.folder}: do_lower_case is true, but its tokenizer tells upper from lower "
             "case, which cannot be imported; lower-case the texts, and set it to false"
         )
     longest = sentence.settings.longest or checkpoint.tokenizer.number("model_max_length", MOST)
-    return replace(sentence.settings, longest=int(min(longest, shape.max_positions)))
+    rank = sentence.settings.rank
+    return replace(head, longest=int(min(longest, shape.max_positions)), rank=rank)
 
 
 def _of_toolkit(source: Source) -> Imported:

@@ -1,7 +1,8 @@
 """Folders of sentence-transformers: modules.json, and what its modules do after the Transformer.
 
 A folder lists its modules: a Transformer in the format of transformers, then Pooling, Dense and
-Normalize. They become the head of the model.
+Normalize. They become the head of the model. A cross-encoder is a Transformer alone, which has a
+head of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from transferry.build_model.config import HeadActivation, Pooling
 from transferry.build_model.formats.tensors import Tensors
 from transferry.build_model.formats.weight_files import open_weights
+from transferry.build_model.huggingface.encoder_only import RANKS
 from transferry.build_model.huggingface.folder import REMEDY, Settings
 from transferry.runtime.documents import read_document
 from transferry.runtime.errors import InputError
@@ -132,19 +134,17 @@ def read_sentence_transformers(folder: Path) -> SentenceModules | None:
     # What it drops in training it keeps in use.
     modules = [(kind, place) for kind, place in modules if kind != "Dropout"]
     kinds = [kind for kind, _ in modules]
+    texts = Settings.read(folder / SETTINGS, required=False)
+    if texts.values.get("model_type") == "CrossEncoder" and kinds == ["Transformer"]:
+        return _cross_encoder(modules[0][1], texts)
     layers = kinds[2:-1] if kinds[-1:] == ["Normalize"] else kinds[2:]
     if kinds[:2] != ["Transformer", "Pooling"] or set(layers) - {"Dense"}:
         raise InputError(
             f"{folder / MODULES}: the modules are {', '.join(kinds) or 'none'}, which cannot be "
             f"imported; supported: {IN_ORDER}"
         )
-    texts = Settings.read(folder / SETTINGS, required=False)
     texts.only("model_type", "SentenceTransformer")
-    found = [modules[0][1] / name for name in TRANSFORMER if (modules[0][1] / name).exists()]
-    reading = Settings.read(found[0]) if found else Settings(modules[0][1] / TRANSFORMER[0], {})
-    for name in ("tokenizer_args", "processor_kwargs", "processing_kwargs"):
-        reading.only(name, {})
-    reading.only("transformer_task", "feature-extraction")
+    reading = _reading(modules[0][1], "feature-extraction")
     files = [texts, reading]
     fields: dict[str, Any] = {"unit_length": kinds[-1] == "Normalize"}
     widths: list[int] = []
@@ -175,6 +175,26 @@ def read_sentence_transformers(folder: Path) -> SentenceModules | None:
     longest, lower = reading.whole("max_seq_length", 0), reading.flag("do_lower_case", False)
     head = _settings(texts, longest)
     return SentenceModules(modules[0][1], fields, dense, head, lower, files)
+
+
+def _cross_encoder(transformer: Path, texts: Settings) -> SentenceModules:
+    texts.only("model_type", "CrossEncoder")
+    texts.only("prompts", {})
+    reading = _reading(transformer, "sequence-classification")
+    longest, lower = reading.whole("max_seq_length", 0), reading.flag("do_lower_case", False)
+    rank = texts.choice("activation_fn", RANKS, next(iter(RANKS)))
+    head = HeadSettings("classify", rank=rank, longest=longest)
+    return SentenceModules(transformer, {}, [], head, lower, [texts, reading])
+
+
+def _reading(folder: Path, task: str) -> Settings:
+    """Returns how the Transformer reads texts."""
+    found = [folder / name for name in TRANSFORMER if (folder / name).exists()]
+    reading = Settings.read(found[0]) if found else Settings(folder / TRANSFORMER[0], {})
+    for name in ("tokenizer_args", "processor_kwargs", "processing_kwargs"):
+        reading.only(name, {})
+    reading.only("transformer_task", task)
+    return reading
 
 
 def _module(folder: Path, entry: Mapping[str, Any]) -> tuple[str, Path]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.decoding.search import pad_sources
+from transferry.runtime.engine.embed import cut_to_longest, default_long_rows
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
@@ -109,15 +110,16 @@ class TaggedResult(RowResult):
 
 
 def classify(
-    engine: Engine, rows: Iterable[str | RowError | Pair], *, long_rows: LongRows = "error"
+    engine: Engine, rows: Iterable[str | RowError | Pair], *, long_rows: LongRows | None = None
 ) -> Iterator[ClassifiedResult]:
     """Scores the labels of texts or pairs of texts, in order and in bounded memory.
 
     Args:
         engine: Engine of a bundle with a head that classifies.
         rows: Any number of texts, or of pairs of them; an error becomes the result of its row.
-        long_rows: Treatment of rows longer than the model's positions: "error", or "truncate" to
-            read their beginning, of a pair that of the longer text first.
+        long_rows: Treatment of rows longer than the model's positions, or than the bundle's longest
+            row: "error", or "truncate" to read their beginning, of a pair that of the longer text
+            first. Default: "truncate" where the bundle has a longest row, else "error".
 
     Raises:
         UsageError: The bundle has no such head, or `long_rows` is "split".
@@ -127,7 +129,7 @@ def classify(
 
 
 def rank(
-    engine: Engine, pairs: Iterable[Pair], *, long_rows: LongRows = "error"
+    engine: Engine, pairs: Iterable[Pair], *, long_rows: LongRows | None = None
 ) -> Iterator[RankedResult]:
     """Scores pairs of texts with a cross-encoder, in order and in bounded memory.
 
@@ -144,15 +146,14 @@ def rank(
 
 
 def tag(
-    engine: Engine, texts: Iterable[str | RowError], *, long_rows: LongRows = "error"
+    engine: Engine, texts: Iterable[str | RowError], *, long_rows: LongRows | None = None
 ) -> Iterator[TaggedResult]:
     """Scores the labels of each token of texts, in order and in bounded memory.
 
     Args:
         engine: Engine of a bundle with a head that tags tokens.
         texts: Any number of texts; an error becomes the result of its row.
-        long_rows: Treatment of texts longer than the model's positions: "error", or "truncate" to
-            tag their beginning.
+        long_rows: As for `classify`.
 
     Raises:
         UsageError: The bundle has no such head, or `long_rows` is "split".
@@ -199,10 +200,11 @@ class _PairRow:
 class _Classify:
     task = "classify"
 
-    def __init__(self, engine: Engine, long_rows: LongRows) -> None:
+    def __init__(self, engine: Engine, long_rows: LongRows | None) -> None:
         self.head = head_of(engine, self.task)
-        check_long_rows(long_rows, f"task {self.task}")
-        self.preprocessor, self.long_rows = engine.preprocessor, long_rows
+        self.long_rows = long_rows or default_long_rows(engine)
+        check_long_rows(self.long_rows, f"task {self.task}")
+        self.preprocessor = cut_to_longest(engine)
         self.special = engine.bundle.tokenizer.special
 
     def prepare(self, rows: list[Any]) -> list[Any]:
@@ -336,10 +338,11 @@ class _TaggedRow:
 
 
 class _Tag:
-    def __init__(self, engine: Engine, long_rows: LongRows) -> None:
+    def __init__(self, engine: Engine, long_rows: LongRows | None) -> None:
         self.head = head_of(engine, "tag")
-        check_long_rows(long_rows, "task tag")
-        self.preprocessor, self.long_rows = engine.preprocessor, long_rows
+        self.long_rows = long_rows or default_long_rows(engine)
+        check_long_rows(self.long_rows, "task tag")
+        self.preprocessor = cut_to_longest(engine)
         self.special = engine.bundle.tokenizer.special
         self.offsets = engine.bundle.tokenizer.offsets
 

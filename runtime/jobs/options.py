@@ -50,7 +50,7 @@ class JobOptions:
         format: format of the output. Default: from its name, else text, or JSONL for scores.
         long_rows: what to do with a row longer than the model's positions: report an error,
             truncate it, or split it into sentences and join their outputs. Default: error, or
-            truncate for embed where the bundle has a longest row.
+            truncate where an encoder-only bundle has a longest row.
         partition: I/N: only the I-th of N parts of the input, to use N machines.
         chunk_rows: rows saved together, and lost together by an interruption.
         max_errors: stop when more rows than this have errors.

@@ -103,6 +103,7 @@ class Task:
         _ = engine.encoder  # refuses other architectures before anything is opened
         if options.task in HEADS:
             head_of(engine, options.task)
+            long_rows = options.long_rows or default_long_rows(engine)
             of_head = HEADS[options.task]
             return cls(
                 lambda engine, rows, first: of_head(engine, rows, long_rows=long_rows),

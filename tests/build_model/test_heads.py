@@ -493,3 +493,35 @@ def test_the_score_of_a_cross_encoder_is_as_its_folder_says(tmp_path: Path) -> N
         import_checkpoint(folder, tmp_path / "run", force=True)
         head = load_checkpoint(tmp_path / "run").head
         assert head is not None and head.rank == wanted
+
+
+@torch.inference_mode()
+def test_cross_encoders_of_sentence_transformers(tmp_path: Path) -> None:
+    folder, run, bundle = tmp_path / "theirs", tmp_path / "run", tmp_path / "bundle"
+    theirs = Theirs("bert", 0, folder, "ForSequenceClassification", **PROBLEMS["none"])
+    kind = "sentence_transformers.base.modules.transformer.Transformer"
+    write(folder / "modules.json", [{"idx": 0, "name": "0", "path": "", "type": kind}])
+    record: dict[str, Any] = {
+        "activation_fn": "torch.nn.modules.linear.Identity",
+        "default_prompt_name": None,
+        "model_type": "CrossEncoder",
+        "prompts": {},
+    }
+    write(folder / "config_sentence_transformers.json", record)
+    reading = {"transformer_task": "sequence-classification", "max_seq_length": 20}
+    write(folder / "sentence_bert_config.json", reading)
+    import_checkpoint(folder, run)
+    export_bundle(load_checkpoint(run), bundle, texts=TEXTS[:3])
+    ranked = list(rank(Engine.load(bundle), PAIRS))
+    assert [row.truncated for row in ranked] == [False, False, True, True]
+    for row, pair in zip(ranked, PAIRS, strict=True):
+        logit = theirs(*pair, truncation="longest_first", max_length=20).logits[0, 0]
+        assert abs(row.score - float(logit)) < 1e-5
+    write(folder / "config_sentence_transformers.json", {**record, "prompts": {"query": "q"}})
+    with pytest.raises(InputError, match="prompts is"):
+        import_checkpoint(folder, run, force=True)
+    write(folder / "config_sentence_transformers.json", record)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    write(folder / "config.json", {**config, "architectures": ["BertModel"]})
+    with pytest.raises(InputError, match=r"architectures is|is unknown"):
+        import_checkpoint(folder, run, force=True)
