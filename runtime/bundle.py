@@ -358,7 +358,8 @@ def _problem(manifest: Manifest) -> str:
 
 def _head_problem(head: HeadSettings, variant: Variant) -> str:
     """Describes how a graph does not give what the head's settings speak of; "" if it does."""
-    found = [spec.shape for spec in variant.graphs["encoder"].outputs if spec.role == "head"]
+    outputs = variant.graphs["encoder"].outputs if "encoder" in variant.graphs else ()
+    found = [spec.shape for spec in outputs if spec.role == "head"]
     rank = 3 if head.task == "tag" else 2
     width = len(head.labels)
     if len(found) != 1 or len(found[0]) != rank or not isinstance(found[0][-1], int):

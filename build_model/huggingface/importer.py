@@ -81,8 +81,12 @@ class Imported:
         if computed:
             lines.append(f"computed: {computed:,} numbers of positions")
         if not self.config.lm_head:
-            task = "embed" if self.head is None else self.head.task
-            lines.append(f"no masked language model head: only --task {task} works")
+            tasks = ["embed"]
+            if self.head is not None and self.head.task != "embed":
+                tasks.append(self.head.task)
+                tasks += ["rank"] * (tasks[-1] == "classify" and len(self.head.labels) == 1)
+            which = " and ".join(tasks) + (" works" if len(tasks) == 1 else " work")
+            lines.append(f"no masked language model head: only --task {which}")
         if self.head is not None:
             lines.append(_describe(self.head, self.config))
         if self.generation:
@@ -103,8 +107,7 @@ class Imported:
 def _describe(head: HeadSettings, config: ModelConfig) -> str:
     parts = [f"head for --task {head.task}"]
     if head.labels:
-        names = ", ".join(head.labels)
-        parts.append(f"{len(head.labels)} labels ({_cut_short(names)})")
+        parts.append(f"labels {_cut_short(', '.join(head.labels))}")
     if config.pooling:
         parts.append(f"pooling {' and '.join(config.pooling)}")
     if config.head_widths:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ from tests.build_model.test_model_types import (
     exact,
     randomise,
 )
-from tests.commands import call
+from tests.commands import call, done
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.huggingface.encoder_only import FAMILIES
 from transferry.build_model.huggingface.importer import import_checkpoint
 from transferry.export.bundle import export_bundle
+from transferry.export.parity.claims import manifest_claims
 from transferry.export.verify import verify_against
+from transferry.runtime.bundle import Manifest
 from transferry.runtime.engine.classify import classify, rank, tag
 from transferry.runtime.engine.embed import embed
 from transferry.runtime.engine.engine import Engine
@@ -214,6 +217,11 @@ def test_vectors_are_those_of_sentence_transformers(kind: str, seed: int, tmp_pa
         assert np.abs(first.vector - hidden).max() < 1e-4
         with pytest.raises(UsageError, match="prompt must be one of the bundle's: query, document"):
             embed(engine, [], prompt="nothing")
+        lines, out = tmp_path / "lines.txt", tmp_path / f"{variant}.npy"
+        lines.write_text("the cat\n", encoding="utf-8")
+        given = ["run", bundle, lines, "--task", "embed", "--variant", variant, "-o", out]
+        done(*given, "--prompt", "query", "--canary", "1/1")
+        assert np.array_equal(np.load(out)[0], asked.vector)
         (long,) = embed(engine, TEXTS[3:], long_rows="error")
         assert long.error is not None
         assert verify_against(checkpoint, engine.bundle, engine.model, TEXTS[:2]).passed
@@ -295,7 +303,9 @@ def test_scores_are_theirs(kind: str, suffix: str, problem: str, seed: int, tmp_
     tags = suffix == "ForTokenClassification"
     task = "tag" if tags else "classify"
     assert (head.task, head.probabilities, labels) == (task, problem, 1 if problem == "none" else 3)
-    assert f"head for --task {task}, {labels} labels" in said[0]
+    assert f"head for --task {task}, labels {', '.join(head.labels)}, " in said[0]
+    works = " and rank work" if problem == "none" else " work"
+    assert f"no masked language model head: only --task embed and {task}{works}" in said[0]
     rows: list[tuple[str, str | None]] = [(text, None) for text in TEXTS]
     rows += [] if tags else PAIRS[:2]
     model = checkpoint.model.double()
@@ -369,6 +379,21 @@ def test_labels_through_bundle_and_engine_are_theirs(
                 rank(engine, PAIRS)
         report = verify_against(checkpoint, engine.bundle, engine.model, TEXTS)
         assert report.passed, report.to_text()
+        manifest = engine.bundle.manifest
+        assert manifest.head is not None
+        for settings in (
+            replace(manifest.head, labels=tuple(f"{label}!" for label in labels)),
+            replace(manifest.head, rank="none" if manifest.head.rank == "sigmoid" else "sigmoid"),
+        ):
+            changed = replace(engine.bundle, manifest=replace(manifest, head=settings))
+            faulty = [claim.name for claim in manifest_claims(checkpoint, changed) if claim.problem]
+            assert faulty == ["head"]
+        fewer = replace(manifest, head=replace(manifest.head, labels=(*labels, "more")))
+        with pytest.raises(InputError, match=f"gives {len(labels)} scores, and there are"):
+            Manifest.from_json(fewer.to_json(), "manifest.json")
+        embedding = replace(manifest, head=replace(manifest.head, task="tag"))
+        with pytest.raises(InputError, match="gives no scores or vectors for task tag"):
+            Manifest.from_json(embedding.to_json(), "manifest.json")
         assert [item.search for item in report.decisions] == ["classify"] * (problem != "none")
 
 
