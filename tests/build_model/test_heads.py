@@ -219,7 +219,8 @@ def test_vectors_are_those_of_sentence_transformers(kind: str, seed: int, tmp_pa
             embed(engine, [], prompt="nothing")
         lines, out = tmp_path / "lines.txt", tmp_path / f"{variant}.npy"
         lines.write_text("the cat\n", encoding="utf-8")
-        given = ["run", bundle, lines, "--task", "embed", "--variant", variant, "-o", out]
+        given: list[str | Path] = ["run", bundle, lines, "--task", "embed", "-o", out]
+        given += ["--variant", variant]
         done(*given, "--prompt", "query", "--canary", "1/1")
         assert np.array_equal(np.load(out)[0], asked.vector)
         (long,) = embed(engine, TEXTS[3:], long_rows="error")
