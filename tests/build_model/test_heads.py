@@ -37,6 +37,7 @@ from transferry.runtime.engine.classify import classify, rank, tag
 from transferry.runtime.engine.embed import embed
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.settings import HeadSettings
 
 transformers = pytest.importorskip("transformers", reason=REASON)
 tokenizers = pytest.importorskip("tokenizers", reason=REASON)
@@ -226,6 +227,22 @@ def test_vectors_are_those_of_sentence_transformers(kind: str, seed: int, tmp_pa
         (long,) = embed(engine, TEXTS[3:], long_rows="error")
         assert long.error is not None
         assert verify_against(checkpoint, engine.bundle, engine.model, TEXTS[:2]).passed
+
+
+def test_a_transformer_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    folder, inner = tmp_path / "theirs", tmp_path / "theirs" / "0_Transformer"
+    Theirs("bert", 0, inner, "Model")
+    sentence_folder(folder, "mean")
+    (folder / "sentence_bert_config.json").rename(inner / "sentence_bert_config.json")
+    break_modules(folder, lambda modules: modules[0].update(path="0_Transformer"))
+    said: list[str] = []
+    import_checkpoint(folder, tmp_path / "run", say=said.append)
+    checkpoint = load_checkpoint(tmp_path / "run")
+    assert checkpoint.head == HeadSettings(
+        "embed", longest=LENGTH, prompts={"query": "the query ", "document": ""}
+    )
+    assert checkpoint.model.config.pooling == ("mean",)
+    assert "0_Transformer/config.json: architectures" in said[0]
 
 
 def break_modules(folder: Path, change: Any) -> None:
