@@ -46,8 +46,8 @@ class EncoderOnlyGraph(ModelGraph):
     """source, source_mask -> hidden, head, logits of an encoder-only model."""
 
     def forward(self, source: Tensor, source_mask: Tensor) -> tuple[Tensor, ...]:
-        """Shapes as in `Transformer.answers`."""
-        return tuple(self.model.answers(source, source_mask).values())
+        """Shapes as in `Transformer.answers`; float32 in every precision, as the runtime reads."""
+        return tuple(each.float() for each in self.model.answers(source, source_mask).values())
 
 
 class DecoderGraph(ModelGraph):

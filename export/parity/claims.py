@@ -80,8 +80,9 @@ def manifest_claims(checkpoint: Checkpoint, bundle: Bundle) -> list[Claim]:
     claims = [
         Claim("generation defaults", "; ".join(_differences(wanted, found))),
         Claim("architecture", _unequal("architecture", config.architecture, manifest.architecture)),
-        Claim("head", _unequal("head", checkpoint.head, manifest.head)),
     ]
+    if checkpoint.head is not None or manifest.head is not None:
+        claims.append(Claim("head", _unequal("head", checkpoint.head, manifest.head)))
     for variant in manifest.variants.values():
         problems = filter(None, _variant_problems(variant, config))
         claims.append(Claim(f"variant {variant.name}", "; ".join(problems)))

@@ -247,3 +247,12 @@ def test_what_is_exported_is_what_was_trained(
     )
     assert len(comparisons) >= 2 * len(cases)
     assert [f"{item.case}: {item.tensor}: {item.fault}" for item in comparisons if item.fault] == []
+
+
+@pytest.mark.parametrize("variant", ["cuda-fp16", "cuda-bf16"])
+def test_an_encoder_gives_float32_in_every_precision(variant: str) -> None:
+    model = Transformer(config_of(*OTHERS["other poolings"])).eval()
+    graph = make_variant(model, variant)["encoder"]
+    outputs = {str(each.name): str(each.dtype) for each in graph.model.graph.outputs}
+    assert outputs == {spec.name: "FLOAT" for spec in graph.spec.outputs}
+    assert {spec.type for spec in graph.spec.outputs} == {"float32"}
