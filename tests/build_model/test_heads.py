@@ -30,13 +30,16 @@ from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.huggingface.encoder_only import FAMILIES
 from transferry.build_model.huggingface.importer import import_checkpoint
 from transferry.export.bundle import export_bundle
-from transferry.export.parity.claims import manifest_claims
+from transferry.export.parity.claims import manifest_claims, recorded_claim
+from transferry.export.parity.oracle import Oracle
 from transferry.export.verify import verify_against
 from transferry.runtime.bundle import Manifest
 from transferry.runtime.engine.classify import classify, rank, tag
 from transferry.runtime.engine.embed import embed
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.parity.recorded import Reference
 from transferry.runtime.settings import HeadSettings
 
 transformers = pytest.importorskip("transformers", reason=REASON)
@@ -449,7 +452,9 @@ def test_tags_are_theirs(tmp_path: Path) -> None:
         ("tag", "ForTokenClassification", "softmax"),
     ],
 )
-def test_jobs_with_heads(task: str, suffix: str, problem: str, tmp_path: Path) -> None:
+def test_jobs_with_heads(
+    task: str, suffix: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, run, bundle = tmp_path / "theirs", tmp_path / "run", tmp_path / "bundle"
     Theirs("bert", 0, folder, suffix, **PROBLEMS[problem])
     import_checkpoint(folder, run)
@@ -493,6 +498,16 @@ def test_jobs_with_heads(task: str, suffix: str, problem: str, tmp_path: Path) -
     ):
         failed = call("run", bundle, rows, *wrong)
         assert failed.exit_code == 2 and message in failed.stderr, failed.stderr
+    # A recorded unit of the head in which errors look small is no answer of torch's.
+    checkpoint, variant = load_checkpoint(run), engine.bundle.variant()
+    oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
+    assert recorded_claim(engine.bundle, variant, oracle).problem == ""
+    known = Reference.of(engine.bundle, variant)
+    cases = [(case, replace(truth, least=10 * truth.least)) for case, truth in known.cases]
+    monkeypatch.setattr(Reference, "of", lambda *_: replace(known, cases=cases))
+    assert (
+        "the head's unit is recorded as" in recorded_claim(engine.bundle, variant, oracle).problem
+    )
     lines = tmp_path / "lines.txt"
     lines.write_text("a\n", encoding="utf-8")
     if task != "tag":
