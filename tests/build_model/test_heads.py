@@ -30,7 +30,7 @@ from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.huggingface.encoder_only import FAMILIES
 from transferry.build_model.huggingface.importer import import_checkpoint
 from transferry.export.bundle import export_bundle
-from transferry.export.parity.claims import manifest_claims, recorded_claim
+from transferry.export.claims.claims import manifest_claims, recorded_claim
 from transferry.export.parity.oracle import Oracle
 from transferry.export.verify import verify_against
 from transferry.runtime.bundle import Manifest
