@@ -426,12 +426,7 @@ def fastest(bundle: Bundle, options: SessionOptions, trusted: PublicKey | None =
     ]
     # Fewer bits are faster, though 4 only with one row; so is a variant for this provider alone.
     variants.sort(
-        key=lambda each: (
-            each.exact,
-            each.precision == "int4",
-            len(each.providers),
-            not each.in_place,
-        )
+        key=lambda one: (one.exact, one.precision == "int4", len(one.providers), not one.in_place)
     )
     for status in ("verified", "elsewhere"):
         for variant in variants:
