@@ -378,9 +378,9 @@ Example:
 @job_options
 @option(
     "--task",
-    type=click.Choice(["generate", "embed", "fill-mask"]),
+    type=click.Choice(["generate", "embed", "fill-mask", "classify", "rank", "tag"]),
     default="generate",
-    help="What to do with each row; embed and fill-mask need an encoder-only bundle.",
+    help="What to do with each row; all but generate need an encoder-only bundle.",
 )
 @fields_as_options(JobOptions, leave_out=["task", "generation", "target"])
 @fields_as_options(GenerationOptions, leave_out=TOKENS, defaults=BUNDLE_DEFAULTS)
@@ -412,7 +412,7 @@ Example:
     JobOptions,
     leave_out=[
         *("task", "generation", "target", "prefix", "chat", "system", "messages", "prompt_ids"),
-        *("pooling", "normalise", "mask", "top", "canary"),
+        *("pooling", "normalise", "prompt", "pair", "mask", "top", "canary"),
     ],
 )
 def score(**options: Any) -> None:

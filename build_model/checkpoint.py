@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,10 @@ from torch import Tensor
 
 from transferry.build_model.config import ModelConfig, TrainConfig
 from transferry.build_model.transformer import Transformer
-from transferry.runtime.documents import read_document
+from transferry.runtime.documents import checked, read_document
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import atomic_file, open_regular, sha256
+from transferry.runtime.settings import HeadSettings
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 
 FORMAT = 1
@@ -39,6 +40,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 STATE = "state.safetensors"
 SAMPLES = "samples.json"
+REMEDY = "train again, or restore the file"
 # Types of the weights of a run: float32 has every number of the other two, which are half as large.
 STORED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,6 +55,7 @@ class Checkpoint:
         tokenizer: Its tokenizer.
         generation: Fields of GenerationOptions that become the bundle's defaults.
         sha256: Hash of the weights file; empty if the model was not read from a file.
+        head: What the head of an encoder-only model is for; None if it has none.
     """
 
     model: Transformer
@@ -60,6 +63,7 @@ class Checkpoint:
     tokenizer: AnyTokenizer
     generation: Mapping[str, Any] = field(default_factory=dict)
     sha256: str = ""
+    head: HeadSettings | None = None
 
 
 def save_tensors(
@@ -117,6 +121,7 @@ def save_config(
     model: ModelConfig,
     train: TrainConfig | None,
     generation: Mapping[str, Any] | None = None,
+    head: HeadSettings | None = None,
 ) -> None:
     """Writes config.json; `train` is None for an imported run."""
     record: dict[str, Any] = {
@@ -126,6 +131,8 @@ def save_config(
     }
     if generation:
         record["generation"] = dict(generation)
+    if head is not None:
+        record["head"] = asdict(head)
     with atomic_file(folder / CONFIG) as file:
         file.write(json.dumps(record, indent=2).encode() + b"\n")
 
@@ -137,28 +144,31 @@ def load_config(folder: Path) -> tuple[ModelConfig, TrainConfig]:
         InputError: The file is missing, not JSON, of another format version or has unknown
             settings; or the run was imported.
     """
-    model, train, _ = _read_config(folder)
+    model, train, *_ = _read_config(folder)
     if train is None:
         raise InputError(f"{folder} was imported, so it has no training to continue")
     return model, train
 
 
-def _read_config(folder: Path) -> tuple[ModelConfig, TrainConfig | None, dict[str, Any]]:
+def _read_config(
+    folder: Path,
+) -> tuple[ModelConfig, TrainConfig | None, dict[str, Any], HeadSettings | None]:
     path = folder / CONFIG
     if not path.exists():
         raise InputError(f"{path} is missing; expected the folder of a run")
-    record = read_document(path, dict[str, Any], "train again, or restore the file")
+    record = read_document(path, dict[str, Any], REMEDY)
     try:
         if record["format"] != FORMAT:
             raise InputError(
                 f"{path} must have format {FORMAT}, found {record['format']!r}; use the version "
                 "of transferry that wrote it"
             )
-        train = record["train"]
+        train, head = record["train"], record.get("head")
         return (
             ModelConfig.from_dict(record["model"]),
             None if train is None else TrainConfig.from_dict(train),
             dict(record.get("generation", {})),
+            None if head is None else checked(head, HeadSettings, f"{path}: head", REMEDY),
         )
     except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
         raise InputError(f"{path} is not the config of a run: {error}") from error
@@ -204,7 +214,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         InputError: A file is missing or damaged, or the weights do not match the config.
     """
-    model_config, train_config, generation = _read_config(folder)
+    model_config, train_config, generation, head = _read_config(folder)
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocabulary_size != model_config.vocabulary_size:
         raise InputError(
@@ -214,7 +224,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     model = Transformer(model_config)
     _fill(model, folder)
     digest = sha256(folder / WEIGHTS)
-    return Checkpoint(model.eval(), train_config, tokenizer, generation, digest)
+    return Checkpoint(model.eval(), train_config, tokenizer, generation, digest, head)
 
 
 def _fill(model: Transformer, folder: Path) -> None:

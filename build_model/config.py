@@ -67,6 +67,14 @@ Architecture = Literal["encoder-decoder", "decoder-only", "encoder-only"]
 Activation = Literal[
     "relu", "gelu", "gelu-tanh", "gelu-quick", "swish", "swiglu", "geglu", "geglu-tanh", "reglu"
 ]
+# Of a layer of the head, which may have none.
+HeadActivation = Literal[
+    "none", "tanh", "sigmoid", "relu", "gelu", "gelu-tanh", "gelu-quick", "swish"
+]
+# What makes one vector of the hidden states of a text: that of the first or the last token, the
+# largest of each feature, the mean, the sum divided by the root of the length, or the mean weighted
+# by position 1, 2, ... (Muennighoff 2022, SGPT).
+Pooling = Literal["first", "last", "max", "mean", "root-mean", "weighted"]
 # Activations of the gate, by the name of the gated unit.
 GATED: dict[Activation, Activation] = {
     "swiglu": "swish",
@@ -166,6 +174,17 @@ class ModelConfig(_JsonConfig):
             normalised.
         output_activation: Activation of output_transform; None means as `activation`.
         output_transform_bias: Add a bias to its linear layer; None means as `bias`.
+        lm_head: Project hidden states to logits; only an encoder-only model may go without.
+        pooling: What the head of an encoder-only model makes of the hidden states of a text, joined
+            where there are several; none where it reads each token.
+        head_widths: Width of each linear layer of the head.
+        head_activations: The activation after each.
+        head_biases: Whether each has a bias.
+        head_norm: Norm after the first of them, as in ModernBERT.
+        unit_length: The head scales its vector to length 1.
+        segments: Kinds of segments of an encoder-only model, each with a vector that is added to
+            the embedding, as in BERT; 0 means that it does not tell them apart.
+        segment_end: Token id that ends a segment: tokens after the first belong to the second.
     """
 
     vocabulary_size: _Size
@@ -220,6 +239,15 @@ class ModelConfig(_JsonConfig):
     first_norm: bool = True
     output_activation: Activation | None = None
     output_transform_bias: bool | None = None
+    lm_head: bool = True
+    pooling: tuple[Pooling, ...] = ()
+    head_widths: tuple[_Size, ...] = ()
+    head_activations: tuple[HeadActivation, ...] = ()
+    head_biases: tuple[bool, ...] = ()
+    head_norm: bool = False
+    unit_length: bool = False
+    segments: _SizeOrNone = 0
+    segment_end: Whole = 0
 
     def __post_init__(self) -> None:
         check_value("architecture", self.architecture, Architecture)
@@ -257,6 +285,35 @@ class ModelConfig(_JsonConfig):
         one = bool(self.embedding_width) and self.architecture != "encoder-decoder"
         require(one or not self.project_sum, "project_sum", expected, "true")
         self._check_layers()
+        self._check_head()
+
+    def _check_head(self) -> None:
+        """Checks what an encoder-only model alone may have."""
+        alone = self.architecture == "encoder-only"
+        for name in ("pooling", "head_widths", "segments"):
+            value = getattr(self, name)
+            require(alone or not value, name, "none unless encoder-only", value)
+        require(alone or self.lm_head, "lm_head", "true unless encoder-only", "false")
+        layers = len(self.head_widths)
+        for name in ("head_activations", "head_biases"):
+            given = len(getattr(self, name))
+            require(given == layers, name, f"one for each of {layers} layers of the head", given)
+        expected = "false unless the head has a linear layer"
+        require(bool(layers) or not self.head_norm, "head_norm", expected, "true")
+        expected = "false unless hidden states are pooled"
+        require(bool(self.pooling) or not self.unit_length, "unit_length", expected, "true")
+        expected = f"an id below {self.vocabulary_size}"
+        require(self.segment_end < self.vocabulary_size, "segment_end", expected, self.segment_end)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether an encoder-only model has a head besides that for logits."""
+        return bool(self.pooling or self.head_widths)
+
+    @property
+    def d_head_output(self) -> int:
+        """Width of what the head gives, of a text or of each token."""
+        return self.head_widths[-1] if self.head_widths else self.d_model * len(self.pooling)
 
     def _check_layers(self) -> None:
         """Checks the fields with a value for each layer, or for each pair of features."""

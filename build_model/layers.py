@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from transferry.build_model.attention import KeyValues, MultiHeadAttention, Past, Rotation
-from transferry.build_model.config import GATED, ModelConfig
+from transferry.build_model.config import GATED, ModelConfig, Pooling
 from transferry.build_model.norms import make_norm
 
 
@@ -59,6 +59,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu-tanh": functools.partial(F.gelu, approximate="tanh"),
     "gelu-quick": lambda x: x * torch.sigmoid(1.702 * x),
     "swish": F.silu,
+}
+HEAD_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    **ACTIVATIONS,
+    "none": nn.Identity(),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
 }
 
 
@@ -184,7 +190,10 @@ class RelativeBias(nn.Module):
         super().__init__()
         self.longest = config.relative_distance
         self.weight = nn.Parameter(torch.zeros(config.relative_buckets, config.heads))
-        self.register_buffer("buckets", self._buckets(config, both_ways), persistent=False)
+        # As the table of a lookup: the exporter would store a reshaped copy, of which verify knows
+        # nothing.
+        buckets = self._buckets(config, both_ways)[:, None]
+        self.register_buffer("buckets", buckets, persistent=False)
 
     def _buckets(self, config: ModelConfig, both_ways: bool) -> Tensor:
         """Returns the bucket of each distance from -longest to longest, key less query."""
@@ -213,8 +222,92 @@ class RelativeBias(nn.Module):
             [heads, queries, length] or [batch, heads, queries, length]
         """
         place = distance.clamp(-self.longest, self.longest) + self.longest
-        bucket = F.embedding(place, self.buckets[:, None]).squeeze(-1)
+        bucket = F.embedding(place, self.buckets).squeeze(-1)
         return F.embedding(bucket, self.weight).movedim(-1, -3)
+
+
+class Head(nn.Module):
+    """Pooling, linear layers and scaling: a vector or scores of a text, or scores of each token."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        widths = [config.d_model * max(1, len(config.pooling)), *config.head_widths]
+        layers = enumerate(
+            zip(
+                widths,
+                config.head_widths,
+                config.head_activations,
+                config.head_biases,
+                strict=False,
+            )
+        )
+        self.layers = nn.ModuleList(
+            HeadLayer(config, *layer, norm=config.head_norm and not number)
+            for number, layer in layers
+        )
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Reads the hidden states of texts.
+
+        Args:
+            hidden: [batch, length, d_model]
+            mask: [batch, length] bool, True at a token, False at padding.
+
+        Returns:
+            [batch, width]; where nothing is pooled [batch, length, width], which means nothing at
+            padding.
+        """
+        x = hidden
+        if self.config.pooling:
+            x = torch.cat([pooled(hidden, mask, kind) for kind in self.config.pooling], dim=-1)
+        for layer in self.layers:
+            x = layer(x)
+        return F.normalize(x, dim=-1) if self.config.unit_length else x
+
+
+class HeadLayer(nn.Module):
+    """Activation(x W + b), with a norm after it if there is one."""
+
+    def __init__(
+        self, config: ModelConfig, read: int, width: int, activation: str, bias: bool, *, norm: bool
+    ) -> None:
+        super().__init__()
+        self.linear = nn.Linear(read, width, bias=bias)
+        self.activation = HEAD_ACTIVATIONS[activation]
+        self.norm = make_norm(config, width) if norm else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., read] -> [..., width]."""
+        x = self.activation(self.linear(x))
+        return x if self.norm is None else self.norm(x)
+
+
+def pooled(hidden: Tensor, mask: Tensor, kind: Pooling) -> Tensor:
+    """Makes one vector of the hidden states of each text.
+
+    Args:
+        hidden: [batch, length, d_model]
+        mask: [batch, length] bool, True at a token; padding comes after the tokens.
+        kind: See `Pooling`.
+
+    Returns:
+        [batch, d_model]
+    """
+    if kind == "first":
+        return hidden[:, 0]
+    there = mask[..., None]
+    if kind == "max":
+        return hidden.masked_fill(~there, -torch.inf).amax(dim=1)
+    hidden, ones = hidden.masked_fill(~there, 0.0), mask.to(hidden.dtype)
+    length, place = ones.sum(dim=1, keepdim=True), ones.cumsum(dim=1)
+    if kind == "last":
+        weights = ones * (place == length)
+    elif kind == "weighted":
+        weights = ones * place / (ones * place).sum(dim=1, keepdim=True)
+    else:
+        weights = ones / (length if kind == "mean" else length.sqrt())
+    return (hidden * weights[..., None]).sum(dim=1)
 
 
 class OutputTransform(nn.Module):

@@ -20,6 +20,7 @@ from transferry.build_model.attention import (
 )
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.layers import (
+    Head,
     Layer,
     OutputTransform,
     RelativeBias,
@@ -70,9 +71,13 @@ class Transformer(nn.Module):
         self.encoder_norm = make_norm(config) if final and config.encoder_layers else None
         self.decoder_norm = make_norm(config) if final and config.decoder_layers else None
         self.output_transform = OutputTransform(config) if config.output_transform else None
-        projected = narrow != wide and not config.output_transform
+        projected = narrow != wide and not config.output_transform and config.lm_head
         self.output_projection = nn.Linear(wide, narrow, False) if projected else None
-        self.output = None if config.tied else nn.Linear(narrow, config.vocabulary_size, bias=False)
+        own = config.lm_head and not config.tied
+        self.output = nn.Linear(narrow, config.vocabulary_size, bias=False) if own else None
+        self.head = Head(config) if config.has_head else None
+        kinds = config.segments
+        self.segment_embedding = nn.Embedding(kinds, config.d_positions) if kinds else None
         self.output_bias = (
             nn.Parameter(torch.zeros(config.vocabulary_size)) if config.output_bias else None
         )
@@ -121,7 +126,7 @@ class Transformer(nn.Module):
         # Times sqrt(d_model) in `embed` this makes entries of variance 1, as large as positions;
         # without that factor GPT-2's 0.02.
         scaled = self.config.scale_embedding
-        for embedding in (self.embedding, self.source_embedding):
+        for embedding in (self.embedding, self.source_embedding, self.segment_embedding):
             if embedding is not None:
                 std = self.config.d_model**-0.5 if scaled else 0.02
                 nn.init.normal_(embedding.weight, std=std)
@@ -160,6 +165,11 @@ class Transformer(nn.Module):
         if self.config.positions in ("sinusoidal", "learned"):
             # Not self.positions[positions], of which the exporter makes a copy and a GatherND.
             x = x + F.embedding(positions, self.positions if table is None else table)
+        if self.segment_embedding is not None:
+            # Of the tokens after the first end of a segment; the ends belong to what they end.
+            ends = (tokens == self.config.segment_end).long()
+            before = ends.cumsum(dim=1) - ends
+            x = x + self.segment_embedding(before.clamp(max=self.config.segments - 1))
         if norm is not None:
             x = norm(x)
         if self.embedding_projection is not None and late:
@@ -326,6 +336,25 @@ class Transformer(nn.Module):
         weight = self.embedding.weight if self.output is None else self.output.weight
         return softcapped(F.linear(x, weight, self.output_bias), self.config.output_softcap)
 
+    def answers(self, source: Tensor, source_mask: Tensor) -> dict[str, Tensor]:
+        """Returns what an encoder-only model gives, as far as it has the parts.
+
+        Args:
+            source: [batch, source] int64
+            source_mask: [batch, source] bool, True at a token, False at padding.
+
+        Returns:
+            "hidden" [batch, source, d_model], "head" as `Head.forward`, and "logits" [batch,
+            source, vocabulary], those at position t of the token there.
+        """
+        hidden = self.encode(source, source_mask)
+        found = {"hidden": hidden}
+        if self.head is not None:
+            found["head"] = self.head(hidden, source_mask)
+        if self.config.lm_head:
+            found["logits"] = self.logits(hidden)
+        return found
+
     def forward(self, source: Tensor, source_mask: Tensor, target: Tensor) -> Tensor:
         """Scores every position at once, as training does.
 
@@ -337,10 +366,10 @@ class Transformer(nn.Module):
 
         Returns:
             Logits [batch, target, vocabulary], those at position t of the token at t + 1; of an
-            encoder alone [batch, source, vocabulary], those at position t of the token there.
+            encoder alone the last of `answers`.
         """
         if not self.decoder:
-            return self.logits(self.encode(source, source_mask))
+            return list(self.answers(source, source_mask).values())[-1]
         cross = self.cross(self.encode(source, source_mask)) if self.encoder else []
         return self.decode(target, source_mask, cross, self.empty_past(target.shape[0]))[0]
 

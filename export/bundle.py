@@ -269,4 +269,5 @@ def _manifest(
             for path in files
         },
         versions=versions,
+        head=checkpoint.head,
     )

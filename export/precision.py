@@ -98,9 +98,8 @@ class Precision(TorchFunctionMode):
                 x = found.round_input(x, self.shift)
             bias = [each if each is None else each.to(self.dtype) for each in bias]
             return func(x, self._weight(weight), *bias, **kwargs)
-        looked_up = self._rounded.get(id(args[1])) if func is F.embedding else None
-        if looked_up is not None:
-            return looked_up.weight(self.dtype, args[0])
+        if func is F.embedding and (found := self._rounded.get(id(args[1]))) is not None:
+            return found.weight(self.dtype, args[0])
         if func in (F.embedding, Tensor.__getitem__):  # of a large table few rows
             return self._converted(func(*args, **kwargs))
         if self.dtype == torch.float32 or func.__name__ == "__get__":  # such as x.shape

@@ -16,11 +16,12 @@ from transferry.build_model.attention import KeyValues
 from transferry.build_model.transformer import Transformer
 from transferry.export.graphs.graph import flatten
 from transferry.export.precision import KEPT, Precision
-from transferry.runtime.decoding.decoder import StepOutput, longer
+from transferry.runtime.decoding.decoder import StepOutput, Tensors, longer
 
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Floats = NDArray[np.floating[Any]]
+MOVES = 8  # of hidden states, to learn how far rounding moves a head
 
 
 @dataclass(frozen=True)
@@ -114,11 +115,47 @@ class TorchEncoder:
 
     @torch.inference_mode()
     def encode(self, source: Ids, mask: Mask) -> dict[str, Floats]:
-        """Returns hidden `[rows, source, d_model]` and logits `[rows, source, vocabulary]`."""
+        """Returns tensors as `Transformer.answers`."""
         with self._precision:
-            hidden = self.model.encode(*_on_device(self.model, source, mask))
-            outputs = {"hidden": hidden, "logits": self.model.logits(hidden)}
+            outputs = self.model.answers(*_on_device(self.model, source, mask))
         return {name: tensor.cpu().numpy() for name, tensor in outputs.items()}
+
+    @torch.inference_mode()
+    def head(self, hidden: Floats, mask: Mask) -> Floats:
+        """Returns what the head gives for hidden states `[rows, source, d_model]`."""
+        states, places = _on_device(self.model, hidden, mask)
+        assert self.model.head is not None
+        with self._precision:
+            found: Floats = self.model.head(states, places).cpu().numpy()
+        return found
+
+
+def moved_heads(exact: TorchEncoder, mask: Mask, *sides: Tensors) -> tuple[list[Tensors], float]:
+    """Returns what the head gives where hidden states are as far off as torch's are, and its unit.
+
+    A head gives few numbers, in which torch may happen to round nothing at all: its own error on
+    one text says little about rounding. And sums may cancel: the unit of its error is the largest
+    number that it gives for random hidden states of the same size.
+
+    Args:
+        exact: The oracle.
+        mask: True at a token `[rows, source]`.
+        sides: Tensors of the oracle, and of torch in float32.
+    """
+    oracle, reference = (side["hidden"].astype(np.float64) for side in sides[:2])
+    there = mask[..., None]
+    error = np.abs(reference - oracle).max(initial=0.0, where=there)
+    error = max(error, 2.0**-24 * np.abs(oracle).max(initial=0.0, where=there))
+    size = np.sqrt(np.square(oracle).mean(where=np.broadcast_to(there, oracle.shape)))
+    generator = np.random.default_rng(0)
+    moved: list[Tensors] = []
+    unit = 0.0
+    for _ in range(MOVES):
+        signs = generator.choice([-1.0, 1.0], oracle.shape)
+        moved.append({**sides[1], "head": exact.head(oracle + error * signs, mask)})
+        drawn = exact.head(size * signs, mask)
+        unit = max(unit, float(np.abs(drawn[mask] if drawn.ndim > 2 else drawn).max(initial=0.0)))
+    return moved, unit
 
 
 def _on_device(model: Transformer, *arrays: NDArray[Any]) -> list[Tensor]:

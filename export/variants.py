@@ -175,4 +175,5 @@ def linear_layers(model: Transformer) -> int:
     linears = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
     # Encoder and decoder each have the embedding.
     twice = model.embedding_projection is not None and model.encoder and model.decoder
-    return linears + (model.output is None) + bool(twice)
+    tied = model.config.lm_head and model.output is None
+    return linears + tied + bool(twice)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,13 @@ def _text_parity(
     sources = [
         source_of(text, tokenizer, config, number) for number, text in enumerate(texts, start=1)
     ]
+    if checkpoint.head is not None and checkpoint.head.task == "classify" and special.between:
+        # Pairs too: each text with the next.
+        pairs = (
+            special.wrap([*tokenizer.encode(one), *special.between, *tokenizer.encode(other)])
+            for one, other in pairwise(texts)
+        )
+        sources += [pair for pair in pairs if len(pair) <= config.max_positions]
     fed = None
     if not config.encoder_layers:
         fed = [special.wrap(tokenizer.encode(text)) for text in texts]
@@ -207,7 +215,8 @@ def _text_parity(
         encoded = [tokenizer.encode_target(target) for target in targets]
         fed = [[special.bos_id, *tokens, special.eos_id] for tokens in encoded]
     generation = default_generation(checkpoint)
-    return TextParity(oracle, generation, sources, longest, fed, SAMPLED, batches)
+    given = (oracle, generation, sources, longest, fed, SAMPLED, batches)
+    return TextParity(*given, head=checkpoint.head)
 
 
 def _settings(
@@ -219,6 +228,7 @@ def _settings(
         "onnx": onnx.__version__,
         "against": "the run",
         "run_sha256": checkpoint.sha256,
+        **({} if checkpoint.head is None else {"task": checkpoint.head.task}),
         "rows": len(texts),
         "batch_rows": batches.rows,
         "text_sha256": hashlib.sha256("\n".join(texts).encode()).hexdigest(),

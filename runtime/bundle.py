@@ -41,6 +41,7 @@ from transferry.runtime.sealed_folder import (
     SealedFolder,
     open_inside,
 )
+from transferry.runtime.settings import HeadSettings
 from transferry.runtime.tables import table
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 
@@ -85,6 +86,8 @@ Role = Literal[
     #            alone [batch, source, vocabulary]
     "hidden",  # [batch * target, d_model]: input of the LM head; of an encoder alone
     #            [batch, source, d_model]
+    "head",  # [batch, width]: of an encoder alone, its head's vector or scores of the text; of each
+    #          token [batch, source, width]
     "approximate_logits",  # [batch * target, vocabulary]: logits of the int8 LM head
     "exp_sums",  # [rows]: sums of the exponentials of the logits
     "segment_maxima",  # [rows, segments]: largest of each 64 neighbouring logits, then the rest
@@ -254,6 +257,7 @@ class Manifest:
         variants: By name.
         files: Every file but the manifest, by path in the bundle.
         versions: Versions of the packages that made the bundle.
+        head: What the head of an encoder-only model is for; None if it has none.
     """
 
     architecture: Architecture
@@ -262,6 +266,7 @@ class Manifest:
     variants: Annotated[Mapping[Name, Variant], Meta(min_length=1)]
     files: Mapping[RelativePath, FileRecord]
     versions: Mapping[str, str]
+    head: HeadSettings | None = None
 
     def to_json(self) -> str:
         """Returns the text of manifest.json."""
@@ -335,6 +340,8 @@ def _problem(manifest: Manifest) -> str:
         for graph in variant.required_graphs(manifest.architecture):
             if graph not in variant.graphs:
                 return f"variant {name!r} has no graph {graph!r}"
+        if manifest.head is not None and (problem := _head_problem(manifest.head, variant)):
+            return f"variant {name!r} {problem}"
         used = [graph.file for graph in variant.graphs.values()]
         used += [variant.reference, *(tensor.file for tensor in variant.screen.values())]
         for file in used:
@@ -346,6 +353,21 @@ def _problem(manifest: Manifest) -> str:
                 return f"weight {key!r} of variant {name!r} does not lie inside {tensor.file!r}"
     if len({name.lower() for name in manifest.files}) < len(manifest.files):
         return "two of its files differ in case alone"
+    return ""
+
+
+def _head_problem(head: HeadSettings, variant: Variant) -> str:
+    """Describes how a graph does not give what the head's settings speak of; "" if it does."""
+    outputs = variant.graphs["encoder"].outputs if "encoder" in variant.graphs else ()
+    found = [spec.shape for spec in outputs if spec.role == "head"]
+    rank = 3 if head.task == "tag" else 2
+    width = len(head.labels)
+    if len(found) != 1 or len(found[0]) != rank or not isinstance(found[0][-1], int):
+        return f"gives no scores or vectors for task {head.task}"
+    if head.task != "embed" and found[0][-1] != width:
+        return f"gives {found[0][-1]} scores, and there are {width} labels"
+    if head.default_prompt and head.default_prompt not in head.prompts:
+        return f"has no prompt {head.default_prompt!r}"
     return ""
 
 
@@ -383,6 +405,22 @@ class Bundle:
         # What a certificate speaks of is the manifest that was read.
         vars(bundle).update(files=files, sha256=hashlib.sha256(content).hexdigest())
         return bundle
+
+    @property
+    def embeds(self) -> bool:
+        """Whether its model has a head that makes vectors of texts."""
+        return self.manifest.head is not None and self.manifest.head.task == "embed"
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Tasks of an encoder-only model."""
+        head, fills = self.manifest.head, self.tokenizer.special.mask_id is not None
+        tasks = ["embed", *["fill-mask"] * fills]
+        if head is not None and head.task != "embed":
+            tasks.append(head.task)
+            if head.task == "classify" and len(head.labels) == 1:
+                tasks.append("rank")
+        return tuple(tasks)
 
     @cached_property
     def files(self) -> SealedFolder:

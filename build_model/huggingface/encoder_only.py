@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, cast
 
-from transferry.build_model.config import ModelConfig
+from transferry.build_model.config import HeadActivation, ModelConfig
 from transferry.build_model.huggingface.folder import Settings
 from transferry.build_model.huggingface.rope import SLIDING, read_rotary
 from transferry.build_model.huggingface.tables import (
     ACTIVATIONS,
     BUFFER,
     GATES,
+    Classifier,
     Family,
     NoPlace,
     Table,
@@ -19,6 +21,7 @@ from transferry.build_model.huggingface.tables import (
     parts,
     without_first,
 )
+from transferry.runtime.settings import HeadSettings
 
 BERT_HEAD = "cls.predictions.bias"
 
@@ -41,11 +44,12 @@ def _bert_shape(config: Settings, names: set[str]) -> ModelConfig:
         architecture="encoder-only",
         positions="learned",
         activation=config.choice("hidden_act", ACTIVATIONS, "gelu"),
-        tied=config.flag("tie_word_embeddings", True),
+        tied=config.flag("tie_word_embeddings", True) or not head,
         scale_embedding=False,
         embedding_norm=True,
         output_transform=head,
         output_bias=head,
+        lm_head=head,
     )
 
 
@@ -96,11 +100,12 @@ def _masked_fields(config: Settings, *, head: bool) -> dict[str, Any]:
         activation=config.choice("hidden_act", ACTIVATIONS, "gelu"),
         # Whatever the rest has.
         output_activation="gelu",
-        tied=config.flag("tie_word_embeddings", True),
+        tied=config.flag("tie_word_embeddings", True) or not head,
         scale_embedding=False,
         embedding_norm=True,
         output_transform=head,
         output_bias=head,
+        lm_head=head,
     )
 
 
@@ -162,11 +167,12 @@ def _distilbert_shape(config: Settings, names: set[str]) -> ModelConfig:
         architecture="encoder-only",
         positions="learned",
         activation=config.choice("activation", ACTIVATIONS, "gelu"),
-        tied=config.flag("tie_word_embeddings", True),
+        tied=config.flag("tie_word_embeddings", True) or not head,
         scale_embedding=False,
         embedding_norm=True,
         output_transform=head,
         output_bias=head,
+        lm_head=head,
     )
 
 
@@ -254,12 +260,13 @@ def _modernbert_shape(config: Settings, names: set[str]) -> ModelConfig:
         positions="rotary",
         activation=config.choice("hidden_activation", GATES, "gelu"),
         output_activation=config.choice("classifier_activation", ACTIVATIONS, "gelu"),
-        tied=config.flag("tie_word_embeddings", True),
+        tied=config.flag("tie_word_embeddings", True) or not head,
         bias=False,
         scale_embedding=False,
         embedding_norm=True,
         output_transform=head,
         output_bias=head and config.flag("decoder_bias", True),
+        lm_head=head,
         windows=tuple(window if slides else 0 for slides in sliding) if any(sliding) else (),
         window_rotary_rates=near.rates if any(sliding) else (),
         **biases,
@@ -289,12 +296,139 @@ MODERNBERT: Table = {
     "decoder.bias": "output_bias",
 }
 
+# --- Classification -------------------------------------------------------------------------------
+
+# What makes probabilities of scores, by problem_type.
+PROBLEMS: dict[str, Literal["softmax", "sigmoid", "none"]] = {
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+    "regression": "none",
+}
+# Of a cross-encoder, under the names that folders give them.
+RANKS: dict[str, Literal["sigmoid", "none"]] = {
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+    "torch.nn.modules.linear.Identity": "none",
+}
+
+
+def _labels(config: Settings) -> tuple[str, ...]:
+    """Names of the scores; transformers names those without names LABEL_0, LABEL_1, ..."""
+    named = config.get("id2label")
+    config.get("label2id")
+    if named is None:
+        return tuple(f"LABEL_{number}" for number in range(config.whole("num_labels", 2)))
+    texts = named.values() if isinstance(named, dict) else ()
+    ids = {str(number) for number in range(len(texts))}
+    if not texts or set(named) != ids or not all(isinstance(each, str) for each in texts):
+        config.refuse("id2label", named, "names of the labels 0, 1, 2 and so on")
+    return tuple(named[str(number)] for number in range(len(named)))
+
+
+def _rank(config: Settings) -> Literal["sigmoid", "none"]:
+    """What CrossEncoder of sentence-transformers makes the score of a pair with."""
+    former = config.get("sbert_ce_default_activation_function")
+    said = config.get("sentence_transformers", {})
+    name = said.get("activation_fn", former) if isinstance(said, dict) else said
+    if name is None:
+        return "sigmoid"
+    if name not in RANKS:
+        config.refuse("sentence_transformers", said or former, " or ".join(RANKS))
+    return RANKS[name]
+
+
+def _classifier(
+    dense: str,
+    last: str = "classifier",
+    activation: HeadActivation = "tanh",
+    *,
+    width: str = "hidden_size",
+    modern: bool = False,
+) -> Callable[[Settings], Classifier | None]:
+    """Returns how a type's heads are read.
+
+    Args:
+        dense: Name of the first of the two layers that score a text.
+        last: Name of the second.
+        activation: Of the first.
+        width: Setting of the width of the hidden states.
+        modern: Its first layer scores tokens too, and has a norm, as in ModernBERT.
+    """
+
+    def read(config: Settings) -> Classifier | None:
+        task = _task(config)
+        if task is None:
+            return None
+        labels, two = _labels(config), task == "classify" or modern
+        unit, bias, pooling = activation, True, "first"
+        names = {last if task == "classify" else "classifier": int(two)}
+        if two:
+            names[dense] = 0
+        table = {f"{theirs}.*": f"head.layers.{ours}.linear.*" for theirs, ours in names.items()}
+        if modern:
+            unit = cast(HeadActivation, config.choice("classifier_activation", ACTIVATIONS, "gelu"))
+            bias = config.flag("classifier_bias", False)
+            table["head.norm.*"] = "head.layers.0.norm.*"
+            if task == "classify":
+                pooling = config.choice(
+                    "classifier_pooling", {"cls": "first", "mean": "mean"}, "cls"
+                )
+        fields: dict[str, Any] = {
+            "lm_head": False,
+            "output_transform": False,
+            "output_bias": False,
+            "tied": True,
+            "pooling": (pooling,) if task == "classify" else (),
+            "head_widths": (*[config.whole(width, 768)] * two, len(labels)),
+            "head_activations": (*[unit] * two, "none"),
+            "head_biases": (*[bias] * two, True),
+            "head_norm": modern,
+        }
+        settings = HeadSettings("tag", labels, "softmax")
+        if task == "classify":
+            usual = "regression" if len(labels) == 1 else "single_label_classification"
+            problem = config.choice("problem_type", PROBLEMS, usual)
+            settings = HeadSettings("classify", labels, problem, _rank(config))
+        return Classifier(fields, table, settings)
+
+    return read
+
+
+def _task(config: Settings) -> Literal["classify", "tag"] | None:
+    classes = config.get("architectures")
+    name = str(classes[0]) if isinstance(classes, list) and classes else ""
+    if name.endswith("ForSequenceClassification"):
+        return "classify"
+    return "tag" if name.endswith("ForTokenClassification") else None
+
+
+PROJECTED = _classifier("classifier.dense", "classifier.out_proj")
+TYPES = "embeddings.token_type_embeddings.weight"
 FAMILIES = {
-    "bert": Family("BERT", _bert_shape, BERT, ("bert.",)),
-    "roberta": Family("RoBERTa", _roberta_shape, ROBERTA, ("roberta.",)),
-    "xlm-roberta": Family("XLM-RoBERTa", _roberta_shape, ROBERTA, ("roberta.",)),
-    "distilbert": Family("DistilBERT", _distilbert_shape, DISTILBERT, ("distilbert.",)),
-    "electra": Family("ELECTRA", _electra_shape, ELECTRA, ("electra.",)),
-    "mpnet": Family("MPNet", _mpnet_shape, MPNET, ("mpnet.",)),
-    "modernbert": Family("ModernBERT", _modernbert_shape, MODERNBERT, ("model.",)),
+    "bert": Family(
+        "BERT",
+        *(_bert_shape, BERT, ("bert.",)),
+        classifier=_classifier("pooler.dense"),
+        segments=TYPES,
+    ),
+    "roberta": Family("RoBERTa", _roberta_shape, ROBERTA, ("roberta.",), classifier=PROJECTED),
+    "xlm-roberta": Family(
+        "XLM-RoBERTa", _roberta_shape, ROBERTA, ("roberta.",), classifier=PROJECTED
+    ),
+    "distilbert": Family(
+        "DistilBERT",
+        *(_distilbert_shape, DISTILBERT, ("distilbert.",)),
+        classifier=_classifier("pre_classifier", activation="relu", width="dim"),
+    ),
+    "electra": Family(
+        "ELECTRA",
+        *(_electra_shape, ELECTRA, ("electra.",)),
+        classifier=_classifier("classifier.dense", "classifier.out_proj", "gelu"),
+        segments=TYPES,
+    ),
+    "mpnet": Family("MPNet", _mpnet_shape, MPNET, ("mpnet.",), classifier=PROJECTED),
+    "modernbert": Family(
+        "ModernBERT",
+        *(_modernbert_shape, MODERNBERT, ("model.",)),
+        classifier=_classifier("head.dense", modern=True),
+    ),
 }

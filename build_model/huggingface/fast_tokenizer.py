@@ -83,12 +83,14 @@ class FastTokenizer:
         content: Its tokenizer.json; that of the folder, byte for byte, where it is used as it is.
         named: Named special tokens, such as bos_token.
         notes: What is done otherwise than tokenizer.json says.
+        segments: Whether its class tells a model the segments of a pair of texts.
     """
 
     tokenizer: Any
     content: bytes
     named: dict[str, str]
     notes: list[str] = field(default_factory=list)
+    segments: bool = False
 
     def id_of(self, name: str) -> int | None:
         """Returns the id of a named special token; None if there is none."""
@@ -320,7 +322,8 @@ def _made(
     given = {**(rebuilt.named if rebuilt else {}), **named}
     names = {key: _text(value) for key, value in given.items() if value is not None}
     if name == "BertTokenizer":
-        made.post_processor = _around(made, [names["cls_token"]], [names["sep_token"]])
+        begin, end = names["cls_token"], names["sep_token"]
+        made.post_processor = _around(made, [begin], [end], ["$B:1", f"{end}:1"])
     elif file is None or made.post_processor is None or name == "GPTNeoXTokenizer":
         # transformers drops both settings where there is a tokenizer.json.
         before, after = (
@@ -330,15 +333,19 @@ def _made(
             for end in ("bos", "eos")
         )
         made.post_processor = _around(made, before, after)
+    inputs = settings.get("model_input_names", ["token_type_ids"] * (name == "BertTokenizer"))
+    segments = "token_type_ids" in inputs
     if file is not None and content is not None and made.to_str() == file.to_str():
-        return FastTokenizer(made, content, names)
+        return FastTokenizer(made, content, names, segments=segments)
     notes = [] if file is None else _differences(made, file, name)
-    return FastTokenizer(made, made.to_str().encode(), names, notes)
+    return FastTokenizer(made, made.to_str().encode(), names, notes, segments)
 
 
-def _around(made: Any, before: list[str], after: list[str]) -> Any:
+def _around(made: Any, before: list[str], after: list[str], second: Sequence[str] = ()) -> Any:
     ids = [(text, made.token_to_id(text)) for text in dict.fromkeys([*before, *after])]
-    return processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=ids)
+    single = [*before, "$A", *after]
+    pair = {"pair": [*single, *second]} if second else {}
+    return processors.TemplateProcessing(single=single, special_tokens=ids, **pair)
 
 
 def _differences(made: Any, file: Any, name: str) -> list[str]:

@@ -137,6 +137,7 @@ class Checkpoint:
         tokenizer: tokenizer_config.json, empty if absent.
         special_tokens: special_tokens_map.json, empty if absent.
         notes: What the tokenizer does otherwise than its files say, for the summary.
+        segments: Of the tokens of a pair of texts, as the tokenizer numbers them; set by it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -154,6 +155,7 @@ class Checkpoint:
         self.tokenizer = Settings.read(folder / TOKENIZER_CONFIG, required=False)
         self.special_tokens = Settings.read(folder / SPECIAL_TOKENS, required=False)
         self.notes: list[str] = []
+        self.segments: list[int] = []
 
     def token(self, name: str, default: int | None = None) -> int:
         """Returns a token id, of several end tokens the first; see `tokens`.

@@ -16,13 +16,19 @@ from transferry.build_model.formats.writer import tensor_writer
 from transferry.build_model.huggingface.families import FAMILIES
 from transferry.build_model.huggingface.folder import CONFIG, Checkpoint, require_plain
 from transferry.build_model.huggingface.generation import generation_defaults
+from transferry.build_model.huggingface.tables import Family
 from transferry.build_model.huggingface.vocabularies import TOKENIZERS
 from transferry.build_model.huggingface.weights import Converted, adapted, convert_weights
 from transferry.build_model.toolkits.fairseq import read_fairseq
 from transferry.build_model.toolkits.marian import read_marian
+from transferry.build_model.toolkits.sentence_transformers import (
+    SentenceModules,
+    read_sentence_transformers,
+)
 from transferry.build_model.toolkits.source import Source
 from transferry.runtime.errors import InputError, UsageError, require
 from transferry.runtime.folders import replace_folder, staged_folder
+from transferry.runtime.settings import MOST, HeadSettings
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
 MOST_SHOWN = 40  # characters of a setting in the summary
@@ -47,6 +53,7 @@ class Imported:
         ignored: Settings of `generate` that do not, with value and reason.
         notes: What else the user has to know, a line each.
         unused: Settings that nothing here reads, by file.
+        head: What the head of an encoder-only model is for; None if it has none.
     """
 
     kind: str
@@ -57,6 +64,7 @@ class Imported:
     ignored: dict[str, Any]
     notes: Sequence[str] = ()
     unused: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    head: HeadSettings | None = None
 
     def to_text(self) -> str:
         """Summary for the user."""
@@ -72,8 +80,15 @@ class Imported:
             lines.append(f"left out: {counts}")
         if computed:
             lines.append(f"computed: {computed:,} numbers of positions")
-        if self.kind == "bert" and not self.config.output_transform:
-            lines.append("no masked language model head: only --task embed works")
+        if not self.config.lm_head:
+            tasks = ["embed"]
+            if self.head is not None and self.head.task != "embed":
+                tasks.append(self.head.task)
+                tasks += ["rank"] * (tasks[-1] == "classify" and len(self.head.labels) == 1)
+            which = " and ".join(tasks) + (" works" if len(tasks) == 1 else " work")
+            lines.append(f"no masked language model head: only --task {which}")
+        if self.head is not None:
+            lines.append(_describe(self.head, self.config))
         if self.generation:
             kept = ", ".join(f"{name} {value}" for name, value in self.generation.items())
             lines.append(f"generation defaults: {kept}")
@@ -89,8 +104,29 @@ class Imported:
         return "\n".join(lines)
 
 
+def _describe(head: HeadSettings, config: ModelConfig) -> str:
+    parts = [f"head for --task {head.task}"]
+    if head.labels:
+        parts.append(f"labels {_cut_short(', '.join(head.labels))}")
+    if config.pooling:
+        parts.append(f"pooling {' and '.join(config.pooling)}")
+    if config.head_widths:
+        parts.append(f"layers of width {', '.join(map(str, config.head_widths))}")
+    if config.unit_length:
+        parts.append("length 1")
+    if head.longest:
+        parts.append(f"rows cut to {head.longest} tokens")
+    if head.prompts:
+        default = f" (default {head.default_prompt})" if head.default_prompt else ""
+        parts.append(f"prompts {' '.join(head.prompts)}{default}")
+    return ", ".join(parts)
+
+
 def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    return _cut_short(json.dumps(value, ensure_ascii=False))
+
+
+def _cut_short(text: str) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
@@ -111,16 +147,29 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
         if not (folder / CONFIG).exists() and any(folder.glob(pattern)):
             require(adapter is None, "--adapter", f"left out for {folder}", adapter_folder)
             return _of_toolkit(read(folder))
-    checkpoint = Checkpoint(folder)
+    sentence = read_sentence_transformers(folder)
+    checkpoint = Checkpoint(folder if sentence is None else sentence.transformer)
     config = checkpoint.config
     kind = config.choice("model_type", {name: name for name in FAMILIES}, "")
     require_plain(config)
-    family = FAMILIES[kind]
+    family, files = FAMILIES[kind], [config, checkpoint.tokenizer]
+    head: HeadSettings | None = None
     try:
         shape = family.shape(config, checkpoint.names())
+        if sentence is not None and sentence.settings.task == "embed":
+            shape, head = replace(shape, **sentence.fields), sentence.settings
+            family = replace(family, table={**family.table, **sentence.table})
+        elif (classifier := family.classifier(config)) is not None:
+            shape, head = replace(shape, **classifier.fields), classifier.settings
+            family = replace(family, table={**family.table, **classifier.table})
     except UsageError as error:
         raise InputError(f"{config.path}: {error}") from error
     tokenizer = TOKENIZERS[kind](checkpoint, shape)
+    if head is not None and head.task == "classify":
+        family, shape = _with_segments(family, shape, checkpoint, tokenizer)
+    if sentence is not None:
+        head = _cut(sentence, head, checkpoint, shape, tokenizer)
+        files = [*sentence.files, *files]
     generation: dict[str, Any] = {}
     ignored: dict[str, Any] = {}
     if shape.decoder_layers:
@@ -133,18 +182,79 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
         tokenizer.special = replace(tokenizer.special, more_ends=tuple(ends[1:]))
         generation, ignored = generation_defaults(checkpoint, shape)
     tensors = checkpoint.tensors()
+    if sentence is not None:
+        tensors = sentence.tensors(tensors)
     if adapter is not None:
         tensors = adapted(family, shape, tensors, adapter)
     weights = convert_weights(family, shape, tensors, str(folder))
     notes = [] if adapter is None else [adapter.describe()]
     notes += [f"tokenizer: {note}" for note in checkpoint.notes]
     unused = {
-        settings.path.name: values
-        for settings in (config, checkpoint.tokenizer, checkpoint.special_tokens)
+        _relative(settings.path, folder): values
+        for settings in (*files, checkpoint.special_tokens)
         if (values := settings.unread())
     }
     found = (kind, shape, weights, tokenizer, generation, ignored)
-    return Imported(*found, notes, unused)
+    return Imported(*found, notes, unused, head)
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name
+
+
+def _with_segments(
+    family: Family, shape: ModelConfig, checkpoint: Checkpoint, tokenizer: AnyTokenizer
+) -> tuple[Family, ModelConfig]:
+    """Lets a model tell the two texts of a pair apart, if it was trained to.
+
+    Raises:
+        InputError: The tokenizer numbers the segments otherwise than by what ends the first one.
+    """
+    kinds = checkpoint.config.whole("type_vocab_size", 2) if family.segments else 0
+    if kinds < 2 or not any(checkpoint.segments):
+        return family, shape
+    special, found = tokenizer.special, checkpoint.segments
+    first = len(special.wrap(tokenizer.encode("a")))
+    if (
+        len(special.after) != 1
+        or special.between != special.after
+        or found != [0] * first + [1] * (len(found) - first)
+    ):
+        raise InputError(
+            f"{checkpoint.folder}: the tokenizer joins a pair as segments {found}, which cannot be "
+            "imported; supported: each text and what ends it is a segment"
+        )
+    table = {**family.table, family.segments: "segment_embedding.weight"}
+    shape = replace(shape, segments=kinds, segment_end=special.after[0])
+    return replace(family, table=table), shape
+
+
+def _cut(
+    sentence: SentenceModules,
+    head: HeadSettings | None,
+    checkpoint: Checkpoint,
+    shape: ModelConfig,
+    tokenizer: AnyTokenizer,
+) -> HeadSettings:
+    """Returns how texts are read, with the length that sentence-transformers cuts them to.
+
+    Raises:
+        InputError: Texts are lower-cased first, and the tokenizer does not do so; or a
+            cross-encoder has no head.
+    """
+    if head is None:
+        checkpoint.config.refuse(
+            "architectures", checkpoint.config.get("architectures"), "…ForSequenceClassification"
+        )
+    assert head is not None
+    if sentence.lower and tokenizer.encode("A É") != tokenizer.encode("a é"):
+        raise InputError(
+            f"{checkpoint.folder}: do_lower_case is true, but its tokenizer tells upper from lower "
+            "case, which cannot be imported; lower-case the texts, and set it to false"
+        )
+    longest = sentence.settings.longest or checkpoint.tokenizer.number("model_max_length", MOST)
+    rank = sentence.settings.rank
+    return replace(head, longest=int(min(longest, shape.max_positions)), rank=rank)
 
 
 def _of_toolkit(source: Source) -> Imported:
@@ -184,7 +294,7 @@ def import_checkpoint(
     run_folder.check_folder(out, force=force)
     with staged_folder(out) as staged:  # before the long reading
         imported = read_checkpoint(folder, adapter)
-        run.save_config(staged, imported.config, None, imported.generation)
+        run.save_config(staged, imported.config, None, imported.generation, imported.head)
         imported.tokenizer.save(staged)
         with tensor_writer(staged / run.WEIGHTS, imported.weights.shapes) as file:
             imported.weights.write(file)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from transferry.build_model.config import GATED, Activation, ModelConfig
 from transferry.build_model.huggingface.folder import Settings
 from transferry.build_model.huggingface.rope import FULL, SLIDING
+from transferry.runtime.settings import HeadSettings
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,21 @@ Table = Mapping[str, str | Move | NoPlace]
 
 
 @dataclass(frozen=True)
+class Classifier:
+    """The head of a sequence or token classification.
+
+    Attributes:
+        fields: Fields of ModelConfig.
+        table: Our tensors by theirs.
+        settings: What it is for.
+    """
+
+    fields: Mapping[str, Any]
+    table: Table
+    settings: HeadSettings
+
+
+@dataclass(frozen=True)
 class Family:
     """A model type.
 
@@ -58,6 +75,8 @@ class Family:
         table: Our tensors by theirs.
         prefixes: Prefixes of the names, of which the first that fits is dropped.
         computes: Tensors that a formula gives if the file lacks them.
+        classifier: Returns the head that config.json speaks of, None if it has none.
+        segments: Name of the vectors of segments; empty if the type does not tell them apart.
     """
 
     models: str
@@ -65,6 +84,8 @@ class Family:
     table: Table
     prefixes: tuple[str, ...]
     computes: Callable[[ModelConfig], dict[str, Tensor]] = field(default=lambda config: {})
+    classifier: Callable[[Settings], Classifier | None] = field(default=lambda config: None)
+    segments: str = ""
 
 
 def conv1d(*ours: str) -> Move:

@@ -299,7 +299,15 @@ def bert_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
         mask_id=token("mask") if config.output_transform else None,
         after=(),
     )
-    return _unchanged(found, special, config, str(checkpoint.folder))
+    tokenizer = _unchanged(found, special, config, str(checkpoint.folder))
+    plain, special = tokenizer.encode("a"), tokenizer.special
+    pair = found.tokenizer.encode("a", "a")
+    first, second = [*special.before, *plain], [*plain, *special.after]
+    between = pair.ids[len(first) : len(pair.ids) - len(second)]
+    if between and pair.ids == [*first, *between, *second]:
+        tokenizer.special = dataclasses.replace(special, between=tuple(between))
+        checkpoint.segments = pair.type_ids if found.segments else []
+    return tokenizer
 
 
 def _unchanged(

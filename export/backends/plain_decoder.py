@@ -105,7 +105,7 @@ class PlainEncoder:
     def encode(
         self, source: NDArray[np.int64], mask: NDArray[np.bool_]
     ) -> dict[str, NDArray[np.floating[Any]]]:
-        """Returns "hidden" and "logits"; see `EncoderModel.encode`."""
+        """Returns all outputs; see `EncoderModel.encode`."""
         names = [spec.name for spec in self._graph.outputs]
         feeds = dict(zip([spec.name for spec in self._graph.inputs], (source, mask), strict=True))
         return dict(zip(names, self._backend.run("encoder", feeds, names), strict=True))

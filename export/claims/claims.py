@@ -82,6 +82,8 @@ def manifest_claims(checkpoint: Checkpoint, bundle: Bundle) -> list[Claim]:
         Claim("generation defaults", "; ".join(_differences(wanted, found))),
         Claim("architecture", _unequal("architecture", config.architecture, manifest.architecture)),
     ]
+    if checkpoint.head is not None or manifest.head is not None:
+        claims.append(Claim("head", _unequal("head", checkpoint.head, manifest.head)))
     for variant in manifest.variants.values():
         problems = filter(None, _variant_problems(variant, config))
         claims.append(Claim(f"variant {variant.name}", "; ".join(problems)))
@@ -155,7 +157,9 @@ def _wider(name: str, found: float, own: float, oracle: Oracle) -> str:
 
 def _case_problem(case: Case, recorded: Truth, oracle: Oracle) -> str:
     made = oracle.truth(case)
-    exact = Truth(made.oracle, dict.fromkeys(made.oracle, 0.0))
+    exact = Truth(made.oracle, dict.fromkeys(made.oracle, 0.0), made.least)
+    if recorded.least > 4 * made.least:  # in which errors would look small
+        return f"{case.name}: the head's unit is recorded as {recorded.least:.1e}, not as the run's"
     faults = [item for item in compare(case, exact, recorded.oracle, EXACT) if item.fault]
     if faults:
         return f"{case.name}: {faults[0].tensor}: {faults[0].fault}"

@@ -24,7 +24,7 @@ from transferry.export.debug.replay import Replay, extract
 from transferry.export.debug.served_graph import MOST_SHOWN, ServedGraph, align
 from transferry.export.debug.traced_program import TracedProgram, trace, value_error
 from transferry.export.graphs.graph import Graph, flatten
-from transferry.export.torch_model import TorchDecoder, TorchEncoder, TorchState
+from transferry.export.torch_model import TorchDecoder, TorchEncoder, TorchState, moved_heads
 from transferry.runtime.bundle import Bundle, GraphSpec, Variant
 from transferry.runtime.decoding.decoder import Tensors
 from transferry.runtime.errors import InputError, UsageError
@@ -95,15 +95,18 @@ def _calls(
     """Yields the runs of a graph in a case."""
     outputs = [tensor.name for tensor in spec.outputs]
     if name == "encoder":
-        sides = []
+        sides: list[Tensors] = []
         for side in (oracle, reference):
             if side.model.config.decoder_layers:
                 given = _flat(side.start(case.source, case.mask).cross)
             else:
-                encoded = TorchEncoder(side.model).encode(case.source, case.mask)
-                given = [encoded["hidden"], encoded["logits"]]
+                given = list(TorchEncoder(side.model).encode(case.source, case.mask).values())
             sides.append(dict(zip(outputs, given, strict=True)))
-        yield _Call(case, _feeds(spec, case.source, case.mask), truth(case, *sides))
+        least = 0.0
+        if oracle.model.config.has_head:
+            moved, least = moved_heads(oracle.encoder, case.mask, *sides)
+            sides += moved
+        yield _Call(case, _feeds(spec, case.source, case.mask), truth(case, *sides, least=least))
         return
     state = oracle.start(case.source, case.mask)
     if case.past:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -247,7 +248,7 @@ class Gate:
             *_with_rare_tokens(self._config, seed=1000),
         ]
         return [
-            (case, Truth(observe(self._honest, case), self._oracle.truth(case).errors))
+            (case, replace(self._oracle.truth(case), oracle=observe(self._honest, case)))
             for case in cases
         ]
 

@@ -3,7 +3,7 @@
 The encoder of an encoder-decoder returns the cross keys and values of every decoder layer. One
 `decoder` graph serves the first step (past of length 0), all later steps, and the prompt of a
 decoder-only model. `select` gathers rows of the cache, so that the search can drop and reorder rows
-on the device. An encoder-only model is one graph, which returns hidden states and logits.
+on the device. An encoder-only model is one graph, which returns `Transformer.answers`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ class EncoderGraph(ModelGraph):
 
 
 class EncoderOnlyGraph(ModelGraph):
-    """source, source_mask -> hidden, logits of an encoder-only model."""
+    """source, source_mask -> hidden, head, logits of an encoder-only model."""
 
-    def forward(self, source: Tensor, source_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Shapes as in `Transformer.encode` and `Transformer.logits`."""
-        hidden = self.model.encode(source, source_mask)
-        return hidden, self.model.logits(hidden)
+    def forward(self, source: Tensor, source_mask: Tensor) -> tuple[Tensor, ...]:
+        """Shapes as in `Transformer.answers`; float32 in every precision, as the runtime reads."""
+        return tuple(each.float() for each in self.model.answers(source, source_mask).values())
 
 
 class DecoderGraph(ModelGraph):
@@ -84,9 +83,13 @@ def export_graphs(model: Transformer, names: Sequence[str] | None = None) -> dic
     cross = cache("cross", "batch", "source")
     encoder: Module = (EncoderGraph(model), (source, mask), cross)
     if not config.decoder_layers:
-        hidden = spec("hidden", "float32", "batch", "source", config.d_model)
-        scores = spec("logits", "float32", "batch", "source", config.vocabulary_size)
-        encoder = (EncoderOnlyGraph(model), (source, mask), (hidden, scores))
+        outputs = [spec("hidden", "float32", "batch", "source", config.d_model)]
+        if config.has_head:
+            of_each = ("batch",) if config.pooling else ("batch", "source")
+            outputs.append(spec("head", "float32", *of_each, config.d_head_output))
+        if config.lm_head:
+            outputs.append(spec("logits", "float32", "batch", "source", config.vocabulary_size))
+        encoder = (EncoderOnlyGraph(model), (source, mask), tuple(outputs))
     past_mask = spec("past_mask", "bool", "batch", "past")
     read = (mask, *cross) if config.encoder_layers else (past_mask,)
     target = spec("target", "int64", "batch", "target")

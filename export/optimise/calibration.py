@@ -272,7 +272,8 @@ def _run(
     counted: Counted = ...
 
     def observed(name: str, x: Tensor, output: Tensor) -> None:
-        report(name, x, output, counted)
+        # A head may read one vector of a text, in which nothing is padding.
+        report(name, x, output, counted if x.dim() == 3 else ...)
 
     with LinearObserver(model, observed):
         for batch in _batches(model, texts):

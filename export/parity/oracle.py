@@ -16,8 +16,8 @@ from transferry.export.parity.cases import MOST_LOGITS, random_cases
 from transferry.export.parity.searches import GIVEN, RECORDED, SEARCHES, WHOLE, search_settings
 from transferry.export.parity.served import serve
 from transferry.export.parity.simulated_integers import integer_sides
-from transferry.export.parity.teacher_forcing import TeacherForcing
-from transferry.export.torch_model import TorchDecoder
+from transferry.export.parity.teacher_forcing import TeacherForcing, chosen_from
+from transferry.export.torch_model import TorchDecoder, moved_heads
 from transferry.runtime.bundle import Variant
 from transferry.runtime.decoding.batching import BatchOptions, length_batches
 from transferry.runtime.decoding.decoder import (
@@ -55,6 +55,7 @@ from transferry.runtime.parity.recorded import RecordedSearch, Reference
 from transferry.runtime.parity.report import Decisions, Difference
 from transferry.runtime.parity.rules import Rules
 from transferry.runtime.parity.self_consistency import self_consistency
+from transferry.runtime.settings import HeadSettings
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 HIDE_EVERY = 7  # tokens of a text, for an encoder-only model to fill in
@@ -137,7 +138,16 @@ class Oracle:
 
     def truth(self, case: Case) -> Truth:
         """Returns the expected tensors of a case."""
-        return truth(case, *self.observe(case))
+        sides, least = self._sides(case)
+        return truth(case, *sides, least=least)
+
+    def _sides(self, case: Case) -> tuple[list[Tensors], float]:
+        """Runs a case, the head moved by rounding too; returns the tensors and the head's unit."""
+        sides = self.observe(case)
+        if not self.config.has_head:
+            return sides, 0.0
+        moved, unit = moved_heads(self.exact.encoder, case.mask, *sides)
+        return [*sides, *moved], unit
 
     def numbers(
         self, model: ObservableDecoder[State] | ObservableEncoder, cases: Iterable[Case]
@@ -305,33 +315,48 @@ class Oracle:
                 exact[-1].append(score)
         return exact, max(own, self.tolerance.floor * largest)
 
-    def fillings(
-        self, encoder: ObservableEncoder, sources: Sequence[Sequence[int]], forcing: TeacherForcing
-    ) -> tuple[list[Comparison], Decisions]:
-        """Hides tokens of each source and compares what the reference and an encoder fill in.
+    def readings(
+        self,
+        encoder: ObservableEncoder,
+        sources: Sequence[Sequence[int]],
+        forcing: TeacherForcing,
+        head: HeadSettings | None = None,
+    ) -> Iterator[Decisions | list[Comparison]]:
+        """Compares what the reference and an encoder-only model give for text.
+
+        That is every tensor, and what is chosen: tokens for some that are hidden, or the labels of
+        a head.
 
         Raises:
-            InputError: The tokenizer has no mask.
+            InputError: Tokens are to be filled in, and the tokenizer has no mask.
         """
-        if self.special.mask_id is None:
+        fills, mask_id = self.config.lm_head and not self.config.has_head, self.special.mask_id
+        if fills and mask_id is None:
             raise InputError("expected a tokenizer with a mask, found none; verify without --text")
         comparisons: list[Comparison] = []
-        tally = Tally("fill-mask", self.tolerance)
+        tally = Tally("fill-mask" if fills or head is None else head.task, self.tolerance)
         for row, source in enumerate(sources):
             tokens = np.array([source], np.int64)
             places = np.arange(len(self.special.before), len(source), HIDE_EVERY)
-            tokens[:, places] = self.special.mask_id
+            if fills and mask_id is not None:
+                tokens[:, places] = mask_id
             nothing = np.zeros((1, 0), np.int64)
             mask = np.ones_like(tokens, np.bool_)
             case = Case(f"text, row {row}", tokens, mask, nothing, 0, stage="text")
-            sides, given = self.observe(case), observe(encoder, case)
-            comparisons += compare(case, truth(case, *sides), given, self.tolerance)
+            (sides, least), given = self._sides(case), observe(encoder, case)
+            expected = truth(case, *sides, least=least)
+            comparisons += compare(case, expected, given, self.tolerance)
             trained = observe(self.trained.encoder, case) if self.others else sides[1]
-            exact, left, *others, right, meant = (
-                tensors["logits"][0, places].astype(np.float64)
+            self.done(1)
+            choices = [
+                tensors["logits"][0, places] if fills else chosen_from(tensors, head)
                 for tensors in (*sides, given, trained)
-            )
+            ]
+            if not choices[0].size:  # numbers and vectors, of which nothing is chosen
+                continue
+            exact, left, *others, right, meant = (each.astype(np.float64) for each in choices)
             wanted, found = left.argmax(axis=1), right.argmax(axis=1)
+            where = places if fills else np.arange(len(wanted))
             forcing.add([0, *wanted], exact, left, right, meant)
             largest = np.abs(exact).max(initial=0.0)
             own_error = max(np.abs(side - exact).max(initial=0.0) for side in (left, *others))
@@ -339,12 +364,13 @@ class Oracle:
             # A log-probability is a logit less the logits' log-sum-exp: each may be off.
             own = float(2 * max(own_error, self.tolerance.floor) * largest)
             allowed = self.tolerance.factor * own
-            rounding = Tolerance.factor * (2 * self.tolerance.floor * largest if others else own)
+            few = 2 * self.tolerance.floor * largest
+            rounding = Tolerance.factor * (few if self.others else own)
             divergences = [
                 Divergence(
                     int(place), (int(one),), (int(other),), margin, allowed, min(allowed, rounding)
                 )
-                for place, one, other, scores in zip(places, wanted, found, exact, strict=True)
+                for place, one, other, scores in zip(where, wanted, found, exact, strict=True)
                 if one != other or not np.isfinite(scores).all()
                 for margin in [float(np.abs(scores[one] - scores[other]))]
             ]
@@ -354,11 +380,12 @@ class Oracle:
                 worst = max(divergences, key=lambda item: item.margin - item.allowed)
                 tally.differ(*worst.difference(row))
             else:
-                chosen = np.arange(len(places)), wanted
+                chosen = np.arange(len(wanted)), wanted
                 scores = [logits[chosen] - log_sum_exp(logits) for logits in (exact, right)]
                 tally.agree(row, np.abs(scores[0] - scores[1]).tolist(), own)
-            self.done(1)
-        return comparisons, tally.decisions()
+        yield comparisons
+        if forcing.tokens:
+            yield tally.decisions()
 
     def record(
         self,
@@ -384,8 +411,8 @@ class Oracle:
 class TextParity:
     """Checks of a model on text, in the order of `verify`.
 
-    A decoder runs every search and is then fed given answers; an encoder-only model fills in
-    hidden tokens.
+    A decoder runs every search and is then fed given answers; of an encoder-only model see
+    `Oracle.readings`.
 
     Attributes:
         oracle: The reference.
@@ -396,6 +423,7 @@ class TextParity:
         sampled: Searches other than `WHOLE` run on one source in so many.
         batches: Limits on what is computed at once; those of the model if None.
         given: Fields of GenerationOptions of one search more, besides the bundle's defaults.
+        head: What the head of an encoder-only model is for.
         standard: Names of the other searches.
         forcing: Errors and margins on the given answers.
         best: The best answer to each row of a search, of torch as trained and of the model; of
@@ -410,6 +438,7 @@ class TextParity:
     sampled: int = 1
     batches: BatchOptions | None = None
     given: Mapping[str, Any] | None = None
+    head: HeadSettings | None = None
     standard: Sequence[str] = tuple(SEARCHES)
     forcing: TeacherForcing = field(default_factory=TeacherForcing)
     best: dict[str, list[tuple[Hypothesis, Hypothesis]]] = field(default_factory=dict)
@@ -429,7 +458,7 @@ class TextParity:
         if not sources:
             return
         if isinstance(model, EncoderModel):
-            yield from oracle.fillings(model, sources, self.forcing)
+            yield from oracle.readings(model, sources, self.forcing, self.head)
             return
         batches = self.batches or model.batches
         for name in self.searches:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from transferry.runtime.decoding.decoder import Tensors
 from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.parity.report import (
     CHOICES,
@@ -18,11 +19,26 @@ from transferry.runtime.parity.report import (
     Margins,
     TaskMetric,
 )
+from transferry.runtime.settings import HeadSettings
 
 Logits = NDArray[np.floating[Any]]
 
 # Distances of the two best tokens, in nats, two bins per decade.
 EDGES = tuple(10.0 ** (exponent / 2) for exponent in range(-14, 5))
+
+
+def chosen_from(tensors: Tensors, head: HeadSettings | None) -> NDArray[np.floating[Any]]:
+    """Returns the scores among which the labels of a row are chosen.
+
+    `[choices, options]`: of each text or token the scores of its labels; where each label is for
+    itself, of each label 0 for no and its score for yes. Empty where nothing is chosen.
+    """
+    scores = tensors["head"][0] if head is not None else np.zeros(0)
+    if head is None or head.probabilities == "none":
+        return np.zeros((0, 0))
+    if head.probabilities == "sigmoid":
+        return np.stack([np.zeros_like(scores), scores], axis=-1)
+    return scores.reshape(-1, scores.shape[-1])
 
 
 class TeacherForcing:

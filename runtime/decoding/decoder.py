@@ -139,7 +139,7 @@ class ObservableEncoder(Protocol):
     """An encoder-only model."""
 
     def encode(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> Tensors:
-        """Returns "hidden" `[rows, source, d_model]` and "logits" `[rows, source, vocabulary]`."""
+        """Returns "hidden" `[rows, source, d_model]`, and "head" and "logits" if it has them."""
         ...
 
 

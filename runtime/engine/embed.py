@@ -1,9 +1,9 @@
-"""Embedding of texts: hidden states of an encoder-only model, pooled over the tokens."""
+"""Embedding of texts: the vector of a model's head, or its hidden states pooled over the tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,12 +14,14 @@ from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
     LongRows,
+    Preprocessor,
     check_long_rows,
     checked_texts,
 )
 from transferry.runtime.engine.result import NOT_FINITE, RowError, RowResult
 from transferry.runtime.engine.worker_pool import WorkItem
-from transferry.runtime.ort.encoder import EncoderModel
+from transferry.runtime.ort.encoder import EncoderModel, EncoderOutput
+from transferry.runtime.settings import MOST, HeadSettings
 
 Pooling = Literal["mean", "first"]
 
@@ -29,7 +31,7 @@ class EmbeddingResult(RowResult):
     """Vector of one input row.
 
     Attributes:
-        vector: `[d_model]` float32; NaN on an error.
+        vector: `[width]` float32; NaN on an error.
     """
 
     vector: NDArray[np.float32]
@@ -42,54 +44,99 @@ def embed(
     engine: Engine,
     texts: Iterable[str | RowError],
     *,
-    pooling: Pooling = "mean",
+    pooling: Pooling | None = None,
     normalise: bool = False,
-    long_rows: LongRows = "error",
+    prompt: str | None = None,
+    long_rows: LongRows | None = None,
 ) -> Iterator[EmbeddingResult]:
     """Embeds texts, in order and in bounded memory.
 
     Args:
         engine: Engine of an encoder-only bundle.
         texts: Any number of texts; an error becomes the result of its row.
-        pooling: "mean" over all tokens, special tokens included, or the "first" token.
+        pooling: "mean" over all tokens, special tokens included, or the "first" token. Default:
+            what the bundle's head does, else "mean".
         normalise: Divide each vector by its Euclidean norm.
-        long_rows: Treatment of texts longer than the model's positions: "error", or "truncate" to
-            embed their beginning.
+        prompt: Name of a text of the bundle's to put before each text. Default: the bundle's.
+        long_rows: Treatment of texts longer than the model's positions, or than the bundle's
+            longest row: "error", or "truncate" to embed their beginning. Default: "truncate" where
+            the bundle has a longest row, else "error".
 
     Raises:
-        UsageError: The bundle is not encoder-only, or `long_rows` is "split".
+        UsageError: The bundle is not encoder-only, it has no such prompt, or `long_rows` is
+            "split".
     """
     encoders = engine.encoders
+    long_rows = long_rows or default_long_rows(engine)
     check_long_rows(long_rows, "task embed")
-    task = _Embed(engine, pooling, normalise, long_rows)
+    task = _Embed(engine, pooling, normalise, prompt, long_rows)
     return engine.map(checked_texts(texts), task.prepare, task.compute, encoders)
+
+
+def default_long_rows(engine: Engine) -> LongRows:
+    """Returns what becomes of long rows unless told otherwise."""
+    head = engine.bundle.manifest.head
+    return "truncate" if head is not None and head.longest else "error"
+
+
+def cut_to_longest(engine: Engine) -> Preprocessor:
+    """Returns the engine's preprocessor, limited to the bundle's longest row if it has one."""
+    head, preprocessor = engine.bundle.manifest.head, engine.preprocessor
+    longest = head.longest if head is not None else 0
+    return replace(preprocessor, positions=min(preprocessor.positions, longest or MOST))
+
+
+def embedding_width(engine: Engine, pooling: Pooling | None) -> int:
+    """Returns the length of the vectors."""
+    if pooling is None and engine.bundle.embeds:
+        return int(engine.encoder.variant.graphs["encoder"].tensor("head").shape[-1])
+    return int(engine.bundle.manifest.model["d_model"])
 
 
 class _Embed:
     def __init__(
-        self, engine: Engine, pooling: Pooling, normalise: bool, long_rows: LongRows
+        self,
+        engine: Engine,
+        pooling: Pooling | None,
+        normalise: bool,
+        prompt: str | None,
+        long_rows: LongRows,
     ) -> None:
-        self.preprocessor, self.long_rows = engine.preprocessor, long_rows
-        self.pooling, self.normalise = pooling, normalise
+        self.preprocessor, self.long_rows = cut_to_longest(engine), long_rows
+        self.output: EncoderOutput = "hidden"
+        if pooling is None and engine.bundle.embeds:
+            self.output = "head"
+        self.pooling, self.normalise = pooling or "mean", normalise
+        head = engine.bundle.manifest.head or HeadSettings("embed")
+        self.prompt = head.prompt(prompt)
         self.pad_id = engine.bundle.tokenizer.special.pad_id
-        self.no_vector = np.full(int(engine.bundle.manifest.model["d_model"]), np.nan, np.float32)
+        self.no_vector = np.full(embedding_width(engine, pooling), np.nan, np.float32)
 
     def prepare(self, texts: list[str | RowError]) -> list[WorkItem[EncodedRow] | EmbeddingResult]:
+        prompted = [
+            self.prompt + text if isinstance(text, str) and text.strip() else text for text in texts
+        ]
+        rows = zip(texts, self.preprocessor.encode(prompted, self.long_rows), strict=True)
         return [
-            WorkItem(row, len(row.ids))
+            WorkItem(replace(row, text=text if isinstance(text, str) else ""), len(row.ids))
             if row.error is None
-            else EmbeddingResult(row.text, row.tokens, self.no_vector, error=row.error)
-            for row in self.preprocessor.encode(texts, self.long_rows)
+            else EmbeddingResult(
+                row.text and str(text), row.tokens, self.no_vector, error=row.error
+            )
+            for text, row in rows
         ]
 
     def compute(self, encoder: EncoderModel, rows: list[EncodedRow]) -> list[EmbeddingResult]:
         source = pad_sources([row.ids for row in rows], self.pad_id)
-        hidden = encoder.encode(*source, ("hidden",))["hidden"]
-        return [self._pooled(*pair) for pair in zip(rows, hidden, strict=True)]
+        found = encoder.encode(*source, (self.output,))[self.output]
+        return [self._result(*pair) for pair in zip(rows, found, strict=True)]
 
-    def _pooled(self, row: EncodedRow, hidden: NDArray[np.floating[Any]]) -> EmbeddingResult:
-        pooled = hidden[: len(row.ids)] if self.pooling == "mean" else hidden[:1]
-        vector = pooled.mean(axis=0, dtype=np.float64)
+    def _result(self, row: EncodedRow, found: NDArray[np.floating[Any]]) -> EmbeddingResult:
+        if self.output == "head":
+            found = found[None]
+        elif self.pooling == "first":
+            found = found[:1]
+        vector = found[: len(row.ids)].mean(axis=0, dtype=np.float64)
         if self.normalise:
             vector /= max(float(np.linalg.norm(vector)), np.finfo(np.float64).tiny)
         error = None if np.isfinite(vector).all() else NOT_FINITE

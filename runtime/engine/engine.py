@@ -192,7 +192,7 @@ class Engine:
         if not decoders:
             raise UsageError(
                 f"{self.bundle.folder} holds an encoder-only model, which generates nothing; its "
-                "tasks are embed and fill-mask"
+                f"tasks are {' and '.join(self.bundle.tasks)}"
             )
         return decoders
 

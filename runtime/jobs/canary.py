@@ -14,6 +14,7 @@ import numpy as np
 
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.engine.classify import ClassifiedResult, RankedResult, TaggedResult
 from transferry.runtime.engine.embed import EmbeddingResult
 from transferry.runtime.engine.engine import PIECE, Engine
 from transferry.runtime.engine.fill_mask import FilledMaskResult
@@ -23,7 +24,7 @@ from transferry.runtime.engine.result import GenerationResult, RowResult
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.compare import INT8_STEP, INTEGERS, Tolerance
+from transferry.runtime.parity.compare import INT8_STEP, INTEGERS, Tolerance, Truth
 from transferry.runtime.parity.divergence import Explainer
 from transferry.runtime.parity.recorded import Reference, check_reference
 
@@ -75,8 +76,12 @@ class Canary:
         # The record may happen to hold no value at the border of two integers; the text does.
         floor = INT8_STEP if variant.precision in INTEGERS else tolerance.floor
         self.tolerance = Tolerance(factor, max(torch["logits"], floor))
-        self.vector_limit = factor * max(torch["hidden"], floor)
-        largest = max(float(np.abs(truth.oracle["logits"]).max(initial=0.0)) for _, truth in cases)
+        heads = [_head_errors(truth, floor) for _, truth in cases]
+        self.vector_limit = factor * max(torch["hidden"], floor, *(error for error, _ in heads))
+        # No slope of softmax or of the logistic function exceeds 1.
+        self.score_limit = factor * max(absolute for _, absolute in heads)
+        logits = (truth.oracle.get("logits", np.zeros(0)) for _, truth in cases)
+        largest = max(float(np.abs(each).max(initial=0.0)) for each in logits)
         # A log-probability is a logit minus the log-sum-exp of the logits: either may be off.
         self.log_probability_limit = 2 * self.tolerance.budget(0.0) * largest
 
@@ -117,7 +122,9 @@ class Canary:
         if row.error is not None and not row.source:
             self.identical += 1  # there was no text to answer
             return
-        (again,) = self.run(self.reference, iter([row.source]), number)
+        pair = getattr(row, "pair", None)
+        asked: Any = row.source if pair is None else (row.source, pair)
+        (again,) = self.run(self.reference, iter([asked]), number)
         if (row.error and row.error.kind) != (again.error and again.error.kind):
             difference = f"{row.error or 'an answer'}, but {again.error or 'an answer'}"
         elif row.error is not None:
@@ -126,6 +133,8 @@ class Canary:
             difference = self._compare_vectors(row, again)
         elif isinstance(row, FilledMaskResult):
             difference = self._compare_candidates(row, again)
+        elif isinstance(row, ClassifiedResult | RankedResult | TaggedResult):
+            difference = self._compare_scores(row, again)
         else:
             assert isinstance(row, GenerationResult)
             difference = self._compare_outputs(number, row, again)
@@ -195,6 +204,13 @@ class Canary:
             return ""
         return f"a vector {error:.1e} of its largest entry away, at most {self.vector_limit:.1e}"
 
+    def _compare_scores(self, row: RowResult, again: RowResult) -> str:
+        found, wanted = (np.array(_scores_of(each)) for each in (row, again))
+        error = float(np.abs(found - wanted).max(initial=0.0)) if len(found) == len(wanted) else 1
+        if error <= self.score_limit:
+            return ""
+        return f"a score {error:.1e} away, at most {self.score_limit:.1e}"
+
     def _compare_candidates(self, row: FilledMaskResult, again: FilledMaskResult) -> str:
         for place, (found, wanted) in enumerate(
             zip(row.candidates, again.candidates, strict=True), start=1
@@ -207,3 +223,19 @@ class Canary:
                 return f"mask {place} is {best.text!r}, but {wanted[0].text!r}"
             self.ties += int(best.token != wanted[0].token)
         return ""
+
+
+def _head_errors(truth: Truth, floor: float) -> tuple[float, float]:
+    """Returns torch's error of a head, in units of its largest number and absolute."""
+    largest = float(np.abs(truth.oracle.get("head", np.zeros(0))).max(initial=0.0))
+    absolute = max(truth.errors.get("head", 0.0), floor) * max(largest, truth.least)
+    return (absolute / largest if largest else 0.0), absolute
+
+
+def _scores_of(row: RowResult) -> list[float]:
+    """Returns the numbers of a head; of tokens those of the likeliest labels."""
+    if isinstance(row, ClassifiedResult):
+        return [each.score for each in row.scores]
+    if isinstance(row, TaggedResult):
+        return [each.score for each in row.tags]
+    return [row.score] if isinstance(row, RankedResult) else []

@@ -7,13 +7,14 @@ import json
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import islice, tee
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.result import RowResult
+from transferry.runtime.engine.result import RowError, RowResult
 from transferry.runtime.errors import InputError, TransferryError, UsageError
 from transferry.runtime.files import (
     durable_file,
@@ -46,7 +47,7 @@ from transferry.runtime.jobs.summary import Summary, Tally, read_summary
 from transferry.runtime.jobs.tasks import Task, tally_of
 from transferry.runtime.jobs.writers import open_writer
 from transferry.runtime.outputs import STANDARD_STREAM, require_own
-from transferry.runtime.settings import to_toml
+from transferry.runtime.settings import shown, to_toml
 from transferry.runtime.stopping import at_stop
 
 # Of `Engine.describe`: what decides the numbers and does not belong to the machine.
@@ -169,8 +170,15 @@ class Job:
             Path(input_path),
             format=options.format_in,
             column=options.messages or options.prompt_ids or options.column,
-            lists=options.prompt in ("messages", "ids"),
+            lists=options.prompt_kind in ("messages", "ids"),
         )
+        if options.pair is not None and self.reader.format != "jsonl":
+            columns = self.reader.columns
+            if options.pair not in columns:
+                raise InputError(
+                    f"{input_path}: expected a column {options.pair} with the second texts, found "
+                    f"{', '.join(columns) or 'none besides the text'}; name another with --pair"
+                )
         self.target = None
         if options.target is not None:
             self.target = open_reader(options.target, format=options.format_in)
@@ -208,7 +216,7 @@ class Job:
             **{name: described.get(name) for name in DECISIVE},
             "task": options.task,
             **self.task.settings,
-            "long_rows": options.long_rows,
+            "long_rows": self.task.long_rows,
             "input_format": self.reader.format,
             "column": options.column,
             "columns": self.reader.columns,
@@ -333,12 +341,23 @@ class Job:
                 f"{chunk.first + chunk.rows} are not those that were computed. {RESTORE}"
             )
 
+    def _paired(self, row: InputRow) -> InputRow:
+        """Returns a row with the second text of its pair, where a column holds that."""
+        name = self.options.pair
+        if name is None:
+            return row
+        found = row.fields.get(name)
+        if not isinstance(found, str):
+            held = "nothing" if found is None else shown(found)
+            found = RowError("no-text", f"expected a text in the column {name}, found {held}")
+        return replace(row, target=found)
+
     def results(
         self, rows: Iterator[InputRow], first: int
     ) -> Generator[tuple[InputRow, RowResult], None, None]:
         """Yields each row with its result, in order; `first` is the number of the first row."""
-        kept, read = tee(map(self.writer.admit, rows))
-        pairs = self.options.task == "score"
+        kept, read = tee(map(self.writer.admit, map(self._paired, rows)))
+        pairs = self.options.task == "score" or self.options.pair is not None
         texts = ((row.text, row.target) if pairs else row.text for row in read)
         found = self.task.run(self.engine, texts, first)
         with closing(cast("Generator[RowResult, None, None]", found)):

@@ -15,7 +15,7 @@ from transferry.runtime.engine.preprocess import LongRows
 from transferry.runtime.errors import UsageError, require
 from transferry.runtime.settings import MOST, check_fields, shown
 
-TaskName = Literal["generate", "embed", "fill-mask", "score"]
+TaskName = Literal["generate", "embed", "fill-mask", "classify", "rank", "tag", "score"]
 InputFormat = Literal["text", "tsv", "csv", "jsonl", "parquet"]
 OutputFormat = Literal["text", "jsonl", "tsv", "csv", "parquet", "npy"]
 
@@ -25,7 +25,7 @@ class JobOptions:
     """Settings of a job. A job is resumed only with the settings that decide its output.
 
     Attributes:
-        task: what to do with each row; embed and fill-mask need an encoder-only bundle.
+        task: what to do with each row; all but generate and score need an encoder-only bundle.
         generation: fields of GenerationOptions that replace the bundle's defaults.
         prefix: text that every output begins with.
         chat: for generate: each row is a turn of a user, which the bundle's chat template renders.
@@ -35,8 +35,12 @@ class JobOptions:
         prompt_ids: for generate: JSONL column with a list of token ids, read as they are.
         suppress: text that no output holds, at the beginning of a word or within one; a number is a
             token id, unless it is quoted. Only the text's own tokens are forbidden.
-        pooling: for embed: mean over all tokens, or the first one.
+        pooling: for embed: mean over all tokens, or the first one. Default: as the bundle does,
+            else mean.
         normalise: for embed: scale vectors to length 1.
+        prompt: for embed: name of a text of the bundle to put before each row. Default: the
+            bundle's, if it has one.
+        pair: for classify and rank: column with the second text of each pair.
         mask: for fill-mask: the text that stands for a masked token.
         top: for fill-mask: candidates per mask.
         target: for score: file with the other side of the pairs, in the format of the input.
@@ -45,7 +49,8 @@ class JobOptions:
         format_in: format of the input. Default: from its name, else text.
         format: format of the output. Default: from its name, else text, or JSONL for scores.
         long_rows: what to do with a row longer than the model's positions: report an error,
-            truncate it, or split it into sentences and join their outputs.
+            truncate it, or split it into sentences and join their outputs. Default: error, or
+            truncate where an encoder-only bundle has a longest row.
         partition: I/N: only the I-th of N parts of the input, to use N machines.
         chunk_rows: rows saved together, and lost together by an interruption.
         max_errors: stop when more rows than this have errors.
@@ -61,15 +66,17 @@ class JobOptions:
     messages: str | None = None
     prompt_ids: str | None = None
     suppress: tuple[str, ...] = ()
-    pooling: Literal["mean", "first"] = "mean"
+    pooling: Literal["mean", "first"] | None = None
     normalise: bool = False
+    prompt: str | None = None
+    pair: str | None = None
     mask: str = "[MASK]"
     top: Annotated[int, msgspec.Meta(le=MOST)] = 5
     target: Path | None = None
     column: str | None = None
     format_in: InputFormat | None = None
     format: OutputFormat | None = None
-    long_rows: LongRows = "error"
+    long_rows: LongRows | None = None
     partition: str | None = None
     chunk_rows: Annotated[int, msgspec.Meta(le=MOST)] = 16384
     max_errors: Annotated[int, msgspec.Meta(le=MOST)] | None = None
@@ -83,6 +90,18 @@ class JobOptions:
             name = next(iter(self.generation), "suppress")
             raise UsageError(
                 f"task {self.task} generates nothing, so {name} has no effect; leave it out"
+            )
+        if self.prompt is not None and self.task != "embed":
+            raise UsageError(
+                f"prompt names a text to put before a text to embed, so it has no effect on task "
+                f"{self.task}; leave it out"
+            )
+        if self.task == "rank" and self.pair is None:
+            raise UsageError("task rank scores pairs of texts; name the column of the second, pair")
+        if self.pair is not None and self.task not in ("classify", "rank"):
+            raise UsageError(
+                f"pair names the second text of a pair to classify or rank, so it has no effect on "
+                f"task {self.task}; leave it out"
             )
         if self.task == "score" and self.canary is not None:
             raise UsageError("task score has no canary; leave it out")
@@ -98,7 +117,7 @@ class JobOptions:
             require(one == 1 <= every, "canary", "1/N, such as 1/1000", shown(self.canary))
 
     @property
-    def prompt(self) -> Literal["turn", "messages", "ids"] | None:
+    def prompt_kind(self) -> Literal["turn", "messages", "ids"] | None:
         """Kind of the rows; None if they are plain texts."""
         if self.chat:
             return "turn"
@@ -123,7 +142,7 @@ class JobOptions:
             )
         if self.system is not None and not self.chat:
             raise UsageError("system has no effect without chat; add --chat")
-        if self.prompt in ("turn", "messages") and self.long_rows != "error":
+        if self.prompt_kind in ("turn", "messages") and self.long_rows not in (None, "error"):
             raise UsageError(
                 f"long_rows={self.long_rows} and {names[0]} exclude each other, since a chat ends "
                 "with the turn to be answered; choose long_rows=error"

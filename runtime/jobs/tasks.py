@@ -8,16 +8,24 @@ from functools import partial
 from typing import Any
 
 from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.engine.embed import embed
+from transferry.runtime.engine.classify import classify, head_of, rank, tag
+from transferry.runtime.engine.embed import default_long_rows, embed, embedding_width
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.fill_mask import fill_masks
+from transferry.runtime.engine.preprocess import LongRows
 from transferry.runtime.engine.prompts import Prompt
 from transferry.runtime.engine.result import RowResult
 from transferry.runtime.engine.score import ScoreResult, score
 from transferry.runtime.errors import UsageError
-from transferry.runtime.jobs.options import JobOptions
+from transferry.runtime.jobs.options import JobOptions, TaskName
 from transferry.runtime.jobs.rows import InputRow
 from transferry.runtime.jobs.summary import Tally
+
+HEADS: dict[TaskName, Callable[..., Iterator[RowResult]]] = {
+    "classify": classify,
+    "rank": rank,
+    "tag": tag,
+}
 
 
 @dataclass(frozen=True)
@@ -26,11 +34,13 @@ class Task:
 
     Attributes:
         run: Yields the result of each row text, in order; takes an engine, the texts (for score
-            pairs of source and target) and the number of the first row.
+            pairs of source and target, with a column of second texts pairs of them) and the number
+            of the first row.
         settings: Options of the task that decide its results.
         generation: How to generate; None for tasks that do not.
         width: Length of the vectors of embed; else 0.
         source: What the text of a row is to the engine: itself, or a prompt.
+        long_rows: What becomes of a row that is too long.
     """
 
     run: Callable[[Engine, Iterator[Any], int], Iterator[Any]]
@@ -38,6 +48,7 @@ class Task:
     generation: GenerationOptions | None = None
     width: int = 0
     source: Callable[[str], str | Prompt] = str
+    long_rows: LongRows = "error"
 
     @property
     def n_best(self) -> int:
@@ -52,7 +63,7 @@ class Task:
             UsageError: The bundle cannot do it.
             ParityError: A required certificate does not cover the search.
         """
-        long_rows = options.long_rows
+        long_rows = options.long_rows or "error"
         chosen: dict[str, Any]
         if options.task == "generate":
             prefix = tuple(engine.bundle.tokenizer.encode_target(options.prefix))
@@ -61,7 +72,7 @@ class Task:
                 chosen["suppress"] = tuple(map(token_or_text, options.suppress))
             generation = engine.options(**chosen)
             engine.require_covered(generation)
-            kind, source = options.prompt, cls.source
+            kind, source = options.prompt_kind, cls.source
             if kind is not None:
                 source = partial(Prompt, kind=kind, system=options.system)
             if kind in ("turn", "messages"):
@@ -77,24 +88,41 @@ class Task:
                 asdict(generation) | {name: getattr(options, name) for name in prompts},
                 generation,
                 source=source,
+                long_rows=long_rows,
             )
         if options.task == "score":
             if engine.decoder.has_encoder is (options.target is None):
                 need = "needs --target" if options.target is None else "takes no --target"
                 architecture = engine.bundle.manifest.architecture
                 raise UsageError(f"{engine.bundle.folder} is {architecture} and {need}")
-            return cls(lambda engine, pairs, first: score(engine, pairs, long_rows=long_rows), {})
+            return cls(
+                lambda engine, pairs, first: score(engine, pairs, long_rows=long_rows),
+                {},
+                long_rows=long_rows,
+            )
         _ = engine.encoder  # refuses other architectures before anything is opened
+        if options.task in HEADS:
+            head_of(engine, options.task)
+            long_rows = options.long_rows or default_long_rows(engine)
+            of_head = HEADS[options.task]
+            return cls(
+                lambda engine, rows, first: of_head(engine, rows, long_rows=long_rows),
+                {"pair": options.pair},
+                long_rows=long_rows,
+            )
         compute: Callable[..., Iterator[RowResult]] = fill_masks
         chosen = {"mask": options.mask, "top": options.top}
         width = 0
         if options.task == "embed":
-            compute, width = embed, int(engine.bundle.manifest.model["d_model"])
-            chosen = {"pooling": options.pooling, "normalise": options.normalise}
+            compute, width = embed, embedding_width(engine, options.pooling)
+            long_rows = options.long_rows or default_long_rows(engine)
+            names = ("pooling", "normalise", "prompt")
+            chosen = {name: getattr(options, name) for name in names}
         return cls(
             lambda engine, texts, first: compute(engine, texts, long_rows=long_rows, **chosen),
             chosen,
             width=width,
+            long_rows=long_rows,
         )
 
 

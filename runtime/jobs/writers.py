@@ -38,14 +38,14 @@ FORMATS: dict[TaskName, tuple[OutputFormat, ...]] = {
     "generate": ("jsonl", "text", "tsv", "csv", "parquet"),
     "embed": ("npy", "parquet", "jsonl"),
     "fill-mask": ("jsonl", "text", "tsv", "csv", "parquet"),
-    "score": ("jsonl", "tsv", "csv", "parquet"),
+    **dict.fromkeys(("classify", "rank", "tag", "score"), ("jsonl", "tsv", "csv", "parquet")),
 }
 _KINDS: dict[str, _Kind] = {
-    **dict.fromkeys(("source", "text", "finish_reason", "target"), "text"),
+    **dict.fromkeys(("source", "text", "finish_reason", "target", "label"), "text"),
     **dict.fromkeys(("error_kind", "error_message"), "text"),
     **dict.fromkeys(("target_tokens", "source_tokens"), "integer"),
     **dict.fromkeys(("score", "total"), "float"),
-    **dict.fromkeys(("masks", "tokens", "log_probabilities", "n_best"), "json"),
+    **dict.fromkeys(("masks", "scores", "tags", "tokens", "log_probabilities", "n_best"), "json"),
     "truncated": "boolean",
     "vector": "vector",
 }
@@ -57,6 +57,9 @@ RESULT_FIELDS: dict[TaskName, tuple[str, ...]] = {
     "generate": ("source", "text", "score", "finish_reason", *_COUNTS, *_ANY_TASK, "n_best"),
     "embed": ("source", "vector", *_ANY_TASK),
     "fill-mask": ("source", "text", "masks", *_ANY_TASK),
+    "classify": ("source", "label", "scores", *_ANY_TASK),
+    "rank": ("source", "score", *_ANY_TASK),
+    "tag": ("source", "tags", *_ANY_TASK),
     "score": ("source", "target", "total", "tokens", "log_probabilities", *_ANY_TASK),
 }
 # Endings of text files: none, a number, and languages such as de, pt-BR and deu_Latn.
@@ -144,7 +147,7 @@ def open_writer(
             f"{path}: there is no output format {name}; let the name end in one of "
             f"{', '.join(f'.{each}' for each in FORMATS[task])}, or choose with --format"
         )
-    default = name if known else "jsonl" if task == "score" else "text"
+    default = name if known else "text" if "text" in FORMATS[task] or task == "embed" else "jsonl"
     format = format or cast(OutputFormat, default)
     if format not in FORMATS[task]:
         raise UsageError(

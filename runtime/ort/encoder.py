@@ -1,9 +1,9 @@
-"""The graph of an encoder-only bundle: token ids in, hidden states and logits out."""
+"""The graph of an encoder-only bundle: token ids in, hidden states, head and logits out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.ort.graph_runner import GraphRunner, describe
 from transferry.runtime.ort.session import SessionOptions
 
-EncoderOutput = Literal["hidden", "logits"]
+EncoderOutput = Literal["hidden", "head", "logits"]
 
 
 class EncoderModel:
@@ -28,7 +28,13 @@ class EncoderModel:
         """
         self.variant, self.options = variant, options
         self.batches = BatchOptions()
-        self._runner = GraphRunner(bundle, variant.graphs["encoder"], options)
+        graph = variant.graphs["encoder"]
+        self.outputs = tuple(
+            name
+            for name in get_args(EncoderOutput)
+            if name in {spec.role for spec in graph.outputs}
+        )
+        self._runner = GraphRunner(bundle, graph, options)
 
     def describe(self) -> dict[str, Any]:
         """Returns what determines the numbers: settings, hardware, and where the nodes run."""
@@ -38,19 +44,20 @@ class EncoderModel:
         self,
         source: NDArray[np.int64],
         mask: NDArray[np.bool_],
-        outputs: Sequence[EncoderOutput] = ("hidden", "logits"),
+        outputs: Sequence[EncoderOutput] | None = None,
     ) -> dict[str, NDArray[np.floating[Any]]]:
         """Encodes token ids.
 
         Args:
             source: Padded token ids `[rows, source]`.
             mask: True at tokens, False at padding `[rows, source]`.
-            outputs: Outputs to compute.
+            outputs: Outputs to compute; all that there are by default.
 
         Returns:
-            "hidden" `[rows, source, d_model]` and "logits" `[rows, source, vocabulary]`, undefined
-            at padding.
+            "hidden" `[rows, source, d_model]`, "head" `[rows, width]` or `[rows, source, width]`,
+            and "logits" `[rows, source, vocabulary]`, undefined at padding.
         """
+        outputs = self.outputs if outputs is None else outputs
         runner = self._runner
         inputs = {"source": [runner.value(source)], "source_mask": [runner.value(mask)]}
         return {

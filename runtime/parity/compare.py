@@ -32,7 +32,8 @@ MOST = {"float16": 2.0**-3, "bfloat16": 0.5, **dict.fromkeys(INTEGERS, 2.0)}
 INT8_STEP = 2.0**-8  # half of one of a scale's 127 steps, which inputs are rounded to
 # "encoder" is `start`, or an encoder-only model; the steps are a decoder's; "text" is all of these
 # on real text and the answers to it.
-OUTPUTS = ("logits", "hidden")
+HEAD = "head"
+OUTPUTS = ("logits", "hidden", HEAD)
 STAGES = ("encoder", "first step", "later step", "text")
 
 
@@ -121,10 +122,12 @@ class Truth:
     Attributes:
         oracle: Tensors of the float64 oracle.
         errors: torch's relative error in float32 for each of them; see `truth`.
+        least: Lower bound of the unit of a head's error; see `truth`.
     """
 
     oracle: Tensors
     errors: Mapping[str, float]
+    least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -195,13 +198,14 @@ def _largest(tensor: NDArray[Any], mask: NDArray[np.bool_]) -> float:
     return float(np.abs(tensor).max(initial=0.0, where=mask))
 
 
-def least_units(case: Case, oracle: Tensors) -> dict[str, float]:
+def least_units(case: Case, oracle: Tensors, head: float = 0.0) -> dict[str, float]:
     """Returns a lower bound of the unit of each tensor's error.
 
     Where sums cancel to nearly zero, rounding is large beside the result, and its ratio to the
     result says nothing. So a tensor of the cache is measured in units of no less than 2 ** -10 of
     the largest entry of its kind (the keys of all layers, or the values), and 2 ** -20 of the
-    largest of the cache. Logits and hidden states have units of their own.
+    largest of the cache. Logits and hidden states have units of their own, a head that of its
+    `Truth`.
     """
     sizes = {
         name: _largest(tensor, meaningful(case, name, tensor))
@@ -212,25 +216,29 @@ def least_units(case: Case, oracle: Tensors) -> dict[str, float]:
     kinds: dict[str, float] = {}
     for name, size in sizes.items():
         kinds[_kind(name)] = max(size, kinds.get(_kind(name), 0.0))
-    return {name: max(kinds[_kind(name)] * 2.0**-10, whole * 2.0**-20) for name in sizes}
+    least = {name: max(kinds[_kind(name)] * 2.0**-10, whole * 2.0**-20) for name in sizes}
+    return {**least, HEAD: head}
 
 
-def truth(case: Case, oracle: Tensors, *references: Tensors) -> Truth:
+def truth(case: Case, oracle: Tensors, *references: Tensors, least: float = 0.0) -> Truth:
     """Returns the expected tensors of a case, given those of the oracle and of torch in float32.
 
     torch's error is the largest over all references, and over all tensors of one kind, such as the
     keys of all layers: a single small tensor, of one row and one position, has too few entries to
     estimate the rounding error.
+
+    The scores of a head are few and may cancel to nearly zero too; `least` is a lower bound of the
+    unit of their error (`export.torch_model.moved_heads`).
     """
-    least = least_units(case, oracle)
+    units = least_units(case, oracle, least)
     pooled: dict[str, float] = {}
     for name, tensor in oracle.items():
         mask, kind = meaningful(case, name, tensor), _kind(name)
         for reference in references:
-            error = relative_error(reference[name], tensor, mask, least.get(name, 0.0))
+            error = relative_error(reference[name], tensor, mask, units.get(name, 0.0))
             # Unlike max(), this keeps NaN.
             pooled[kind] = float(np.maximum(error, pooled.get(kind, 0.0)))
-    return Truth(oracle, {name: pooled[_kind(name)] for name in oracle})
+    return Truth(oracle, {name: pooled[_kind(name)] for name in oracle}, least)
 
 
 def _kind(name: str) -> str:
@@ -246,6 +254,8 @@ def _from_encoder(name: str) -> bool:
 def meaningful(case: Case, name: str, tensor: NDArray[Any]) -> NDArray[np.bool_]:
     """Returns a mask of the entries to compare: all but those that the encoder gives at padding."""
     if not case.target.size:
+        if tensor.ndim == 2:  # of the text as a whole
+            return np.ones(tensor.shape, np.bool_)
         return np.broadcast_to(case.mask[:, :, None], tensor.shape)
     if name == "logits":
         return np.ones(tensor.shape, np.bool_)
@@ -259,7 +269,7 @@ def meaningful(case: Case, name: str, tensor: NDArray[Any]) -> NDArray[np.bool_]
 
 def compare(case: Case, expected: Truth, found: Tensors, tolerance: Tolerance) -> list[Comparison]:
     """Compares every tensor of a case; a missing, extra, misshapen or NaN tensor is a fault."""
-    comparisons, least = [], least_units(case, expected.oracle)
+    comparisons, least = [], least_units(case, expected.oracle, expected.least)
     for name in [*expected.oracle, *(found.keys() - expected.oracle.keys())]:
         error, reference_error = np.inf, expected.errors.get(name, 0.0)
         budget, fault = tolerance.budget(reference_error), ""

@@ -98,7 +98,8 @@ class Reference:
                 arrays[f"{number}/oracle/{name}"] = tensor
             if case.rows is not None:
                 arrays[f"{number}/rows"] = case.rows
-            index.append({"name": case.name, "past": case.past, "errors": dict(truth.errors)})
+            entry = {"name": case.name, "past": case.past, "errors": dict(truth.errors)}
+            index.append(entry | ({"least": truth.least} if truth.least else {}))
         record = {
             "cases": index,
             "sources": [list(source) for source in self.sources],
@@ -136,7 +137,7 @@ class Reference:
                     None if rows is None else rows.astype(np.int64, casting="safe"),
                 )
                 oracle = {name: file[f"{number}/oracle/{name}"] for name in entry.errors}
-                cases.append((case, Truth(oracle, entry.errors)))
+                cases.append((case, Truth(oracle, entry.errors, entry.least)))
             return cls(cases, index.sources, index.searches)
 
 
@@ -144,6 +145,7 @@ class _Entry(Struct):
     name: str
     past: Annotated[int, Meta(ge=0)]
     errors: dict[str, float]
+    least: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class _Index(Struct):
@@ -228,6 +230,7 @@ def verify_recorded(bundle: Bundle, model: Model) -> ParityReport:
     settings = {
         **model.describe(),
         "against": "the recorded answers",
+        **({} if bundle.manifest.head is None else {"task": bundle.manifest.head.task}),
         "batch_rows": batch_rows,
     }
     return ParityReport(

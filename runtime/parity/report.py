@@ -423,7 +423,8 @@ class ParityReport:
     def _next_command(self) -> str:
         bundle, variant = shlex.quote(self.bundle), self.settings.get("variant")
         if self.passed:
-            task = "--task embed " if any(i.tensor == "hidden" for i in self.comparisons) else ""
+            reads = any(item.tensor == "hidden" for item in self.comparisons)
+            task = f"--task {self.settings.get('task', 'embed')} " if reads else ""
             return f"transferry run {bundle} INPUT -o OUTPUT {task}--variant {variant}"
         if variant == "portable" and self.settings.get("against") == "the run":
             return ""

@@ -37,6 +37,7 @@ class SpecialTokens:
         before: Ids before every input text.
         after: Ids after every input text.
         more_ends: Further ids that end an output; a model may know them as text.
+        between: Ids between the two texts of a pair; empty if pairs are not joined.
     """
 
     pad_id: int = 0
@@ -46,6 +47,7 @@ class SpecialTokens:
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = (2,)
     more_ends: tuple[int, ...] = ()
+    between: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for token_id in (*self.ids(), *self.ends):
@@ -63,7 +65,8 @@ class SpecialTokens:
 
     def ids(self) -> set[int]:
         """All special ids; those of `more_ends` may have text."""
-        named = {self.pad_id, self.bos_id, self.eos_id, *self.before, *self.after}
+        around = (*self.before, *self.between, *self.after)
+        named = {self.pad_id, self.bos_id, self.eos_id, *around}
         return named if self.mask_id is None else named | {self.mask_id}
 
 
@@ -96,6 +99,17 @@ class AnyTokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Token ids of a text that the model reads, without special tokens."""
+
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """Returns the first character of each token of `encode`, and that after its last one.
+
+        Raises:
+            UsageError: A tokenizer of this kind does not tell.
+        """
+        raise UsageError(
+            "the bundle's tokenizer does not tell the places of its tokens in a text, which task "
+            "tag needs"
+        )
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -239,7 +253,10 @@ def _special_of(settings: Mapping[str, Any]) -> SpecialTokens:
         name: tuple(value) if isinstance(value, list) else value
         for name, value in settings["special"].items()
     }
-    needed = {field.name for field in fields(SpecialTokens)} - {"more_ends"}  # since added
+    needed = {field.name for field in fields(SpecialTokens)} - {
+        "more_ends",
+        "between",
+    }  # since added
     if lacking := needed - special.keys():
         raise InputError(f"expected the special tokens' {min(lacking)}, found none")
     return SpecialTokens(**special)

@@ -135,6 +135,13 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """See `AnyTokenizer.offsets`."""
+        found: list[tuple[int, int]] = self._tokenizer.encode(
+            text, add_special_tokens=False
+        ).offsets
+        return found
+
     def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
         """Token ids of each text; the library uses all cores."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)

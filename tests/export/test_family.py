@@ -6,6 +6,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from tests.export.conftest import written
 from transferry.build_model.config import ModelConfig
@@ -125,6 +127,30 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             **dict(output_transform_bias=True, bias=False),
         ),
     ),
+    "sentence-transformers'": (
+        "encoder-only",
+        dict(
+            **dict(lm_head=False, pooling=("first", "mean"), unit_length=True),
+            **dict(head_widths=(12, 8), head_activations=("tanh", "none")),
+            **dict(head_biases=(True, False)),
+        ),
+    ),
+    "other poolings": (
+        "encoder-only",
+        dict(pooling=("max", "last", "weighted", "root-mean")),
+    ),
+    "a classifier's": (
+        "encoder-only",
+        dict(
+            **dict(lm_head=False, pooling=("mean",), head_widths=(16, 3), head_norm=True),
+            **dict(head_activations=("gelu", "sigmoid"), head_biases=(False, True)),
+            **dict(segments=2, segment_end=7, positions="learned", embedding_norm=True),
+        ),
+    ),
+    "a tagger's": (
+        "encoder-only",
+        dict(lm_head=False, head_widths=(5,), head_activations=("none",), head_biases=(True,)),
+    ),
 }
 
 
@@ -163,6 +189,18 @@ def cells() -> Iterator[Any]:
     yield pytest.param(config, "portable", id="deep encoder, shallow decoder")
 
 
+def loss_of(model: Transformer, source: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
+    loss = torch.zeros(())
+    if model.head is not None:
+        found = model.answers(source, mask)["head"]
+        goal = torch.linspace(0.1, 0.9, found.shape[-1])
+        loss = F.mse_loss(found, goal.expand_as(found))
+    if model.config.lm_head:
+        logits = model(source, mask, tokens)
+        loss = loss + cross_entropy(logits[:, :-1], tokens[:, 1:], 0)
+    return loss
+
+
 def trained_a_little(config: ModelConfig) -> Transformer:
     """Wide random weights after three steps, each of which must reach every parameter."""
     torch.manual_seed(0)
@@ -176,8 +214,7 @@ def trained_a_little(config: ModelConfig) -> Transformer:
     mask = torch.ones(source.shape, dtype=torch.bool)
     losses = []
     for _ in range(3):
-        logits = model(source, mask, tokens)
-        loss = cross_entropy(logits[:, :-1], tokens[:, 1:], 0)
+        loss = loss_of(model, source, mask, tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         for name, parameter in model.named_parameters():
             gradient = parameter.grad
@@ -210,3 +247,12 @@ def test_what_is_exported_is_what_was_trained(
     )
     assert len(comparisons) >= 2 * len(cases)
     assert [f"{item.case}: {item.tensor}: {item.fault}" for item in comparisons if item.fault] == []
+
+
+@pytest.mark.parametrize("variant", ["cuda-fp16", "cuda-bf16"])
+def test_an_encoder_gives_float32_in_every_precision(variant: str) -> None:
+    model = Transformer(config_of(*OTHERS["other poolings"])).eval()
+    graph = make_variant(model, variant)["encoder"]
+    outputs = {str(each.name): str(each.dtype) for each in graph.model.graph.outputs}
+    assert outputs == {spec.name: "FLOAT" for spec in graph.spec.outputs}
+    assert {spec.type for spec in graph.spec.outputs} == {"float32"}

@@ -308,7 +308,9 @@ class TestFillings:
         oracle = Oracle(reader.model, special or tokenizer.special, Tolerance())
         texts = [pair.source for pair in builtin_pairs(300, seed=0)[:8]]
         sources = [tokenizer.special.wrap(tokenizer.encode(text)) for text in texts]
-        return oracle.fillings(Nudged(reader.model), sources, TeacherForcing())[1]
+        _, decisions = oracle.readings(Nudged(reader.model), sources, TeacherForcing())
+        assert isinstance(decisions, Decisions)
+        return decisions
 
     def test_the_same_encoder_passes(self, reader: Checkpoint) -> None:
         decisions = self.fillings(reader, 0.0)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.export.test_family import OTHERS, config_of
+from tests.export.test_family import config_of
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.transformer import Transformer
 from transferry.export.backends.backends import (
@@ -198,13 +198,26 @@ def test_closing_ends_node(bundle: Bundle) -> None:
     assert process.poll() is not None
 
 
-@pytest.mark.parametrize("name", OTHERS)
+DEEP: dict[str, tuple[str, dict[str, Any]]] = {
+    "both": ("encoder-decoder", {"encoder_layers": 3, "decoder_layers": 2}),
+    "windows": (
+        "decoder-only",
+        {"decoder_layers": 3, "positions": "rotary", "windows": (4, 0, 4), "unrotated": (1,)},
+    ),
+    "windows of both": (
+        "encoder-decoder",
+        {"encoder_layers": 2, "decoder_layers": 2, "windows": (0, 4, 2, 0)},
+    ),
+    "a reader": ("encoder-only", {"encoder_layers": 2, "windows": (4, 0)}),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
 def test_one_layer_shares_the_weights_and_is_a_whole_model(name: str) -> None:
-    model = Transformer(config_of(*OTHERS[name])).eval()
+    model = Transformer(config_of(*DEEP[name])).eval()
     shallow = one_layer(model)
     assert {shallow.config.encoder_layers, shallow.config.decoder_layers} <= {0, 1}
-    own = dict(model.named_parameters())
-    found = dict(shallow.named_parameters())
+    own, found = dict(model.named_parameters()), dict(shallow.named_parameters())
     assert 0 < len(found) < len(own)
     assert all(own[each] is parameter for each, parameter in found.items())
     assert not any(".1." in each for each in found)
@@ -212,6 +225,7 @@ def test_one_layer_shares_the_weights_and_is_a_whole_model(name: str) -> None:
     decodes = bool(shallow.config.decoder_layers)
     side = TorchDecoder(shallow)
     assert np.isfinite(observe(side if decodes else side.encoder, case)["logits"]).all()
+    assert model.config.encoder_layers + model.config.decoder_layers > 1
 
 
 def test_of_a_large_model_the_evaluator_computes_one_layer(

@@ -132,7 +132,8 @@ CHANGES: dict[str, Change] = {
     ),
     "a tensor less": on_first_case(
         lambda truth: Truth(
-            *({k: v for k, v in part.items() if k != "logits"} for part in vars(truth).values())
+            {name: tensor for name, tensor in truth.oracle.items() if name != "logits"},
+            {name: error for name, error in truth.errors.items() if name != "logits"},
         )
     ),
     "errors": on_first_case(
