@@ -30,8 +30,6 @@ from transferry.runtime.sealed_folder import FileRecord
 def one_layer(model: Transformer) -> Transformer:
     """Returns a model with the first layer of each stack, which shares all weights with it."""
     config = model.config
-    stacks = {0: config.encoder_layers, config.encoder_layers: config.decoder_layers}
-    windows = [config.windows[first] for first, count in stacks.items() if count and config.windows]
     shallow = copy.copy(model)
     shallow._modules = dict(model._modules)
     for name in ("encoder", "decoder"):
@@ -41,7 +39,7 @@ def one_layer(model: Transformer) -> Transformer:
         config,
         encoder_layers=min(1, config.encoder_layers),
         decoder_layers=min(1, config.decoder_layers),
-        windows=tuple(windows),
+        windows=config.windows[:1],  # of one stack
         unrotated=tuple(layer for layer in config.unrotated if layer == 0),
     )
     return shallow

@@ -204,10 +204,6 @@ DEEP: dict[str, tuple[str, dict[str, Any]]] = {
         "decoder-only",
         {"decoder_layers": 3, "positions": "rotary", "windows": (4, 0, 4), "unrotated": (1,)},
     ),
-    "windows of both": (
-        "encoder-decoder",
-        {"encoder_layers": 2, "decoder_layers": 2, "windows": (0, 4, 2, 0)},
-    ),
     "a reader": ("encoder-only", {"encoder_layers": 2, "windows": (4, 0)}),
 }
 
