@@ -56,7 +56,7 @@ def rows() -> list[Row]:
             message,
             frozenset(leaves.split(", ")) - {"nothing"},
         )
-        for bad_input, command, exit_code, message, leaves in (row for row in body if len(row) == 5)
+        for bad_input, command, exit_code, message, leaves in body
     ]
 
 
@@ -186,6 +186,7 @@ def change_weight(place: Path, change: Callable[[float], float]) -> None:
     "chat without a template",
     "token ids in a text file",
     "system message without a chat",
+    "language for a model that has none",
     "several devices of the CPU",
     "device that is not a number",
     "missing input file",

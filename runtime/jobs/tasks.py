@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.engine.embed import embed
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.fill_mask import fill_masks
+from transferry.runtime.engine.preprocess import InLanguages
 from transferry.runtime.engine.prompts import Prompt
 from transferry.runtime.engine.result import RowResult
 from transferry.runtime.engine.score import ScoreResult, score
@@ -25,19 +27,19 @@ class Task:
     """A task with its options, ready to run on any engine of the same bundle.
 
     Attributes:
-        run: Yields the result of each row text, in order; takes an engine, the texts (for score
-            pairs of source and target) and the number of the first row.
+        run: Yields the result of each row, in order; takes an engine, what `given` returns for the
+            rows, and the number of the first row.
         settings: Options of the task that decide its results.
         generation: How to generate; None for tasks that do not.
         width: Length of the vectors of embed; else 0.
-        source: What the text of a row is to the engine: itself, or a prompt.
+        given: What a row is to the engine: its text, a prompt, or a pair of source and target.
     """
 
     run: Callable[[Engine, Iterator[Any], int], Iterator[Any]]
     settings: dict[str, Any]
     generation: GenerationOptions | None = None
     width: int = 0
-    source: Callable[[str], str | Prompt] = str
+    given: Callable[[InputRow], Any] = attrgetter("text")
 
     @property
     def n_best(self) -> int:
@@ -54,6 +56,13 @@ class Task:
         """
         long_rows = options.long_rows
         chosen: dict[str, Any]
+        spoken: dict[str, Any] = {}
+        for name in ("source_language", "target_language"):
+            spoken |= {key: getattr(options, key) for key in (name, f"{name}_column")}
+            if (language := getattr(options, name)) is not None:
+                engine.bundle.tokenizer.special.language(language)
+            elif (column := getattr(options, f"{name}_column")) is not None:
+                engine.bundle.tokenizer.special.require_languages(f"the column {column}")
         if options.task == "generate":
             prefix = tuple(engine.bundle.tokenizer.encode_target(options.prefix))
             chosen = {**options.generation, "prefix": prefix}
@@ -61,29 +70,28 @@ class Task:
                 chosen["suppress"] = tuple(map(token_or_text, options.suppress))
             generation = engine.options(**chosen)
             engine.require_covered(generation)
-            kind, source = options.prompt, cls.source
-            if kind is not None:
-                source = partial(Prompt, kind=kind, system=options.system)
+            kind = options.prompt
             if kind in ("turn", "messages"):
                 engine.bundle.tokenizer.require_chat()
             prompts = ("chat", "system", "messages", "prompt_ids")
             return cls(
                 lambda engine, texts, first: engine.generate(
-                    (source(text) if isinstance(text, str) else text for text in texts),
-                    generation,
-                    first_row=first,
-                    long_rows=long_rows,
+                    texts, generation, first_row=first, long_rows=long_rows
                 ),
-                asdict(generation) | {name: getattr(options, name) for name in prompts},
+                asdict(generation) | {name: getattr(options, name) for name in prompts} | spoken,
                 generation,
-                source=source,
+                given=partial(_source, options),
             )
         if options.task == "score":
             if engine.decoder.has_encoder is (options.target is None):
                 need = "needs --target" if options.target is None else "takes no --target"
                 architecture = engine.bundle.manifest.architecture
                 raise UsageError(f"{engine.bundle.folder} is {architecture} and {need}")
-            return cls(lambda engine, pairs, first: score(engine, pairs, long_rows=long_rows), {})
+            return cls(
+                lambda engine, pairs, first: score(engine, pairs, long_rows=long_rows),
+                spoken,
+                given=lambda row: (_source(options, row), row.target),
+            )
         _ = engine.encoder  # refuses other architectures before anything is opened
         compute: Callable[..., Iterator[RowResult]] = fill_masks
         chosen = {"mask": options.mask, "top": options.top}
@@ -96,6 +104,17 @@ class Task:
             chosen,
             width=width,
         )
+
+
+def _source(options: JobOptions, row: InputRow) -> Any:
+    """Returns what the text of a row is to the engine."""
+    if not isinstance(row.text, str):
+        return row.text
+    if options.prompt is not None:
+        return Prompt(row.text, options.prompt, options.system)
+    source, target = row.languages
+    source, target = source or options.source_language, target or options.target_language
+    return row.text if source is target is None else InLanguages(row.text, source, target)
 
 
 def token_or_text(value: str) -> int | str:

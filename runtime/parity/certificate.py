@@ -475,7 +475,9 @@ def require_search(certificate: Certificate, options: GenerationOptions) -> None
 
 def _kind(options: GenerationOptions) -> dict[str, Any]:
     fields = {name: value for name, value in asdict(options).items() if name not in SAME_SEARCH}
-    return {**fields, "prefix": bool(options.prefix)}
+    # Which token is forced decides no kernel, such as that of a language.
+    forced = {"prefix": bool(options.prefix), "forced_begin": options.forced_begin is not None}
+    return {**fields, **forced}
 
 
 def describe(
