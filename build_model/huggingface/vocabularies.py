@@ -35,6 +35,7 @@ from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 from transferry.runtime.tokenizer.third_party import (
     HuggingFaceTokenizer,
     SentencePiecePair,
+    SentencePieceTables,
     SentencePieceTokenizer,
     ThirdPartyTokenizer,
 )
@@ -86,18 +87,26 @@ class NamedTemplate(msgspec.Struct):
 
 
 def marian_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
-    """Two SentencePiece models and a table of ids."""
-    checkpoint.tokenizer.only("separate_vocabs", False)
-    eos = checkpoint.token("eos_token_id")
-    special = SpecialTokens(
-        pad_id=checkpoint.token("pad_token_id"),
-        bos_id=checkpoint.token("decoder_start_token_id"),
-        eos_id=eos,
-        after=(eos,),
-    )
-    names = SentencePiecePair.names
-    files = {name: read_bytes(checkpoint.folder / name) for name in names}
-    return _third_party(SentencePiecePair, files, special, config, str(checkpoint.folder))
+    """Two SentencePiece models and a table of ids, or one of each side."""
+    settings, folder = checkpoint.tokenizer, checkpoint.folder
+    eos, pad = checkpoint.token("eos_token_id"), checkpoint.token("pad_token_id")
+    begin, end = checkpoint.token("decoder_start_token_id"), eos
+    kind: type[SentencePiecePair] = SentencePiecePair
+    if settings.flag("separate_vocabs", False):
+        kind = SentencePieceTables
+        path = folder / "vocab.json"
+        table = read_document(path, dict[str, int], REMEDY, most=MOST_BYTES)
+        named = str(settings.get("eos_token", "</s>"))
+        if (end := table.get(named, -1)) < 0:
+            raise InputError(f"{path}: expected an id of the end token {named}, found none")
+        if (largest := max(pad, *table.values())) >= config.source_vocabulary:
+            raise InputError(
+                f"{path}: expected ids below {config.source_vocabulary}, as many as the encoder "
+                f"embeds, found {largest}; {REMEDY}"
+            )
+    special = SpecialTokens(pad_id=pad, bos_id=begin, eos_id=eos, after=(end,))
+    files = {name: read_bytes(folder / name) for name in kind.names}
+    return _third_party(kind, files, special, config, str(folder))
 
 
 def sequence_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:

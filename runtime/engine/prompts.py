@@ -44,7 +44,7 @@ class Prompt:
             UsageError: There is no chat template, or jinja2 is not installed.
         """
         if self.kind == "ids":
-            return _checked_ids(json.loads(self.text), tokenizer.vocabulary_size)
+            return _checked_ids(json.loads(self.text), tokenizer.source_size)
         if self.kind == "messages":
             return tokenizer.encode_chat(json.loads(self.text))
         system = [] if self.system is None else [{"role": "system", "content": self.system}]

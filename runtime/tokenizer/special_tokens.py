@@ -131,6 +131,11 @@ class AnyTokenizer(ABC):
     longest_token: int | None
     chat: ChatTemplate | None = None
 
+    @property
+    def source_size(self) -> int:
+        """Number of ids of what the model reads, which a table of its own may give others."""
+        return self.vocabulary_size
+
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Token ids of a text that the model reads, without special tokens."""

@@ -813,7 +813,6 @@ def test_rotary_settings_are_refused_by_name(
         ("gpt2", "tokenizer_config.json", "tokenizer_class", "T5Tokenizer"),
         ("gpt2", "tokenizer_config.json", "auto_map", ["a.B", None]),
         ("llama", "tokenizer_config.json", "fix_mistral_regex", True),
-        ("marian", "tokenizer_config.json", "separate_vocabs", True),
     ],
 )
 def test_a_setting_of_another_file_is_refused_by_name(
