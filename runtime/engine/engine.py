@@ -14,7 +14,11 @@ from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.logits_processors import beginning
-from transferry.runtime.decoding.options import GenerationOptions, generation_options
+from transferry.runtime.decoding.options import (
+    GenerationOptions,
+    generation_options,
+    suppressing,
+)
 from transferry.runtime.decoding.search import search_stream
 from transferry.runtime.decoding.stop_strings import StopStrings
 from transferry.runtime.decoding.strategy import Request
@@ -248,26 +252,8 @@ class Engine:
         default = self.default_options() if options is None else options
         if not isinstance(default, GenerationOptions):
             raise UsageError(f"options must be GenerationOptions, found {shown(default)}")
-        if isinstance(suppress := named.get("suppress"), list | tuple):
-            texts = [item for item in suppress if isinstance(item, str)]
-            sequences = [ids for text in texts for ids in self._spellings(text)]
-            named["suppress"] = (
-                *default.suppress,
-                *(item for item in suppress if not isinstance(item, str)),
-                *(ids[0] for ids in sequences if len(ids) == 1),
-            )
-            given = tuple(named.get("suppress_sequences", default.suppress_sequences))
-            longer = tuple(ids for ids in sequences if len(ids) > 1)
-            named["suppress_sequences"] = (*given, *longer)
-        return generation_options(named, default)
-
-    def _spellings(self, text: str) -> list[tuple[int, ...]]:
-        """Returns the tokens of a text, as it stands and after a blank."""
-        if not text.strip():
-            raise UsageError(f"suppress holds {shown(text)}, which has no tokens; leave it out")
         encode = self.bundle.tokenizer.encode_target
-        found = dict.fromkeys(tuple(encode(each)) for each in (text, f" {text}"))
-        return [ids for ids in found if ids]
+        return generation_options(suppressing(named, default, encode), default)
 
     def require_covered(self, options: GenerationOptions) -> None:
         """Raises ParityError if a certificate is required, and none covers such a search."""

@@ -157,6 +157,14 @@ class JobOptions:
                 )
 
 
+def token_or_text(value: str) -> int | str:
+    """Returns the token id that a number is; of other text what is inside of its quotes, if any."""
+    if value.isdecimal() and value.isascii():
+        return int(value[:12])  # more digits are no id either
+    quoted = len(value) > 2 and value[0] == value[-1] == '"'
+    return value[1:-1] if quoted else value
+
+
 def fraction(text: str) -> tuple[int, int]:
     """Reads "I/N" of nine digits at most; returns 1 and 0 for other text."""
     found = re.fullmatch(r"([1-9][0-9]{0,8})/([1-9][0-9]{0,8})", text.strip())

@@ -17,7 +17,7 @@ from transferry.runtime.engine.prompts import Prompt
 from transferry.runtime.engine.result import RowResult
 from transferry.runtime.engine.score import ScoreResult, score
 from transferry.runtime.errors import UsageError
-from transferry.runtime.jobs.options import JobOptions
+from transferry.runtime.jobs.options import JobOptions, token_or_text
 from transferry.runtime.jobs.rows import InputRow
 from transferry.runtime.jobs.summary import Tally
 
@@ -115,14 +115,6 @@ def _source(options: JobOptions, row: InputRow) -> Any:
     source, target = row.languages
     source, target = source or options.source_language, target or options.target_language
     return row.text if source is target is None else InLanguages(row.text, source, target)
-
-
-def token_or_text(value: str) -> int | str:
-    """Returns the token id that a number is; of other text what is inside of its quotes, if any."""
-    if value.isdecimal() and value.isascii():
-        return int(value[:12])  # more digits are no id either
-    quoted = len(value) > 2 and value[0] == value[-1] == '"'
-    return value[1:-1] if quoted else value
 
 
 def tally_of(row: InputRow, result: RowResult, seconds: float) -> Tally:
