@@ -97,6 +97,8 @@ def _tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         "output_bias": torch.zeros(config.vocabulary_size),
         # A table, because Marian's sinusoids have another order.
         "positions": model.positions,
+        # One matrix here, two more names there.
+        **dict.fromkeys(("source_embedding.weight", "output.weight"), model.embedding.weight),
         **model.state_dict(),
     }
     layers = {"encoder": config.encoder_layers, "decoder": config.decoder_layers}

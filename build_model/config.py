@@ -34,7 +34,9 @@ class _JsonConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain JSON values."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+        values = dataclasses.asdict(self)  # type: ignore[call-overload]
+        # JSON has lists instead of tuples.
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -46,7 +48,6 @@ class _JsonConfig:
         if not isinstance(values, dict):
             raise UsageError(f"{cls.__name__} must be a table, found {shown(values)}")
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        # JSON has lists instead of tuples.
         tuples = {name for name, field in fields.items() if str(field.type).startswith("tuple")}
         values = {
             name: tuple(value) if name in tuples and isinstance(value, list) else value

@@ -196,9 +196,15 @@ def check_bundle(
 
 def calibrated(checkpoint: Checkpoint, texts: Sequence[str]) -> Calibration:
     """Calibrates a checkpoint on texts; see `calibration.calibrate`."""
-    sources = _sources(checkpoint, texts)
-    length = room(checkpoint.model.config, sources, RECORDED_LENGTH) if sources else 0
-    return calibrate_model(checkpoint.model, checkpoint.tokenizer.special, sources, length)
+    config, tokenizer = checkpoint.model.config, checkpoint.tokenizer
+    if config.architecture == "decoder-only":
+        # The text as it stands: it is what the model continues, and searches take far longer.
+        whole = [tokenizer.special.wrap(tokenizer.encode(text)) for text in texts if text.strip()]
+        sources = [ids[: config.max_positions] for ids in whole]
+    else:
+        sources = _sources(checkpoint, texts)
+    length = room(config, sources, RECORDED_LENGTH) if sources else 0
+    return calibrate_model(checkpoint.model, tokenizer.special, sources, length)
 
 
 def _sources(checkpoint: Checkpoint, texts: Sequence[str]) -> list[list[int]]:

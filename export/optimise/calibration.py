@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ from transferry.build_model.transformer import Transformer
 from transferry.export.optimise.kv_scales import KVRanges, KVScales, fold_kv_scales, has_int8_cache
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle import REMEDY, Bundle, Variant
+from transferry.runtime.decoding.batching import length_batches
 from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.decoding.search import search
+from transferry.runtime.decoding.search import pad_sources, search
 from transferry.runtime.documents import parse_document
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import atomic_file, open_arrays, read_bytes
@@ -33,6 +35,8 @@ KINDS = "keys", "values"
 BINS = 2048
 CLIPS = 100  # ranges tried: equal steps up to the largest value
 BATCH = 32  # sentences searched together
+BATCH_TOKENS = 2048  # of texts that are fed together
+BATCH_LOGITS = 1 << 24  # of them: 64 MB
 # Rows, and tokens per row, of the sweep over the vocabulary.
 SWEPT_ROWS, SWEPT_LENGTH = 128, 64
 
@@ -182,7 +186,8 @@ class LinearObserver(TorchFunctionMode):
         return output
 
 
-Text = tuple[Tensor, Tensor]  # source and target, `[1, length]` int64 each
+Text = tuple[Sequence[int], Sequence[int]]  # source and target
+Counted = Tensor | EllipsisType  # a mask `[rows, length]`, or all
 
 
 @torch.inference_mode()
@@ -192,16 +197,14 @@ def calibrate(
     sentences: Sequence[Sequence[int]],
     max_length: int,
 ) -> Calibration:
-    """Runs the model over sentences and its own greedy answers, one row at a time.
-
-    A single row has no padding, which must not be counted.
+    """Runs the model over sentences, an encoder-decoder over its own greedy answers too.
 
     Args:
         model: The model in float32; it is put into eval mode.
         special: Special tokens.
         sentences: Token ids as the model reads them, at least one each: sources for an encoder,
-            prompts for a decoder-only model.
-        max_length: Maximum number of tokens of an answer.
+            whole texts for a decoder-only model.
+        max_length: Maximum number of tokens of an answer of an encoder-decoder.
 
     Returns:
         KV scales, and the quantisation of the input of every linear layer; a tied LM head has the
@@ -218,22 +221,22 @@ def calibrate(
         )
     decoder = TorchDecoder(model)
     options = GenerationOptions(max_length=max_length)
-    texts: list[Text] = []
-    for first in range(0, len(sentences), BATCH):
+    # Sorted, so that their order decides no batch.
+    sentences = sorted(sentences, key=lambda sentence: (len(sentence), list(sentence)))
+    texts: list[Text] = [(sentence if model.encoder else (), sentence) for sentence in sentences]
+    for first in range(0, len(sentences) if model.encoder and model.decoder else 0, BATCH):
         batch = sentences[first : first + BATCH]
-        answers: list[Sequence[int]] = [()] * len(batch)
-        if model.decoder:
-            found = search(decoder, batch, options, special)
-            answers = [hypotheses[0].tokens for hypotheses in found]
-        for sentence, answer in zip(batch, answers, strict=True):
-            begin = [special.bos_id] if model.encoder else sentence
+        found = search(decoder, batch, options, special)
+        for row, hypotheses in enumerate(found, start=first):
             # As fed by the search: without the last token of an answer that reached max_length.
-            target = [*begin, *answer[: max_length - 1]]
-            texts.append(_text(model, sentence if model.encoder else (), target))
+            target = [special.bos_id, *hypotheses[0].tokens[: max_length - 1]]
+            texts[row] = sentences[row], target
     ranges = KVRanges(model)
     # The largest keys and values of all tokens count, and answers hold few of the tokens.
     _run(
-        model, [*texts, *vocabulary_texts(model)], lambda name, _, output: ranges.add(name, output)
+        model,
+        [*texts, *vocabulary_texts(model)],
+        lambda name, _, output, counted: ranges.add(name, output[counted]),
     )
     scales = ranges.scales() if has_int8_cache(model.config) else {}
     # Scaled values change the inputs of the output projections of attention.
@@ -241,7 +244,7 @@ def calibrate(
     _run(
         fold_kv_scales(model, scales),
         texts,
-        lambda name, x, _: inputs[name].add(x.detach().cpu().numpy()),
+        lambda name, x, _, counted: inputs[name].add(x[counted].detach().cpu().numpy()),
     )
     return Calibration({name: seen.activation() for name, seen in inputs.items()}, scales)
 
@@ -253,20 +256,39 @@ def vocabulary_texts(model: Transformer) -> Iterator[Text]:
     for first in range(0, min(SWEPT_ROWS * length, len(tokens)), length):
         ids = tokens[first : first + length].tolist()
         source = [token % model.config.source_vocabulary for token in ids]
-        yield _text(model, source if model.encoder else (), ids)
-
-
-def _text(model: Transformer, source: Sequence[int], target: Sequence[int]) -> Text:
-    device = model.embedding.weight.device
-    source_ids, target_ids = (
-        torch.tensor([ids], dtype=torch.int64, device=device) for ids in (source, target)
-    )
-    return source_ids, target_ids
+        yield source if model.encoder else (), ids
 
 
 def _run(
-    model: Transformer, texts: Iterable[Text], report: Callable[[str, Tensor, Tensor], None]
+    model: Transformer,
+    texts: Sequence[Text],
+    report: Callable[[str, Tensor, Tensor, Counted], None],
 ) -> None:
-    with LinearObserver(model, report):
-        for source, target in texts:
-            model(source, torch.ones_like(source, dtype=torch.bool), target)
+    """Feeds texts in batches, and reports each product with the tokens that count: no padding."""
+    device, both = model.embedding.weight.device, bool(model.encoder and model.decoder)
+    counted: Counted = ...
+
+    def observed(name: str, x: Tensor, output: Tensor) -> None:
+        report(name, x, output, counted)
+
+    with LinearObserver(model, observed):
+        for batch in _batches(model, texts):
+            (source, source_mask), (target, mask) = (
+                map(torch.from_numpy, pad_sources(list(side), 0))
+                for side in zip(*batch, strict=True)
+            )
+            counted = ... if both else (mask if model.decoder else source_mask).to(device)
+            model(source.to(device), source_mask.to(device), target.to(device))
+
+
+def _batches(model: Transformer, texts: Sequence[Text]) -> Iterator[list[Text]]:
+    """Texts of similar length; of an encoder-decoder of equal lengths, and so without padding."""
+    groups = collections.defaultdict[tuple[int, int] | None, list[Text]](list)
+    for text in texts:
+        lengths = len(text[0]), len(text[1])
+        groups[lengths if model.encoder and model.decoder else None].append(text)
+    tokens = max(1, min(BATCH_TOKENS, BATCH_LOGITS // model.config.vocabulary_size))
+    for members in groups.values():
+        longest = [max(map(len, text)) for text in members]
+        for rows in length_batches(longest, BATCH, tokens):
+            yield [members[row] for row in rows]

@@ -162,16 +162,20 @@ def test_the_order_of_sentences_does_not_matter(run_folder: Path) -> None:
     assert fewer.activations != found.activations
 
 
-def test_a_prompt_counts_with_what_follows_it(writer_run_folder: Path) -> None:
-    checkpoint, prompts, found = calibrated(writer_run_folder)
-    special = checkpoint.tokenizer.special
-    options = GenerationOptions(max_length=LENGTH)
-    answers = search(TorchDecoder(checkpoint.model), prompts, options, special)
-    tokens = sum(
-        len(prompt) + min(len(answer[0].tokens), LENGTH - 1)
-        for prompt, answer in zip(prompts, answers, strict=True)
-    )
-    assert found.activations["output.weight"].values == tokens * checkpoint.model.config.d_model
+@pytest.mark.parametrize("run", ["writer_run_folder", "reader_run_folder"])
+def test_of_texts_in_batches_every_token_counts_once(
+    run: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, texts, found = calibrated(request.getfixturevalue(run))
+    width, tokens = checkpoint.model.config.d_model, sum(map(len, texts))
+    inputs = [name for name in found.activations if name.endswith("query.weight")]
+    assert inputs
+    assert {found.activations[name].values for name in inputs} == {tokens * width}
+    monkeypatch.setattr("transferry.export.optimise.calibration.BATCH_TOKENS", 1)
+    alone = calibrate(checkpoint.model, checkpoint.tokenizer.special, texts, LENGTH)
+    for name, activation in alone.activations.items():
+        assert activation.values == found.activations[name].values
+        assert activation.largest == pytest.approx(found.activations[name].largest, rel=1e-5)
 
 
 def test_nothing_to_calibrate_with_is_refused(run_folder: Path) -> None:

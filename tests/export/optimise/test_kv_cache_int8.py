@@ -107,7 +107,8 @@ def test_measured_keys_and_values_fill_the_integers(made: Made) -> None:
     scaled = fold_kv_scales(model, calibration.kv_scales)
     sizes: dict[str, float] = {}
     with torch.inference_mode():
-        for source, target in vocabulary_texts(model):
+        for ids in vocabulary_texts(model):
+            source, target = (torch.tensor([each], dtype=torch.int64) for each in ids)
             mask = torch.ones_like(source, dtype=torch.bool)
             cross = scaled.cross(scaled.encode(source, mask)) if scaled.encoder else []
             _, present = scaled.decode(target, mask, cross, scaled.empty_past(1))
