@@ -38,6 +38,7 @@ from transferry.runtime.tokenizer.third_party import (
     SentencePieceTables,
     SentencePieceTokenizer,
     ThirdPartyTokenizer,
+    panics_as_errors,
 )
 
 PIECES = "tokenizer.model"
@@ -136,7 +137,7 @@ def _with_languages(
     """Adds a table of languages, and the tokens around a source in its own language."""
     settings, eos = checkpoint.tokenizer, special.eos_id
     source = settings.get("src_lang", kind.default)
-    if source not in ids:
+    if not isinstance(source, str) or source not in ids:
         settings.refuse("src_lang", source, ", ".join(ids))
     after = kind.after or settings.flag("legacy_behaviour", False)
     checkpoint.notes.append(
@@ -411,7 +412,13 @@ def _unchanged(
     plain = _third_party(HuggingFaceTokenizer, files, special, config, origin).encode("a")
     found.tokenizer.no_truncation()
     found.tokenizer.no_padding()
-    whole = found.tokenizer.encode("a").ids
+    try:
+        with panics_as_errors():
+            whole = found.tokenizer.encode("a").ids
+    except ValueError as error:
+        raise InputError(
+            f"{origin}: expected a tokenizer that encodes texts, found another: {error}; {REMEDY}"
+        ) from error
     for start in range(len(whole) - len(plain) + 1):
         end = start + len(plain)
         if plain and whole[start:end] == plain:

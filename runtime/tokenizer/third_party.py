@@ -7,7 +7,8 @@ imported when a tokenizer is opened.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, ClassVar, Self
 
@@ -53,7 +54,8 @@ class ThirdPartyTokenizer(AnyTokenizer):
         self.special = special
         self.vocabulary_size = vocabulary_size
         try:
-            largest = max(self._open(), *special.ids(), *special.ends)
+            with panics_as_errors():
+                largest = max(self._open(), *special.ids(), *special.ends)
         except ModuleNotFoundError as error:
             raise UsageError(
                 f"the tokenizer needs {self.library}, which is not installed; "
@@ -122,6 +124,8 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         import tokenizers
 
         (content,) = self.files.values()
+        if (largest := largest_id(content)) >= self.vocabulary_size:
+            return largest  # before the library makes a list of as many
         self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
         self._chat_tokenizers: dict[str, tuple[Any, dict[int, int]]] = {}
         self._tokenizer.encode_special_tokens = True
@@ -309,6 +313,37 @@ class SentencePieceTables(SentencePiecePair):
     def source_size(self) -> int:
         """Number of ids of sources."""
         return 1 + max(map(int, self._ids.values()))
+
+
+class _Model(msgspec.Struct):
+    vocab: msgspec.Raw = msgspec.Raw(b"[]")
+
+
+class _File(msgspec.Struct):
+    model: _Model
+
+
+def largest_id(content: bytes) -> int:
+    """Returns the largest id that the table of a Hugging Face tokenizer.json names, 0 without one.
+
+    Raises:
+        ValueError: It is no such file.
+    """
+    table = msgspec.json.decode(content, type=_File).model.vocab
+    if not bytes(table).startswith(b"{"):
+        return 0  # a list, in the order of the ids
+    return max(msgspec.json.decode(table, type=dict[str, int]).values(), default=0)
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Turns a panic of a library in Rust, which is no Exception, into a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the library fails on it: {error}") from error
 
 
 def _sentencepiece(content: bytes) -> Any:

@@ -116,6 +116,11 @@ def test_a_source_is_marked_as_theirs(kind: str, tmp_path: Path) -> None:
 def test_a_language_that_the_folder_lacks_is_refused(tmp_path: Path) -> None:
     imported("NLLB", tmp_path)
     path = tmp_path / "theirs" / "tokenizer_config.json"
+    wrongs: tuple[Any, ...] = ("tlh_Latn", [])
+    for wrong in wrongs:
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"src_lang": wrong}))
+        with pytest.raises(InputError, match=r"src_lang is .*, which cannot be imported"):
+            import_checkpoint(tmp_path / "theirs", tmp_path / "other")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"src_lang": "tlh_Latn"}))
     with pytest.raises(InputError, match=r'src_lang is "tlh_Latn", .*; supported: .*eng_Latn'):
         import_checkpoint(tmp_path / "theirs", tmp_path / "other")

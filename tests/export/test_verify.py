@@ -125,7 +125,9 @@ def test_positions_that_begin_anew_are_caught_in_later_steps(
 ) -> None:
     model = copy.deepcopy(oracle.reference.model)
     embed = model.embed
-    monkeypatch.setattr(model, "embed", lambda tokens, at, **more: embed(tokens, at - at[0], **more))
+    monkeypatch.setattr(
+        model, "embed", lambda tokens, at, **more: embed(tokens, at - at[0], **more)
+    )
     comparisons = oracle.numbers(TorchDecoder(model), sweep(oracle.config))
     faulty = {item.stage for item in comparisons if item.fault}
     assert faulty == {"later step"}

@@ -98,6 +98,14 @@ def test_every_kind_is_tested() -> None:
     assert MAKE.keys() == KINDS.keys()
 
 
+def test_an_enormous_id_is_refused_before_the_library_reads_it() -> None:
+    record = json.loads(word_pieces())
+    record["model"]["vocab"]["a"] = 1 << 31
+    files = {"huggingface.json": json.dumps(record).encode()}
+    with pytest.raises(InputError, match=r"expected ids below 9, .* found 2147483648"):
+        HuggingFaceTokenizer(files, SPECIAL, 9)
+
+
 def test_each_side_has_an_end_token_of_its_own() -> None:
     # 9 ends a source, and is a token like any other in a target.
     tokenizer = tables(special=SpecialTokens(0, 1, 2, after=(9,)))
