@@ -1,11 +1,14 @@
 """Any mutation of any file of a folder that is imported: a right import, or an error in words."""
 
+import contextlib
 import io
 import json
 import shutil
 import struct
+import time
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,33 @@ from safetensors.torch import load_file, save_file
 
 from tests.build_model import test_adapters, test_chat_import, test_languages, test_toolkits
 from tests.build_model.test_huggingface import bert_vocabulary, sentencepiece_model
-from tests.build_model.test_model_types import Drawn, byte_level_tokenizer, transformers
+from tests.build_model.test_model_types import (
+    TYPES,
+    Drawn,
+    byte_level_tokenizer,
+    transformers,
+)
 from tests.build_model.test_separate_vocabularies import write as write_marian
 from tests.fuzz.sandbox import Sandbox
-from tests.fuzz.test_documents import Place, mutations, require_survived
+from tests.fuzz.test_documents import (
+    ODD,
+    Place,
+    mutations,
+    places,
+    replaced,
+    require_survived,
+)
+from transferry.build_model.config import ModelConfig
+from transferry.build_model.huggingface.families import FAMILIES
+from transferry.build_model.huggingface.folder import Checkpoint, Settings
+from transferry.build_model.huggingface.generation import (
+    SAME_TOKENS,
+    SEARCH_SETTINGS,
+    TOKENS,
+    generation_defaults,
+)
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.errors import TransferryError
 
 torch = pytest.importorskip("torch")
 
@@ -176,3 +202,36 @@ def test_a_changed_folder_is_imported_or_refused(
     path = data.draw(st.sampled_from(files), label="file")
     path.write_bytes(data.draw(inner(path.read_bytes())))
     require_survived(place, name, command(name))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_an_odd_value_of_config_json_is_read_or_refused(kind: str, tmp_path: Path) -> None:
+    Drawn(kind, 0, tmp_path, depth=2)
+    checkpoint = Checkpoint(tmp_path)
+    config, names = dict(checkpoint.config.values), checkpoint.names()
+    for path in filter(None, places(config)):
+        for odd in ODD:
+            changed = replaced(config, path, partial(put, odd))
+            began = time.process_time()
+            with contextlib.suppress(TransferryError):
+                FAMILIES[kind].shape(Settings(tmp_path, changed), names)
+            assert time.process_time() - began < 5, (path, odd)
+
+
+def put(value: Any, inside: Any, key: Any) -> None:
+    inside[key] = value
+
+
+@pytest.mark.parametrize("architecture", ["encoder-decoder", "decoder-only"])
+def test_an_odd_setting_of_generate_is_read_or_refused(architecture: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    (tmp_path / "generation_config.json").write_text("{}")
+    layers = int(architecture == "encoder-decoder")
+    shape = ModelConfig(97, 8, 2, layers, 1, 8, architecture=architecture)  # type: ignore[arg-type]
+    for name in [*SEARCH_SETTINGS, *TOKENS, *SAME_TOKENS, "unknown"]:
+        for odd in (*ODD, [1 << 40], [[1, -1]], ["a"], [[[]]], "true"):
+            checkpoint = Checkpoint(tmp_path)
+            checkpoint.generation.values[name] = odd
+            with contextlib.suppress(TransferryError):
+                fields, _ = generation_defaults(checkpoint, shape)
+                GenerationOptions(**fields)
