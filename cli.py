@@ -192,8 +192,8 @@ Example:
     "variants",
     multiple=True,
     default=("cpu-fp32",),
-    help="Variant to add to the portable one: cpu-fp32, cpu-int8, cuda-fp16 or cuda-bf16; portable "
-    "for that one alone; repeatable.",
+    help="Variant to add to the portable one: cpu-fp32, cpu-int8, cpu-int4, cuda-fp16, cuda-bf16; "
+    "portable for that one alone; repeatable.",
 )
 @option(
     "--calibrate",

@@ -20,10 +20,11 @@ from rounds import interleaved
 from sentences import read_sentences
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.export.parity.cases import source_of
+from transferry.export.parity.effort import LONGEST_ANSWER
 from transferry.export.parity.oracle import ROWS
 from transferry.export.parity.searches import search_settings
 from transferry.export.torch_model import TorchDecoder
-from transferry.export.verify import LONGEST_ANSWER, verify_against
+from transferry.export.verify import verify_against
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.batching import length_batches
 from transferry.runtime.decoding.decoder import Decoder

@@ -14,12 +14,18 @@ import onnx
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.backends.backends import ReferenceBackend
 from transferry.export.backends.plain_decoder import plain_model
+from transferry.export.claims.claims import default_generation
 from transferry.export.graphs.external_data import write_graphs
 from transferry.export.graphs.graph import Graph
 from transferry.export.optimise.calibration import CALIBRATION, Calibration
 from transferry.export.optimise.calibration import calibrate as calibrate_model
 from transferry.export.parity.cases import fitting, random_sources, room, source_of
-from transferry.export.parity.claims import default_generation
+from transferry.export.parity.effort import (
+    RECORDED_SOURCES,
+    Effort,
+    recorded_length,
+    recorded_sources,
+)
 from transferry.export.parity.oracle import Oracle
 from transferry.export.variants import (
     PORTABLE,
@@ -40,18 +46,14 @@ from transferry.runtime.ort.cuda import cuda_obstacle
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import Provider, SessionOptions
 from transferry.runtime.outputs import foreign_member, require_own
-from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.parity.compare import INTEGERS, Tolerance
 from transferry.runtime.parity.recorded import Reference, check_reference
 from transferry.runtime.parity.report import ParityReport
 from transferry.runtime.parity.statement import FOLDER
 from transferry.runtime.sealed_folder import FileRecord
 
+ANSWER_LENGTH = 64  # most tokens of an answer that an encoder-decoder is calibrated on
 MADE_BY = ("transferry", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu")
-
-# Recorded searches: sources, and maximum tokens of a target.
-RECORDED_SOURCES = 8
-RECORDED_LENGTH = 64
-JUDGED = 64  # sentences that an int8 variant must answer like torch
 
 
 def export_bundle(
@@ -105,10 +107,11 @@ def export_bundle(
         say("recording reference answers of torch")
         _reference(checkpoint, texts).save(folder / REFERENCE)
         for name in made:
-            path = folder / reference_file(RECIPES[name])
-            if calibration is not None and not path.exists():
+            path, precision = folder / reference_file(RECIPES[name]), RECIPES[name].precision
+            if calibration is not None and precision == "int8":
                 calibration.save(path.with_name(CALIBRATION))
-                _reference(checkpoint, texts, calibration).save(path)
+            if precision in INTEGERS:
+                _reference(checkpoint, texts, precision, calibration).save(path)
         bundle = Bundle(folder, _manifest(checkpoint, made, folder), checkpoint.tokenizer)
         say("verifying")
         check_graphs(bundle)
@@ -117,11 +120,12 @@ def export_bundle(
                 say(f"variant {variant.name} is not verified: {obstacle.missing}")
                 continue
             check_bundle(bundle, variant).require()
-            if variant.precision == "int8":
-                # 8 bits are judged by what they do to answers, as `verify` does.
+            if variant.precision in INTEGERS:
+                # Few bits are judged by what they do to answers, as `verify` does.
                 model = open_model(bundle, variant, SessionOptions())
-                like = fitting([*texts, *calibrate], checkpoint.tokenizer, checkpoint.model.config)
-                verify_against(checkpoint, bundle, model, like[:JUDGED]).require()
+                effort = Effort.at_export(checkpoint.model, model.batches)
+                like = effort.texts(checkpoint, [*texts, *calibrate])
+                verify_against(checkpoint, bundle, model, like, effort=effort).require()
         # Last, so that an unverified bundle can never be loaded.
         with atomic_file(folder / MANIFEST) as file:
             file.write(bundle.manifest.to_json().encode())
@@ -203,7 +207,7 @@ def calibrated(checkpoint: Checkpoint, texts: Sequence[str]) -> Calibration:
         sources = [ids[: config.max_positions] for ids in whole]
     else:
         sources = _sources(checkpoint, texts)
-    length = room(config, sources, RECORDED_LENGTH) if sources else 0
+    length = room(config, sources, ANSWER_LENGTH) if sources else 0
     return calibrate_model(checkpoint.model, tokenizer.special, sources, length)
 
 
@@ -217,15 +221,20 @@ def _sources(checkpoint: Checkpoint, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _reference(
-    checkpoint: Checkpoint, texts: Sequence[str], calibration: Calibration | None = None
+    checkpoint: Checkpoint,
+    texts: Sequence[str],
+    precision: str = "float32",
+    calibration: Calibration | None = None,
 ) -> Reference:
     """Returns torch's answers to the first texts that fit, or to random tokens."""
     config, special = checkpoint.model.config, checkpoint.tokenizer.special
-    sources = _sources(checkpoint, texts)[:RECORDED_SOURCES]
-    oracle = Oracle(checkpoint.model, special, Tolerance(), calibration=calibration)
+    sources = recorded_sources(checkpoint.model, _sources(checkpoint, texts))
+    oracle = Oracle(
+        checkpoint.model, special, Tolerance(), precision=precision, calibration=calibration
+    )
     return oracle.record(
         sources or random_sources(config, RECORDED_SOURCES),
-        RECORDED_LENGTH,
+        recorded_length(checkpoint.model),
         options_of_json(checkpoint.generation),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from transferry.build_model.attention import KeyValues
 from transferry.build_model.transformer import Transformer
 from transferry.export.graphs.graph import flatten
+from transferry.export.precision import KEPT, Precision
 from transferry.runtime.decoding.decoder import StepOutput, longer
 
 Ids = NDArray[np.int64]
@@ -39,20 +41,28 @@ class TorchDecoder:
 
     shares_cache = False
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer, precision: Precision | None = None) -> None:
+        """Takes the model, and the precision to compute it in; by default that of its weights."""
         self.model = model.eval()
         self.vocabulary_size = model.config.vocabulary_size
         self.has_encoder = bool(model.config.encoder_layers)
-        self.encoder = TorchEncoder(model)
+        self.encoder = TorchEncoder(model, precision)
+        self._precision = precision or contextlib.nullcontext()
 
     @classmethod
     def oracle(cls, model: Transformer) -> TorchDecoder:
-        """Returns a decoder with a float64 copy of the model."""
+        """Returns a decoder in float64: of a copy, or of the same weights where they are large."""
+        if 8 * sum(each.numel() for each in model.parameters()) > KEPT:
+            return cls(model, Precision(model, torch.float64))
         return cls(copy.deepcopy(model).double())
 
     @torch.inference_mode()
     def start(self, source: Ids, mask: Mask) -> TorchState:
         """Encodes the source; see `Decoder.start`."""
+        with self._precision:
+            return self._start(source, mask)
+
+    def _start(self, source: Ids, mask: Mask) -> TorchState:
         tokens, mask_tensor = _on_device(self.model, source, mask)
         past = self.model.empty_past(len(source))
         if self.has_encoder:
@@ -68,7 +78,8 @@ class TorchDecoder:
     ) -> tuple[StepOutput, TorchState]:
         """Reads target tokens and returns all logits; see `Decoder.step`."""
         (target,) = _on_device(self.model, np.ascontiguousarray(tokens))
-        logits, past = self.model.decode(target, state.mask, state.cross, state.past)
+        with self._precision:
+            logits, past = self.model.decode(target, state.mask, state.cross, state.past)
         mask = state.mask
         if not self.has_encoder:
             (mask,) = _on_device(self.model, longer(mask.cpu().numpy(), tokens))
@@ -96,14 +107,17 @@ class TorchDecoder:
 class TorchEncoder:
     """An encoder-only model in its own precision: float32 as trained, float64 as the oracle."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer, precision: Precision | None = None) -> None:
+        """See `TorchDecoder`."""
         self.model = model.eval()
+        self._precision = precision or contextlib.nullcontext()
 
     @torch.inference_mode()
     def encode(self, source: Ids, mask: Mask) -> dict[str, Floats]:
         """Returns hidden `[rows, source, d_model]` and logits `[rows, source, vocabulary]`."""
-        hidden = self.model.encode(*_on_device(self.model, source, mask))
-        outputs = {"hidden": hidden, "logits": self.model.logits(hidden)}
+        with self._precision:
+            hidden = self.model.encode(*_on_device(self.model, source, mask))
+            outputs = {"hidden": hidden, "logits": self.model.logits(hidden)}
         return {name: tensor.cpu().numpy() for name, tensor in outputs.items()}
 
 

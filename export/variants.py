@@ -17,6 +17,7 @@ from transferry.export.optimise.calibration import Calibration
 from transferry.export.optimise.fusion import FloatKernels, Fusion, Kernels
 from transferry.export.optimise.kv_cache_int8 import quantise_cache
 from transferry.export.optimise.kv_scales import KVScales, fold_kv_scales
+from transferry.export.optimise.linear_int4 import Int4Kernels, look_up_blocks
 from transferry.export.optimise.linear_int8 import Int8Kernels, quantise_embedding
 from transferry.export.optimise.screening import (
     SMALLEST_VOCABULARY,
@@ -27,6 +28,7 @@ from transferry.export.optimise.screening import (
 from transferry.export.optimise.top_k import top_k_graph
 from transferry.runtime.bundle import REFERENCE, CacheSpec, Variant
 from transferry.runtime.errors import ParityError, UsageError
+from transferry.runtime.parity.compare import INTEGERS
 
 PORTABLE = "portable"
 EMBEDDING = "model.embedding.weight"
@@ -54,6 +56,7 @@ RECIPES = {
     PORTABLE: Recipe("float32", ("cpu", "cuda"), "portable/", fused=False),
     "cpu-fp32": Recipe("float32", ("cpu",), "portable/fused-"),
     "cpu-int8": Recipe("int8", ("cpu",), "cpu-int8/"),
+    "cpu-int4": Recipe("int4", ("cpu",), "cpu-int4/"),
     "cuda-fp16": Recipe("float16", ("cuda",), "cuda-fp16/"),
     "cuda-bf16": Recipe("bfloat16", ("cuda",), "cuda-bf16/"),
 }
@@ -96,7 +99,7 @@ def make_variant(
 
 def reference_file(recipe: Recipe) -> str:
     """Returns the file of the answers that a variant is compared with, inside the bundle."""
-    return f"{recipe.prefix}{REFERENCE}" if recipe.precision == "int8" else REFERENCE
+    return f"{recipe.prefix}{REFERENCE}" if recipe.precision in INTEGERS else REFERENCE
 
 
 def describe(name: str, graphs: Mapping[str, Graph]) -> Variant:
@@ -126,6 +129,8 @@ def _fused_graphs(
     if precision == "int8" and calibration is not None:
         kernels, scales = Int8Kernels(calibration.activations), calibration.kv_scales
         model = fold_kv_scales(model, scales)
+    elif precision == "int4":
+        kernels = Int4Kernels()
     elif precision != "float32":
         model = copy.deepcopy(model).to(getattr(torch, precision))
     decoder, cache_type = bool(model.config.decoder_layers), "int8" if scales else None
@@ -135,6 +140,8 @@ def _fused_graphs(
         linears += Fusion(graph, kernels).run()
         if precision == "int8":
             quantise_embedding(graph.model.graph, EMBEDDING)
+        elif precision == "int4":
+            look_up_blocks(graph.model.graph)
         drop_unused(graph.model.graph)
     _require_all(name, "linear layers in the graphs", linear_layers(model), linears)
     if scales:
@@ -142,16 +149,17 @@ def _fused_graphs(
         _require_all(name, "attentions of the decoder to read integers", len(scales), attentions)
     elif decoder and not on_cpu:
         graphs["top_k"] = top_k_graph(graphs["lm_head"])
-    elif decoder and model.config.vocabulary_size >= SMALLEST_VOCABULARY and _is_one_product(model):
+    elif precision == "float32" and decoder and _is_screened(model):
         graphs["approximate_logits"] = approximate_graph(graphs["lm_head"])
         graphs["segment_maxima"] = segment_maxima_graph(graphs["exp_sums"])
     return graphs
 
 
-def _is_one_product(model: Transformer) -> bool:
-    """Whether the LM head is a product with one matrix and nothing else."""
-    more = model.output_transform is None and model.output_projection is None
-    return more and not model.config.output_softcap
+def _is_screened(model: Transformer) -> bool:
+    """Whether the LM head is a product with one large matrix and nothing else."""
+    one = model.output_transform is None and model.output_projection is None
+    large = model.config.vocabulary_size >= SMALLEST_VOCABULARY
+    return one and large and not model.config.output_softcap
 
 
 def _require_all(variant: str, things: str, expected: int, found: int) -> None:

@@ -13,27 +13,25 @@ import torch
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.backends.cross_check import RUNTIMES, run_cross_check
-from transferry.export.debug.localise import localise
-from transferry.export.faults.self_test import self_test
-from transferry.export.optimise.calibration import Calibration
-from transferry.export.parity.cases import (
-    largest_batches,
-    lengths,
-    random_sources,
-    single_tokens,
-    source_of,
-    sweep,
-)
-from transferry.export.parity.claims import (
+from transferry.export.claims.claims import (
     default_generation,
     manifest_claims,
     recorded_claim,
     require_exported_from,
 )
-from transferry.export.parity.fresh_graphs import fresh_graphs, graphs_claim
+from transferry.export.claims.fresh_graphs import fresh_graphs, graphs_claim
+from transferry.export.claims.stored_weights import weights_claim
+from transferry.export.debug.localise import localise
+from transferry.export.faults.self_test import self_test
+from transferry.export.optimise.calibration import Calibration
+from transferry.export.parity.cases import (
+    random_sources,
+    single_tokens,
+    source_of,
+)
+from transferry.export.parity.effort import ALL, Effort
 from transferry.export.parity.oracle import Oracle, TextParity
 from transferry.export.parity.served import REPLICAS
-from transferry.export.parity.stored_weights import weights_claim
 from transferry.export.parity.task_metrics import BUDGETS, TaskBudget, token_agreement, translation
 from transferry.export.parity.text_scores import compare_scores
 from transferry.export.parity.walk import walk
@@ -45,10 +43,9 @@ from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import Model
-from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.parity.compare import INTEGERS, Tolerance
 from transferry.runtime.parity.report import Decisions, Origin, ParityReport, TaskMetric
 
-LONGEST_ANSWER = 256
 SAMPLED = 4  # one row in so many is sampled and scored too: little differs from greedy search
 PLANTED_ROWS = 4  # of the searches of the self-test
 
@@ -65,6 +62,7 @@ def verify_against(
     replay: Path | None = None,
     batches: BatchOptions | None = None,
     search: Mapping[str, Any] | None = None,
+    effort: Effort = ALL,
     done: Callable[[int, int], None] = lambda done, total: None,
 ) -> ParityReport:
     """Compares a bundle with the run that it was exported from.
@@ -85,6 +83,7 @@ def verify_against(
             the variant is served with.
         search: Fields of GenerationOptions of a search to run besides the standard ones;
             `suppress` may hold text.
+        effort: How much to check; by default everything.
         done: Called with the steps finished and their total.
 
     Raises:
@@ -105,33 +104,34 @@ def verify_against(
     tolerance = Tolerance.of(precision)
     calibration = Calibration.of(bundle, variant) if precision == "int8" else None
     special = checkpoint.tokenizer.special
-    oracle = Oracle(checkpoint.model, special, tolerance, calibration=calibration)
+    oracle = Oracle(
+        checkpoint.model, special, tolerance, precision=precision, calibration=calibration
+    )
     claims = [
         *manifest_claims(checkpoint, bundle),
-        recorded_claim(bundle, variant, oracle),
         weights_claim(checkpoint.model, bundle, variant, calibration),
     ]
-    if (fresh := fresh_graphs(checkpoint.model, bundle, variant, calibration)) is not None:
-        claims.append(graphs_claim(fresh, bundle, variant))
+    if effort.anew:
+        claims.append(recorded_claim(bundle, variant, oracle))
+        fresh = fresh_graphs(checkpoint.model, bundle, variant, calibration)
+        claims += [graphs_claim(fresh, bundle, variant)] if fresh is not None else []
     batches = batches or model.batches
+    batches = replace(batches, rows=min(batches.rows, effort.batch_rows or batches.rows))
     if search is not None:
         default = generation_options(default_generation(checkpoint))
         search = suppressing(search, default, checkpoint.tokenizer.encode_target)
     if search is None and default_generation(checkpoint).keys() & {"beam", "n_best", "sample"}:
         search = {}  # what the bundle does by default is none of the standard searches
-    text = replace(_text_parity(checkpoint, oracle, texts, targets, batches), given=search)
-    cases = [
-        *sweep(config),
-        *lengths(config, text.sources),
-        *largest_batches(config, batches.rows),
-    ]
-    if calibration is not None:
+    text = _text_parity(checkpoint, oracle, texts, targets, batches, effort.longest)
+    text = replace(text, given=search)
+    cases = list(effort.cases(config, text.sources, batches.rows))
+    if precision in INTEGERS:
         cases += single_tokens(config)
     total = len(cases) + text.rows(variant) + (RUNTIMES if cross_check else 0)
     oracle.done = _counter(total, done)
     comparisons = oracle.numbers(model, cases)
     if not isinstance(model, EncoderModel):
-        comparisons += walk(oracle, model)
+        comparisons += walk(oracle, model, effort.positions)
     decisions: list[Decisions] = []
     for found in text.check(model):
         if isinstance(found, Decisions):
@@ -192,6 +192,7 @@ def _text_parity(
     texts: Sequence[str],
     targets: Sequence[str] | None,
     batches: BatchOptions,
+    longest: int,
 ) -> TextParity:
     """Turns texts into sources, and targets or prompts into tokens to feed whole."""
     tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
@@ -211,7 +212,7 @@ def _text_parity(
         encoded = [tokenizer.encode_target(target) for target in targets]
         fed = [[special.bos_id, *tokens, special.eos_id] for tokens in encoded]
     generation = default_generation(checkpoint)
-    return TextParity(oracle, generation, sources, LONGEST_ANSWER, fed, SAMPLED, batches)
+    return TextParity(oracle, generation, sources, longest, fed, SAMPLED, batches)
 
 
 def _settings(

@@ -39,8 +39,8 @@ ROOMS = {
         *("bundle", "ort", "doctor", "parity", "engine", "jobs", "console"),
     ),
     "export": (
-        *("graphs", "torch_model", "optimise", "variants", "parity", "backends"),
-        *("debug", "faults", "report", "verify", "bundle"),
+        *("graphs", "precision", "torch_model", "optimise", "variants", "parity", "claims"),
+        *("backends", "debug", "faults", "report", "verify", "bundle"),
     ),
 }
 MAX_MODULES = 12  # in a folder, __init__.py left out

@@ -14,6 +14,14 @@ from pathlib import Path
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.config import ModelConfig
+from transferry.export.claims.claims import (
+    default_generation,
+    manifest_claims,
+    recorded_claim,
+    require_exported_from,
+)
+from transferry.export.claims.fresh_graphs import GRAPHS, fresh_graphs, graphs_claim
+from transferry.export.claims.stored_weights import WEIGHTS, weights_claim
 from transferry.export.faults import graph_faults, weight_faults
 from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.faults.fault import Fault, rare_tokens
@@ -28,16 +36,8 @@ from transferry.export.parity.cases import (
     sizes,
     vocabulary,
 )
-from transferry.export.parity.claims import (
-    default_generation,
-    manifest_claims,
-    recorded_claim,
-    require_exported_from,
-)
-from transferry.export.parity.fresh_graphs import GRAPHS, fresh_graphs, graphs_claim
 from transferry.export.parity.oracle import Oracle, TextParity
 from transferry.export.parity.searches import BRIEF
-from transferry.export.parity.stored_weights import WEIGHTS, weights_claim
 from transferry.export.variants import PORTABLE
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.search import search
@@ -48,6 +48,7 @@ from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions, open_session, require_provider
 from transferry.runtime.parity.compare import (
     EPSILONS,
+    INTEGERS,
     STAGES,
     Case,
     Comparison,
@@ -152,10 +153,15 @@ class Gate:
     ) -> None:
         self._checkpoint = checkpoint
         self._honest = model
-        int8 = model.variant.precision == "int8"
-        self._calibration = Calibration.of(bundle, model.variant) if int8 else None
-        special = checkpoint.tokenizer.special
-        self._oracle = Oracle(checkpoint.model, special, tolerance, calibration=self._calibration)
+        precision = model.variant.precision
+        self._calibration = Calibration.of(bundle, model.variant) if precision == "int8" else None
+        self._oracle = Oracle(
+            checkpoint.model,
+            checkpoint.tokenizer.special,
+            tolerance,
+            precision=precision,
+            calibration=self._calibration,
+        )
         self._config = checkpoint.model.config
         self._generation = default_generation(checkpoint)
         self._recorded = bundle.manifest.files[model.variant.reference]
@@ -163,7 +169,7 @@ class Gate:
         self._fresh = fresh_graphs(checkpoint.model, bundle, model.variant, self._calibration)
         cases = brief_sweep(self._config, model.batches.rows)
         cases += lengths(self._config, sources)
-        if int8:
+        if precision in INTEGERS:
             cases += single_tokens(self._config)
         self._truths = [(case, self._oracle.truth(case)) for case in cases]
 

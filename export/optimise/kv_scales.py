@@ -107,9 +107,11 @@ class KVRanges:
 def fold_kv_scales(model: Transformer, scales: Mapping[str, KVScales]) -> Transformer:
     """Returns an equivalent copy of a model that computes keys and values divided by their scales.
 
-    The scales come by the attention's name.
+    The scales come by the attention's name. All other weights are those of the model itself.
     """
-    model = copy.deepcopy(model)
+    changed = [id(each) for name in scales for each in model.get_submodule(name).parameters()]
+    weights = [*model.parameters(), *model.buffers()]
+    model = copy.deepcopy(model, {id(each): each for each in weights if id(each) not in changed})
     for name, scale in scales.items():
         attention = model.get_submodule(name)
         assert isinstance(attention, MultiHeadAttention)

@@ -110,7 +110,7 @@ def _unpadded(name: str, source: NDArray[np.int64], target: NDArray[np.int64]) -
 def single_tokens(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
     """Yields cases of one token and one step, so small that some hold no value at a border.
 
-    There an int8 variant must be as exact as float32; see `int8_sides`.
+    There an int8 variant must be as exact as float32; see `integer_sides`.
     """
     for number in range(SINGLE_TOKENS):
         yield replace(

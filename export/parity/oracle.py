@@ -15,7 +15,7 @@ from transferry.export.optimise.calibration import Calibration
 from transferry.export.parity.cases import MOST_LOGITS, random_cases
 from transferry.export.parity.searches import GIVEN, RECORDED, SEARCHES, WHOLE, search_settings
 from transferry.export.parity.served import serve
-from transferry.export.parity.simulated_int8 import int8_sides
+from transferry.export.parity.simulated_integers import integer_sides
 from transferry.export.parity.teacher_forcing import TeacherForcing
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle import Variant
@@ -59,7 +59,6 @@ from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 HIDE_EVERY = 7  # tokens of a text, for an encoder-only model to fill in
 ROWS = 64  # hypotheses searched together
-MOVED = 8  # of them are scored by `Oracle.others` too
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Oracle:
         reference: What the tokens are compared with: `trained`, or torch rounding as an int8
             variant does.
         exact: The same in float64, the oracle that errors are measured against.
-        others: The same where it rounds otherwise; see `int8_sides`. None without a calibration.
+        others: The same where it rounds otherwise; see `integer_sides`. None of a float variant.
         failed: The cases in which a tensor was wrong, in order.
     """
 
@@ -97,11 +96,13 @@ class Oracle:
         tolerance: Tolerance,
         done: Callable[[int], None] = lambda count: None,
         *,
+        precision: str = "float32",
         calibration: Calibration | None = None,
     ) -> None:
-        """Copies the model to float64; calls `done` with the rows or cases of each batch.
+        """Calls `done` with the rows or cases of each batch.
 
-        With the calibration of an int8 variant, all sides round as that variant does.
+        With a precision of integers, and the calibration where that is int8, all sides round as
+        that variant does.
         """
         self.config = model.config
         self.special = special
@@ -110,8 +111,8 @@ class Oracle:
         self.trained = self.reference = TorchDecoder(model)
         self.exact = TorchDecoder.oracle(model)
         self.others: list[TorchDecoder] = []
-        if calibration is not None:
-            self.reference, self.exact, *self.others = int8_sides(model, calibration)
+        if sides := integer_sides(model, precision, calibration):
+            self.reference, self.exact, *self.others = sides
         self.failed: list[Case] = []
         # By source, tokens and how they were ranked: searches share many answers.
         self._scored: dict[
@@ -280,8 +281,9 @@ class Oracle:
             totals = [float(given.ranks.sum()) for given in exactly]
             spreads = [0.0] * len(chosen)
             for side in self.others:
-                few = forced(side, different[:MOVED], tokens[:MOVED], self.special, rules)
-                for place, given in enumerate(few):
+                # Of every answer: what moves one by much leaves another alone.
+                moved_answers = forced(side, different, tokens, self.special, rules)
+                for place, given in enumerate(moved_answers):
                     moved = abs(float(given.ranks.sum()) - totals[place])
                     spreads[place] = max(spreads[place], moved)
             for key, total, given, spread in zip(chosen, totals, exactly, spreads, strict=True):

@@ -37,6 +37,7 @@ BUDGETS = {
     "float16": TaskBudget(0.001, 0.1, 0.001, 0.1),
     "bfloat16": TaskBudget(0.01, 0.3, 0.01, 1.0),
     "int8": TaskBudget(0.02, 0.3, 0.02, 2.0),
+    "int4": TaskBudget(0.05, 1.0, 0.05, 3.0),
 }
 
 

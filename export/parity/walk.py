@@ -14,8 +14,14 @@ from transferry.runtime.parity.compare import Case, Comparison, compare, truth
 BLOCK = 64  # positions that torch computes at once
 
 
-def walk(oracle: Oracle, model: ObservableDecoder[State], *, seed: int = 0) -> list[Comparison]:
-    """Compares the logits at every position up to the model's last.
+def walk(
+    oracle: Oracle,
+    model: ObservableDecoder[State],
+    positions: int | None = None,
+    *,
+    seed: int = 0,
+) -> list[Comparison]:
+    """Compares the logits at every position up to the model's last, or so many.
 
     Two rows change places after each block, so that the cache moves as it grows.
 
@@ -26,7 +32,8 @@ def walk(oracle: Oracle, model: ObservableDecoder[State], *, seed: int = 0) -> l
     config = oracle.config
     case = random_case(config, 2, NEW_TOKENS, 0, seed=seed)
     source, mask, swapped = case.source, case.mask, np.array([1, 0])
-    longest = config.max_positions - (0 if config.encoder_layers else source.shape[1])
+    longest = config.max_positions if positions is None else positions
+    longest -= 0 if config.encoder_layers else source.shape[1]
     generator = np.random.default_rng(seed)
     target = generator.integers(config.vocabulary_size, size=(2, longest))
     sides: list[ObservableDecoder[Any]] = [oracle.exact, oracle.reference, *oracle.others]

@@ -23,7 +23,7 @@ from transferry.runtime.engine.result import GenerationResult, RowResult
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.compare import INT8_STEP, Tolerance
+from transferry.runtime.parity.compare import INT8_STEP, INTEGERS, Tolerance
 from transferry.runtime.parity.divergence import Explainer
 from transferry.runtime.parity.recorded import Reference, check_reference
 
@@ -70,7 +70,7 @@ class Canary:
         tolerance = Tolerance.of(variant.precision)
         factor = 2 * tolerance.factor
         # The record may happen to hold no value at the border of two integers; the text does.
-        floor = INT8_STEP if variant.precision == "int8" else tolerance.floor
+        floor = INT8_STEP if variant.precision in INTEGERS else tolerance.floor
         self.tolerance = Tolerance(factor, max(torch["logits"], floor))
         self.vector_limit = factor * max(torch["hidden"], floor)
         largest = max(float(np.abs(truth.oracle["logits"]).max(initial=0.0)) for _, truth in cases)

@@ -424,8 +424,15 @@ def fastest(bundle: Bundle, options: SessionOptions, trusted: PublicKey | None =
     variants = [
         each for each in bundle.manifest.variants.values() if options.provider in each.providers
     ]
-    # Fewer bits are faster, and so is a variant made for this provider alone.
-    variants.sort(key=lambda each: (each.exact, len(each.providers), not each.in_place))
+    # Fewer bits are faster, though 4 only with one row; so is a variant for this provider alone.
+    variants.sort(
+        key=lambda each: (
+            each.exact,
+            each.precision == "int4",
+            len(each.providers),
+            not each.in_place,
+        )
+    )
     for status in ("verified", "elsewhere"):
         for variant in variants:
             if standing(bundle, variant, options, trusted).status == status:

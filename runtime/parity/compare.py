@@ -18,12 +18,18 @@ from numpy.typing import NDArray
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder, State, Tensors
 from transferry.runtime.errors import InputError
 
-# Distance from 1 to the next number. An int8 variant is compared with torch that rounds to the same
-# integers; between these roundings both compute in float32.
-EPSILONS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "int8": 2.0**-23}
+INTEGERS = ("int8", "int4")  # precisions whose products are of integers, by their weights
+# Distance from 1 to the next number. A variant of integers is compared with torch that rounds to
+# the same ones; between these roundings both compute in float32.
+EPSILONS = {
+    "float32": 2.0**-23,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+    **dict.fromkeys(INTEGERS, 2.0**-23),
+}
 # Largest budgets of the precisions in which one rounding is a large part of them.
-MOST = {"float16": 2.0**-3, "bfloat16": 0.5, "int8": 2.0}
-INT8_STEP = 2.0**-8  # half of one of a scale's 127 steps
+MOST = {"float16": 2.0**-3, "bfloat16": 0.5, **dict.fromkeys(INTEGERS, 2.0)}
+INT8_STEP = 2.0**-8  # half of one of a scale's 127 steps, which inputs are rounded to
 # "encoder" is `start`, or an encoder-only model; the steps are a decoder's; "text" is all of these
 # on real text and the answers to it.
 OUTPUTS = ("logits", "hidden")
@@ -63,7 +69,7 @@ class Tolerance:
                 "install the version of transferry that wrote the bundle"
             )
         factor = cls.factor * EPSILONS[precision] / EPSILONS["float32"]
-        crossed = 16 * INT8_STEP if precision == "int8" else math.inf
+        crossed = 16 * INT8_STEP if precision in INTEGERS else math.inf
         return cls(factor, most=MOST.get(precision, cls.most), crossed=crossed)
 
     def budget(self, reference_error: float) -> float:

@@ -298,7 +298,7 @@ def test_the_clock_is_refused(tmp_path: Path) -> None:
 def test_a_folder_is_imported_exported_and_answers_chats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transferry.export.bundle.RECORDED_LENGTH", 6)
+    monkeypatch.setattr("transferry.export.parity.effort.RECORDED_LENGTH", 6)
     theirs, run, bundle = tmp_path / "theirs", tmp_path / "run", tmp_path / "bundle"
     theirs.mkdir()
     size = write(theirs, "qwen") + 5

@@ -1091,7 +1091,7 @@ def test_an_imported_run_has_no_training(kind: str, made: Makes) -> None:
 def test_from_their_folder_to_answers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transferry.export.bundle.RECORDED_LENGTH", 6)
+    monkeypatch.setattr("transferry.export.parity.effort.RECORDED_LENGTH", 6)
     made = Made(kind, tmp_path, depth=1)  # the time that export takes grows with the layers
     run, bundle, lines = tmp_path / "imported", tmp_path / "bundle", tmp_path / "lines.txt"
     lines.write_text("".join(f"{line}\n" for line in LINES), encoding="utf-8")

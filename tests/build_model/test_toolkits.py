@@ -709,7 +709,7 @@ def test_positions_are_those_of_the_sources(width: int) -> None:
 def test_from_their_folder_to_answers(
     toolkit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transferry.export.bundle.RECORDED_LENGTH", 6)
+    monkeypatch.setattr("transferry.export.parity.effort.RECORDED_LENGTH", 6)
     # The time that export takes grows with the layers.
     monkeypatch.setitem(globals(), "DEPTH", 1)
     if toolkit == "marian":

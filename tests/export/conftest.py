@@ -146,7 +146,7 @@ def export_all(calm: Checkpoint, texts: list[str]) -> Callable[..., Bundle]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(variants, "SMALLEST_VOCABULARY", 1)
             patch.setattr(exporting, "calibrated", widest)
-            names = ["cpu-fp32", "cpu-int8"]
+            names = ["cpu-fp32", "cpu-int8", "cpu-int4"]
             return export_bundle(calm, out, texts=texts, variants=names, calibrate=texts, **options)
 
     return export

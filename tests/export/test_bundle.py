@@ -38,7 +38,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the export record short searches."""
-    monkeypatch.setattr(export, "RECORDED_LENGTH", 4)
+    monkeypatch.setattr("transferry.export.parity.effort.RECORDED_LENGTH", 4)
 
 
 @pytest.fixture

@@ -43,11 +43,12 @@ ERRORS = {
     "portable": 1e-5,
     "cpu-fp32": 1e-5,
     "cpu-int8": 0.3,
+    "cpu-int4": 0.5,
     "cuda-fp16": 0.02,
 }
 FLOAT32 = [name for name, error in ERRORS.items() if error < 1e-4]
 # Those that give a row the same to the bit in any batch.
-EXACT = ["portable", "cpu-fp32", "cpu-int8"]
+EXACT = ["portable", "cpu-fp32", "cpu-int8", "cpu-int4"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Subject:
 def writer_variants(calm_writer: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A decoder-only bundle with a variant of each kind; greedy search is screened."""
     folder = tmp_path_factory.mktemp("bundles") / "writer-variants"
-    names = "cpu-fp32", "cpu-int8", "cuda-fp16"
+    names = "cpu-fp32", "cpu-int8", "cpu-int4", "cuda-fp16"
     lines = [pair.source for pair in builtin_pairs(300, seed=1)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(variants, "SMALLEST_VOCABULARY", 1)
@@ -77,12 +78,12 @@ def architecture(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module", params=ERRORS)
 def subject(architecture: str, request: pytest.FixtureRequest) -> Subject:
-    """Each decoder of a random model; the encoder-decoder in int8 is of one that 8 bits suffice."""
+    """Each decoder of a random model; in integers of one that few bits suffice."""
     name: str = request.param
     if architecture == "decoder-only":
         bundle: Bundle
         bundle, checkpoint = map(request.getfixturevalue, ("writer_variants", "calm_writer"))
-    elif name == "cpu-int8":
+    elif name in ("cpu-int8", "cpu-int4"):
         bundle, checkpoint = map(request.getfixturevalue, ("all_variants", "calm"))
     else:
         folder = {"cpu-fp32": "fast_bundle_folder", "cuda-fp16": "device_bundle_folder"}

@@ -30,6 +30,7 @@ GRAPHS = {
     "portable": {"encoder", "decoder", "select"},
     "cpu-fp32": FUSED | {"approximate_logits", "segment_maxima"},
     "cpu-int8": FUSED | {"dequantise"},
+    "cpu-int4": FUSED,
 }
 
 
@@ -42,6 +43,7 @@ def test_variants_say_what_they_are(all_variants: Bundle) -> None:
         "portable": ("float32", ("cpu", "cuda"), 20, CacheSpec(False, "float32")),
         "cpu-fp32": ("float32", ("cpu",), 24, CacheSpec(True, "float32")),
         "cpu-int8": ("int8", ("cpu",), 24, CacheSpec(True, "int8")),
+        "cpu-int4": ("int4", ("cpu",), 24, CacheSpec(True, "float32")),
     }
     assert next(iter(found)) == "portable"
     assert {name for name, variant in found.items() if variant.exact} == {"portable", "cpu-fp32"}
@@ -84,7 +86,9 @@ def test_screening_adds_the_lm_head_in_int8(all_variants: Bundle, bundle: Bundle
 
 def test_unknown_variants_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     for name in ("cpu-fp16", "", "PORTABLE"):
-        with pytest.raises(UsageError, match=r"expected one of portable, cpu-fp32, cpu-int8, cuda"):
+        with pytest.raises(
+            UsageError, match=r"expected one of portable, cpu-fp32, cpu-int8, cpu-int4, cuda"
+        ):
             make_variant(checkpoint.model, name)
         with pytest.raises(UsageError, match=f"there is no variant {name!r}"):
             export_bundle(checkpoint, tmp_path / "bundle", variants=["cpu-fp32", name])

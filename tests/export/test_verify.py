@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.config import ModelConfig
@@ -125,9 +126,11 @@ def test_positions_that_begin_anew_are_caught_in_later_steps(
 ) -> None:
     model = copy.deepcopy(oracle.reference.model)
     embed = model.embed
-    monkeypatch.setattr(
-        model, "embed", lambda tokens, at, **more: embed(tokens, at - at[0], **more)
-    )
+
+    def anew(tokens: Tensor, at: Tensor, **more: bool) -> Tensor:
+        return embed(tokens, at - at[0], **more)
+
+    monkeypatch.setattr(model, "embed", anew)
     comparisons = oracle.numbers(TorchDecoder(model), sweep(oracle.config))
     faulty = {item.stage for item in comparisons if item.fault}
     assert faulty == {"later step"}

@@ -12,13 +12,13 @@ import pytest
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.export import variants
 from transferry.export.bundle import export_bundle
+from transferry.export.claims.stored_weights import WEIGHTS
 from transferry.export.faults import self_test as module
 from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.faults.fault import Fault
 from transferry.export.faults.random_faults import random_faults
 from transferry.export.faults.self_test import FAULTS, FELL_BACK, Gate, faults_of, self_test
 from transferry.export.parity.cases import source_of
-from transferry.export.parity.stored_weights import WEIGHTS
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.errors import InputError, ParityError
 from transferry.runtime.files import sha256
@@ -180,7 +180,7 @@ def test_weights_of_half_precision_are_rounded_further(
     assert planted.caught_by == "encoder"
 
 
-@pytest.fixture(scope="module", params=["cpu-fp32", "cpu-int8"])
+@pytest.fixture(scope="module", params=["cpu-fp32", "cpu-int8", "cpu-int4"])
 def variant_gate(
     request: pytest.FixtureRequest, calm: Checkpoint, texts: list[str], all_variants: Bundle
 ) -> tuple[Gate, BundleCopy, Path]:
@@ -211,7 +211,7 @@ def test_each_output_of_each_graph_has_a_fault_that_is_caught(
         for name, graph in honest.variant.graphs.items()
         for output in graph.outputs
     }
-    of_kind = {"cpu-fp32": "approximate_logits", "cpu-int8": "dequantise"}
+    of_kind = {"cpu-fp32": "approximate_logits", "cpu-int8": "dequantise", "cpu-int4": "lm_head"}
     assert of_kind[honest.variant.name] in honest.variant.graphs
     assert outputs <= caught.keys()
     harmless = {kind for kind, check in caught.items() if not check}

@@ -1,5 +1,6 @@
 """The int8 KV cache: its scales, and two ways to read it that agree."""
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @torch.no_grad()
 def answered(model: Transformer, source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
-    logits: Tensor = model.double()(source, mask, target)
+    logits: Tensor = copy.deepcopy(model).double()(source, mask, target)
     return logits
 
 

@@ -1,5 +1,6 @@
 """Linear layers in int8: every layer is quantised, and computes exactly what its scales say."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -111,7 +112,7 @@ def test_the_whole_model_rounds_nothing_else(
     calm: Checkpoint, calibration: Calibration, decoder: FusedDecoder
 ) -> None:
     """Equal except for values halfway between two integers, which may round either way."""
-    model = fold_kv_scales(calm.model, calibration.kv_scales)
+    model = copy.deepcopy(fold_kv_scales(calm.model, calibration.kv_scales))
     case = random_case(model.config, 3, 7, 4, seed=0)
     with Rounding(model, calibration.activations), torch.no_grad():
         model.embedding.weight.copy_(dequantised(model.embedding.weight))

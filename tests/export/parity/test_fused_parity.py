@@ -27,7 +27,7 @@ def verify(calm: Checkpoint, bundle: Bundle, name: str, texts: list[str]) -> Par
     return verify_against(calm, bundle, model, texts)
 
 
-@pytest.mark.parametrize("name", ["cpu-fp32", "cpu-int8"])
+@pytest.mark.parametrize("name", ["cpu-fp32", "cpu-int8", "cpu-int4"])
 def test_true_variant_passes(
     calm: Checkpoint, all_variants: Bundle, texts: list[str], name: str
 ) -> None:
@@ -108,7 +108,9 @@ def test_rows_of_the_largest_batch_are_verified(
     found = {item.case for item in numbers.comparisons if item.fault}
     assert shown in found <= {shown, f"{shown}, rows leave"}
     small = random_case(calm.model.config, 1, 2, 1, seed=0)
-    monkeypatch.setattr("transferry.export.verify.largest_batches", lambda config, rows: [small])
+    monkeypatch.setattr(
+        "transferry.export.parity.effort.largest_batches", lambda config, rows: [small]
+    )
     answers = verify(calm, faulty, name, texts[:2])
     assert {item.stage for item in answers.comparisons if item.fault} == set()
     assert not answers.decisions[0].passed

@@ -9,10 +9,10 @@ import onnx_ir as ir
 import pytest
 
 from transferry.build_model.checkpoint import Checkpoint
+from transferry.export.claims.fresh_graphs import fresh_graphs, graphs_claim
 from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.graphs.graph import Graph
 from transferry.export.optimise.calibration import Calibration
-from transferry.export.parity.fresh_graphs import fresh_graphs, graphs_claim
 from transferry.runtime.bundle import Bundle
 
 NAME = "cpu-int8"

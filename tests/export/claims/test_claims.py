@@ -8,7 +8,7 @@ import pytest
 
 from tests.sealed import records
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
-from transferry.export.parity.claims import manifest_claims, recorded_claim
+from transferry.export.claims.claims import manifest_claims, recorded_claim
 from transferry.export.parity.oracle import Oracle
 from transferry.export.verify import verify_against
 from transferry.runtime.bundle import REFERENCE, Bundle, CacheSpec, Manifest, Variant
@@ -83,7 +83,7 @@ def test_an_honest_bundle_says_what_the_run_says(kind: str, request: pytest.Fixt
 
 def test_every_variant_is_what_its_recipe_says(calm: Checkpoint, all_variants: Bundle) -> None:
     assert problems(calm, all_variants) == {}
-    assert len(all_variants.manifest.variants) == 3
+    assert len(all_variants.manifest.variants) == 4
 
 
 def test_every_option_of_generation_is_tried() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from transferry.build_model.checkpoint import CONFIG, Checkpoint
 from transferry.build_model.config import ModelConfig
+from transferry.export.optimise.kv_scales import has_int8_cache
 from transferry.export.parity.oracle import Oracle
 from transferry.export.variants import RECIPES, reference_file
 from transferry.runtime.bundle import Bundle, Variant
@@ -24,7 +25,7 @@ from transferry.runtime.decoding.options import (
 )
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError, TransferryError, UsageError
-from transferry.runtime.parity.compare import Case, Tolerance, Truth, compare
+from transferry.runtime.parity.compare import INTEGERS, Case, Tolerance, Truth, compare
 from transferry.runtime.parity.recorded import RecordedSearch, Reference
 from transferry.runtime.parity.report import Claim
 
@@ -113,7 +114,11 @@ def _variant_problems(variant: Variant, config: ModelConfig) -> Iterator[str]:
     yield _unequal("providers", recipe.providers, tuple(variant.providers))
     cache = None
     if config.decoder_layers:
-        cache = recipe.fused, recipe.precision
+        integers = recipe.precision in INTEGERS
+        kept = "float32" if integers else recipe.precision
+        if recipe.precision == "int8" and has_int8_cache(config):
+            kept = "int8"
+        cache = recipe.fused, kept
     said = variant.cache and (variant.cache.in_place, variant.cache.type)
     yield _unequal("cache", cache, said)
     ranks = bool(recipe.fused and cache and recipe.providers != ("cpu",))

@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from transferry.build_model.checkpoint import Checkpoint
+from transferry.export.claims.stored_weights import RunWeights, weights_claim
 from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.graphs.external_data import SMALLEST
 from transferry.export.optimise.calibration import Calibration
-from transferry.export.parity.stored_weights import RunWeights, weights_claim
 from transferry.runtime.bundle import Bundle, StoredTensor
 
-VARIANTS = ["portable", "cpu-fp32", "cpu-int8"]
+VARIANTS = ["portable", "cpu-fp32", "cpu-int8", "cpu-int4"]
 
 
 def problem(checkpoint: Checkpoint, bundle: Bundle, name: str) -> str:

@@ -21,10 +21,12 @@ from transferry.build_model.transformer import Transformer
 from transferry.export.graphs.external_data import SMALLEST
 from transferry.export.optimise.calibration import KINDS, Calibration
 from transferry.export.optimise.kv_scales import fold_kv_scales
+from transferry.export.optimise.weight_blocks import bits_of, blocks
 from transferry.export.optimise.weight_int8 import quantised
-from transferry.export.parity.simulated_int8 import ATTENTIONS
+from transferry.export.parity.simulated_integers import ATTENTIONS
 from transferry.export.variants import RECIPES
 from transferry.runtime.bundle import Bundle, Variant
+from transferry.runtime.parity.compare import INTEGERS
 from transferry.runtime.parity.report import Claim
 
 WEIGHTS = "weights"  # name of the claim
@@ -42,7 +44,7 @@ class RunWeights:
         self._calibration = calibration
         if calibration is not None:
             model = fold_kv_scales(model, calibration.kv_scales)
-        elif precision != "float32":
+        elif precision not in ("float32", *INTEGERS):
             model = copy.deepcopy(model).to(getattr(torch, precision))
         self._root = math.sqrt(model.config.d_head)
         self._weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
@@ -58,6 +60,7 @@ class RunWeights:
             for kind in KINDS
         }
         self._integers: dict[str, tuple[Tensor, Tensor]] = {}
+        self._blocks: dict[str, tuple[Tensor, Tensor]] = {}
 
     def find(self, name: str) -> tuple[Tensor, float] | None:
         """Returns a weight and by how much of an entry it may be off, or None if there is none."""
@@ -77,21 +80,30 @@ class RunWeights:
                 self._integers[base] = integers, scales
             found = self._integers[base][kind == "scales"]
             return (found[:, None] if name.endswith(".column") else found), 0.0
+        if kind in ("blocks", "block_scales", "divided_scales"):
+            if base not in self._blocks:
+                packed = blocks(weight.numpy(), bits_of(base))
+                self._blocks[base] = (
+                    torch.from_numpy(packed.packed()),
+                    torch.from_numpy(packed.scales),
+                )
+            found = self._blocks[base][kind != "blocks"]
+            return (found / self._root if kind == "divided_scales" else found), 0.0
         return self._input(base, kind)
 
     def _input(self, base: str, kind: str) -> tuple[Tensor, float] | None:
-        """Returns what belongs to the input of a linear layer in int8."""
-        activations = self._calibration.activations if self._calibration else {}
-        if (activation := activations.get(base)) is None:
-            return None
+        """Returns what else an integer variant stores of a linear layer."""
         bias = self._weights.get(f"{base.removesuffix('weight')}bias")
-        found = {
-            "input_scale": torch.tensor(activation.scale),
-            "input_zero": torch.tensor(activation.zero_point, dtype=torch.uint8),
-            "divided_scale": torch.tensor(activation.scale / self._root),
-            "divided_bias": bias / self._root if bias is not None else None,
-        }.get(kind)
-        return None if found is None else (found, COMPUTED if "divided" in kind else 0.0)
+        found = {"divided_bias": bias / self._root if bias is not None else None}
+        activations = self._calibration.activations if self._calibration else {}
+        if (activation := activations.get(base)) is not None:
+            found |= {
+                "input_scale": torch.tensor(activation.scale),
+                "input_zero": torch.tensor(activation.zero_point, dtype=torch.uint8),
+                "divided_scale": torch.tensor(activation.scale / self._root),
+            }
+        value = found.get(kind)
+        return None if value is None else (value, COMPUTED if "divided" in kind else 0.0)
 
 
 def weights_claim(

@@ -1,0 +1,131 @@
+"""How much export checks of a model, by its size.
+
+What a check costs is tokens times parameters, on both sides of the comparison. Of a model of a few
+million parameters export checks what `verify` does; of a large one less, so that making a bundle
+takes minutes, and `verify` does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.build_model.config import ModelConfig
+from transferry.build_model.transformer import Transformer
+from transferry.export.parity.cases import (
+    LONGEST_ROW,
+    fitting,
+    largest_batches,
+    lengths,
+    sizes,
+    vocabulary,
+)
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.parity.compare import Case
+
+# Products of tokens and parameters: of the recorded answers, and of what an int8 variant is judged
+# on. 100 million parameters then take about half a minute and a minute of one core.
+RECORDED_WORK = 1e11
+JUDGED_WORK = 3e11
+
+Item = TypeVar("Item")
+
+RECORDED_SOURCES = 8
+RECORDED_LENGTH = 64
+JUDGED_ROWS = 64
+LONGEST_ANSWER = 256
+# Tokens computed for one of the answer: greedy search and 4 beams; the others on some rows.
+RECORDED_COST, JUDGED_COST = 5, 8
+# Tokens of `sizes` and of `largest_batches`, in units of the positions and of the rows.
+SIZES_COST, BATCH_COST = 45, 12
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is checked; by default everything.
+
+    Attributes:
+        positions: The longest source and target of random tokens; None for those of the model.
+        vocabulary: Whether every token is fed.
+        longest: Most tokens of an answer.
+        rows: Most rows of text.
+        batch_rows: Most rows that are computed at once; None for those that are served.
+        anew: Whether the graphs and the recorded answers of the bundle are made again.
+    """
+
+    positions: int | None = None
+    vocabulary: bool = True
+    longest: int = LONGEST_ANSWER
+    rows: int = JUDGED_ROWS
+    batch_rows: int | None = None
+    anew: bool = True
+
+    @classmethod
+    def at_export(cls, model: Transformer, batches: BatchOptions) -> Effort:
+        """Returns how much export checks of a variant that is served in such batches."""
+        config, tokens = model.config, JUDGED_WORK / parameters(model)
+        quarter = tokens / 4
+        positions = _between(16, quarter / SIZES_COST, config.max_positions)
+        longest = _between(16, quarter / JUDGED_COST / 8, LONGEST_ANSWER)
+        return cls(
+            positions,
+            config.vocabulary_size + config.source_vocabulary <= quarter,
+            longest,
+            _between(4, quarter / JUDGED_COST / longest, JUDGED_ROWS),
+            _between(16, quarter / BATCH_COST, batches.rows),
+            anew=False,
+        )
+
+    def cases(
+        self, config: ModelConfig, sources: Sequence[Sequence[int]], rows: int
+    ) -> Iterator[Case]:
+        """Yields the cases of random tokens; the rows are those of the largest batch."""
+        most = config.max_positions
+        shorter = replace(config, max_positions=min(most, self.positions or most))
+        yield from sizes(shorter)
+        if self.vocabulary:
+            yield from vocabulary(config)
+        yield from lengths(shorter, [source[: shorter.max_positions] for source in sources])
+        yield from largest_batches(config, rows)
+
+    def texts(self, checkpoint: Checkpoint, texts: Sequence[str]) -> list[str]:
+        """Returns the texts that are judged: the first short ones that fit the model."""
+        tokenizer = checkpoint.tokenizer
+        found = fitting(texts, tokenizer, checkpoint.model.config)
+        sizes = [len(tokenizer.encode(text)) for text in found]
+        return first_short(found, sizes, max(2 * self.longest, LONGEST_ROW), self.rows)
+
+
+ALL = Effort()
+
+
+def recorded_length(model: Transformer) -> int:
+    """Returns the most tokens of a recorded answer."""
+    tokens = RECORDED_WORK / parameters(model)
+    return _between(8, tokens / RECORDED_SOURCES / RECORDED_COST, RECORDED_LENGTH)
+
+
+def recorded_sources(model: Transformer, sources: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """Returns the first sources that are short enough to be recorded, or the shortest ones."""
+    most = max(16, RECORDED_WORK / parameters(model) / RECORDED_SOURCES / 2)
+    return first_short(sources, [len(source) for source in sources], most, RECORDED_SOURCES)
+
+
+def first_short(
+    items: Sequence[Item], lengths: Sequence[int], most: float, count: int
+) -> list[Item]:
+    """Returns the first items that are no longer than `most`; the shortest ones if all are."""
+    places = [place for place, length in enumerate(lengths) if length <= most]
+    places = places or sorted(range(len(items)), key=lengths.__getitem__)
+    return [items[place] for place in places[:count]]
+
+
+def parameters(model: Transformer) -> int:
+    """Returns the number of parameters."""
+    return sum(each.numel() for each in model.parameters())
+
+
+def _between(least: int, value: float, most: int) -> int:
+    return min(most, max(least, int(value)))

@@ -1,0 +1,143 @@
+"""torch in another precision, and with the rounding of an integer variant, without a copy.
+
+A model of a billion parameters takes 4 GB in float32. A float64 copy would take 8 more, and every
+side of a comparison one of its own. Here all sides share the trained weights, and each product
+converts its weight as it is computed; of a small model what was converted is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from transferry.build_model.transformer import Transformer
+
+# Converted weights up to this many bytes are kept.
+KEPT = 1 << 30
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A weight that is stored in integers, and what its product does to the input.
+
+    Attributes:
+        integers: `[outputs, inputs]`, or in blocks `[outputs, blocks, inputs of a block]`.
+        scales: Their scales, of a shape that can be broadcast.
+        inputs: The number of inputs; blocks may be longer together.
+        round_input: Rounds the input of a product `[..., inputs]`; values are moved first by that
+            many steps, which shows what lies at the border of two integers.
+    """
+
+    integers: Tensor
+    scales: Tensor
+    inputs: int
+    round_input: Callable[[Tensor, float], Tensor]
+
+    def weight(self, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
+        """Returns the weight `[outputs, inputs]`, or some of its rows `[*rows, inputs]`."""
+        integers, scales = self.integers, self.scales
+        if rows is not None:
+            integers, scales = integers[rows], scales[rows]
+        values = integers.to(dtype) * scales.to(dtype)
+        lead = values.shape[: 1 if rows is None else rows.dim()]
+        return values.reshape(*lead, -1)[..., : self.inputs]
+
+
+class Precision(TorchFunctionMode):
+    """While entered, computes a model of float32 weights in another precision.
+
+    Every tensor in float32 that meets a function of torch is converted; so all results are in the
+    precision, if the first ones are: the rows of an embedding.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        dtype: torch.dtype,
+        rounded: Mapping[str, Rounded] | None = None,
+        shift: float = 0.0,
+        kept: dict[int, Tensor] | None = None,
+    ) -> None:
+        """Takes the model, which must live as long.
+
+        Args:
+            model: The model in float32.
+            dtype: The precision: float32 or float64.
+            rounded: The weights that are rounded, by their parameters' names.
+            shift: By how many steps inputs are moved before they are rounded.
+            kept: Where to keep converted weights, for several of this model and precision.
+        """
+        super().__init__()
+        self.dtype, self.shift = dtype, shift
+        named = dict(model.named_parameters())
+        self._rounded = {id(named[name]): each for name, each in (rounded or {}).items()}
+        size = torch.finfo(dtype).bits // 8
+        self._keeps = size * sum(each.numel() for each in named.values()) <= KEPT
+        self._kept = {} if kept is None else kept
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Computes a function of torch."""
+        kwargs = kwargs or {}
+        if func is F.linear:
+            x, weight, *bias = args
+            if (found := self._rounded.get(id(weight))) is not None:
+                x = found.round_input(x, self.shift)
+            bias = [each if each is None else each.to(self.dtype) for each in bias]
+            return func(x, self._weight(weight), *bias, **kwargs)
+        if func is F.embedding:
+            if (found := self._rounded.get(id(args[1]))) is not None:
+                return found.weight(self.dtype, args[0])
+            return func(*args, **kwargs).to(self.dtype)
+        if func is Tensor.__getitem__:
+            return self._converted(func(*args, **kwargs))
+        if self.dtype == torch.float32 or func.__name__ == "__get__":  # such as x.shape
+            return func(*args, **kwargs)
+        args, kwargs = pytree.tree_map(self._converted, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _converted(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dtype == torch.float32:
+            return value.to(self.dtype)
+        return value
+
+    def _weight(self, parameter: Tensor) -> Tensor:
+        key = id(parameter)
+        if key in self._kept:
+            return self._kept[key]
+        found = self._rounded.get(key)
+        weight = parameter.to(self.dtype) if found is None else found.weight(self.dtype)
+        if self._keeps:
+            self._kept[key] = weight
+        return weight
+
+
+def round_to(x: Tensor, scale: Tensor | float, shift: float, least: int, most: int) -> Tensor:
+    """Rounds to multiples of a scale, ties to even, between `least` and `most` of them."""
+    return (x / scale + shift).round().clamp(least, most) * scale
+
+
+def round_blocks(x: Tensor, shift: float, block: int, most: int = 127) -> Tensor:
+    """Rounds each block of the last dimension to `most` steps of its largest value.
+
+    Args:
+        x: `[..., inputs]`; the last block may be shorter.
+        shift: As for `round_to`.
+        block: Length of a block.
+        most: Steps of the largest absolute value.
+    """
+    blocks = math.ceil(x.shape[-1] / block)
+    padded = F.pad(x, (0, blocks * block - x.shape[-1]))
+    padded = padded.reshape(*x.shape[:-1], blocks, block)
+    scale = padded.abs().amax(dim=-1, keepdim=True) / most
+    scale = torch.where(scale > 0, scale, 1.0)
+    return round_to(padded, scale, shift, -most, most).flatten(-2)[..., : x.shape[-1]]
