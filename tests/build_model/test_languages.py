@@ -134,7 +134,7 @@ Made = tuple[Drawn, Any, Path, list[str]]
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("languages")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transferry.export.bundle.RECORDED_LENGTH", 4)
+        patch.setattr("transferry.export.parity.effort.RECORDED_LENGTH", 4)
         drawn, theirs = imported(request.param, folder)
         export_bundle(load_checkpoint(folder / "run"), folder / "bundle")
     return drawn, theirs, folder / "bundle", KINDS[request.param][2]

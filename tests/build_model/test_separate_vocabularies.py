@@ -86,7 +86,7 @@ def test_each_side_has_its_ids(larger: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("traced_once")
 @torch.inference_mode()
 def test_answers_and_scores_are_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transferry.export.bundle.RECORDED_LENGTH", 4)
+    monkeypatch.setattr("transferry.export.parity.effort.RECORDED_LENGTH", 4)
     folder, run, bundle = tmp_path / "theirs", tmp_path / "run", tmp_path / "bundle"
     folder.mkdir()
     model, _ = write(folder, larger="source")

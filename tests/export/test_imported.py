@@ -55,7 +55,7 @@ def test_the_engine_answers_as_generate_does(
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     import_checkpoint(folder, run)
     monkeypatch.setattr(exporting, "PORTABLE", variant)  # no other is traced
-    monkeypatch.setattr(exporting, "RECORDED_LENGTH", 4)
+    monkeypatch.setattr("transferry.export.parity.effort.RECORDED_LENGTH", 4)
     export_bundle(load_checkpoint(run), tmp_path / "bundle")
     engine = Engine.load(tmp_path / "bundle")
     assert list(engine.bundle.manifest.variants) == [variant]
