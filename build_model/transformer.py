@@ -86,11 +86,11 @@ class Transformer(nn.Module):
             self.positions = nn.Parameter(torch.empty(config.max_positions, first))
             if config.separate_positions:
                 self.source_positions = nn.Parameter(torch.empty_like(self.positions))
-        for name, table in self._tables().items():
+        for name, table in self.tables().items():
             self.register_buffer(name, table.to(torch.get_default_dtype()), persistent=False)
         self._initialise()
 
-    def _tables(self) -> dict[str, Tensor]:
+    def tables(self) -> dict[str, Tensor]:
         """The positions that are a formula and no weights, in float64."""
         config = self.config
         if config.positions == "sinusoidal":
@@ -132,7 +132,7 @@ class Transformer(nn.Module):
     def double(self) -> Transformer:
         """Turns the model into its float64 oracle: tables are made anew, not widened."""
         super().double()
-        for name, table in self._tables().items():
+        for name, table in self.tables().items():
             setattr(self, name, table.to(self.embedding.weight.device))
         return self
 

@@ -79,6 +79,9 @@ class Precision(TorchFunctionMode):
         self.dtype, self.shift = dtype, shift
         named = dict(model.named_parameters())
         self._rounded = {id(named[name]): each for name, each in (rounded or {}).items()}
+        # Positions are a formula: in float64 they are computed, not widened.
+        tables = model.tables() if dtype == torch.float64 else {}
+        self._tables = {id(getattr(model, name)): table for name, table in tables.items()}
         size = torch.finfo(dtype).bits // 8
         self._keeps = size * sum(each.numel() for each in named.values()) <= KEPT
         self._kept = {} if kept is None else kept
@@ -88,6 +91,7 @@ class Precision(TorchFunctionMode):
     ) -> Any:
         """Computes a function of torch."""
         kwargs = kwargs or {}
+        args = tuple(self._tables.get(id(each), each) for each in args)
         if func is F.linear:
             x, weight, *bias = args
             if (found := self._rounded.get(id(weight))) is not None:
@@ -97,8 +101,7 @@ class Precision(TorchFunctionMode):
         if func is F.embedding:
             if (found := self._rounded.get(id(args[1]))) is not None:
                 return found.weight(self.dtype, args[0])
-            return func(*args, **kwargs).to(self.dtype)
-        if func is Tensor.__getitem__:
+        if func in (F.embedding, Tensor.__getitem__):  # of a large table few rows
             return self._converted(func(*args, **kwargs))
         if self.dtype == torch.float32 or func.__name__ == "__get__":  # such as x.shape
             return func(*args, **kwargs)

@@ -39,6 +39,7 @@ BATCH_TOKENS = 2048  # of texts that are fed together
 BATCH_LOGITS = 1 << 24  # of them: 64 MB
 # Rows, and tokens per row, of the sweep over the vocabulary.
 SWEPT_ROWS, SWEPT_LENGTH = 128, 64
+SWEPT_WORK = 1e12  # most tokens times parameters of it: of a large model half a minute
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,9 @@ def vocabulary_texts(model: Transformer) -> Iterator[Text]:
     """Yields texts of tokens in random order; of a small vocabulary each token once."""
     length = min(SWEPT_LENGTH, model.config.max_positions)
     tokens = np.random.default_rng(0).permutation(model.config.vocabulary_size)
-    for first in range(0, min(SWEPT_ROWS * length, len(tokens)), length):
+    parameters = sum(each.numel() for each in model.parameters())
+    rows = max(1, min(SWEPT_ROWS, int(SWEPT_WORK / parameters / length)))
+    for first in range(0, min(rows * length, len(tokens)), length):
         ids = tokens[first : first + length].tolist()
         source = [token % model.config.source_vocabulary for token in ids]
         yield source if model.encoder else (), ids

@@ -421,12 +421,10 @@ def fastest(bundle: Bundle, options: SessionOptions, trusted: PublicKey | None =
     variants = [
         each for each in bundle.manifest.variants.values() if options.provider in each.providers
     ]
-
     # Fewer bits are faster, though 4 only with one row; so is a variant for this provider alone.
-    def slowness(each: Variant) -> tuple[bool, bool, int, bool]:
-        return each.exact, each.precision == "int4", len(each.providers), not each.in_place
-
-    variants.sort(key=slowness)
+    variants.sort(
+        key=lambda one: (one.exact, one.precision == "int4", len(one.providers), not one.in_place)
+    )
     for status in ("verified", "elsewhere"):
         for variant in variants:
             if standing(bundle, variant, options, trusted).status == status:

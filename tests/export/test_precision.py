@@ -1,0 +1,98 @@
+"""Another precision without a copy gives what a copy gives, of every kind of model."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.export.test_family import OTHERS, config_of
+from transferry.build_model.transformer import Transformer
+from transferry.export import precision, torch_model
+from transferry.export.parity.cases import random_case
+from transferry.export.precision import Precision, Rounded, round_blocks, round_to
+from transferry.export.torch_model import TorchDecoder
+from transferry.runtime.parity.compare import observe
+
+KINDS = {
+    **OTHERS,
+    "as the first": ("encoder-decoder", {}),
+    "a reader": ("encoder-only", {"embedding_norm": True, "output_transform": True}),
+    "a writer": ("decoder-only", {"positions": "learned", "tied": False}),
+}
+
+
+def random_model(name: str) -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(config_of(*KINDS[name])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    return model
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 30])
+@pytest.mark.parametrize("name", KINDS)
+def test_float64_of_shared_weights_is_that_of_a_copy(
+    name: str, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model(name)
+    copied = TorchDecoder(copy.deepcopy(model).double())
+    monkeypatch.setattr(torch_model, "KEPT", 0)
+    monkeypatch.setattr(precision, "KEPT", kept)
+    sharing = TorchDecoder.oracle(model)
+    assert sharing.model is model
+    for seed in range(2):  # twice: what was converted may be kept
+        case = random_case(model.config, 3, 7, 4, seed=seed)
+        decodes = bool(model.config.decoder_layers)
+        sides = [observe(each if decodes else each.encoder, case) for each in (copied, sharing)]
+        assert sides[0].keys() == sides[1].keys()
+        for tensor, wanted in sides[0].items():
+            found = sides[1][tensor]
+            assert found.dtype == wanted.dtype == np.float64
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounded_weights_stand_for_the_models_own(dtype: torch.dtype) -> None:
+    model = random_model("as the first")
+    name = "encoder.0.feed_forward.inner.weight"
+    weight = model.get_parameter(name)
+    integers = torch.randint(-7, 8, weight.shape, dtype=torch.int8)
+    scales = torch.full((len(weight), 1), 2.0**-6)
+    changed = copy.deepcopy(model).to(dtype)
+    with torch.no_grad():
+        changed.get_parameter(name).copy_(integers * scales)
+    case = random_case(model.config, 2, 5, 2, seed=0)
+
+    def doubled(x: Tensor, shift: float) -> Tensor:
+        return (x + shift) * 2
+
+    halved = Rounded(integers, scales / 2, weight.shape[1], doubled)
+    found = observe(TorchDecoder(model, Precision(model, dtype, {name: halved})), case)
+    wanted = observe(TorchDecoder(changed), case)
+    moved = observe(TorchDecoder(model, Precision(model, dtype, {name: halved}, 0.1)), case)
+    for tensor in wanted:
+        np.testing.assert_allclose(found[tensor], wanted[tensor], rtol=0, atol=1e-5)
+    assert np.abs(moved["logits"] - wanted["logits"]).max() > 1e-3
+
+
+def test_rows_of_blocks_are_looked_up() -> None:
+    integers = torch.arange(24, dtype=torch.int8).reshape(3, 2, 4)
+    scales = torch.tensor([[1.0, 2.0], [4.0, 8.0], [0.5, 0.25]])[..., None]
+    found = Rounded(integers, scales, 7, lambda x, shift: x)
+    whole = found.weight(torch.float64)
+    assert whole.tolist()[0] == [0, 1, 2, 3, 8, 10, 12]
+    ids = torch.tensor([[2, 0], [1, 1]])
+    assert torch.equal(found.weight(torch.float64, ids), whole[ids])
+
+
+def test_inputs_are_rounded_by_block_and_row() -> None:
+    x = torch.tensor([[127.0, 0.4, -3.6, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0, -2.54]])
+    found = round_blocks(x, 0.0, 4)
+    wanted = torch.tensor([[127.0, 0.0, -4.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0, -2.54]])
+    torch.testing.assert_close(found, wanted)
+    assert round_blocks(x, 0.2, 4)[0, 1] == 1.0
+    assert round_to(torch.tensor([-9.0, 0.26, 9.0]), 0.5, 0.0, -2, 3).tolist() == [-1.0, 0.5, 1.5]
