@@ -529,7 +529,8 @@ def test_a_changed_key_is_carried_told_or_refused(kind: str, seed: int, tmp_path
     try:
         changed = Drawn(kind, seed, tmp_path / "after", **change)
     except InputError as error:
-        assert key in str(error), change
+        # By the key, or by the tensors that the change brought into the file.
+        assert key in str(error) or "tensor" in str(error), change
         return
     if key not in changed.unread:
         require_same_logits(changed)
