@@ -20,6 +20,7 @@ from transferry.build_model.presets import PRESETS
 from transferry.runtime.console.fields import fields_as_options, given
 from transferry.runtime.console.options import (
     AS_JSON,
+    BUNDLE_DEFAULTS,
     FILE,
     FORCE,
     JUNIT,
@@ -28,6 +29,7 @@ from transferry.runtime.console.options import (
     PAGE,
     QUIET,
     REPLAY,
+    TOKENS,
     TRUSTED_KEY,
     Commands,
     batch_options,
@@ -36,11 +38,13 @@ from transferry.runtime.console.options import (
     check_settings,
     configurable,
     explicit,
+    given_search,
     job_options,
     open_job,
     option,
     require_one_stream,
     require_option,
+    search_options,
     session_options,
     writable,
 )
@@ -49,10 +53,6 @@ from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.errors import ParityError, ProviderError
 from transferry.runtime.jobs.options import JobOptions
 
-# Fields of GenerationOptions that --prefix and --suppress make of text, and one that is text.
-TOKENS = ("prefix", "suppress", "suppress_sequences")
-VERIFIED = (*TOKENS, "stop")
-BUNDLE_DEFAULTS = {"max_length": "from the bundle", "sample": "off, unless the bundle sets it"}
 PRESET_DEFAULTS = {
     name: "from the preset" for preset in PRESETS.values() for name in preset.model | preset.train
 }
@@ -272,7 +272,7 @@ Example:
 @option("--junit", type=JUNIT, callback=writable, help="Write the report as JUnit XML.")
 @option("--json", "as_json", is_flag=True, help="Print the whole report as JSON on stdout.")
 @option("--quiet", is_flag=True, help="Print no progress.")
-@fields_as_options(GenerationOptions, leave_out=VERIFIED, defaults=BUNDLE_DEFAULTS)
+@search_options
 def verify(bundle_folder: Path, **options: Any) -> None:
     """Prove that BUNDLE answers as torch does, or exit with 4.
 
@@ -284,8 +284,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     """
     checkpoint, text, target = (options[name] for name in ("checkpoint", "text", "target"))
     date, force = options["certify"], options["force"]
-    search = given(options, GenerationOptions, leave_out=VERIFIED)
-    GenerationOptions(**search)  # refuse a conflict before the bundle is opened
+    search = given_search(options)
     of_torch = ("text", "target", "self_test", "cross_check", "replay", "batch_rows", *search)
     reason = "without torch only the recorded answers are compared"
     require_option(options, "checkpoint", for_options=of_torch, reason=reason)

@@ -39,6 +39,7 @@ from transferry.export.parity.walk import walk
 from transferry.export.variants import PORTABLE, RECIPES
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.decoding.options import generation_options, suppressing
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.encoder import EncoderModel
@@ -81,7 +82,8 @@ def verify_against(
         replay: File for the operators at fault and their input, if a tensor is wrong.
         batches: Limits on what is computed at once when the texts are answered. Default: those that
             the variant is served with.
-        search: Fields of GenerationOptions of a search to run besides the standard ones.
+        search: Fields of GenerationOptions of a search to run besides the standard ones;
+            `suppress` may hold text.
         effort: How much to check; by default everything.
         done: Called with the steps finished and their total.
 
@@ -116,6 +118,9 @@ def verify_against(
         claims += [graphs_claim(fresh, bundle, variant)] if fresh is not None else []
     batches = batches or model.batches
     batches = replace(batches, rows=min(batches.rows, effort.batch_rows or batches.rows))
+    if search is not None:
+        default = generation_options(default_generation(checkpoint))
+        search = suppressing(search, default, checkpoint.tokenizer.encode_target)
     if search is None and default_generation(checkpoint).keys() & {"beam", "n_best", "sample"}:
         search = {}  # what the bundle does by default is none of the standard searches
     text = _text_parity(checkpoint, oracle, texts, targets, batches, effort.longest)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from transferry.runtime.bundle import Bundle
     from transferry.runtime.decoding.options import GenerationOptions
     from transferry.runtime.engine.engine import Engine
+    from transferry.runtime.engine.preprocess import InLanguages
     from transferry.runtime.jobs.job import Job
     from transferry.runtime.jobs.options import JobOptions
     from transferry.runtime.ort.session import SessionOptions
@@ -29,6 +30,7 @@ __all__ = [
     "Bundle",
     "Engine",
     "GenerationOptions",
+    "InLanguages",
     "Job",
     "JobOptions",
     "SessionOptions",
@@ -40,6 +42,7 @@ _MODULES = {
     "Bundle": "bundle",
     "Engine": "engine.engine",
     "GenerationOptions": "decoding.options",
+    "InLanguages": "engine.preprocess",
     "Job": "jobs.job",
     "JobOptions": "jobs.options",
     "SessionOptions": "ort.session",

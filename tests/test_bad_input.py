@@ -15,10 +15,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from tests.fuzz.models import gpt2
 from tests.runtime.parity.keys import key_files, pem
 from transferry.cli import main
 from transferry.runtime.doctor import check_cuda
@@ -56,7 +58,7 @@ def rows() -> list[Row]:
             message,
             frozenset(leaves.split(", ")) - {"nothing"},
         )
-        for bad_input, command, exit_code, message, leaves in (row for row in body if len(row) == 5)
+        for bad_input, command, exit_code, message, leaves in body
     ]
 
 
@@ -186,6 +188,7 @@ def change_weight(place: Path, change: Callable[[float], float]) -> None:
     "chat without a template",
     "token ids in a text file",
     "system message without a chat",
+    "language for a model that has none",
     "several devices of the CPU",
     "device that is not a number",
     "missing input file",
@@ -375,6 +378,61 @@ def long_training_line(place: Path) -> None:
 @spoils("malformed pair in training")
 def malformed_pair(place: Path) -> None:
     replace_line(place / "train.tsv", 3, "five")
+
+
+class Code:
+    """What runs code where a pickle is opened with pickle."""
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
+        return print, ("run",)
+
+
+def import_of(place: Path, **config: Any) -> Path:
+    """Makes a checkpoint of others with other settings."""
+    gpt2(place / "theirs")
+    path = place / "theirs" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | config))
+    return place / "theirs"
+
+
+@spoils("model type that is not imported")
+def other_type(place: Path) -> None:
+    import_of(place, model_type="mamba")
+
+
+@spoils("setting that is not imported")
+def other_activation(place: Path) -> None:
+    import_of(place, activation_function="tanhshrink")
+
+
+@spoils("quantised checkpoint")
+def quantised(place: Path) -> None:
+    import_of(place, quantization_config={"quant_method": "gptq"})
+
+
+@spoils("GGUF file")
+def name_gguf(place: Path) -> None:
+    folder = import_of(place)
+    (folder / "model.safetensors").rename(folder / "model.gguf")
+
+
+@spoils("pickle that would run code")
+def pickle_code(place: Path) -> None:
+    import torch
+
+    folder = import_of(place)
+    (folder / "model.safetensors").unlink()
+    torch.save({"weight": Code()}, folder / "pytorch_model.bin")
+
+
+@spoils("truncated weights of a checkpoint")
+def truncate_theirs(place: Path) -> None:
+    truncate(import_of(place) / "model.safetensors")
+
+
+@spoils("checkpoint without its tokenizer")
+def remove_vocabulary(place: Path) -> None:
+    (import_of(place) / "vocab.json").unlink()
 
 
 @spoils("missing checkpoint")

@@ -111,6 +111,14 @@ def test_a_certificate_covers_what_was_verified(
     assert report["settings"]["batch_rows"] == 65
     assert call(*run, *search).exit_code == 0
     assert call(*run, "--batch-rows", "65").exit_code == 0
+    text = ["--suppress", "the", "--suppress", "7"]
+    assert "covers no search with suppress" in call(*run, *text).stderr
+    said = call(*verify, *text, "--certify", DATE, "--json")
+    assert said.exit_code == 0
+    assert call(*run, *text).exit_code == 0
+    assert call(*run, "--suppress", "a").exit_code == 4
+    # A stop string ends an answer and chooses no token.
+    assert call(*run, "--stop", "the").exit_code == 0
     conflict = call(*verify, "--beam", "3", "--sample")
     assert conflict.exit_code == 2
     assert "sample and beam=3 exclude each other" in conflict.stderr

@@ -205,8 +205,11 @@ def _t5_shape(config: Settings, names: set[str]) -> ModelConfig:
     default = "gated-gelu" if multilingual else "relu"
     d_model, heads = config.whole("d_model"), config.whole("num_heads")
     width, layers = config.whole("d_kv", 64), config.whole("num_layers")
-    for name in ("dense_act_fn", "is_gated_act"):
-        config.get(name)  # said again by feed_forward_proj
+    activation = config.choice("feed_forward_proj", activations, default)
+    unit = config.get("feed_forward_proj", default)
+    # What transformers writes beside it, and follows where it differs.
+    config.only("dense_act_fn", "gelu_new" if unit == "gated-gelu" else unit.split("-")[-1])
+    config.only("is_gated_act", unit.startswith("gated-"))
     # T5 1.1 does not scale its output, as the file's tie_word_embeddings says; mT5 never does.
     scaled = config.flag("tie_word_embeddings", True)
     scaled = config.flag("scale_decoder_outputs", scaled) and not multilingual
@@ -223,7 +226,7 @@ def _t5_shape(config: Settings, names: set[str]) -> ModelConfig:
         norm="rms",
         norm_order="pre",
         positions="none",
-        activation=config.choice("feed_forward_proj", activations, default),
+        activation=activation,
         tied="lm_head.weight" not in names,
         bias=False,
         scale_embedding=False,

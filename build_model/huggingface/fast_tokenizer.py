@@ -29,6 +29,7 @@ from transferry.build_model.huggingface.folder import REMEDY, Checkpoint, Settin
 from transferry.runtime.documents import checked, read_document
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import MOST_BYTES, read_bytes
+from transferry.runtime.tokenizer.third_party import largest_id, panics_as_errors
 
 TOKENIZER = "tokenizer.json"
 ADDED_TOKENS = "added_tokens.json"
@@ -68,7 +69,9 @@ QWEN_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-Vocabulary = dict[str, int]
+# The library makes a list of so many numbers; sixty times the largest vocabularies.
+MOST_ID = 1 << 24
+Vocabulary = dict[str, Annotated[int, Meta(ge=0, le=MOST_ID)]]
 Merges = Sequence[tuple[str, str]]
 # Token by name, such as "bos_token"; None where a folder says null.
 Named = dict[str, Any]
@@ -270,7 +273,10 @@ def read_fast_tokenizer(checkpoint: Checkpoint) -> FastTokenizer:
     record = {} if content is None else _object(checkpoint, TOKENIZER)
     origin = str(checkpoint.folder if content is None else path)
     try:
-        return _made(checkpoint, name, content, record, origin)
+        if content is not None and (largest := largest_id(content)) > MOST_ID:
+            raise ValueError(f"the id {largest}")
+        with panics_as_errors():
+            return _made(checkpoint, name, content, record, origin)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise InputError(
             f"{origin}: expected a tokenizer as {name} of transformers reads it, found something "

@@ -11,6 +11,7 @@ from transferry.build_model.formats.tensors import DAMAGED, Tensors
 from transferry.build_model.formats.weight_files import instead, open_weights
 from transferry.runtime.documents import read_document
 from transferry.runtime.errors import InputError
+from transferry.runtime.settings import shown
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -18,6 +19,8 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 
 REMEDY = DAMAGED
+# Sizes of which lists are made before the shape of a model is checked.
+MOST_SIZE = 1 << 24
 
 Value = TypeVar("Value")
 
@@ -62,15 +65,17 @@ class Settings:
         """Returns the default of a setting for which null is not the default but 0."""
         return 0 if name in self.values else default
 
-    def whole(self, name: str, default: int | None = None) -> int:
+    def whole(self, name: str, default: int | None = None, most: int = MOST_SIZE) -> int:
         """Returns a whole number of at least 0.
 
         Raises:
-            InputError: The value is another, or missing without a default.
+            InputError: The value is another, beyond `most`, or missing without a default.
         """
         value = self.get(name, default)
         if type(value) is not int or value < 0:
             raise InputError(f"{self.path}: {name} must be a whole number, found {value!r}")
+        if value > most:
+            raise InputError(f"{self.path}: {name} must be at most {most}, found {shown(value)}")
         return value
 
     def number(self, name: str, default: float) -> float:

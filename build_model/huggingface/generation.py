@@ -154,7 +154,8 @@ class _Reader:
         self.left_out[name] = f"{json.dumps(value)} ({reason})"
 
     def _whole(self, name: str) -> int | None:
-        return None if self.settings.get(name) is None else self.settings.whole(name)
+        # Limits may be as good as none.
+        return None if self.settings.get(name) is None else self.settings.whole(name, most=1 << 63)
 
     def _count(self, name: str) -> int | None:
         if (value := self._whole(name)) == 0:

@@ -9,6 +9,8 @@ from typing import Any
 
 from transferry.build_model.huggingface.folder import Settings
 from transferry.build_model.layers import rotary_rates
+from transferry.runtime.errors import InputError
+from transferry.runtime.settings import shown
 
 # Kinds of scaling that are told apart by the length of a text, which a cache of keys cannot follow.
 # Within the first length they are those of every text.
@@ -70,11 +72,31 @@ def read_rotary(
         InputError: A setting is unsupported.
     """
     found = _section(config, kind)
+    try:
+        return _rotary(config, found, d_head, longest, base, share, renamed or {})
+    except (ArithmeticError, ValueError) as error:
+        raise InputError(
+            f"{config.path}: expected settings of rotary positions that can be computed, found "
+            f"{shown(found.values)}: {error}; correct them"
+        ) from error
+
+
+def _rotary(
+    config: Settings,
+    found: Settings,
+    d_head: int,
+    longest: int,
+    base: float,
+    share: float,
+    renamed: Mapping[str, str],
+) -> Rotary:
     base = found.number("rope_theta", config.number("rope_theta", base))
     share = found.number("partial_rotary_factor", config.number("partial_rotary_factor", share))
     older = found.get("type", "default")
     scaling = found.get("rope_type", older)
-    scaling = (renamed or {}).get(scaling, scaling)
+    if not isinstance(scaling, str):
+        found.refuse("rope_type", scaling, "the name of a kind of scaling")
+    scaling = renamed.get(scaling, scaling)
     width = int(d_head * share)
     if not 0 < width <= d_head or base <= 1.0:
         found.refuse("partial_rotary_factor", share, "a share of a head, and a base above 1")

@@ -148,6 +148,7 @@ def layer_types(config: Settings, layers: int, default: list[bool]) -> list[bool
     types = config.get("layer_types")
     if types is None:
         return default
-    if not isinstance(types, list) or len(types) != layers or set(types) - {SLIDING, FULL}:
+    named = isinstance(types, list) and all(each in (SLIDING, FULL) for each in types)
+    if not named or len(types) != layers:
         config.refuse("layer_types", types, f"{SLIDING} or {FULL} for each of {layers} layers")
     return [kind == SLIDING for kind in types]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from transferry.build_model.huggingface.fast_tokenizer import (
 )
 from transferry.build_model.huggingface.folder import REMEDY, Checkpoint
 from transferry.build_model.vocabulary import byte_of_character
-from transferry.runtime.documents import MOST_JSON
+from transferry.runtime.documents import MOST_JSON, read_document
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import MOST_BYTES, read_bytes
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, Tokenizer
@@ -33,11 +35,49 @@ from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 from transferry.runtime.tokenizer.third_party import (
     HuggingFaceTokenizer,
     SentencePiecePair,
+    SentencePieceTables,
     SentencePieceTokenizer,
     ThirdPartyTokenizer,
+    panics_as_errors,
 )
 
 PIECES = "tokenizer.model"
+M2M_PIECES = "sentencepiece.bpe.model"
+# Languages of M2M100Tokenizer, whose ids follow those of vocab.json.
+M2M_LANGUAGES = {
+    "m2m100": "af am ar ast az ba be bg bn br bs ca ceb cs cy da de el en es et fa ff fi fr fy ga "
+    "gd gl gu ha he hi hr ht hu hy id ig ilo is it ja jv ka kk km kn ko lb lg ln lo lt lv mg mk ml "
+    "mn mr ms my ne nl no ns oc or pa pl ps pt ro ru sd si sk sl so sq sr ss su sv sw ta th tl tn "
+    "tr uk ur uz vi wo xh yi yo zh zu",
+    "wmt21": "en ha is ja cs ru zh de",
+}
+
+
+@dataclass(frozen=True)
+class LanguageClass:
+    """A tokenizer class of transformers that marks a source with a token of its language.
+
+    Attributes:
+        pattern: What names of languages look like.
+        default: The source's language where the folder names none.
+        after: Whether the token comes after the end token, and not before the text.
+        begins: Whether an answer's language is its begin token (Liu et al. 2020, section 2.2).
+    """
+
+    pattern: str
+    default: str
+    after: bool = False
+    begins: bool = False
+
+
+LANGUAGE_CLASSES = {
+    "NllbTokenizer": LanguageClass(r"[a-z]{3}_[A-Z][a-z]{3}", "eng_Latn"),
+    "MBartTokenizer": LanguageClass(r"[a-z]{2}_[A-Z]{2}", "en_XX", after=True, begins=True),
+    "MBart50Tokenizer": LanguageClass(r"[a-z]{2}_[A-Z]{2}", "en_XX"),
+    "M2M100Tokenizer": LanguageClass(r"[a-z]{2,3}", "en"),
+}
+# Classes where the folder names none.
+OF_LANGUAGES = {"m2m_100": "M2M100Tokenizer", "mbart": "MBartTokenizer"}
 
 
 class NamedTemplate(msgspec.Struct):
@@ -48,18 +88,26 @@ class NamedTemplate(msgspec.Struct):
 
 
 def marian_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
-    """Two SentencePiece models and a table of ids."""
-    checkpoint.tokenizer.only("separate_vocabs", False)
-    eos = checkpoint.token("eos_token_id")
-    special = SpecialTokens(
-        pad_id=checkpoint.token("pad_token_id"),
-        bos_id=checkpoint.token("decoder_start_token_id"),
-        eos_id=eos,
-        after=(eos,),
-    )
-    names = SentencePiecePair.names
-    files = {name: read_bytes(checkpoint.folder / name) for name in names}
-    return _third_party(SentencePiecePair, files, special, config, str(checkpoint.folder))
+    """Two SentencePiece models and a table of ids, or one of each side."""
+    settings, folder = checkpoint.tokenizer, checkpoint.folder
+    eos, pad = checkpoint.token("eos_token_id"), checkpoint.token("pad_token_id")
+    begin, end = checkpoint.token("decoder_start_token_id"), eos
+    kind: type[SentencePiecePair] = SentencePiecePair
+    if settings.flag("separate_vocabs", False):
+        kind = SentencePieceTables
+        path = folder / "vocab.json"
+        table = read_document(path, dict[str, int], REMEDY, most=MOST_BYTES)
+        named = str(settings.get("eos_token", "</s>"))
+        if (end := table.get(named, -1)) < 0:
+            raise InputError(f"{path}: expected an id of the end token {named}, found none")
+        if (largest := max(pad, *table.values())) >= config.source_vocabulary:
+            raise InputError(
+                f"{path}: expected ids below {config.source_vocabulary}, as many as the encoder "
+                f"embeds, found {largest}; {REMEDY}"
+            )
+    special = SpecialTokens(pad_id=pad, bos_id=begin, eos_id=eos, after=(end,))
+    files = {name: read_bytes(folder / name) for name in kind.names}
+    return _third_party(kind, files, special, config, str(folder))
 
 
 def sequence_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
@@ -67,7 +115,61 @@ def sequence_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokeni
     eos = checkpoint.token("eos_token_id")
     begin = checkpoint.token("decoder_start_token_id", checkpoint.token("bos_token_id", eos))
     special = SpecialTokens(checkpoint.token("pad_token_id", eos), begin, eos, after=())
-    return _unchanged(_read(checkpoint, config), special, config, str(checkpoint.folder))
+    name = OF_LANGUAGES.get(str(checkpoint.config.get("model_type")))
+    if name is not None:
+        name = str(checkpoint.tokenizer.get("tokenizer_class", name)).removesuffix("Fast")
+    if name == "M2M100Tokenizer" and (checkpoint.folder / M2M_PIECES).exists():
+        return _m2m_tokenizer(checkpoint, special, config)
+    found = _read(checkpoint, config)
+    tokenizer = _unchanged(found, special, config, str(checkpoint.folder))
+    if name in LANGUAGE_CLASSES and name != "M2M100Tokenizer":
+        kind, ids = LANGUAGE_CLASSES[name], found.tokenizer.get_vocab()
+        named = [text for text in sorted(ids, key=ids.get) if re.fullmatch(kind.pattern, text)]
+        languages = {text: ids[text] for text in named}
+        if languages:
+            tokenizer.special = _with_languages(checkpoint, tokenizer.special, kind, languages)
+    return tokenizer
+
+
+def _with_languages(
+    checkpoint: Checkpoint, special: SpecialTokens, kind: LanguageClass, ids: Mapping[str, int]
+) -> SpecialTokens:
+    """Adds a table of languages, and the tokens around a source in its own language."""
+    settings, eos = checkpoint.tokenizer, special.eos_id
+    source = settings.get("src_lang", kind.default)
+    if not isinstance(source, str) or source not in ids:
+        settings.refuse("src_lang", source, ", ".join(ids))
+    after = kind.after or settings.flag("legacy_behaviour", False)
+    checkpoint.notes.append(
+        f"{len(ids)} languages, sources in {source}; others with --source-language and "
+        "--target-language"
+    )
+    return dataclasses.replace(
+        special,
+        before=() if after else (ids[source],),
+        after=(eos, ids[source]) if after else (eos,),
+        languages=ids,
+        begins_with_language=kind.begins,
+    )
+
+
+def _m2m_tokenizer(
+    checkpoint: Checkpoint, special: SpecialTokens, config: ModelConfig
+) -> AnyTokenizer:
+    """A SentencePiece model and a table of ids, whose last are those of languages."""
+    folder = checkpoint.folder
+    path = folder / "vocab.json"
+    table = read_document(path, dict[str, int], REMEDY, most=MOST_BYTES)
+    names = checkpoint.tokenizer.choice("language_codes", M2M_LANGUAGES, "m2m100")
+    languages = {name: len(table) + number for number, name in enumerate(names.split())}
+    special = _with_languages(checkpoint, special, LANGUAGE_CLASSES["M2M100Tokenizer"], languages)
+    checkpoint.tokenizer.get("num_madeup_words")  # ids without text
+    checkpoint.tokenizer.only("sp_model_kwargs", {})
+    table |= {f"__{name}__": number for name, number in languages.items()}
+    pieces = read_bytes(folder / M2M_PIECES, MOST_BYTES)
+    files = {"source.spm": pieces, "target.spm": pieces}
+    files["vocab.json"] = json.dumps(table, ensure_ascii=False).encode()
+    return _third_party(SentencePiecePair, files, special, config, str(folder))
 
 
 def decoder_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
@@ -318,7 +420,13 @@ def _unchanged(
     plain = _third_party(HuggingFaceTokenizer, files, special, config, origin).encode("a")
     found.tokenizer.no_truncation()
     found.tokenizer.no_padding()
-    whole = found.tokenizer.encode("a").ids
+    try:
+        with panics_as_errors():
+            whole = found.tokenizer.encode("a").ids
+    except ValueError as error:
+        raise InputError(
+            f"{origin}: expected a tokenizer that encodes texts, found another: {error}; {REMEDY}"
+        ) from error
     for start in range(len(whole) - len(plain) + 1):
         end = start + len(plain)
         if plain and whole[start:end] == plain:

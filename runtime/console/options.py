@@ -22,9 +22,10 @@ from transferry.runtime.console.fields import (
     together,
 )
 from transferry.runtime.console.memory import out_of_memory, require_memory
+from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.errors import InputError, TransferryError, UsageError
 from transferry.runtime.files import require_writable
-from transferry.runtime.jobs.options import JobOptions, RayOptions
+from transferry.runtime.jobs.options import JobOptions, RayOptions, token_or_text
 from transferry.runtime.outputs import (
     STANDARD_STREAM,
     foreign_junit,
@@ -333,6 +334,19 @@ TRUSTED_KEY = option(
     type=FILE,
     help="PEM file of the public key that must have signed the certificate.",
 )
+# Fields of GenerationOptions that --prefix and --suppress make of text.
+TOKENS = ("prefix", "suppress", "suppress_sequences")
+BUNDLE_DEFAULTS = {"max_length": "from the bundle", "sample": "off, unless the bundle sets it"}
+# A search that is verified; stop strings choose no token.
+VERIFIED = (*TOKENS, "stop")
+search_options = together(
+    option(
+        "--suppress",
+        multiple=True,
+        help="Text that no output of the search holds, as for `run`; a number is a token id.",
+    ),
+    fields_as_options(GenerationOptions, leave_out=VERIFIED, defaults=BUNDLE_DEFAULTS),
+)
 # How a verification is certified.
 certify_options = together(
     option("--certify", metavar="DATE", help="Write a certificate with this date, YYYY-MM-DD."),
@@ -408,6 +422,18 @@ def open_job(chosen: JobOptions, options: Mapping[str, Any]) -> Job:
     from transferry.runtime.jobs.job import Job
 
     return Job(load(), options["text"], options["out"], chosen)
+
+
+def given_search(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that `search_options` gave, with the text of --suppress.
+
+    Raises:
+        UsageError: They conflict.
+    """
+    search = given(options, GenerationOptions, leave_out=VERIFIED)
+    GenerationOptions(**search)
+    texts = tuple(map(token_or_text, options["suppress"]))
+    return search | ({"suppress": texts} if texts else {})
 
 
 def batch_options(rows: int | None) -> BatchOptions | None:

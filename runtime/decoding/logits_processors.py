@@ -243,12 +243,12 @@ class ForcedPrefix(LogitsProcessor):
 
 
 class ForcedBegin(LogitsProcessor):
-    """Makes every output begin with a token, as likely as 1."""
+    """Makes every output begin with its sentence's token, as likely as 1; None is any token."""
 
     changes = True
 
-    def __init__(self, token: int) -> None:
-        self.token = token
+    def __init__(self, tokens: Sequence[int | None]) -> None:
+        self.tokens = np.array([-1 if token is None else token for token in tokens], np.int64)
 
     def active(self, lengths: NDArray[np.int64]) -> bool:
         """True while an output is empty."""
@@ -256,9 +256,10 @@ class ForcedBegin(LogitsProcessor):
 
     def __call__(self, logits: Floats, history: History, own: Floats) -> None:
         """Forbids all other tokens in empty rows."""
-        rows = np.flatnonzero(history.lengths == 0)
+        tokens = self.tokens[history.sentences]
+        rows = np.flatnonzero((history.lengths == 0) & (tokens >= 0))
         logits[rows] = -np.inf
-        logits[rows, self.token] = 0.0
+        logits[rows, tokens[rows]] = 0.0
 
 
 class Renormalise(LogitsProcessor):
@@ -276,9 +277,15 @@ class Renormalise(LogitsProcessor):
         logits -= np.where(np.isfinite(normaliser), normaliser, 0.0)
 
 
-def beginning(options: GenerationOptions, prefix: Sequence[int]) -> tuple[int, ...]:
-    """Returns all tokens that an output has to begin with, given its prefix."""
-    return (*(() if options.forced_begin is None else (options.forced_begin,)), *prefix)
+def first_token(options: GenerationOptions, request: Request[Any]) -> int | None:
+    """Returns the token that the outputs of a request begin with, before its prefix."""
+    return options.forced_begin if request.forced_begin is None else request.forced_begin
+
+
+def beginning(options: GenerationOptions, request: Request[Any]) -> tuple[int, ...]:
+    """Returns all tokens that the outputs of a request have to begin with."""
+    first = first_token(options, request)
+    return (*(() if first is None else (first,)), *request.prefix)
 
 
 def prompts_of(prompts: Sequence[Sequence[int]]) -> NDArray[np.int64]:
@@ -295,7 +302,8 @@ def build_logits_processors(
     has_encoder: bool,
 ) -> list[LogitsProcessor]:
     """Returns the processors that the options ask for, in the order in which they apply."""
-    beginnings = [beginning(options, request.prefix) for request in requests]
+    beginnings = [beginning(options, request) for request in requests]
+    first = [first_token(options, request) for request in requests]
     prompts = [0 if has_encoder else len(request.source) for request in requests]
     least = [max(options.min_length, options.min_total_length - prompt) for prompt in prompts]
     processors: list[LogitsProcessor] = []
@@ -315,8 +323,8 @@ def build_logits_processors(
         processors.append(ForcedEnd(options.forced_end, [each.max_length for each in requests]))
     if any(beginnings):
         processors.append(ForcedPrefix(beginnings))
-    if options.forced_begin is not None:
-        processors.append(ForcedBegin(options.forced_begin))
+    if any(token is not None for token in first):
+        processors.append(ForcedBegin(first))
     if options.renormalise and options.beam > 1 and processors:
         processors.append(Renormalise())
     return processors

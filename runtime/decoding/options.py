@@ -1,6 +1,6 @@
 """Options of generation, checked once on construction."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -228,6 +228,42 @@ def generation_options(
         if values.get(most):
             ruled_out[least] = min(getattr(default, least), values[most])
     return replace(default, **ruled_out | dict(values))
+
+
+def suppressing(
+    values: Mapping[str, Any], default: GenerationOptions, encode: Callable[[str], Sequence[int]]
+) -> dict[str, Any]:
+    """Returns fields in which the text to be suppressed has become tokens.
+
+    Args:
+        values: Fields, of which `suppress` may hold text beside token ids.
+        default: Options whose suppressed tokens they add to.
+        encode: Returns the token ids of a text that the model writes.
+
+    Raises:
+        UsageError: A text has no tokens.
+    """
+    suppress = values.get("suppress")
+    if not isinstance(suppress, list | tuple):
+        return dict(values)
+    sequences: dict[tuple[int, ...], None] = {}
+    for text in suppress:
+        if isinstance(text, str):
+            if not text.strip():
+                raise UsageError(f"suppress holds {shown(text)}, which has no tokens; leave it out")
+            # As it stands, and after a blank.
+            sequences |= dict.fromkeys(tuple(encode(each)) for each in (text, f" {text}"))
+    single = (ids[0] for ids in sequences if len(ids) == 1)
+    given = tuple(values.get("suppress_sequences", default.suppress_sequences))
+    return {
+        **values,
+        "suppress": (
+            *default.suppress,
+            *(item for item in suppress if not isinstance(item, str)),
+            *single,
+        ),
+        "suppress_sequences": (*given, *(ids for ids in sequences if len(ids) > 1)),
+    }
 
 
 def check_generation(values: Mapping[str, Any]) -> None:

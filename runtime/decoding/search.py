@@ -165,7 +165,10 @@ class _Batch(Generic[State, Key]):
             options, requests, special.ends, has_encoder=has_encoder
         )
         self.state, first = begin(decoder, sources, special)
-        self.prompts = prompts_of([[special.bos_id]] * len(requests) if has_encoder else sources)
+        if has_encoder:
+            for place, request in enumerate(requests):
+                first[place] = special.bos_id if request.bos_id is None else request.bos_id
+        self.prompts = prompts_of(first[:, None].tolist() if has_encoder else sources)
         width, each = self.strategy.width, self.strategy.rows_at_first
         self.rows = np.arange(len(requests) * width).reshape(-1, width)[:, :each].ravel()
         self.tokens = first.repeat(each)
@@ -299,7 +302,7 @@ def pad_sources(
 def _check_tokens(options: GenerationOptions, vocabulary: int) -> None:
     tokens = {name: getattr(options, name) for name in TOKEN_IDS}
     tokens["suppress_sequences"] = [token for item in options.suppress_sequences for token in item]
-    tokens["forced_begin"] = beginning(options, ())
+    tokens["forced_begin"] = () if options.forced_begin is None else (options.forced_begin,)
     for name, values in tokens.items():
         largest = max(values, default=0)
         if largest >= vocabulary:
@@ -321,7 +324,7 @@ def _check_requests(
                 f"source {row} wants {request.max_length} tokens, expected 1 to "
                 f"max_length={options.max_length}: lower the first or raise the second"
             )
-        forced = beginning(options, request.prefix)
+        forced = beginning(options, request)
         if len(forced) > request.max_length:
             raise UsageError(
                 f"the prefix of source {row} has {len(forced)} tokens, more than "

@@ -26,6 +26,9 @@ class Request(Generic[Key]):
         max_length: Limit on the tokens of its outputs, at most that of the options.
         prefix: Tokens that its outputs begin with.
         row_id: Seeds its samples.
+        bos_id: The begin token of its outputs; None is that of the special tokens.
+        forced_begin: The token that its outputs begin with, before the prefix; None is that of the
+            options.
     """
 
     key: Key
@@ -33,6 +36,8 @@ class Request(Generic[Key]):
     max_length: int
     prefix: Sequence[int] = ()
     row_id: int = 0
+    bos_id: int | None = None
+    forced_begin: int | None = None
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,35 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from transferry.runtime.bundle import Bundle, Variant
+from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.logits_processors import beginning
-from transferry.runtime.decoding.options import GenerationOptions, generation_options
+from transferry.runtime.decoding.options import (
+    GenerationOptions,
+    generation_options,
+    suppressing,
+)
 from transferry.runtime.decoding.search import search_stream
 from transferry.runtime.decoding.stop_strings import StopStrings
 from transferry.runtime.decoding.strategy import Request
+from transferry.runtime.engine.certified import covered, open_certified
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
+    InLanguages,
     LongRows,
     Preprocessor,
     check_long_rows,
+    in_languages,
     sentences_version,
 )
-from transferry.runtime.engine.prompts import Prompt, Source, checked_prompts, encode_prompt
+from transferry.runtime.engine.prompts import (
+    Encodable,
+    Prompt,
+    Source,
+    checked_prompts,
+    encode_prompt,
+)
 from transferry.runtime.engine.result import (
     NOT_FINITE,
     GenerationResult,
@@ -42,23 +55,22 @@ from transferry.runtime.engine.worker_pool import (
     batch_worker,
     in_order,
 )
-from transferry.runtime.errors import ParityError, UsageError, require
+from transferry.runtime.errors import UsageError, require
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.encoder import EncoderModel
-from transferry.runtime.ort.open_model import Model, ServedDecoder, open_model
+from transferry.runtime.ort.open_model import Model, ServedDecoder
 from transferry.runtime.ort.session import Few, SessionOptions
 from transferry.runtime.parity.certificate import (
     Certificate,
     Strength,
     fastest,
     require_search,
-    require_standing,
-    standing,
 )
 from transferry.runtime.parity.recorded import verify_recorded
 from transferry.runtime.parity.report import ParityReport
-from transferry.runtime.parity.signature import PublicKey, load_public_key
+from transferry.runtime.parity.signature import load_public_key
 from transferry.runtime.settings import Whole64, check_value, shown
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 AnyModel = TypeVar("AnyModel", bound=Model)
 
@@ -166,11 +178,13 @@ class Engine:
         strength: Strength | None = (
             "run" if require_certificate is True else require_certificate or None
         )
-        opened = [_opened(bundle, chosen, each, strength, trusted, prove) for each in devices]
+        opened = [
+            open_certified(bundle, chosen, each, strength, trusted, prove) for each in devices
+        ]
         models = [model for model, _, _ in opened]
         required = [one for _, _, one in opened if one is not None]
         if required:
-            batches = _covered(batches, models[0].batches, required)
+            batches = covered(batches, models[0].batches, required)
         # Devices of one kind have the same certificate.
         certificate = "; ".join(dict.fromkeys(citation for _, citation, _ in opened))
         settings: dict[str, Any] = {"certificate": certificate, "required": required}
@@ -238,26 +252,8 @@ class Engine:
         default = self.default_options() if options is None else options
         if not isinstance(default, GenerationOptions):
             raise UsageError(f"options must be GenerationOptions, found {shown(default)}")
-        if isinstance(suppress := named.get("suppress"), list | tuple):
-            texts = [item for item in suppress if isinstance(item, str)]
-            sequences = [ids for text in texts for ids in self._spellings(text)]
-            named["suppress"] = (
-                *default.suppress,
-                *(item for item in suppress if not isinstance(item, str)),
-                *(ids[0] for ids in sequences if len(ids) == 1),
-            )
-            given = tuple(named.get("suppress_sequences", default.suppress_sequences))
-            longer = tuple(ids for ids in sequences if len(ids) > 1)
-            named["suppress_sequences"] = (*given, *longer)
-        return generation_options(named, default)
-
-    def _spellings(self, text: str) -> list[tuple[int, ...]]:
-        """Returns the tokens of a text, as it stands and after a blank."""
-        if not text.strip():
-            raise UsageError(f"suppress holds {shown(text)}, which has no tokens; leave it out")
         encode = self.bundle.tokenizer.encode_target
-        found = dict.fromkeys(tuple(encode(each)) for each in (text, f" {text}"))
-        return [ids for ids in found if ids]
+        return generation_options(suppressing(named, default, encode), default)
 
     def require_covered(self, options: GenerationOptions) -> None:
         """Raises ParityError if a certificate is required, and none covers such a search."""
@@ -278,13 +274,14 @@ class Engine:
 
     def encode(
         self,
-        texts: Sequence[str | RowError | Prompt],
+        texts: Sequence[Encodable],
         options: GenerationOptions,
         long_rows: LongRows = "error",
     ) -> list[EncodedRow]:
         """Encodes the sources or prompts to generate from."""
         # A truncated prompt leaves positions for the prefix and one more token.
-        reserve = 0 if self.decoder.has_encoder else len(beginning(options, options.prefix))
+        forced = len(options.prefix) + (options.forced_begin is not None)
+        reserve = 0 if self.decoder.has_encoder else forced
         plain = [text for text in texts if not isinstance(text, Prompt)]
         rows = iter(self.preprocessor.encode(plain, long_rows, reserve))
         around = (self.bundle.tokenizer, self.max_positions, long_rows, reserve)
@@ -298,6 +295,17 @@ class Engine:
         room = self.room(options, tokens)
         least = min(options.min_length, room)
         return replace(options, max_length=room, max_total_length=0, min_length=least)
+
+    def settings_of(
+        self, row: EncodedRow, options: GenerationOptions
+    ) -> tuple[GenerationOptions, SpecialTokens]:
+        """Returns the options and special tokens of a row, which may name a language."""
+        special = self.bundle.tokenizer.special
+        if row.target is None:
+            return options, special
+        if special.begins_with_language:
+            return options, replace(special, bos_id=row.target)
+        return replace(options, forced_begin=row.target), special
 
     def room(self, options: GenerationOptions, tokens: int) -> int:
         """Returns the maximal length of an answer to a source of this length."""
@@ -313,6 +321,8 @@ class Engine:
         *,
         first_row: int = 0,
         long_rows: LongRows = "error",
+        source_language: str | None = None,
+        target_language: str | None = None,
         **named: Any,
     ) -> Iterator[GenerationResult]:
         """Generates an answer to each text, in order; reads ahead by two windows at most.
@@ -323,22 +333,27 @@ class Engine:
         Args:
             texts: Any number of texts; an error becomes the result of its row. Instead of a text, a
                 list of messages with role and content each, which the bundle's chat template
-                renders, or a list of token ids, which the model reads as they are.
+                renders, or a list of token ids, which the model reads as they are; or
+                `InLanguages`, a text with languages of its own.
             options: Generation options. Default: those of the bundle.
             first_row: Number of the first row; a row's number seeds its samples.
             long_rows: Treatment of texts longer than the model's positions: "error"; "truncate" to
                 answer their beginning; or "split" to answer them in pieces, as many sentences each
                 as fit, and join the answers. The options apply to each piece.
-
+            source_language: Language of the texts, by its name in the bundle's tokenizer. Default:
+                the bundle's own.
+            target_language: Language of the answers, likewise.
             **named: Fields of GenerationOptions to change, such as `beam=4`; see `options`.
 
         Raises:
             UsageError: A field is unknown or out of range, `max_length` exceeds the model's
-                positions, rows cannot be split here, or there are messages and no chat template or
-                no jinja2.
+                positions, rows cannot be split here, there is no such language, or there are
+                messages and no chat template or no jinja2.
             ParityError: A certificate is required, and none covers such a search.
         """
-        prompts, options = checked_prompts(texts), self.options(options, **named)
+        options = self.options(options, **named)
+        languages = source_language, target_language, self.bundle.tokenizer.special
+        prompts = in_languages(checked_prompts(texts), *languages)
         check_value("first_row", first_row, Whole64)
         self.require_covered(options)
         if options.max_length > self.max_positions:
@@ -383,39 +398,6 @@ class Engine:
             yield answer
 
 
-def _opened(
-    bundle: Bundle,
-    variant: Variant,
-    options: SessionOptions,
-    strength: Strength | None,
-    trusted: PublicKey | None,
-    prove: Callable[[Bundle, Model], ParityReport],
-) -> tuple[Model, str, Certificate | None]:
-    """Opens a variant on one device, cites its certificate, and returns one that is required."""
-    found = standing(bundle, variant, options, trusted)
-    signed = trusted is not None
-    required = require_standing(found, bundle, strength, signed=signed) if strength else None
-    model = open_model(bundle, variant, options)
-    if found.status != "elsewhere":
-        return model, found.cite(), required
-    prove(bundle, model).require()
-    return model, f"{found.cite()}; the recorded answers came out here too", required
-
-
-def _covered(
-    batches: BatchOptions | None, default: BatchOptions, required: Sequence[Certificate]
-) -> BatchOptions:
-    """Returns limits within what certificates cover; raises ParityError if more was asked for."""
-    most = min(certificate.batch_rows for certificate in required)
-    if batches is not None and batches.rows > most:
-        raise ParityError(
-            f"batches of {batches.rows} rows were not verified, of {most} at most: lower "
-            f"--batch-rows, or verify with --batch-rows {batches.rows}"
-        )
-    batches = batches or default
-    return replace(batches, rows=min(batches.rows, most))
-
-
 class _Generate:
     """A call of `Engine.generate`.
 
@@ -428,11 +410,11 @@ class _Generate:
         self.rows: deque[tuple[str, int]] = deque()
 
     def prepare(
-        self, texts: list[tuple[int, str | RowError | Prompt]]
+        self, texts: list[tuple[int, Encodable]]
     ) -> list[WorkItem[EncodedRow] | GenerationResult]:
         prepared: list[WorkItem[EncodedRow] | GenerationResult] = []
         # Without sampling, equal texts have equal answers.
-        known: dict[str | RowError | Prompt, list[WorkItem[EncodedRow] | GenerationResult]] = {}
+        known: dict[Encodable, list[WorkItem[EncodedRow] | GenerationResult]] = {}
         rows = self.engine.encode([text for _, text in texts], self.options, self.long_rows)
         for (number, text), row in zip(texts, rows, strict=True):
             if self.options.sample or text not in known:
@@ -442,20 +424,20 @@ class _Generate:
                 self.rows.append((row.text, len(known[text])))
         return prepared
 
-    def _pieces(
-        self, number: int, text: str | RowError | Prompt, row: EncodedRow
-    ) -> list[EncodedRow]:
+    def _pieces(self, number: int, text: Encodable, row: EncodedRow) -> list[EncodedRow]:
         """Returns a row with its row id, or its pieces with one each, so that samples differ."""
         pieces = [row]
         too_long = row.error is not None and row.error.kind == "too-long"
-        if self.long_rows == "split" and too_long and isinstance(text, str):
-            texts = self.engine.preprocessor.pieces(text)
-            pieces = self.engine.encode(texts, self.options)
+        if self.long_rows == "split" and too_long and isinstance(text, str | InLanguages):
+            texts = self.engine.preprocessor.pieces(row.text)
+            whole = text if isinstance(text, InLanguages) else InLanguages(text)
+            pieces = self.engine.encode([replace(whole, text=each) for each in texts], self.options)
         return [replace(piece, row_id=number + i * PIECE) for i, piece in enumerate(pieces)]
 
     def _item(self, row: EncodedRow) -> WorkItem[EncodedRow] | GenerationResult:
         options, error, tokens = self.options, row.error, len(row.ids)
-        prefix, room = len(beginning(options, options.prefix)), self.engine.room(options, tokens)
+        request = self._request(row)
+        prefix, room = len(beginning(options, request)), request.max_length
         longest = options.max_total_length
         if error is None and longest and not self.engine.decoder.has_encoder and tokens >= longest:
             error = RowError(
@@ -472,7 +454,16 @@ class _Generate:
             )
         if error is not None:
             return GenerationResult(row.text, row.tokens, error=error)
+        self.engine.require_covered(self.engine.settings_of(row, options)[0])
         return WorkItem(row, tokens)
+
+    def _request(self, row: EncodedRow, key: Any = None) -> Request[Any]:
+        """Returns the request for a row, with its language where that is the first token."""
+        options = self.options
+        room, first = self.engine.room(options, len(row.ids)), row.target
+        begins = self.engine.bundle.tokenizer.special.begins_with_language
+        given = (None, first) if not begins else (first, None)
+        return Request(key, row.ids, room, options.prefix, row.row_id, *given)
 
     def work(
         self, decoder: ServedDecoder, take: Take[EncodedRow], slots: int
@@ -480,11 +471,7 @@ class _Generate:
         options, special = self.options, self.engine.bundle.tokenizer.special
 
         def requests(most: int) -> list[Request[WorkItem[EncodedRow]]]:
-            room, prefix = self.engine.room, options.prefix
-            return [
-                Request(item, item.row.ids, room(options, item.tokens), prefix, item.row.row_id)
-                for item in take(most)
-            ]
+            return [self._request(item.row, item) for item in take(most)]
 
         decode = self.engine.bundle.tokenizer.decode
         stream = search_stream(decoder, requests, options, special, slots=slots, decode=decode)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from transferry.runtime.engine.result import RowError
@@ -18,6 +18,15 @@ from transferry.runtime.settings import shown
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 LongRows = Literal["error", "truncate", "split"]
+
+
+@dataclass(frozen=True)
+class InLanguages:
+    """A text with its language and that of its answer, by name; None is the bundle's own."""
+
+    text: str
+    source: str | None = None
+    target: str | None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,7 @@ class EncodedRow:
         error: Why the model does not read the row; None if it does.
         truncated: Whether `ids` are only the beginning of the text.
         row_id: Seeds the samples of the row.
+        target: Token of the language of the answer; None is the bundle's own.
     """
 
     text: str
@@ -40,6 +50,7 @@ class EncodedRow:
     error: RowError | None = None
     truncated: bool = False
     row_id: int = 0
+    target: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,10 @@ class Preprocessor:
     longest_token: int | None = None
 
     def encode(
-        self, texts: Sequence[str | RowError], long_rows: LongRows = "error", reserve: int = 0
+        self,
+        texts: Sequence[str | RowError | InLanguages],
+        long_rows: LongRows = "error",
+        reserve: int = 0,
     ) -> list[EncodedRow]:
         """Encodes rows, in order.
 
@@ -71,14 +85,34 @@ class Preprocessor:
             reserve: Positions to leave free when truncating.
         """
         room = max(0, self.positions - (reserve if long_rows == "truncate" else 0))
-        heads = [self._head(text, room, long_rows) for text in texts if isinstance(text, str)]
+        plain = [text.text if isinstance(text, InLanguages) else text for text in texts]
+        heads = [self._head(text, room, long_rows) for text in plain if isinstance(text, str)]
         ids = iter(self.encode_batch(heads))
-        return [
+        rows = [
             self._row(text, next(ids), room, long_rows)
             if isinstance(text, str)
             else EncodedRow("", error=text)
-            for text in texts
+            for text in plain
         ]
+        return [
+            self._in_languages(row, text) if isinstance(text, InLanguages) else row
+            for row, text in zip(rows, texts, strict=True)
+        ]
+
+    def _in_languages(self, row: EncodedRow, text: InLanguages) -> EncodedRow:
+        """Returns a row with the tokens of its languages, or why it has none."""
+        special = self.special
+        try:
+            source, target = (
+                None if name is None else special.language(name)
+                for name in (text.source, text.target)
+            )
+        except UsageError as error:
+            return EncodedRow(row.text, error=row.error or RowError("language", str(error)))
+        if source is not None and row.error is None:
+            inner = row.ids[len(special.before) : len(row.ids) - len(special.after)]
+            row = replace(row, ids=special.of_source(source).wrap(inner))
+        return replace(row, target=target)
 
     def _least(self, text: str) -> int:
         """Returns a lower bound of the tokens of a text."""
@@ -164,9 +198,38 @@ def checked_texts(texts: Iterable[Any]) -> Iterator[Any]:
 def _checked_text(text: Any) -> Any:
     source, *others = text if type(text) is tuple and text else (text,)
     for one in (source, *(other for other in others if other is not None)):
-        if not isinstance(one, str | RowError):
+        if not isinstance(one, str | RowError | InLanguages):
             raise UsageError(f"texts must be strings, found {shown(one)}")
     return text
+
+
+def in_languages(
+    texts: Iterable[Any], source: str | None, target: str | None, special: SpecialTokens
+) -> Iterable[Any]:
+    """Gives languages to texts that have none of their own.
+
+    Args:
+        texts: Texts, `InLanguages`, errors and prompts.
+        source: Language of the texts; None is the bundle's own.
+        target: Language of the answers, likewise.
+        special: Special tokens of the bundle.
+
+    Raises:
+        UsageError: There is no such language.
+    """
+    named = [name for name in (source, target) if name is not None]
+    for name in named:
+        special.language(name)
+    if not named:
+        return texts
+    return (
+        InLanguages(one.text, one.source or source, one.target or target)
+        if isinstance(one, InLanguages)
+        else InLanguages(one, source, target)
+        if isinstance(one, str)
+        else one
+        for one in texts
+    )
 
 
 def check_long_rows(long_rows: LongRows, conflict: str = "") -> None:

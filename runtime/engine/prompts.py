@@ -7,7 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from transferry.runtime.engine.preprocess import EncodedRow, LongRows, checked_texts, too_long
+from transferry.runtime.engine.preprocess import (
+    EncodedRow,
+    InLanguages,
+    LongRows,
+    checked_texts,
+    too_long,
+)
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import UsageError
 from transferry.runtime.settings import shown
@@ -38,14 +44,16 @@ class Prompt:
             UsageError: There is no chat template, or jinja2 is not installed.
         """
         if self.kind == "ids":
-            return _checked_ids(json.loads(self.text), tokenizer.vocabulary_size)
+            return _checked_ids(json.loads(self.text), tokenizer.source_size)
         if self.kind == "messages":
             return tokenizer.encode_chat(json.loads(self.text))
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return tokenizer.encode_chat([*system, {"role": "user", "content": self.text}])
 
 
-Source: TypeAlias = str | RowError | Prompt | Sequence[Message] | Sequence[int]
+# What is encoded as it is, and what may be given.
+Encodable: TypeAlias = str | RowError | Prompt | InLanguages
+Source: TypeAlias = Encodable | Sequence[Message] | Sequence[int]
 
 
 def _checked_ids(ids: list[Any], size: int) -> list[int]:
@@ -55,20 +63,20 @@ def _checked_ids(ids: list[Any], size: int) -> list[int]:
     return ids
 
 
-def checked_prompts(texts: Iterable[Source]) -> Iterator[str | RowError | Prompt]:
+def checked_prompts(texts: Iterable[Source]) -> Iterator[Encodable]:
     """Yields texts and errors as they are, and chats and token ids as prompts.
 
     Raises:
         UsageError: One input is given in the place of several, or something else.
     """
-    if isinstance(texts, Mapping | Prompt):
+    if isinstance(texts, Mapping | Prompt | InLanguages):
         raise UsageError(f"texts must be several, such as a list, found {shown(texts)}")
     checked_texts(texts)
     return map(_prompt, texts)
 
 
-def _prompt(source: Any) -> str | RowError | Prompt:
-    if isinstance(source, Prompt):
+def _prompt(source: Any) -> Encodable:
+    if isinstance(source, Prompt | InLanguages):
         return source
     if isinstance(source, Sequence) and not isinstance(source, str | bytes):
         kinds: dict[Any, Literal["messages", "ids"]] = {Mapping: "messages", int: "ids"}

@@ -13,9 +13,12 @@ from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
+    InLanguages,
     LongRows,
     check_long_rows,
     checked_texts,
+    in_languages,
+    too_long,
 )
 from transferry.runtime.engine.result import NOT_FINITE, RowError, RowResult
 from transferry.runtime.engine.worker_pool import WorkItem
@@ -26,7 +29,7 @@ MOST_LOGITS = 1 << 26
 TOO_SHORT = RowError("too-short", "a text of one token has nothing to be scored after it")
 
 # Source and target, or a text and None.
-Pair = tuple[str | RowError, str | RowError | None]
+Pair = tuple[str | RowError | InLanguages, str | RowError | None]
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,12 @@ class ScoreResult(RowResult):
 
 
 def score(
-    engine: Engine, pairs: Iterable[Pair], *, long_rows: LongRows = "error"
+    engine: Engine,
+    pairs: Iterable[Pair],
+    *,
+    long_rows: LongRows = "error",
+    source_language: str | None = None,
+    target_language: str | None = None,
 ) -> Iterator[ScoreResult]:
     """Scores pairs or texts, in order and in bounded memory.
 
@@ -74,19 +82,27 @@ def score(
         pairs: Any number of rows; an error on either side becomes the result of its row.
         long_rows: Treatment of texts longer than the model's positions: "error", or "truncate" to
             score their beginning.
+        source_language: Language of the sources; see `Engine.generate`.
+        target_language: Language of the targets. Its token is given, and not scored.
 
     Raises:
-        UsageError: The bundle is encoder-only, or `long_rows` is "split".
+        UsageError: The bundle is encoder-only, `long_rows` is "split", or there is no such
+            language.
     """
     decoders = engine.decoders
     check_long_rows(long_rows, "score")
     task = _Score(engine, decoders[0].has_encoder, long_rows)
-    return engine.map(checked_texts(pairs), task.prepare, task.compute, decoders)
+    given = checked_texts(pairs)
+    if source_language is not None or target_language is not None:
+        named = source_language, target_language, engine.bundle.tokenizer.special
+        in_languages((), *named)  # before the first row is read
+        given = ((*in_languages([source], *named), target) for source, target in given)
+    return engine.map(given, task.prepare, task.compute, decoders)
 
 
 @dataclass(frozen=True)
 class _ScoredRow:
-    """A row with the decoder's input, and the tokens that shall follow each of its tokens."""
+    """A row with the decoder's input, and the tokens that shall follow its last tokens."""
 
     source: EncodedRow
     target: str | None
@@ -118,10 +134,16 @@ class _Score:
         if error := source.error or target.error:
             return ScoreResult(source.text, source.tokens, target.text, error=error)
         wanted = target.ids[:-1] if target.truncated else target.ids
-        given = [self.special.bos_id, *wanted[:-1]]
+        begin = [self.special.bos_id]
+        if (language := source.target) is not None:
+            begin = [language] if self.special.begins_with_language else [*begin, language]
+        given = [*begin, *wanted[:-1]]
         truncated = source.truncated or target.truncated
+        if len(given) > (positions := self.sources.positions):
+            error = too_long(len(given), positions)
+            return ScoreResult(source.text, source.tokens, target.text, error=error)
         row = _ScoredRow(source, target.text, given, wanted, truncated)
-        return WorkItem(row, max(len(source.ids), len(wanted)))
+        return WorkItem(row, max(len(source.ids), len(given)))
 
     def _text(self, row: EncodedRow) -> WorkItem[_ScoredRow] | ScoreResult:
         error = row.error
@@ -151,8 +173,9 @@ class _Score:
         output, _ = decoder.step(given, state)
         results = []
         for row, logits in zip(rows, output.all_logits, strict=True):
-            count = len(row.wanted)
-            values = logits[np.arange(count), row.wanted] - log_sum_exp(logits[:count])
+            first, last = len(row.given) - len(row.wanted), len(row.given)
+            scored = logits[first:last]
+            values = scored[np.arange(len(scored)), row.wanted] - log_sum_exp(scored)
             finite = bool(np.isfinite(values).all())
             results.append(
                 ScoreResult(

@@ -8,6 +8,7 @@ onnxruntime's optimiser off, which is slow and as near to the graph as onnxrunti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,7 @@ from transferry.runtime.engine.classify import ClassifiedResult, RankedResult, T
 from transferry.runtime.engine.embed import EmbeddingResult
 from transferry.runtime.engine.engine import PIECE, Engine
 from transferry.runtime.engine.fill_mask import FilledMaskResult
-from transferry.runtime.engine.preprocess import LongRows
-from transferry.runtime.engine.prompts import Prompt
+from transferry.runtime.engine.preprocess import InLanguages, LongRows
 from transferry.runtime.engine.result import GenerationResult, RowResult
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import open_model
@@ -36,18 +36,16 @@ class Canary:
         self,
         engine: Engine,
         every: int,
-        run: Callable[[Engine, Iterator[str], int], Iterator[Any]],
+        run: Callable[[Engine, Iterator[Any], int], Iterator[Any]],
         options: GenerationOptions | None = None,
-        source: Callable[[str], str | Prompt] = str,
     ) -> None:
         """Opens the bundle a second time.
 
         Args:
             engine: The engine of the job.
             every: One row in so many is computed again, beginning with the first.
-            run: Runs the task on texts; see `Task.run`.
+            run: Runs the task on inputs; see `Task.run`.
             options: How the job generates, if it does.
-            source: What the text of a row is to the engine; see `Task.source`.
 
         Raises:
             InputError: The bundle's record is damaged.
@@ -59,7 +57,6 @@ class Canary:
         self.reference = Engine(bundle, model, batches=BatchOptions(rows=1, window=1))
         self.every = every
         self.run = run
-        self.source = source
         self.options = options or engine.default_options()
         self.rows = self.identical = self.ties = 0
         # Both sides may be as far from float64 as verification allows: a multiple of the error
@@ -106,12 +103,13 @@ class Canary:
                 f"torch: {faults[0]}. Copy the bundle again, or export it again"
             )
 
-    def check(self, number: int, row: RowResult) -> None:
+    def check(self, number: int, row: RowResult, given: Any = None) -> None:
         """Computes a row again, if it is its turn.
 
         Args:
             number: Number of the row in the input, from 0.
             row: The job's result.
+            given: What the engine was given; by default the text that the result cites.
 
         Raises:
             ParityError: The results differ by more than rounding explains.
@@ -122,9 +120,10 @@ class Canary:
         if row.error is not None and not row.source:
             self.identical += 1  # there was no text to answer
             return
-        pair = getattr(row, "pair", None)
-        asked: Any = row.source if pair is None else (row.source, pair)
-        (again,) = self.run(self.reference, iter([asked]), number)
+        if given is None:
+            pair = getattr(row, "pair", None)
+            given = row.source if pair is None else (row.source, pair)
+        (again,) = self.run(self.reference, iter([given]), number)
         if (row.error and row.error.kind) != (again.error and again.error.kind):
             difference = f"{row.error or 'an answer'}, but {again.error or 'an answer'}"
         elif row.error is not None:
@@ -137,7 +136,7 @@ class Canary:
             difference = self._compare_scores(row, again)
         else:
             assert isinstance(row, GenerationResult)
-            difference = self._compare_outputs(number, row, again)
+            difference = self._compare_outputs(number, row, again, given)
         if difference:
             raise ParityError(
                 f"line {number + 1} is answered differently by the reference (CPU, no "
@@ -154,7 +153,9 @@ class Canary:
             "canaries_tied": self.ties,
         }
 
-    def _compare_outputs(self, number: int, row: GenerationResult, again: GenerationResult) -> str:
+    def _compare_outputs(
+        self, number: int, row: GenerationResult, again: GenerationResult, given: Any
+    ) -> str:
         tokens = [hypothesis.tokens for hypothesis in row.hypotheses]
         if tokens == [hypothesis.tokens for hypothesis in again.hypotheses]:
             for one, other in zip(row.hypotheses, again.hypotheses, strict=True):
@@ -166,16 +167,17 @@ class Canary:
                     )
             return ""
         long_rows: LongRows = "truncate" if row.truncated else "error"
-        (encoded,) = self.served.encode([self.source(row.source)], self.options, long_rows)
+        (encoded,) = self.served.encode([given], self.options, long_rows)
         if encoded.error is not None:
-            return self._compare_pieces(number, row)
+            return self._compare_pieces(number, row, given)
+        options, special = self.served.settings_of(encoded, self.options)
         explainer = Explainer(
             self.reference.decoder,
             self.served.decoder,
             self.reference.decoder,
-            self.served.bundle.tokenizer.special,
+            special,
             self.tolerance,
-            self.served.fitted(self.options, len(encoded.ids)),
+            self.served.fitted(options, len(encoded.ids)),
         )
         answers = again.hypotheses, row.hypotheses
         divergence = explainer.explain(encoded.ids, *answers, number)
@@ -184,15 +186,16 @@ class Canary:
             return ""
         return f"{row.text!r}, but {again.text!r} ({divergence})"
 
-    def _compare_pieces(self, number: int, row: GenerationResult) -> str:
+    def _compare_pieces(self, number: int, row: GenerationResult, given: Any) -> str:
         """Compares a row that was split piece by piece: joined, near ties cannot be seen."""
         ties = self.ties
-        for place, piece in enumerate(self.served.preprocessor.pieces(row.source)):
+        for place, text in enumerate(self.served.preprocessor.pieces(row.source)):
             first = number + place * PIECE
+            piece = replace(given, text=text) if isinstance(given, InLanguages) else text
             (one,), (again,) = (
                 self.run(engine, iter([piece]), first) for engine in (self.served, self.reference)
             )
-            if difference := self._compare_outputs(first, one, again):
+            if difference := self._compare_outputs(first, one, again, piece):
                 return f"piece {place + 1}: {difference}"
         self.ties = min(self.ties, ties + 1)
         return ""

@@ -171,6 +171,7 @@ class Job:
             format=options.format_in,
             column=options.messages or options.prompt_ids or options.column,
             lists=options.prompt_kind in ("messages", "ids"),
+            languages=(options.source_language_column, options.target_language_column),
         )
         if options.pair is not None and self.reader.format != "jsonl":
             columns = self.reader.columns
@@ -199,7 +200,7 @@ class Job:
         if options.canary is not None:
             _, every = fraction(options.canary)
             task = self.task
-            self.canary = Canary(self.engine, every, task.run, task.generation, task.source)
+            self.canary = Canary(self.engine, every, task.run, task.generation)
 
     @property
     def folder(self) -> Path:
@@ -357,9 +358,7 @@ class Job:
     ) -> Generator[tuple[InputRow, RowResult], None, None]:
         """Yields each row with its result, in order; `first` is the number of the first row."""
         kept, read = tee(map(self.writer.admit, map(self._paired, rows)))
-        pairs = self.options.task == "score" or self.options.pair is not None
-        texts = ((row.text, row.target) if pairs else row.text for row in read)
-        found = self.task.run(self.engine, texts, first)
+        found = self.task.run(self.engine, map(self.task.given, read), first)
         with closing(cast("Generator[RowResult, None, None]", found)):
             yield from zip(kept, found, strict=True)
 
@@ -377,7 +376,7 @@ class Job:
             before = time.monotonic()
             for row, result in results:
                 if self.canary is not None:
-                    self.canary.check(row.number, result)
+                    self.canary.check(row.number, result, self.task.given(row))
                 yield {"id": row.id, **row.fields, **result.record(self.task.n_best)}
                 row.update(digest)
                 now = time.monotonic()

@@ -33,6 +33,12 @@ class JobOptions:
         messages: for generate: JSONL column with a list of messages with role and content each,
             which the bundle's chat template renders.
         prompt_ids: for generate: JSONL column with a list of token ids, read as they are.
+        source_language: language of the rows, by its name in the bundle's tokenizer, such as
+            eng_Latn. Default: the bundle's own.
+        target_language: language of the outputs, likewise.
+        source_language_column: column with the language of each row; where it is empty,
+            --source-language counts.
+        target_language_column: column with the language of each output, likewise.
         suppress: text that no output holds, at the beginning of a word or within one; a number is a
             token id, unless it is quoted. Only the text's own tokens are forbidden.
         pooling: for embed: mean over all tokens, or the first one. Default: as the bundle does,
@@ -65,6 +71,10 @@ class JobOptions:
     system: str | None = None
     messages: str | None = None
     prompt_ids: str | None = None
+    source_language: str | None = None
+    target_language: str | None = None
+    source_language_column: str | None = None
+    target_language_column: str | None = None
     suppress: tuple[str, ...] = ()
     pooling: Literal["mean", "first"] | None = None
     normalise: bool = False
@@ -106,6 +116,7 @@ class JobOptions:
         if self.task == "score" and self.canary is not None:
             raise UsageError("task score has no canary; leave it out")
         self._check_prompts()
+        self._check_languages()
         require(self.chunk_rows >= 1, "chunk_rows", "at least 1", self.chunk_rows)
         require((self.max_errors or 0) >= 0, "max_errors", "at least 0", self.max_errors)
         if self.partition is not None:
@@ -147,6 +158,30 @@ class JobOptions:
                 f"long_rows={self.long_rows} and {names[0]} exclude each other, since a chat ends "
                 "with the turn to be answered; choose long_rows=error"
             )
+
+    def _check_languages(self) -> None:
+        """Raises UsageError for languages of rows that have none."""
+        kinds = ("source_language", "target_language")
+        names = [*kinds, *(f"{kind}_column" for kind in kinds)]
+        for name in names:
+            if getattr(self, name) is None:
+                continue
+            option = name.replace("_", "-")
+            if self.task not in ("generate", "score"):
+                raise UsageError(f"{option} has no effect on task {self.task}; leave it out")
+            if self.prompt is not None:
+                raise UsageError(
+                    f"{option} has no effect on chats and token ids, only on plain texts; leave it "
+                    "out"
+                )
+
+
+def token_or_text(value: str) -> int | str:
+    """Returns the token id that a number is; of other text what is inside of its quotes, if any."""
+    if value.isdecimal() and value.isascii():
+        return int(value[:12])  # more digits are no id either
+    quoted = len(value) > 2 and value[0] == value[-1] == '"'
+    return value[1:-1] if quoted else value
 
 
 def fraction(text: str) -> tuple[int, int]:

@@ -32,6 +32,7 @@ _BATCH_BYTES = 1 << 23
 _MOST_BATCH_ROWS = 1024
 
 Fields = dict[str, Any]
+Languages = tuple[str | None, str | None]
 
 
 class RowReader(ABC):
@@ -45,10 +46,12 @@ class RowReader(ABC):
         has_id: Whether rows have an id of their own.
         types: Arrow types of `columns` and `id` by name, for Parquet; else None.
         lists: Whether the column holds lists, whose JSON becomes the text.
+        languages: Columns with the languages of the text and of its answer, if there are any.
     """
 
     types: Any = None
     lists = False
+    languages: Languages = (None, None)
 
     def __init__(
         self, path: Path, format: InputFormat, names: Sequence[str], column: str | None
@@ -97,12 +100,16 @@ class RowReader(ABC):
         if not isinstance(text, str | RowError):
             found = as_text(text)[:80]
             text = RowError("no-text", f"expected text in the field {self._column}, found {found}")
+        languages: list[str | None] = []
+        for column in self.languages:
+            language = fields.get(column) if column is not None else None
+            languages.append(None if language is None else as_text(language) or None)
         id = fields.pop("id", None)
         if id is None:
             id = number
         elif isinstance(id, bool) or not isinstance(id, int | str):
             id = as_text(id)
-        return InputRow(number, id, text, fields, raw)
+        return InputRow(number, id, text, fields, raw, languages=(languages[0], languages[1]))
 
 
 def open_reader(
@@ -111,6 +118,7 @@ def open_reader(
     format: InputFormat | None = None,
     column: str | None = None,
     lists: bool = False,
+    languages: Languages = (None, None),
 ) -> RowReader:
     """Opens a file of rows and reads its header.
 
@@ -120,6 +128,7 @@ def open_reader(
         column: The field that holds the text; by default `text` or `source`, or the only one
             besides `id`.
         lists: The column holds lists, of messages or of token ids; JSONL alone has them.
+        languages: Columns with the languages of the text and of its answer.
 
     Raises:
         InputError: The file cannot be read, lacks the column, or has two of one name.
@@ -132,19 +141,26 @@ def open_reader(
             f"{path} is read as {format}, and messages and prompt-ids name a column of JSONL; give "
             "a .jsonl file, or add --format-in jsonl"
         )
+    reader: RowReader
     if format == "text":
-        if column is not None:
-            raise UsageError(f"{path} is read as text, which has no column {column}; leave it out")
-        return _TextReader(path, format, None)
-    if format == "parquet":
+        for named in filter(None, (column, *languages)):
+            raise UsageError(f"{path} is read as text, which has no column {named}; leave it out")
+        reader = _TextReader(path, format, None)
+    elif format == "parquet":
         if str(path) == "-":
             raise UsageError("Parquet cannot be read from standard input; name a file")
         if compression:
             raise UsageError(f"{path}: Parquet is compressed inside; unpack it first")
-        return _ParquetReader(path, column)
-    kinds = {"tsv": _TsvReader, "csv": _CsvReader, "jsonl": _JsonlReader}
-    reader = kinds[format](path, format, column)
-    reader.lists = lists
+        reader = _ParquetReader(path, column)
+    else:
+        kinds = {"tsv": _TsvReader, "csv": _CsvReader, "jsonl": _JsonlReader}
+        reader = kinds[format](path, format, column)
+    for named in filter(None, languages):
+        # In JSONL a field may be missing in one row and present in the next.
+        if format != "jsonl" and named not in reader.columns:
+            others = ", ".join(reader.columns) or "none besides the text"
+            raise InputError(f"{path}: there is no column {named} for languages; it has {others}")
+    reader.lists, reader.languages = lists, languages
     return reader
 
 

@@ -21,6 +21,7 @@ class InputRow:
         fields: All other fields, in order, which the output repeats.
         raw: Bytes that the row was read from, or that distinguish it from any other row.
         target: Target text of a pair, or why it has none; None where rows are not pairs.
+        languages: Languages of the text and of its answer; None is the job's.
     """
 
     number: int
@@ -29,6 +30,7 @@ class InputRow:
     fields: Mapping[str, Any] = field(default_factory=dict)
     raw: bytes = b""
     target: str | RowError | None = None
+    languages: tuple[str | None, str | None] = (None, None)
 
     def update(self, digest: hashlib._Hash) -> None:
         """Adds the row's bytes to a hash of rows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from transferry.runtime.decoding.options import GenerationOptions
@@ -12,12 +13,12 @@ from transferry.runtime.engine.classify import classify, head_of, rank, tag
 from transferry.runtime.engine.embed import default_long_rows, embed, embedding_width
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.fill_mask import fill_masks
-from transferry.runtime.engine.preprocess import LongRows
+from transferry.runtime.engine.preprocess import InLanguages, LongRows
 from transferry.runtime.engine.prompts import Prompt
 from transferry.runtime.engine.result import RowResult
 from transferry.runtime.engine.score import ScoreResult, score
 from transferry.runtime.errors import UsageError
-from transferry.runtime.jobs.options import JobOptions, TaskName
+from transferry.runtime.jobs.options import JobOptions, TaskName, token_or_text
 from transferry.runtime.jobs.rows import InputRow
 from transferry.runtime.jobs.summary import Tally
 
@@ -33,13 +34,12 @@ class Task:
     """A task with its options, ready to run on any engine of the same bundle.
 
     Attributes:
-        run: Yields the result of each row text, in order; takes an engine, the texts (for score
-            pairs of source and target, with a column of second texts pairs of them) and the number
-            of the first row.
+        run: Yields the result of each row, in order; takes an engine, what `given` returns for the
+            rows, and the number of the first row.
         settings: Options of the task that decide its results.
         generation: How to generate; None for tasks that do not.
         width: Length of the vectors of embed; else 0.
-        source: What the text of a row is to the engine: itself, or a prompt.
+        given: What a row is to the engine: its text, a prompt, or a pair of texts.
         long_rows: What becomes of a row that is too long.
     """
 
@@ -47,7 +47,7 @@ class Task:
     settings: dict[str, Any]
     generation: GenerationOptions | None = None
     width: int = 0
-    source: Callable[[str], str | Prompt] = str
+    given: Callable[[InputRow], Any] = attrgetter("text")
     long_rows: LongRows = "error"
 
     @property
@@ -65,6 +65,13 @@ class Task:
         """
         long_rows = options.long_rows or "error"
         chosen: dict[str, Any]
+        spoken: dict[str, Any] = {}
+        for name in ("source_language", "target_language"):
+            spoken |= {key: getattr(options, key) for key in (name, f"{name}_column")}
+            if (language := getattr(options, name)) is not None:
+                engine.bundle.tokenizer.special.language(language)
+            elif (column := getattr(options, f"{name}_column")) is not None:
+                engine.bundle.tokenizer.special.require_languages(f"the column {column}")
         if options.task == "generate":
             prefix = tuple(engine.bundle.tokenizer.encode_target(options.prefix))
             chosen = {**options.generation, "prefix": prefix}
@@ -72,22 +79,17 @@ class Task:
                 chosen["suppress"] = tuple(map(token_or_text, options.suppress))
             generation = engine.options(**chosen)
             engine.require_covered(generation)
-            kind, source = options.prompt_kind, cls.source
-            if kind is not None:
-                source = partial(Prompt, kind=kind, system=options.system)
+            kind = options.prompt_kind
             if kind in ("turn", "messages"):
                 engine.bundle.tokenizer.require_chat()
             prompts = ("chat", "system", "messages", "prompt_ids")
             return cls(
                 lambda engine, texts, first: engine.generate(
-                    (source(text) if isinstance(text, str) else text for text in texts),
-                    generation,
-                    first_row=first,
-                    long_rows=long_rows,
+                    texts, generation, first_row=first, long_rows=long_rows
                 ),
-                asdict(generation) | {name: getattr(options, name) for name in prompts},
+                asdict(generation) | {name: getattr(options, name) for name in prompts} | spoken,
                 generation,
-                source=source,
+                given=partial(_source, options),
                 long_rows=long_rows,
             )
         if options.task == "score":
@@ -97,7 +99,8 @@ class Task:
                 raise UsageError(f"{engine.bundle.folder} is {architecture} and {need}")
             return cls(
                 lambda engine, pairs, first: score(engine, pairs, long_rows=long_rows),
-                {},
+                spoken,
+                given=lambda row: (_source(options, row), row.target),
                 long_rows=long_rows,
             )
         _ = engine.encoder  # refuses other architectures before anything is opened
@@ -108,6 +111,7 @@ class Task:
             return cls(
                 lambda engine, rows, first: of_head(engine, rows, long_rows=long_rows),
                 {"pair": options.pair},
+                given=attrgetter("text") if options.pair is None else attrgetter("text", "target"),
                 long_rows=long_rows,
             )
         compute: Callable[..., Iterator[RowResult]] = fill_masks
@@ -126,12 +130,15 @@ class Task:
         )
 
 
-def token_or_text(value: str) -> int | str:
-    """Returns the token id that a number is; of other text what is inside of its quotes, if any."""
-    if value.isdecimal() and value.isascii():
-        return int(value[:12])  # more digits are no id either
-    quoted = len(value) > 2 and value[0] == value[-1] == '"'
-    return value[1:-1] if quoted else value
+def _source(options: JobOptions, row: InputRow) -> Any:
+    """Returns what the text of a row is to the engine."""
+    if not isinstance(row.text, str):
+        return row.text
+    if options.prompt_kind is not None:
+        return Prompt(row.text, options.prompt_kind, options.system)
+    source, target = row.languages
+    source, target = source or options.source_language, target or options.target_language
+    return row.text if source is target is None else InLanguages(row.text, source, target)
 
 
 def tally_of(row: InputRow, result: RowResult, seconds: float) -> Tally:

@@ -401,12 +401,9 @@ def standing(
             return Standing("verified", certificate)
         elsewhere.append(Standing("elsewhere", certificate, "; ".join(differences)))
     if elsewhere:
-        return min(elsewhere, key=_weaker)
+        # Those against the run first.
+        return min(elsewhere, key=lambda one: getattr(one.certificate, "strength", "") != "run")
     return Standing("none", None, "; ".join(reasons) or f"nothing was verified for {cell}")
-
-
-def _weaker(found: Standing) -> bool:
-    return found.certificate is None or found.certificate.strength != "run"
 
 
 def fastest(bundle: Bundle, options: SessionOptions, trusted: PublicKey | None = None) -> Variant:
@@ -465,18 +462,19 @@ def require_search(certificate: Certificate, options: GenerationOptions) -> None
     """Raises ParityError unless a search like this was verified."""
     if not certificate.covers(options):
         default, kind = _kind(GenerationOptions()), _kind(options)
-        said = ", ".join(
-            f"{name} {value}" for name, value in kind.items() if value != default[name]
-        )
+        said = [f"{name} {value}" for name, value in kind.items() if value != default[name]]
         raise ParityError(
-            f"the certificate of {certificate.date} covers no search with {said or 'these options'}"
-            f", n_best {options.n_best}. Give verify --certify the options of the search too, or "
-            "choose one that it covers, such as greedy search or --beam 4"
+            f"the certificate of {certificate.date} covers no search with "
+            f"{', '.join(said) or 'these options'}, n_best {options.n_best}. Give verify --certify "
+            "the options of the search too, or choose one that it covers, such as greedy search or "
+            "--beam 4"
         )
 
 
 def _kind(options: GenerationOptions) -> dict[str, Any]:
     fields = {name: value for name, value in asdict(options).items() if name not in SAME_SEARCH}
+    # Which token is forced decides no kernel, such as that of a language.
+    fields["forced_begin"] = options.forced_begin is not None
     return {**fields, "prefix": bool(options.prefix)}
 
 

@@ -3,7 +3,7 @@
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -13,6 +13,7 @@ import msgspec
 from transferry.runtime.documents import parse_document
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import atomic_file, read_bytes
+from transferry.runtime.settings import shown
 from transferry.runtime.tokenizer.chat import (
     TEMPLATE_FILE,
     ChatTemplate,
@@ -38,6 +39,10 @@ class SpecialTokens:
         after: Ids after every input text.
         more_ends: Further ids that end an output; a model may know them as text.
         between: Ids between the two texts of a pair; empty if pairs are not joined.
+        languages: Id of each language by name, such as "eng_Latn"; one of `before` or `after` is
+            that of the source, unless another is named.
+        begins_with_language: Whether the language of an output is its `bos_id`, as in mBART, and
+            not its first token.
     """
 
     pad_id: int = 0
@@ -48,6 +53,8 @@ class SpecialTokens:
     after: tuple[int, ...] = (2,)
     more_ends: tuple[int, ...] = ()
     between: tuple[int, ...] = ()
+    languages: Mapping[str, int] = field(default_factory=dict)
+    begins_with_language: bool = False
 
     def __post_init__(self) -> None:
         for token_id in (*self.ids(), *self.ends):
@@ -63,10 +70,40 @@ class SpecialTokens:
         """Adds the ids before and after a text."""
         return [*self.before, *ids, *self.after]
 
+    def language(self, name: str) -> int:
+        """Returns the id of a language.
+
+        Raises:
+            UsageError: There is no such language, or none at all.
+        """
+        self.require_languages(f"language {shown(name)}")
+        if name not in self.languages:
+            raise UsageError(
+                f"there is no language {shown(name)}; the bundle's tokenizer has "
+                f"{', '.join(self.languages)}"
+            )
+        return self.languages[name]
+
+    def require_languages(self, reason: str) -> None:
+        """Raises UsageError if there are no languages to choose from."""
+        if not self.languages:
+            raise UsageError(
+                f"the bundle's tokenizer has no languages, so {reason} has no effect; leave it out"
+            )
+
+    def of_source(self, language: int) -> Self:
+        """Returns the same with another language around a source."""
+        own = set(self.languages.values())
+        before, after = (
+            tuple(language if token in own else token for token in ids)
+            for ids in (self.before, self.after)
+        )
+        return replace(self, before=before, after=after)
+
     def ids(self) -> set[int]:
         """All special ids; those of `more_ends` may have text."""
         around = (*self.before, *self.between, *self.after)
-        named = {self.pad_id, self.bos_id, self.eos_id, *around}
+        named = {self.pad_id, self.bos_id, self.eos_id, *around, *self.languages.values()}
         return named if self.mask_id is None else named | {self.mask_id}
 
 
@@ -95,6 +132,11 @@ class AnyTokenizer(ABC):
     vocabulary_size: int
     longest_token: int | None
     chat: ChatTemplate | None = None
+
+    @property
+    def source_size(self) -> int:
+        """Number of ids of what the model reads, which a table of its own may give others."""
+        return self.vocabulary_size
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -253,10 +295,8 @@ def _special_of(settings: Mapping[str, Any]) -> SpecialTokens:
         name: tuple(value) if isinstance(value, list) else value
         for name, value in settings["special"].items()
     }
-    needed = {field.name for field in fields(SpecialTokens)} - {
-        "more_ends",
-        "between",
-    }  # since added
+    added_since = {"more_ends", "between", "languages", "begins_with_language"}
+    needed = {field.name for field in fields(SpecialTokens)} - added_since
     if lacking := needed - special.keys():
         raise InputError(f"expected the special tokens' {min(lacking)}, found none")
     return SpecialTokens(**special)

@@ -7,7 +7,8 @@ imported when a tokenizer is opened.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, ClassVar, Self
 
@@ -53,7 +54,8 @@ class ThirdPartyTokenizer(AnyTokenizer):
         self.special = special
         self.vocabulary_size = vocabulary_size
         try:
-            largest = max(self._open(), *special.ids(), *special.ends)
+            with panics_as_errors():
+                largest = max(self._open(), *special.ids(), *special.ends)
         except ModuleNotFoundError as error:
             raise UsageError(
                 f"the tokenizer needs {self.library}, which is not installed; "
@@ -122,6 +124,8 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         import tokenizers
 
         (content,) = self.files.values()
+        if (largest := largest_id(content)) >= self.vocabulary_size:
+            return largest  # before the library makes a list of as many
         self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
         self._chat_tokenizers: dict[str, tuple[Any, dict[int, int]]] = {}
         self._tokenizer.encode_special_tokens = True
@@ -238,51 +242,115 @@ class SentencePiecePair(ThirdPartyTokenizer):
     """
 
     kind = "sentencepiece-pair"
-    names = ("source.spm", "target.spm", "vocab.json")
+    names: ClassVar[tuple[str, ...]] = ("source.spm", "target.spm", "vocab.json")
     library = "sentencepiece"
     unknown = "<unk>"
 
     def _open(self) -> int:
-        source, target, vocabulary = self.files.values()
+        source, target, *contents = self.files.values()
         self._source, self._target = _sentencepiece(source), _sentencepiece(target)
-        self._ids = msgspec.convert(decode(vocabulary), dict[str, int])
-        self._pieces = {token: piece for piece, token in self._ids.items()}
+        tables = [msgspec.convert(decode(content), dict[str, int]) for content in contents]
+        self._ids, self._target_ids = tables[0], tables[-1]
+        self._pieces = {token: piece for piece, token in self._target_ids.items()}
+        for name, table in zip(self.names[2:], tables, strict=True):
+            if self.unknown not in table:
+                raise ValueError(f"{name} has no {self.unknown}")
         # SentencePiece passes unknown text through: "</s>" may come out as one piece.
-        special = self.special.ids()
+        named = {self._pieces.get(token) for token in self._special()}
+        around = {*self.special.before, *self.special.after}
+        self._textual, self._target_textual = (
+            {
+                piece: token
+                for piece, token in table.items()
+                if piece not in named and not (piece.startswith(">>") and piece.endswith("<<"))
+            }
+            for table in (self._ids, self._target_ids)
+        )
         self._textual = {
-            piece: token
-            for piece, token in self._ids.items()
-            if token not in special and not (piece.startswith(">>") and piece.endswith("<<"))
+            piece: token for piece, token in self._textual.items() if token not in around
         }
-        if self.unknown not in self._ids:
-            raise ValueError(f"vocab.json has no {self.unknown}")
-        return max(map(int, self._ids.values()))
+        return max(map(int, self._target_ids.values()))
+
+    def _special(self) -> set[int]:
+        """Returns the special ids of a target."""
+        return self.special.ids()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a source; pieces missing from the table become the unknown token."""
         end = text.find("<<") + 2
         if text.startswith(">>") and text[:end] in self._ids:
-            return [self._ids[text[:end]], *self._pieces_of(self._source, text[end:])]
-        return self._pieces_of(self._source, text)
+            return [self._ids[text[:end]], *self._source_ids(text[end:])]
+        return self._source_ids(text)
+
+    def _source_ids(self, text: str) -> list[int]:
+        unknown = self._ids[self.unknown]
+        pieces = self._source.encode(text, out_type=str)
+        return [self._textual.get(piece, unknown) for piece in pieces]
 
     def encode_target(self, text: str) -> list[int]:
         """Token ids of a target, split by the model of the target language."""
-        return self._pieces_of(self._target, text)
-
-    def _pieces_of(self, model: Any, text: str) -> list[int]:
-        unknown = self._ids[self.unknown]
-        return [self._textual.get(piece, unknown) for piece in model.encode(text, out_type=str)]
+        unknown = self._target_ids[self.unknown]
+        pieces = self._target.encode(text, out_type=str)
+        return [self._target_textual.get(piece, unknown) for piece in pieces]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of a target's token ids; special and unknown ones are skipped."""
-        unknown = self._ids[self.unknown]
+        skipped = {*self._special(), self._target_ids[self.unknown]}
         pieces = [
-            self._pieces[token]
-            for token in self._text_ids(ids)
-            if token in self._pieces and token != unknown
+            self._pieces[token] for token in ids if token in self._pieces and token not in skipped
         ]
         text: str = self._target.decode_pieces(pieces)
         return text.replace(BLANK, " ").strip()
+
+
+class SentencePieceTables(SentencePiecePair):
+    """MarianMT's tokenizer with a table of ids for each side (`separate_vocabs`).
+
+    The tokens around a source are of its table, all other special tokens of the target's.
+    """
+
+    kind = "sentencepiece-tables"
+    names = ("source.spm", "target.spm", "vocab.json", "target_vocab.json")
+
+    def _special(self) -> set[int]:
+        special = self.special
+        return {special.pad_id, special.bos_id, *special.ends}
+
+    @property
+    def source_size(self) -> int:
+        """Number of ids of sources."""
+        return 1 + max(map(int, self._ids.values()))
+
+
+class _Model(msgspec.Struct):
+    vocab: msgspec.Raw = msgspec.Raw(b"[]")
+
+
+class _File(msgspec.Struct):
+    model: _Model
+
+
+def largest_id(content: bytes) -> int:
+    """Returns the largest id that the table of a Hugging Face tokenizer.json names, 0 without one.
+
+    Raises:
+        ValueError: It is no such file.
+    """
+    table = msgspec.json.decode(content, type=_File).model.vocab
+    if not bytes(table).startswith(b"{"):
+        return 0  # a list, in the order of the ids
+    return max(msgspec.json.decode(table, type=dict[str, int]).values(), default=0)
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Turns a panic of a library in Rust, which is no Exception, into a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the library fails on it: {error}") from error
 
 
 def _sentencepiece(content: bytes) -> Any:
@@ -295,5 +363,8 @@ def _sentencepiece(content: bytes) -> Any:
 
 KINDS: Mapping[str, type[ThirdPartyTokenizer]] = {
     tokenizer.kind: tokenizer
-    for tokenizer in (HuggingFaceTokenizer, SentencePieceTokenizer, SentencePiecePair)
+    for tokenizer in (
+        *(HuggingFaceTokenizer, SentencePieceTokenizer),
+        *(SentencePiecePair, SentencePieceTables),
+    )
 }

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.build_model.test_model_types import exact
 from tests.commands import call, done
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.config import ModelConfig
@@ -253,6 +254,16 @@ def save(kind: str, folder: Path, model: Any = None) -> Any:
     return model
 
 
+def float64(kind: type[Any], folder: Path) -> Any:
+    """A model of transformers in float64, its tables too."""
+    read = kind.from_pretrained(folder).double()
+    with exact():
+        made = kind(read.config)
+    made.load_state_dict(read.state_dict())
+    made.generation_config = getattr(read, "generation_config", None)
+    return made.double().eval()
+
+
 class Made:
     """A checkpoint, its model, and the run that was made of it."""
 
@@ -264,7 +275,7 @@ class Made:
 
     def theirs(self) -> Any:
         """The model as transformers reads it, in float64."""
-        return type(self.model).from_pretrained(self.folder, dtype=torch.float64).eval()
+        return float64(type(self.model), self.folder)
 
     def ours(self) -> Transformer:
         return load_checkpoint(self.run).model.double()
@@ -300,30 +311,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Makes:
     return make
 
 
-@pytest.fixture
-def exact_llama(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets transformers compute Llama's norms and angles in the type of the model.
-
-    It computes both in float32, whatever the type of the rest, so that float64 numbers would agree
-    to seven digits only. The formulas are the same.
-    """
-    llama = transformers.models.llama.modeling_llama
-
-    def norm(self: Any, x: Tensor) -> Tensor:
-        variance = x.pow(2).mean(-1, keepdim=True)
-        return self.weight * (x * torch.rsqrt(variance + self.variance_epsilon))  # type: ignore[no-any-return]
-
-    def angles(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        width, base = self.config.head_dim, self.config.rope_parameters["rope_theta"]
-        rates = 1.0 / base ** (torch.arange(0, width, 2, dtype=x.dtype) / width)
-        half = position_ids[..., None].to(x.dtype) * rates
-        whole = torch.cat([half, half], dim=-1)
-        return whole.cos(), whole.sin()
-
-    monkeypatch.setattr(llama.LlamaRMSNorm, "forward", norm)
-    monkeypatch.setattr(llama.LlamaRotaryEmbedding, "forward", angles)
-
-
 def require_equal(ours: Tensor, theirs: Tensor) -> None:
     """To 1e-9 of the largest, in float64."""
     assert ours.dtype == theirs.dtype == torch.float64
@@ -342,21 +329,25 @@ def require_same_logits(ours: Transformer, theirs: Any) -> None:
     source = torch.randint(size, (3, 11), generator=generator)
     target = torch.randint(size, (3, 9), generator=generator)
     mask = torch.arange(11) < torch.tensor([11, 6, 1])[:, None]
+
+    def read(*inputs: Tensor, **options: Any) -> Any:
+        with exact():
+            return theirs(*inputs, **options)
+
     if architecture == "decoder-only":
         nothing = source[:, :0]
-        require_equal(ours(nothing, nothing.bool(), source), theirs(source).logits)
+        require_equal(ours(nothing, nothing.bool(), source), read(source).logits)
         return
     if architecture == "encoder-only":
-        found = theirs(source, attention_mask=mask.long(), output_hidden_states=True)
+        found = read(source, attention_mask=mask.long(), output_hidden_states=True)
         require_equal(ours.encode(source, mask)[mask], found.hidden_states[-1][mask])
         scores = found.prediction_logits if "prediction_logits" in found else found.logits
         require_equal(ours(source, mask, source)[mask], scores[mask])
         return
-    found = theirs(source, attention_mask=mask.long(), decoder_input_ids=target)
+    found = read(source, attention_mask=mask.long(), decoder_input_ids=target)
     require_equal(ours(source, mask, target), found.logits)
 
 
-@pytest.mark.usefixtures("exact_llama")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_logits_are_theirs(kind: str, made: Makes) -> None:
     require_same_logits(made(kind).ours(), made(kind).theirs())
@@ -386,13 +377,12 @@ VARIATIONS = {
 }
 
 
-@pytest.mark.usefixtures("exact_llama")
 @pytest.mark.parametrize("name", VARIATIONS)
 def test_the_logits_of_variations_are_theirs(name: str, tmp_path: Path) -> None:
     kind, make = VARIATIONS[name]
     model = save(kind, tmp_path / "theirs", make)
     import_checkpoint(tmp_path / "theirs", tmp_path / "run")
-    theirs = type(model).from_pretrained(tmp_path / "theirs", dtype=torch.float64).eval()
+    theirs = float64(type(model), tmp_path / "theirs")
     require_same_logits(load_checkpoint(tmp_path / "run").model.double(), theirs)
 
 
@@ -410,14 +400,15 @@ def generate(model: Any, sources: Sequence[Sequence[int]], **options: Any) -> li
     return answers
 
 
-@pytest.mark.usefixtures("exact_llama")
 @pytest.mark.parametrize("beam", [1, 4])
 @pytest.mark.parametrize("kind", ["marian", "gpt2", "llama"])
 def test_greedy_and_beam_search_give_their_tokens(kind: str, beam: int, made: Makes) -> None:
     run, sources = load_checkpoint(made(kind).run), made(kind).sources()
     assert len(set(map(len, sources))) > 1
     early = {"early_stopping": True} if beam > 1 else {}
-    wanted = generate(made(kind).theirs(), sources, num_beams=beam, max_new_tokens=14, **early)
+    theirs = made(kind).theirs()
+    with exact():
+        wanted = generate(theirs, sources, num_beams=beam, max_new_tokens=14, **early)
     suppress = tuple(run.generation.get("suppress", ()))
     options = GenerationOptions(beam=beam, max_length=14, suppress=suppress)
     found = search(TorchDecoder.oracle(run.model), sources, options, run.tokenizer.special)
@@ -813,7 +804,6 @@ def test_rotary_settings_are_refused_by_name(
         ("gpt2", "tokenizer_config.json", "tokenizer_class", "T5Tokenizer"),
         ("gpt2", "tokenizer_config.json", "auto_map", ["a.B", None]),
         ("llama", "tokenizer_config.json", "fix_mistral_regex", True),
-        ("marian", "tokenizer_config.json", "separate_vocabs", True),
     ],
 )
 def test_a_setting_of_another_file_is_refused_by_name(

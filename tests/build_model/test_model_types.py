@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from transferry.build_model.huggingface.families import FAMILIES
@@ -26,6 +27,7 @@ from transferry.build_model.transformer import Transformer
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search
+from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
@@ -376,16 +378,28 @@ def randomise(model: Any) -> None:
 class Drawn:
     """A checkpoint of a drawn configuration, transformers' model in float64, and ours."""
 
-    def __init__(self, kind: str, seed: int, folder: Path, vocabulary: int = VOCABULARY) -> None:
+    def __init__(
+        self,
+        kind: str,
+        seed: int,
+        folder: Path,
+        vocabulary: int = VOCABULARY,
+        depth: int = 3,
+        **changes: Any,
+    ) -> None:
         name, settings = TYPES[kind]
         chosen = settings(Draw(f"{kind} {seed}"))
+        for key, value in chosen.items():
+            if key.endswith(("layers", "n_layer")) and type(value) is int:
+                chosen[key] = min(value, depth)
+            if key in ("layer_types", "no_rope_layers") and value is not None:
+                chosen[key] = value[:depth]
         positions = {} if kind == "gpt2" else {"max_position_embeddings": LONGEST}
         ends = {"pad_token_id": 0, "bos_token_id": 3, "eos_token_id": 2}
         if kind in AFTER_PADDING:
             ends |= {"pad_token_id": 1}
-        self.config = getattr(transformers, name).config_class(
-            vocab_size=vocabulary, **positions, **ends, **chosen
-        )
+        everything = {"vocab_size": vocabulary} | positions | ends | chosen | changes
+        self.config = getattr(transformers, name).config_class(**everything)
         torch.manual_seed(seed)
         made = getattr(transformers, name)(self.config).eval()
         randomise(made)
@@ -408,11 +422,11 @@ class Drawn:
                 self.theirs.get_submodule(name.rpartition(".")[0]).weights = buffer.double()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", TYPES)
-@torch.inference_mode()
-def test_logits_and_tokens_are_theirs(kind: str, seed: int, tmp_path: Path) -> None:
-    drawn = Drawn(kind, seed, tmp_path)
+def test_every_type_has_a_case() -> None:
+    assert set(TYPES) == set(FAMILIES)
+
+
+def require_same_logits(drawn: Drawn) -> None:
     rows = torch.randint(3, drawn.shape.source_vocabulary, (3, 13))
     target = torch.randint(3, drawn.shape.vocabulary_size, (3, 9))
     mask = torch.arange(13) < torch.tensor([13, 6, 1])[:, None]
@@ -430,7 +444,16 @@ def test_logits_and_tokens_are_theirs(kind: str, seed: int, tmp_path: Path) -> N
         wanted, found = wanted[mask], found[mask]
     assert wanted.abs().max() > 0.1
     assert (found - wanted).abs().max() <= 1e-9 * wanted.abs().max(), drawn.shape
-    if architecture == "encoder-only":
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", TYPES)
+@torch.inference_mode()
+def test_logits_and_tokens_are_theirs(kind: str, seed: int, tmp_path: Path) -> None:
+    drawn = Drawn(kind, seed, tmp_path)
+    require_same_logits(drawn)
+    both = drawn.shape.architecture == "encoder-decoder"
+    if drawn.shape.architecture == "encoder-only":
         return
 
     prompts = [[3, 5, 7], [9], [3, 4, 5, 6, 7, 8, 9, 10, 11]]
@@ -453,6 +476,64 @@ def test_logits_and_tokens_are_theirs(kind: str, seed: int, tmp_path: Path) -> N
         options = GenerationOptions(beam=beam, max_length=12)
         answers = search(TorchDecoder.oracle(drawn.ours), prompts, options, special)
         assert [list(row[0].tokens) for row in answers] == expected
+
+
+# Keys that other parts of a folder must follow, or that cannot be saved.
+NOT_DRAWN = (
+    *("vocab_size", "decoder_vocab_size", "pad_token_id", "max_position_embeddings"),
+    "output_attentions",
+)
+# What transformers raises for a value that it does not support.
+ILLEGAL = (
+    *(ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError),
+    StrictDataclassError,
+)
+
+
+def other_values(key: str, value: Any) -> list[Any]:
+    """Values of the same type, some of which may be illegal."""
+    if type(value) is bool:
+        return [not value]
+    if type(value) is int:
+        return [value + 1, 2 * value, value // 2]
+    if type(value) is float:
+        return [value / 2, value + 0.25]
+    if type(value) is str and "act" in key:
+        return [other for other in ("relu", "gelu", "silu", "tanh") if other != value]
+    return []
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", TYPES)
+@torch.inference_mode()
+def test_a_changed_key_is_carried_told_or_refused(kind: str, seed: int, tmp_path: Path) -> None:
+    name, _ = TYPES[kind]
+    drawn = Drawn(kind, seed, tmp_path / "before")
+    settings = {
+        key: values
+        for key, value in drawn.config.to_dict().items()
+        if key not in NOT_DRAWN and (values := other_values(key, value))
+    }
+    draw = Draw(f"changed {kind} {seed}")
+    for key in draw.sample(sorted(settings), 6):
+        change = {key: draw.choice(settings[key])}
+        with contextlib.suppress(*ILLEGAL):
+            config = type(drawn.config)(**drawn.config.to_dict() | change)
+            torch.manual_seed(0)
+            made = getattr(transformers, name)(config).eval()
+            fed = {"decoder_input_ids": torch.tensor([[5, 6]])} if config.is_encoder_decoder else {}
+            made(torch.tensor([[4, 5, 7]]), **fed)
+            break
+    else:
+        pytest.fail("no legal change was drawn")
+    try:
+        changed = Drawn(kind, seed, tmp_path / "after", **change)
+    except InputError as error:
+        # By the key, or by the tensors that the change brought into the file.
+        assert key in str(error) or "tensor" in str(error), change
+        return
+    if key not in changed.unread:
+        require_same_logits(changed)
 
 
 def byte_level_tokenizer(folder: Path, begin: str, end: str) -> Any:

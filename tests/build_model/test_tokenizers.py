@@ -314,6 +314,45 @@ def test_what_a_tokenizer_cannot_follow_is_refused(
         imported(tmp_path, "gpt2", size + 20)
 
 
+def template_without_its_token(record: dict[str, Any]) -> None:
+    record["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A"}}],
+        "pair": [],
+        "special_tokens": {},
+    }
+    record["post_processor"]["single"][1]["Sequence"]["type_id"] = 0
+
+
+def enormous_id(record: dict[str, Any]) -> None:
+    record["model"]["vocab"]["a"] = 1 << 31
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            template_without_its_token,
+            r"the library fails on it: no entry found for key",
+        ),
+        (enormous_id, r"found something else \(the id 2147483648\)"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
+def test_what_makes_the_library_fail_is_refused(
+    kind: str, change: Any, message: str, tmp_path: Path
+) -> None:
+    vocabulary, merges = pieces() if kind == "mistral" else byte_level()
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
+    record = json.loads(made.to_str())
+    change(record)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(record))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "eos_token_id": 1}))
+    with pytest.raises(InputError, match=message):
+        imported(tmp_path, kind, 500)
+
+
 @pytest.mark.parametrize("strip", [None, True, False])
 @pytest.mark.parametrize("lower", [None, True, False])
 @pytest.mark.parametrize("name", ["BertTokenizer", "PreTrainedTokenizerFast"])

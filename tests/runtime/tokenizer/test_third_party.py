@@ -17,6 +17,7 @@ from transferry.runtime.tokenizer.third_party import (
     KINDS,
     HuggingFaceTokenizer,
     SentencePiecePair,
+    SentencePieceTables,
     SentencePieceTokenizer,
     ThirdPartyTokenizer,
 )
@@ -74,16 +75,47 @@ def pair(size: int = 90) -> ThirdPartyTokenizer:
     return SentencePiecePair(files, SPECIAL, size)
 
 
+def tables(size: int = 90, special: SpecialTokens = SPECIAL) -> ThirdPartyTokenizer:
+    files = dict(pair().files)
+    ids = json.loads(files["vocab.json"])
+    order = [*list(ids)[:4], *reversed(list(ids)[4:])]
+    source = {piece: number for number, piece in enumerate(order)}
+    source |= {"</s>": special.after[0], order[special.after[0]]: 2}
+    files |= {"vocab.json": json.dumps(source).encode(), "target_vocab.json": files["vocab.json"]}
+    return SentencePieceTables(files, special, size)
+
+
 MAKE: dict[str, Callable[..., ThirdPartyTokenizer]] = {
     "tokenizers": hugging_face,
     "sentencepiece": single,
     "sentencepiece-pair": pair,
+    "sentencepiece-tables": tables,
 }
 kinds = pytest.mark.parametrize("kind", list(KINDS))
 
 
 def test_every_kind_is_tested() -> None:
     assert MAKE.keys() == KINDS.keys()
+
+
+def test_an_enormous_id_is_refused_before_the_library_reads_it() -> None:
+    record = json.loads(word_pieces())
+    record["model"]["vocab"]["a"] = 1 << 31
+    files = {"huggingface.json": json.dumps(record).encode()}
+    with pytest.raises(InputError, match=r"expected ids below 9, .* found 2147483648"):
+        HuggingFaceTokenizer(files, SPECIAL, 9)
+
+
+def test_each_side_has_an_end_token_of_its_own() -> None:
+    # 9 ends a source, and is a token like any other in a target.
+    tokenizer = tables(special=SpecialTokens(0, 1, 2, after=(9,)))
+    assert isinstance(tokenizer, SentencePieceTables)
+    assert tokenizer.encode("hello") != tokenizer.encode_target("hello")
+    assert tokenizer.decode(tokenizer.encode_target("hallo welt")) == "hallo welt"
+    assert tokenizer.decode([9]) != ""
+    assert 9 not in tokenizer.encode("</s> hallo")
+    assert 2 not in tokenizer.encode_target("</s> hallo")
+    assert tokenizer.source_size == 1 + max(json.loads(tokenizer.files["vocab.json"]).values())
 
 
 @kinds

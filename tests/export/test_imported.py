@@ -1,0 +1,72 @@
+"""Every imported model that generates: from its folder to the engine's answers.
+
+A type goes through one variant and with one layer in `make test`, through both and with three with
+EXAMPLES=…, since tracing takes most of the time.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.build_model.test_huggingface import marian_vocabulary
+from tests.build_model.test_model_types import Drawn, byte_level_tokenizer, exact, transformers
+from transferry.build_model.checkpoint import load_checkpoint
+from transferry.build_model.huggingface import decoder_only, encoder_decoder
+from transferry.build_model.huggingface.importer import import_checkpoint
+from transferry.export import bundle as exporting
+from transferry.export.bundle import export_bundle
+from transferry.runtime.engine.engine import Engine
+
+THOROUGH = "EXAMPLES" in os.environ
+KINDS = [*encoder_decoder.FAMILIES, *decoder_only.FAMILIES]
+VARIANTS = ("cpu-fp32", "portable")
+CASES = [
+    (kind, variant)
+    for number, kind in enumerate(KINDS)
+    for variant in (VARIANTS if THOROUGH else [VARIANTS[number % 2]])
+]
+TEXTS = ["the cat sat on the mat", "Straße", "日本 über"]
+
+
+def write_tokenizer(kind: str, folder: Path) -> int:
+    """Writes a tokenizer with the ids of `Drawn`; returns the size of its vocabulary."""
+    folder.mkdir()
+    if kind != "marian":
+        end = "</s>" if kind in encoder_decoder.FAMILIES else ""
+        return len(byte_level_tokenizer(folder, "", end))
+    size = marian_vocabulary(folder)
+    pieces = list(json.loads((folder / "vocab.json").read_text()))
+    order = dict.fromkeys(["<pad>", pieces[2], "</s>", "<unk>", *pieces])
+    ids = {piece: number for number, piece in enumerate(order)}
+    (folder / "vocab.json").write_text(json.dumps(ids))
+    return size
+
+
+@pytest.mark.parametrize(("kind", "variant"), CASES)
+@torch.inference_mode()
+def test_the_engine_answers_as_generate_does(
+    kind: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, run = tmp_path / "theirs", tmp_path / "run"
+    drawn = Drawn(kind, 0, folder, write_tokenizer(kind, folder) + 3, 3 if THOROUGH else 1)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    import_checkpoint(folder, run)
+    monkeypatch.setattr(exporting, "PORTABLE", variant)  # no other is traced
+    monkeypatch.setattr("transferry.export.parity.effort.RECORDED_LENGTH", 4)
+    export_bundle(load_checkpoint(run), tmp_path / "bundle")
+    engine = Engine.load(tmp_path / "bundle")
+    assert list(engine.bundle.manifest.variants) == [variant]
+    for beam in (1, 3):
+        wanted = []
+        for text in TEXTS:
+            read = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+            with exact():
+                answer = drawn.theirs.generate(**read, num_beams=beam, max_new_tokens=12)[0]
+            prompt = 1 if kind in encoder_decoder.FAMILIES else read["input_ids"].shape[1]
+            answer = answer[prompt:].tolist()
+            wanted.append(answer[: answer.index(2)] if 2 in answer else answer)
+        rows = engine.generate(TEXTS, engine.options(beam=beam, max_length=12))
+        assert [list(row.hypotheses[0].tokens) for row in rows] == wanted
