@@ -27,7 +27,6 @@ from transferry.export.faults.self_test import self_test
 from transferry.export.optimise.calibration import Calibration
 from transferry.export.parity.cases import (
     random_sources,
-    single_tokens,
     source_of,
 )
 from transferry.export.parity.effort import ALL, Effort
@@ -125,9 +124,7 @@ def verify_against(
         search = {}  # what the bundle does by default is none of the standard searches
     text = _text_parity(checkpoint, oracle, texts, targets, batches, effort.longest)
     text = replace(text, given=search)
-    cases = list(effort.cases(config, text.sources, batches.rows))
-    if precision in INTEGERS:
-        cases += single_tokens(config)
+    cases = effort.cases(config, text.sources, batches.rows, precision in INTEGERS)
     total = len(cases) + text.rows(variant) + (RUNTIMES if cross_check else 0)
     oracle.done = _counter(total, done)
     comparisons = oracle.numbers(model, cases)

@@ -19,6 +19,7 @@ from transferry.export.parity.cases import (
     fitting,
     largest_batches,
     lengths,
+    single_tokens,
     sizes,
     vocabulary,
 )
@@ -53,6 +54,7 @@ class Effort:
         rows: Most rows of text.
         batch_rows: Most rows that are computed at once; None for those that are served.
         anew: Whether the graphs and the recorded answers of the bundle are made again.
+        most_cases: Most cases of random tokens; None for all.
     """
 
     positions: int | None = None
@@ -61,6 +63,7 @@ class Effort:
     rows: int = JUDGED_ROWS
     batch_rows: int | None = None
     anew: bool = True
+    most_cases: int | None = None
 
     @classmethod
     def at_export(cls, model: Transformer, batches: BatchOptions) -> Effort:
@@ -76,12 +79,29 @@ class Effort:
             _between(4, quarter / JUDGED_COST / longest, JUDGED_ROWS),
             _between(16, quarter / BATCH_COST, batches.rows),
             anew=False,
+            # Each reads every weight several times, however few its tokens are.
+            most_cases=max(8, int(quarter / 5)),
         )
 
     def cases(
+        self, config: ModelConfig, sources: Sequence[Sequence[int]], rows: int, singles: bool
+    ) -> list[Case]:
+        """Returns the cases of random tokens.
+
+        Args:
+            config: Shape of the model.
+            sources: The text; its longest source is the longest case.
+            rows: Rows of the largest batch.
+            singles: Whether the cases of single tokens are among them.
+        """
+        found = list(self._cases(config, sources, rows))
+        found += single_tokens(config) if singles else []
+        most = min(len(found), self.most_cases or len(found))
+        return [found[number * len(found) // most] for number in range(most)]
+
+    def _cases(
         self, config: ModelConfig, sources: Sequence[Sequence[int]], rows: int
     ) -> Iterator[Case]:
-        """Yields the cases of random tokens; the rows are those of the largest batch."""
         most = config.max_positions
         shorter = replace(config, max_positions=min(most, self.positions or most))
         yield from sizes(shorter)

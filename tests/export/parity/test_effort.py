@@ -1,5 +1,7 @@
 """Less is checked of a larger model, in each respect, and everything of a small one."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -40,7 +42,11 @@ def large(layers: int) -> Transformer:
 
 def test_of_a_small_model_everything_is_checked(checkpoint: Checkpoint) -> None:
     found = Effort.at_export(checkpoint.model, BATCHES)
-    assert found == Effort(checkpoint.model.config.max_positions, batch_rows=256, anew=False)
+    whole = Effort(checkpoint.model.config.max_positions, batch_rows=256, anew=False)
+    assert dataclasses.replace(found, most_cases=None) == whole
+    config = checkpoint.model.config
+    cases = [each.cases(config, [[1] * 9], 256, True) for each in (found, whole)]
+    assert [case.name for case in cases[0]] == [case.name for case in cases[1]]
     assert recorded_length(checkpoint.model) == RECORDED_LENGTH
 
 
@@ -54,6 +60,10 @@ def test_the_larger_the_model_the_less_is_checked() -> None:
     assert efforts[0].longest > 16
     assert efforts[-1].longest < LONGEST_ANSWER
     assert not efforts[-1].vocabulary
+    fewest = efforts[-1].cases(models[-1].config, [], 16, True)
+    assert len(fewest) == efforts[-1].most_cases
+    assert 8 <= len({case.name for case in fewest}) == len(fewest) < 20
+    assert fewest[-1].name.startswith("single token")
     lengths = [recorded_length(model) for model in models]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[-1] == 8
@@ -65,7 +75,7 @@ def test_what_is_checked_takes_about_the_same_work() -> None:
         model = large(layers)
         found = Effort.at_export(model, BATCHES)
         rows = found.batch_rows or 0
-        cases = found.cases(model.config, [[1] * 9], rows)
+        cases = found.cases(model.config, [[1] * 9], rows, True)
         tokens = sum(case.source.size + case.target.size for case in cases)
         assert tokens * parameters(model) < 2.5 * effort.JUDGED_WORK
 
@@ -88,6 +98,6 @@ def test_no_case_is_longer_than_the_positions(
     positions: int | None, checkpoint: Checkpoint
 ) -> None:
     config = checkpoint.model.config
-    found = list(Effort(positions, vocabulary=False).cases(config, [[1] * 99], 4))
+    found = list(Effort(positions, vocabulary=False).cases(config, [[1] * 99], 4, False))
     longest = max(max(case.source.shape[1], case.target.shape[1]) for case in found)
     assert longest == (positions or config.max_positions)
