@@ -169,7 +169,7 @@ class JobOptions:
             option = name.replace("_", "-")
             if self.task not in ("generate", "score"):
                 raise UsageError(f"{option} has no effect on task {self.task}; leave it out")
-            if self.prompt is not None:
+            if self.prompt_kind is not None:
                 raise UsageError(
                     f"{option} has no effect on chats and token ids, only on plain texts; leave it "
                     "out"
