@@ -27,9 +27,9 @@ from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.parity.compare import Case
 
 # Products of tokens and parameters: of the recorded answers, and of what an int8 variant is judged
-# on. 100 million parameters then take about half a minute and a minute of one core.
-RECORDED_WORK = 1e11
-JUDGED_WORK = 3e11
+# on. 100 million parameters then take about half a minute and a minute of two cores.
+RECORDED_WORK = 6e10
+JUDGED_WORK = 2e11
 
 Item = TypeVar("Item")
 
@@ -80,7 +80,7 @@ class Effort:
             _between(16, quarter / BATCH_COST, batches.rows),
             anew=False,
             # Each reads every weight several times, however few its tokens are.
-            most_cases=max(8, int(quarter / 5)),
+            most_cases=max(8, int(quarter / 8)),
         )
 
     def cases(
