@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ from transferry.runtime.sealed_folder import FileRecord
 
 ANSWER_LENGTH = 64  # most tokens of an answer that an encoder-decoder is calibrated on
 LARGE = 1 << 28  # parameters: 1 GiB in float32
+TOO_FEW = "on too few answers to tell it from chance: verify the variant before you deploy it"
 MADE_BY = ("transferry", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu")
 
 
@@ -129,7 +131,13 @@ def export_bundle(
                 model = open_model(bundle, variant, SessionOptions())
                 effort = Effort.at_export(checkpoint.model, model.batches)
                 like = effort.texts(checkpoint, [*texts, *calibrate])
-                verify_against(checkpoint, bundle, model, like, effort=effort).require()
+                report = verify_against(checkpoint, bundle, model, like, effort=effort)
+                if not effort.loss:
+                    for metric in report.task_metrics:
+                        if not metric.passed:
+                            say(f"variant {variant.name}: {metric}, {TOO_FEW}")
+                    report = replace(report, task_metrics=[])
+                report.require()
         # Last, so that an unverified bundle can never be loaded.
         with atomic_file(folder / MANIFEST) as file:
             file.write(bundle.manifest.to_json().encode())

@@ -37,6 +37,9 @@ RECORDED_SOURCES = 8
 RECORDED_LENGTH = 64
 JUDGED_ROWS = 64
 LONGEST_ANSWER = 256
+# The fewest tokens of answers whose share of wrong choices says something of the variant: one in
+# fifty may be wrong.
+JUDGED_TOKENS = 500
 # Tokens computed for one of the answer: greedy search and 4 beams; the others on some rows.
 RECORDED_COST, JUDGED_COST = 5, 8
 # Tokens of `sizes` and of `largest_batches`, in units of the positions and of the rows.
@@ -55,6 +58,8 @@ class Effort:
         batch_rows: Most rows that are computed at once; None for those that are served.
         anew: Whether the graphs and the recorded answers of the bundle are made again.
         most_cases: Most cases of random tokens; None for all.
+        loss: Whether what reduced precision loses in answers is limited. Of few answers, a loss
+            cannot be told from chance.
     """
 
     positions: int | None = None
@@ -64,6 +69,7 @@ class Effort:
     batch_rows: int | None = None
     anew: bool = True
     most_cases: int | None = None
+    loss: bool = True
 
     @classmethod
     def at_export(cls, model: Transformer, batches: BatchOptions) -> Effort:
@@ -81,6 +87,7 @@ class Effort:
             anew=False,
             # Each reads every weight several times, however few its tokens are.
             most_cases=max(8, int(quarter / 8)),
+            loss=quarter / JUDGED_COST >= JUDGED_TOKENS,
         )
 
     def cases(

@@ -1,6 +1,7 @@
 """The variants: their entries in the manifest, their files, and their precision."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,13 @@ from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.export.bundle import check_graphs, export_bundle
 from transferry.export.graphs.external_data import ALIGNMENT, WEIGHTS, write_graphs
+from transferry.export.parity import effort
 from transferry.export.parity.cases import random_case
 from transferry.export.parity.oracle import Oracle
 from transferry.export.variants import RECIPES, make_variant
+from transferry.export.verify import verify_against
 from transferry.runtime.bundle import Bundle, CacheSpec
-from transferry.runtime.errors import UsageError
+from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.ort.cuda import cuda_obstacle
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
@@ -152,3 +155,22 @@ def test_half_precision_answers_nearly_alike(tmp_path: Path) -> None:
     # The tolerance of float32 is a thousandth of that.
     oracle = Oracle(model, SOURCES, replace(oracle.tolerance, factor=Tolerance().factor))
     assert [item.tensor for item in oracle.numbers(opened, cases) if item.fault]
+
+
+def test_of_a_large_model_export_tells_a_loss_and_verify_judges(
+    checkpoint: Checkpoint, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = partial(export_bundle, checkpoint, texts=texts[:4], variants=["cpu-int4"])
+    with pytest.raises(ParityError, match="Equivalent choices"):
+        made(tmp_path / "small")
+    assert not (tmp_path / "small").exists()
+    monkeypatch.setattr(effort, "JUDGED_TOKENS", 1e9)
+    lines: list[str] = []
+    bundle = made(tmp_path / "large", say=lines.append)
+    told = [line for line in lines if "variant cpu-int4: Equivalent choices" in line]
+    assert len(told) == 1
+    assert "too few answers" in told[0]
+    model = open_model(bundle, bundle.variant("cpu-int4"), SessionOptions())
+    report = verify_against(checkpoint, bundle, model, texts[:40])
+    assert not report.passed
+    assert all("Equivalent choices" in fault or "hoice" in fault for fault in report.faults)
