@@ -118,6 +118,9 @@ def export_bundle(
             if precision in INTEGERS:
                 _reference(checkpoint, texts, precision, calibration).save(path)
         bundle = Bundle(folder, _manifest(checkpoint, made, folder), checkpoint.tokenizer)
+        # Their weights are on disk, and the sessions that verify read them from there.
+        made.clear()
+        graphs.clear()
         say("verifying")
         check_graphs(bundle)
         for variant in bundle.manifest.variants.values():
