@@ -22,7 +22,6 @@ needs transformers 4; the other peers also run with transformers 5.23.0:
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +32,7 @@ from typing import Any
 import torch
 
 from busy import Busy, gpu_share
+from environment import environment
 from marian_model import (
     batched_answers,
     marian_model,
@@ -46,7 +46,7 @@ from sides import Answering, Side
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.errors import TransferryError, UsageError
-from transferry.runtime.hardware import cpu_name, usable_cores
+from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.session import Provider
 from transferry.runtime.tables import table
 
@@ -92,17 +92,6 @@ def open_peers(
         marian.to(provider, dtype)
     checkpoint.model.to(provider, dtype)
     return peers, missing
-
-
-def versions() -> dict[str, str]:
-    """Installed versions."""
-    found = {}
-    for name in ("transferry", "torch", "transformers", "optimum", "optimum-onnx"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "missing"
-    return found
 
 
 def run_cell(
@@ -223,9 +212,7 @@ def main() -> None:
                 "missing": missing,
                 "rows": len(texts),
                 "rounds": arguments.rounds,
-                "cores": usable_cores(),
-                "cpu": cpu_name(),
-                "versions": versions(),
+                **environment("torch", "transformers", "optimum", "optimum-onnx"),
             }
         )
     )

@@ -14,7 +14,6 @@ over CTranslate2's, by median time. The last line is JSON.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 from ctranslate2_model import import_ctranslate2, write_ctranslate2
 from curves import measure_curves, plot_curves
+from environment import environment
 from footprint import bundle_bytes, folder_bytes, footprint
 from rounds import compare, interleaved
 from sentences import Answer, fixed_sentences, read_sentences, search_options
@@ -31,7 +31,6 @@ from sides import Side, Tuned
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.errors import InputError, TransferryError, UsageError
-from transferry.runtime.hardware import cpu_name, instruction_sets, usable_cores
 from transferry.runtime.tables import table
 
 
@@ -222,25 +221,6 @@ def report(cells: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def environment() -> dict[str, Any]:
-    """CPU and versions."""
-    import onnxruntime
-
-    return {
-        "cpu": cpu_name(),
-        "cores": usable_cores(),
-        "instruction_sets": instruction_sets(),
-        "versions": {
-            # Its distribution is onnxruntime-gpu on some systems.
-            "onnxruntime": onnxruntime.__version__,
-            **{
-                name: importlib.metadata.version(name)
-                for name in ("transferry", "ctranslate2", "numpy", "tiktoken")
-            },
-        },
-    }
-
-
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -271,7 +251,7 @@ def main() -> None:
             cells = [comparison.cell(name, beam) for beam in arguments.beams for name in names]
     except TransferryError as error:
         parser.exit(error.exit_code, f"{parser.prog}: {error}\n")
-    here = environment()
+    here = environment("ctranslate2", "tiktoken")
     if arguments.plot:
         title = f"beam {arguments.beams[0]}, {here['cores']} cores of {here['cpu']}"
         plot_curves(cells, title, arguments.plot)
