@@ -217,7 +217,7 @@ def measure(
             for layout, embedding in opened.items()
             for rows in BATCH_ROWS
         }
-        best = fastest(choice, 1 if rounds < 5 else 2)
+        best = fastest(choice, 1 if rounds < 9 else 2)
         settings[name], work[name] = f"{best[0]}, {best[1]} rows", choice[best]
     vectors = {name: run() for name, run in work.items()}
     exact = vectors[TORCH]

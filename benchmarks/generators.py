@@ -185,7 +185,7 @@ def measure(
             for rows in BATCH_ROWS
             if rows <= len(prompts) or rows == BATCH_ROWS[0]
         }
-        best = fastest(choice, 1 if rounds < 5 else 2)
+        best = fastest(choice, 1 if rounds < 9 else 2)
         settings[name], work[name] = f"{best[0]}, {best[1]} rows", choice[best]
     answers = {name: run() for name, run in work.items()}
     tokens = {name: sum(map(len, found)) for name, found in answers.items()}

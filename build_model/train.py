@@ -38,6 +38,7 @@ from transferry.runtime.errors import InputError
 from transferry.runtime.stopping import SIGNALS
 from transferry.runtime.tokenizer.byte_pair import Tokenizer
 
+SIGN_OF_LIFE = 30.0  # seconds after which a line tells that training goes on
 REPORT_EVERY = 50  # steps between training losses in metrics.jsonl
 START_OVER = "start over with --force instead of --resume"
 
@@ -114,6 +115,7 @@ class Trainer:
         self.progress = Progress()
         self.fingerprint = fingerprint([*examples, *validation.examples])
         self.interrupted = False
+        self._told, self._is_told = time.monotonic(), False
         torch.manual_seed(config.seed)
         self.model = Transformer(model_config).to(process.device)
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
@@ -158,6 +160,7 @@ class Trainer:
             checkpoint.save_config(self.folder, self.model.config, self.config)
         self.process.wait()
         metrics = Metrics(self.folder, self.progress.step) if leader else None
+        self._is_told = leader and not quiet
         with self._signals():
             self._loop(metrics, quiet=quiet or not leader)
             if self.progress.step not in self.progress.scores:
@@ -192,6 +195,8 @@ class Trainer:
                 window_tokens += tokens
                 progress.seconds = time.monotonic() - started
                 bar.update()
+                if bar.disable:
+                    self._show_life(f"training, {progress.seconds / 60:.1f} min")
                 if metrics and progress.step % REPORT_EVERY == 0:
                     speed = window_tokens / (time.monotonic() - window_started)
                     train_loss = progress.loss / progress.loss_tokens
@@ -302,7 +307,17 @@ class Trainer:
             check=self._check_interrupted,
         )
 
+    def _tell(self, line: str) -> None:
+        self._told = time.monotonic()
+        tqdm.write(line, file=sys.stderr)
+
+    def _show_life(self, doing: str) -> None:
+        """Tells what is done, if nothing was told for half a minute."""
+        if self._is_told and time.monotonic() - self._told >= SIGN_OF_LIFE:
+            self._tell(f"step {self.progress.step}, epoch {self.progress.epoch}: {doing}")
+
     def _check_interrupted(self) -> None:
+        self._show_life("validating")
         # Where others wait for this process, it leaves together with them, after the validation.
         if self.interrupted and self.process.world == 1:
             raise KeyboardInterrupt
@@ -324,10 +339,9 @@ class Trainer:
             self._report(metrics, evaluation, "valid")
             checkpoint.save_tensors(self._weights(progress.step), self.model.state_dict())
             if not quiet:
-                tqdm.write(
+                self._tell(
                     f"step {progress.step}, epoch {progress.epoch}: {evaluation}, "
-                    f"{progress.seconds / 60:.1f} min",
-                    file=sys.stderr,
+                    f"{progress.seconds / 60:.1f} min"
                 )
         if self.process.world > 1:
             torch.distributed.broadcast(score, 0)

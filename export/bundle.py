@@ -7,6 +7,7 @@ import importlib.metadata
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from transferry.export.variants import (
     recipe_of,
     reference_file,
 )
-from transferry.export.verify import verify_against
+from transferry.export.verify import Done, verify_against
 from transferry.runtime.bundle import MANIFEST, REFERENCE, Bundle, Manifest, Variant
 from transferry.runtime.decoding.options import options_of_json
 from transferry.runtime.documents import read_document
@@ -70,6 +71,7 @@ def export_bundle(
     calibrate: Sequence[str] = (),
     force: bool = False,
     say: Callable[[str], None] = lambda line: None,
+    done: Done = lambda phase, done, total: None,
 ) -> Bundle:
     """Exports a checkpoint as a verified bundle.
 
@@ -83,6 +85,7 @@ def export_bundle(
         calibrate: Sentences that an int8 variant is calibrated on.
         force: Replace an existing bundle.
         say: Receives a line at each stage.
+        done: As for `verify_against`.
 
     Returns:
         The bundle in `out`.
@@ -134,7 +137,14 @@ def export_bundle(
                 model = open_model(bundle, variant, SessionOptions())
                 effort = Effort.at_export(checkpoint.model, model.batches)
                 like = effort.texts(checkpoint, [*texts, *calibrate])
-                report = verify_against(checkpoint, bundle, model, like, effort=effort)
+                report = verify_against(
+                    checkpoint,
+                    bundle,
+                    model,
+                    like,
+                    effort=effort,
+                    done=partial(_of_variant, done, variant.name),
+                )
                 if not effort.loss:
                     for metric in report.task_metrics:
                         if not metric.passed:
@@ -147,6 +157,10 @@ def export_bundle(
         require_replaceable(out, force=force)  # again, minutes later
         replace_folder(folder, out)
     return Bundle.load(out)
+
+
+def _of_variant(done: Done, variant: str, phase: str, finished: int, total: int) -> None:
+    done(f"{phase} {variant}", finished, total)
 
 
 def require_replaceable(out: Path, *, force: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ from transferry.runtime.parity.report import Decisions, Origin, ParityReport, Ta
 
 SAMPLED = 4  # one row in so many is sampled and scored too: little differs from greedy search
 PLANTED_ROWS = 4  # of the searches of the self-test
+# Told the phase, the steps finished and their total.
+Done = Callable[[str, int, int], None]
 
 
 def verify_against(
@@ -63,7 +66,7 @@ def verify_against(
     batches: BatchOptions | None = None,
     search: Mapping[str, Any] | None = None,
     effort: Effort = ALL,
-    done: Callable[[int, int], None] = lambda done, total: None,
+    done: Done = lambda phase, done, total: None,
 ) -> ParityReport:
     """Compares a bundle with the run that it was exported from.
 
@@ -84,7 +87,7 @@ def verify_against(
         search: Fields of GenerationOptions of a search to run besides the standard ones;
             `suppress` may hold text.
         effort: How much to check; by default everything.
-        done: Called with the steps finished and their total.
+        done: Called with the phase, the steps finished and their total.
 
     Raises:
         UsageError: The cross-check of another variant than the portable one.
@@ -160,7 +163,7 @@ def verify_against(
     )
     if plant_faults and report.passed:
         few = text.sources[:PLANTED_ROWS] or random_sources(config, PLANTED_ROWS)
-        planted = self_test(checkpoint, bundle, model, few, tolerance, done)
+        planted = self_test(checkpoint, bundle, model, few, tolerance, partial(done, "self-test"))
         return replace(report, self_test=planted)
     wrong = any(item.fault for item in comparisons) or not all(item.passed for item in decisions)
     if wrong and variant.name == PORTABLE:
@@ -172,14 +175,14 @@ def verify_against(
     return report
 
 
-def _counter(total: int, done: Callable[[int, int], None]) -> Callable[[int], None]:
+def _counter(total: int, done: Done) -> Callable[[int], None]:
     """Adds up steps and passes on the sum, with the total."""
     finished = 0
 
     def advance(steps: int) -> None:
         nonlocal finished
         finished += steps
-        done(finished, total)
+        done("verifying", finished, total)
 
     return advance
 

@@ -272,8 +272,31 @@ class Manifest:
         """Returns the text of manifest.json."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False) + "\n"
 
+    def summary(self) -> str:
+        """Returns what a person asks first, in a few lines."""
+        model, size = self.model, sum(entry.size for entry in self.files.values())
+        stacks = {name: model.get(f"{name}_layers", 0) for name in ("encoder", "decoder")}
+        layers = ", ".join(f"{count} {name} layers" for name, count in stacks.items() if count)
+        rows = [
+            ("model", f"{self.architecture}: {layers}, width {model['d_model']}"),
+            ("", f"vocabulary {model['vocabulary_size']:,}, positions {model['max_positions']:,}"),
+            ("made by", ", ".join(f"{name} {version}" for name, version in self.versions.items())),
+            ("files", f"{len(self.files)}, {size / 1e6:,.1f} MB, as the manifest has them"),
+            (
+                "generation",
+                ", ".join(f"{name} {value}" for name, value in self.generation.items()) or "greedy",
+            ),
+        ]
+        variants = [
+            (variant.name, variant.precision, ", ".join(variant.providers), len(variant.graphs))
+            for variant in self.variants.values()
+        ]
+        head = ("variant", "computes in", "for", "graphs")
+        facts = "\n".join(f"{name:<12}{value}" for name, value in rows)
+        return f"{facts}\n\n{table(head, variants)}"
+
     def to_text(self) -> str:
-        """Returns the manifest as text for people."""
+        """Returns the whole manifest as text for people."""
         model = ", ".join(f"{name} {value}" for name, value in self.model.items())
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         files = [(name, entry.size, entry.sha256[:16]) for name, entry in self.files.items()]

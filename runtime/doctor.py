@@ -8,6 +8,7 @@ work; `transferry doctor` exits with 5 if there is a fault.
 import importlib.metadata
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from transferry.runtime.folders import temporary_folder
 from transferry.runtime.hardware import instruction_sets, usable_cores
+from transferry.runtime.tables import table
 
 # y = a b, float32 `[n, n]`, opset 17, IR version 8. Serialised, because the runtime does not need
 # the onnx package; a test builds the same bytes with onnx.
@@ -57,6 +59,13 @@ def diagnose() -> list[Check]:
     if sys.platform != "darwin":  # has no CUDA
         checks.append(check_cuda())
     return [*checks, _check_hardware(), _check_tiktoken(), _check_torch()]
+
+
+def to_text(checks: Sequence[Check]) -> str:
+    """Returns the checks as a table, and the remedies below it."""
+    rows = [(check.name, check.status, check.found) for check in checks]
+    remedies = [f"to fix {check.name}: {check.remedy}" for check in checks if check.remedy]
+    return "\n".join([table(("check", "status", "found"), rows), *remedies])
 
 
 def check_cpu() -> Check:

@@ -22,12 +22,16 @@ SHARED = (
     *("runtime.errors", "runtime.files", "runtime.documents", "runtime.folders"),
     *("runtime.outputs", "runtime.settings", "runtime.stopping", "runtime.tokenizer"),
 )
+# The modules that hold commands and what they share: click is theirs alone.
+COMMAND_LINE = ("cli", "build_model.commands", "export.commands", "runtime.console")
 # What each part of the project may import of the project besides itself.
 PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
     "__main__": ("cli", "runtime"),
     "cli": PACKAGES,
     "export": ("build_model", "runtime"),
+    "export.commands": ("build_model", "runtime"),
     "build_model": SHARED,
+    "build_model.commands": (*SHARED, "runtime.console"),
     "runtime": (),
     "__init__": (),
 }
@@ -40,13 +44,13 @@ ROOMS = {
     ),
     "export": (
         *("graphs", "precision", "torch_model", "optimise", "variants", "parity", "claims"),
-        *("backends", "debug", "faults", "report", "verify", "bundle"),
+        *("backends", "debug", "faults", "report", "verify", "bundle", "commands"),
     ),
 }
 MAX_MODULES = 12  # in a folder, __init__.py left out
 STANDARD_LIBRARY = frozenset(sys.stdlib_module_names)
 RUNTIME_LIBRARIES = STANDARD_LIBRARY | {
-    *("filelock", "msgspec", "numpy", "onnxruntime", "tiktoken"),
+    *("filelock", "msgspec", "numpy", "onnxruntime", "tiktoken", "tqdm"),
 }
 # What a part of the runtime may use where it is installed.
 OPTIONAL_LIBRARIES = {
@@ -122,7 +126,8 @@ def within(module: str, places: tuple[str, ...]) -> bool:
 
 def may_import_module(module: str, target: str) -> bool:
     package = module.split(".")[0]
-    if not within(target, (package, *PROJECT_IMPORTS[package])):
+    allowed = PROJECT_IMPORTS[module if module in COMMAND_LINE else package]
+    if not within(target, (package, *allowed)):
         return False
     if package not in ROOMS or target.split(".")[0] != package or module == package:
         return True
@@ -134,8 +139,8 @@ def may_import_library(module: str, library: str) -> bool:
     optional = OPTIONAL_LIBRARIES.get(module, frozenset())
     if within(module, SHARED):
         return library in (RUNTIME_LIBRARIES - {"onnxruntime"}) | optional
-    if module == "cli" or within(module, ("runtime.console",)):
-        return library in STANDARD_LIBRARY | {"click"}
+    if within(module, COMMAND_LINE):
+        return library in STANDARD_LIBRARY | {"click", "tqdm"}
     package = module.split(".")[0]
     if package == "__init__":
         return library in STANDARD_LIBRARY

@@ -238,9 +238,12 @@ class TestVerifyInspectDoctor:
         assert [search["search"] for search in report["decisions"]] == ["greedy", "beam 4"]
 
     def test_inspect(self, bundle_folder: Path) -> None:
-        shown = call("inspect", bundle_folder)
-        assert shown.exit_code == 0
-        assert "encoder-decoder: vocabulary_size" in shown.stdout
+        shown, whole = call("inspect", bundle_folder), call("inspect", bundle_folder, "--graphs")
+        assert shown.exit_code == whole.exit_code == 0
+        assert len(shown.stdout.splitlines()) <= 20
+        assert "encoder-decoder" in shown.stdout
+        assert "encoder-decoder: vocabulary_size" in whole.stdout
+        assert "portable/encoder.onnx" in whole.stdout
         manifest = json.loads(call("inspect", bundle_folder, "--json").stdout)
         assert manifest.pop("certificates") == []
         assert manifest == json.loads((bundle_folder / "manifest.json").read_bytes())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from tests.commands import call, done
 from tests.runtime.jobs.helpers import read_records
 from transferry.build_model.corpus import builtin_pairs
+from transferry.runtime.console import progress as showing
 
 
 @pytest.fixture(scope="module")
@@ -168,14 +170,22 @@ def test_a_long_job_says_how_far_it_is(
     result = done("run", bundle_folder, lines, "-o", tmp_path / "out.jsonl")
     said = result.stderr.splitlines()
     assert len(said) == 301
-    assert said[149].startswith("150 rows in ")
+    assert said[149].startswith("rows: 150 of 300 (50 %)")
+    assert said[-1].startswith("300 rows in ")
     assert done("run", bundle_folder, lines, "-o", tmp_path / "o.jsonl", "--quiet").stderr == ""
 
 
-def test_a_terminal_has_a_bar(bundle_folder: Path, lines: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("columns", [30, 80, 120])
+def test_a_terminal_has_a_bar_that_fits(
+    columns: int, bundle_folder: Path, lines: Path, tmp_path: Path
+) -> None:
+    import fcntl
     import pty
+    import struct
+    import termios
 
     main_end, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     command = [sys.executable, "-m", "transferry.cli", "run", str(bundle_folder), str(lines)]
     with subprocess.Popen([*command, "-o", str(tmp_path / "out.jsonl")], stderr=terminal) as run:
         os.close(terminal)
@@ -187,5 +197,27 @@ def test_a_terminal_has_a_bar(bundle_folder: Path, lines: Path, tmp_path: Path) 
                 break
     os.close(main_end)
     assert run.returncode == 0
-    for text in (b"100%", b"300 rows in ", b"tokens/s"):
-        assert text in shown
+    bar, summary = shown.decode().rstrip().rsplit("\n", 1)
+    assert summary.startswith("300 rows in ")
+    states = [state for state in re.split(r"[\r\n]+", bar) if state]
+    assert states[-1].startswith("rows 100 %")
+    assert all(len(state) <= columns for state in states), states
+
+
+def test_the_rate_is_that_of_the_last_half_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, said = [100.0], list[str]()
+    monkeypatch.setattr("transferry.runtime.console.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(showing, "say", said.append)
+    shown = showing.Progress("rows")
+    done = 0
+    for second in range(200):
+        clock[0] += 1
+        done += 1 if second < 100 else 10
+        shown.show("rows", done, 5000, "2 errors")
+    assert len(said) == 6
+    assert said[0] == "rows: 31 of 5,000 (0 %), 1.0 rows/s, 1:22:49 left, 2 errors"
+    assert said[-1].startswith("rows: 910 of 5,000 (18 %), 10 rows/s, 06:49 left")
+    shown.show("merging", 1)
+    clock[0] += 31
+    shown.show("merging", 5)
+    assert said[-1] == "merging: 5, 0.1 rows/s"

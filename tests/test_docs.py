@@ -149,6 +149,7 @@ def test_the_tables_of_model_types_are_what_the_import_knows() -> None:
 @pytest.mark.parametrize("name", sorted(main.commands))
 def test_every_command_shows_an_example_of_itself(name: str) -> None:
     epilog = main.commands[name].epilog or ""
-    examples = shell_commands(f"```\n{epilog.partition('Example:')[2]}```", "transferry")
-    assert examples
+    listed = re.split("Examples?:", epilog)[-1]
+    examples = shell_commands(f"```\n{listed}```", "transferry")
+    assert len(examples) >= (1 if name == "replay" else 2)
     assert {arguments[0] for arguments in examples} == {name}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -13,6 +14,18 @@ import click
 from transferry.runtime.settings import field_helps
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class PanelOption(click.Option):
+    """An option that --help lists among those of one concern.
+
+    Attributes:
+        panel: Heading of the list; the last one if empty.
+    """
+
+    def __init__(self, *names: Any, panel: str = "", **settings: Any) -> None:
+        super().__init__(*names, **settings)
+        self.panel = panel
 
 
 class Required(click.Choice[str]):
@@ -51,6 +64,8 @@ def fields_as_options(
     *,
     leave_out: Sequence[str] = (),
     defaults: Mapping[str, str] | None = None,
+    panel: str = "",
+    panels: Mapping[str, Sequence[str]] | None = None,
 ) -> Callable[[Command], Command]:
     """Adds an option for each field of a dataclass, with its help from the docstring.
 
@@ -62,11 +77,15 @@ def fields_as_options(
         leave_out: Fields that get no option.
         defaults: What --help says about defaults that are not the field's own. A bool among these
             can be switched on and off.
+        panel: Heading of the options in --help.
+        panels: Fields under other headings.
     """
     hints, helps, defaults = get_type_hints(config), field_helps(config), defaults or {}
+    headings = {name: each for each, names in (panels or {}).items() for name in names}
 
     def declared(field: dataclasses.Field[Any]) -> Callable[[Any], Any]:
         hint, text, flag = hints[field.name], helps[field.name], field.name.replace("_", "-")
+        made = partial(click.option, cls=PanelOption, panel=headings.get(field.name, panel))
         if NoneType in get_args(hint):
             (hint,) = (kind for kind in get_args(hint) if kind is not NoneType)
         several = get_origin(hint) is tuple
@@ -81,12 +100,12 @@ def fields_as_options(
             text = f"{text} Default: {default}."
         if hint is bool:
             name = f"--{flag}/--no-{flag}" if default else f"--{flag}"
-            return click.option(name, is_flag=True, default=None, help=text)
+            return made(name, is_flag=True, default=None, help=text)
         kind = click.Choice(get_args(hint)) if get_origin(hint) is Literal else hint
         if bool in get_args(hint):
             (words,) = (get_args(each) for each in get_args(hint) if each is not bool)
             kind = Switch(["true", "false", *words])
-        return click.option(f"--{flag}", type=kind, multiple=several, help=text)
+        return made(f"--{flag}", type=kind, multiple=several, help=text)
 
     fields = [field for field in dataclasses.fields(config) if field.name not in leave_out]
     return together(*map(declared, fields))

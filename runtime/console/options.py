@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,34 +13,32 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from transferry.runtime.console.commands import (
+    CONFIG,
+    FilePath,
+    current_name,
+)
 from transferry.runtime.console.fields import (
+    PanelOption,
     Required,
     Switch,
     fields_as_options,
     given,
     together,
 )
-from transferry.runtime.console.memory import out_of_memory, require_memory
-from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.errors import InputError, TransferryError, UsageError
-from transferry.runtime.files import require_writable
-from transferry.runtime.jobs.options import JobOptions, RayOptions, token_or_text
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.jobs.options import JobOptions, RayOptions
 from transferry.runtime.outputs import (
     STANDARD_STREAM,
     foreign_junit,
     foreign_page,
     foreign_replay,
-    require_apart,
-    require_own,
 )
 from transferry.runtime.settings import (
     check_value,
-    foreign_settings,
     read_settings,
     shown,
 )
-from transferry.runtime.stopping import EXIT_CODE
-from transferry.runtime.tables import printable
 
 if TYPE_CHECKING:
     from transferry.runtime.decoding.batching import BatchOptions
@@ -49,39 +46,6 @@ if TYPE_CHECKING:
     from transferry.runtime.jobs.job import Job
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-# Options that were renamed; the former name still works, also in a --config file.
-FORMER_NAMES = {"opinions": "cross-check", "shard": "partition", "shard-rows": "chunk-rows"}
-COMMAND_LINE, CONFIG = f"{__name__}.command_line", f"{__name__}.config"
-
-
-class FilePath(click.Path):
-    """A file or folder that is read, or one that is written.
-
-    Attributes:
-        writes: Suffixes of what is written, "" for the path itself; empty for an input.
-        foreign: What is wrong with an existing output, see `require_own`; None where that is
-            checked later.
-    """
-
-    def __init__(self, *writes: str, foreign: Callable[[Path], str] | None = None) -> None:
-        super().__init__(path_type=Path)
-        self.writes, self.foreign = writes, foreign
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Refuses what can be no path, before `exists` raises an error of its own."""
-        path = Path(value)
-        if not str(value):
-            self.fail("expected a path, found nothing", param, ctx)
-        try:
-            path.lstat()
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:
-            raise InputError(f"{shown(str(path))}: cannot be used: {error.strerror}") from error
-        except ValueError:  # a NUL, or a character that no name can have
-            self.fail(f"expected a path, found {shown(str(path))}", param, ctx)
-        return super().convert(value, param, ctx)
 
 
 FILE = FilePath()
@@ -93,101 +57,15 @@ JUNIT = FilePath("", foreign=foreign_junit)
 REPLAY = FilePath("", foreign=foreign_replay)
 
 
-class Failure(click.ClickException):
-    """An error message for stderr, and the exit code."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(printable(message))
-        self.exit_code = exit_code  # type: ignore[misc]  # click declares it for the class
-
-
-class CheckedCommand(click.Command):
-    """A command whose outputs are apart from its inputs and from each other."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Checks the paths, then runs the command."""
-        inputs: list[Path] = []
-        outputs: list[tuple[Path, FilePath]] = []
-        for parameter in self.params:
-            kind, value = parameter.type, ctx.params.get(str(parameter.name))
-            if isinstance(value, str):
-                _require_text(parameter, value)
-            if isinstance(kind, FilePath) and value is not None:
-                paths = value if isinstance(value, tuple) else (value,)
-                inputs += () if kind.writes else paths
-                outputs += [(path, kind) for path in paths if kind.writes]
-        # Settings that a command wrote are read, and may be written again beside the same output.
-        if (config := ctx.meta.get(CONFIG)) is not None and foreign_settings(config):
-            inputs.append(config)
-        written = [
-            path if path == STANDARD_STREAM else Path(f"{path}{suffix}")
-            for path, kind in outputs
-            for suffix in kind.writes[: 1 if path == STANDARD_STREAM else None]
-        ]
-        if not ctx.params.get("resume"):  # a run is continued in its folder, with its files
-            require_apart(written, inputs)
-        for path, kind in outputs:
-            if kind.foreign is not None:
-                require_own(path, kind.foreign)
-        return super().invoke(ctx)
-
-
-def _require_text(parameter: click.Parameter, value: str) -> None:
-    """Raises UsageError for an argument with bytes that are not UTF-8."""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{parameter.opts[-1]} must be UTF-8, found {shown(value)}") from error
-
-
-class Commands(click.Group):
-    """The one place that turns exceptions into error messages and exit codes."""
-
-    command_class = CheckedCommand
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self.context_settings = {"max_content_width": 100, "token_normalize_func": current_name}
-
-    def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
-        """Keeps the command line for the hint on how to continue an interrupted job."""
-        context.meta[COMMAND_LINE] = shlex.join(["transferry", *arguments])
-        return super().parse_args(context, arguments)
-
-    def invoke(self, context: click.Context) -> Any:
-        """Runs the command."""
-        try:
-            require_memory(shlex.split(context.meta[COMMAND_LINE])[1:])
-            return super().invoke(context)
-        except TransferryError as error:
-            raise Failure(str(error), error.exit_code) from error
-        except ModuleNotFoundError as error:
-            if str(error.name).partition(".")[0] == "transferry":
-                raise
-            message = f"{context.invoked_subcommand} needs {error.name}, which is not installed"
-            remedy = 'pip install "transferry[export]"'
-            raise Failure(f"{message}; {remedy}", UsageError.exit_code) from error
-        except (MemoryError, ImportError, RuntimeError) as error:
-            if (told := out_of_memory(error)) is None:
-                raise
-            raise Failure(str(told), told.exit_code) from error
-        except KeyboardInterrupt as error:
-            click.echo(f"interrupted{': ' if error.args else ''}{error}", err=True)
-            context.exit(EXIT_CODE)
-
-
-def current_name(name: str) -> str:
-    """Returns the current name of an option, given that name or its former one."""
-    return FORMER_NAMES.get(name, name)
-
-
-def option(*names: str, help: str, **settings: Any) -> Callable[[Command], Command]:
-    """Adds an option whose help ends with its default."""
+def option(
+    *names: str, help: str, panel: str = "", **settings: Any
+) -> Callable[[Command], Command]:
+    """Adds an option whose help ends with its default, to a panel of --help."""
     default = settings.get("default")
     if default is not None and default is not False and default != "":
         shown = ", ".join(default) if isinstance(default, tuple) else default
         help = f"{help} Default: {shown}."
-    return click.option(*names, help=help, **settings)
+    return click.option(*names, help=help, cls=PanelOption, panel=panel, **settings)
 
 
 def require_option(
@@ -201,28 +79,6 @@ def require_option(
     for name in for_options:
         if values[name] is not None and values[name] is not False and values[needed] is None:
             raise UsageError(f"--{name.replace('_', '-')} needs --{needed}: {reason}")
-
-
-def writable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Refuses an output file in a missing folder before any work is done.
-
-    Raises:
-        InputError: The folder does not exist.
-    """
-    if path is not None and not path.absolute().parent.is_dir():
-        raise InputError(f"{path}: cannot be written: there is no such folder; name another")
-    if path is not None:
-        require_writable(path)
-    return path
-
-
-def beside_bundle(
-    context: click.Context, parameter: click.Parameter, path: Path | None
-) -> Path | None:
-    """Returns the default of --replay, which is written where torch is compared with."""
-    if path is None and context.params.get("checkpoint") is not None:
-        return Path(f"{context.params['bundle_folder'].absolute()}.fault.npz")
-    return path
 
 
 def _read_config(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
@@ -307,22 +163,39 @@ configurable = click.option(
 FORCE = option("--force", is_flag=True, help="Replace the output if it exists.")
 AS_JSON = option("--json", "as_json", is_flag=True, help="Print the summary as JSON on stdout.")
 QUIET = option("--quiet", is_flag=True, help="Print no progress and no summary.")
+# Headings in --help.
+INPUT_OUTPUT, TASKS, SEARCH = "Input and output", "Rows", "Search"
+MACHINE, JOB, PROOF, RAY = "Machine", "Job", "Proof", "Ray"
+JOB_PANELS = {
+    INPUT_OUTPUT: ("column", "format_in", "format", "force"),
+    JOB: ("partition", "chunk_rows", "max_errors"),
+    PROOF: ("canary",),
+}
 # How a bundle is opened.
 session_options = together(
     option(
         "--provider",
+        panel=MACHINE,
         type=click.Choice(["cpu", "cuda"]),
         default="cpu",
         help="Execution provider; exit with 5 if it cannot run.",
     ),
     option(
         "--variant",
+        panel=MACHINE,
         help="Variant of the bundle. Default: the fastest verified one, else the fastest in the "
         "model's own precision.",
     ),
-    option("--threads", type=click.IntRange(1, 1024), default=1, help="Threads per replica."),
+    option(
+        "--threads",
+        panel=MACHINE,
+        type=click.IntRange(1, 1024),
+        default=1,
+        help="Threads per replica.",
+    ),
     option(
         "--optimisation",
+        panel=MACHINE,
         type=click.Choice(["disable", "basic", "extended", "all"]),
         default="all",
         help="Graph optimisation level of onnxruntime; a certificate is for one level.",
@@ -330,6 +203,7 @@ session_options = together(
 )
 TRUSTED_KEY = option(
     "--trusted-key",
+    panel=PROOF,
     metavar="PUB",
     type=FILE,
     help="PEM file of the public key that must have signed the certificate.",
@@ -337,55 +211,38 @@ TRUSTED_KEY = option(
 # Fields of GenerationOptions that --prefix and --suppress make of text.
 TOKENS = ("prefix", "suppress", "suppress_sequences")
 BUNDLE_DEFAULTS = {"max_length": "from the bundle", "sample": "off, unless the bundle sets it"}
-# A search that is verified; stop strings choose no token.
-VERIFIED = (*TOKENS, "stop")
-search_options = together(
-    option(
-        "--suppress",
-        multiple=True,
-        help="Text that no output of the search holds, as for `run`; a number is a token id.",
-    ),
-    fields_as_options(GenerationOptions, leave_out=VERIFIED, defaults=BUNDLE_DEFAULTS),
-)
-# How a verification is certified.
-certify_options = together(
-    option("--certify", metavar="DATE", help="Write a certificate with this date, YYYY-MM-DD."),
-    option(
-        "--sign",
-        metavar="KEY",
-        type=FILE,
-        help="Sign the certificate with this ECDSA P-256 private key, a PEM file; its passphrase "
-        "is read from TRANSFERRY_KEY_PASSPHRASE.",
-    ),
-    option(
-        "--batch-rows",
-        type=click.IntRange(1, 65_536),
-        help="Rows computed at once; a certificate covers no larger batch. Default: what the "
-        "variant is served with.",
-    ),
-    option("--force", is_flag=True, help="Replace a stronger certificate; certify few rows."),
-)
 # How a job is run, besides the options of its task.
 job_options = together(
     configurable,
     click.argument("bundle_folder", metavar="BUNDLE", type=FILE),
     click.argument("text", metavar="INPUT", type=FILE),
-    option("-o", "--out", type=JOB_OUTPUT, default=Path("-"), help="Output file; - is stdout."),
+    option(
+        "-o",
+        "--out",
+        panel=INPUT_OUTPUT,
+        type=JOB_OUTPUT,
+        default=Path("-"),
+        help="Output file; - is stdout.",
+    ),
     session_options,
-    option("--device", default="0", help="GPUs that share the work, such as 0,1."),
+    option("--device", panel=MACHINE, default="0", help="GPUs that share the work, such as 0,1."),
     option(
         "--replicas",
+        panel=MACHINE,
         type=click.IntRange(1, 1024),
         help="Concurrent batches per device. Default: one per core, or one per GPU.",
     ),
     option(
         "--batch-rows",
+        panel=MACHINE,
         type=click.IntRange(1, 65_536),
         help="Rows decoded per batch; each beam hypothesis counts as one. Default: depends on the "
         "variant.",
     ),
     click.option(
         "--require-certificate",
+        cls=PanelOption,
+        panel=PROOF,
         type=Required(["run", "recorded"]),
         is_flag=False,
         flag_value="run",
@@ -394,7 +251,7 @@ job_options = together(
         "at least.",
     ),
     TRUSTED_KEY,
-    fields_as_options(RayOptions),
+    fields_as_options(RayOptions, panel=RAY),
     AS_JSON,
     QUIET,
 )
@@ -422,18 +279,6 @@ def open_job(chosen: JobOptions, options: Mapping[str, Any]) -> Job:
     from transferry.runtime.jobs.job import Job
 
     return Job(load(), options["text"], options["out"], chosen)
-
-
-def given_search(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that `search_options` gave, with the text of --suppress.
-
-    Raises:
-        UsageError: They conflict.
-    """
-    search = given(options, GenerationOptions, leave_out=VERIFIED)
-    GenerationOptions(**search)
-    texts = tuple(map(token_or_text, options["suppress"]))
-    return search | ({"suppress": texts} if texts else {})
 
 
 def batch_options(rows: int | None) -> BatchOptions | None:

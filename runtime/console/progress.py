@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from transferry.runtime.console.options import COMMAND_LINE
+from transferry.runtime.console.commands import COMMAND_LINE
 from transferry.runtime.errors import BadRowsError
 from transferry.runtime.stopping import at_stop
 from transferry.runtime.tables import printable
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from transferry.runtime.jobs.job import Job
     from transferry.runtime.jobs.summary import Summary
 
-# Seconds between two lines of progress, and between two updates of a bar.
-LOG_EVERY, SHOW_EVERY = 30.0, 0.2
+# Seconds between two lines of progress, between two updates of a bar, and of the time over which a
+# rate is taken: rows come in batches, and the first ones say little of the rest.
+LOG_EVERY, SHOW_EVERY, WINDOW = 30.0, 0.2, 30.0
 # Options of a single call, which OUT.settings.toml does not repeat.
 OF_ONE_CALL = ("quiet", "force", "as_json")
 
@@ -43,60 +45,120 @@ def teller(quiet: bool) -> Callable[[str], None]:
     return (lambda line: None) if quiet else say
 
 
+class Progress:
+    """How far a command is: on a terminal a bar for each phase, else a line every half minute.
+
+    Attributes:
+        unit: What is counted, for a rate; no rate if empty.
+        phase: What is being done.
+    """
+
+    def __init__(self, unit: str = "") -> None:
+        self.unit, self.phase = unit, ""
+        self._bar: Any = None
+        self._terminal = sys.stderr.isatty()
+        self._every = SHOW_EVERY if self._terminal else LOG_EVERY
+        self._shown = 0.0
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def show(self, phase: str, done: int, total: int | None = None, note: str = "") -> None:
+        """Shows a state, unless the last one was shown a moment ago.
+
+        Args:
+            phase: What is being done; another one begins a new line.
+            done: Units that are done.
+            total: Units in total; None if nobody knows.
+            note: What else there is to say.
+        """
+        now = time.monotonic()
+        if phase != self.phase:
+            self.close()
+            self.phase, self._samples = phase, deque()
+            self._shown = 0.0 if self._terminal else now
+        if not self._samples or now - self._samples[-1][0] >= SHOW_EVERY / 2:
+            self._samples.append((now, done))
+        while len(self._samples) > 2 and self._samples[1][0] < now - WINDOW:
+            self._samples.popleft()
+        last = self._terminal and done == total
+        if now - self._shown < self._every and not last:
+            return
+        self._shown = now
+        told = [*self._pace(now, done, total), *filter(None, [note])]
+        if self._terminal:
+            self._draw(done, total, printable(", ".join(told)))
+        else:
+            share = "" if not total else f" of {total:,} ({100 * done // total} %)"
+            say(f"{phase}: " + ", ".join([f"{done:,}{share}", *told]))
+
+    def _pace(self, now: float, done: int, total: int | None) -> Iterator[str]:
+        """Yields the rate of the last half minute, and the time that is left at that rate."""
+        began, first = self._samples[0]
+        if now - began < 1 or done <= first:
+            return
+        rate = (done - first) / (now - began)
+        if self.unit:
+            yield f"{rate:,.0f} {self.unit}/s" if rate >= 10 else f"{rate:.1f} {self.unit}/s"
+        if total is not None and total > done:
+            left = timedelta(seconds=round((total - done) / rate))
+            yield f"{str(left).removeprefix('0:')} left"
+
+    def _draw(self, done: int, total: int | None, told: str) -> None:
+        from tqdm import tqdm
+
+        if self._bar is None:
+            tqdm.monitor_interval = 0  # no thread of its own
+            counts = "{n:,} of {total:,}" if total is not None else "{n:,}"
+            bar = "{desc} {percentage:3.0f} % {bar} " if total is not None else "{desc} "
+            self._bar = tqdm(
+                total=total,
+                desc=self.phase,
+                file=sys.stderr,
+                dynamic_ncols=True,
+                mininterval=0,
+                bar_format=f"{bar}{counts}{{postfix}}",
+            )
+        self._bar.set_postfix_str(told, refresh=False)
+        self._bar.n = done
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Ends the line of a bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
 @contextlib.contextmanager
-def progress(label: str, quiet: bool) -> Iterator[Callable[..., None]]:
-    """Shows a bar on stderr if that is a terminal.
+def progress(quiet: bool, unit: str = "") -> Iterator[Callable[..., None]]:
+    """Shows on stderr how far a command is.
 
     Args:
-        label: Text before the bar.
         quiet: Show nothing.
+        unit: What is counted, if its rate shall be shown.
 
     Yields:
-        A function that takes the units done, the units in total, and a note to show behind the bar.
+        `Progress.show`.
     """
-    if quiet or not sys.stderr.isatty():
-        yield lambda done, total, note="": None
+    if quiet:
+        yield lambda *state: None
         return
-    bar: Any
-    with (
-        at_stop(_show_cursor),
-        click.progressbar(
-            length=1,
-            label=label,
-            file=sys.stderr,
-            item_show_func=lambda item: printable(str(item or "")),
-        ) as bar,
-    ):
-
-        def show(done: int, total: int, note: str = "") -> None:
-            bar.length = total
-            bar.update(done - bar.pos, note)
-
-        yield show
-
-
-def _show_cursor() -> None:
-    """Ends the line of a bar, which hides the cursor (ECMA-48, DECTCEM)."""
-    os.write(2, b"\x1b[?25h\n")
+    shown = Progress(unit)
+    try:
+        with at_stop(shown.close):
+            yield shown.show
+    finally:
+        shown.close()
 
 
 @contextlib.contextmanager
 def _watching(job: Job, *, stdin: bool, quiet: bool) -> Iterator[Callable[[Summary], None]]:
-    """Shows how far a job is: a bar on a terminal, else a line every `LOG_EVERY` seconds."""
-    has_bar = sys.stderr.isatty() and not stdin and not quiet  # the rows of stdin are not counted
-    total = job.count() if has_bar else None
-    every, shown = (SHOW_EVERY if has_bar else LOG_EVERY), time.monotonic()
-    with progress("running", not has_bar) as show:
+    """Shows how far a job is; the rows of stdin are not counted."""
+    total = None if stdin or quiet else job.count()
+    with progress(quiet, "rows") as show:
 
         def watch(summary: Summary) -> None:
-            nonlocal shown
-            if time.monotonic() - shown < every and summary.rows != total:
-                return
-            shown = time.monotonic()
-            if has_bar:
-                show(summary.rows, total, summary)
-            elif not quiet:
-                say(str(summary))
+            errors = f"{summary.bad_rows:,} errors" if summary.bad_rows else ""
+            show("rows", summary.rows, total, errors)
 
         yield watch
 

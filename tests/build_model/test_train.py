@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -450,3 +451,16 @@ def test_quiet_is_quiet(tmp_path: Path, capsys: pytest.CaptureFixture[str], quie
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err == "" if quiet else said.err.startswith("step 2, epoch 0: validation loss")
+
+
+def test_a_training_without_a_terminal_shows_that_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer(tmp_path / "quick").run(resume=False, quiet=False)
+    told = capsys.readouterr().err.splitlines()
+    assert all("validation loss" in line for line in told), "each line is of less than 30 s"
+    monkeypatch.setattr(train, "SIGN_OF_LIFE", 0.0)
+    trainer(tmp_path / "slow").run(resume=False, quiet=False)
+    told = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"step 1, epoch [01]: training, 0\.\d min", told[0])
+    assert any(line.endswith(": validating") for line in told)

@@ -183,13 +183,13 @@ class TestVerifyAgainst:
     def test_true_bundle_passes(
         self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
     ) -> None:
-        progress: list[tuple[int, int]] = []
+        progress: list[tuple[str, int, int]] = []
         report = verify_against(
             checkpoint,
             bundle,
             opened(bundle),
             texts[:5],
-            done=lambda done, total: progress.append((done, total)),
+            done=lambda *state: progress.append(state),
         )
         report.require()
         assert [(item.search, item.identical) for item in report.decisions] == [
@@ -202,9 +202,9 @@ class TestVerifyAgainst:
         assert all(0 < item.score_ratio < 8 for item in report.decisions)
         # 37 cases and 64 lengths; five texts searched greedily, with a beam and fed whole, and
         # two in each of the other searches.
-        assert progress[0] == (1, 122)
-        assert progress[-1] == (122, 122)
-        assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+        assert progress[0] == ("verifying", 1, 122)
+        assert progress[-1] == ("verifying", 122, 122)
+        assert progress == sorted(progress)
 
         record = json.loads(json.dumps(report.to_dict(), allow_nan=False))
         assert record["passed"] is True

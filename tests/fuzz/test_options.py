@@ -50,6 +50,7 @@ COMMANDS = {
     "merge": ("1.jsonl 2.jsonl", "-o new.jsonl"),
     "inspect": ("bundle", ""),
     "doctor": ("", ""),
+    "completion": ("bash", ""),
 }
 PATHS = (
     *("lines.txt", "answers.jsonl", "bundle", "run", "photos", "pipe", "link", "loop", "empty"),

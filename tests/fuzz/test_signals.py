@@ -36,6 +36,7 @@ LIGHT = {
     "recorded": "verify bundle --certify 2026-11-21 --force --junit new.xml",
     "inspect": "inspect bundle",
     "doctor": "doctor",
+    "completion": "completion zsh",
     "run": "run bundle lines.txt -o new.jsonl --chunk-rows 16 --batch-rows 8",
     "score": "score bundle lines.txt --target lines.txt -o new.tsv --chunk-rows 16",
     "merge": "merge 1.jsonl 2.jsonl -o new.jsonl",

@@ -1,0 +1,147 @@
+"""The commands that make a run: training and importing.
+
+Each imports what it needs when it runs, so that --help is instant.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from transferry.build_model.config import IMPORTED_FIELDS, ModelConfig, TrainConfig
+from transferry.build_model.presets import PRESETS
+from transferry.runtime.console.commands import command
+from transferry.runtime.console.fields import fields_as_options, together
+from transferry.runtime.console.options import (
+    FILE,
+    OUTPUT,
+    check_settings,
+    configurable,
+    explicit,
+    option,
+)
+from transferry.runtime.console.progress import say, teller
+
+PRESET_DEFAULTS = {
+    name: "from the preset" for preset in PRESETS.values() for name in preset.model | preset.train
+}
+DATA = "Data"
+# What a model is trained on.
+_data = partial(option, panel=DATA, type=FILE)
+training_data_options = together(
+    _data("--source", help="Training sentences, one per line, plain or gzip."),
+    _data("--target", help="Translations of --source, line by line."),
+    _data("--pairs", help="Sentences and translations in one .tsv or .jsonl file."),
+    _data("--text", help="Plain text, for a decoder-only or encoder-only model."),
+    option("--builtin", panel=DATA, is_flag=True, help="Train on the built-in corpus."),
+    _data("--valid-source", help="Validation sentences."),
+    _data("--valid-target", help="Translations of --valid-source."),
+    _data("--valid-pairs", help="Validation pairs in one .tsv or .jsonl file."),
+    _data("--valid-text", help="Validation text. Default: the last tenth of --text."),
+    option(
+        "--skip-bad",
+        panel=DATA,
+        is_flag=True,
+        help="Drop and count unusable pairs instead of stopping.",
+    ),
+)
+
+
+@command(
+    epilog="""\b
+Examples:
+  transferry train --source train.en.gz --target train.de.gz \\
+      --valid-source val.en.gz --valid-target val.de.gz --preset small --out runs/ende
+  transferry train --out runs/ende --resume
+  transferry train --text book.txt --preset prose --out runs/book
+Several GPUs: torchrun --nproc-per-node 4 -m transferry.cli train ...
+"""
+)
+@configurable
+@training_data_options
+@option(
+    "--preset",
+    panel=DATA,
+    type=click.Choice(list(PRESETS)),
+    default="small",
+    help="Model shape and training settings to start from.",
+)
+@option(
+    "--vocabulary-size",
+    panel=DATA,
+    type=click.IntRange(1, 10_000_000),
+    help="Size of the trained vocabulary. Default: from the preset.",
+)
+@option(
+    "--encoding",
+    panel=DATA,
+    help="tiktoken encoding to cut down to the corpus instead of training a vocabulary: "
+    "cl100k_base or o200k_base.",
+)
+@option("--out", type=OUTPUT, required=True, help="Run folder.")
+@option("--resume", is_flag=True, help="Continue the interrupted run in --out.")
+@option("--force", is_flag=True, help="Replace the run in --out.")
+@option("--device", default="auto", help="Device to train on: cpu, cuda or auto.")
+@option("--quiet", is_flag=True, help="Print no progress.")
+@fields_as_options(TrainConfig, defaults=PRESET_DEFAULTS, panel="Training")
+@fields_as_options(
+    ModelConfig,
+    leave_out=["vocabulary_size", *IMPORTED_FIELDS],
+    defaults=PRESET_DEFAULTS,
+    panel="Shape of the model",
+)
+@click.pass_context
+def train(context: click.Context, /, **options: Any) -> None:
+    """Train a Transformer on sentence pairs or on text.
+
+    --preset sets the shape of the model and the training settings; the other options override
+    single ones. The run folder holds the weights, the tokenizer, metrics.jsonl, curves.png and
+    settings.toml.
+    """
+    from transferry.build_model import run_folder
+    from transferry.build_model.distributed import leader
+    from transferry.build_model.recipe import Recipe
+
+    out, resume, quiet = options["out"], options["resume"], options["quiet"]
+    if resume:
+        options = run_folder.recall(out, options, explicit(context))
+        check_settings(context, out / run_folder.SETTINGS)
+    recipe, leads = Recipe.from_options(options), leader()
+    with run_folder.training(out, force=options["force"], resume=resume, leads=leads):
+        remember = partial(run_folder.remember, out, options)
+        if leads and not resume:
+            remember()
+        talk, device = teller(quiet or not leads), options["device"]
+        marks = recipe.follow(
+            out, device=device, resume=resume, quiet=quiet, say=talk, begun=remember
+        )
+    if marks is not None:
+        say(f"{marks}; {out}")
+
+
+@command(
+    "import",
+    epilog="""\b
+Examples:
+  transferry import opus-mt-en-de --out runs/opus
+  transferry import Llama-3.2-1B --adapter lora --out runs/llama
+""",
+)
+@configurable
+@click.argument("huggingface", metavar="FOLDER", type=FILE)
+@option("--out", type=OUTPUT, required=True, help="Run folder.")
+@option("--adapter", type=FILE, help="Folder of a LoRA adapter of PEFT to merge into the weights.")
+@option("--force", is_flag=True, help="Replace the run in --out.")
+@option("--quiet", is_flag=True, help="Do not list what was imported and what was left out.")
+def import_(huggingface: Path, out: Path, adapter: Path | None, force: bool, quiet: bool) -> None:
+    """Import a checkpoint of Hugging Face, Marian or fairseq from FOLDER as a run.
+
+    FOLDER holds config.json, weights and the tokenizer. Features that cannot be converted are named
+    and refused; see docs/import.md, which lists the model types.
+    """
+    from transferry.build_model.huggingface.importer import import_checkpoint
+
+    import_checkpoint(huggingface, out, adapter=adapter, force=force, say=teller(quiet))

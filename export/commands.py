@@ -1,0 +1,322 @@
+"""The commands that make and prove a bundle: export, verify and replay.
+
+Each imports what it needs when it runs, so that --help is instant.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from transferry.runtime.console.commands import FilePath, command
+from transferry.runtime.console.fields import fields_as_options, given, together
+from transferry.runtime.console.options import (
+    BUNDLE_DEFAULTS,
+    FILE,
+    OUTPUT,
+    SEARCH,
+    TOKENS,
+    batch_options,
+    configurable,
+    option,
+    require_option,
+    session_options,
+)
+from transferry.runtime.console.progress import progress, say, show, teller
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.errors import InputError, ParityError
+from transferry.runtime.files import require_writable
+from transferry.runtime.jobs.options import token_or_text
+from transferry.runtime.outputs import foreign_junit, foreign_page, foreign_replay
+
+PAGE = FilePath("", foreign=foreign_page)
+JUNIT = FilePath("", foreign=foreign_junit)
+REPLAY = FilePath("", foreign=foreign_replay)
+CERTIFICATE = "Certificate"
+
+
+def writable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Refuses an output file in a missing folder before any work is done.
+
+    Raises:
+        InputError: The folder does not exist.
+    """
+    if path is not None and not path.absolute().parent.is_dir():
+        raise InputError(f"{path}: cannot be written: there is no such folder; name another")
+    if path is not None:
+        require_writable(path)
+    return path
+
+
+def beside_bundle(
+    context: click.Context, parameter: click.Parameter, path: Path | None
+) -> Path | None:
+    """Returns the default of --replay, which is written where torch is compared with."""
+    if path is None and context.params.get("checkpoint") is not None:
+        return Path(f"{context.params['bundle_folder'].absolute()}.fault.npz")
+    return path
+
+
+# A search that is verified; stop strings choose no token.
+VERIFIED = (*TOKENS, "stop")
+search_options = together(
+    option(
+        "--suppress",
+        panel=SEARCH,
+        multiple=True,
+        help="Text that no output of the search holds, as for `run`; a number is a token id.",
+    ),
+    fields_as_options(
+        GenerationOptions, leave_out=VERIFIED, defaults=BUNDLE_DEFAULTS, panel=SEARCH
+    ),
+)
+# How a verification is certified.
+certify_options = together(
+    option(
+        "--certify",
+        panel=CERTIFICATE,
+        metavar="DATE",
+        help="Write a certificate with this date, YYYY-MM-DD.",
+    ),
+    option(
+        "--sign",
+        panel=CERTIFICATE,
+        metavar="KEY",
+        type=FILE,
+        help="Sign the certificate with this ECDSA P-256 private key, a PEM file; its passphrase "
+        "is read from TRANSFERRY_KEY_PASSPHRASE.",
+    ),
+    option(
+        "--batch-rows",
+        panel=CERTIFICATE,
+        type=click.IntRange(1, 65_536),
+        help="Rows computed at once; a certificate covers no larger batch. Default: what the "
+        "variant is served with.",
+    ),
+    option(
+        "--force",
+        panel=CERTIFICATE,
+        is_flag=True,
+        help="Replace a stronger certificate; certify few rows.",
+    ),
+)
+# The pages of a verification.
+report_options = together(
+    option(
+        "--report", "page", type=PAGE, callback=writable, help="Write the report as an HTML file."
+    ),
+    option("--junit", type=JUNIT, callback=writable, help="Write the report as JUnit XML."),
+)
+
+
+def given_search(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that `search_options` gave, with the text of --suppress.
+
+    Raises:
+        UsageError: They conflict.
+    """
+    search = given(options, GenerationOptions, leave_out=VERIFIED)
+    GenerationOptions(**search)
+    texts = tuple(map(token_or_text, options["suppress"]))
+    return search | ({"suppress": texts} if texts else {})
+
+
+@command(
+    epilog="""\b
+Examples:
+  transferry export runs/ende --out bundles/ende
+  transferry export runs/ende --out bundles/ende --variant cpu-fp32 \\
+    --variant cpu-int8 --calibrate sample.en
+"""
+)
+@configurable
+@click.argument("run_folder", metavar="RUN", type=FILE)
+@option("--out", type=OUTPUT, required=True, help="Bundle folder.")
+@option("--force", is_flag=True, help="Replace the bundle in --out.")
+@option(
+    "--text",
+    type=FILE,
+    help="Sentences for the recorded reference answers. Default: validation samples kept in RUN.",
+)
+@option(
+    "--variant",
+    "variants",
+    multiple=True,
+    default=("cpu-fp32",),
+    help="Variant to add to the portable one: cpu-fp32, cpu-int8, cpu-int4, cuda-fp16, cuda-bf16; "
+    "portable for that one alone; repeatable.",
+)
+@option(
+    "--calibrate",
+    type=FILE,
+    help="Text similar to later input, to calibrate the value ranges of cpu-int8.",
+)
+@option("--quiet", is_flag=True, help="Print no progress.")
+def export(
+    run_folder: Path,
+    out: Path,
+    force: bool,
+    text: Path | None,
+    variants: tuple[str, ...],
+    calibrate: Path | None,
+    quiet: bool,
+) -> None:
+    """Export a trained RUN as a bundle, and verify it.
+
+    A bundle holds graphs, weights, tokenizer and reference answers. If a graph's answers differ
+    from torch's, nothing is written and the exit code is 4.
+    """
+    from transferry.build_model.checkpoint import load_checkpoint, load_samples
+    from transferry.export.bundle import export_bundle, require_replaceable
+    from transferry.runtime.files import read_lines
+
+    require_replaceable(out, force=force)
+    with progress(quiet) as show_phase:
+        bundle = export_bundle(
+            load_checkpoint(run_folder),
+            out,
+            texts=list(read_lines(text)) if text is not None else load_samples(run_folder),
+            variants=variants,
+            calibrate=list(read_lines(calibrate)) if calibrate is not None else (),
+            force=force,
+            say=teller(quiet),
+            done=show_phase,
+        )
+    size = sum(record.size for record in bundle.manifest.files.values())
+    say(f"{out}: {len(bundle.manifest.files) + 1} files, {size / 1e6:.1f} MB, verified")
+
+
+@command(
+    epilog="""\b
+Examples:
+  transferry verify bundles/ende --checkpoint runs/ende --text test.en.gz --certify 2026-11-21
+  transferry verify bundles/ende --checkpoint runs/ende --text text.en --self-test
+  transferry verify bundles/ende --json        # on a host without torch
+"""
+)
+@configurable
+@click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
+@option("--checkpoint", type=FILE, help="Run that BUNDLE was exported from; compare with torch.")
+@option(
+    "--text",
+    type=FILE,
+    help="Sentences to run through both, one per line. Default: validation samples kept in the "
+    "run.",
+)
+@option(
+    "--target", type=FILE, help="Reference translations of --text, to compare BLEU and perplexity."
+)
+@session_options
+@option("--device-id", type=click.IntRange(0, 1024), default=0, help="Number of the GPU.")
+@option("--self-test", is_flag=True, help="Plant faults in copies of BUNDLE; each must be caught.")
+@option(
+    "--cross-check",
+    is_flag=True,
+    help="Also run other runtimes, to tell a graph bug from a runtime bug.",
+)
+@option(
+    "--replay",
+    type=REPLAY,
+    callback=beside_bundle,
+    help="Output for `replay` if a fault is located. Default: BUNDLE.fault.npz.",
+)
+@certify_options
+@report_options
+@option("--json", "as_json", is_flag=True, help="Print the whole report as JSON on stdout.")
+@option("--quiet", is_flag=True, help="Print no progress.")
+@search_options
+def verify(bundle_folder: Path, **options: Any) -> None:
+    """Prove that BUNDLE answers as torch does, or exit with 4.
+
+    With --checkpoint, torch and ONNX Runtime compute the same inputs: encoder, first step and later
+    steps over a sweep of sizes, and on --text greedy search, beam search, sampling, the search that
+    --beam and the like describe, and teacher-forced answers. Without it, the bundle is compared
+    with the answers recorded at export, and torch is not needed. If a tensor is wrong, the torch
+    module in which the fault begins is named.
+    """
+    checkpoint, text, target = (options[name] for name in ("checkpoint", "text", "target"))
+    date, force = options["certify"], options["force"]
+    search = given_search(options)
+    of_torch = ("text", "target", "self_test", "cross_check", "replay", "batch_rows", *search)
+    reason = "without torch only the recorded answers are compared"
+    require_option(options, "checkpoint", for_options=of_torch, reason=reason)
+    require_option(options, "text", for_options=["target"], reason="what it translates")
+    require_option(options, "certify", for_options=["sign"], reason="it signs the certificate")
+    from transferry.export.report.write import write_report
+    from transferry.runtime.bundle import Bundle
+    from transferry.runtime.files import read_lines, require_writable
+    from transferry.runtime.ort.open_model import open_model
+    from transferry.runtime.ort.session import SessionOptions
+    from transferry.runtime.parity import certificate as certificates
+    from transferry.runtime.parity import statement
+    from transferry.runtime.parity.signature import load_private_key
+
+    if date:
+        statement.check_date(date)
+    key = load_private_key(options["sign"]) if options["sign"] else None
+    bundle, session = Bundle.load(bundle_folder), SessionOptions(**given(options, SessionOptions))
+    if date:
+        require_writable(bundle_folder / "certificates")
+    named = options["variant"]
+    variant = bundle.variant(named) if named else certificates.fastest(bundle, session)
+    if date and not force:
+        strength: certificates.Strength = "run" if checkpoint else "recorded"
+        certificates.require_no_stronger(bundle, variant, session, strength, bool(key))
+    if checkpoint is None:
+        from transferry.runtime.parity.recorded import verify_recorded
+
+        report = verify_recorded(bundle, open_model(bundle, variant, session))
+    else:
+        from transferry.build_model.checkpoint import load_checkpoint, load_samples
+        from transferry.export.parity.cases import fitting
+        from transferry.export.verify import verify_against
+
+        trained = load_checkpoint(checkpoint)
+        kept = fitting(load_samples(checkpoint), trained.tokenizer, trained.model.config)
+        with progress(options["quiet"]) as show_phase:
+            report = verify_against(
+                trained,
+                bundle,
+                open_model(bundle, variant, session),
+                list(read_lines(text)) if text else kept,
+                list(read_lines(target)) if target else None,
+                cross_check=options["cross_check"],
+                plant_faults=options["self_test"],
+                replay=options["replay"],
+                batches=batch_options(options["batch_rows"]),
+                search=search or None,
+                done=show_phase,
+            )
+    issued = (bundle, variant, session, report, date)
+    certificate = certificates.certify(*issued, key=key, force=force) if date else None
+    show(json.dumps(report.to_dict(), indent=1) if options["as_json"] else report.to_text())
+    files = {"page": options["page"], "junit": options["junit"]}
+    write_report(report, **files, date=date, certificate=certificate)
+    report.require()
+    if certificate is not None:
+        say(f"{certificate}, in {bundle_folder}")
+
+
+@command(
+    epilog="""\b
+Example:
+  transferry replay bundles/ende.fault.npz
+"""
+)
+@click.argument("fault", metavar="FILE", type=FILE)
+def replay(fault: Path) -> None:
+    """Rerun the operators at which `verify` located a fault.
+
+    They run on the same input, as served and in onnx's reference evaluator, to tell a graph bug
+    from a runtime bug. Exits with 4 while the served graph is wrong.
+    """
+    from transferry.export.debug.replay import replay as run_again
+
+    result = run_again(fault)
+    show(result.to_text())
+    if not result.passed:
+        raise ParityError(f"{fault} still shows the fault")

@@ -1,0 +1,187 @@
+"""The command group: help by concern, paths that are apart, exceptions as messages and exit codes.
+
+`--help` imports this module, so it imports nothing heavier than click at its top.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import shlex
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from transferry.runtime.console.memory import out_of_memory, require_memory
+from transferry.runtime.errors import InputError, TransferryError, UsageError
+from transferry.runtime.outputs import STANDARD_STREAM, require_apart, require_own
+from transferry.runtime.settings import foreign_settings, shown
+from transferry.runtime.stopping import EXIT_CODE
+from transferry.runtime.tables import printable
+
+# Options that were renamed; the former name still works, also in a --config file.
+FORMER_NAMES = {"opinions": "cross-check", "shard": "partition", "shard-rows": "chunk-rows"}
+COMMAND_LINE, CONFIG = f"{__name__}.command_line", f"{__name__}.config"
+
+
+class FilePath(click.Path):
+    """A file or folder that is read, or one that is written.
+
+    Attributes:
+        writes: Suffixes of what is written, "" for the path itself; empty for an input.
+        foreign: What is wrong with an existing output, see `require_own`; None where that is
+            checked later.
+    """
+
+    def __init__(self, *writes: str, foreign: Callable[[Path], str] | None = None) -> None:
+        super().__init__(path_type=Path)
+        self.writes, self.foreign = writes, foreign
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuses what can be no path, before `exists` raises an error of its own."""
+        path = Path(value)
+        if not str(value):
+            self.fail("expected a path, found nothing", param, ctx)
+        try:
+            path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise InputError(f"{shown(str(path))}: cannot be used: {error.strerror}") from error
+        except ValueError:  # a NUL, or a character that no name can have
+            self.fail(f"expected a path, found {shown(str(path))}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Failure(click.ClickException):
+    """An error message for stderr, and the exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(printable(message))
+        self.exit_code = exit_code  # type: ignore[misc]  # click declares it for the class
+
+
+class CheckedCommand(click.Command):
+    """A command whose outputs are apart from its inputs and from each other."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Lists the options by concern, in the order in which concerns appear."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                panels.setdefault(getattr(parameter, "panel", ""), []).append(record)
+        rest = panels.pop("", [])
+        for heading, records in (*panels.items(), ("Options", rest)):
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Checks the paths, then runs the command."""
+        inputs: list[Path] = []
+        outputs: list[tuple[Path, FilePath]] = []
+        for parameter in self.params:
+            kind, value = parameter.type, ctx.params.get(str(parameter.name))
+            if isinstance(value, str):
+                _require_text(parameter, value)
+            if isinstance(kind, FilePath) and value is not None:
+                paths = value if isinstance(value, tuple) else (value,)
+                inputs += () if kind.writes else paths
+                outputs += [(path, kind) for path in paths if kind.writes]
+        # Settings that a command wrote are read, and may be written again beside the same output.
+        if (config := ctx.meta.get(CONFIG)) is not None and foreign_settings(config):
+            inputs.append(config)
+        written = [
+            path if path == STANDARD_STREAM else Path(f"{path}{suffix}")
+            for path, kind in outputs
+            for suffix in kind.writes[: 1 if path == STANDARD_STREAM else None]
+        ]
+        if not ctx.params.get("resume"):  # a run is continued in its folder, with its files
+            require_apart(written, inputs)
+        for path, kind in outputs:
+            if kind.foreign is not None:
+                require_own(path, kind.foreign)
+        return super().invoke(ctx)
+
+
+def _require_text(parameter: click.Parameter, value: str) -> None:
+    """Raises UsageError for an argument with bytes that are not UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{parameter.opts[-1]} must be UTF-8, found {shown(value)}") from error
+
+
+# Makes a command of a function in another package, for `Commands.add_command`.
+command = partial(click.command, cls=CheckedCommand)
+
+
+class Commands(click.Group):
+    """The one place that turns exceptions into error messages and exit codes."""
+
+    command_class = CheckedCommand
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.context_settings = {"max_content_width": 100, "token_normalize_func": current_name}
+
+    def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
+        """Keeps the command line for the hint on how to continue an interrupted job."""
+        context.meta[COMMAND_LINE] = shlex.join(["transferry", *arguments])
+        return super().parse_args(context, arguments)
+
+    def invoke(self, context: click.Context) -> Any:
+        """Runs the command."""
+        try:
+            require_memory(shlex.split(context.meta[COMMAND_LINE])[1:])
+            return super().invoke(context)
+        except TransferryError as error:
+            raise Failure(str(error), error.exit_code) from error
+        except ModuleNotFoundError as error:
+            if str(error.name).partition(".")[0] == "transferry":
+                raise
+            message = f"{context.invoked_subcommand} needs {error.name}, which is not installed"
+            remedy = 'pip install "transferry[export]"'
+            raise Failure(f"{message}; {remedy}", UsageError.exit_code) from error
+        except (MemoryError, ImportError, RuntimeError) as error:
+            if (told := out_of_memory(error)) is None:
+                raise
+            raise Failure(str(told), told.exit_code) from error
+        except KeyboardInterrupt as error:
+            click.echo(f"interrupted{': ' if error.args else ''}{error}", err=True)
+            context.exit(EXIT_CODE)
+
+
+def show_versions(context: click.Context, parameter: click.Parameter, given: bool) -> None:
+    """Prints the version, and those of the packages that compute, then ends the command."""
+    if not given or context.resilient_parsing:
+        return
+    click.echo(", ".join(f"{name} {version}" for name, version in versions()))
+    context.exit()
+
+
+def versions() -> Iterator[tuple[str, str]]:
+    """Yields packages and their versions, without importing them."""
+    # onnxruntime has another distribution on some systems; torch is needed for export alone.
+    for names in (["transferry"], ["onnxruntime-gpu", "onnxruntime"], ["torch"]):
+        for name in names:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                yield name, importlib.metadata.version(name)
+
+
+version_option = click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=show_versions,
+    help="Show the versions of transferry, onnxruntime and torch, and exit.",
+)
+
+
+def current_name(name: str) -> str:
+    """Returns the current name of an option, given that name or its former one."""
+    return FORMER_NAMES.get(name, name)
