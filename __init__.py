@@ -1,15 +1,26 @@
-"""Carries a trained Transformer from PyTorch to ONNX Runtime and runs it there."""
+"""Carries a trained Transformer from PyTorch to ONNX Runtime and runs it there.
+
+The public names are those of `transferry.runtime`, loaded on first use:
+`from transferry import Engine`.
+"""
 
 # As typing has it, whose import would take milliseconds in which a signal is not handled yet.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from transferry.runtime import *  # noqa: F403
+
     __version__: str
 else:
 
-    def __getattr__(name: str) -> str:
+    def __getattr__(name: str) -> object:
         # On demand: importlib.metadata would slow every `transferry --help` down.
         if name == "__version__":
             from importlib.metadata import version
 
             return version("transferry")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        runtime = import_module("transferry.runtime")
+        if name not in ("__all__", *runtime.__all__):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(runtime, name)

@@ -32,7 +32,7 @@ from transferry.export.parity.cases import source_of
 from transferry.export.verify import PLANTED_ROWS, verify_against
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.fill_mask import fill_masks
+from transferry.runtime.engine.fill_mask import fill_mask
 from transferry.runtime.errors import InputError, TransferryError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
@@ -142,7 +142,7 @@ class Trial:
         engine = Engine(bundle, open_model(bundle, self.variant, SessionOptions()))
         if not self.checkpoint.model.config.decoder_layers:
             hidden = [text.replace(" ", " <mask> ", 1) for text in self.others]
-            for filled in fill_masks(engine, hidden):
+            for filled in fill_mask(engine, hidden):
                 for candidates in filled.candidates:
                     yield candidates[0].token, candidates[0].log_probability
             return

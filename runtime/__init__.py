@@ -10,9 +10,23 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from transferry.runtime.bundle import Bundle
+    from transferry.runtime.decoding.batching import BatchOptions
     from transferry.runtime.decoding.options import GenerationOptions
+    from transferry.runtime.engine.classify import ClassifiedResult, RankedResult, TaggedResult
+    from transferry.runtime.engine.embed import EmbeddingResult
     from transferry.runtime.engine.engine import Engine
+    from transferry.runtime.engine.fill_mask import FilledMaskResult
     from transferry.runtime.engine.preprocess import InLanguages
+    from transferry.runtime.engine.result import GenerationResult, Results, RowError
+    from transferry.runtime.engine.score import ScoreResult
+    from transferry.runtime.errors import (
+        BadRowsError,
+        InputError,
+        ParityError,
+        ProviderError,
+        TransferryError,
+        UsageError,
+    )
     from transferry.runtime.jobs.job import Job
     from transferry.runtime.jobs.options import JobOptions
     from transferry.runtime.ort.session import SessionOptions
@@ -27,25 +41,57 @@ else:
 
 
 __all__ = [
+    "BadRowsError",
+    "BatchOptions",
     "Bundle",
+    "ClassifiedResult",
+    "EmbeddingResult",
     "Engine",
+    "FilledMaskResult",
     "GenerationOptions",
+    "GenerationResult",
     "InLanguages",
+    "InputError",
     "Job",
     "JobOptions",
+    "ParityError",
+    "ProviderError",
+    "RankedResult",
+    "Results",
+    "RowError",
+    "ScoreResult",
     "SessionOptions",
+    "TaggedResult",
     "Tokenizer",
+    "TransferryError",
+    "UsageError",
     "verify",
 ]
 
 _MODULES = {
+    "BadRowsError": "errors",
+    "BatchOptions": "decoding.batching",
     "Bundle": "bundle",
+    "ClassifiedResult": "engine.classify",
+    "EmbeddingResult": "engine.embed",
     "Engine": "engine.engine",
+    "FilledMaskResult": "engine.fill_mask",
     "GenerationOptions": "decoding.options",
+    "GenerationResult": "engine.result",
     "InLanguages": "engine.preprocess",
+    "InputError": "errors",
     "Job": "jobs.job",
     "JobOptions": "jobs.options",
+    "ParityError": "errors",
+    "ProviderError": "errors",
+    "RankedResult": "engine.classify",
+    "Results": "engine.result",
+    "RowError": "engine.result",
+    "ScoreResult": "engine.score",
     "SessionOptions": "ort.session",
+    "TaggedResult": "engine.classify",
     "Tokenizer": "tokenizer.byte_pair",
+    "TransferryError": "errors",
+    "UsageError": "errors",
     "verify": "parity.recorded",
 }

@@ -153,3 +153,18 @@ def test_every_command_shows_an_example_of_itself(name: str) -> None:
     examples = shell_commands(f"```\n{listed}```", "transferry")
     assert len(examples) >= (1 if name == "replay" else 2)
     assert {arguments[0] for arguments in examples} == {name}
+
+
+def test_the_session_in_python_runs(
+    fast_bundle_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (CHECKOUT / "docs" / "python.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
+    assert len(shown) > 8
+    (tmp_path / "bundles").mkdir()
+    (tmp_path / "bundles" / "ende").symlink_to(fast_bundle_folder)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in shown:
+        exec(compile(block, "docs/python.md", "exec"), names)
+    assert names["report"].passed

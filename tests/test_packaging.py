@@ -3,8 +3,10 @@
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
+import venv
 import zipfile
 from pathlib import Path, PurePosixPath
 
@@ -14,6 +16,21 @@ import transferry
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 PACKAGES = ("build_model", "export", "runtime")
+USER_PROGRAM = """
+from transferry import Engine, GenerationResult, InputError, Results
+
+
+async def answers(engine: Engine) -> list[str]:
+    return [result.text async for result in engine.generate(["a"], beam=4)]
+
+
+with Engine.load("bundle", provider="cpu") as engine:
+    results: Results[GenerationResult] = engine.generate(["a"])
+    vectors = [row.vector for row in engine.embed(["a"], normalise=True)]
+    passed: bool = engine.verify().passed
+    for row in engine.classify([("a", "b")]):
+        reveal_type(row)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +81,23 @@ def test_the_wheel_brings_the_command(built: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         entry_points = archive.read(f"{dist_info(wheel)}/entry_points.txt").decode()
     assert "transferry = transferry.__main__:main" in entry_points
+
+
+def test_a_users_program_type_checks_strictly(built: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "host", symlinks=True)
+    (site,) = (tmp_path / "host").glob("lib/*/site-packages")
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
+    program = tmp_path / "program.py"
+    program.write_text(USER_PROGRAM, encoding="utf-8")
+    python = f"--python-executable={tmp_path / 'host' / 'bin' / 'python'}"
+    settings = ("--strict", f"--cache-dir={tmp_path / 'cache'}", python)
+    command = [sys.executable, "-m", "mypy", *settings, str(program)]
+    checked = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert "runtime.engine.classify.ClassifiedResult" in checked.stdout, checked.stderr
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_the_sdist_holds_what_building_needs(built: Path) -> None:

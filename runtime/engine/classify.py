@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.engine.embed import cut_to_longest, default_long_rows
-from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.open_bundle import OpenBundle
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
     LongRows,
@@ -20,7 +20,7 @@ from transferry.runtime.engine.preprocess import (
     checked_texts,
     too_long,
 )
-from transferry.runtime.engine.result import NOT_FINITE, RowError, RowResult
+from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
 from transferry.runtime.engine.worker_pool import WorkItem
 from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.encoder import EncoderModel
@@ -110,12 +110,12 @@ class TaggedResult(RowResult):
 
 
 def classify(
-    engine: Engine, rows: Iterable[str | RowError | Pair], *, long_rows: LongRows | None = None
-) -> Iterator[ClassifiedResult]:
+    engine: OpenBundle, rows: Iterable[str | RowError | Pair], *, long_rows: LongRows | None = None
+) -> Results[ClassifiedResult]:
     """Scores the labels of texts or pairs of texts, in order and in bounded memory.
 
     Args:
-        engine: Engine of a bundle with a head that classifies.
+        engine: OpenBundle of a bundle with a head that classifies.
         rows: Any number of texts, or of pairs of them; an error becomes the result of its row.
         long_rows: Treatment of rows longer than the model's positions, or than the bundle's longest
             row: "error", or "truncate" to read their beginning, of a pair that of the longer text
@@ -129,12 +129,12 @@ def classify(
 
 
 def rank(
-    engine: Engine, pairs: Iterable[Pair], *, long_rows: LongRows | None = None
-) -> Iterator[RankedResult]:
+    engine: OpenBundle, pairs: Iterable[Pair], *, long_rows: LongRows | None = None
+) -> Results[RankedResult]:
     """Scores pairs of texts with a cross-encoder, in order and in bounded memory.
 
     Args:
-        engine: Engine of a bundle with a head that gives one score.
+        engine: OpenBundle of a bundle with a head that gives one score.
         pairs: Any number of pairs; an error becomes the result of its row.
         long_rows: As for `classify`.
 
@@ -146,12 +146,12 @@ def rank(
 
 
 def tag(
-    engine: Engine, texts: Iterable[str | RowError], *, long_rows: LongRows | None = None
-) -> Iterator[TaggedResult]:
+    engine: OpenBundle, texts: Iterable[str | RowError], *, long_rows: LongRows | None = None
+) -> Results[TaggedResult]:
     """Scores the labels of each token of texts, in order and in bounded memory.
 
     Args:
-        engine: Engine of a bundle with a head that tags tokens.
+        engine: OpenBundle of a bundle with a head that tags tokens.
         texts: Any number of texts; an error becomes the result of its row.
         long_rows: As for `classify`.
 
@@ -162,7 +162,7 @@ def tag(
     return engine.map(checked_texts(texts), task.prepare, task.compute, engine.encoders)
 
 
-def head_of(engine: Engine, task: str) -> HeadSettings:
+def head_of(engine: OpenBundle, task: str) -> HeadSettings:
     """Returns the settings of the head that a task needs.
 
     Raises:
@@ -200,7 +200,7 @@ class _PairRow:
 class _Classify:
     task = "classify"
 
-    def __init__(self, engine: Engine, long_rows: LongRows | None) -> None:
+    def __init__(self, engine: OpenBundle, long_rows: LongRows | None) -> None:
         self.head = head_of(engine, self.task)
         self.long_rows = long_rows or default_long_rows(engine)
         check_long_rows(self.long_rows, f"task {self.task}")
@@ -338,7 +338,7 @@ class _TaggedRow:
 
 
 class _Tag:
-    def __init__(self, engine: Engine, long_rows: LongRows | None) -> None:
+    def __init__(self, engine: OpenBundle, long_rows: LongRows | None) -> None:
         self.head = head_of(engine, "tag")
         self.long_rows = long_rows or default_long_rows(engine)
         check_long_rows(self.long_rows, "task tag")

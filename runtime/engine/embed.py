@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.decoding.search import pad_sources
-from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.open_bundle import OpenBundle
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
     LongRows,
@@ -18,7 +18,7 @@ from transferry.runtime.engine.preprocess import (
     check_long_rows,
     checked_texts,
 )
-from transferry.runtime.engine.result import NOT_FINITE, RowError, RowResult
+from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
 from transferry.runtime.engine.worker_pool import WorkItem
 from transferry.runtime.ort.encoder import EncoderModel, EncoderOutput
 from transferry.runtime.settings import MOST, HeadSettings
@@ -41,18 +41,18 @@ class EmbeddingResult(RowResult):
 
 
 def embed(
-    engine: Engine,
+    engine: OpenBundle,
     texts: Iterable[str | RowError],
     *,
     pooling: Pooling | None = None,
     normalise: bool = False,
     prompt: str | None = None,
     long_rows: LongRows | None = None,
-) -> Iterator[EmbeddingResult]:
+) -> Results[EmbeddingResult]:
     """Embeds texts, in order and in bounded memory.
 
     Args:
-        engine: Engine of an encoder-only bundle.
+        engine: OpenBundle of an encoder-only bundle.
         texts: Any number of texts; an error becomes the result of its row.
         pooling: "mean" over all tokens, special tokens included, or the "first" token. Default:
             what the bundle's head does, else "mean".
@@ -73,20 +73,20 @@ def embed(
     return engine.map(checked_texts(texts), task.prepare, task.compute, encoders)
 
 
-def default_long_rows(engine: Engine) -> LongRows:
+def default_long_rows(engine: OpenBundle) -> LongRows:
     """Returns what becomes of long rows unless told otherwise."""
     head = engine.bundle.manifest.head
     return "truncate" if head is not None and head.longest else "error"
 
 
-def cut_to_longest(engine: Engine) -> Preprocessor:
+def cut_to_longest(engine: OpenBundle) -> Preprocessor:
     """Returns the engine's preprocessor, limited to the bundle's longest row if it has one."""
     head, preprocessor = engine.bundle.manifest.head, engine.preprocessor
     longest = head.longest if head is not None else 0
     return replace(preprocessor, positions=min(preprocessor.positions, longest or MOST))
 
 
-def embedding_width(engine: Engine, pooling: Pooling | None) -> int:
+def embedding_width(engine: OpenBundle, pooling: Pooling | None) -> int:
     """Returns the length of the vectors."""
     if pooling is None and engine.bundle.embeds:
         return int(engine.encoder.variant.graphs["encoder"].tensor("head").shape[-1])
@@ -96,7 +96,7 @@ def embedding_width(engine: Engine, pooling: Pooling | None) -> int:
 class _Embed:
     def __init__(
         self,
-        engine: Engine,
+        engine: OpenBundle,
         pooling: Pooling | None,
         normalise: bool,
         prompt: str | None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from transferry.runtime.decoding.logits import log_sum_exp, top_k
 from transferry.runtime.decoding.search import pad_sources
-from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.open_bundle import OpenBundle
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
     LongRows,
     check_long_rows,
     checked_texts,
 )
-from transferry.runtime.engine.result import NOT_FINITE, RowError, RowResult
+from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
 from transferry.runtime.engine.worker_pool import WorkItem
 from transferry.runtime.errors import UsageError, require
 from transferry.runtime.ort.encoder import EncoderModel
@@ -71,18 +71,18 @@ class FilledMaskResult(RowResult):
         return {"text": self.text, **(self._error() or {"masks": masks})}
 
 
-def fill_masks(
-    engine: Engine,
+def fill_mask(
+    engine: OpenBundle,
     texts: Iterable[str | RowError],
     *,
     mask: str = MASK,
     top: int = 5,
     long_rows: LongRows = "error",
-) -> Iterator[FilledMaskResult]:
+) -> Results[FilledMaskResult]:
     """Fills the masks of texts, in order; each mask as if the others stayed.
 
     Args:
-        engine: Engine of an encoder-only bundle.
+        engine: OpenBundle of an encoder-only bundle.
         texts: Any number of texts; an error becomes the result of its row.
         mask: The mask as the texts spell it. One blank before it belongs to it, as to any word.
         top: Number of candidates for each mask.
@@ -107,7 +107,7 @@ def fill_masks(
 
 class _FillMask:
     def __init__(
-        self, engine: Engine, mask: str, mask_id: int, top: int, long_rows: LongRows
+        self, engine: OpenBundle, mask: str, mask_id: int, top: int, long_rows: LongRows
     ) -> None:
         self.tokenizer = engine.bundle.tokenizer
         self.mask, self.mask_id, self.top, self.long_rows = mask, mask_id, top, long_rows

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypeVar
 
 from transferry.runtime.decoding.hypothesis import FinishReason, Hypothesis, length_normalised
 
+Answer = TypeVar("Answer")
 # Of joined pieces the first of these that any has.
 REASONS: tuple[FinishReason, ...] = ("length", "stop", "end")
 RowErrorKind = Literal[
@@ -135,6 +138,41 @@ class GenerationResult(RowResult):
         if n_best > 1:
             answer["n_best"] = [hypothesis.record() for hypothesis in self.hypotheses]
         return answer
+
+
+class Results(Iterator[Answer]):
+    """Results in order, for `for` and for `async for`; nothing is computed before the first.
+
+    `close` stops the computation early; dropping the iterator does so too.
+    """
+
+    def __init__(self, answers: Iterator[Answer]) -> None:
+        self._answers = answers
+        self._reading = threading.Lock()  # a cancelled `async for` leaves a thread behind
+
+    def __next__(self) -> Answer:
+        with self._reading:
+            return next(self._answers)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Answer:
+        """Waits in a thread, so that the event loop goes on."""
+        found = await asyncio.to_thread(self._next_or_end)
+        if found is None:
+            raise StopAsyncIteration
+        return found[0]
+
+    def _next_or_end(self) -> tuple[Answer] | None:
+        for answer in self:
+            return (answer,)
+        return None
+
+    def close(self) -> None:
+        """Stops the computation."""
+        with self._reading:
+            self._answers.close()  # type: ignore[attr-defined]  # a generator
 
 
 def joined(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.decoding.search import pad_sources
-from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.open_bundle import OpenBundle
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
     InLanguages,
@@ -20,7 +20,7 @@ from transferry.runtime.engine.preprocess import (
     in_languages,
     too_long,
 )
-from transferry.runtime.engine.result import NOT_FINITE, RowError, RowResult
+from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
 from transferry.runtime.engine.worker_pool import WorkItem
 from transferry.runtime.ort.open_model import ServedDecoder
 
@@ -68,17 +68,17 @@ class ScoreResult(RowResult):
 
 
 def score(
-    engine: Engine,
+    engine: OpenBundle,
     pairs: Iterable[Pair],
     *,
     long_rows: LongRows = "error",
     source_language: str | None = None,
     target_language: str | None = None,
-) -> Iterator[ScoreResult]:
+) -> Results[ScoreResult]:
     """Scores pairs or texts, in order and in bounded memory.
 
     Args:
-        engine: Engine of an encoder-decoder bundle for pairs, of a decoder-only one for texts.
+        engine: OpenBundle of an encoder-decoder bundle for pairs, of a decoder-only one for texts.
         pairs: Any number of rows; an error on either side becomes the result of its row.
         long_rows: Treatment of texts longer than the model's positions: "error", or "truncate" to
             score their beginning.
@@ -112,7 +112,7 @@ class _ScoredRow:
 
 
 class _Score:
-    def __init__(self, engine: Engine, has_encoder: bool, long_rows: LongRows) -> None:
+    def __init__(self, engine: OpenBundle, has_encoder: bool, long_rows: LongRows) -> None:
         tokenizer = engine.bundle.tokenizer
         self.special, self.has_encoder = tokenizer.special, has_encoder
         self.sources, self.long_rows = engine.preprocessor, long_rows

@@ -17,8 +17,9 @@ from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.engine.classify import ClassifiedResult, RankedResult, TaggedResult
 from transferry.runtime.engine.embed import EmbeddingResult
-from transferry.runtime.engine.engine import PIECE, Engine
+from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.fill_mask import FilledMaskResult
+from transferry.runtime.engine.generate import PIECE
 from transferry.runtime.engine.preprocess import InLanguages, LongRows
 from transferry.runtime.engine.result import GenerationResult, RowResult
 from transferry.runtime.errors import ParityError

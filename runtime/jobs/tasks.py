@@ -9,24 +9,20 @@ from operator import attrgetter
 from typing import Any
 
 from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.engine.classify import classify, head_of, rank, tag
-from transferry.runtime.engine.embed import default_long_rows, embed, embedding_width
+from transferry.runtime.engine.classify import head_of
+from transferry.runtime.engine.embed import default_long_rows, embedding_width
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.fill_mask import fill_masks
 from transferry.runtime.engine.preprocess import InLanguages, LongRows
 from transferry.runtime.engine.prompts import Prompt
 from transferry.runtime.engine.result import RowResult
-from transferry.runtime.engine.score import ScoreResult, score
+from transferry.runtime.engine.score import ScoreResult
 from transferry.runtime.errors import UsageError
-from transferry.runtime.jobs.options import JobOptions, TaskName, token_or_text
+from transferry.runtime.jobs.options import JobOptions, token_or_text
 from transferry.runtime.jobs.rows import InputRow
 from transferry.runtime.jobs.summary import Tally
 
-HEADS: dict[TaskName, Callable[..., Iterator[RowResult]]] = {
-    "classify": classify,
-    "rank": rank,
-    "tag": tag,
-}
+# Tasks of heads.
+HEADS = ("classify", "rank", "tag")
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ class Task:
                 architecture = engine.bundle.manifest.architecture
                 raise UsageError(f"{engine.bundle.folder} is {architecture} and {need}")
             return cls(
-                lambda engine, pairs, first: score(engine, pairs, long_rows=long_rows),
+                lambda engine, pairs, first: engine.score(pairs, long_rows=long_rows),
                 spoken,
                 given=lambda row: (_source(options, row), row.target),
                 long_rows=long_rows,
@@ -107,23 +103,25 @@ class Task:
         if options.task in HEADS:
             head_of(engine, options.task)
             long_rows = options.long_rows or default_long_rows(engine)
-            of_head = HEADS[options.task]
             return cls(
-                lambda engine, rows, first: of_head(engine, rows, long_rows=long_rows),
+                lambda engine, rows, first: getattr(engine, options.task)(
+                    rows, long_rows=long_rows
+                ),
                 {"pair": options.pair},
                 given=attrgetter("text") if options.pair is None else attrgetter("text", "target"),
                 long_rows=long_rows,
             )
-        compute: Callable[..., Iterator[RowResult]] = fill_masks
         chosen = {"mask": options.mask, "top": options.top}
         width = 0
         if options.task == "embed":
-            compute, width = embed, embedding_width(engine, options.pooling)
+            width = embedding_width(engine, options.pooling)
             long_rows = options.long_rows or default_long_rows(engine)
             names = ("pooling", "normalise", "prompt")
             chosen = {name: getattr(options, name) for name in names}
         return cls(
-            lambda engine, texts, first: compute(engine, texts, long_rows=long_rows, **chosen),
+            lambda engine, texts, first: getattr(engine, options.task.replace("-", "_"))(
+                texts, long_rows=long_rows, **chosen
+            ),
             chosen,
             width=width,
             long_rows=long_rows,

@@ -16,7 +16,7 @@ from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.engine import score as scoring
 from transferry.runtime.engine.embed import embed
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.fill_mask import fill_masks
+from transferry.runtime.engine.fill_mask import fill_mask
 from transferry.runtime.engine.result import RowError, RowResult
 from transferry.runtime.engine.score import score
 from transferry.runtime.ort.encoder import EncoderModel
@@ -73,7 +73,7 @@ CASES = {
     "first": Case(
         "reader_bundle_folder", task(embed, pooling="first", long_rows="truncate"), TEXTS
     ),
-    "masks": Case("reader_bundle_folder", task(fill_masks, long_rows="truncate"), MASKED),
+    "masks": Case("reader_bundle_folder", task(fill_mask, long_rows="truncate"), MASKED),
     "pairs": Case("bundle_folder", task(score), list(zip(TEXTS, TARGETS, strict=True))),
     "texts": Case("writer_bundle_folder", task(score), [(text, None) for text in TEXTS]),
 }

@@ -22,7 +22,8 @@ from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.hypothesis import FinishReason
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search
-from transferry.runtime.engine.engine import PIECE, Engine
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.generate import PIECE
 from transferry.runtime.engine.result import GenerationResult, RowError, TextHypothesis, join
 from transferry.runtime.engine.score import score
 from transferry.runtime.errors import InputError, UsageError
@@ -436,7 +437,7 @@ def test_an_endless_stream_is_read_two_windows_ahead(bundle_folder: Path, texts:
     for given, text in enumerate(itertools.islice(itertools.cycle(texts), 32)):
         assert next(stream).source == text
         assert read <= (given // window + 2) * window
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
 
 
 def test_more_positions_than_the_model_has_are_refused_at_once(engine: Engine) -> None:

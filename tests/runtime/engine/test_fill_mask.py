@@ -9,7 +9,7 @@ import torch
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.corpus import builtin_pairs
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.fill_mask import fill_masks
+from transferry.runtime.engine.fill_mask import fill_mask
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import UsageError
 
@@ -28,7 +28,7 @@ def engine(reader_bundle_folder: Path) -> Engine:
 def test_candidates_are_torch_s(engine: Engine, reader_run_folder: Path) -> None:
     checkpoint = load_checkpoint(reader_run_folder)
     tokenizer, model = checkpoint.tokenizer, checkpoint.model.double()
-    for text, row in zip(TEXTS, fill_masks(engine, TEXTS, top=3), strict=True):
+    for text, row in zip(TEXTS, fill_mask(engine, TEXTS, top=3), strict=True):
         before, after = text.split("[MASK]")
         ids = [*tokenizer.encode(before.removesuffix(" ")), 3, *tokenizer.encode(after)]
         source = torch.tensor([tokenizer.special.wrap(ids)])
@@ -49,18 +49,18 @@ def test_candidates_are_torch_s(engine: Engine, reader_run_folder: Path) -> None
 
 
 def test_several_masks_and_another_word_for_them(engine: Engine) -> None:
-    (row,) = fill_masks(engine, ["a ___ b ___"], mask="___", top=2)
+    (row,) = fill_mask(engine, ["a ___ b ___"], mask="___", top=2)
     assert [len(candidates) for candidates in row.candidates] == [2, 2]
     record = row.record()
     assert len(record["masks"]) == 2
     assert record["text"] == row.text
-    (same,) = fill_masks(engine, ["a [MASK] b [MASK]"], top=2)
+    (same,) = fill_mask(engine, ["a [MASK] b [MASK]"], top=2)
     assert same.candidates == row.candidates
 
 
 def test_bad_rows_are_errors_of_their_own(engine: Engine) -> None:
     broken = RowError("malformed", "3 columns, expected 2")
-    rows = list(fill_masks(engine, [broken, "", "no mask", "[MASK]", "[MASK] " * 99]))
+    rows = list(fill_mask(engine, [broken, "", "no mask", "[MASK]", "[MASK] " * 99]))
     kinds = [row.error and row.error.kind for row in rows]
     assert kinds == ["malformed", "empty", "no-mask", None, "too-long"]
     assert rows[0].record() == {"source": "", "text": "", "error": broken.record()}
@@ -71,7 +71,7 @@ def test_long_rows_are_cut_short_and_say_so(engine: Engine) -> None:
     text = "a [MASK] b" + " a b" * 99
     ids = [*tokenizer.encode("a"), 3, *tokenizer.encode(" b" + " a b" * 99)][:62]
     beginning = "a [MASK]" + tokenizer.decode(ids[2:])
-    cut, whole, late = fill_masks(
+    cut, whole, late = fill_mask(
         engine, [text, beginning, "a b " * 99 + "[MASK]"], long_rows="truncate"
     )
     assert (cut.source, cut.source_tokens, cut.truncated) == (text, 64, True)
@@ -81,18 +81,18 @@ def test_long_rows_are_cut_short_and_say_so(engine: Engine) -> None:
         RowError("no-mask", "there is no [MASK] to fill in among the first 64 tokens"),
     )
     with pytest.raises(UsageError, match="long_rows=split and task fill-mask exclude each other"):
-        fill_masks(engine, [], long_rows="split")
+        fill_mask(engine, [], long_rows="split")
 
 
 def test_a_long_word_for_a_mask_makes_no_text_too_long(engine: Engine) -> None:
     mask = "[" + "MASK" * 300 + "]"
-    (row,) = fill_masks(engine, [f"a {mask} b {mask}"], mask=mask)
-    (same,) = fill_masks(engine, ["a [MASK] b [MASK]"])
+    (row,) = fill_mask(engine, [f"a {mask} b {mask}"], mask=mask)
+    (same,) = fill_mask(engine, ["a [MASK] b [MASK]"])
     assert (row.error, row.candidates) == (None, same.candidates)
 
 
 def test_refusals(engine: Engine, bundle_folder: Path) -> None:
     with pytest.raises(UsageError, match="top must be at least 1, found 0"):
-        fill_masks(engine, [], top=0)
+        fill_mask(engine, [], top=0)
     with pytest.raises(UsageError, match="neither embeds nor fills in"):
-        fill_masks(Engine.load(bundle_folder), [])
+        fill_mask(Engine.load(bundle_folder), [])

@@ -10,7 +10,7 @@ from typing import Any
 
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.result import GenerationResult, RowError, TextHypothesis
+from transferry.runtime.engine.result import GenerationResult, Results, RowError, TextHypothesis
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.options import JobOptions
 
@@ -37,7 +37,7 @@ class Echo(Engine):
         score: float = -0.25000004,
     ) -> None:
         self.change, self.computed, self.seconds = change, computed, seconds
-        self.fail_at, self.score = fail_at, score
+        self.fail_at, self.best_score = fail_at, score
         self.described: dict[str, Any] = {"manifest_sha256": "ab12", "onnxruntime": "1.0"}
         tokenizer = SimpleNamespace(encode_target=lambda text: list(text.encode()))
         self.bundle: Any = SimpleNamespace(tokenizer=tokenizer, folder="bundle")
@@ -57,8 +57,12 @@ class Echo(Engine):
         options: GenerationOptions | None = None,
         *,
         first_row: int = 0,
-        long_rows: str = "error",
         **named: Any,
+    ) -> Results[GenerationResult]:
+        return Results(self._echo(texts, options, first_row))
+
+    def _echo(
+        self, texts: Iterable[Any], options: GenerationOptions | None, first_row: int
     ) -> Iterator[GenerationResult]:
         for number, text in enumerate(texts, start=first_row):
             if self.computed is not None:
@@ -76,7 +80,7 @@ class Echo(Engine):
                 error = RowError("empty", "there is no text to work on")
                 yield GenerationResult(text, length, error=error)
                 continue
-            best = TextHypothesis((7,) * length, -1.5, self.score, "end", self.change(text))
+            best = TextHypothesis((7,) * length, -1.5, self.best_score, "end", self.change(text))
             second = TextHypothesis((8, 9), -1.0, -0.5, "length", text[::-1])
             found = (best, second)[: options.n_best if options else 1]
             yield GenerationResult(text, length, found)

@@ -21,7 +21,7 @@ from tests.commands import call, done
 from tests.runtime.jobs import helpers
 from tests.runtime.jobs.helpers import Echo, computed_rows, make_job, run, write_rows
 from transferry.build_model.corpus import builtin_pairs
-from transferry.runtime.engine.result import GenerationResult, RowError
+from transferry.runtime.engine.result import GenerationResult, Results, RowError
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.merge import merge
@@ -57,7 +57,7 @@ class Deadly(Echo):
 
     def generate(
         self, texts: Iterable[Any], *arguments: Any, **named: Any
-    ) -> Iterator[GenerationResult]:
+    ) -> Results[GenerationResult]:
         def watched() -> Iterator[str | RowError]:
             for text in texts:
                 if text == "deadly" and not (self.spared and self.spared.exists()):
@@ -66,7 +66,7 @@ class Deadly(Echo):
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield text
 
-        yield from super().generate(watched(), *arguments, **named)
+        return super().generate(watched(), *arguments, **named)
 
 
 @pytest.fixture(scope="module", autouse=True)

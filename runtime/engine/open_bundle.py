@@ -1,0 +1,363 @@
+"""Texts in, answers out in the same order: a bundle, its models and the replicas that run them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from transferry.runtime.bundle import Bundle
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.decoding.options import (
+    GenerationOptions,
+    generation_options,
+    suppressing,
+)
+from transferry.runtime.engine.certified import covered, open_certified
+from transferry.runtime.engine.preprocess import (
+    EncodedRow,
+    LongRows,
+    Preprocessor,
+    sentences_version,
+)
+from transferry.runtime.engine.prompts import (
+    Encodable,
+    Prompt,
+    encode_prompt,
+)
+from transferry.runtime.engine.result import Results
+from transferry.runtime.engine.worker_pool import (
+    Answer,
+    Input,
+    Row,
+    Worker,
+    WorkItem,
+    batch_worker,
+    in_order,
+)
+from transferry.runtime.errors import UsageError, require
+from transferry.runtime.hardware import usable_cores
+from transferry.runtime.ort.encoder import EncoderModel
+from transferry.runtime.ort.open_model import Model, ServedDecoder
+from transferry.runtime.ort.session import Few, SessionOptions
+from transferry.runtime.parity.certificate import (
+    Certificate,
+    Strength,
+    fastest,
+    require_search,
+)
+from transferry.runtime.parity.recorded import verify_recorded
+from transferry.runtime.parity.report import ParityReport
+from transferry.runtime.parity.signature import load_public_key
+from transferry.runtime.settings import check_value, shown
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens
+
+AnyModel = TypeVar("AnyModel", bound=Model)
+
+
+class OpenBundle:
+    """A bundle with its models, open on every device: what the tasks compute on.
+
+    It is a context manager; on leaving, the models are closed.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *models: Model,
+        replicas: int = 1,
+        batches: BatchOptions | None = None,
+        certificate: str = "not looked for",
+        required: Sequence[Certificate] = (),
+    ) -> None:
+        """Combines a bundle with opened models; `load` is the usual way.
+
+        Args:
+            bundle: The bundle.
+            models: One variant of it, opened once per device. All devices share the rows.
+            replicas: Concurrent batches per device.
+            batches: Limits on what is computed at once. Default: depends on the variant.
+            certificate: Citation of the certificate, for reports.
+            required: Certificates that must cover every search.
+        """
+        check_value("replicas", replicas, Few)
+        require(replicas >= 1, "replicas", "at least 1", replicas)
+        self.bundle = bundle
+        self.models: Sequence[Model] = models
+        self.replicas = replicas
+        self.batches = batches or models[0].batches
+        self.certificate = certificate
+        self.required = required
+        self.max_positions = int(bundle.manifest.model["max_positions"])
+        tokenizer = bundle.tokenizer
+        self.preprocessor = Preprocessor(
+            tokenizer.encode_batch, tokenizer.special, self.max_positions, tokenizer.longest_token
+        )
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path | str,
+        options: SessionOptions | None = None,
+        *,
+        variant: str | None = None,
+        device_ids: Sequence[int] | None = None,
+        replicas: int | None = None,
+        batches: BatchOptions | None = None,
+        require_certificate: Strength | bool = False,
+        trusted_key: Path | str | None = None,
+        prove: Callable[[Bundle, Model], ParityReport] = verify_recorded,
+        **session: Any,
+    ) -> Self:
+        """Opens a bundle.
+
+        If the bundle was verified with another CPU, GPU or version of onnxruntime, `prove` runs
+        first: by default it computes the recorded answers again.
+
+        Args:
+            folder: The bundle.
+            options: Provider, threads per replica, and how onnxruntime runs the graphs.
+            variant: Name of the variant. Default: chosen by `certificate.fastest`.
+            device_ids: GPUs; all of them share the rows. Default: that of `options`.
+            replicas: Concurrent batches per device. Default: on the CPU the cores divided by
+                threads, on CUDA one. Two replicas of one thread are faster than one of two
+                (docs/performance.md).
+            batches: Limits on what is computed at once. Default: depends on the variant.
+            require_certificate: Refuse a bundle that was not verified for this way of computing:
+                "run" (or True) against the run, "recorded" against the recorded answers at least.
+                Larger batches than were verified are not computed, other searches refused.
+            trusted_key: PEM file of the public key that must have signed the required certificate.
+            prove: Verifies, on this machine, a bundle that was verified on another.
+            **session: Fields of SessionOptions that override `options`, such as `provider="cuda"`.
+
+        Raises:
+            InputError: The folder is not a bundle, or is damaged.
+            ParityError: A required certificate is missing or not signed by the trusted key, or the
+                recorded answers differ here.
+            ProviderError: The provider cannot run here.
+            UsageError: An option is out of range, or there is no such variant.
+        """
+        if trusted_key is not None and not require_certificate:
+            raise UsageError("--trusted-key needs --require-certificate, which it is the key of")
+        trusted = load_public_key(Path(trusted_key)) if trusted_key is not None else None
+        bundle = Bundle.load(Path(folder))
+        options = replace(options or SessionOptions(), **session)
+        ids = [options.device_id] if device_ids is None else list(device_ids)
+        if len(set(ids)) != len(ids) or not ids:
+            raise UsageError(f"expected devices, each of them once, found {ids}")
+        if options.provider == "cpu" and len(ids) > 1:
+            raise UsageError(
+                f"provider cpu is one device, found {ids}; choose provider cuda, or more replicas"
+            )
+        if replicas is None:
+            cpu = options.provider == "cpu"
+            replicas = max(1, usable_cores() // options.threads) if cpu else 1
+        devices = [replace(options, device_id=number) for number in ids]
+        chosen = bundle.variant(variant) if variant else fastest(bundle, devices[0], trusted)
+        strength: Strength | None = (
+            "run" if require_certificate is True else require_certificate or None
+        )
+        opened = [
+            open_certified(bundle, chosen, each, strength, trusted, prove) for each in devices
+        ]
+        models = [model for model, _, _ in opened]
+        required = [one for _, _, one in opened if one is not None]
+        if required:
+            batches = covered(batches, models[0].batches, required)
+        # Devices of one kind have the same certificate.
+        certificate = "; ".join(dict.fromkeys(citation for _, citation, _ in opened))
+        settings: dict[str, Any] = {"certificate": certificate, "required": required}
+        return cls(bundle, *models, replicas=replicas, batches=batches, **settings)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the models; their memory is free once no results are being read."""
+        self.models = ()
+
+    def __repr__(self) -> str:
+        name, folder = type(self).__name__, str(self.bundle.folder)
+        if not self.models:
+            return f"{name}({folder!r}, closed)"
+        cell = ", ".join(f"{key}={value!r}" for key, value in self._cell())
+        return f"{name}({folder!r}, {cell})"
+
+    def _cell(self) -> Iterator[tuple[str, Any]]:
+        described = self.model.describe()
+        yield from ((key, described[key]) for key in ("variant", "provider", "threads"))
+        yield "devices", len(self.models)
+        yield from (("replicas", self.replicas), ("certificate", self.certificate))
+
+    @property
+    def model(self) -> Model:
+        """The model on the first device.
+
+        Raises:
+            UsageError: The engine is closed.
+        """
+        if not self.models:
+            raise UsageError(f"{self!r} has no models any more; load the bundle again")
+        return self.models[0]
+
+    @property
+    def decoder(self) -> ServedDecoder:
+        """The decoder on the first device; see `decoders`."""
+        return self.decoders[0]
+
+    @property
+    def decoders(self) -> Sequence[ServedDecoder]:
+        """The decoder on each device.
+
+        Raises:
+            UsageError: The bundle is encoder-only.
+        """
+        _ = self.model
+        decoders = [model for model in self.models if not isinstance(model, EncoderModel)]
+        if not decoders:
+            raise UsageError(
+                f"{self.bundle.folder} holds an encoder-only model, which generates nothing; its "
+                f"tasks are {' and '.join(self.bundle.tasks)}"
+            )
+        return decoders
+
+    @property
+    def encoder(self) -> EncoderModel:
+        """The encoder-only model on the first device; see `encoders`."""
+        return self.encoders[0]
+
+    @property
+    def encoders(self) -> Sequence[EncoderModel]:
+        """The encoder-only model on each device.
+
+        Raises:
+            UsageError: The bundle is not encoder-only.
+        """
+        _ = self.model
+        encoders = [model for model in self.models if isinstance(model, EncoderModel)]
+        if not encoders:
+            raise UsageError(
+                f"{self.bundle.folder} holds a model of architecture "
+                f"{self.bundle.manifest.architecture}, which neither embeds nor fills in; its task "
+                "is generate"
+            )
+        return encoders
+
+    def default_options(self) -> GenerationOptions:
+        """Returns the bundle's own generation options."""
+        return GenerationOptions(**self.bundle.manifest.generation)
+
+    def options(self, options: GenerationOptions | None = None, **named: Any) -> GenerationOptions:
+        """Returns generation options with named fields changed.
+
+        `suppress` adds to what is suppressed, and may hold text beside token ids. A text is
+        forbidden by its own tokens, both as it stands and after a blank: a single token everywhere,
+        several as a sequence. Other tokens may still spell it.
+
+        Args:
+            options: The other fields; see `generation_options`. Default: those of the bundle.
+            **named: Fields of GenerationOptions.
+
+        Raises:
+            UsageError: A field is unknown or has another type, or the fields conflict.
+        """
+        default = self.default_options() if options is None else options
+        if not isinstance(default, GenerationOptions):
+            raise UsageError(f"options must be GenerationOptions, found {shown(default)}")
+        encode = self.bundle.tokenizer.encode_target
+        return generation_options(suppressing(named, default, encode), default)
+
+    def require_covered(self, options: GenerationOptions) -> None:
+        """Raises ParityError if a certificate is required, and none covers such a search."""
+        for certificate in self.required:
+            require_search(certificate, options)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what determines the answers: versions, settings, and the manifest's hash."""
+        return {
+            "transferry": importlib.metadata.version("transferry"),
+            "manifest_sha256": self.bundle.sha256,
+            "certificate": self.certificate,
+            "devices": len(self.models),
+            "replicas": self.replicas,
+            "sentencex": sentences_version(),
+            **self.model.describe(),
+        }
+
+    def encode(
+        self,
+        texts: Sequence[Encodable],
+        options: GenerationOptions,
+        long_rows: LongRows = "error",
+    ) -> list[EncodedRow]:
+        """Encodes the sources or prompts to generate from."""
+        # A truncated prompt leaves positions for the prefix and one more token.
+        forced = len(options.prefix) + (options.forced_begin is not None)
+        reserve = 0 if self.decoder.has_encoder else forced
+        plain = [text for text in texts if not isinstance(text, Prompt)]
+        rows = iter(self.preprocessor.encode(plain, long_rows, reserve))
+        around = (self.bundle.tokenizer, self.max_positions, long_rows, reserve)
+        return [
+            encode_prompt(text, *around) if isinstance(text, Prompt) else next(rows)
+            for text in texts
+        ]
+
+    def fitted(self, options: GenerationOptions, tokens: int) -> GenerationOptions:
+        """Returns the options for a source of this length: a prompt takes up positions."""
+        room = self.room(options, tokens)
+        least = min(options.min_length, room)
+        return replace(options, max_length=room, max_total_length=0, min_length=least)
+
+    def settings_of(
+        self, row: EncodedRow, options: GenerationOptions
+    ) -> tuple[GenerationOptions, SpecialTokens]:
+        """Returns the options and special tokens of a row, which may name a language."""
+        special = self.bundle.tokenizer.special
+        if row.target is None:
+            return options, special
+        if special.begins_with_language:
+            return options, replace(special, bos_id=row.target)
+        return replace(options, forced_begin=row.target), special
+
+    def room(self, options: GenerationOptions, tokens: int) -> int:
+        """Returns the maximal length of an answer to a source of this length."""
+        if self.decoder.has_encoder:
+            return options.room(0)
+        # The last token of an answer is never read, so it takes up no position.
+        return max(1, min(options.room(tokens), self.max_positions - tokens + 1))
+
+    def map(
+        self,
+        inputs: Iterable[Input],
+        prepare: Callable[[list[Input]], list[WorkItem[Row] | Answer]],
+        compute: Callable[[AnyModel, list[Row]], list[Answer]],
+        models: Sequence[AnyModel],
+    ) -> Results[Answer]:
+        """Computes inputs in batches, in order.
+
+        Args:
+            inputs: Of any number.
+            prepare: See `worker_pool.in_order`.
+            compute: Computes a batch on one of the models.
+            models: `decoders` or `encoders`.
+        """
+        workers = [batch_worker(partial(compute, model)) for model in models] * self.replicas
+        return Results(self.answers(inputs, prepare, workers, self.batches.rows))
+
+    def answers(
+        self,
+        inputs: Iterable[Input],
+        prepare: Callable[[list[Input]], list[WorkItem[Row] | Answer]],
+        workers: Sequence[Worker[Row, Answer]],
+        slots: int,
+    ) -> Iterator[Answer]:
+        """Yields answers while the weights are still those that were hashed; see `in_order`."""
+        for answer in in_order(inputs, prepare, workers, slots, self.batches):
+            self.bundle.files.require_unchanged()
+            yield answer
