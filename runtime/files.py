@@ -15,10 +15,10 @@ import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal, Protocol, cast
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.stopping import at_stop
@@ -33,6 +33,13 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 # How long a named pipe may have no writer.
 PIPE_SECONDS = 3.0
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class Stored(Protocol):
+    """A file elsewhere, which opens itself."""
+
+    def opened(self) -> AbstractContextManager[io.BufferedReader]:
+        """Opens it; an OSError inside the `with` counts as a read error."""
 
 
 def read_lines(path: Path | str) -> Iterator[str]:
@@ -51,11 +58,11 @@ def read_lines(path: Path | str) -> Iterator[str]:
         yield decode_line(line, path, number)
 
 
-def read_raw_lines(path: Path | str, *, keep_ends: bool = False) -> Iterator[bytes]:
+def read_raw_lines(path: Path | str | Stored, *, keep_ends: bool = False) -> Iterator[bytes]:
     r"""Streams the lines as bytes, for readers that continue after a line that is not UTF-8.
 
     Args:
-        path: The file, plain, gzip or zstd; "-" is standard input.
+        path: The file, here or elsewhere, plain, gzip or zstd; "-" is standard input.
         keep_ends: Keep "\n" and "\r\n".
 
     Raises:
@@ -89,7 +96,7 @@ def read_blocks(path: Path | str) -> Iterator[bytes]:
 
 
 @contextmanager
-def _unpacked(path: Path | str) -> Iterator[io.BufferedReader]:
+def _unpacked(path: Path | str | Stored) -> Iterator[io.BufferedReader]:
     """Opens and decompresses a file; an OSError inside the `with` counts as a read error."""
     kind = "gzip"
     try:
@@ -198,7 +205,9 @@ def decode_line(line: bytes, path: Path | str, number: int) -> str:
         ) from error
 
 
-def _open(path: Path | str) -> io.BufferedReader:
+def _open(path: Path | str | Stored) -> AbstractContextManager[io.BufferedReader]:
+    if not isinstance(path, Path | str):
+        return path.opened()
     if str(path) == "-":
         if sys.stdin is None:  # Python's own sign of a descriptor that is closed
             raise InputError(
@@ -226,7 +235,7 @@ def _open_pipe(path: Path) -> io.BufferedReader:
     return file
 
 
-def _shown(path: Path | str) -> str:
+def _shown(path: Path | str | Stored) -> str:
     return "standard input" if str(path) == "-" else str(path)
 
 
@@ -290,7 +299,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def unreadable(path: Path | str, error: OSError) -> InputError:
+def unreadable(path: Path | str | Stored, error: OSError) -> InputError:
     """Returns the error for a file that cannot be read."""
     return InputError(f"{_shown(path)}: cannot be read: {error.strerror or error}.")
 

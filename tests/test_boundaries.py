@@ -39,7 +39,16 @@ PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
 # The rooms of a package, leaf first: each may import those before it, and none that comes after.
 ROOMS = {
     "runtime": (
-        *("errors", "stopping", "files", "documents", "folders", "outputs", "settings"),
+        *(
+            "errors",
+            "stopping",
+            "remote_file",
+            "files",
+            "documents",
+            "folders",
+            "outputs",
+            "settings",
+        ),
         *("tables", "hardware", "sealed_folder", "tokenizer", "decoding"),
         *("bundle", "ort", "doctor", "parity", "engine", "jobs", "console"),
     ),
@@ -56,8 +65,10 @@ RUNTIME_LIBRARIES = STANDARD_LIBRARY | {
 # What a part of the runtime may use where it is installed.
 OPTIONAL_LIBRARIES = {
     "runtime.files": frozenset({"zstandard"}),
-    "runtime.jobs.writers": frozenset({"pyarrow"}),
-    "runtime.jobs.readers": frozenset({"pyarrow"}),
+    "runtime.jobs.formats.writers": frozenset({"pyarrow"}),
+    "runtime.jobs.formats.cells": frozenset({"pyarrow"}),
+    "runtime.jobs.formats.columnar": frozenset({"pyarrow"}),
+    "runtime.jobs.formats.remote_file": frozenset({"fsspec"}),
     "runtime.jobs.ray_job": frozenset({"pyarrow", "ray"}),
     "runtime.engine.preprocess": frozenset({"sentencex"}),
     "runtime.parity.signature": frozenset({"cryptography"}),

@@ -67,12 +67,14 @@ def test_a_job_that_is_stopped_is_resumed(
         said, _, again = stderr.partition("; continue with: ")
         # Likewise a chunk whose line was being synced is saved, but not counted yet.
         counted = [
-            f"interrupted: {rows} rows are saved in {out}.job" for rows in (saved, saved - 4)
+            f"interrupted: {rows} of 600 rows are saved in {out}.job" for rows in (saved, saved - 4)
         ]
         assert said.endswith(tuple(counted))
         assert shlex.split(again) == ["transferry", *map(str, slow)]
     resumed = done(*command)
-    assert f"{saved} rows are saved in {out}.job; this run computes the rest" in resumed.stderr
+    assert (
+        f"{saved} of 600 rows are saved in {out}.job; this run computes the rest" in resumed.stderr
+    )
     assert out.read_bytes() == many_lines.with_name("whole.jsonl").read_bytes()
     assert json.loads(Path(f"{out}.summary.json").read_bytes())["resumed"] == 1
     assert not journal.parent.exists()

@@ -17,6 +17,7 @@ import click
 
 from transferry.runtime.console.memory import out_of_memory, require_memory
 from transferry.runtime.errors import InputError, TransferryError, UsageError
+from transferry.runtime.jobs.formats.remote_file import RemoteFile, is_url
 from transferry.runtime.outputs import STANDARD_STREAM, require_apart, require_own
 from transferry.runtime.settings import foreign_settings, shown
 from transferry.runtime.stopping import EXIT_CODE
@@ -34,14 +35,21 @@ class FilePath(click.Path):
         writes: Suffixes of what is written, "" for the path itself; empty for an input.
         foreign: What is wrong with an existing output, see `require_own`; None where that is
             checked later.
+        remote: Whether a URL may stand there.
     """
 
-    def __init__(self, *writes: str, foreign: Callable[[Path], str] | None = None) -> None:
+    def __init__(
+        self, *writes: str, foreign: Callable[[Path], str] | None = None, remote: bool = False
+    ) -> None:
         super().__init__(path_type=Path)
-        self.writes, self.foreign = writes, foreign
+        self.writes, self.foreign, self.remote = writes, foreign, remote
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Refuses what can be no path, before `exists` raises an error of its own."""
+        if is_url(str(value)):
+            if not self.remote:
+                self.fail(f"expected a path, found {shown(str(value))}; only INPUT may be a URL")
+            return RemoteFile(str(value))
         path = Path(value)
         if not str(value):
             self.fail("expected a path, found nothing", param, ctx)
@@ -89,8 +97,9 @@ class CheckedCommand(click.Command):
                 _require_text(parameter, value)
             if isinstance(kind, FilePath) and value is not None:
                 paths = value if isinstance(value, tuple) else (value,)
-                inputs += () if kind.writes else paths
-                outputs += [(path, kind) for path in paths if kind.writes]
+                local = [path for path in paths if isinstance(path, Path)]
+                inputs += () if kind.writes else local
+                outputs += [(path, kind) for path in local if kind.writes]
         # Settings that a command wrote are read, and may be written again beside the same output.
         if (config := ctx.meta.get(CONFIG)) is not None and foreign_settings(config):
             inputs.append(config)

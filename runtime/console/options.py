@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-FILE = FilePath()
+FILE, INPUT = FilePath(), FilePath(remote=True)
 # The output of a job, with what lies beside it; a folder or file without more.
 JOB_OUTPUT = FilePath("", ".summary.json", ".settings.toml", ".job")
 MERGED, OUTPUT = FilePath("", ".summary.json"), FilePath("")
@@ -167,7 +167,7 @@ QUIET = option("--quiet", is_flag=True, help="Print no progress and no summary."
 INPUT_OUTPUT, TASKS, SEARCH = "Input and output", "Rows", "Search"
 MACHINE, JOB, PROOF, RAY = "Machine", "Job", "Proof", "Ray"
 JOB_PANELS = {
-    INPUT_OUTPUT: ("column", "format_in", "format", "force"),
+    INPUT_OUTPUT: ("column", "format_in", "format", "limit", "force"),
     JOB: ("partition", "chunk_rows", "max_errors"),
     PROOF: ("canary",),
 }
@@ -215,7 +215,7 @@ BUNDLE_DEFAULTS = {"max_length": "from the bundle", "sample": "off, unless the b
 job_options = together(
     configurable,
     click.argument("bundle_folder", metavar="BUNDLE", type=FILE),
-    click.argument("text", metavar="INPUT", type=FILE),
+    click.argument("text", metavar="INPUT...", nargs=-1, required=True, type=INPUT),
     option(
         "-o",
         "--out",
@@ -252,6 +252,12 @@ job_options = together(
     ),
     TRUSTED_KEY,
     fields_as_options(RayOptions, panel=RAY),
+    option(
+        "--dry-run",
+        panel=JOB,
+        is_flag=True,
+        help="Write nothing; estimate rows, tokens, time and memory from a sample.",
+    ),
     AS_JSON,
     QUIET,
 )
@@ -269,7 +275,8 @@ def open_job(chosen: JobOptions, options: Mapping[str, Any]) -> Job:
     Raises:
         TransferryError: The bundle, the input or an option cannot be used.
     """
-    require_one_stream(options["out"], as_json=options["as_json"])
+    as_json = options["as_json"] and not options["dry_run"]
+    require_one_stream(options["out"], as_json=as_json)
     fleet = RayOptions(**given(options, RayOptions))
     load = _engine_loader(options)
     if fleet.engine == "ray":

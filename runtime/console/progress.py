@@ -16,6 +16,8 @@ import click
 
 from transferry.runtime.console.commands import COMMAND_LINE
 from transferry.runtime.errors import BadRowsError
+from transferry.runtime.jobs.formats.remote_file import RemoteFile
+from transferry.runtime.outputs import STANDARD_STREAM
 from transferry.runtime.stopping import at_stop
 from transferry.runtime.tables import printable
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 # rate is taken: rows come in batches, and the first ones say little of the rest.
 LOG_EVERY, SHOW_EVERY, WINDOW = 30.0, 0.2, 30.0
 # Options of a single call, which OUT.settings.toml does not repeat.
-OF_ONE_CALL = ("quiet", "force", "as_json")
+OF_ONE_CALL = ("quiet", "force", "as_json", "dry_run")
 
 
 def say(line: str) -> None:
@@ -174,14 +176,13 @@ def run_job(job: Job, options: Mapping[str, Any]) -> None:
         BadRowsError: Some rows hold an error.
         KeyboardInterrupt: The job was interrupted; the message says how to continue it.
     """
-    quiet, stdin = options["quiet"], str(options["text"]) == "-"
+    quiet, stdin = options["quiet"], STANDARD_STREAM in options["text"]
+    if options["dry_run"]:
+        _show_estimate(job, as_json=options["as_json"])
+        return
     if not job.engine.certificate.startswith("none"):
         teller(quiet)(f"certificate {job.engine.certificate}")
-    settings = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in options.items()
-        if name not in OF_ONE_CALL
-    }
+    settings = {name: _plain(value) for name, value in options.items() if name not in OF_ONE_CALL}
     command = f"continue with: {click.get_current_context().meta[COMMAND_LINE]}"
     try:
         with (
@@ -193,6 +194,20 @@ def run_job(job: Job, options: Mapping[str, Any]) -> None:
         again = (f"{error}; {command}",) if error.args else ()
         raise KeyboardInterrupt(*again) from error
     show_summary(options["out"], summary, quiet=quiet, as_json=options["as_json"])
+
+
+def _plain(value: Any) -> Any:
+    """Returns an option as a settings file can hold it."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return str(value) if isinstance(value, Path | RemoteFile) else value
+
+
+def _show_estimate(job: Job, *, as_json: bool) -> None:
+    from transferry.runtime.jobs.estimate import estimate
+
+    found = estimate(job)
+    show(json.dumps(found.to_dict(), indent=1) if as_json else str(found))
 
 
 def show_summary(out: Path, summary: Summary, *, quiet: bool, as_json: bool) -> None:

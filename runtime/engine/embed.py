@@ -36,6 +36,11 @@ class EmbeddingResult(RowResult):
 
     vector: NDArray[np.float32]
 
+    @property
+    def size(self) -> int:
+        """Numbers that it holds, roughly."""
+        return self.source_tokens + len(self.vector)
+
     def _answer(self, n_best: int) -> dict[str, Any]:
         return self._error() or {"vector": self.vector}
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from transferry.runtime.decoding.hypothesis import Hypothesis
@@ -93,7 +94,9 @@ def generate(
     task = _Generate(engine, options, long_rows)
     workers = [partial(task.work, decoder) for decoder in engine.decoders] * engine.replicas
     slots = max(1, engine.batches.rows // max(options.beam, options.n_best))
-    results = engine.answers(enumerate(prompts, first_row), task.prepare, workers, slots)
+    # Samples depend on the row's number too, and a row that is split has several answers.
+    key = None if options.sample or long_rows == "split" else itemgetter(1)
+    results = engine.answers(enumerate(prompts, first_row), task.prepare, workers, slots, key)
     if long_rows == "split":
         results = joined(results, task.rows, options.length_penalty)
     return Results(results)

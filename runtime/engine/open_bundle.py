@@ -9,14 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.options import (
     GenerationOptions,
     generation_options,
     suppressing,
 )
-from transferry.runtime.engine.certified import covered, open_certified
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
     LongRows,
@@ -28,6 +27,7 @@ from transferry.runtime.engine.prompts import (
     Prompt,
     encode_prompt,
 )
+from transferry.runtime.engine.repeats import Repeats
 from transferry.runtime.engine.result import Results
 from transferry.runtime.engine.worker_pool import (
     Answer,
@@ -38,20 +38,22 @@ from transferry.runtime.engine.worker_pool import (
     batch_worker,
     in_order,
 )
-from transferry.runtime.errors import UsageError, require
+from transferry.runtime.errors import ParityError, UsageError, require
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.encoder import EncoderModel
-from transferry.runtime.ort.open_model import Model, ServedDecoder
+from transferry.runtime.ort.open_model import Model, ServedDecoder, open_model
 from transferry.runtime.ort.session import Few, SessionOptions
 from transferry.runtime.parity.certificate import (
     Certificate,
     Strength,
     fastest,
     require_search,
+    require_standing,
+    standing,
 )
 from transferry.runtime.parity.recorded import verify_recorded
 from transferry.runtime.parity.report import ParityReport
-from transferry.runtime.parity.signature import load_public_key
+from transferry.runtime.parity.signature import PublicKey, load_public_key
 from transferry.runtime.settings import check_value, shown
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
@@ -161,12 +163,12 @@ class OpenBundle:
             "run" if require_certificate is True else require_certificate or None
         )
         opened = [
-            open_certified(bundle, chosen, each, strength, trusted, prove) for each in devices
+            _open_certified(bundle, chosen, each, strength, trusted, prove) for each in devices
         ]
         models = [model for model, _, _ in opened]
         required = [one for _, _, one in opened if one is not None]
         if required:
-            batches = covered(batches, models[0].batches, required)
+            batches = _covered(batches, models[0].batches, required)
         # Devices of one kind have the same certificate.
         certificate = "; ".join(dict.fromkeys(citation for _, citation, _ in opened))
         settings: dict[str, Any] = {"certificate": certificate, "required": required}
@@ -348,7 +350,7 @@ class OpenBundle:
             models: `decoders` or `encoders`.
         """
         workers = [batch_worker(partial(compute, model)) for model in models] * self.replicas
-        return Results(self.answers(inputs, prepare, workers, self.batches.rows))
+        return Results(self.answers(inputs, prepare, workers, self.batches.rows, _itself))
 
     def answers(
         self,
@@ -356,8 +358,59 @@ class OpenBundle:
         prepare: Callable[[list[Input]], list[WorkItem[Row] | Answer]],
         workers: Sequence[Worker[Row, Answer]],
         slots: int,
+        key: Callable[[Input], Any] | None = None,
     ) -> Iterator[Answer]:
-        """Yields answers while the weights are still those that were hashed; see `in_order`."""
-        for answer in in_order(inputs, prepare, workers, slots, self.batches):
+        """Yields answers while the weights are still those that were hashed.
+
+        Args:
+            inputs: Of any number.
+            prepare: See `worker_pool.in_order`, and so the others.
+            workers: One for each replica.
+            slots: Rows computed at once.
+            key: What an answer depends on, where equal inputs have equal answers.
+        """
+        if key is None:
+            found = in_order(inputs, prepare, workers, slots, self.batches)
+        else:
+            repeats: Repeats[Input, Any] = Repeats(prepare, key)
+            found = repeats.watch(in_order(inputs, repeats.prepare, workers, slots, self.batches))
+        for answer in found:
             self.bundle.files.require_unchanged()
             yield answer
+
+
+def _itself(value: Input) -> Input:
+    return value
+
+
+def _open_certified(
+    bundle: Bundle,
+    variant: Variant,
+    options: SessionOptions,
+    strength: Strength | None,
+    trusted: PublicKey | None,
+    prove: Callable[[Bundle, Model], ParityReport],
+) -> tuple[Model, str, Certificate | None]:
+    """Opens a variant on one device, cites its certificate, and returns one that is required."""
+    found = standing(bundle, variant, options, trusted)
+    signed = trusted is not None
+    required = require_standing(found, bundle, strength, signed=signed) if strength else None
+    model = open_model(bundle, variant, options)
+    if found.status != "elsewhere":
+        return model, found.cite(), required
+    prove(bundle, model).require()
+    return model, f"{found.cite()}; the recorded answers came out here too", required
+
+
+def _covered(
+    batches: BatchOptions | None, default: BatchOptions, required: Sequence[Certificate]
+) -> BatchOptions:
+    """Returns limits within what certificates cover; raises ParityError if more was asked for."""
+    most = min(certificate.batch_rows for certificate in required)
+    if batches is not None and batches.rows > most:
+        raise ParityError(
+            f"batches of {batches.rows} rows were not verified, of {most} at most: lower "
+            f"--batch-rows, or verify with --batch-rows {batches.rows}"
+        )
+    batches = batches or default
+    return replace(batches, rows=min(batches.rows, most))

@@ -9,7 +9,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal, Self, TypeVar
 
@@ -65,6 +65,7 @@ class RowResult(ABC):
             of the text, or a lower bound.
         error: Why there is no answer; None if there is one.
         truncated: Whether only the beginning of the text was read.
+        repeated: Whether the answer is that of an equal row before, and was not computed again.
     """
 
     source: str
@@ -72,11 +73,17 @@ class RowResult(ABC):
     _: KW_ONLY
     error: RowError | None = None
     truncated: bool = False
+    repeated: bool = field(default=False, compare=False, repr=False)
 
     @property
     def target_tokens(self) -> int:
         """Number of tokens that were generated, filled in or scored."""
         return 0
+
+    @property
+    def size(self) -> int:
+        """Numbers that it holds, roughly."""
+        return self.source_tokens + self.target_tokens
 
     def record(self, n_best: int = 1) -> dict[str, Any]:
         """Returns what an output file holds of the result, in order.
@@ -129,6 +136,11 @@ class GenerationResult(RowResult):
     def target_tokens(self) -> int:
         """Tokens of the best hypothesis, the end token excluded."""
         return len(self.hypotheses[0].tokens) if self.hypotheses else 0
+
+    @property
+    def size(self) -> int:
+        """Numbers that it holds, roughly."""
+        return self.source_tokens + sum(len(each.tokens) for each in self.hypotheses)
 
     def _answer(self, n_best: int) -> dict[str, Any]:
         best: dict[str, Any] = {"text": "", "finish_reason": "error"}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import islice, tee
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeAlias, cast
 
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import RowError, RowResult
@@ -24,6 +24,16 @@ from transferry.runtime.files import (
     unwritable,
 )
 from transferry.runtime.jobs.canary import Canary
+from transferry.runtime.jobs.formats.readers import (
+    named_format,
+    open_inputs,
+    open_reader,
+    read_rows,
+)
+from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source
+from transferry.runtime.jobs.formats.rows import InputRow, hash_rows
+from transferry.runtime.jobs.formats.sources import expand
+from transferry.runtime.jobs.formats.writers import open_writer
 from transferry.runtime.jobs.journal import (
     JOB_FORMAT,
     Chunk,
@@ -41,11 +51,8 @@ from transferry.runtime.jobs.output_files import (
     check_output,
     foreign_output,
 )
-from transferry.runtime.jobs.readers import named_format, open_reader, read_rows
-from transferry.runtime.jobs.rows import InputRow, hash_rows
 from transferry.runtime.jobs.summary import Summary, Tally, read_summary
 from transferry.runtime.jobs.tasks import Task, tally_of
-from transferry.runtime.jobs.writers import open_writer
 from transferry.runtime.outputs import STANDARD_STREAM, require_own
 from transferry.runtime.settings import shown, to_toml
 from transferry.runtime.stopping import at_stop
@@ -56,6 +63,16 @@ DECISIVE = (
     *("transferry", "onnxruntime"),
 )
 RESTORE = "Restore it, or add --force to discard the saved rows"
+
+
+# A file of rows or several.
+Inputs: TypeAlias = Source | str | Sequence[Source | str]
+
+
+def open_sources(inputs: Inputs) -> list[Source]:
+    """Returns the files of an input; see `expand`."""
+    one = isinstance(inputs, str | Path | RemoteFile)
+    return expand([inputs] if one else inputs)  # type: ignore[list-item, arg-type]
 
 
 class Runner:
@@ -131,7 +148,7 @@ class Job:
     def __init__(
         self,
         bundle: Engine | Path | str,
-        input_path: Path | str,
+        inputs: Inputs,
         output: Path | str,
         options: JobOptions | None = None,
         runner: Runner | None = None,
@@ -140,7 +157,8 @@ class Job:
 
         Args:
             bundle: An engine, or the folder of a bundle.
-            input_path: File of the rows; "-" is stdin.
+            inputs: File of the rows, or several, which are read one after another: paths, patterns
+                such as "rows/*.jsonl", folders of Hugging Face datasets, URLs; "-" is stdin.
             output: File of the results; "-" is stdout, where a job cannot be resumed.
             options: Settings; all by default if not given.
             runner: Computes the chunks; this process if not given.
@@ -155,19 +173,21 @@ class Job:
             self.runner.check_kind(self.output)
             require_writable(self.output, BESIDE)
         folder = bundle.bundle.folder if isinstance(bundle, Engine) else bundle
+        self.sources = open_sources(inputs)
+        read = (*self.sources, options.target, Path(folder))
         check_output(
             self.output,
-            [Path(path) for path in (input_path, options.target, folder) if path is not None],
+            [path for path in read if isinstance(path, Path)],
             "job",
             force=options.force,
             foreign_folder=self.runner.journal.foreign,
         )
-        if options.partition is not None and Path(input_path) == STANDARD_STREAM:
+        if options.partition is not None and STANDARD_STREAM in self.sources:
             raise UsageError("a partition needs the whole input counted, so it cannot be of stdin")
         self.engine = bundle if isinstance(bundle, Engine) else Engine.load(bundle)
         self.task = Task.of(self.engine, options)
-        self.reader = open_reader(
-            Path(input_path),
+        self.reader = open_inputs(
+            self.sources,
             format=options.format_in,
             column=options.messages or options.prompt_ids or options.column,
             lists=options.prompt_kind in ("messages", "ids"),
@@ -177,8 +197,9 @@ class Job:
             columns = self.reader.columns
             if options.pair not in columns:
                 raise InputError(
-                    f"{input_path}: expected a column {options.pair} with the second texts, found "
-                    f"{', '.join(columns) or 'none besides the text'}; name another with --pair"
+                    f"{self.reader.path}: expected a column {options.pair} with the second texts, "
+                    f"found {', '.join(columns) or 'none besides the text'}; name another with "
+                    "--pair"
                 )
         self.target = None
         if options.target is not None:
@@ -229,6 +250,8 @@ class Job:
         }
         if options.long_rows == "split":
             values["sentencex"] = described.get("sentencex")
+        if options.limit is not None:
+            values["limit"] = options.limit
         if options.partition is not None:
             rows, digest = self._whole
             values |= {"partition": options.partition, "input_rows": rows, "input_sha256": digest}
@@ -236,13 +259,13 @@ class Job:
 
     @cached_property
     def _whole(self) -> tuple[int, str]:
-        return hash_rows(self.rows())
+        return hash_rows(self.rows(0, self.options.limit))
 
     @cached_property
     def row_range(self) -> tuple[int, int | None]:
-        """The job's first row, and the row after its last; None where the input ends there."""
+        """The job's first row, and a row that comes after its last; None where nobody knows one."""
         if self.options.partition is None:
-            return 0, None
+            return 0, self.options.limit
         number, partitions = fraction(self.options.partition)
         rows, _ = self._whole
         return rows * (number - 1) // partitions, rows * number // partitions
@@ -250,7 +273,8 @@ class Job:
     def count(self) -> int:
         """Returns the number of rows by reading them all, which stdin does not allow."""
         first, last = self.row_range
-        return (self._whole[0] if last is None else last) - first
+        rows, _ = self._whole
+        return min(rows, rows if last is None else last) - first
 
     def run(
         self,

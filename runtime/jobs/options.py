@@ -16,7 +16,7 @@ from transferry.runtime.errors import UsageError, require
 from transferry.runtime.settings import MOST, check_fields, shown
 
 TaskName = Literal["generate", "embed", "fill-mask", "classify", "rank", "tag", "score"]
-InputFormat = Literal["text", "tsv", "csv", "jsonl", "parquet"]
+InputFormat = Literal["text", "tsv", "csv", "jsonl", "parquet", "arrow"]
 OutputFormat = Literal["text", "jsonl", "tsv", "csv", "parquet", "npy"]
 
 
@@ -57,6 +57,7 @@ class JobOptions:
         long_rows: what to do with a row longer than the model's positions: report an error,
             truncate it, or split it into sentences and join their outputs. Default: error, or
             truncate where an encoder-only bundle has a longest row.
+        limit: read at most so many rows of the input.
         partition: I/N: only the I-th of N parts of the input, to use N machines.
         chunk_rows: rows saved together, and lost together by an interruption.
         max_errors: stop when more rows than this have errors.
@@ -87,6 +88,7 @@ class JobOptions:
     format_in: InputFormat | None = None
     format: OutputFormat | None = None
     long_rows: LongRows | None = None
+    limit: Annotated[int, msgspec.Meta(le=MOST)] | None = None
     partition: str | None = None
     chunk_rows: Annotated[int, msgspec.Meta(le=MOST)] = 16384
     max_errors: Annotated[int, msgspec.Meta(le=MOST)] | None = None
@@ -117,6 +119,7 @@ class JobOptions:
             raise UsageError("task score has no canary; leave it out")
         self._check_prompts()
         self._check_languages()
+        require(self.limit is None or self.limit >= 1, "limit", "at least 1", self.limit)
         require(self.chunk_rows >= 1, "chunk_rows", "at least 1", self.chunk_rows)
         require((self.max_errors or 0) >= 0, "max_errors", "at least 0", self.max_errors)
         if self.partition is not None:

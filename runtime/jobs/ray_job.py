@@ -31,7 +31,10 @@ from transferry.runtime.errors import InputError, TransferryError, UsageError
 from transferry.runtime.files import TEMPORARY, durable_file, read_bytes, sync_folder
 from transferry.runtime.folders import replace_folder
 from transferry.runtime.hardware import usable_cores
-from transferry.runtime.jobs.job import RESTORE, Job, Runner
+from transferry.runtime.jobs.formats.columnar import ParquetReader
+from transferry.runtime.jobs.formats.readers import read_rows
+from transferry.runtime.jobs.formats.rows import InputRow
+from transferry.runtime.jobs.job import RESTORE, Inputs, Job, Runner, open_sources
 from transferry.runtime.jobs.journal import (
     CHUNKS,
     JOB,
@@ -42,8 +45,6 @@ from transferry.runtime.jobs.journal import (
     hash_of_hashes,
 )
 from transferry.runtime.jobs.options import JobOptions, RayOptions
-from transferry.runtime.jobs.readers import opened_parquet, read_rows
-from transferry.runtime.jobs.rows import InputRow
 from transferry.runtime.jobs.summary import Summary, Tally, read_summary
 from transferry.runtime.outputs import STANDARD_STREAM
 from transferry.runtime.stopping import raising
@@ -61,7 +62,7 @@ ENVIRONMENT = {
 
 def ray_job(
     load: Callable[[], Engine],
-    input_path: Path | str,
+    inputs: Inputs,
     output: Path | str,
     options: JobOptions | None = None,
     ray_options: RayOptions | None = None,
@@ -74,7 +75,7 @@ def ray_job(
 
     Args:
         load: Opens the engine, here and on each worker.
-        input_path: File of the rows.
+        inputs: Files of the rows, see `Job`.
         output: Folder of the chunks.
         options: Settings of the job.
         ray_options: Settings of the workers.
@@ -84,8 +85,8 @@ def ray_job(
         UsageError: The options do not fit each other, the bundle or the files, or Ray is not
             installed.
     """
-    input_path, output, options = Path(input_path), Path(output), options or JobOptions()
-    if STANDARD_STREAM in (input_path, output):
+    sources, output, options = open_sources(inputs), Path(output), options or JobOptions()
+    if STANDARD_STREAM in (*sources, output):
         raise UsageError(
             "workers of Ray share files, not standard input and output; name a file, and a "
             "folder with --out"
@@ -95,7 +96,8 @@ def ray_job(
     if options.target is not None:
         options = replace(options, target=options.target.absolute())
     runner = RayRunner(load, ray_options or RayOptions("ray"))
-    return Job(load(), input_path.absolute(), output.absolute(), options, runner)
+    shared = [each.absolute() if isinstance(each, Path) else each for each in sources]
+    return Job(load(), shared, output.absolute(), options, runner)
 
 
 class ChunkFolder(Journal):
@@ -227,7 +229,7 @@ class RayRunner(Runner):
         """Lets Ray compute all chunks; yields each when it is finished."""
         data, (cores, gpus) = self._ray.data, _needs(job)
         options = replace(job.options, partition=None, max_errors=None, force=True)
-        open_job = partial(ray_job, self.load, job.reader.path, job.output, options)
+        open_job = partial(ray_job, self.load, job.sources, job.output, options)
         dataset = data.read_datasource(
             chunk_source(job, ranges := reader_ranges(job, self.workers)),
             override_num_blocks=len(ranges),
@@ -385,11 +387,10 @@ def reader_ranges(job: Job, workers: int) -> list[tuple[int, int | None]]:
     Lines are found by reading all before them, so they have one reader.
     """
     first, last = job.row_range
-    if job.reader.format != "parquet" or job.target is not None:
+    if not isinstance(job.reader, ParquetReader) or job.target is not None:
         return [(first, None)]
-    if last is None:
-        with opened_parquet(job.reader.path) as file:
-            last = file.metadata.num_rows
+    rows = sum(job.reader.groups)
+    last = rows if last is None else min(last, rows)
     rows = job.options.chunk_rows
     each = -(-((last - first) // rows + 1) // workers)
     *others, final = range(first, last + 1, each * rows)

@@ -27,6 +27,7 @@ class Tally:
         log_probability: Sum over all tokens scored, in nats.
         seconds: Time taken.
         first_error: Position and message of the first error.
+        repeated: Rows with the answer of an equal row before, which were not computed again.
     """
 
     rows: int = 0
@@ -37,6 +38,7 @@ class Tally:
     log_probability: float = 0.0
     seconds: float = 0.0
     first_error: str = ""
+    repeated: int = 0
 
     @property
     def bad_rows(self) -> int:
@@ -49,6 +51,7 @@ class Tally:
         for kind, count in other.errors.items():
             self.errors[kind] = self.errors.get(kind, 0) + count
         self.truncated += other.truncated
+        self.repeated += other.repeated
         self.source_tokens += other.source_tokens
         self.target_tokens += other.target_tokens
         self.log_probability += other.log_probability
@@ -81,9 +84,9 @@ class Summary(Tally):
             "errors": self.errors,
             "first_error": self.first_error,
             "truncated": self.truncated,
+            "repeated": self.repeated,
             "source_tokens": self.source_tokens,
             "target_tokens": self.target_tokens,
-            "log_probability": self.log_probability,
             "seconds": round(self.seconds, 3),
             "rows_per_second": round(self.rows / seconds, 1),
             "target_tokens_per_second": round(self.target_tokens / seconds, 1),
@@ -107,8 +110,9 @@ class Summary(Tally):
     def __str__(self) -> str:
         """Returns the progress as one line."""
         seconds = max(self.seconds, 1e-9)
+        repeated = f"{self.repeated:,} repeated, " if self.repeated else ""
         return (
-            f"{self.rows} rows in {self.seconds:.1f} s, {self.bad_rows} errors, "
+            f"{self.rows:,} rows in {self.seconds:,.1f} s, {repeated}{self.bad_rows:,} errors, "
             f"{self.rows / seconds:,.0f} rows/s, {self.target_tokens / seconds:,.0f} tokens/s"
         )
 

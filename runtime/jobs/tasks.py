@@ -17,8 +17,8 @@ from transferry.runtime.engine.prompts import Prompt
 from transferry.runtime.engine.result import RowResult
 from transferry.runtime.engine.score import ScoreResult
 from transferry.runtime.errors import UsageError
+from transferry.runtime.jobs.formats.rows import InputRow
 from transferry.runtime.jobs.options import JobOptions, token_or_text
-from transferry.runtime.jobs.rows import InputRow
 from transferry.runtime.jobs.summary import Tally
 
 # Tasks of heads.
@@ -146,6 +146,7 @@ def tally_of(row: InputRow, result: RowResult, seconds: float) -> Tally:
         rows=1,
         errors={error.kind: 1} if error else {},
         truncated=int(result.truncated),
+        repeated=int(result.repeated),
         source_tokens=result.source_tokens,
         target_tokens=result.target_tokens,
         log_probability=result.total if isinstance(result, ScoreResult) else 0.0,

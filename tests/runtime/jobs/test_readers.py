@@ -12,9 +12,10 @@ import pytest
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.jobs import readers
-from transferry.runtime.jobs.readers import RowReader, as_text, open_reader
-from transferry.runtime.jobs.rows import InputRow
+from transferry.runtime.jobs.formats import columnar, readers
+from transferry.runtime.jobs.formats.cells import as_text
+from transferry.runtime.jobs.formats.readers import open_reader
+from transferry.runtime.jobs.formats.rows import InputRow, RowReader
 
 zstandard = pytest.importorskip("zstandard", reason="zstandard is an optional extra")
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
@@ -397,18 +398,18 @@ def test_groups_before_the_first_row_are_not_read(tmp_path: Path) -> None:
 
 
 def test_batches_of_long_rows_are_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_BATCH_BYTES", 1 << 14)
+    monkeypatch.setattr(columnar, "_BATCH_BYTES", 1 << 14)
     path = tmp_path / "a.parquet"
     table = pyarrow.table({"text": [f"{number:04}" * 256 for number in range(100)]})
     parquet.write_table(table, path, use_dictionary=False)
     sizes: list[int] = []
-    read = readers._parquet_fields
+    read = columnar._fields
 
     def watched(batch: Any) -> Any:
         sizes.append(batch.num_rows)
         return read(batch)
 
-    monkeypatch.setattr(readers, "_parquet_fields", watched)
+    monkeypatch.setattr(columnar, "_fields", watched)
     assert texts(path) == table["text"].to_pylist()
     assert max(sizes) <= 16
 

@@ -17,10 +17,11 @@ import pytest
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.jobs import writers
+from transferry.runtime.jobs.formats import writers
+from transferry.runtime.jobs.formats.readers import open_reader
+from transferry.runtime.jobs.formats.rows import RowReader
+from transferry.runtime.jobs.formats.writers import FORMATS, Record, RowWriter, open_writer
 from transferry.runtime.jobs.options import TaskName
-from transferry.runtime.jobs.readers import RowReader, open_reader
-from transferry.runtime.jobs.writers import FORMATS, Record, RowWriter, open_writer
 
 zstandard = pytest.importorskip("zstandard", reason="zstandard is an optional extra")
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")

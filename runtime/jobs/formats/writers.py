@@ -20,16 +20,11 @@ import numpy as np
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import Compression, packed, read_blocks
+from transferry.runtime.jobs.formats.cells import as_text, json_value
+from transferry.runtime.jobs.formats.columnar import import_pyarrow, opened_parquet
+from transferry.runtime.jobs.formats.readers import named_format
+from transferry.runtime.jobs.formats.rows import InputRow, RowReader
 from transferry.runtime.jobs.options import OutputFormat, TaskName
-from transferry.runtime.jobs.readers import (
-    RowReader,
-    as_text,
-    import_pyarrow,
-    json_value,
-    named_format,
-    opened_parquet,
-)
-from transferry.runtime.jobs.rows import InputRow
 
 Record = Mapping[str, Any]
 _Kind = Literal["text", "integer", "float", "boolean", "json", "vector"]

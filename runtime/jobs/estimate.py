@@ -1,0 +1,97 @@
+"""What a job will take, from a sample of its rows."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from transferry.runtime.jobs.formats.rows import InputRow
+from transferry.runtime.jobs.job import Job
+
+SAMPLE = 256
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a whole job will take on this machine.
+
+    Attributes:
+        rows: Rows of the input.
+        sampled: Rows that were computed for the estimate.
+        bad_rows: Rows that will hold an error.
+        source_tokens: Tokens to read.
+        target_tokens: Tokens to generate, fill in or score.
+        seconds: Time, with the engine as it is open.
+        memory: Largest resident memory of this process so far, in bytes; None where the system
+            does not say. A job of any length needs little more.
+    """
+
+    rows: int
+    sampled: int
+    bad_rows: int
+    source_tokens: int
+    target_tokens: int
+    seconds: float
+    memory: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the estimate as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lasts = str(timedelta(seconds=round(self.seconds)))
+        lines = [
+            f"{self.rows:,} rows, about {self.source_tokens:,} tokens to read and "
+            f"{self.target_tokens:,} to write, {self.bad_rows:,} errors",
+            f"about {lasts} ({self.rows / max(self.seconds, 1e-9):,.1f} rows/s)",
+        ]
+        if self.memory is not None:
+            lines.append(f"about {self.memory / 1e9:.1f} GB of memory")
+        lines.append(f"estimated from {self.sampled:,} rows; nothing was written")
+        return "\n".join(lines)
+
+
+def estimate(job: Job, most: int = SAMPLE) -> Estimate:
+    """Reads all rows, computes some drawn at random, and writes nothing.
+
+    Args:
+        job: The job.
+        most: Rows to compute.
+
+    Raises:
+        InputError: The input cannot be read.
+    """
+    draw, sample, rows = random.Random(0), list[InputRow](), 0
+    for row in job.rows(*job.row_range):  # algorithm R: each row is drawn as likely as any other
+        rows += 1
+        if len(sample) < most:
+            sample.append(row)
+        elif (place := draw.randrange(rows)) < most:
+            sample[place] = row
+    sample.sort(key=lambda row: row.number)
+    began = time.monotonic()
+    found = [result for _, result in job.results(iter(sample), 0)]
+    seconds = time.monotonic() - began
+    each = rows / max(1, len(sample))
+    return Estimate(
+        rows,
+        len(sample),
+        round(each * sum(result.error is not None for result in found)),
+        round(each * sum(result.source_tokens for result in found)),
+        round(each * sum(result.target_tokens for result in found)),
+        round(each * seconds, 1),
+        _peak_memory(),
+    )
+
+
+def _peak_memory() -> int | None:
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10  # kilobytes on Linux

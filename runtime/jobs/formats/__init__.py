@@ -1,0 +1,1 @@
+"""Formats of a job: where rows come from and where results go."""

@@ -1,0 +1,190 @@
+"""Rows of columnar files: Parquet, and Arrow as Hugging Face datasets store it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, islice
+from typing import Any
+
+from transferry.runtime.engine.result import RowError
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.jobs.formats.cells import to_json
+from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source
+from transferry.runtime.jobs.formats.rows import Fields, InputRow, RowReader, unique
+from transferry.runtime.jobs.options import InputFormat
+
+_BATCH_BYTES = 1 << 23
+_MOST_BATCH_ROWS = 1024
+# What an Arrow file that can be read at any place begins with; a stream has no such mark.
+_ARROW_MAGIC = b"ARROW1"
+
+
+class ColumnarReader(RowReader):
+    """Reads columns in batches of a few megabytes."""
+
+    def __init__(self, path: Source, format: InputFormat, schema: Any, column: str | None) -> None:
+        self.file = path
+        names = unique(schema.names, path)
+        super().__init__(path, format, names, column)
+        found = schema.field(self._column).type
+        if not _is_text(found):
+            raise InputError(
+                f"{path}: expected text in the column {self._column}, found {found}; name another "
+                "with --column"
+            )
+        kept = ("id", *self.columns) if self.has_id else self.columns
+        self.types = {name: schema.field(name).type for name in kept}
+
+    def _numbered(
+        self, batches: Iterator[Any], start: int, first: int, last: int | None
+    ) -> Iterator[InputRow]:
+        """Yields rows first to last - 1 of batches whose first row has the number `start`."""
+        stop = None if last is None else max(0, last - start)
+        found = enumerate(chain.from_iterable(map(_fields, batches)), start)
+        for number, (fields, raw) in islice(found, max(0, first - start), stop):
+            yield self._row(number, fields, raw)
+
+
+class ParquetReader(ColumnarReader):
+    """Reads Parquet; row groups before the first row are not read.
+
+    Attributes:
+        groups: Rows of each row group.
+    """
+
+    def __init__(self, path: Source, column: str | None) -> None:
+        with opened_parquet(path) as file:
+            schema = file.schema_arrow
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            self.groups = [group.num_rows for group in groups]
+            wide = max((g.total_byte_size // max(1, g.num_rows) for g in groups), default=0)
+        self._batch = max(1, min(_MOST_BATCH_ROWS, _BATCH_BYTES // max(1, wide)))
+        super().__init__(path, "parquet", schema, column)
+
+    def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
+        """Streams rows first to last - 1."""
+        start, skipped = 0, 0
+        for rows in self.groups:
+            if start + rows > first:
+                break
+            start, skipped = start + rows, skipped + 1
+        with opened_parquet(self.file) as file:
+            groups = range(skipped, len(self.groups))
+            batches = file.iter_batches(self._batch, row_groups=groups, use_threads=False)
+            yield from self._numbered(batches, start, first, last)
+
+
+class ArrowReader(ColumnarReader):
+    """Reads Arrow IPC, a file or a stream as in the folder of a Hugging Face dataset."""
+
+    def __init__(self, path: Source, column: str | None) -> None:
+        with _opened_arrow(path) as (schema, _):
+            super().__init__(path, "arrow", schema, column)
+
+    def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
+        """Streams rows first to last - 1."""
+        with _opened_arrow(self.file) as (_, batches):
+            slices = (
+                batch.slice(start, _MOST_BATCH_ROWS)
+                for batch in batches
+                for start in range(0, batch.num_rows, _MOST_BATCH_ROWS)
+            )
+            yield from self._numbered(slices, 0, first, last)
+
+
+def _fields(batch: Any) -> Iterator[tuple[Fields | RowError, bytes]]:
+    """Yields the fields of each row, and bytes that distinguish it from others."""
+    try:
+        batch.validate(full=True)
+    except ValueError as error:
+        if batch.num_rows > 1:
+            for place in range(batch.num_rows):
+                yield from _fields(batch.take([place]))
+        else:
+            yield RowError("undecodable", str(error)), batch.serialize().to_pybytes()
+        return
+    for values in zip(*map(_values, batch.columns), strict=True):
+        fields = dict(zip(batch.schema.names, values, strict=True))
+        yield fields, to_json(values).encode()
+
+
+def _values(column: Any) -> list[Any]:
+    """Returns Python values; types that would lose something stay Arrow scalars."""
+    import pyarrow
+
+    types, kind = pyarrow.types, column.type
+    exact = (types.is_integer, types.is_boolean, types.is_float32, types.is_float64, _is_text)
+    if any(is_kind(kind) for is_kind in exact):
+        return list(column.to_pylist())
+    return [value if value.is_valid else None for value in column]
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow
+
+    types = pyarrow.types
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(types.is_string(kind) or types.is_large_string(kind) or kind == "string_view")
+
+
+@contextmanager
+def opened_parquet(path: Source) -> Iterator[Any]:
+    """Opens a file, buffered by the megabyte. Every OSError inside counts as one of reading."""
+    pyarrow = import_pyarrow("Parquet")
+    with _told(path, "Parquet", pyarrow), _local(path) as source:
+        settings = {"buffer_size": 1 << 20, "pre_buffer": False}
+        with pyarrow.parquet.ParquetFile(source, **settings) as file:
+            yield file
+
+
+@contextmanager
+def _opened_arrow(path: Source) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """Opens a file; gives its schema and its batches."""
+    pyarrow = import_pyarrow("Arrow")
+    with _told(path, "Arrow", pyarrow), _local(path) as source:
+        # A stream is mapped where it lies, so that reading is lazy and skipping is free.
+        mapped = source if isinstance(path, RemoteFile) else pyarrow.memory_map(str(source))
+        with pyarrow.PythonFile(mapped) if mapped is source else mapped as file:
+            head = file.read(len(_ARROW_MAGIC))
+            file.seek(0)
+            if bytes(head) == _ARROW_MAGIC:
+                whole = pyarrow.ipc.open_file(file)
+                number = whole.num_record_batches
+                yield whole.schema, map(whole.get_batch, range(number))
+            else:
+                stream = pyarrow.ipc.open_stream(file)
+                yield stream.schema, iter(stream)
+
+
+def _local(path: Source) -> AbstractContextManager[Any]:
+    """Returns what pyarrow opens: a path, or a file elsewhere that is open."""
+    return path.opened() if isinstance(path, RemoteFile) else nullcontext(path)
+
+
+@contextmanager
+def _told(path: Source, kind: str, pyarrow: Any) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: cannot be read as {kind}: {reason}.") from error
+
+
+def import_pyarrow(kind: str = "Parquet") -> Any:
+    """Returns pyarrow, with pyarrow.parquet.
+
+    Raises:
+        UsageError: It is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f'{kind} needs pyarrow, which is not installed; pip install "transferry[jobs]", or use '
+            "another format"
+        ) from error
+    return pyarrow

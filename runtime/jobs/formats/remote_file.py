@@ -1,0 +1,120 @@
+"""Files elsewhere, by URL: s3://, gs://, https://, hf:// and what else fsspec opens."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias, cast
+
+from transferry.runtime.errors import InputError, UsageError
+
+# Bytes that are read ahead.
+_BLOCK = 1 << 22
+# Packages whose exceptions are no faults of a connection: of what reads the bytes, and ours.
+_READERS = ("builtins", "gzip", "zlib", "zstandard", "pyarrow", "transferry")
+
+
+def is_url(text: str) -> bool:
+    """Whether a text names a file elsewhere: a path with a scheme, such as s3://bucket/a.jsonl."""
+    scheme, mark, _ = text.partition("://")
+    return bool(mark) and scheme.replace("+", "").replace("-", "").isalnum()
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file elsewhere, which is read as it streams in and never stored.
+
+    Attributes:
+        url: Such as s3://bucket/rows.jsonl.gz.
+    """
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def suffix(self) -> str:
+        """The ending of its name."""
+        return PurePosixPath(self.url.split("?")[0]).suffix
+
+    def with_suffix(self, suffix: str) -> RemoteFile:
+        """Returns the URL with another ending of the name."""
+        path = self.url.split("?")[0]
+        return RemoteFile(path.removesuffix(self.suffix) + suffix)
+
+    @contextmanager
+    def opened(self) -> Iterator[io.BufferedReader]:
+        """Opens it; an OSError inside the `with` counts as one of reading.
+
+        Raises:
+            InputError: There is no such file, or it cannot be read.
+            UsageError: What reads such URLs is not installed.
+        """
+        with (
+            _told(self.url),
+            import_fsspec(self.url).open(self.url, "rb", block_size=_BLOCK) as file,
+        ):
+            yield io.BufferedReader(cast(io.RawIOBase, file), 1 << 18)
+
+    def matches(self) -> list[RemoteFile]:
+        """Returns the files that a pattern with *, ? or [] names, in order; else itself."""
+        if not set("*[") & set(self.url):
+            return [self]
+        with _told(self.url):
+            system, path = import_fsspec(self.url).core.url_to_fs(self.url)
+            found = sorted(system.unstrip_protocol(name) for name in system.glob(path))
+        if not found:
+            raise InputError(f"{self.url}: expected files of such names, found none")
+        return [RemoteFile(url) for url in found]
+
+
+# A file of rows, here or elsewhere.
+Source: TypeAlias = Path | RemoteFile
+
+
+@contextmanager
+def _told(url: str) -> Iterator[None]:
+    """Turns what fsspec and its back ends raise into our errors."""
+    try:
+        yield
+    except ImportError as error:  # fsspec names the package that opens the scheme
+        raise UsageError(f"{url} cannot be opened: {error}") from error
+    except ValueError as error:  # an unknown scheme
+        raise UsageError(f"{url} cannot be opened: {error}") from error
+    except FileNotFoundError as error:
+        # Over http this may also be a server that does not answer.
+        reason = f": {error.__cause__}" if error.__cause__ is not None else ""
+        raise InputError(f"{url}: there is no such file{reason}") from error
+    except Exception as error:
+        # Each back end has exceptions of its own, whose packages need not be installed.
+        if not _of_a_back_end(error):
+            raise
+        raise InputError(
+            f"{url}: cannot be read: {error or type(error).__name__}. Check the connection and the "
+            "credentials, then run the command again"
+        ) from error
+
+
+def _of_a_back_end(error: Exception) -> bool:
+    """Whether an exception is one of reading, by fsspec or a package that it uses."""
+    package = type(error).__module__.partition(".")[0]
+    return package not in _READERS or (package == "builtins" and isinstance(error, OSError))
+
+
+def import_fsspec(url: str) -> Any:
+    """Returns fsspec.
+
+    Raises:
+        UsageError: It is not installed.
+    """
+    try:
+        import fsspec
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f'{url} is read by fsspec, which is not installed; pip install "transferry[remote]"'
+        ) from error
+    return fsspec

@@ -1,0 +1,111 @@
+"""The files of an input, and several of them as one."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from transferry.runtime.documents import read_document
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source, is_url
+from transferry.runtime.jobs.formats.rows import InputRow, RowReader
+from transferry.runtime.outputs import STANDARD_STREAM
+
+# In the folder that `save_to_disk` of Hugging Face datasets writes: its files, or its splits.
+STATE, SPLITS = "state.json", "dataset_dict.json"
+
+
+def expand(names: Sequence[Source | str]) -> list[Source]:
+    """Returns the files that paths, patterns, URLs and dataset folders stand for, in order.
+
+    Args:
+        names: Of at least one input; "-" is standard input. The files of a pattern are sorted.
+
+    Raises:
+        InputError: A pattern names no file, or a folder is no dataset.
+        UsageError: Standard input is one of several, or there are none.
+    """
+    found = [source for name in names for source in _expanded(name)]
+    if not found:
+        raise UsageError("expected an input, found none; name a file")
+    if len(found) > 1 and STANDARD_STREAM in found:
+        raise UsageError("standard input cannot be one of several inputs; name files")
+    return found
+
+
+def _expanded(name: Source | str) -> Sequence[Source]:
+    if isinstance(name, str) and is_url(name):
+        name = RemoteFile(name)
+    if isinstance(name, RemoteFile):
+        return name.matches()
+    path = Path(name)
+    if path.is_dir():
+        return _dataset(path)
+    if path == STANDARD_STREAM or path.exists() or not glob.has_magic(str(path)):
+        return [path]
+    files = sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207  # any root
+    if not files:
+        raise InputError(f"{path}: expected files of such names, found none")
+    return [each for file in files for each in ([file] if not file.is_dir() else _dataset(file))]
+
+
+def _dataset(folder: Path) -> list[Path]:
+    """Returns the files of a folder that `save_to_disk` of Hugging Face datasets wrote."""
+    if (folder / SPLITS).is_file():
+        splits = read_document(folder / SPLITS, dict[str, Any], "save the dataset again")
+        named = ", ".join(str(folder / str(split)) for split in splits.get("splits", ()))
+        raise InputError(f"{folder} is a dataset of several splits; name one of them: {named}")
+    if not (folder / STATE).is_file():
+        raise InputError(
+            f"{folder} is a folder, and not one of a Hugging Face dataset, which has {STATE}; name "
+            f"its files, such as '{folder}/*.jsonl'"
+        )
+    state = read_document(folder / STATE, dict[str, Any], "save the dataset again")
+    names = [file.get("filename") for file in state.get("_data_files", ())]
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise InputError(f"{folder / STATE}: expected the files of a dataset, found {names}")
+    return [folder / name for name in names]
+
+
+class Series(RowReader):
+    """Several files, one after another; rows are numbered throughout."""
+
+    def __init__(self, readers: Sequence[RowReader]) -> None:
+        """Joins readers.
+
+        Raises:
+            InputError: Their columns differ.
+        """
+        first = readers[0]
+        for other in readers[1:]:
+            same = first.format == "jsonl" or first.layout == other.layout
+            if first.format != other.format or not same:
+                raise InputError(
+                    f"{other.path}: expected {first.layout}, as in {first.path}, found "
+                    f"{other.layout}; run a job for each"
+                )
+        vars(self).update(vars(first))
+        self.path = f"{first.path} and {len(readers) - 1} more"
+        self._readers, self._counts = readers, dict[int, int]()
+
+    def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
+        """Streams rows first to last - 1; files before the first row are read only once."""
+        start = 0
+        for place, reader in enumerate(self._readers):
+            count = self._counts.get(place)
+            if count is None or start + count > first:
+                if last is not None and start >= last:
+                    return
+                # Of a file whose rows are not counted, none is skipped unseen.
+                begin, count = (0 if count is None else max(0, first - start)), count or 0
+                reader.offset = start
+                for row in reader.rows(begin):
+                    count = max(count, row.number - start + 1)
+                    if last is not None and row.number >= last:
+                        return
+                    if row.number >= first:
+                        yield row
+                self._counts[place] = count
+            start += count

@@ -1,0 +1,85 @@
+"""Rows that come again are answered once, as far as the table remembers."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transferry import BatchOptions, Engine, GenerationOptions, RowError
+from transferry.runtime.engine import repeats
+from transferry.runtime.engine.repeats import Repeats
+from transferry.runtime.engine.result import GenerationResult
+from transferry.runtime.engine.worker_pool import WorkItem, batch_worker, in_order
+
+GREEDY = GenerationOptions(max_length=8, no_repeat_ngram=1)
+
+
+def answered(inputs: list[Any], window: int, computed: list[Any]) -> list[GenerationResult]:
+    """Answers inputs through a table; notes what is computed."""
+
+    def prepare(window: list[Any]) -> list[WorkItem[Any] | GenerationResult]:
+        return [
+            GenerationResult("", 0, error=each) if isinstance(each, RowError) else WorkItem(each, 1)
+            for each in window
+        ]
+
+    def compute(rows: list[Any]) -> list[GenerationResult]:
+        computed.extend(rows)
+        return [GenerationResult(row, len(row)) for row in rows]
+
+    table: Repeats[Any, GenerationResult] = Repeats(prepare, lambda each: each)
+    options = BatchOptions(rows=3, window=window)
+    stream = in_order(inputs, table.prepare, [batch_worker(compute)], 3, options)
+    return list(table.watch(stream))
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 100])
+def test_each_row_is_computed_once(window: int) -> None:
+    draw = random.Random(window)
+    inputs: list[Any] = [draw.choice("abcdefgh") * 3 for _ in range(200)]
+    inputs[7] = inputs[90] = RowError("no-text", "there is none")
+    computed: list[Any] = []
+    found = answered(inputs, window, computed)
+    assert [each.source if each.error is None else each.error for each in found] == inputs
+    texts = set(inputs) - {inputs[7]}
+    # Two windows are under way at once, so an equal row of the next may be computed again.
+    assert set(computed) == texts
+    assert len(computed) <= 2 * len(texts)
+    assert sum(not each.repeated for each in found if each.error is None) == len(computed)
+
+
+def test_the_table_forgets_what_was_asked_for_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "MOST_TOKENS", 5 * 33)
+    computed: list[Any] = []
+    inputs = [f"{n % 6}" if n % 3 else "x" for n in range(300)]
+    answered(inputs, 1, computed)
+    assert computed.count("x") < 5, "it was asked for again and again"
+    computed.clear()
+    answered([f"{n % 50}" for n in range(300)], 1, computed)
+    assert len(computed) == 300, "more than the table holds"
+
+
+def test_answers_are_the_same_with_and_without(bundle_folder: Path) -> None:
+    engine = Engine.load(bundle_folder, replicas=2, batches=BatchOptions(rows=4, window=6))
+    draw = random.Random(3)
+    texts = [draw.choice(["a dog", "two men talk", "", "the cat sits", "go"]) for _ in range(40)]
+    found = list(engine.generate(texts, GREEDY))
+    assert sum(each.repeated for each in found) >= 20
+    for text, each in zip(texts, found, strict=True):
+        assert each == next(engine.generate([text], GREEDY))
+    drawn = list(engine.generate(["go"] * 12, sample=True, max_length=8, seed=1))
+    assert not any(each.repeated for each in drawn)
+    assert len({each.hypotheses[0].tokens for each in drawn}) > 1
+
+
+def test_an_endless_stream_of_equal_rows_needs_no_end(bundle_folder: Path) -> None:
+    def endless() -> Iterator[str]:
+        while True:
+            yield "a dog"
+
+    engine = Engine.load(bundle_folder, batches=BatchOptions(rows=4, window=4))
+    stream = engine.generate(endless(), GREEDY)
+    assert len([next(stream) for _ in range(500)]) == 500
+    stream.close()

@@ -1,0 +1,206 @@
+"""Where rows are: several files, patterns, datasets, URLs; and how many of them are read."""
+
+import gzip
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import call, done
+from tests.runtime.jobs.helpers import Echo, read_records
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.jobs.formats.readers import open_inputs
+from transferry.runtime.jobs.formats.sources import expand
+from transferry.runtime.jobs.job import Job
+from transferry.runtime.jobs.options import JobOptions
+
+pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
+pytest.importorskip("fsspec", reason="fsspec is an optional extra")
+pytest.importorskip("aiohttp", reason="aiohttp, which fsspec reads http with, is not installed")
+
+TEXTS = [["a", "b c"], [], ["d"], ["e", "f", "g"]]
+WHOLE = [text for part in TEXTS for text in part]
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / f"part {number}.txt" for number in range(len(TEXTS))]
+    for path, texts in zip(paths, TEXTS, strict=True):
+        path.write_text("".join(f"{text}\n" for text in texts))
+    return paths
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    """A folder as `Dataset.save_to_disk` of Hugging Face writes it."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    names = []
+    for number, texts in enumerate(TEXTS):
+        names.append(f"data-{number:05}-of-00004.arrow")
+        table = pyarrow.table({"text": pyarrow.array(texts, "string")})
+        path = str(folder / names[-1])
+        with pyarrow.OSFile(path, "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as to:
+            to.write_table(table, max_chunksize=2)
+    state = {"_data_files": [{"filename": name} for name in names], "_split": "train"}
+    (folder / "state.json").write_text(json.dumps(state))
+    return folder
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    """The address of a server of the files; it knows no ranges."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *arguments: Any) -> None: ...
+
+    handler = partial(Quiet, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{serving.server_port}"
+        serving.shutdown()
+
+
+def texts(*inputs: Path | str, **chosen: Any) -> list[Any]:
+    return [row.text for row in open_inputs(expand(inputs), **chosen).rows()]
+
+
+def test_files_are_read_one_after_another(parts: list[Path], tmp_path: Path) -> None:
+    assert texts(*parts) == texts(tmp_path / "part *.txt") == WHOLE
+    assert texts(parts[3], parts[0]) == ["e", "f", "g", "a", "b c"]
+    (tmp_path / "part [1].txt").write_text("its name looks like a pattern\n")
+    assert texts(tmp_path / "part [1].txt") == ["its name looks like a pattern"]
+
+
+@pytest.mark.parametrize("first", range(8))
+@pytest.mark.parametrize("last", [None, *range(8)])
+def test_rows_are_numbered_throughout(parts: list[Path], first: int, last: int | None) -> None:
+    reader = open_inputs(expand(parts))
+    for _ in range(2):  # the second time it knows how many rows each has
+        found = [(row.number, row.id, row.text) for row in reader.rows(first, last)]
+        wanted = [(number, number, text) for number, text in enumerate(WHOLE)][first:last]
+        assert found == wanted
+        assert len(list(reader.rows())) == len(WHOLE)
+
+
+def test_files_of_other_columns_are_refused(tmp_path: Path) -> None:
+    one, other = tmp_path / "1.tsv", tmp_path / "2.tsv"
+    one.write_text("id\ttext\n7\ta\n")
+    other.write_text("text\tsource\nx\ty\n")
+    with pytest.raises(InputError, match=r"2.tsv: expected tsv with the columns text, .*found tsv"):
+        open_inputs(expand([one, other]), column="text")
+    for name in ("1.jsonl", "2.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"text": name, name: 1}) + "\n")
+    assert texts(tmp_path / "*.jsonl") == ["1.jsonl", "2.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (["x/*.txt"], "expected files of such names, found none"),
+        (["-", "a.txt"], "standard input cannot be one of several"),
+        (["."], "is a folder, and not one of a Hugging Face dataset"),
+        ([], "expected an input, found none"),
+        (["splits"], r"several splits; name one of them: splits/train, splits/test"),
+        (["nosuch://a/b.txt"], "nosuch://a/b.txt cannot be opened"),
+        (["memory://missing.txt"], "memory://missing.txt: there is no such file"),
+        (["memory://missing*.txt"], "expected files of such names, found none"),
+    ],
+)
+def test_what_is_no_input_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "splits").mkdir()
+    splits = {"splits": ["train", "test"]}
+    (tmp_path / "splits" / "dataset_dict.json").write_text(json.dumps(splits))
+    with pytest.raises((InputError, UsageError), match=message):
+        texts(*inputs)
+
+
+def test_a_dataset_of_hugging_face_is_read(dataset: Path) -> None:
+    assert texts(dataset) == texts(dataset / "*.arrow") == WHOLE
+    reader = open_inputs(expand([dataset]))
+    assert [row.text for row in reader.rows(2, 5)] == WHOLE[2:5]
+    (dataset / "state.json").write_text('{"_data_files": [{"filename": "../part.arrow"}]}')
+    with pytest.raises(InputError, match="expected the files of a dataset"):
+        texts(dataset)
+
+
+def test_a_damaged_arrow_file_is_told(dataset: Path) -> None:
+    path = dataset / "data-00000-of-00004.arrow"
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(InputError, match="cannot be read as Arrow"):
+        texts(dataset)
+
+
+def test_urls_are_read_as_they_stream_in(
+    parts: list[Path], dataset: Path, tmp_path: Path, server: str
+) -> None:
+    urls = [f"{server}/{part.name.replace(' ', '%20')}" for part in parts]
+    assert texts(*urls) == WHOLE
+    (tmp_path / "rows.txt.gz").write_bytes(gzip.compress("ä\nö\n".encode()))
+    assert texts(f"{server}/rows.txt.gz") == ["ä", "ö"]
+    pyarrow.parquet.write_table(pyarrow.table({"text": WHOLE}), tmp_path / "rows.parquet")
+    assert texts(f"{server}/rows.parquet") == WHOLE
+    assert texts(f"{server}/saved/data-00000-of-00004.arrow") == TEXTS[0]
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"a" * 999)[:-9])
+    with pytest.raises(InputError, match="damaged or cut short"):
+        texts(f"{server}/cut.txt.gz")
+    with pytest.raises(InputError, match=r"no.txt: there is no such file"):
+        texts(f"{server}/no.txt")
+
+
+def test_a_server_that_is_gone_is_told(server: str) -> None:
+    gone = "http://127.0.0.1:9/rows.txt"
+    with pytest.raises(
+        InputError, match=r"rows.txt: there is no such file: Cannot connect to host"
+    ):
+        texts(gone)
+
+
+@pytest.mark.parametrize("limit", [1, 3, 6, 99])
+def test_a_limit_reads_a_beginning(parts: list[Path], tmp_path: Path, limit: int) -> None:
+    out = tmp_path / "out.jsonl"
+    job = Job(Echo(), parts, out, JobOptions(limit=limit, chunk_rows=2))
+    assert job.count() == min(limit, len(WHOLE))
+    assert job.run().rows == min(limit, len(WHOLE))
+    assert [record["source"] for record in read_records(out)] == WHOLE[:limit]
+    again = Job(Echo(), parts, out, JobOptions(limit=limit, chunk_rows=2)).run()
+    assert again.finished_before
+    with pytest.raises(UsageError, match="limit"):
+        Job(Echo(), parts, out, JobOptions(limit=2, chunk_rows=2)).run()
+    parts_of = [
+        Job(Echo(), parts, tmp_path / f"{n}.jsonl", JobOptions(limit=5, partition=f"{n}/2"))
+        for n in (1, 2)
+    ]
+    assert sum(part.run().rows for part in parts_of) == 5
+
+
+def test_the_command_takes_several_inputs(
+    bundle_folder: Path, parts: list[Path], tmp_path: Path, server: str
+) -> None:
+    out, settings = tmp_path / "out.jsonl", ("--max-length", "5")
+    done("run", bundle_folder, *parts[:3], f"{server}/part%203.txt", "-o", out, *settings)
+    assert [record["source"] for record in read_records(out)] == WHOLE
+    refused = call("run", bundle_folder, parts[0], "-o", "s3://bucket/out.jsonl")
+    assert refused.exit_code == 2
+    assert "only INPUT may be a URL" in refused.stderr
+
+
+def test_a_dry_run_writes_nothing(bundle_folder: Path, parts: list[Path], tmp_path: Path) -> None:
+    before = set(tmp_path.iterdir())
+    out = tmp_path / "out.jsonl"
+    command: list[str | Path] = ["run", bundle_folder, *parts, "-o", out, "--dry-run"]
+    told = done(*command).stdout
+    assert "6 rows" in told
+    assert "nothing was written" in told
+    found = json.loads(done(*command, "--json").stdout)
+    assert (found["rows"], found["sampled"], found["bad_rows"]) == (6, 6, 0)
+    assert found["source_tokens"] > 6
+    assert set(tmp_path.iterdir()) == before
