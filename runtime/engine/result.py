@@ -23,6 +23,7 @@ RowErrorKind = Literal[
     "malformed",  # a line that is not a JSON object, or has another number of columns
     "no-text",  # the field of the text is missing, or holds something else than text
     "fields",  # other fields that the output cannot hold
+    "settings",  # a request asks for something else than the first of its batch
     "language",  # a language that the bundle's tokenizer does not have
     "prompt",  # messages that the chat template refuses, or ids outside of the vocabulary
     "empty",

@@ -185,7 +185,6 @@ class Job:
         if options.partition is not None and STANDARD_STREAM in self.sources:
             raise UsageError("a partition needs the whole input counted, so it cannot be of stdin")
         self.engine = bundle if isinstance(bundle, Engine) else Engine.load(bundle)
-        self.task = Task.of(self.engine, options)
         self.reader = open_inputs(
             self.sources,
             format=options.format_in,
@@ -193,6 +192,7 @@ class Job:
             lists=options.prompt_kind in ("messages", "ids"),
             languages=(options.source_language_column, options.target_language_column),
         )
+        self.task = Task.of(self.engine, options, self.reader)
         if options.pair is not None and self.reader.format != "jsonl":
             columns = self.reader.columns
             if options.pair not in columns:

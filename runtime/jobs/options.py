@@ -16,8 +16,8 @@ from transferry.runtime.errors import UsageError, require
 from transferry.runtime.settings import MOST, check_fields, shown
 
 TaskName = Literal["generate", "embed", "fill-mask", "classify", "rank", "tag", "score"]
-InputFormat = Literal["text", "tsv", "csv", "jsonl", "parquet", "arrow"]
-OutputFormat = Literal["text", "jsonl", "tsv", "csv", "parquet", "npy"]
+InputFormat = Literal["text", "tsv", "csv", "jsonl", "parquet", "arrow", "openai"]
+OutputFormat = Literal["text", "jsonl", "tsv", "csv", "parquet", "npy", "openai"]
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,10 @@ class JobOptions:
         target: for score: file with the other side of the pairs, in the format of the input.
         column: field that holds the text; others are passed through. Default: text or source, or
             the only one.
-        format_in: format of the input. Default: from its name, else text.
-        format: format of the output. Default: from its name, else text, or JSONL for scores.
+        format_in: format of the input; openai are requests of the OpenAI Batch API in JSONL.
+            Default: from its name, else text.
+        format: format of the output; openai are responses to such requests. Default: as such an
+            input is, or from its name, else text, or JSONL for scores.
         long_rows: what to do with a row longer than the model's positions: report an error,
             truncate it, or split it into sentences and join their outputs. Default: error, or
             truncate where an encoder-only bundle has a longest row.

@@ -17,7 +17,7 @@ from transferry.runtime.engine.prompts import Prompt
 from transferry.runtime.engine.result import RowResult
 from transferry.runtime.engine.score import ScoreResult
 from transferry.runtime.errors import UsageError
-from transferry.runtime.jobs.formats.rows import InputRow
+from transferry.runtime.jobs.formats.rows import InputRow, RowReader
 from transferry.runtime.jobs.options import JobOptions, token_or_text
 from transferry.runtime.jobs.summary import Tally
 
@@ -52,13 +52,18 @@ class Task:
         return self.generation.n_best if self.generation else 1
 
     @classmethod
-    def of(cls, engine: Engine, options: JobOptions) -> Task:
-        """Returns the task of a job.
+    def of(cls, engine: Engine, options: JobOptions, reader: RowReader) -> Task:
+        """Returns the task of a job over the rows of a reader.
 
         Raises:
             UsageError: The bundle cannot do it.
             ParityError: A required certificate does not cover the search.
         """
+        if reader.task not in (None, options.task):
+            raise UsageError(
+                f"{reader.path} asks for task {reader.task}, not {options.task}; add --task "
+                f"{reader.task}"
+            )
         long_rows = options.long_rows or "error"
         chosen: dict[str, Any]
         spoken: dict[str, Any] = {}
@@ -70,13 +75,16 @@ class Task:
                 engine.bundle.tokenizer.special.require_languages(f"the column {column}")
         if options.task == "generate":
             prefix = tuple(engine.bundle.tokenizer.encode_target(options.prefix))
-            chosen = {**options.generation, "prefix": prefix}
+            asked = dict(reader.generation)
+            if "max_length" in asked:  # a limit for the answer, which may be generous
+                asked["max_length"] = min(asked["max_length"], engine.max_positions)
+            chosen = {**asked, **options.generation, "prefix": prefix}
             if options.suppress:
                 chosen["suppress"] = tuple(map(token_or_text, options.suppress))
             generation = engine.options(**chosen)
             engine.require_covered(generation)
             kind = options.prompt_kind
-            if kind in ("turn", "messages"):
+            if kind in ("turn", "messages") or reader.has_chat:
                 engine.bundle.tokenizer.require_chat()
             prompts = ("chat", "system", "messages", "prompt_ids")
             return cls(
@@ -132,8 +140,8 @@ def _source(options: JobOptions, row: InputRow) -> Any:
     """Returns what the text of a row is to the engine."""
     if not isinstance(row.text, str):
         return row.text
-    if options.prompt_kind is not None:
-        return Prompt(row.text, options.prompt_kind, options.system)
+    if (kind := row.kind or options.prompt_kind) is not None:
+        return Prompt(row.text, kind, options.system)
     source, target = row.languages
     source, target = source or options.source_language, target or options.target_language
     return row.text if source is target is None else InLanguages(row.text, source, target)

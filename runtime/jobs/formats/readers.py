@@ -6,9 +6,9 @@ import csv
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice, tee, zip_longest
 from typing import Any, NamedTuple, cast, get_args
 
 from transferry.runtime.engine.result import RowError
@@ -16,6 +16,7 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import Compression, read_raw_lines
 from transferry.runtime.jobs.formats.cells import decoded
 from transferry.runtime.jobs.formats.columnar import ArrowReader, ParquetReader
+from transferry.runtime.jobs.formats.openai_batch import Request, parse_request
 from transferry.runtime.jobs.formats.remote_file import Source
 from transferry.runtime.jobs.formats.rows import Fields, InputRow, Languages, RowReader, unique
 from transferry.runtime.jobs.formats.sources import Series
@@ -85,7 +86,12 @@ def open_reader(
             raise UsageError(f"{path}: {kind} is compressed inside; unpack it first")
         reader = (ParquetReader if format == "parquet" else ArrowReader)(path, column)
     else:
-        kinds = {"tsv": _TsvReader, "csv": _CsvReader, "jsonl": _JsonlReader}
+        kinds: dict[str, Callable[..., RowReader]] = {
+            "tsv": _TsvReader,
+            "csv": _CsvReader,
+            "jsonl": _JsonlReader,
+            "openai": _RequestReader,
+        }
         reader = kinds[format](path, format, column)
     for named in filter(None, languages):
         # In JSONL a field may be missing in one row and present in the next.
@@ -260,6 +266,45 @@ class _JsonlReader(_LineReader):
             except UnicodeEncodeError as error:
                 return RowError("undecodable", f"half of a surrogate pair: {error.reason}")
         return fields
+
+
+class _RequestReader(_JsonlReader):
+    """Lines of the OpenAI Batch API, which shall all have the settings of the first."""
+
+    def __init__(self, path: Source, format: InputFormat, column: str | None) -> None:
+        if column is not None:
+            raise UsageError(f"{path} holds requests, which have no column {column}; leave it out")
+        super().__init__(path, format, None)
+        self.columns, self.has_id = (), True
+
+    def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
+        first, kept = tee(islice(lines, _FIRST_ROWS))
+        requests = (self._request(self._fields(line)) for line in first)
+        for request in requests:
+            if isinstance(request, Request):
+                self.generation = request.settings
+                self.has_chat, self.task = request.kind == "messages", request.task
+                break
+        return ["request"], chain(kept, lines)
+
+    def _request(self, fields: Fields | RowError) -> Request | RowError:
+        return fields if isinstance(fields, RowError) else parse_request(fields)
+
+    def _row(self, number: int, fields: Fields | RowError, raw: bytes) -> InputRow:
+        number += self.offset
+        id = number if isinstance(fields, RowError) else str(fields.get("custom_id", number))
+        request = self._request(fields)
+        if isinstance(request, RowError):
+            return InputRow(number, id, request, {"number": number}, raw)
+        repeated = {"number": number, "endpoint": request.endpoint, "model": request.model}
+        text: str | RowError = request.text
+        if request.settings != self.generation or request.task != self.task:
+            text = RowError(
+                "settings",
+                "all requests of a batch must ask for the same, and this one has other settings "
+                "than the first; put it into another file",
+            )
+        return InputRow(number, id, text, repeated, raw, kind=request.kind)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Fields:

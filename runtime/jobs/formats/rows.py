@@ -6,7 +6,8 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError
@@ -30,6 +31,7 @@ class InputRow:
         raw: Bytes that the row was read from, or that distinguish it from any other row.
         target: Target text of a pair, or why it has none; None where rows are not pairs.
         languages: Languages of the text and of its answer; None is the job's.
+        kind: What the text is, where the row itself says that it is JSON of something.
     """
 
     number: int
@@ -39,6 +41,7 @@ class InputRow:
     raw: bytes = b""
     target: str | RowError | None = None
     languages: tuple[str | None, str | None] = (None, None)
+    kind: Literal["messages", "ids"] | None = None
 
     def update(self, digest: hashlib._Hash) -> None:
         """Adds the row's bytes to a hash of rows."""
@@ -59,11 +62,17 @@ class RowReader(ABC):
         types: Arrow types of `columns` and `id` by name, for Parquet; else None.
         lists: Whether the column holds lists, whose JSON becomes the text.
         languages: Columns with the languages of the text and of its answer, if there are any.
+        generation: Fields of GenerationOptions that the input asks for.
+        has_chat: Whether the rows are known to be chats.
+        task: The task that the input asks for, if it does.
     """
 
     offset = 0
     types: Any = None
     lists = False
+    generation: Mapping[str, Any] = MappingProxyType({})
+    has_chat = False
+    task: str | None = None
     languages: Languages = (None, None)
 
     def __init__(

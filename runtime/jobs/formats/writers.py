@@ -22,6 +22,7 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import Compression, packed, read_blocks
 from transferry.runtime.jobs.formats.cells import as_text, json_value
 from transferry.runtime.jobs.formats.columnar import import_pyarrow, opened_parquet
+from transferry.runtime.jobs.formats.openai_batch import response_line
 from transferry.runtime.jobs.formats.readers import named_format
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader
 from transferry.runtime.jobs.options import OutputFormat, TaskName
@@ -30,8 +31,8 @@ Record = Mapping[str, Any]
 _Kind = Literal["text", "integer", "float", "boolean", "json", "vector"]
 # Formats of each task.
 FORMATS: dict[TaskName, tuple[OutputFormat, ...]] = {
-    "generate": ("jsonl", "text", "tsv", "csv", "parquet"),
-    "embed": ("npy", "parquet", "jsonl"),
+    "generate": ("jsonl", "text", "tsv", "csv", "parquet", "openai"),
+    "embed": ("npy", "parquet", "jsonl", "openai"),
     "fill-mask": ("jsonl", "text", "tsv", "csv", "parquet"),
     **dict.fromkeys(("classify", "rank", "tag", "score"), ("jsonl", "tsv", "csv", "parquet")),
 }
@@ -136,6 +137,8 @@ def open_writer(
         UsageError: The task has no such format, it cannot go there, or a package is missing.
     """
     name, compression = named_format(path)
+    if format is None and reader.format == "openai" and name == "jsonl":
+        format = "openai"
     known = name in get_args(OutputFormat)
     if format is None and not known and not _TEXT_NAME.fullmatch(name):
         raise UsageError(
@@ -149,12 +152,19 @@ def open_writer(
             f"task {task} writes {' or '.join(FORMATS[task])}, not {format}; name another --out or "
             "--format"
         )
+    if format == "openai" and reader.format != "openai":
+        raise UsageError(
+            f"{path}: responses answer requests, and {reader.path} is read as {reader.format}; add "
+            "--format-in openai, or choose another --format"
+        )
     if format in ("npy", "parquet") and str(path) == "-":
         raise UsageError(f"{format} cannot go to standard output; name a file with --out")
     if format in ("npy", "parquet") and compression:
         raise UsageError(f"{path}: {format} is written without {compression}; leave it out")
     if format == "text":
         return _LineWriter(format=format, compression=compression, to_line=_text_line)
+    if format == "openai":
+        return _LineWriter(format=format, compression=compression, to_line=response_line)
     if format == "npy":
         return _NpyWriter(format=format, width=width)
 

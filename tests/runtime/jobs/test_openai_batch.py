@@ -1,0 +1,162 @@
+"""Batches as the OpenAI API has them: requests in, responses out, in order."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.commands import call, done
+from transferry import Engine
+from transferry.runtime.engine.result import RowError
+from transferry.runtime.jobs.formats.openai_batch import OFF, SETTINGS, Request, parse_request
+
+CHAT, TEXT, VECTOR = (f"/v1/{name}" for name in ("chat/completions", "completions", "embeddings"))
+
+
+def request(number: int, prompt: Any, url: str = TEXT, **settings: Any) -> dict[str, Any]:
+    key = {CHAT: "messages", TEXT: "prompt", VECTOR: "input"}[url]
+    body = {"model": "ours", key: prompt, **settings}
+    return {"custom_id": f"row-{number}", "method": "POST", "url": url, "body": body}
+
+
+def written(path: Path, *requests: Any) -> Path:
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in requests))
+    return path
+
+
+def responses(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_completions(writer_bundle_folder: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_tokens": 5, "temperature": 0}
+    prompts = ["the cat", "two men", "the cat", ""]
+    rows = [request(n, prompt, **settings) for n, prompt in enumerate(prompts)]
+    rows.insert(2, request(9, "another", temperature=0, max_tokens=4))
+    source, out = written(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+    run = ("run", writer_bundle_folder, source, "--format-in", "openai", "-o", out)
+    ended = call(*map(str, run))
+    assert ended.exit_code == 6, "an empty prompt, and one with other settings"
+    found = responses(out)
+    assert [each["custom_id"] for each in found] == [row["custom_id"] for row in rows]
+    assert [each["response"]["status_code"] for each in found] == [200, 200, 400, 200, 400]
+    assert found[2]["error"]["code"] == "settings"
+    assert found[2]["response"]["body"]["error"] == found[2]["error"]
+    with Engine.load(writer_bundle_folder) as engine:
+        for each, prompt in zip(found[:2], prompts, strict=False):
+            (answer,) = engine.generate([prompt], max_length=5, sample=False)
+            body = each["response"]["body"]
+            assert body["object"] == "text_completion"
+            assert (body["model"], body["created"]) == ("ours", 0)
+            reason = "length" if answer.hypotheses[0].finish_reason == "length" else "stop"
+            (choice,) = body["choices"]
+            assert (choice["text"], choice["finish_reason"]) == (answer.text, reason)
+            assert body["usage"] == {
+                "prompt_tokens": answer.source_tokens,
+                "completion_tokens": answer.target_tokens,
+                "total_tokens": answer.source_tokens + answer.target_tokens,
+            }
+    before = out.read_bytes()
+    assert call(*map(str, run), "--force").exit_code == 6
+    assert out.read_bytes() == before, "the same bytes, whatever the time"
+
+
+def test_several_choices_are_samples(writer_bundle_folder: Path, tmp_path: Path) -> None:
+    rows = [request(n, "the cat", n=3, temperature=0.9, seed=4, max_tokens=6) for n in range(2)]
+    source, out = written(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+    done("run", writer_bundle_folder, source, "--format-in", "openai", "-o", out)
+    for number, each in enumerate(responses(out)):
+        choices = each["response"]["body"]["choices"]
+        assert [choice["index"] for choice in choices] == [0, 1, 2]
+        with Engine.load(writer_bundle_folder) as engine:
+            settings: dict[str, Any] = dict(sample=True, n_best=3, temperature=0.9, seed=4)
+            (wanted,) = engine.generate(["the cat"], first_row=number, max_length=6, **settings)
+        assert [choice["text"] for choice in choices] == [one.text for one in wanted.hypotheses]
+
+
+def test_token_ids_and_generous_limits(writer_bundle_folder: Path, tmp_path: Path) -> None:
+    rows = [request(0, [5, 6, 7], max_tokens=1_000_000), request(1, [5], max_tokens=1_000_000)]
+    source, out = written(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+    done("run", writer_bundle_folder, source, "--format-in", "openai", "-o", out)
+    assert {each["response"]["status_code"] for each in responses(out)} == {200}
+
+
+def test_embeddings(reader_bundle_folder: Path, tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", request(0, "a cat", VECTOR), request(1, "b", VECTOR))
+    out = tmp_path / "out.jsonl"
+    run = ("run", reader_bundle_folder, source, "--format-in", "openai", "-o", out)
+    refused = call(*map(str, run))
+    assert refused.exit_code == 2
+    assert "add --task embed" in refused.stderr
+    done(*run, "--task", "embed")
+    with Engine.load(reader_bundle_folder) as engine:
+        for each, wanted in zip(responses(out), engine.embed(["a cat", "b"]), strict=True):
+            (data,) = each["response"]["body"]["data"]
+            assert data["embedding"] == pytest.approx(wanted.vector.tolist(), abs=1e-6)
+
+
+def test_other_formats_hold_the_answers_too(writer_bundle_folder: Path, tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", request(0, "the cat", max_tokens=3))
+    lines = done("run", writer_bundle_folder, source, "--format-in", "openai", "-o", "-").stdout
+    assert lines.strip("\n").count("\n") == 0
+    refused = call(
+        *("run", str(writer_bundle_folder), str(source), "--format", "openai", "--column", "url"),
+        *("-o", str(tmp_path / "out.jsonl")),
+    )
+    assert refused.exit_code == 2
+    assert "add --format-in openai" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({**request(0, "a"), "custom_id": 7}, "expected custom_id, a text, found 7"),
+        ({**request(0, "a"), "url": "/v1/audio"}, "expected url to be one of /v1/chat"),
+        ({**request(0, "a"), "body": []}, "expected body, an object"),
+        (request(0, ["a", "b"]), "expected prompt to be one text"),
+        (request(0, "a", CHAT), "expected messages to be a list of messages"),
+        (request(0, "a", logit_bias={"5": -100}), "logit_bias = .* has no counterpart here"),
+        (request(0, "a", n="many"), "n cannot be 'many'"),
+        (request(0, "a", n=True), "n cannot be True"),
+        (request(0, [{"content": [{"type": "image_url"}]}], CHAT), "a message of texts"),
+    ],
+)
+def test_what_cannot_be_answered_is_told(line: dict[str, Any], message: str) -> None:
+    found = parse_request(line)
+    assert isinstance(found, RowError)
+    assert re.search(message, found.message), found.message
+
+
+def test_settings_get_our_names() -> None:
+    everything: dict[str, Any] = {
+        **dict(max_completion_tokens=9, temperature=0.5, top_p=0.9, seed=3, n=2, stop="\n"),
+        **dict(top_k=-1, min_p=0.1, repetition_penalty=1.2, user="me", stream=False, logprobs=None),
+    }
+    found = parse_request(
+        request(0, [{"content": [{"text": "a"}, {"text": "b"}]}], CHAT, **everything)
+    )
+    assert isinstance(found, Request)
+    assert found.text == '[{"content": "ab"}]'
+    assert found.settings == {
+        **dict(max_length=9, temperature=0.5, top_p=0.9, seed=3, n_best=2, stop=("\n",)),
+        **dict(min_p=0.1, repetition_penalty=1.2, sample=True),
+    }
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(["custom_id", "url", "body", "method"])
+BODIES = st.dictionaries(st.sampled_from([*SETTINGS, "messages", "prompt", "input", "x"]), JSON)
+
+
+@given(line=st.dictionaries(NAMES, JSON | BODIES | st.sampled_from([CHAT, TEXT, VECTOR, *OFF[:2]])))
+def test_any_line_is_a_request_or_an_error(line: dict[str, Any]) -> None:
+    found = parse_request({"custom_id": "a", "url": TEXT, **line})
+    assert isinstance(found, Request | RowError)
