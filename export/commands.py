@@ -305,7 +305,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     epilog="""\b
 Examples:
   transferry report fp32.json int8.json -o variants.html
-  transferry verify bundles/ende --json > fp32.json && transferry report fp32.json -o page.html
+  transferry report cpu.json cuda.json -o machines.html
 """
 )
 @click.argument("records", metavar="REPORT...", type=FILE, nargs=-1, required=True)
