@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast, get_args
 import numpy as np
 
 from transferry.runtime.engine.result import RowError
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.files import Compression, read_raw_lines
 from transferry.runtime.jobs.options import InputFormat
 from transferry.runtime.jobs.rows import InputRow
@@ -453,7 +453,7 @@ def import_pyarrow() -> Any:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
         raise UsageError(
-            'Parquet needs pyarrow, which is not installed; pip install "transferry[jobs]", or use '
+            f"Parquet needs pyarrow, which is not installed; {install_command('jobs')}, or use "
             "another format"
         ) from error
     return pyarrow
