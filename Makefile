@@ -2,7 +2,8 @@
 # make test    every check: style, types, tests
 # make fuzz    the tests of tests/fuzz with EXAMPLES=2500 each: malformed files, options, signals
 # make demo    trains a tiny model on the built-in corpus, exports, verifies and runs it
-# make docs    writes docs/cli.md anew from every command's --help
+# make docs    writes the generated pages of docs/ and builds the site into build/site
+# make sessions  runs the console blocks of README.md and docs/ and writes what they print, 6 minutes
 # make clean   removes what the build, the checks and the demo left; .venv stays
 #
 # PYTHON names the interpreter for .venv, PIP_FLAGS goes to pip. On a Linux machine without a GPU,
@@ -15,7 +16,7 @@ DEMO ?= build/demo
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup test fuzz demo docs clean
+.PHONY: setup test fuzz demo docs sessions clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -47,8 +48,14 @@ demo: setup
 	head -5 $(DEMO)/answers.jsonl
 
 docs: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable ".[docs]"
 	$(BIN)/python docs/make_cli_page.py
 	$(BIN)/python docs/make_import_table.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "build/site/index.html"
+
+sessions: setup
+	$(BIN)/python docs/make_sessions.py
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -10,6 +10,7 @@ from typing import Any
 from rounds import compare, interleaved
 from sentences import search_options
 from sides import Tuned
+from transferry.build_model.metrics import PLOT_STYLE
 from transferry.runtime.decoding.options import GenerationOptions
 
 BATCHES = (1, 4, 16, 64, 128, 256)
@@ -63,8 +64,10 @@ def measure_curves(
 
 def plot_curves(cells: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     """Plots the curves of all cells that have some."""
+    from matplotlib import style
     from matplotlib.figure import Figure
 
+    style.use(["default", PLOT_STYLE])
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     panels = figure.subplots(1, 2)
     for color, cell in enumerate(cell for cell in cells if "curves" in cell):

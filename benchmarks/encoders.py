@@ -1,6 +1,6 @@
 """How fast does an encoder-only model embed texts, beside CTranslate2, OpenVINO and transformers?
 
-    pip install "transferry[export,peers]" openvino
+    pip install ".[export,peers]" openvino
     python benchmarks/encoders.py MODEL BUNDLE TEXT [--variants cpu-fp32,cpu-int8] [--tokens 200]
         [--rows 512] [--rounds 9] [--quick]
 

@@ -1,6 +1,6 @@
 """How fast does a decoder-only model generate, beside CTranslate2 and transformers?
 
-    pip install "transferry[export,peers]"
+    pip install ".[export,peers]"
     python benchmarks/generators.py MODEL BUNDLE TEXT [--variants cpu-fp32,cpu-int8]
         [--prompts 15,200] [--new-tokens 32] [--rows 64] [--rounds 9] [--quick]
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from rounds import compare, interleaved
 from sentences import read_sentences
+from transferry.build_model.metrics import PLOT_STYLE
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import TransferryError
@@ -106,13 +107,14 @@ def resident(process: int) -> float | None:
 
 def draw(curve: Sequence[tuple[float, float]], path: Path) -> None:
     """Plots memory over time."""
+    from matplotlib import style
     from matplotlib.figure import Figure
 
+    style.use(["default", PLOT_STYLE])
     figure = Figure(figsize=(6, 3), layout="constrained")
     axes = figure.add_subplot()
     axes.plot([at / 60 for at, _ in curve], [megabytes for _, megabytes in curve])
     axes.set(xlabel="minutes", ylabel="memory, MB", ylim=(0, None))
-    axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 
 

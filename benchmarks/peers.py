@@ -1,6 +1,6 @@
 """How fast is the engine compared with other ways to generate in Python, on the same weights?
 
-    pip install "transferry[export,peers]"
+    pip install ".[export,peers]"
     python benchmarks/peers.py RUN BUNDLE TEXT [--beams 1,4] [--rows 500] [--rounds 9]
     python benchmarks/peers.py RUN BUNDLE TEXT --provider cuda --variant cuda-fp16 --rows 8000
 

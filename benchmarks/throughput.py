@@ -1,6 +1,6 @@
 """How fast is the engine compared with CTranslate2, on the same weights?
 
-    pip install "transferry[export,peers]"
+    pip install ".[export,peers]"
     python benchmarks/throughput.py RUN BUNDLE TEXT [--variants portable] [--beams 1,4]
         [--rows 500] [--rounds 9] [--fixed-length 32] [--plot throughput.png]
 

@@ -39,7 +39,11 @@ training_data_options = together(
     option("--builtin", panel=DATA, is_flag=True, help="Train on the built-in corpus."),
     _data("--valid-source", help="Validation sentences."),
     _data("--valid-target", help="Translations of --valid-source."),
-    _data("--valid-pairs", help="Validation pairs in one .tsv or .jsonl file."),
+    _data(
+        "--valid-pairs",
+        help="Validation pairs in one .tsv or .jsonl file. Default: a tenth of the "
+        "training pairs, at most 1,000.",
+    ),
     _data("--valid-text", help="Validation text. Default: the last tenth of --text."),
     option(
         "--skip-bad",

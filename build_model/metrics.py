@@ -12,6 +12,25 @@ from transferry.runtime.files import atomic_file, read_bytes, unwritable
 
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
+# Of every figure of the project, with matplotlib's defaults beneath, so that a user's own style
+# changes none.
+PLOT_STYLE = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.titlesize": "medium",
+    "font.size": 9.5,
+    "grid.color": "#dcdcd6",
+    "grid.linewidth": 0.7,
+    "legend.fontsize": 9.5,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+}
+_LOSS, _BLEU, _RATE = "#2563a8", "#b4690e", "#8a5a9e"
 
 
 class Metrics:
@@ -54,25 +73,34 @@ class Metrics:
             raise unwritable(self.path, error, kept="", otherwise=" and resume") from error
 
     def draw(self) -> None:
-        """Plots loss, and BLEU if there is any, over steps into RUN/curves.png."""
+        """Plots loss, BLEU if there is any, and learning rate over steps into RUN/curves.png."""
+        from matplotlib import style
         from matplotlib.figure import Figure
 
         def series(name: str) -> tuple[list[float], list[float]]:
             rows = [record for record in self.records if name in record]
             return [row["step"] for row in rows], [row[name] for row in rows]
 
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        losses = figure.subplots()
-        losses.plot(*series("train_loss"), color="tab:blue", alpha=0.5, label="training, smoothed")
-        losses.plot(*series("valid_loss"), color="tab:blue", marker="o", label="validation")
-        losses.set_xlabel("step")
-        losses.set_ylabel("loss per token (nats)")
-        steps, bleu = series("valid_bleu")
-        if steps:
-            scores = losses.twinx()
-            scores.plot(steps, bleu, color="tab:orange", marker="s", label="validation BLEU")
-            scores.set_ylabel("sacreBLEU, greedy")
-            scores.set_ylim(bottom=0)
-        figure.legend(loc="outside upper center", ncols=3)
-        with atomic_file(self.path.with_name(CURVES)) as file:
-            figure.savefig(file, format="png", dpi=120)
+        with style.context(["default", PLOT_STYLE]):
+            figure = Figure(figsize=(8, 5.2), layout="constrained")
+            losses, rates = figure.subplots(2, sharex=True, height_ratios=[4, 1])
+            losses.plot(*series("train_loss"), color=_LOSS, alpha=0.5, label="training loss")
+            losses.plot(*series("valid_loss"), color=_LOSS, marker="o", label="validation loss")
+            losses.set_ylabel("loss, nats per token")
+            losses.set_ylim(bottom=0)
+            steps, bleu = series("valid_bleu")
+            if steps:
+                scores = losses.twinx()
+                scores.plot(steps, bleu, color=_BLEU, marker="s", label="validation BLEU")
+                scores.set_ylabel("sacreBLEU, greedy")
+                scores.set_ylim(bottom=0)
+                scores.grid(visible=False)
+            rates.plot(*series("learning_rate"), color=_RATE)
+            rates.set_ylabel("learning rate")
+            rates.set_ylim(bottom=0)
+            rates.set_xlabel("step")
+            rates.set_xlim(left=0)
+            figure.suptitle(f"Training of {self.path.parent.absolute().name}", x=0.01, ha="left")
+            figure.legend(loc="outside upper right", ncols=3)
+            with atomic_file(self.path.with_name(CURVES)) as file:
+                figure.savefig(file, format="png", dpi=120)

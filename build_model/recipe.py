@@ -12,6 +12,7 @@ from transferry.build_model import checkpoint
 from transferry.build_model.config import ModelConfig, TrainConfig
 from transferry.build_model.corpus import write_corpus
 from transferry.build_model.data import (
+    BadPair,
     Example,
     Pair,
     ReadReport,
@@ -25,7 +26,7 @@ from transferry.build_model.presets import PRESETS, Preset
 from transferry.build_model.text import MaskedWindows, Windows, read_text
 from transferry.build_model.train import Trainer, Validation
 from transferry.build_model.vocabulary import cut_encoding, train_bpe
-from transferry.runtime.errors import UsageError
+from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.tokenizer.byte_pair import (
     PASSAGES,
     PROMPTS,
@@ -36,8 +37,8 @@ from transferry.runtime.tokenizer.byte_pair import (
 
 # Number and length of the validation texts kept with the run.
 SAMPLES, SAMPLE_CHARACTERS = 100, 200
-# Without a validation text, one in so many tokens is held out.
-HELD_OUT = 10
+# Without a validation text, one in so many tokens or pairs is held out, and at most so many pairs.
+HELD_OUT, MOST_HELD_OUT = 10, 1000
 BUILTIN = ("train", "valid")
 
 
@@ -79,7 +80,8 @@ class Recipe:
     Attributes:
         train: Training text: pairs for an encoder-decoder, else a text file. None is the built-in
             corpus, written into the run.
-        valid: Validation text. None is the built-in corpus, or the end of the training text.
+        valid: Validation text. None holds out a part of the training text, or is the built-in
+            corpus.
         preset: Shape and settings to start from.
         model_changes: Fields of ModelConfig that differ from the preset.
         train_changes: Fields of TrainConfig that differ from the preset.
@@ -131,6 +133,8 @@ class Recipe:
                 if options["text"] is None:
                     raise UsageError("give --text, or --builtin")
                 return None if text is None else Path(text)
+            if prefix and (source, target, pairs) == (None, None, None):
+                return None
             if pairs is not None and source is None and target is None:
                 return PairFiles(Path(pairs))
             if pairs is None and source is not None and target is not None:
@@ -235,18 +239,25 @@ class Recipe:
     ) -> Learned:
         """Prepares pairs for an encoder-decoder."""
         builtin = [PairFiles(corpus / f"{name}.en", corpus / f"{name}.de") for name in BUILTIN]
-        train, valid = self.train or builtin[0], self.valid or builtin[1]
+        train, valid = (self.train, self.valid) if self.train is not None else builtin
         assert isinstance(train, PairFiles)
-        assert isinstance(valid, PairFiles)
+        assert not isinstance(valid, Path)
         pairs, report = train.read(skip_bad=self.skip_bad)
         say(f"training pairs: {_describe(report)}")
-        valid_pairs, report = valid.read(skip_bad=self.skip_bad)
-        say(f"validation pairs: {_describe(report)}")
+        if valid is None:
+            pairs, valid_pairs = hold_out(pairs)
+        else:
+            valid_pairs, report = valid.read(skip_bad=self.skip_bad)
+            say(f"validation pairs: {_describe(report)}")
         if tokenizer is None:
             tokenizer = self._tokenizer([text for pair in pairs for text in pair], SOURCES)
         examples, report = encode_pairs(pairs, tokenizer, longest, skip_bad=self.skip_bad)
         if report.dropped:
             say(f"training pairs: {_describe(report)}")
+        if valid is None and self.skip_bad:
+            valid_pairs = [pair for pair in valid_pairs if _encodable(pair, tokenizer, longest)]
+        if valid is None:
+            say(f"validation pairs: {len(valid_pairs):,} of these, held out")
         # Not skipping: references and examples must stay aligned.
         valid_examples, _ = encode_pairs(valid_pairs, tokenizer, longest)
         return Learned(
@@ -304,6 +315,33 @@ class Recipe:
         if encoding is not None:
             return cut_encoding(encoding, lines, special)
         return train_bpe(lines, self.vocabulary_size or self.preset.vocabulary_size, special)
+
+
+def hold_out(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
+    """Splits pairs into those for training and those for validation, evenly spread.
+
+    A pair that occurs again is on one side alone.
+
+    Raises:
+        InputError: There are too few pairs.
+    """
+    different = list(dict.fromkeys(pairs))
+    count = min(len(different) // HELD_OUT, MOST_HELD_OUT)
+    if not count:
+        raise InputError(
+            f"expected at least {HELD_OUT} different pairs to hold out a part for validation, "
+            f"found {len(different)}; give more, or --valid-pairs"
+        )
+    held = {different[number * len(different) // count] for number in range(count)}
+    return [pair for pair in pairs if pair not in held], [p for p in different if p in held]
+
+
+def _encodable(pair: Pair, tokenizer: Tokenizer, longest: int) -> bool:
+    try:
+        encode_pairs([pair], tokenizer, longest)
+    except BadPair:
+        return False
+    return True
 
 
 def _describe(report: ReadReport) -> str:

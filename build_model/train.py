@@ -39,7 +39,7 @@ from transferry.runtime.stopping import SIGNALS
 from transferry.runtime.tokenizer.byte_pair import Tokenizer
 
 SIGN_OF_LIFE = 30.0  # seconds after which a line tells that training goes on
-REPORT_EVERY = 50  # steps between training losses in metrics.jsonl
+REPORT_EVERY = 50  # steps between training losses in metrics.jsonl, besides the first
 START_OVER = "start over with --force instead of --resume"
 
 
@@ -197,7 +197,7 @@ class Trainer:
                 bar.update()
                 if bar.disable:
                     self._show_life(f"training, {progress.seconds / 60:.1f} min")
-                if metrics and progress.step % REPORT_EVERY == 0:
+                if metrics and (progress.step == 1 or progress.step % REPORT_EVERY == 0):
                     speed = window_tokens / (time.monotonic() - window_started)
                     train_loss = progress.loss / progress.loss_tokens
                     bar.set_postfix_str(f"loss {train_loss:.3f}, {speed:,.0f} tokens/s")

@@ -1,4 +1,4 @@
-"""The commands that make and prove a bundle: export, verify and replay.
+"""The commands that make and prove a bundle: export, verify, report and replay.
 
 Each imports what it needs when it runs, so that --help is instant.
 """
@@ -299,6 +299,35 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     report.require()
     if certificate is not None:
         say(f"{certificate}, in {bundle_folder}")
+
+
+@command(
+    epilog="""\b
+Examples:
+  transferry report fp32.json int8.json -o variants.html
+  transferry report cpu.json cuda.json -o machines.html
+"""
+)
+@click.argument("records", metavar="REPORT...", type=FILE, nargs=-1, required=True)
+@option(
+    *("-o", "--output"),
+    type=PAGE,
+    required=True,
+    callback=writable,
+    help="HTML file.",
+)
+def report(records: tuple[Path, ...], output: Path) -> None:
+    """Write reports of `verify --json` as one HTML page, side by side.
+
+    They may be of several variants of a bundle, and come from several machines. Exits with 4 if one
+    of them failed.
+    """
+    from transferry.export.report.write import write_page
+
+    failed = write_page(records, output)
+    say(f"{output}: {len(records)} {'report' if len(records) == 1 else 'reports'}")
+    if failed:
+        raise ParityError(f"failed: {', '.join(map(str, failed))}; {output} says why")
 
 
 @command(

@@ -221,7 +221,7 @@ def _text_parity(
         fed = [[special.bos_id, *tokens, special.eos_id] for tokens in encoded]
     generation = default_generation(checkpoint)
     given = (oracle, generation, sources, longest, fed, SAMPLED, batches)
-    return TextParity(*given, head=checkpoint.head)
+    return TextParity(*given, head=checkpoint.head, decode=tokenizer.decode)
 
 
 def _settings(

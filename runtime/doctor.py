@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from transferry.runtime.errors import install_command
 from transferry.runtime.folders import temporary_folder
 from transferry.runtime.hardware import instruction_sets, usable_cores
 from transferry.runtime.tables import table
@@ -81,7 +82,7 @@ def check_cuda() -> Check:
         return Check("cuda", "warning", _one_line(reason), "fix onnxruntime first")
     obstacle = cuda_obstacle()
     if obstacle is None:
-        return _check_product("cuda", 'pip install --force-reinstall "transferry[cuda]"')
+        return _check_product("cuda", install_command("cuda", "--force-reinstall"))
     status: Literal["warning", "fault"] = "fault" if obstacle.gpu_present else "warning"
     return Check("cuda", status, obstacle.missing, obstacle.remedy)
 

@@ -8,7 +8,8 @@ the key, what was expected and what was found. docs/security.md says what is def
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -96,3 +97,14 @@ def _require_unique(pairs: Sequence[tuple[str, Any]]) -> None:
         if key in seen:
             raise ValueError(f"Duplicate key {key!r}")
         seen.add(key)
+
+
+def json_values(value: Any) -> Any:
+    """Returns a value with NaN and infinity, which JSON lacks, as None."""
+    if isinstance(value, Mapping):
+        return {name: json_values(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_values(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -4,6 +4,10 @@ A message says what was expected, what was found and what to do; `cli.main` prin
 traceback and exits with `exit_code`.
 """
 
+from pathlib import Path
+
+_ROOT = Path(__file__).parent.parent
+
 
 class TransferryError(Exception):
     """Base of every error that a user can cause or fix."""
@@ -56,3 +60,32 @@ def require(holds: bool, name: str, expected: str, found: object) -> None:
     """
     if not holds:
         raise UsageError(f"{name} must be {expected}, found {found}")
+
+
+def install_command(extra: str, *options: str) -> str:
+    """Returns the shell command that installs an extra from where this installation came from.
+
+    That is a checkout, or the file of a wheel, which pip records in direct_url.json (PEP 610); only
+    an installation from an index can name `transferry` itself.
+
+    Args:
+        extra: Such as "export".
+        options: Options of `pip install`.
+    """
+    import json
+    from importlib.metadata import PackageNotFoundError, distribution
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
+    source = "transferry"
+    if (_ROOT / "pyproject.toml").is_file():
+        source, options = str(_ROOT.resolve()), (*options, "--editable")
+    else:
+        try:
+            record = json.loads(distribution("transferry").read_text("direct_url.json") or "{}")
+            url = urlsplit(record.get("url", ""))
+        except (PackageNotFoundError, ValueError):
+            url = urlsplit("")
+        if url.scheme == "file":
+            source = url2pathname(url.path)
+    return " ".join(["pip install", *options, f'"{source}[{extra}]"'])

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, cast
 
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.stopping import at_stop
 
 # By suffix: none, gzip, zstd.
@@ -155,8 +155,7 @@ def _zstandard() -> Any:
         import zstandard
     except ModuleNotFoundError as error:
         raise UsageError(
-            'zstd needs zstandard, which is not installed; pip install "transferry[jobs]", or use '
-            "gzip"
+            f"zstd needs zstandard, which is not installed; {install_command('jobs')}, or use gzip"
         ) from error
     return zstandard
 

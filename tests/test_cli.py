@@ -15,6 +15,7 @@ import pytest
 
 from tests.commands import call
 from transferry.cli import main
+from transferry.runtime.errors import install_command
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -507,7 +508,7 @@ def test_a_host_without_torch_says_what_to_install(bundle_folder: Path, command:
     done = run_without(("torch",), arguments)
     assert (done.returncode, done.stdout) == (2, "")
     needed = f"Error: {arguments[0]} needs torch, which is not installed; "
-    assert done.stderr == needed + 'pip install "transferry[export]"\n'
+    assert done.stderr == needed + f"{install_command('export')}\n"
 
 
 def test_a_host_without_torch_runs_and_verifies(bundle_folder: Path, lines: Path) -> None:

@@ -225,7 +225,7 @@ def test_the_report_as_files(bundle: Path, run_folder: Path, lines: Path, tmp_pa
     )
     assert result.exit_code == 0
     record = json.loads(result.stdout)
-    assert record["schema"] == 3
+    assert record["schema"] == 4
     assert all(item["passed"] for item in record["self_test"])
     assert sum(item["changes_answer"] for item in record["self_test"]) >= 14
     text = page.read_text(encoding="utf-8")
@@ -276,7 +276,9 @@ def test_a_fault_is_traced_to_its_module_and_shown_again(
     assert place in result.stdout
     fault = tmp_path / "bundle.fault.npz"
     assert f"transferry replay {fault}" in result.stdout
-    assert "decoder.1.feed_forward.inner" in (tmp_path / "report.html").read_text("utf-8")
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert "decoder.1.feed_forward.inner" in page
+    assert "<code>inner = self.inner(x)</code>" in page
     again = call("replay", fault)
     assert again.exit_code == 4
     assert "still shows the fault" in again.stderr
@@ -326,3 +328,19 @@ def test_a_canary_is_one_in_so_many(bundle: Path, lines: Path, tmp_path: Path) -
     result = call("run", bundle, lines, "-o", tmp_path / "out", "--canary", "0.1")
     assert result.exit_code == 2
     assert "canary must be 1/N, such as 1/1000, found '0.1'" in result.stderr
+
+
+def test_reports_of_several_variants_make_one_page(bundle: Path, tmp_path: Path) -> None:
+    files = []
+    for threads in ("1", "2"):
+        files.append(tmp_path / f"{threads}.json")
+        files[-1].write_text(call("verify", bundle, "--threads", threads, "--json").stdout)
+    page = tmp_path / "page.html"
+    result = call("report", *files, "-o", page)
+    assert result.exit_code == 0, result.stderr
+    assert "2 of 2 passed" in page.read_text("utf-8")
+    record = json.loads(files[1].read_text())
+    files[1].write_text(json.dumps({**record, "passed": False, "faults": ["bad"]}))
+    failed = call("report", *files, "-o", page)
+    assert failed.exit_code == 4
+    assert f"failed: {files[1]}; {page} says why" in failed.stderr

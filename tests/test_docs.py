@@ -16,12 +16,14 @@ from transferry.cli import main
 from transferry.runtime.console import options
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
+DOCUMENTS = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
+# A link or a picture: ![...](...), with what follows #.
+LINK = re.compile(r"\]\(<?([^)#>\s]*)(?:#([^)>\s]*))?[^)]*\)")
 
 
 def blocks(text: str) -> list[str]:
     """What stands in fenced blocks, lines that a backslash continues joined."""
-    fenced = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.S | re.M)
+    fenced = re.findall(r"^ *```[^\n]*\n(.*?)^ *```", text, re.S | re.M)
     return [re.sub(r"\\\n\s*", "", block) for block in fenced]
 
 
@@ -120,17 +122,34 @@ def test_every_make_target_shown_exists(path: Path) -> None:
         assert named <= targets
 
 
+def anchors(page: Path) -> set[str]:
+    """What may follow # in a link to a page: its headings, as GitHub and the site name them."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in headings}
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_every_relative_link_leads_somewhere(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    # Pictures too: ![...](...). Titles and anchors are left out.
-    targets = re.findall(r"\]\(<?([^)#>\s]+)[^)]*\)", text)
-    missing = [
-        target
-        for target in targets
-        if not re.match(r"[a-z]+:", target) and not (path.parent / target).exists()
-    ]
+    missing = []
+    for target, anchor in LINK.findall(text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        page = path.parent / target if target else path
+        if not page.exists() or (anchor and anchor not in anchors(page)):
+            missing.append(f"{target}#{anchor}")
+        # The site has no page outside of its folder.
+        elif path.name != "README.md" and not page.resolve().is_relative_to(CHECKOUT / "docs"):
+            missing.append(target)
     assert missing == []
+
+
+def test_the_site_has_every_page_once() -> None:
+    lines = (CHECKOUT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    listed = re.findall(r"^ *- (?:[^#\n]*: )?(\S+\.md)$", lines, re.M)
+    pages = [path.relative_to(CHECKOUT / "docs").as_posix() for path in DOCUMENTS[1:]]
+    assert sorted(listed) == sorted(pages), "list the page under nav in mkdocs.yml"
 
 
 def test_the_page_of_the_command_line_is_what_help_prints() -> None:

@@ -20,7 +20,7 @@ from transferry.build_model.formats.arrays import ArrayFile
 from transferry.build_model.huggingface.folder import Settings
 from transferry.build_model.huggingface.tables import Family, Move, Table, flat
 from transferry.build_model.toolkits.source import UNKNOWN, Source, pair, split_at_blanks
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.files import read_bytes
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, SpecialTokens
 from transferry.runtime.tokenizer.third_party import SentencePieceTokenizer
@@ -304,7 +304,7 @@ def _own_pieces(path: Path, start: int) -> tuple[AnyTokenizer, int, str]:
     except ModuleNotFoundError as error:
         raise UsageError(
             "the tokenizer needs sentencepiece, which is not installed; "
-            'pip install "transferry[sentencepiece]"'
+            f"{install_command('sentencepiece')}"
         ) from error
     content = read_bytes(path)
     try:
@@ -340,7 +340,7 @@ def _yaml(content: str, origin: str, *, typed: bool) -> Mapping[str, Any]:
         import yaml
     except ModuleNotFoundError as error:
         raise UsageError(
-            'models of Marian need PyYAML, which is not installed; pip install "transferry[export]"'
+            f"models of Marian need PyYAML, which is not installed; {install_command('export')}"
         ) from error
     kinds = ("CSafeLoader", "SafeLoader") if typed else ("CBaseLoader", "BaseLoader")
     loader = getattr(yaml, kinds[0], None) or getattr(yaml, kinds[1])

@@ -11,7 +11,7 @@ from typing import Any
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.formats.tensors import Tensors
 from transferry.build_model.huggingface.tables import Family
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.files import read_bytes
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, SpecialTokens
 from transferry.runtime.tokenizer.third_party import HuggingFaceTokenizer, SentencePiecePair
@@ -64,7 +64,7 @@ def split_at_blanks(
     except ModuleNotFoundError as error:
         raise UsageError(
             "the tokenizer needs tokenizers, which is not installed; "
-            'pip install "transferry[tokenizers]"'
+            f"{install_command('tokenizers')}"
         ) from error
     require_unknown(ids, origin)
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(ids), unk_token=UNKNOWN))

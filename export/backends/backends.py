@@ -24,7 +24,7 @@ from onnx.reference import ReferenceEvaluator
 
 from transferry.export.graphs.external_data import WEIGHTS
 from transferry.runtime.bundle import Bundle, Variant
-from transferry.runtime.errors import ProviderError
+from transferry.runtime.errors import ProviderError, install_command
 
 Arrays = Sequence[NDArray[Any]]
 
@@ -95,7 +95,7 @@ class OpenVinoBackend(Backend):
         try:
             import openvino
         except ImportError as error:
-            raise ProviderError('not installed; pip install "transferry[openvino]"') from error
+            raise ProviderError(f"not installed; {install_command('openvino')}") from error
         self.name = f"OpenVINO {openvino.__version__.split('-')[0]}"
         core = openvino.Core()
         self._compiled = {

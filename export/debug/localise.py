@@ -238,8 +238,8 @@ class _Search:
 
     def _at(self, value: str, operator: str, message: str) -> Origin:
         place = self.program.place(self.torch_names[value])
-        case = self.call.case.name
-        return Origin(self.name, case, value, place.module, place.source, operator, message)
+        case, found = self.call.case.name, (place.module, place.source, operator, message)
+        return Origin(self.name, case, value, *found, code=place.code)
 
     def _first_wrong(self, wrong: str) -> str:
         """Goes back from a wrong value to one whose nearest comparable values are right."""

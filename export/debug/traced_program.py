@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import re
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -38,10 +39,12 @@ class Place:
         module: Path of the innermost module, such as "decoder.0.self_attention.query", or the class
             of the model.
         source: File, relative to the package, and line of the innermost code of the package.
+        code: Text of that line.
     """
 
     module: str
     source: str
+    code: str
 
 
 class TracedProgram:
@@ -96,12 +99,13 @@ class TracedProgram:
         path = next((path for path, _ in reversed(list(stack.values())) if path != _NO_MODULE), "")
         module = re.sub(r"@\d+", "", path).removeprefix("model").lstrip(".")
         frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
-        source = ""
+        source = code = ""
         for file, line in frames:
             # An environment, too, may lie in the folder of the package.
             if any(Path(file).is_relative_to(PACKAGE / part) for part in TRACED):
                 source = f"{Path(file).relative_to(PACKAGE).as_posix()}:{line}"
-        return Place(module or type(self._model).__name__, source)
+                code = linecache.getline(file, int(line)).strip()
+        return Place(module or type(self._model).__name__, source, code)
 
     @torch.inference_mode()
     def run(

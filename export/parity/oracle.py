@@ -45,6 +45,7 @@ from transferry.runtime.parity.compare import (
     truth,
 )
 from transferry.runtime.parity.divergence import (
+    Decode,
     Divergence,
     ExpectedAnswers,
     Explainer,
@@ -424,6 +425,7 @@ class TextParity:
         batches: Limits on what is computed at once; those of the model if None.
         given: Fields of GenerationOptions of one search more, besides the bundle's defaults.
         head: What the head of an encoder-only model is for.
+        decode: Returns the text of token ids, for the report; None leaves the texts out.
         standard: Names of the other searches.
         forcing: Errors and margins on the given answers.
         best: The best answer to each row of a search, of torch as trained and of the model; of
@@ -439,6 +441,7 @@ class TextParity:
     batches: BatchOptions | None = None
     given: Mapping[str, Any] | None = None
     head: HeadSettings | None = None
+    decode: Decode | None = None
     standard: Sequence[str] = tuple(SEARCHES)
     forcing: TeacherForcing = field(default_factory=TeacherForcing)
     best: dict[str, list[tuple[Hypothesis, Hypothesis]]] = field(default_factory=dict)
@@ -471,11 +474,11 @@ class TextParity:
                 trained = oracle.trained_answers(chosen, options)
                 pairs = zip(trained, self.best[name], strict=True)
                 self.best[name] = [(wanted[0], found) for wanted, (_, found) in pairs]
-            yield tally.decisions()
+            yield tally.decisions(self.decode)
         if model.variant.screen:
             unscored = replace(self.options("greedy"), scores=False)
             screened = oracle.search(model, "greedy, screened", sources, unscored, batches)
-            yield screened.decisions()
+            yield screened.decisions(self.decode)
         yield oracle.text(model, self._pairs(), self.forcing)
 
     @property

@@ -14,6 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
+from transferry.build_model.metrics import PLOT_STYLE
+
 # matplotlib knows no CSS: it draws in unique colours, which are then replaced.
 _PLACEHOLDERS = {
     "#010203": "var(--ink)",
@@ -25,27 +27,15 @@ _PLACEHOLDERS = {
     "#010209": "var(--second)",
 }
 _INK, _MUTED, _RULE, _BUNDLE, _TORCH, _FAULT, _SECOND = _PLACEHOLDERS
-# Based on the defaults, so that a user's own plot style changes no report.
 _style = style.context(
     [
         "default",
+        PLOT_STYLE,
         {
-            "axes.axisbelow": True,
             "axes.edgecolor": _MUTED,
-            "axes.grid": True,
-            "axes.grid.axis": "y",
             "axes.labelcolor": _INK,
-            "axes.linewidth": 0.8,
-            "axes.spines.right": False,
-            "axes.spines.top": False,
-            "font.size": 9.5,
             "grid.color": _RULE,
-            "grid.linewidth": 0.7,
-            "legend.fontsize": 9.5,
-            "legend.frameon": False,
             "legend.labelcolor": _INK,
-            "lines.linewidth": 1.6,
-            "lines.markersize": 4.5,
             "svg.fonttype": "none",  # text stays text: searchable, and in the font of the page
             "text.color": _INK,
             "xtick.color": _MUTED,

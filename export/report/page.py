@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,19 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from transferry.export.report import figures
+from transferry.export.report import figures, heat_map
+from transferry.export.report.answers import side_by_side
+from transferry.export.report.heat_map import LAYER
 from transferry.runtime.errors import InputError
-from transferry.runtime.parity.report import FIRST_FAULTS, SCHEMA, setting_text
+from transferry.runtime.parity.report import (
+    FIRST_DIFFERENCES,
+    FIRST_FAULTS,
+    SCHEMA,
+    setting_text,
+)
 
 WORST = 20
 MOST_FAILED = 100
-# Tensors of one layer's cache; no other tensor belongs to a layer.
-_LAYER = re.compile(r"(cross|past)\.(\d+)\.(?:keys|values)")
 _CACHES = {"cross": "cross-attention", "past": "self-attention"}
 
 
@@ -40,47 +46,166 @@ class Figure:
     text: str
 
 
-def render_page(record: Mapping[str, Any]) -> str:
-    """Returns a report as a page; the same record gives the same text.
+def render_page(*records: Mapping[str, Any]) -> str:
+    """Returns reports as one page; the same records give the same text.
+
+    Several reports, such as those of the variants of a bundle, get a table that compares them.
 
     Args:
-        record: Result of `ParityReport.to_dict`, optionally with "date" and "certificate".
+        records: Results of `ParityReport.to_dict`, optionally with "date" and "certificate".
 
     Raises:
-        InputError: The record is of another schema.
+        InputError: A record is of another schema.
     """
-    if record.get("schema") != SCHEMA:
-        raise InputError(
-            f"expected the record of a parity report of schema {SCHEMA}, found schema "
-            f"{record.get('schema')!r}; verify again with this version"
-        )
-    ties = [
-        {**tie, "search": item["search"]} for item in record["decisions"] for tie in item["ties"]
+    for record in records:
+        if record.get("schema") != SCHEMA:
+            raise InputError(
+                f"expected the record of a parity report of schema {SCHEMA}, found schema "
+                f"{record.get('schema')!r}; verify again with this version"
+            )
+    several = len(records) > 1
+    views = [
+        _view(record, name, f"r{number}-" if several else "")
+        for number, (record, name) in enumerate(zip(records, _names(records), strict=True), 1)
     ]
-    tolerated = sum(len(item["tolerated"]) for item in record["decisions"])
-    drawn = [_ratios(record), _layers(record), _growth(record), _margins(record, ties)]
     page = _environment().get_template("report.html.jinja")
     text = page.render(
-        record=record,
-        factor=f"{record['tolerance']['factor']:g}",
+        views=views,
+        passed=sum(record["passed"] for record in records),
+        overview=_overview(records, [view["name"] for view in views]) if several else [],
         first_faults=FIRST_FAULTS,
+        first_answers=FIRST_DIFFERENCES,
         most=MOST_FAILED,
-        summary=_summary(record, ties, tolerated),
-        figures={item.name: item for item in drawn if isinstance(item, Figure)},
-        absent=[item for item in drawn if isinstance(item, str)] + _absent(record),
-        worst=sorted(record["comparisons"], key=_share, reverse=True)[:WORST],
-        failed=[item for item in record["comparisons"] if item["fault"]],
-        ties=ties,
-        defects=[
-            {**defect, "search": item["search"]}
-            for item in record["decisions"]
-            for defect in item["defects"]
-        ],
-        detection=_detection(record["self_test"]),
-        ratio=lambda item: _ratio(_share(item) * record["tolerance"]["factor"]),
     )
     # The name of a folder may hold bytes that are not UTF-8.
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _view(record: Mapping[str, Any], name: str, prefix: str) -> dict[str, Any]:
+    """Returns what the template shows of one report; `prefix` makes its ids unique."""
+    listed = {
+        kind: [
+            {**item, "search": decisions["search"]}
+            for decisions in record["decisions"]
+            for item in decisions[kind]
+        ]
+        for kind in ("ties", "defects")
+    }
+    wrong = [item for item in listed["defects"] if not item["wrong_score"]]
+    drawn = [
+        _heat_map(record),
+        _ratios(record),
+        _layers(record),
+        _growth(record),
+        _margins(record, listed["ties"]),
+    ]
+    return {
+        "record": record,
+        "prefix": prefix,
+        "name": name,
+        "factor": f"{record['tolerance']['factor']:g}",
+        "summary": _summary(record, listed["ties"], wrong),
+        "figures": {item.name: _unique(item, prefix) for item in drawn if isinstance(item, Figure)},
+        "absent": [item for item in drawn if isinstance(item, str)] + _absent(record),
+        "first_layer": None if record["passed"] else _first_layer(record),
+        # Only a verification of the portable graphs against the run searches for an origin.
+        "searchable": record["settings"].get("variant") != "portable"
+        or record["settings"].get("against") != "the run",
+        "worst": sorted(record["comparisons"], key=_share, reverse=True)[:WORST],
+        "failed": [item for item in record["comparisons"] if item["fault"]],
+        "ties": listed["ties"],
+        "wrong": wrong,
+        "scores": [item for item in listed["defects"] if item["wrong_score"]],
+        "answers": side_by_side(wrong),
+        "tied": side_by_side(listed["ties"])[:FIRST_DIFFERENCES],
+        "detection": _detection(record["self_test"]),
+        "ratio": lambda item: _ratio(_share(item) * record["tolerance"]["factor"]),
+    }
+
+
+def _names(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names each report: variant and provider, and the bundle too where these occur twice."""
+    names = []
+    for record in records:
+        settings = record["settings"]
+        provider = settings.get("provider", "cpu")
+        variant = str(settings.get("variant", "bundle"))
+        names.append(variant if provider == "cpu" else f"{variant} on {provider}")
+    return [
+        name if names.count(name) == 1 else f"{name} of {record['bundle']}"
+        for name, record in zip(names, records, strict=True)
+    ]
+
+
+def _unique(figure: Figure, prefix: str) -> Figure:
+    if not prefix:
+        return figure
+    own = re.compile(r'(\bid="|labelledby="|describedby="|url\(#|href="#)')
+    return replace(figure, svg=own.sub(rf"\g<1>{prefix}", figure.svg))
+
+
+def _first_layer(record: Mapping[str, Any]) -> str:
+    """Says which layer's numbers are the first that are wrong; empty if no tensor is."""
+    failed = [item for item in record["comparisons"] if item["fault"]]
+    layers = [match for item in failed if (match := LAYER.fullmatch(item["tensor"]))]
+    if any(match[1] == "cross" for match in layers):
+        return "The output of the encoder is wrong, and with it all that follows."
+    if layers:
+        layer = min(int(match[2]) for match in layers)
+        before = "" if not layer else f"; {_count(layer, 'layer')} before it agree with torch"
+        return f"First failing layer: decoder layer {layer}, keys and values of its cache{before}."
+    if failed and any(LAYER.fullmatch(item["tensor"]) for item in record["comparisons"]):
+        return (
+            "The keys and values of every layer agree with torch; only what follows the last "
+            "layer’s attention is wrong."
+        )
+    return ""
+
+
+def _overview(
+    records: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> list[tuple[str, list[tuple[str, bool]]]]:
+    """Rows of the table that compares several reports: each a label, and values with a verdict."""
+
+    def tensors(record: Mapping[str, Any]) -> tuple[str, bool]:
+        worst = max(map(_share, record["comparisons"]), default=math.inf)
+        factor = record["tolerance"]["factor"]
+        if 1 < worst < math.inf:
+            return f"{_human(worst)} × the limit", False
+        return f"{_ratio(worst * factor)} of {factor:g}", worst <= 1
+
+    rows = [
+        ("verdict", [("PASSED" if r["passed"] else "FAILED", r["passed"]) for r in records]),
+        ("worst tensor, times torch’s own error", [tensors(record) for record in records]),
+    ]
+    labels = dict.fromkeys(item["search"] for r in records for item in r["decisions"])
+    for label in labels:
+        found = [next((i for i in r["decisions"] if i["search"] == label), None) for r in records]
+        rows.append(
+            (
+                f"{label}, rows token for token",
+                [
+                    ("–", True)
+                    if item is None
+                    else (f"{item['identical']:,} of {item['rows']:,}", item["passed"])
+                    for item in found
+                ],
+            )
+        )
+    for label in dict.fromkeys(item["measure"] for r in records for item in r["task_metrics"]):
+        metrics = [
+            next((i for i in r["task_metrics"] if i["measure"] == label), None) for r in records
+        ]
+        rows.append(
+            (
+                label,
+                [
+                    ("–", True) if item is None else (_plain(item["found"]), item["passed"])
+                    for item in metrics
+                ],
+            )
+        )
+    return [("", [(name, True) for name in names]), *rows]
 
 
 def _environment() -> Environment:
@@ -129,26 +254,33 @@ def _count(number: int, noun: str) -> str:
 
 
 def _summary(
-    record: Mapping[str, Any], ties: Sequence[Mapping[str, Any]], tolerated: int
+    record: Mapping[str, Any],
+    ties: Sequence[Mapping[str, Any]],
+    wrong: Sequence[Mapping[str, Any]],
 ) -> list[tuple[str, str, bool]]:
     """The numbers at the top: value, meaning, and whether it failed."""
     numbers = []
     if comparisons := record["comparisons"]:
         worst, factor = max(map(_share, comparisons)), record["tolerance"]["factor"]
         tensors = _count(len(comparisons), "tensor")
-        label = f"times torch’s own error at the worst of {tensors}; {factor:g} passes"
+        value, label = f"{_ratio(worst * factor)} of {factor:g}", "allowed: the worst"
         if not np.isfinite(worst):
-            label = f"the worst error of {tensors}"
-        failed = any(item["fault"] for item in comparisons)
-        numbers.append((_ratio(worst * factor), label, failed))
+            value, label = "not finite", "the worst"
+        elif worst > 1:
+            value, label = f"{_human(worst)} ×", "the limit: the worst"
+        label += f" of {tensors}, in units of torch’s own float32 error"
+        numbers.append((value, label, any(item["fault"] for item in comparisons)))
     if decisions := record["decisions"]:
         rows = sum(item["rows"] for item in decisions)
         identical = sum(item["identical"] for item in decisions)
-        defects = sum(len(item["defects"]) for item in decisions)
-        failed = not all(item["passed"] for item in decisions)
-        label = f"rows token for token; {_count(len(ties), 'tie')}, {_count(defects, 'defect')}"
+        tolerated = sum(len(item["tolerated"]) for item in decisions)
+        scores = sum(item["wrong_score"] for each in decisions for item in each["defects"])
+        label = f"rows token for token; {_count(len(ties), 'tie')}, {len(wrong):,} wrong"
         if tolerated:
             label += f", {tolerated:,} within the precision’s tolerance"
+        if scores:
+            label += f". {_count(scores, 'row')} of the same tokens with a wrong score"
+        failed = not all(item["passed"] for item in decisions)
         numbers.append((f"{identical:,} of {rows:,}", label, failed))
     if record["self_test"]:
         caught, changing = _detection(record["self_test"])
@@ -157,9 +289,32 @@ def _summary(
     return numbers
 
 
+def _human(value: float) -> str:
+    """Rounds to two digits: 54,000 rather than 53841.7."""
+    return f"{float(f'{value:.1e}'):,.10g}"
+
+
 def _detection(faults: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     changing = [item for item in faults if item["changes_answer"]]
     return sum(bool(item["caught_by"]) for item in changing), len(changing)
+
+
+def _heat_map(record: Mapping[str, Any]) -> Figure | str:
+    factor = record["tolerance"]["factor"]
+    rows, columns, worst = heat_map.cells(record["comparisons"], factor)
+    if not rows:
+        return "Error by layer and step: no cache was compared; an encoder-only model has none."
+    (row, column), largest = max(worst.items(), key=lambda item: item[1])
+    where = {"encoder": "from the encoder", "text": "on text"}.get(column, f"after {column} tokens")
+    beyond = sum(value > factor for value in worst.values())
+    text = (
+        "Worst error of the keys and values of each layer’s cache and of the logits, in units of "
+        f"torch’s own; {factor:g} passes. The largest is {_ratio(largest)}: {row}, {where}."
+    )
+    if beyond:
+        text += f" {_count(beyond, 'cell')} of {len(worst)} beyond the limit."
+    svg = heat_map.draw("heat-map", rows, columns, worst, factor)
+    return Figure("heat-map", "Error by layer and step", svg, text)
 
 
 def _ratios(record: Mapping[str, Any]) -> Figure | str:
@@ -184,7 +339,7 @@ def _ratios(record: Mapping[str, Any]) -> Figure | str:
 def _layers(record: Mapping[str, Any]) -> Figure | str:
     worst: dict[str, dict[int, tuple[float, float]]] = {}
     for item in record["comparisons"]:
-        if (match := _LAYER.fullmatch(item["tensor"])) and item["error"] is not None:
+        if (match := LAYER.fullmatch(item["tensor"])) and item["error"] is not None:
             layers, layer = worst.setdefault(_CACHES[match[1]], {}), int(match[2])
             error, own = layers.get(layer, (0.0, 0.0))
             layers[layer] = max(error, item["error"]), max(own, item["reference_error"] or 0.0)
@@ -251,12 +406,6 @@ def _absent(record: Mapping[str, Any]) -> list[str]:
         "task_metrics": "Task metrics: none was computed.",
         "cross_check": "Other runtimes: none was run.",
         "self_test": "Self-test: no fault was planted.",
-        "origin": "Origin of the fault: not searched for.",
         "certificate": "Certificate: none was issued.",
     }
-    return [
-        reason
-        for name, reason in reasons.items()
-        # A report that passed has no fault to search for.
-        if not record.get(name) and not (name == "origin" and record["passed"])
-    ]
+    return [reason for name, reason in reasons.items() if not record.get(name)]

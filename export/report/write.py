@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from transferry.runtime.documents import read_document
+from transferry.runtime.errors import InputError
 from transferry.runtime.files import atomic_file
 from transferry.runtime.outputs import foreign_junit, foreign_page, require_own
 from transferry.runtime.parity.certificate import Certificate
 from transferry.runtime.parity.junit import to_junit
 from transferry.runtime.parity.report import ParityReport
+
+MOST_JSON = 256 << 20  # bytes: some hundred for each tensor of each case
+REMEDY = "write it again with `transferry verify --json`"
 
 
 def write_report(
@@ -47,3 +54,33 @@ def write_report(
         record = {**report.to_dict(), "date": date, "certificate": shown}
         with atomic_file(page) as file:
             file.write(render_page(record).encode())
+
+
+def write_page(records: Sequence[Path], page: Path) -> list[Path]:
+    """Writes reports, files of `verify --json`, side by side on one HTML page.
+
+    Returns:
+        The files whose report failed.
+
+    Raises:
+        InputError: A file is missing or no whole report, or the page cannot be written.
+    """
+    from jinja2 import UndefinedError
+
+    from transferry.export.report.page import render_page
+
+    read = [read_document(path, dict[str, Any], REMEDY, most=MOST_JSON) for path in records]
+    for path, record in zip(records, read, strict=True):
+        try:
+            text = render_page(record)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from error
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise InputError(f"{path} is not a whole report; {REMEDY}") from error
+        except UndefinedError as error:
+            raise InputError(f"{path} is not a whole report: {error.message}; {REMEDY}") from error
+    if len(read) > 1:
+        text = render_page(*read)
+    with atomic_file(page) as file:
+        file.write(text.encode())
+    return [path for path, record in zip(records, read, strict=True) if not record["passed"]]

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from transferry.runtime.console.memory import out_of_memory, require_memory
-from transferry.runtime.errors import InputError, TransferryError, UsageError
+from transferry.runtime.errors import InputError, TransferryError, UsageError, install_command
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, is_url
 from transferry.runtime.outputs import STANDARD_STREAM, require_apart, require_own
 from transferry.runtime.settings import foreign_settings, shown
@@ -153,8 +153,9 @@ class Commands(click.Group):
             if str(error.name).partition(".")[0] == "transferry":
                 raise
             message = f"{context.invoked_subcommand} needs {error.name}, which is not installed"
-            remedy = 'pip install "transferry[export]"'
-            raise Failure(f"{message}; {remedy}", UsageError.exit_code) from error
+            raise Failure(
+                f"{message}; {install_command('export')}", UsageError.exit_code
+            ) from error
         except (MemoryError, ImportError, RuntimeError) as error:
             if (told := out_of_memory(error)) is None:
                 raise

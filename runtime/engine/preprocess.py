@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from transferry.runtime.engine.result import RowError
-from transferry.runtime.errors import UsageError
+from transferry.runtime.errors import UsageError, install_command
 from transferry.runtime.settings import shown
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
@@ -266,7 +266,7 @@ def sentences(text: str) -> list[str]:
     except ModuleNotFoundError as error:
         raise UsageError(
             "long_rows=split needs sentencex, which is not installed; "
-            'pip install "transferry[sentences]"'
+            f"{install_command('sentences')}"
         ) from error
     # sentencex applies its English rules to languages that it does not know.
     found: list[str] = sentencex.segment("en", text)

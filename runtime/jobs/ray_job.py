@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.errors import InputError, TransferryError, UsageError
+from transferry.runtime.errors import InputError, TransferryError, UsageError, install_command
 from transferry.runtime.files import TEMPORARY, durable_file, read_bytes, sync_folder
 from transferry.runtime.folders import replace_folder
 from transferry.runtime.hardware import usable_cores
@@ -454,6 +454,6 @@ def import_ray() -> Any:
         import ray.data
     except ModuleNotFoundError as error:
         raise UsageError(
-            'this needs Ray Data, which is not installed; pip install "transferry[ray]"'
+            f"this needs Ray Data, which is not installed; {install_command('ray')}"
         ) from error
     return ray

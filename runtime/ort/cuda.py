@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import onnxruntime
 
+from transferry.runtime.errors import install_command
+
 _DRIVER_LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 _PRELOAD_LOCK = threading.Lock()
 
@@ -63,7 +65,7 @@ def cuda_obstacle(device_id: int = 0) -> CudaObstacle | None:
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         return CudaObstacle(
             f"this build of onnxruntime {onnxruntime.__version__} has no CUDA in it",
-            'pip uninstall --yes onnxruntime && pip install "transferry[cuda]"',
+            f"pip uninstall --yes onnxruntime && {install_command('cuda')}",
             gpu_present=True,
         )
     built_for = int(onnxruntime.cuda_version.split(".")[0])
@@ -77,7 +79,7 @@ def cuda_obstacle(device_id: int = 0) -> CudaObstacle | None:
     if complaint := _preload_cuda_libraries():
         return CudaObstacle(
             f"CUDA's libraries are missing ({complaint})",
-            'pip install "transferry[cuda]"',
+            install_command("cuda"),
             gpu_present=True,
         )
     return None

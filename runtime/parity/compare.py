@@ -142,6 +142,7 @@ class Comparison:
         reference_error: torch's error in float32; see `truth`.
         budget: The largest error that passes.
         fault: Empty if it passed, else a description of the fault.
+        past: Length of the cache at the compared step, `Case.past`.
     """
 
     case: str
@@ -151,6 +152,7 @@ class Comparison:
     reference_error: float
     budget: float
     fault: str = ""
+    past: int = 0
 
 
 def limited(
@@ -301,6 +303,6 @@ def compare(case: Case, expected: Truth, found: Tensors, tolerance: Tolerance) -
         encoder = _from_encoder(name) and case.stage != "text"
         stage = "encoder" if encoder else case.stage
         comparisons.append(
-            Comparison(case.name, name, stage, error, reference_error, budget, fault)
+            Comparison(case.name, name, stage, error, reference_error, budget, fault, case.past)
         )
     return comparisons

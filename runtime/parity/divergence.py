@@ -27,6 +27,8 @@ from transferry.runtime.parity.report import Decisions, Difference
 from transferry.runtime.parity.rules import Rules
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
+# Returns the text of token ids.
+Decode = Callable[[Sequence[int]], str]
 # Takes the number of a row, its source, the expected hypotheses and the found ones. Returns the
 # difference for the report, and whether the tolerance allows it.
 Explain = Callable[
@@ -70,6 +72,8 @@ class Tally:
         self._ties: list[Difference] = []
         self._tolerated: list[Difference] = []
         self._defects: list[Difference] = []
+        # Source, expected and found token ids of each row whose tokens differ.
+        self._differing: dict[int, tuple[Sequence[int], Sequence[int], Sequence[int]]] = {}
 
     def compare(
         self,
@@ -125,6 +129,14 @@ class Tally:
             else:
                 difference, allowed, found = worst
                 self.best[row] = wanted[0], found[0]
+                pairs = (
+                    (one.tokens, other.tokens) for one, other in zip(wanted, found, strict=False)
+                )
+                left, right = next(
+                    (pair for pair in pairs if pair[0] != pair[1]),
+                    (wanted[0].tokens, found[0].tokens),
+                )
+                self._differing[row] = batch.sources[place], left, right
                 self.differ(difference, allowed)
 
     def _within(self, errors: Sequence[float], own: float) -> bool:
@@ -140,7 +152,7 @@ class Tally:
         if not self._within(errors, own):
             limit = self._factor * own
             message = f"a score is {largest:.2e} nats from the oracle's (limit {limit:.2e})"
-            self._defects.append(Difference(row, message))
+            self._defects.append(Difference(row, message, wrong_score=True))
         self._score_error = float(np.maximum(self._score_error, largest))
         self._score_ratio = float(np.maximum(self._score_ratio, largest / own))
 
@@ -150,18 +162,29 @@ class Tally:
         kind = self._ties if difference.tie else self._tolerated
         (kind if allowed else self._defects).append(difference)
 
-    def decisions(self) -> Decisions:
-        """Returns the result."""
+    def decisions(self, decode: Decode | None = None) -> Decisions:
+        """Returns the result; `decode` gives the differences their texts."""
+
+        def listed(differences: Iterable[Difference]) -> list[Difference]:
+            ordered = sorted(differences, key=lambda item: item.row)
+            return ordered if decode is None else [self._with_texts(i, decode) for i in ordered]
+
         return Decisions(
             self._search,
             self._rows,
             self._identical,
             self._score_error,
             self._score_ratio,
-            sorted(self._ties, key=lambda tie: tie.row),
-            sorted(self._defects, key=lambda defect: defect.row),
-            sorted(self._tolerated, key=lambda item: item.row),
+            listed(self._ties),
+            listed(self._defects),
+            listed(self._tolerated),
         )
+
+    def _with_texts(self, difference: Difference, decode: Decode) -> Difference:
+        if (tokens := self._differing.get(difference.row)) is None:
+            return difference
+        source, expected, found = map(decode, tokens)
+        return replace(difference, source=source, expected=expected, found=found)
 
 
 def _differ(wanted: Sequence[Hypothesis], found: Sequence[Hypothesis], *, reasons: bool) -> bool:

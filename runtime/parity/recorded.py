@@ -30,7 +30,7 @@ from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.certificate import fastest
 from transferry.runtime.parity.compare import Case, Comparison, Tolerance, Truth, compare, observe
-from transferry.runtime.parity.divergence import ExpectedAnswers, Tally
+from transferry.runtime.parity.divergence import Decode, ExpectedAnswers, Tally
 from transferry.runtime.parity.report import Decisions, Difference, ParityReport
 from transferry.runtime.parity.self_consistency import self_consistency
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
@@ -168,10 +168,12 @@ def check_reference(
     *,
     exact: bool = True,
     batch_rows: int = 1,
+    decode: Decode | None = None,
 ) -> tuple[list[Comparison], list[Decisions]]:
     """Compares a model with the recorded answers.
 
-    The sources are repeated until they fill a batch of `batch_rows`.
+    The sources are repeated until they fill a batch of `batch_rows`. `decode` gives differing rows
+    their texts.
 
     The tokens must agree if `exact`. In reduced precision differing tokens are listed as ties, not
     judged: the budget of the numbers decides.
@@ -214,7 +216,7 @@ def check_reference(
         found = search(model, [reference.sources[row] for row in rows], options, special)
         tally = Tally(item.name, tolerance)
         tally.add(expected, [found[row :: len(expected.rows)] for row in expected.rows], explain)
-        decisions.append(tally.decisions())
+        decisions.append(tally.decisions(decode))
     return comparisons, decisions
 
 
@@ -225,7 +227,13 @@ def verify_recorded(bundle: Bundle, model: Model) -> ParityReport:
     special, exact = bundle.tokenizer.special, model.variant.exact
     batch_rows = model.batches.rows
     comparisons, decisions = check_reference(
-        reference, model, special, tolerance, exact=exact, batch_rows=batch_rows
+        reference,
+        model,
+        special,
+        tolerance,
+        exact=exact,
+        batch_rows=batch_rows,
+        decode=bundle.tokenizer.decode,
     )
     settings = {
         **model.describe(),

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from transferry.runtime.documents import json_values
 from transferry.runtime.errors import ParityError
 from transferry.runtime.parity.compare import STAGES, Comparison, Tolerance
 from transferry.runtime.tables import table
 
-SCHEMA = 3
+SCHEMA = 4
 AGREEMENT, BLEU, PERPLEXITY = "token agreement", "sacreBLEU", "perplexity"
 CHOICES, WORST_CHOICE = "equivalent choices", "worst choice"
 # Two tokens so close, in nats, are equally good to the trained model.
@@ -58,6 +59,10 @@ class Difference:
         margin: Distance of the two candidates in the oracle; None where no choice was compared.
         allowed: How far errors within the tolerance can move it.
         rounding: How far rounding in float32 can move it; no more than `allowed`.
+        source: Text of the source; empty if the tokenizer was not at hand.
+        expected: Text of torch's answer, likewise: of the first hypothesis that differs.
+        found: Text of the bundle's answer.
+        wrong_score: Whether the tokens agree, and only a score is wrong.
     """
 
     row: int
@@ -65,6 +70,10 @@ class Difference:
     margin: float | None = None
     allowed: float | None = None
     rounding: float | None = None
+    source: str = ""
+    expected: str = ""
+    found: str = ""
+    wrong_score: bool = False
 
     @property
     def tie(self) -> bool:
@@ -216,6 +225,7 @@ class Origin:
         tensor: The value's name in the graph.
         module: The torch module that computes it, such as "decoder.0.feed_forward.inner".
         source: File and line of that module's code, inside the package.
+        code: Text of that line.
         operator: The ONNX operator that gave the value.
         message: How far the value is off.
         replay: The file that `transferry replay` runs; empty where none was written.
@@ -229,6 +239,7 @@ class Origin:
     operator: str
     message: str
     replay: str = ""
+    code: str = ""
 
     @classmethod
     def none_found(cls, cases: int) -> Origin:
@@ -438,7 +449,7 @@ class ParityReport:
                 item["passed"] = value.passed
         head = {"schema": SCHEMA, "passed": self.passed, "faults": self.faults}
         stages = [asdict(stage) for stage in self.stages()]
-        whole: dict[str, Any] = _json_values({**head, "stages": stages, **record})
+        whole: dict[str, Any] = json_values({**head, "stages": stages, **record})
         return whole
 
     def require(self) -> None:
@@ -507,13 +518,3 @@ def setting_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
     return str(value)
-
-
-def _json_values(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _json_values(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_values(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

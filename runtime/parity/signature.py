@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.files import read_bytes
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _library(reader: str) -> tuple[Any, Any]:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ModuleNotFoundError as error:
         raise UsageError(
-            'signatures need cryptography, which is not installed; pip install "transferry[sign]"'
+            f"signatures need cryptography, which is not installed; {install_command('sign')}"
         ) from error
     return getattr(serialization, reader), ec
 

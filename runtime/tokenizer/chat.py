@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, UsageError, install_command
 
 TEMPLATE_FILE = "chat_template.jinja"
 
@@ -134,7 +134,7 @@ def require_jinja() -> None:
         least = ".".join(map(str, LEAST_JINJA))
         raise UsageError(
             f"chat templates need jinja2 {least} or later, which {problem}; "
-            'pip install "transferry[chat]"'
+            f"{install_command('chat')}"
         )
 
 

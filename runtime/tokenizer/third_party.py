@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import msgspec
 
 from transferry.runtime.documents import decode
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.tokenizer.chat import PRIVATE_USE, Pieces
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, SpecialTokens
 
@@ -59,7 +59,7 @@ class ThirdPartyTokenizer(AnyTokenizer):
         except ModuleNotFoundError as error:
             raise UsageError(
                 f"the tokenizer needs {self.library}, which is not installed; "
-                f'pip install "transferry[{self.library}]"'
+                f"{install_command(self.library)}"
             ) from error
         except (ValueError, RuntimeError, TypeError, AttributeError) as error:
             raise InputError(

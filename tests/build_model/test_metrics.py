@@ -58,11 +58,15 @@ def test_the_picture_shows_the_records(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, 0)
     pictures = []
     for step in (50, 100):
-        metrics.add(step=step, train_loss=400 / step)
+        metrics.add(step=step, train_loss=400 / step, learning_rate=1e-5 * step)
         metrics.add(step=step, valid_loss=300 / step, valid_bleu=step / 5)
         metrics.draw()
         content = (tmp_path / "curves.png").read_bytes()
         assert content.startswith(b"\x89PNG\r\n\x1a\n")
         pictures.append(matplotlib.image.imread(tmp_path / "curves.png"))
-    assert pictures[0].shape[:2] == (540, 960)
+    assert pictures[0].shape[:2] == (624, 960)
+    pixels = (pictures[1][..., :3] * 255).round().astype(int).reshape(-1, 3)
+    colours = {tuple(colour) for colour in pixels.tolist()}
+    # Loss, BLEU, learning rate.
+    assert {(0x25, 0x63, 0xA8), (0xB4, 0x69, 0x0E), (0x8A, 0x5A, 0x9E)} <= colours
     assert (pictures[0] != pictures[1]).any()

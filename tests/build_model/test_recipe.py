@@ -13,12 +13,12 @@ import torch
 
 from transferry.build_model import recipe as recipe_module
 from transferry.build_model.checkpoint import load_checkpoint, load_samples
-from transferry.build_model.data import BadPair
+from transferry.build_model.data import BadPair, Pair
 from transferry.build_model.distributed import Process
 from transferry.build_model.evaluation import Evaluation
 from transferry.build_model.metrics import Metrics
 from transferry.build_model.presets import Preset
-from transferry.build_model.recipe import PairFiles, Recipe
+from transferry.build_model.recipe import PairFiles, Recipe, hold_out
 from transferry.build_model.train import Trainer
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, SpecialTokens, Tokenizer
@@ -122,6 +122,28 @@ def test_what_comes_out_can_be_loaded(tmp_path: Path) -> None:
         "vocabulary: 270 ids",
         f"model: {parameters:,} parameters, on cpu",
     ]
+
+
+@pytest.mark.usefixtures("quick")
+def test_without_validation_pairs_some_are_held_out(tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path, "a red red cat\tred red")
+    pairs.source.write_text(f"too long\t{'x ' * 300}\n{pairs.source.read_text()}")
+    what = recipe(pairs, valid=None, skip_bad=True, train_changes=dict(max_steps=1))
+    _, said = follow(what, tmp_path / "run")
+    assert "validation pairs: 2 of these, held out" in said.splitlines()
+    assert load_samples(tmp_path / "run") == ["a green white cat", "a grey white cat"]
+
+
+def test_held_out_pairs_are_on_one_side_alone() -> None:
+    pairs = [Pair(f"{number % 25}", "x") for number in range(60)]
+    train, valid = hold_out(pairs)
+    assert [pair.source for pair in valid] == ["0", "12"]
+    assert len(train) == 60 - 3 - 2
+    assert not set(train) & set(valid)
+    many = [Pair(str(number), "x") for number in range(30_000)]
+    assert [len(side) for side in hold_out(many)] == [29_000, 1_000]
+    with pytest.raises(InputError, match=r"at least 10 different pairs .*, found 1; give more"):
+        hold_out(pairs[:1] * 20)
 
 
 @pytest.mark.usefixtures("quick")

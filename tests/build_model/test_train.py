@@ -156,12 +156,12 @@ def test_what_a_run_leaves(whole: Path) -> None:
         "model.safetensors",
         *(f"checkpoints/{step:08d}.safetensors" for step in kept),
     }
-    assert series(whole, "train_loss").keys() == {4, 8, 12}
+    assert series(whole, "train_loss").keys() == {1, 4, 8, 12}
     assert series(whole, "valid_loss").keys() == {5, 10, 12}
     assert series(whole, "final_loss").keys() == {12}
     config = TrainConfig(**SETTINGS)
     rates = series(whole, "learning_rate")
-    assert rates == {step: config.learning_rate(step) for step in (4, 8, 12)}
+    assert rates == {step: config.learning_rate(step) for step in (1, 4, 8, 12)}
     assert checkpoint.load_config(whole) == (ModelConfig(**SHAPE), config)
 
 

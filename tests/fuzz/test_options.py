@@ -44,6 +44,7 @@ COMMANDS = {
     "import": ("photos", "--out new"),
     "export": ("run", "--out new --variant portable --quiet"),
     "verify": ("bundle", "--quiet"),
+    "report": ("lines.txt", "-o new.html"),
     "replay": ("lines.txt", ""),
     "run": ("bundle lines.txt", "-o new.jsonl --max-length 5 --quiet"),
     "score": ("bundle lines.txt", "--target lines.txt -o new.jsonl --quiet"),

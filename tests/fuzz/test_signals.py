@@ -1,6 +1,7 @@
 """SIGINT and SIGTERM at any moment of any command: it ends with 130 and leaves nothing behind."""
 
 import hashlib
+import json
 import os
 import shlex
 import shutil
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from tests.fuzz.models import gpt2
 from transferry.build_model.corpus import builtin_pairs
 from transferry.runtime.files import sha256
+from transferry.runtime.parity.recorded import verify
 
 # What a test waits for at most where a defect would have it wait for ever, in seconds.
 PATIENCE = 120.0
@@ -39,6 +41,7 @@ LIGHT = {
     "completion": "completion zsh",
     "run": "run bundle lines.txt -o new.jsonl --chunk-rows 16 --batch-rows 8",
     "score": "score bundle lines.txt --target lines.txt -o new.tsv --chunk-rows 16",
+    "report": "report report.json -o new.html",
     "merge": "merge 1.jsonl 2.jsonl -o new.jsonl",
 }
 COMMANDS = TORCH | LIGHT
@@ -125,6 +128,8 @@ def place(run_folder: Path, bundle_folder: Path, tmp_path_factory: pytest.TempPa
     (place.folder / "pairs.tsv").write_text("".join("\t".join(pair) + "\n" for pair in pairs))
     for part in (1, 2):
         place.finish(f"run bundle lines.txt -o {part}.jsonl --partition {part}/2")
+    report = verify(place.folder / "bundle").to_dict()
+    (place.folder / "report.json").write_text(json.dumps(report))
     return place
 
 

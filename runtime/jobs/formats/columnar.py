@@ -8,7 +8,7 @@ from itertools import chain, islice
 from typing import Any
 
 from transferry.runtime.engine.result import RowError
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.jobs.formats.cells import to_json
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source
 from transferry.runtime.jobs.formats.rows import Fields, InputRow, RowReader, unique
@@ -184,7 +184,7 @@ def import_pyarrow(kind: str = "Parquet") -> Any:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
         raise UsageError(
-            f'{kind} needs pyarrow, which is not installed; pip install "transferry[jobs]", or use '
+            f"{kind} needs pyarrow, which is not installed; {install_command('jobs')}, or use "
             "another format"
         ) from error
     return pyarrow

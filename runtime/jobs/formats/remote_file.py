@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias, cast
 
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, UsageError, install_command
 
 # Bytes that are read ahead.
 _BLOCK = 1 << 22
@@ -115,6 +115,6 @@ def import_fsspec(url: str) -> Any:
         import fsspec
     except ModuleNotFoundError as error:
         raise UsageError(
-            f'{url} is read by fsspec, which is not installed; pip install "transferry[remote]"'
+            f"{url} is read by fsspec, which is not installed; {install_command('remote')}"
         ) from error
     return fsspec

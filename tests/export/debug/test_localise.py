@@ -238,6 +238,7 @@ def test_a_defect_of_the_exporter_is_found_where_it_is(
     assert origin is not None
     assert (origin.graph, origin.module) == (defect.graph, defect.module)
     assert origin.source == line_of(defect.code, defect.text)
+    assert defect.text in origin.code
     assert origin.operator.split(", ")[-1] == defect.operator
     assert "optimis" not in origin.message
     assert file.stat().st_size < 1 << 16

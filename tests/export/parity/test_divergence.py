@@ -283,6 +283,21 @@ def test_of_several_answers_the_worst_is_counted(
     }
 
 
+def test_differing_rows_have_their_texts() -> None:
+    """Of several hypotheses the first that differ; a wrong score has none."""
+    tally = Tally("beam 2", Tolerance())
+    wanted = [
+        [Hypothesis((token,), -1.0, -1.0, "end") for token in row] for row in ([4, 5], [4, 4])
+    ]
+    found = [[Hypothesis((token,), 9.0, 9.0, "end") for token in row] for row in ([4, 6], [4, 4])]
+    batch = ExpectedAnswers([0, 1], [[9], [8]], wanted, [[-1.0, -1.0]] * 2, 1e-6)
+    tally.add(batch, [[row] for row in found], lambda row, *rest: (Difference(row, "other"), False))
+    differs, scored = tally.decisions(lambda ids: f"text of {list(ids)}").defects
+    shown = differs.source, differs.expected, differs.found
+    assert shown == ("text of [9]", "text of [5]", "text of [6]")
+    assert (differs.wrong_score, scored.wrong_score, scored.found) == (False, True, "")
+
+
 def test_a_tie_excuses_no_wrong_score() -> None:
     tally = Tally("greedy", Tolerance())
     answers = [

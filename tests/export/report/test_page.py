@@ -16,7 +16,10 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from transferry.export.report import heat_map
+from transferry.export.report.answers import AFTER, BEFORE, side_by_side
 from transferry.export.report.page import render_page
+from transferry.export.report.write import write_page
 from transferry.runtime.errors import InputError
 from transferry.runtime.parity.compare import Comparison, Tolerance
 from transferry.runtime.parity.report import (
@@ -35,14 +38,19 @@ from transferry.runtime.parity.report import (
 TOLERANCE = Tolerance()
 HOSTILE = "bundles/<script>alert('x')</script>&\"</style>"
 TIE = Difference(35, "step 7: a tie", 1.36e-6, 5.06e-6)
-DEFECT = Difference(17, "step 3: <b>a defect</b>", 0.31, 5.06e-6)
+DEFECT = Difference(
+    *(17, "step 3: <b>a defect</b>", 0.31, 5.06e-6, 5.06e-6),
+    *("A <i>black</i> dog", "Ein schwarzer <u>Hund</u>.", "Ein schwarzes <u>Hund</u>."),
+)
+SCORE = Difference(18, "a score is 1e-2 nats from the oracle's", wrong_score=True)
 # A void element has no end tag.
 VOID = {"meta", "link", "img", "br", "hr", "input", "base", "source", "embed"}
 
 
 def comparison(tensor: str, error: float, past: int = 0, fault: str = "") -> Comparison:
     stage = "encoder" if tensor[0] in "ch" else "later step" if past else "first step"
-    return Comparison("a case", tensor, stage, error, 5e-7, TOLERANCE.budget(5e-7), fault)
+    budget = TOLERANCE.budget(5e-7)
+    return Comparison("a case", tensor, stage, error, 5e-7, budget, fault, past)
 
 
 def passed(**changes: Any) -> ParityReport:
@@ -73,7 +81,7 @@ def failed() -> ParityReport:
     return passed(
         bundle=HOSTILE,
         comparisons=[*passed().comparisons, *faults],
-        decisions=[Decisions("greedy", 50, 48, 1e-2, 99.0, [TIE], [DEFECT])],
+        decisions=[Decisions("greedy", 50, 48, 1e-2, 99.0, [TIE], [DEFECT, SCORE])],
         task_metrics=[TaskMetric("perplexity", 4.8, 5.9, 0.23, 0.001)],
         cross_check=[
             CrossCheck(
@@ -84,6 +92,7 @@ def failed() -> ParityReport:
         origin=Origin(
             *("decoder", "batch 1, past 9", "val_7", "decoder.2.rotary"),
             *("build_model/transformer.py:214", "Cos", "off by 3e-3", "replays/0.npz"),
+            code="angles = table[positions]",
         ),
         self_test=[
             PlantedFault("mask dropped", "decoder: Where_12", True, "later step"),
@@ -146,13 +155,14 @@ def test_a_passed_report_says_so_and_shows_its_figures() -> None:
     shown = page(passed(), date="2025-11-21")
     assert shown.headings[0] == "✓PASSED"
     assert shown.headings[1:] == [
-        *("What was verified", "Numbers", "Tokens", "Task metrics", "Not in this report")
+        *("Numbers", "Tokens", "Task metrics", "What was verified", "Not in this report")
     ]
-    assert shown.tags["svg"] == shown.tags["figcaption"] == 4
+    assert shown.tags["svg"] == shown.tags["figcaption"] == 5
     assert "FAILED" not in shown.text
     for told in (
         *("bundles/ende", "2025-11-21", "avx2, fma", "1.31.1", "99 of 100"),
-        "times torch’s own error at the worst of 5 tensors; 8 passes3.00",
+        "allowed: the worst of 5 tensors, in units of torch’s own float32 error3.00 of 8",
+        "The largest is 3.00: logits, after 1 tokens.",
         "Of 5 tensors, the median is 1.20 times torch’s own error",
         "self-attention 9.00e-07 in layer 1 (torch’s own 5.00e-07)",
         "the largest error of a logit is 1.39e-06 after 39 tokens",
@@ -168,19 +178,107 @@ def test_a_passed_report_says_so_and_shows_its_figures() -> None:
 def test_a_failed_report_shows_everything() -> None:
     shown = page(failed(), certificate={"report_sha256": "9f" * 32, "signed by": "<someone>"})
     assert shown.headings == [
-        *("✗FAILED", "Where the fault begins", "What was verified", "Numbers", "Tokens"),
-        *("Task metrics", "Other runtimes", "Self-test", "Certificate"),
+        *("✗FAILED", "Where the fault begins", "Both answers", "Numbers", "Tokens"),
+        *("Task metrics", "Other runtimes", "Self-test", "What was verified", "Certificate"),
     ]
     joined = _joined(shown.text)
     for told in (
-        *("do not deploy it", "fault 0 is bad", "and 4 more", "6 of 11 tensors failed"),
+        *("do not deploy it", "fault 0 is bad", "and 5 more", "6 of 11 tensors failed"),
         *("decoder.2.rotary", "build_model/transformer.py:214", "transferry replay replays/0.npz"),
-        *("48 of 50", "1 tie, 1 defect", "1 row is a defect", "3.10e-01", "5.06e-06"),
+        *("angles = table[positions]", "10 checks failed", "1,500 ×", "decoder layer 0"),
+        *("48 of 50", "1 tie, 1 wrong", "1 row of the same tokens with a wrong score"),
+        *("1 row has wrong tokens", "1 row has the right tokens with a wrong score"),
+        *("row 17, greedy", "A <i>black</i> dog", "schwarzer <u>Hund</u>.", "3.10e-01"),
         *("absent: not installed", "31 failed", "7104.20"),
         "1 of 2 planted faults that change an answer were caught (50%)",
         *("MISSED", "nothing to catch", "9f" * 32, "<someone>"),
     ):
         assert told in joined, told
+
+
+def test_both_answers_are_marked_at_the_first_word_that_differs() -> None:
+    html = failed_html()
+    assert re.findall("<mark>(.*?)</mark>", html) == ["schwarzer", "schwarzes"]
+    assert "Ein <mark>schwarzer</mark> &lt;u&gt;Hund" in html
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "marked"),
+    [
+        ("a b c", "a b d", ("c", "d")),
+        ("a b", "a b c", ("(nothing)", "c")),
+        ("", "a", ("(nothing)", "a")),
+        ("same", "same", ("(nothing)", "(nothing)")),
+        ("Mann geht", "Männer", ("Mann", "Männer")),
+        ("x " * 300 + "one", "x " * 300 + "two " + "y " * 300, ("one", "two")),
+    ],
+)
+def test_the_first_difference_of_two_answers(
+    expected: str, found: str, marked: tuple[str, str]
+) -> None:
+    difference = dataclasses.asdict(Difference(0, "", source="s", expected=expected, found=found))
+    (answers,) = side_by_side([{**difference, "search": "greedy"}])
+    sides = answers.expected, answers.found
+    assert tuple(side.word for side in sides) == marked
+    for side, text in zip(sides, (expected, found), strict=True):
+        assert len(side.before) <= BEFORE + 2
+        assert len(side.after) <= AFTER + 2
+        if len(text) < BEFORE:
+            assert side.before + side.word.replace("(nothing)", "") + side.after == text
+
+
+def test_searches_with_the_same_answers_are_shown_once() -> None:
+    difference = {**dataclasses.asdict(DEFECT), "search": "greedy"}
+    (answers,) = side_by_side([difference, {**difference, "search": "beam 4"}])
+    assert answers.title == "row 17, greedy and beam 4"
+
+
+def test_cells_hold_the_worst_error_of_layer_and_step() -> None:
+    comparisons = [
+        comparison("cross.0.keys", 5e-7),
+        comparison("past.0.keys", 1e-6),
+        comparison("past.0.values", 2e-6),
+        comparison("past.1.keys", np.nan, past=9),
+        comparison("hidden", 1.0),
+        *(comparison("logits", 5e-7, past=past) for past in (0, 1, *range(9, 400, 2))),
+    ]
+    record = passed(comparisons=comparisons).to_dict()
+    rows, columns, worst = heat_map.cells(record["comparisons"], 8.0)
+    assert rows == ["layer 0", "layer 1", "logits"]
+    assert columns[:4] == ["encoder", "0", "1", "9+"]
+    assert len(columns) <= heat_map.MOST_COLUMNS
+    assert worst["layer 0", "encoder"] == pytest.approx(1.0)
+    assert worst["layer 0", "0"] == pytest.approx(4.0)
+    assert worst["layer 1", "9+"] == np.inf
+    drawn = heat_map.draw("h", rows, columns, worst, 8.0)
+    assert drawn.count("<rect") == len(worst)
+    assert drawn.count("var(--fault)") == 1
+
+
+def test_variants_stand_side_by_side() -> None:
+    other = passed(settings={"variant": "cpu-int8", "provider": "cuda"})
+    html = render_page(passed().to_dict(), other.to_dict(), failed().to_dict())
+    shown = Page(html)
+    assert shown.headings[:2] == ["✗2 of 3 passed", "Side by side"]
+    assert {"cpu-int8 on cuda", "portable of bundles/ende"} <= set(shown.headings)
+    assert len(shown.ids) == len(set(shown.ids))
+    named = re.findall(r'aria-(?:labelledby|describedby)="([^"]*)"', html)
+    assert set(" ".join(named).split()) <= set(shown.ids)
+    links = re.findall(r'(?:href="#|url\(#)([^")]*)', html)
+    assert links
+    assert set(links) <= set(shown.ids)
+
+
+@pytest.mark.parametrize(
+    ("variant", "told"),
+    [("cpu-fp32", "--variant portable --checkpoint RUN"), ("portable", "give no cause to")],
+)
+def test_a_report_without_an_origin_says_so(variant: str, told: str) -> None:
+    report = passed(settings={"variant": variant, "against": "the run"}, comparisons=[])
+    shown = page(report)
+    assert "No origin was searched for" in shown.text
+    assert told in shown.text
+    assert "No origin found" in page(dataclasses.replace(report, origin=Origin.none_found(3))).text
 
 
 def test_every_table_and_figure_can_be_read_aloud() -> None:
@@ -228,9 +326,12 @@ def test_the_same_record_gives_the_same_page() -> None:
 
 def test_an_empty_report_fails_and_has_no_figures() -> None:
     shown = page(ParityReport("bundles/ende", {}, TOLERANCE, []))
-    assert shown.headings == ["✗FAILED", "What was verified", "Numbers", "Not in this report"]
+    assert shown.headings == [
+        *("✗FAILED", "Where the fault begins", "Numbers", "What was verified"),
+        "Not in this report",
+    ]
     assert shown.tags["svg"] == shown.tags["figure"] == 0
-    for told in ("no tensor was compared", "Token margins: no", "Origin of the fault: not"):
+    for told in ("no tensor was compared", "Token margins: no", "No origin was searched for"):
         assert told in _joined(shown.text)
     for figure in ("Error ratios: no", "Error over layers: no", "Error over decoding steps: no"):
         assert figure in _joined(shown.text)
@@ -247,7 +348,7 @@ def test_what_is_not_finite_is_told_and_not_drawn() -> None:
     html = render_page(report.to_dict())
     joined = _joined(Page(html).text)
     for told in (
-        "the worst error of 6 tensorsnot finite",
+        "the worst of 6 tensors, in units of torch’s own float32 errornot finite",
         "1 without a finite error, not drawn",
         "Over 2 positions",
         "1 position without a finite error, not drawn",
@@ -256,7 +357,7 @@ def test_what_is_not_finite_is_told_and_not_drawn() -> None:
     ):
         assert told in joined, told
     drawings = re.findall("<svg.*?</svg>", html, re.DOTALL)
-    assert len(drawings) == 4
+    assert len(drawings) == 5
     assert not re.search(r"\b(nan|inf)\b", "".join(drawings))
 
 
@@ -309,8 +410,31 @@ def test_many_failures_are_cut_and_the_rest_is_counted() -> None:
 
 
 def test_a_record_of_another_schema_is_refused() -> None:
-    with pytest.raises(InputError, match="of schema 3, found schema 1; verify again"):
+    with pytest.raises(InputError, match="of schema 4, found schema 1; verify again"):
         render_page({**passed().to_dict(), "schema": 1})
+
+
+def test_files_that_are_no_reports_are_refused(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    good.write_text(json.dumps(passed().to_dict()))
+    assert write_page([good], tmp_path / "page.html") == []
+    record = failed().to_dict()
+    bad.write_text(json.dumps(record))
+    assert write_page([good, bad], tmp_path / "page.html") == [bad]
+    for spoiled in (
+        {**record, "schema": 3},
+        {key: value for key, value in record.items() if key != "decisions"},
+        {key: value for key, value in record.items() if key != "self_test"},
+        {**record, "comparisons": [7]},
+        {**record, "comparisons": [{**record["comparisons"][0], "error": "x"}]},
+        {**record, "tolerance": None},
+    ):
+        bad.write_text(json.dumps(spoiled))
+        with pytest.raises(InputError, match=r"bad\.json.*(again|whole)"):
+            write_page([bad], tmp_path / "page.html")
+    bad.write_text("[]")
+    with pytest.raises(InputError, match=r"bad\.json: Expected .*; write it again with"):
+        write_page([bad], tmp_path / "page.html")
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +459,7 @@ def test_a_browser_shows_the_page(browser: str, tmp_path: Path) -> None:
     seen = shown.stdout.decode("utf-8")
     assert "FAILED</h1>" in seen
     assert seen.count("<table>") == Page(failed_html()).tags["table"]
-    assert seen.count("<svg") == seen.count("</svg>") == 4
+    assert seen.count("<svg") == seen.count("</svg>") == 5
     assert "<script" not in seen
     pixels = (matplotlib.image.imread(picture)[..., :3] * 255).round().astype(int)
     assert pixels.shape == (1400, 1000, 3)

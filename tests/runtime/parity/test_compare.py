@@ -147,7 +147,9 @@ def test_equal_tensors_pass() -> None:
     assert [item.tensor for item in comparisons] == list(ORACLE)
     for item in comparisons:
         stage = "encoder" if item.tensor == "cross.0.keys" else "later step"
-        expected = Comparison(CASE.name, item.tensor, stage, 0.0, 1e-6, TOLERANCE.budget(1e-6))
+        expected = Comparison(
+            CASE.name, item.tensor, stage, 0.0, 1e-6, TOLERANCE.budget(1e-6), "", 1
+        )
         assert item == expected
 
 

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from tests.runtime.parity.keys import RFC_6979, key_files, pem, public_pem
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.parity.signature import PASSPHRASE, load_private_key, load_public_key
 
 
@@ -149,5 +149,5 @@ except UsageError as error:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == (
-        'signatures need cryptography, which is not installed; pip install "transferry[sign]"\n'
+        f"signatures need cryptography, which is not installed; {install_command('sign')}\n"
     ), done.stderr
