@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from transferry.runtime.console.options import (
     require_option,
     session_options,
 )
-from transferry.runtime.console.progress import progress, say, show, teller
+from transferry.runtime.console.progress import progress, say, show, show_verdict, teller
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.errors import InputError, ParityError
 from transferry.runtime.files import require_writable
@@ -246,6 +247,8 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     require_option(options, "checkpoint", for_options=of_torch, reason=reason)
     require_option(options, "text", for_options=["target"], reason="what it translates")
     require_option(options, "certify", for_options=["sign"], reason="it signs the certificate")
+    if options["page"]:
+        import_module("transferry.export.report.page")  # tells before the work what it lacks
     from transferry.export.report.write import write_report
     from transferry.runtime.bundle import Bundle
     from transferry.runtime.files import read_lines, require_writable
@@ -253,6 +256,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     from transferry.runtime.ort.session import SessionOptions
     from transferry.runtime.parity import certificate as certificates
     from transferry.runtime.parity import statement
+    from transferry.runtime.parity.report_text import report_text
     from transferry.runtime.parity.signature import load_private_key
 
     if date:
@@ -293,9 +297,14 @@ def verify(bundle_folder: Path, **options: Any) -> None:
             )
     issued = (bundle, variant, session, report, date)
     certificate = certificates.certify(*issued, key=key, force=force) if date else None
-    show(json.dumps(report.to_dict(), indent=1) if options["as_json"] else report.to_text())
+    if options["as_json"]:
+        show(json.dumps(report.to_dict(), indent=1))
+    else:
+        show_verdict(report_text(report))
     files = {"page": options["page"], "junit": options["junit"]}
     write_report(report, **files, date=date, certificate=certificate)
+    if not report.passed and not options["as_json"]:  # the report has told everything
+        raise ParityError(f"{bundle_folder} does not answer as torch does; do not deploy it")
     report.require()
     if certificate is not None:
         say(f"{certificate}, in {bundle_folder}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections import deque
@@ -40,6 +41,14 @@ def say(line: str) -> None:
 def show(text: str) -> None:
     """Prints a text for people on stdout."""
     click.echo(printable(text))
+
+
+def show_verdict(text: str) -> None:
+    """Prints a text whose first word is PASSED or FAILED; on a terminal in green or red."""
+    word, rest = text[:6], text[6:]
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        word = click.style(word, fg={"PASSED": "green", "FAILED": "red"}.get(word), bold=True)
+    click.echo(f"{word}{printable(rest)}")
 
 
 def teller(quiet: bool) -> Callable[[str], None]:

@@ -1,4 +1,4 @@
-"""Result of a verification: as text, as JSON, and as a verdict.
+"""Result of a verification, as JSON and as a verdict; `report_text` makes the text.
 
 `ParityReport.to_dict` is the documented format (docs/report.md); every other view is made from it.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -16,7 +15,6 @@ import numpy as np
 from transferry.runtime.documents import json_values
 from transferry.runtime.errors import ParityError
 from transferry.runtime.parity.compare import STAGES, Comparison, Tolerance
-from transferry.runtime.tables import table
 
 SCHEMA = 4
 AGREEMENT, BLEU, PERPLEXITY = "token agreement", "sacreBLEU", "perplexity"
@@ -25,7 +23,7 @@ CHOICES, WORST_CHOICE = "equivalent choices", "worst choice"
 EQUIVALENT = 0.1
 CHANCE = 0.05  # p-value from which a loss may be chance
 FIRST_FAULTS = 5  # of an error message
-FIRST_DIFFERENCES = 5  # of a search, in the text
+FIRST_DIFFERENCES = 5  # of a report for people
 
 
 @dataclass(frozen=True)
@@ -259,8 +257,6 @@ class Origin:
             f"  graph {self.graph}, operator {self.operator}, value {self.tensor}: {self.message}",
             f"  shown by {self.case}",
         ]
-        if self.replay:
-            lines.append(f"  to see it again: transferry replay {shlex.quote(self.replay)}")
         return "\n".join(lines)
 
 
@@ -364,83 +360,6 @@ class ParityReport:
         """Sums up the comparisons, in the order in which a model runs."""
         return sum_up(self.comparisons, self.tolerance)
 
-    def to_text(self) -> str:
-        """Returns the report as text: verdict, results, settings and the next command."""
-        verdict = "answers as torch does"
-        if not self.passed:
-            verdict = "does not answer as torch does; do not deploy it"
-        lines = [f"{'PASSED' if self.passed else 'FAILED'}: {self.bundle} {verdict}", ""]
-        times = f"times torch's (limit {self.tolerance.factor:g})"
-        header = ("stage", "tensors", "worst error", "torch's own", times, "result")
-        lines += [table(header, [_row(stage) for stage in self.stages()]), ""]
-        if self.claims:
-            wrong = [f"  {item.name}: {item.problem}" for item in self.claims if item.problem]
-            held = f"{len(self.claims) - len(wrong)} of {len(self.claims)}"
-            lines += [f"What the bundle says of itself: {held} as the run has it", *wrong]
-        for item in self.decisions:
-            lines.append(self._search(item))
-            differences = [*item.ties, *item.tolerated]
-            lines += [f"  {difference}" for difference in differences[:FIRST_DIFFERENCES]]
-            if (rest := len(differences) - FIRST_DIFFERENCES) > 0:
-                lines.append(f"  and {rest:,} more; --json lists them")
-        if self.passed and (most := max((item.rows for item in self.decisions), default=0)):
-            lines.append(f"{most:,} rows: {confidence(most)}")
-        lines += map(str, self.task_metrics)
-        if self.cross_check:
-            lines += ["", "Other runtimes, which do not decide the verdict:"]
-            rows = [(i.runtime, *_row(stage)) for i in self.cross_check for stage in i.stages]
-            lines.append(table(("runtime", *header), rows))
-            lines += [f"{item.runtime}: {item.absent}" for item in self.cross_check if item.absent]
-        if self.self_test:
-            lines += ["", *self._planted()]
-        shown = {k: v for k, v in self.settings.items() if not k.endswith("_sha256")}
-        settings = "; ".join(f"{name} {setting_text(value)}" for name, value in shown.items())
-        lines += ["", f"Settings: {settings}"]
-        if self.origin is not None:
-            lines += ["", str(self.origin)]
-        elif command := self._next_command():
-            lines.append(f"Next: {command}")
-        return "\n".join(lines)
-
-    def _search(self, item: Decisions) -> str:
-        counts = [f"{item.search}: {item.identical:,} of {item.rows:,} rows identical"]
-        for found, noun in ((item.ties, "tie"), (item.defects, "defect")):
-            if found:
-                counts.append(f"{len(found):,} {noun}{'s' if len(found) > 1 else ''}")
-        if item.tolerated:
-            counts.append(f"{len(item.tolerated):,} within the precision's tolerance")
-        if item.score_ratio:
-            limit = f"{self.tolerance.factor:g}"
-            counts.append(f"score error {item.score_ratio:.2f} times torch's own (limit {limit})")
-        return ", ".join(counts)
-
-    def _planted(self) -> list[str]:
-        changing = [item for item in self.self_test if item.changes_answer]
-        caught = sum(bool(item.caught_by) for item in changing)
-        rows = [
-            (
-                item.kind,
-                item.planted,
-                "yes" if item.changes_answer else "no",
-                item.caught_by or ("MISSED" if item.changes_answer else "passes"),
-            )
-            for item in self.self_test
-        ]
-        return [
-            f"{caught} of {len(changing)} faults that change an answer were caught",
-            table(("planted fault", "where", "changes an answer", "caught by"), rows),
-        ]
-
-    def _next_command(self) -> str:
-        bundle, variant = shlex.quote(self.bundle), self.settings.get("variant")
-        if self.passed:
-            reads = any(item.tensor == "hidden" for item in self.comparisons)
-            task = f"--task {self.settings.get('task', 'embed')} " if reads else ""
-            return f"transferry run {bundle} INPUT -o OUTPUT {task}--variant {variant}"
-        if variant == "portable" and self.settings.get("against") == "the run":
-            return ""
-        return f"transferry verify {bundle} --variant portable --checkpoint RUN"
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as JSON values; NaN and infinity, which JSON lacks, become None."""
         record = asdict(self)
@@ -503,12 +422,6 @@ def confidence(rows: int) -> str:
     """
     most = 100 * (1 - 0.05 ** (1 / rows))
     return f"with 95 % confidence, less than {most:.2g} % of rows like these are answered wrongly"
-
-
-def _row(stage: Stage) -> tuple[str, ...]:
-    result = f"{stage.faults:,} of {stage.tensors:,} FAILED" if stage.faults else "ok"
-    errors = f"{stage.error:.1e}", f"{stage.reference_error:.1e}", f"{stage.ratio:.2f}"
-    return stage.name, f"{stage.tensors:,}", *errors, result
 
 
 def setting_text(value: Any) -> str:

@@ -40,6 +40,7 @@ from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.parity.recorded import Reference
+from transferry.runtime.parity.report_text import report_text
 from transferry.runtime.settings import HeadSettings
 
 transformers = pytest.importorskip("transformers", reason=REASON)
@@ -399,7 +400,7 @@ def test_labels_through_bundle_and_engine_are_theirs(
             with pytest.raises(UsageError, match="no head for task rank; its tasks: embed, class"):
                 rank(engine, PAIRS)
         report = verify_against(checkpoint, engine.bundle, engine.model, TEXTS)
-        assert report.passed, report.to_text()
+        assert report.passed, report_text(report)
         manifest = engine.bundle.manifest
         assert manifest.head is not None
         for settings in (

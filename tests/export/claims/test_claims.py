@@ -17,6 +17,7 @@ from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance, Truth
 from transferry.runtime.parity.recorded import RecordedSearch, Reference
+from transferry.runtime.parity.report_text import report_text
 
 # Another value of each field, valid beside the defaults.
 OTHER_OPTIONS: dict[str, Any] = {
@@ -187,5 +188,5 @@ def test_a_wrong_claim_fails_the_verification(checkpoint: Checkpoint, bundle: Bu
         "generation defaults",
         "variant portable",
     ]
-    assert "4 of 6 as the run has it" in report.to_text()
+    assert "4 of 6 as the run has it" in report_text(report)
     assert len(report.to_dict()["claims"]) == 6

@@ -26,6 +26,7 @@ from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.parity.report import Claim, ParityReport, PlantedFault
+from transferry.runtime.parity.report_text import report_text
 
 Side = tuple[Checkpoint, Bundle, list[list[int]]]
 HARMLESS = {
@@ -112,7 +113,7 @@ def test_gate_with_a_blunt_tolerance_is_found_out(
     assert [found[kind].passed for kind in kinds] == [False, True, False]
     assert [found[kind].changes_answer for kind in kinds] == [True, False, True]
     report = ParityReport("b", {}, Tolerance(), [], self_test=list(found.values()))
-    assert "1 of 3 faults that change an answer were caught" in report.to_text()
+    assert "1 of 3 faults that change an answer were caught" in report_text(report)
     assert sum("self-test: not caught" in fault for fault in report.faults) == 2
     with pytest.raises(ParityError, match="self-test: not caught: one weight off by 1 %"):
         report.require()

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from transferry.runtime.parity.report import (
     Stage,
     TaskMetric,
 )
+from transferry.runtime.parity.report_text import report_text, scaled
 
 TOLERANCE = Tolerance(factor=4.0, floor=1e-6)
 
@@ -45,16 +47,16 @@ def test_report_passes_where_everything_agrees() -> None:
     assert agreed.passed
     assert agreed.faults == []
     agreed.require()
-    assert agreed.to_text() == (
+    assert report_text(agreed) == (
         "PASSED: bundles/x answers as torch does\n"
         "\n"
         "stage       tensors  worst error  torch's own  times torch's (limit 4)  result\n"
         "----------  -------  -----------  -----------  -----------------------  ------\n"
         "first step  1        1.0e-06      5.0e-07      2.00                     ok\n"
         "\n"
-        "greedy: 3,000 of 3,000 rows identical, score error 0.50 times torch's own (limit 4)\n"
-        "beam 4: 2 of 3 rows identical, 1 tie\n"
-        "  row 1: a tie\n"
+        "greedy: 3,000 of 3,000 rows as torch's, score error 0.50 times torch's own (limit 4)\n"
+        "beam 4: 2 of 3 rows as torch's, 1 tie\n"
+        "  beam 4: row 1: a tie\n"
         "3,000 rows: with 95 % confidence, less than 0.1 % of rows like these are answered "
         "wrongly\n"
         "\n"
@@ -80,7 +82,7 @@ def test_report_fails(failed: ParityReport, fault: str) -> None:
     assert not failed.passed
     (line,) = failed.faults
     assert fault in line
-    text = failed.to_text()
+    text = report_text(failed)
     assert text.startswith("FAILED: bundles/x does not answer as torch does; do not deploy it\n")
     assert "confidence" not in text
     assert text.endswith("Next: transferry verify bundles/x --variant portable --checkpoint RUN")
@@ -101,7 +103,7 @@ def test_require_names_the_first_faults_and_counts_the_rest() -> None:
 
 def test_text_shows_what_failed_and_how_to_see_it_again() -> None:
     """Faults count by stage, and the next command is the last line."""
-    text = report(
+    failed = report(
         comparison(),
         comparison(stage="later step", fault="bad"),
         cross_check=[
@@ -114,7 +116,9 @@ def test_text_shows_what_failed_and_how_to_see_it_again() -> None:
             PlantedFault("unused weight", "row 0", False, ""),
         ],
         origin=Origin("decoder", "a case", "val_1", "decoder.0", "a.py:1", "Add", "far", "f 1.npz"),
-    ).to_text()
+    )
+    text = report_text(failed)
+    assert text.index("the fault begins in decoder.0 (a.py:1)") < text.index("first step")
     lines = {line.split("  ")[0]: line for line in text.splitlines()}
     assert lines["first step"].endswith("ok")
     assert lines["later step"].endswith("1 of 1 FAILED")
@@ -124,7 +128,7 @@ def test_text_shows_what_failed_and_how_to_see_it_again() -> None:
     assert [lines[kind].split()[-1] for kind in ("mask dropped", "shift", "unused weight")] == [
         *("encoder", "MISSED", "passes")
     ]
-    assert text.endswith("\n  to see it again: transferry replay 'f 1.npz'")
+    assert text.endswith("\nNext: transferry replay 'f 1.npz'")
 
 
 @pytest.mark.parametrize(
@@ -172,4 +176,30 @@ def test_report_is_json_whatever_it_holds() -> None:
     assert record["decisions"][0]["score_error"] is None
     assert record["faults"] == odd.faults
     assert record["tolerance"] == {"factor": 4.0, "floor": 1e-6, "most": 2.0**-6, "crossed": None}
-    assert odd.to_text().startswith("FAILED")
+    assert report_text(odd).startswith("FAILED")
+
+
+def test_counts_of_a_search_add_up() -> None:
+    wrong = [Difference(row, "far", wrong_score=True) for row in range(5)]
+    other = Difference(7, "step 1: torch prefers [1], the graph [2]: a defect")
+    spoken = replace(other, row=8, source="a dog", expected="ein Hund", found="ein Kind")
+    found = Decisions("greedy", 10, 7, 1.0, 28015.3, [TIE], [*wrong, other, spoken])
+    text = report_text(report(comparison(), decisions=(found,)))
+    assert (
+        "greedy: 2 of 10 rows as torch's, 1 tie, 2 with other tokens, 5 with its tokens and a "
+        "wrong score, score error 28,000 times torch's own (limit 4)\n"
+        "  greedy: row 7: step 1: torch prefers [1], the graph [2]: a defect\n"
+        "  greedy, row 8, a defect:\n"
+        "    source  a dog\n"
+        "    torch   ein Hund\n"
+        "    graph   ein Kind\n"
+        "  greedy: row 1: a tie\n"
+    ) in text
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [(0.514, "0.51"), (9.99, "9.99"), (12.4, "12"), (28015.3, "28,000"), (math.inf, "inf")],
+)
+def test_ratios_are_on_a_human_scale(ratio: float, text: str) -> None:
+    assert scaled(ratio) == text
