@@ -240,5 +240,5 @@ def _scores_of(row: RowResult) -> list[float]:
     if isinstance(row, ClassifiedResult):
         return [each.score for each in row.scores]
     if isinstance(row, TaggedResult):
-        return [each.score for each in row.tags]
+        return list(row.best)
     return [row.score] if isinstance(row, RankedResult) else []

@@ -108,9 +108,10 @@ class Task:
             head_of(engine, options.task)
             long_rows = options.long_rows or default_long_rows(engine)
             of_head = HEADS[options.task]
+            joined = {"aggregation": options.aggregation} if options.task == "tag" else {}
             return cls(
-                lambda engine, rows, first: of_head(engine, rows, long_rows=long_rows),
-                {"pair": options.pair},
+                lambda engine, rows, first: of_head(engine, rows, long_rows=long_rows, **joined),
+                {"pair": options.pair, **joined},
                 given=attrgetter("text") if options.pair is None else attrgetter("text", "target"),
                 long_rows=long_rows,
             )

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import msgspec
@@ -17,10 +18,20 @@ import msgspec
 from transferry.runtime.documents import decode
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.tokenizer.chat import PRIVATE_USE, Pieces
-from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, SpecialTokens
+from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, Place, SpecialTokens
 
 # SentencePiece's character for a blank.
 BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+class _WordModel(msgspec.Struct):
+    continuing_subword_prefix: str | None = None
+    unk_token: str | None = None
+    unk_id: int | None = None
+
+
+class _WordFile(msgspec.Struct):
+    model: _WordModel
 
 
 class ThirdPartyTokenizer(AnyTokenizer):
@@ -139,12 +150,29 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def offsets(self, text: str) -> list[tuple[int, int]]:
-        """See `AnyTokenizer.offsets`."""
-        found: list[tuple[int, int]] = self._tokenizer.encode(
-            text, add_special_tokens=False
-        ).offsets
-        return found
+    def places(self, text: str) -> list[Place]:
+        """See `AnyTokenizer.places`.
+
+        As `gather_pre_entities` of transformers: WordPiece marks what continues a word, and so does
+        a piece of another length than its characters; elsewhere a blank begins one.
+        """
+        found, model = self._tokenizer.encode(text, add_special_tokens=False), self._word_model
+        unknown = model.unk_id
+        if model.unk_token is not None:
+            unknown = self._tokenizer.token_to_id(model.unk_token)
+        places = []
+        for token, piece, (start, end) in zip(found.ids, found.tokens, found.offsets, strict=True):
+            if model.continuing_subword_prefix:
+                continues = len(piece) != end - start
+            else:
+                continues = start > 0 and " " not in text[start - 1 : start + 1]
+            places.append(Place(start, end, continues and token != unknown))
+        return places
+
+    @cached_property
+    def _word_model(self) -> _WordModel:
+        (content,) = self.files.values()
+        return msgspec.json.decode(content, type=_WordFile).model
 
     def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
         """Token ids of each text; the library uses all cores."""

@@ -483,11 +483,23 @@ def test_jobs_with_heads(
     if task == "tag":
         assert [each["text"] for each in answers[0]["tags"]] == ["the", " cat", " sat"]
         assert {each["label"] for each in answers[0]["tags"]} <= {"good", "bad", "neither"}
+        for format in ("jsonl", "csv", "tsv", "parquet"):
+            joined = tmp_path / f"joined.{format}"
+            given = ["run", bundle, rows, "-o", joined, "--task", task, "--aggregation", "first"]
+            done(*given, "--canary", "1/1", "--force")
+        joined = tmp_path / "joined.jsonl"
+        first = json.loads(joined.read_text(encoding="utf-8").splitlines()[0])
+        (row,) = tag(engine, [PAIRS[0][0]], aggregation="first")
+        assert [(each["label"], each["start"], each["end"]) for each in first["tags"]] == [
+            (each.label, each.start, each.end) for each in row.tags
+        ]
+        assert "".join(each.text for each in row.tags) == PAIRS[0][0]
     for wrong, message in (
         (
             ["--task", "embed", "--pair", "other"],
             "pair names the second text of a pair to classify",
         ),
+        (["--task", "embed", "--aggregation", "max"], "aggregation joins the tokens that task tag"),
         (["--task", "rank"], "name the column of the second, pair"),
         (["--task", "classify", "--prompt", "query"], "prompt names a text to put before a text"),
         (["--task", "generate"], "its tasks are embed and "),

@@ -157,7 +157,10 @@ CHANGES: dict[str, tuple[Any, ...]] = {
 def alter(draw: Draw, record: dict[str, Any]) -> None:
     """What a class sets itself, set otherwise in tokenizer.json."""
     part = draw.choice(["normalizer", "pre_tokenizer", "decoder", "post_processor", "truncation"])
-    values = {"normalizer": {"type": "Lowercase"}, "pre_tokenizer": {"type": "Whitespace"}}
+    values: dict[str, Any] = {
+        "normalizer": {"type": "Lowercase"},
+        "pre_tokenizer": {"type": "Whitespace"},
+    }
     values |= {"decoder": {"type": "Fuse"}, "post_processor": None}
     values |= {"truncation": {"direction": "Left", "max_length": 4, "strategy": "LongestFirst"}}
     record[part] = values[part]
