@@ -16,7 +16,7 @@ import msgspec
 
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.huggingface import decoder_only, encoder_decoder, encoder_only
-from transferry.build_model.huggingface.folder import REMEDY, Checkpoint
+from transferry.build_model.huggingface.folder import REMEDY, Checkpoint, Settings
 from transferry.build_model.huggingface.tokenizer.fast_tokenizer import (
     FastTokenizer,
     added_tokens,
@@ -109,7 +109,14 @@ def marian_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenize
             )
     special = SpecialTokens(pad_id=pad, bos_id=begin, eos_id=eos, after=(end,))
     files = {name: read_bytes(folder / name) for name in kind.names}
-    return _third_party(kind, files, special, config, str(folder))
+    settings.only("sp_model_kwargs", {})
+    return _cleaning(settings, _third_party(kind, files, special, config, str(folder)))
+
+
+def _cleaning(settings: Settings, tokenizer: AnyTokenizer) -> AnyTokenizer:
+    assert isinstance(tokenizer, SentencePiecePair)
+    tokenizer.cleans = settings.flag("clean_up_tokenization_spaces", False)
+    return tokenizer
 
 
 def sequence_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
@@ -183,7 +190,8 @@ def _m2m_tokenizer(
     pieces = read_bytes(folder / M2M_PIECES, MOST_BYTES)
     files = {"source.spm": pieces, "target.spm": pieces}
     files["vocab.json"] = json.dumps(table, ensure_ascii=False).encode()
-    return _third_party(SentencePiecePair, files, special, config, str(folder))
+    made = _third_party(SentencePiecePair, files, special, config, str(folder))
+    return _cleaning(checkpoint.tokenizer, made)
 
 
 def decoder_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:

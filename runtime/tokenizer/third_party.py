@@ -22,6 +22,12 @@ from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, Place, Spe
 
 # SentencePiece's character for a blank.
 BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
+# What `clean_up_tokenization` of transformers replaces, in order.
+CLEANED = (
+    *((f" {mark}", mark) for mark in (".", "?", "!", ",")),
+    (" ' ", "'"),
+    *((f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re")),
+)
 
 
 class _WordModel(msgspec.Struct):
@@ -267,7 +273,12 @@ class SentencePiecePair(ThirdPartyTokenizer):
     """MarianMT's tokenizer: one SentencePiece model per language and a shared table of ids.
 
     A source may begin with a target language of the table, such as ">>fra<<".
+
+    Attributes:
+        cleans: Whether blanks before punctuation are taken out of texts.
     """
+
+    cleans = False
 
     kind = "sentencepiece-pair"
     names: ClassVar[tuple[str, ...]] = ("source.spm", "target.spm", "vocab.json")
@@ -328,7 +339,24 @@ class SentencePiecePair(ThirdPartyTokenizer):
             self._pieces[token] for token in ids if token in self._pieces and token not in skipped
         ]
         text: str = self._target.decode_pieces(pieces)
-        return text.replace(BLANK, " ").strip()
+        text = text.replace(BLANK, " ").strip()
+        for found, content in CLEANED if self.cleans else ():
+            text = text.replace(found, content)
+        return text
+
+    def _identity(self) -> tuple[object, ...]:
+        return *super()._identity(), self.cleans
+
+    def _settings(self) -> dict[str, Any]:
+        return super()._settings() | ({"clean_up_spaces": True} if self.cleans else {})
+
+    @classmethod
+    def _restore(
+        cls, settings: Mapping[str, Any], special: SpecialTokens, contents: Mapping[str, bytes]
+    ) -> Self:
+        made = super()._restore(settings, special, contents)
+        made.cleans = settings.get("clean_up_spaces") is True
+        return made
 
 
 class SentencePieceTables(SentencePiecePair):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.build_model.test_huggingface import sentencepiece_model
+from tests.build_model.test_huggingface import marian_vocabulary, sentencepiece_model
 from tests.build_model.test_tokenizers import SEEDS, byte_level, tokenizers, transformers
 from tests.fuzz.test_documents import ODD
 from transferry.build_model.config import ModelConfig
@@ -22,6 +22,7 @@ from transferry.build_model.huggingface.folder import Checkpoint
 from transferry.build_model.huggingface.tokenizer.classes import CLASSES
 from transferry.build_model.huggingface.vocabularies import TOKENIZERS
 from transferry.runtime.errors import InputError, TransferryError
+from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
 
 Draw = random.Random
@@ -285,3 +286,28 @@ def test_an_odd_setting_of_a_tokenizer_is_followed_told_or_refused(
         found = [ours.special.wrap(ours.encode(text)) for text in TEXTS]
         assert found == wanted, (name, odd)
     assert followed > 10
+
+
+@pytest.mark.parametrize("cleans", [False, True])
+def test_marian_cleans_up_as_its_class_does(cleans: bool, tmp_path: Path) -> None:
+    size = marian_vocabulary(tmp_path)
+    settings = {"clean_up_tokenization_spaces": cleans, "tokenizer_class": "MarianTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ids = {"eos_token_id": 0, "pad_token_id": size - 1, "decoder_start_token_id": size - 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "marian", **ids}))
+    shape = ModelConfig(size, 8, 2, 1, 1, 8, architecture="encoder-decoder")
+    ours = TOKENIZERS["marian"](Checkpoint(tmp_path), shape)
+    (tmp_path / "saved").mkdir()
+    ours.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved") == ours
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text())
+    pieces = ["▁", "h", "e", "▁", ",", "▁", "'", "s", "▁", "."]
+    written = [vocabulary[piece] for piece in pieces if piece in vocabulary]
+    text = load_tokenizer(tmp_path / "saved").decode(written)
+    assert text == theirs.decode(written, skip_special_tokens=True)
+    assert (" ," in text) is not cleans
+    settings["sp_model_kwargs"] = {"enable_sampling": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match="sp_model_kwargs is "):
+        TOKENIZERS["marian"](Checkpoint(tmp_path), shape)

@@ -36,17 +36,11 @@ from transferry.build_model.huggingface.tokenizer.table import (
 from transferry.runtime.documents import read_document
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import MOST_BYTES, read_bytes
-from transferry.runtime.tokenizer.third_party import largest_id, panics_as_errors
+from transferry.runtime.tokenizer.third_party import CLEANED, largest_id, panics_as_errors
 
 ADDED_TOKENS = "added_tokens.json"
 CLEAN_UP = "clean_up_tokenization_spaces"
 NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-# What `clean_up_tokenization` of transformers replaces, in order.
-CLEANED = (
-    *((f" {mark}", mark) for mark in (".", "?", "!", ",")),
-    (" ' ", "'"),
-    *((f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re")),
-)
 
 
 @dataclass
@@ -91,7 +85,11 @@ def read_fast_tokenizer(checkpoint: Checkpoint) -> FastTokenizer:
     content = read_bytes(path, MOST_BYTES) if path.exists() else None
     settings, name = checkpoint.tokenizer, class_of(checkpoint, content)
     settings.only("fix_mistral_regex", False)
-    settings.get("split_special_tokens")  # text is always split
+    if settings.get("split_special_tokens"):
+        checkpoint.notes.append(
+            "special tokens in a text are always split, those of a chat template never, whatever "
+            "split_special_tokens says"
+        )
     record = {} if content is None else _object(checkpoint, TOKENIZER)
     origin = str(checkpoint.folder if content is None else path)
     try:
