@@ -169,6 +169,8 @@ def _made(
     segments = rebuilt is not None and rebuilt.segments
     segments = "token_type_ids" in settings.get("model_input_names", ["token_type_ids"] * segments)
     notes = [] if file is None else _differences(made, file, name)
+    if (record.get("truncation") or {}).get("direction") == "Left":
+        notes.append(f"rows are cut at their end, not at their beginning as {TOKENIZER} says")
     _clean_up(checkpoint, made)
     if file is not None and content is not None and made.to_str() == file.to_str():
         return FastTokenizer(made, content, names, segments=segments)
