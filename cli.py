@@ -112,7 +112,7 @@ Examples:
     JobOptions,
     leave_out=[
         *("task", "generation", "target", "prefix", "chat", "system", "messages", "prompt_ids"),
-        *("pooling", "normalise", "prompt", "pair", "mask", "top", "canary"),
+        *("pooling", "normalise", "prompt", "pair", "aggregation", "mask", "top", "canary"),
     ],
     panel=TASKS,
     panels=JOB_PANELS,

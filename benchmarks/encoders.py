@@ -35,8 +35,8 @@ from rounds import compare, fastest, interleaved
 from sentences import read_sentences
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.engine.embed import embed
 from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.tasks.embed import embed
 from transferry.runtime.errors import InputError, TransferryError
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.session import SessionOptions

@@ -32,7 +32,7 @@ from transferry.export.parity.cases import source_of
 from transferry.export.verify import PLANTED_ROWS, verify_against
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.fill_mask import fill_mask
+from transferry.runtime.engine.tasks.fill_mask import fill_mask
 from transferry.runtime.errors import InputError, TransferryError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions

@@ -12,13 +12,17 @@ if TYPE_CHECKING:
     from transferry.runtime.bundle import Bundle
     from transferry.runtime.decoding.batching import BatchOptions
     from transferry.runtime.decoding.options import GenerationOptions
-    from transferry.runtime.engine.classify import ClassifiedResult, RankedResult, TaggedResult
-    from transferry.runtime.engine.embed import EmbeddingResult
     from transferry.runtime.engine.engine import Engine
-    from transferry.runtime.engine.fill_mask import FilledMaskResult
     from transferry.runtime.engine.preprocess import InLanguages
     from transferry.runtime.engine.result import GenerationResult, Results, RowError
-    from transferry.runtime.engine.score import ScoreResult
+    from transferry.runtime.engine.tasks.classify import (
+        ClassifiedResult,
+        RankedResult,
+        TaggedResult,
+    )
+    from transferry.runtime.engine.tasks.embed import EmbeddingResult
+    from transferry.runtime.engine.tasks.fill_mask import FilledMaskResult
+    from transferry.runtime.engine.tasks.score import ScoreResult
     from transferry.runtime.errors import (
         BadRowsError,
         InputError,
@@ -72,10 +76,10 @@ _MODULES = {
     "BadRowsError": "errors",
     "BatchOptions": "decoding.batching",
     "Bundle": "bundle",
-    "ClassifiedResult": "engine.classify",
-    "EmbeddingResult": "engine.embed",
+    "ClassifiedResult": "engine.tasks.classify",
+    "EmbeddingResult": "engine.tasks.embed",
     "Engine": "engine.engine",
-    "FilledMaskResult": "engine.fill_mask",
+    "FilledMaskResult": "engine.tasks.fill_mask",
     "GenerationOptions": "decoding.options",
     "GenerationResult": "engine.result",
     "InLanguages": "engine.preprocess",
@@ -84,12 +88,12 @@ _MODULES = {
     "JobOptions": "jobs.options",
     "ParityError": "errors",
     "ProviderError": "errors",
-    "RankedResult": "engine.classify",
+    "RankedResult": "engine.tasks.classify",
     "Results": "engine.result",
     "RowError": "engine.result",
-    "ScoreResult": "engine.score",
+    "ScoreResult": "engine.tasks.score",
     "SessionOptions": "ort.session",
-    "TaggedResult": "engine.classify",
+    "TaggedResult": "engine.tasks.classify",
     "Tokenizer": "tokenizer.byte_pair",
     "TransferryError": "errors",
     "UsageError": "errors",

@@ -35,6 +35,10 @@ _WORDS: dict[object, str] = {
 }
 
 
+# How tokens with labels are joined to entities; see `runtime/engine/tasks/entities.py`.
+Aggregation = Literal["none", "simple", "first", "average", "max"]
+
+
 @dataclass(frozen=True)
 class HeadSettings:
     """What the head of an encoder-only model is for, and how texts are read for it.

@@ -96,7 +96,7 @@ def test_a_users_program_type_checks_strictly(built: Path, tmp_path: Path) -> No
     settings = ("--strict", f"--cache-dir={tmp_path / 'cache'}", python)
     command = [sys.executable, "-m", "mypy", *settings, str(program)]
     checked = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert "runtime.engine.classify.ClassifiedResult" in checked.stdout, checked.stderr
+    assert "runtime.engine.tasks.classify.ClassifiedResult" in checked.stdout, checked.stderr
     assert checked.returncode == 0, checked.stdout
 
 

@@ -16,13 +16,13 @@ import msgspec
 
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.huggingface import decoder_only, encoder_decoder, encoder_only
-from transferry.build_model.huggingface.fast_tokenizer import (
-    TOKENIZER,
+from transferry.build_model.huggingface.folder import REMEDY, Checkpoint, Settings
+from transferry.build_model.huggingface.tokenizer.fast_tokenizer import (
     FastTokenizer,
     added_tokens,
     read_fast_tokenizer,
 )
-from transferry.build_model.huggingface.folder import REMEDY, Checkpoint
+from transferry.build_model.huggingface.tokenizer.table import TOKENIZER
 from transferry.build_model.vocabulary import byte_of_character
 from transferry.runtime.documents import MOST_JSON, read_document
 from transferry.runtime.errors import InputError
@@ -62,16 +62,18 @@ class LanguageClass:
         default: The source's language where the folder names none.
         after: Whether the token comes after the end token, and not before the text.
         begins: Whether an answer's language is its begin token (Liu et al. 2020, section 2.2).
+        legacy: Whether `legacy_behaviour` puts the token after the end token.
     """
 
     pattern: str
     default: str
     after: bool = False
     begins: bool = False
+    legacy: bool = False
 
 
 LANGUAGE_CLASSES = {
-    "NllbTokenizer": LanguageClass(r"[a-z]{3}_[A-Z][a-z]{3}", "eng_Latn"),
+    "NllbTokenizer": LanguageClass(r"[a-z]{3}_[A-Z][a-z]{3}", "eng_Latn", legacy=True),
     "MBartTokenizer": LanguageClass(r"[a-z]{2}_[A-Z]{2}", "en_XX", after=True, begins=True),
     "MBart50Tokenizer": LanguageClass(r"[a-z]{2}_[A-Z]{2}", "en_XX"),
     "M2M100Tokenizer": LanguageClass(r"[a-z]{2,3}", "en"),
@@ -107,7 +109,14 @@ def marian_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenize
             )
     special = SpecialTokens(pad_id=pad, bos_id=begin, eos_id=eos, after=(end,))
     files = {name: read_bytes(folder / name) for name in kind.names}
-    return _third_party(kind, files, special, config, str(folder))
+    settings.only("sp_model_kwargs", {})
+    return _cleaning(settings, _third_party(kind, files, special, config, str(folder)))
+
+
+def _cleaning(settings: Settings, tokenizer: AnyTokenizer) -> AnyTokenizer:
+    assert isinstance(tokenizer, SentencePiecePair)
+    tokenizer.cleans = settings.flag("clean_up_tokenization_spaces", False)
+    return tokenizer
 
 
 def sequence_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
@@ -126,20 +135,32 @@ def sequence_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokeni
         kind, ids = LANGUAGE_CLASSES[name], found.tokenizer.get_vocab()
         named = [text for text in sorted(ids, key=ids.get) if re.fullmatch(kind.pattern, text)]
         languages = {text: ids[text] for text in named}
-        if languages:
-            tokenizer.special = _with_languages(checkpoint, tokenizer.special, kind, languages)
+        end = found.id_of("eos_token")
+        tokenizer.special = _with_languages(checkpoint, tokenizer.special, kind, languages, end)
     return tokenizer
 
 
 def _with_languages(
-    checkpoint: Checkpoint, special: SpecialTokens, kind: LanguageClass, ids: Mapping[str, int]
+    checkpoint: Checkpoint,
+    special: SpecialTokens,
+    kind: LanguageClass,
+    ids: Mapping[str, int],
+    end: int | None = None,
 ) -> SpecialTokens:
-    """Adds a table of languages, and the tokens around a source in its own language."""
-    settings, eos = checkpoint.tokenizer, special.eos_id
+    """Adds a table of languages, and the tokens around a source in its own language.
+
+    Args:
+        checkpoint: The folder.
+        special: The special tokens so far.
+        kind: The class of the tokenizer.
+        ids: Id of each language.
+        end: End of a source. Default: that of an output.
+    """
+    settings, eos = checkpoint.tokenizer, special.eos_id if end is None else end
     source = settings.get("src_lang", kind.default)
     if not isinstance(source, str) or source not in ids:
         settings.refuse("src_lang", source, ", ".join(ids))
-    after = kind.after or settings.flag("legacy_behaviour", False)
+    after = kind.after or (kind.legacy and settings.flag("legacy_behaviour", False))
     checkpoint.notes.append(
         f"{len(ids)} languages, sources in {source}; others with --source-language and "
         "--target-language"
@@ -169,7 +190,8 @@ def _m2m_tokenizer(
     pieces = read_bytes(folder / M2M_PIECES, MOST_BYTES)
     files = {"source.spm": pieces, "target.spm": pieces}
     files["vocab.json"] = json.dumps(table, ensure_ascii=False).encode()
-    return _third_party(SentencePiecePair, files, special, config, str(folder))
+    made = _third_party(SentencePiecePair, files, special, config, str(folder))
+    return _cleaning(checkpoint.tokenizer, made)
 
 
 def decoder_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:

@@ -21,7 +21,7 @@ from transferry.build_model.huggingface.encoder_only import RANKS
 from transferry.build_model.huggingface.folder import REMEDY, Settings
 from transferry.runtime.documents import read_document
 from transferry.runtime.errors import InputError
-from transferry.runtime.settings import HeadSettings
+from transferry.runtime.settings import HeadSettings, shown
 
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
@@ -55,6 +55,9 @@ ACTIVATIONS: dict[str, HeadActivation] = {
     "torch.nn.modules.activation.SiLU": "swish",
     "torch.nn.modules.linear.Identity": "none",
 }
+# Tokens of a row: one and those around it. The tokenizers cut to fewer in ways of their own.
+LEAST = 3
+LONGEST_NAME = 99  # of a folder; file systems take 255 bytes
 IN_ORDER = "Transformer, Pooling, any number of Dense, Normalize or none"
 
 
@@ -172,7 +175,7 @@ def read_sentence_transformers(folder: Path) -> SentenceModules | None:
         "head_activations": tuple(activations),
         "head_biases": tuple(biases),
     }
-    longest, lower = reading.whole("max_seq_length", 0), reading.flag("do_lower_case", False)
+    longest, lower = _longest(reading), reading.flag("do_lower_case", False)
     head = _settings(texts, longest)
     return SentenceModules(modules[0][1], fields, dense, head, lower, files)
 
@@ -181,7 +184,7 @@ def _cross_encoder(transformer: Path, texts: Settings) -> SentenceModules:
     texts.only("model_type", "CrossEncoder")
     texts.only("prompts", {})
     reading = _reading(transformer, "sequence-classification")
-    longest, lower = reading.whole("max_seq_length", 0), reading.flag("do_lower_case", False)
+    longest, lower = _longest(reading), reading.flag("do_lower_case", False)
     rank = texts.choice("activation_fn", RANKS, next(iter(RANKS)))
     head = HeadSettings("classify", rank=rank, longest=longest)
     return SentenceModules(transformer, {}, [], head, lower, [texts, reading])
@@ -197,6 +200,15 @@ def _reading(folder: Path, task: str) -> Settings:
     return reading
 
 
+def _longest(reading: Settings) -> int:
+    """Returns max_seq_length; 0 without one."""
+    if reading.get("max_seq_length") is None:
+        return 0
+    if (longest := reading.whole("max_seq_length")) < LEAST:
+        reading.refuse("max_seq_length", longest, f"at least {LEAST}")
+    return longest
+
+
 def _module(folder: Path, entry: Mapping[str, Any]) -> tuple[str, Path]:
     """Returns class and folder of a module.
 
@@ -209,8 +221,9 @@ def _module(folder: Path, entry: Mapping[str, Any]) -> tuple[str, Path]:
             f"{folder / MODULES}: expected modules of sentence_transformers, found {name!r}; code "
             "of others is not run"
         )
-    if not isinstance(path, str) or Path(path).name != path:
-        raise InputError(f"{folder / MODULES}: expected folders in {folder}, found {path!r}")
+    named = isinstance(path, str) and len(path) <= LONGEST_NAME and "\0" not in path
+    if not named or Path(path).name != path:
+        raise InputError(f"{folder / MODULES}: expected folders in {folder}, found {shown(path)}")
     return name.rpartition(".")[2], folder / path
 
 
@@ -219,7 +232,7 @@ def _pooling(settings: Settings) -> tuple[Pooling, ...]:
     named = settings.get("pooling_mode", flags or ["mean"])
     kinds = named if isinstance(named, list) else [named]
     for kind in kinds:
-        if kind not in POOLINGS:
+        if not isinstance(kind, str) or kind not in POOLINGS:
             settings.refuse("pooling_mode", kind, " or ".join(POOLINGS))
     # A prompt is a part of the text, as it is by default.
     settings.only("include_prompt", True)
@@ -232,6 +245,6 @@ def _settings(texts: Settings, longest: int) -> HeadSettings:
     if not isinstance(prompts, dict) or not all(isinstance(each, str) for each in prompts.values()):
         texts.refuse("prompts", prompts, "texts by name")
     default = texts.get("default_prompt_name", "")
-    if default and default not in prompts:
+    if default and (not isinstance(default, str) or default not in prompts):
         texts.refuse("default_prompt_name", default, f"a name of prompts: {', '.join(prompts)}")
     return HeadSettings("embed", longest=longest, prompts=prompts, default_prompt=default)

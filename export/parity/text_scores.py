@@ -8,7 +8,7 @@ import numpy as np
 
 from transferry.export.parity.oracle import Oracle
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.score import TOO_SHORT, Pair, score
+from transferry.runtime.engine.tasks.score import TOO_SHORT, Pair, score
 from transferry.runtime.parity.compare import Comparison, limited
 from transferry.runtime.parity.divergence import forced
 

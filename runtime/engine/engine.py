@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from transferry.runtime.engine.classify import classify, rank, tag
-from transferry.runtime.engine.embed import embed
-from transferry.runtime.engine.fill_mask import fill_mask
-from transferry.runtime.engine.generate import generate
 from transferry.runtime.engine.open_bundle import OpenBundle
-from transferry.runtime.engine.score import score
+from transferry.runtime.engine.tasks.classify import classify, rank, tag
+from transferry.runtime.engine.tasks.embed import embed
+from transferry.runtime.engine.tasks.fill_mask import fill_mask
+from transferry.runtime.engine.tasks.generate import generate
+from transferry.runtime.engine.tasks.score import score
 from transferry.runtime.parity.recorded import verify_recorded
 from transferry.runtime.parity.report import ParityReport
 

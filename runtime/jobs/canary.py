@@ -15,13 +15,13 @@ import numpy as np
 
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.engine.classify import ClassifiedResult, RankedResult, TaggedResult
-from transferry.runtime.engine.embed import EmbeddingResult
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.fill_mask import FilledMaskResult
-from transferry.runtime.engine.generate import PIECE
 from transferry.runtime.engine.preprocess import InLanguages, LongRows
 from transferry.runtime.engine.result import GenerationResult, RowResult
+from transferry.runtime.engine.tasks.classify import ClassifiedResult, RankedResult, TaggedResult
+from transferry.runtime.engine.tasks.embed import EmbeddingResult
+from transferry.runtime.engine.tasks.fill_mask import FilledMaskResult
+from transferry.runtime.engine.tasks.generate import PIECE
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
@@ -241,5 +241,5 @@ def _scores_of(row: RowResult) -> list[float]:
     if isinstance(row, ClassifiedResult):
         return [each.score for each in row.scores]
     if isinstance(row, TaggedResult):
-        return [each.score for each in row.tags]
+        return list(row.best)
     return [row.score] if isinstance(row, RankedResult) else []

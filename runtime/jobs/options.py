@@ -13,7 +13,7 @@ import msgspec
 from transferry.runtime.decoding.options import check_generation
 from transferry.runtime.engine.preprocess import LongRows
 from transferry.runtime.errors import UsageError, require
-from transferry.runtime.settings import MOST, check_fields, shown
+from transferry.runtime.settings import MOST, Aggregation, check_fields, shown
 
 TaskName = Literal["generate", "embed", "fill-mask", "classify", "rank", "tag", "score"]
 InputFormat = Literal["text", "tsv", "csv", "jsonl", "parquet", "arrow", "openai"]
@@ -47,6 +47,8 @@ class JobOptions:
         prompt: for embed: name of a text of the bundle to put before each row. Default: the
             bundle's, if it has one.
         pair: for classify and rank: column with the second text of each pair.
+        aggregation: for tag: join neighbouring tokens of one entity, as they are (simple) or after
+            giving all tokens of a word one label (first, average, max).
         mask: for fill-mask: the text that stands for a masked token.
         top: for fill-mask: candidates per mask.
         target: for score: file with the other side of the pairs, in the format of the input.
@@ -83,6 +85,7 @@ class JobOptions:
     normalise: bool = False
     prompt: str | None = None
     pair: str | None = None
+    aggregation: Aggregation = "none"
     mask: str = "[MASK]"
     top: Annotated[int, msgspec.Meta(le=MOST)] = 5
     target: Path | None = None
@@ -116,6 +119,11 @@ class JobOptions:
             raise UsageError(
                 f"pair names the second text of a pair to classify or rank, so it has no effect on "
                 f"task {self.task}; leave it out"
+            )
+        if self.aggregation != "none" and self.task != "tag":
+            raise UsageError(
+                f"aggregation joins the tokens that task tag labels, so it has no effect on task "
+                f"{self.task}; leave it out"
             )
         if self.task == "score" and self.canary is not None:
             raise UsageError("task score has no canary; leave it out")

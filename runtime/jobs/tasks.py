@@ -9,13 +9,13 @@ from operator import attrgetter
 from typing import Any
 
 from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.engine.classify import head_of
-from transferry.runtime.engine.embed import default_long_rows, embedding_width
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.preprocess import InLanguages, LongRows
 from transferry.runtime.engine.prompts import Prompt
 from transferry.runtime.engine.result import RowResult
-from transferry.runtime.engine.score import ScoreResult
+from transferry.runtime.engine.tasks.classify import head_of
+from transferry.runtime.engine.tasks.embed import default_long_rows, embedding_width
+from transferry.runtime.engine.tasks.score import ScoreResult
 from transferry.runtime.errors import UsageError
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader
 from transferry.runtime.jobs.options import JobOptions, token_or_text
@@ -111,11 +111,12 @@ class Task:
         if options.task in HEADS:
             head_of(engine, options.task)
             long_rows = options.long_rows or default_long_rows(engine)
+            joined = {"aggregation": options.aggregation} if options.task == "tag" else {}
             return cls(
                 lambda engine, rows, first: getattr(engine, options.task)(
-                    rows, long_rows=long_rows
+                    rows, long_rows=long_rows, **joined
                 ),
-                {"pair": options.pair},
+                {"pair": options.pair, **joined},
                 given=attrgetter("text") if options.pair is None else attrgetter("text", "target"),
                 long_rows=long_rows,
             )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import msgspec
 
@@ -24,6 +24,20 @@ from transferry.runtime.tokenizer.chat import (
 
 FORMAT_VERSION = 1
 SETTINGS_FILE = "tokenizer.json"
+
+
+class Place(NamedTuple):
+    """Place of a token in a text.
+
+    Attributes:
+        start: Its first character, from 0.
+        end: The character after its last one.
+        continues: Whether it continues the word of the token before.
+    """
+
+    start: int
+    end: int
+    continues: bool
 
 
 @dataclass(frozen=True)
@@ -142,8 +156,8 @@ class AnyTokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """Token ids of a text that the model reads, without special tokens."""
 
-    def offsets(self, text: str) -> list[tuple[int, int]]:
-        """Returns the first character of each token of `encode`, and that after its last one.
+    def places(self, text: str) -> list[Place]:
+        """Returns where each token of `encode` stands in a text.
 
         Raises:
             UsageError: A tokenizer of this kind does not tell.

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import msgspec
@@ -17,10 +18,26 @@ import msgspec
 from transferry.runtime.documents import decode
 from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.tokenizer.chat import PRIVATE_USE, Pieces
-from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, SpecialTokens
+from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, Place, SpecialTokens
 
 # SentencePiece's character for a blank.
 BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
+# What `clean_up_tokenization` of transformers replaces, in order.
+CLEANED = (
+    *((f" {mark}", mark) for mark in (".", "?", "!", ",")),
+    (" ' ", "'"),
+    *((f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re")),
+)
+
+
+class _WordModel(msgspec.Struct):
+    continuing_subword_prefix: str | None = None
+    unk_token: str | None = None
+    unk_id: int | None = None
+
+
+class _WordFile(msgspec.Struct):
+    model: _WordModel
 
 
 class ThirdPartyTokenizer(AnyTokenizer):
@@ -139,12 +156,29 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def offsets(self, text: str) -> list[tuple[int, int]]:
-        """See `AnyTokenizer.offsets`."""
-        found: list[tuple[int, int]] = self._tokenizer.encode(
-            text, add_special_tokens=False
-        ).offsets
-        return found
+    def places(self, text: str) -> list[Place]:
+        """See `AnyTokenizer.places`.
+
+        As `gather_pre_entities` of transformers: WordPiece marks what continues a word, and so does
+        a piece of another length than its characters; elsewhere a blank begins one.
+        """
+        found, model = self._tokenizer.encode(text, add_special_tokens=False), self._word_model
+        unknown = model.unk_id
+        if model.unk_token is not None:
+            unknown = self._tokenizer.token_to_id(model.unk_token)
+        places = []
+        for token, piece, (start, end) in zip(found.ids, found.tokens, found.offsets, strict=True):
+            if model.continuing_subword_prefix:
+                continues = len(piece) != end - start
+            else:
+                continues = start > 0 and " " not in text[start - 1 : start + 1]
+            places.append(Place(start, end, continues and token != unknown))
+        return places
+
+    @cached_property
+    def _word_model(self) -> _WordModel:
+        (content,) = self.files.values()
+        return msgspec.json.decode(content, type=_WordFile).model
 
     def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
         """Token ids of each text; the library uses all cores."""
@@ -239,7 +273,12 @@ class SentencePiecePair(ThirdPartyTokenizer):
     """MarianMT's tokenizer: one SentencePiece model per language and a shared table of ids.
 
     A source may begin with a target language of the table, such as ">>fra<<".
+
+    Attributes:
+        cleans: Whether blanks before punctuation are taken out of texts.
     """
+
+    cleans = False
 
     kind = "sentencepiece-pair"
     names: ClassVar[tuple[str, ...]] = ("source.spm", "target.spm", "vocab.json")
@@ -300,7 +339,24 @@ class SentencePiecePair(ThirdPartyTokenizer):
             self._pieces[token] for token in ids if token in self._pieces and token not in skipped
         ]
         text: str = self._target.decode_pieces(pieces)
-        return text.replace(BLANK, " ").strip()
+        text = text.replace(BLANK, " ").strip()
+        for found, content in CLEANED if self.cleans else ():
+            text = text.replace(found, content)
+        return text
+
+    def _identity(self) -> tuple[object, ...]:
+        return *super()._identity(), self.cleans
+
+    def _settings(self) -> dict[str, Any]:
+        return super()._settings() | ({"clean_up_spaces": True} if self.cleans else {})
+
+    @classmethod
+    def _restore(
+        cls, settings: Mapping[str, Any], special: SpecialTokens, contents: Mapping[str, bytes]
+    ) -> Self:
+        made = super()._restore(settings, special, contents)
+        made.cleans = settings.get("clean_up_spaces") is True
+        return made
 
 
 class SentencePieceTables(SentencePiecePair):

@@ -34,9 +34,9 @@ from transferry.export.claims.claims import manifest_claims, recorded_claim
 from transferry.export.parity.oracle import Oracle
 from transferry.export.verify import verify_against
 from transferry.runtime.bundle import Manifest
-from transferry.runtime.engine.classify import classify, rank, tag
-from transferry.runtime.engine.embed import embed
 from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.tasks.classify import classify, rank, tag
+from transferry.runtime.engine.tasks.embed import embed
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.parity.recorded import Reference
@@ -270,6 +270,9 @@ def typed(name: str) -> Any:
         ("1_Pooling/config.json", {"pooling_mode": "attention"}, 'pooling_mode is "attention"'),
         ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt is false"),
         ("1_Pooling/config.json", {"pooling_mode": ["mean", 3]}, "pooling_mode is 3"),
+        ("1_Pooling/config.json", {"pooling_mode": [["mean"]]}, r'pooling_mode is \["mean"\]'),
+        ("sentence_bert_config.json", {"max_seq_length": 0}, "supported: at least 3"),
+        ("config_sentence_transformers.json", {"default_prompt_name": ["x"]}, "a name of prompts"),
         ("sentence_bert_config.json", {"do_lower_case": True}, "tells upper from lower case"),
         ("sentence_bert_config.json", {"max_seq_length": "8"}, "must be a whole number"),
         ("config_sentence_transformers.json", {"prompts": ["a"]}, "supported: texts by name"),
@@ -484,11 +487,23 @@ def test_jobs_with_heads(
     if task == "tag":
         assert [each["text"] for each in answers[0]["tags"]] == ["the", " cat", " sat"]
         assert {each["label"] for each in answers[0]["tags"]} <= {"good", "bad", "neither"}
+        for format in ("jsonl", "csv", "tsv", "parquet"):
+            joined = tmp_path / f"joined.{format}"
+            given = ["run", bundle, rows, "-o", joined, "--task", task, "--aggregation", "first"]
+            done(*given, "--canary", "1/1", "--force")
+        joined = tmp_path / "joined.jsonl"
+        first = json.loads(joined.read_text(encoding="utf-8").splitlines()[0])
+        (row,) = tag(engine, [PAIRS[0][0]], aggregation="first")
+        assert [(each["label"], each["start"], each["end"]) for each in first["tags"]] == [
+            (each.label, each.start, each.end) for each in row.tags
+        ]
+        assert "".join(each.text for each in row.tags) == PAIRS[0][0]
     for wrong, message in (
         (
             ["--task", "embed", "--pair", "other"],
             "pair names the second text of a pair to classify",
         ),
+        (["--task", "embed", "--aggregation", "max"], "aggregation joins the tokens that task tag"),
         (["--task", "rank"], "name the column of the second, pair"),
         (["--task", "classify", "--prompt", "query"], "prompt names a text to put before a text"),
         (["--task", "generate"], "its tasks are embed and "),

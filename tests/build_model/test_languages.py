@@ -20,7 +20,7 @@ from transferry.build_model.huggingface.importer import import_checkpoint
 from transferry.export.bundle import export_bundle
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.preprocess import InLanguages, Preprocessor
-from transferry.runtime.engine.score import score
+from transferry.runtime.engine.tasks.score import score
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 

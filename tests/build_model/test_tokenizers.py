@@ -17,8 +17,8 @@ import pytest
 
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.huggingface import decoder_only
-from transferry.build_model.huggingface.fast_tokenizer import read_fast_tokenizer
 from transferry.build_model.huggingface.folder import Checkpoint
+from transferry.build_model.huggingface.tokenizer.fast_tokenizer import read_fast_tokenizer
 from transferry.build_model.huggingface.vocabularies import TOKENIZERS
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import Tokenizer, load_tokenizer

@@ -17,7 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tests.build_model import test_adapters, test_chat_import, test_languages, test_toolkits
+from tests.build_model import (
+    test_adapters,
+    test_chat_import,
+    test_heads,
+    test_languages,
+    test_toolkits,
+)
 from tests.build_model.test_huggingface import bert_vocabulary, sentencepiece_model
 from tests.build_model.test_model_types import (
     TYPES,
@@ -44,6 +50,7 @@ from transferry.build_model.huggingface.generation import (
     TOKENS,
     generation_defaults,
 )
+from transferry.build_model.toolkits.sentence_transformers import read_sentence_transformers
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.errors import TransferryError
 
@@ -216,6 +223,22 @@ def test_an_odd_value_of_config_json_is_read_or_refused(kind: str, tmp_path: Pat
             with contextlib.suppress(TransferryError):
                 FAMILIES[kind].shape(Settings(tmp_path, changed), names)
             assert time.process_time() - began < 5, (path, odd)
+
+
+def test_an_odd_value_of_sentence_transformers_is_read_or_refused(tmp_path: Path) -> None:
+    poolings, dense = ("mean", "cls"), [torch.nn.Linear(64, 5)]
+    test_heads.sentence_folder(tmp_path, *poolings, dense=dense, normalise=True)
+    for path in sorted(tmp_path.rglob("*.json")):
+        content = json.loads(path.read_text())
+        more = {"pooling_mode": "mean", "default_prompt_name": "query", "activation_fn": "x"}
+        whole = content if isinstance(content, list) else {**content, **more}
+        for place in filter(None, places(whole)):
+            for odd in (*ODD, "sentence_transformers.base.modules.dense.Dense", [["a"]]):
+                path.write_text(json.dumps(replaced(whole, place, partial(put, odd))))
+                with contextlib.suppress(TransferryError):
+                    read_sentence_transformers(tmp_path)
+        path.write_text(json.dumps(content))
+    assert read_sentence_transformers(tmp_path) is not None
 
 
 def put(value: Any, inside: Any, key: Any) -> None:

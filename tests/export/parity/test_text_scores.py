@@ -9,7 +9,7 @@ from transferry.export.parity.oracle import Oracle
 from transferry.export.parity.text_scores import compare_scores
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.score import ScoreResult, score
+from transferry.runtime.engine.tasks.score import ScoreResult, score
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 
 

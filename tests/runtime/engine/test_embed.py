@@ -9,9 +9,9 @@ import torch
 
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.corpus import builtin_pairs
-from transferry.runtime.engine.embed import embed
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import RowError
+from transferry.runtime.engine.tasks.embed import embed
 from transferry.runtime.errors import UsageError
 
 TEXTS = ["a", *(pair.source for pair in builtin_pairs(25, seed=6))]

@@ -23,9 +23,9 @@ from transferry.runtime.decoding.hypothesis import FinishReason
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.generate import PIECE
 from transferry.runtime.engine.result import GenerationResult, RowError, TextHypothesis, join
-from transferry.runtime.engine.score import score
+from transferry.runtime.engine.tasks.generate import PIECE
+from transferry.runtime.engine.tasks.score import score
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import read_lines
 from transferry.runtime.hardware import usable_cores

@@ -14,7 +14,7 @@ from transferry.build_model.corpus import builtin_pairs
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import RowError
-from transferry.runtime.engine.score import ScoreResult, score
+from transferry.runtime.engine.tasks.score import ScoreResult, score
 from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 

@@ -82,7 +82,7 @@ def fill_mask(
     """Fills the masks of texts, in order; each mask as if the others stayed.
 
     Args:
-        engine: OpenBundle of an encoder-only bundle.
+        engine: Engine of an encoder-only bundle.
         texts: Any number of texts; an error becomes the result of its row.
         mask: The mask as the texts spell it. One blank before it belongs to it, as to any word.
         top: Number of candidates for each mask.

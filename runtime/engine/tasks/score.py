@@ -78,7 +78,7 @@ def score(
     """Scores pairs or texts, in order and in bounded memory.
 
     Args:
-        engine: OpenBundle of an encoder-decoder bundle for pairs, of a decoder-only one for texts.
+        engine: Engine of an encoder-decoder bundle for pairs, of a decoder-only one for texts.
         pairs: Any number of rows; an error on either side becomes the result of its row.
         long_rows: Treatment of texts longer than the model's positions: "error", or "truncate" to
             score their beginning.

@@ -57,7 +57,7 @@ def embed(
     """Embeds texts, in order and in bounded memory.
 
     Args:
-        engine: OpenBundle of an encoder-only bundle.
+        engine: Engine of an encoder-only bundle.
         texts: Any number of texts; an error becomes the result of its row.
         pooling: "mean" over all tokens, special tokens included, or the "first" token. Default:
             what the bundle's head does, else "mean".

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.decoding.search import pad_sources
-from transferry.runtime.engine.embed import cut_to_longest, default_long_rows
 from transferry.runtime.engine.open_bundle import OpenBundle
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
@@ -21,10 +20,13 @@ from transferry.runtime.engine.preprocess import (
     too_long,
 )
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
+from transferry.runtime.engine.tasks.embed import cut_to_longest, default_long_rows
+from transferry.runtime.engine.tasks.entities import Tag, tags_of
 from transferry.runtime.engine.worker_pool import WorkItem
 from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.encoder import EncoderModel
-from transferry.runtime.settings import HeadSettings
+from transferry.runtime.settings import Aggregation, HeadSettings
+from transferry.runtime.tokenizer.special_tokens import Place
 
 Floats = NDArray[np.float64]
 # Text, and the second text of a pair; None where rows are no pairs.
@@ -75,34 +77,21 @@ class RankedResult(RowResult):
 
 
 @dataclass(frozen=True)
-class Tag:
-    """A token of a text with its likeliest label.
+class TaggedResult(RowResult):
+    """Labels of the tokens of one text, special tokens left out.
 
     Attributes:
-        text: The characters of the token.
-        start: Its first character in the text, from 0.
-        end: The character after its last one.
-        label: The likeliest label.
-        score: Its probability.
+        tags: Its tokens, or its entities.
+        best: Probability of the likeliest label of each token.
     """
 
-    text: str
-    start: int
-    end: int
-    label: str
-    score: float
-
-
-@dataclass(frozen=True)
-class TaggedResult(RowResult):
-    """Labels of the tokens of one text, special tokens left out."""
-
     tags: tuple[Tag, ...] = ()
+    best: tuple[float, ...] = ()
 
     @property
     def target_tokens(self) -> int:
         """Number of tokens with a label."""
-        return len(self.tags)
+        return len(self.best)
 
     def _answer(self, n_best: int) -> dict[str, Any]:
         tags = [{**vars(tag), "score": round(tag.score, 6)} for tag in self.tags]
@@ -115,7 +104,7 @@ def classify(
     """Scores the labels of texts or pairs of texts, in order and in bounded memory.
 
     Args:
-        engine: OpenBundle of a bundle with a head that classifies.
+        engine: Engine of a bundle with a head that classifies.
         rows: Any number of texts, or of pairs of them; an error becomes the result of its row.
         long_rows: Treatment of rows longer than the model's positions, or than the bundle's longest
             row: "error", or "truncate" to read their beginning, of a pair that of the longer text
@@ -134,7 +123,7 @@ def rank(
     """Scores pairs of texts with a cross-encoder, in order and in bounded memory.
 
     Args:
-        engine: OpenBundle of a bundle with a head that gives one score.
+        engine: Engine of a bundle with a head that gives one score.
         pairs: Any number of pairs; an error becomes the result of its row.
         long_rows: As for `classify`.
 
@@ -146,19 +135,24 @@ def rank(
 
 
 def tag(
-    engine: OpenBundle, texts: Iterable[str | RowError], *, long_rows: LongRows | None = None
+    engine: OpenBundle,
+    texts: Iterable[str | RowError],
+    *,
+    aggregation: Aggregation = "none",
+    long_rows: LongRows | None = None,
 ) -> Results[TaggedResult]:
     """Scores the labels of each token of texts, in order and in bounded memory.
 
     Args:
-        engine: OpenBundle of a bundle with a head that tags tokens.
+        engine: Engine of a bundle with a head that tags tokens.
         texts: Any number of texts; an error becomes the result of its row.
+        aggregation: How tokens are joined to entities, see `tags_of`; "none" gives every token.
         long_rows: As for `classify`.
 
     Raises:
         UsageError: The bundle has no such head, or `long_rows` is "split".
     """
-    task = _Tag(engine, long_rows)
+    task = _Tag(engine, aggregation, long_rows)
     return engine.map(checked_texts(texts), task.prepare, task.compute, engine.encoders)
 
 
@@ -334,21 +328,23 @@ class _TaggedRow:
     """A text as token ids, with the place of each token but the special ones."""
 
     row: EncodedRow
-    places: Sequence[tuple[int, int]]
+    places: Sequence[Place]
 
 
 class _Tag:
-    def __init__(self, engine: OpenBundle, long_rows: LongRows | None) -> None:
-        self.head = head_of(engine, "tag")
+    def __init__(
+        self, engine: OpenBundle, aggregation: Aggregation, long_rows: LongRows | None
+    ) -> None:
+        self.head, self.aggregation = head_of(engine, "tag"), aggregation
         self.long_rows = long_rows or default_long_rows(engine)
         check_long_rows(self.long_rows, "task tag")
         self.preprocessor = cut_to_longest(engine)
         self.special = engine.bundle.tokenizer.special
-        self.offsets = engine.bundle.tokenizer.offsets
+        self.places = engine.bundle.tokenizer.places
 
     def prepare(self, texts: list[str | RowError]) -> list[WorkItem[_TaggedRow] | TaggedResult]:
         return [
-            WorkItem(_TaggedRow(row, self.offsets(row.text)), len(row.ids))
+            WorkItem(_TaggedRow(row, self.places(row.text)), len(row.ids))
             if row.error is None
             else TaggedResult(row.text, row.tokens, error=row.error)
             for row in self.preprocessor.encode(texts, self.long_rows)
@@ -366,10 +362,6 @@ class _Tag:
         if not np.isfinite(own).all():
             return TaggedResult(row.text, len(row.ids), error=NOT_FINITE, truncated=row.truncated)
         values = probabilities(own, "softmax")
-        best = values.argmax(axis=-1)
-        tags = tuple(
-            Tag(row.text[start:end], start, end, labels[label], float(value[label]))
-            # A text that was cut has more places than tokens.
-            for (start, end), label, value in zip(tagged.places, best, values, strict=False)
-        )
-        return TaggedResult(row.text, len(row.ids), tags, truncated=row.truncated)
+        tags = tags_of(row.text, tagged.places, values, labels, self.aggregation)
+        best = tuple(values.max(axis=-1, initial=0.0).tolist())
+        return TaggedResult(row.text, len(row.ids), tags, best, truncated=row.truncated)

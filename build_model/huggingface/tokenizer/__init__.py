@@ -1,0 +1,1 @@
+"""Tokenizers of checkpoints as AutoTokenizer of transformers makes them."""

@@ -1,0 +1,1 @@
+"""What the engine does with rows: a module for each task."""
