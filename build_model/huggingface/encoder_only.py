@@ -230,10 +230,8 @@ def _modernbert_shape(config: Settings, names: set[str]) -> ModelConfig:
     every = max(1, config.whole("global_attn_every_n_layers", 3))
     sliding = layer_types(config, layers, [each % every != 0 for each in range(layers)])
     window, d_head = config.whole("local_attention", 128) // 2 + 1, d_model // max(1, heads)
-    near = read_rotary(
-        config, d_head, longest, kind=SLIDING, base=config.number("local_rope_theta", 10000.0)
-    )
-    far = read_rotary(config, d_head, longest, base=config.number("global_rope_theta", 160000.0))
+    near = read_rotary(config, d_head, longest, kind=SLIDING, base_key="local_rope_theta")
+    far = read_rotary(config, d_head, longest, base=160000.0, base_key="global_rope_theta")
     if near.scale != 1.0:
         config.refuse("rope_parameters", config.get("rope_parameters"), "no yarn in sliding layers")
     biases: dict[str, Any] = {

@@ -1,31 +1,39 @@
 """The tokenizer that AutoTokenizer of transformers 5.23 makes of a folder, as a tokenizer.json.
 
-transformers does not always use tokenizer.json as it is. The classes in `CLASSES` take only the
-vocabulary, the merges and the post-processor from it, and set normalizer, pre-tokenizer and decoder
-themselves (`TokenizersBackend.convert_to_native_format`); then the tokens of tokenizer_config.json,
+transformers does not always use tokenizer.json as it is. The classes of `tokenizer_classes` take
+only some parts of it; then the tokens of tokenizer_config.json,
 special_tokens_map.json and added_tokens.json are added (`TokenizersBackend.__init__`).
 """
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Tokenizer
 
-from transferry.build_model.huggingface.folder import REMEDY, Checkpoint, Settings
+from transferry.build_model.formats.sentencepiece_model import read_pieces
+from transferry.build_model.huggingface.folder import REMEDY, Checkpoint
+from transferry.build_model.huggingface.tokenizer_classes import (
+    ALIASES,
+    AS_IT_IS,
+    CLASSES,
+    MOST_ID,
+    NOT_FOLLOWED,
+    REGISTERED,
+    SYNONYMS,
+    Merges,
+    Named,
+    Parts,
+    TokenizerClass,
+    Vocabulary,
+    around,
+)
 from transferry.runtime.documents import checked, read_document
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import MOST_BYTES, read_bytes
@@ -35,46 +43,8 @@ TOKENIZER = "tokenizer.json"
 ADDED_TOKENS = "added_tokens.json"
 
 NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-# The class that uses tokenizer.json as it is, under the names that folders give it.
-AS_IT_IS = "TokenizersBackend"
-SYNONYMS = ("PreTrainedTokenizer", "PythonBackend", "BloomTokenizer")
-# TOKENIZER_MAPPING_NAMES of transformers; model types that are absent have no class of their own.
-REGISTERED = {
-    "gpt2": "GPT2Tokenizer",
-    "opt": "GPT2Tokenizer",
-    "gpt_neox": "GPTNeoXTokenizer",
-    "qwen2": "Qwen2Tokenizer",
-    "qwen3": "Qwen2Tokenizer",
-    "gemma2": "GemmaTokenizer",
-    "gemma3_text": "GemmaTokenizer",
-    "bert": "BertTokenizer",
-    "distilbert": "BertTokenizer",
-    "electra": "BertTokenizer",
-    "mistral": AS_IT_IS,
-    "phi3": AS_IT_IS,
-    "olmo2": AS_IT_IS,
-}
-# Classes that make what another makes.
-ALIASES = {"DistilBertTokenizer": "BertTokenizer", "ElectraTokenizer": "BertTokenizer"}
-# Model types whose tokenizer.json is taken as it stands; older files are not converted.
-AS_THEY_STAND = (
-    *("roberta", "xlm-roberta", "mpnet", "modernbert"),
-    *("bart", "mbart", "pegasus", "m2m_100", "t5", "mt5"),
-)
-# MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS: the class that the folder names is not followed.
-NOT_FOLLOWED = ("phi3", "qwen2")
-
-QWEN_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-# The library makes a list of so many numbers; sixty times the largest vocabularies.
-MOST_ID = 1 << 24
-Vocabulary = dict[str, Annotated[int, Meta(ge=0, le=MOST_ID)]]
-Merges = Sequence[tuple[str, str]]
-# Token by name, such as "bos_token"; None where a folder says null.
-Named = dict[str, Any]
+# Files of SentencePiece, under the names that the classes give them.
+PIECES = ("sentencepiece.bpe.model", "spiece.model")
 
 
 @dataclass
@@ -106,120 +76,7 @@ class FastTokenizer:
         return {token for token, each in added.items() if each.special}
 
 
-# --- The classes of transformers ------------------------------------------------------------------
-
-
-def _byte_level(vocabulary: Vocabulary, merges: Merges) -> Any:
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
-    made.decoder = decoders.ByteLevel()
-    return made
-
-
-def _gpt2(vocabulary: Vocabulary, merges: Merges, settings: Settings, named: Named) -> Any:
-    made = _byte_level(vocabulary, merges)
-    blank = settings.flag("add_prefix_space", False)
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=blank)
-    return made
-
-
-def _gpt_neox(vocabulary: Vocabulary, merges: Merges, settings: Settings, named: Named) -> Any:
-    made = _gpt2(vocabulary, merges, settings, named)
-    made.normalizer = normalizers.NFC()
-    return made
-
-
-def _qwen2(vocabulary: Vocabulary, merges: Merges, settings: Settings, named: Named) -> Any:
-    made = _byte_level(vocabulary, merges)
-    made.normalizer = normalizers.NFC()
-    blank = settings.flag("add_prefix_space", False)
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=blank, use_regex=False),
-        ]
-    )
-    return made
-
-
-def _pieces(vocabulary: Vocabulary, merges: Merges, **options: Any) -> Any:
-    """SentencePiece's BPE with single bytes for unknown characters."""
-    bpe = models.BPE(vocab=vocabulary, merges=merges, fuse_unk=True, byte_fallback=True, **options)
-    made = Tokenizer(bpe)
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    return made
-
-
-def _gemma(vocabulary: Vocabulary, merges: Merges, settings: Settings, named: Named) -> Any:
-    made = _pieces(vocabulary, merges, unk_token=str(named["unk_token"]))
-    made.normalizer = normalizers.Replace(" ", "▁")
-    made.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
-    return made
-
-
-def _llama(vocabulary: Vocabulary, merges: Merges, settings: Settings, named: Named) -> Any:
-    made = _pieces(vocabulary, merges)
-    blank = settings.flag("add_prefix_space", True)
-    # `_get_prepend_scheme`: what older versions did (legacy) puts a blank before every piece of a
-    # text between special tokens.
-    scheme = "never" if not blank else "always" if settings.flag("legacy", False) else "first"
-    made.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
-    if blank:
-        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        made.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)])
-    return made
-
-
-def _bert(vocabulary: Vocabulary, merges: Merges, settings: Settings, named: Named) -> Any:
-    made = Tokenizer(models.WordPiece(vocabulary, unk_token=str(named["unk_token"])))
-    made.normalizer = normalizers.BertNormalizer(
-        clean_text=True,
-        handle_chinese_chars=settings.flag("tokenize_chinese_chars", True),
-        strip_accents=settings.get("strip_accents"),
-        lowercase=settings.flag("do_lower_case", True),
-    )
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.decoder = decoders.WordPiece("##")
-    return made
-
-
-@dataclass(frozen=True)
-class _Class:
-    """A class that sets up the tokenizer itself.
-
-    Attributes:
-        make: Makes the tokenizer of the vocabulary, without added tokens.
-        named: Special tokens where the folder names none.
-        model: Type of the model in tokenizer.json.
-    """
-
-    make: Callable[[Vocabulary, Merges, Settings, Named], Any]
-    named: Mapping[str, str | None]
-    model: str = "BPE"
-
-
-END_OF_TEXT: dict[str, str | None] = dict.fromkeys(
-    ("unk_token", "bos_token", "eos_token"), "<|endoftext|>"
-)
-CLASSES = {
-    "GPT2Tokenizer": _Class(_gpt2, END_OF_TEXT),
-    "GPTNeoXTokenizer": _Class(_gpt_neox, {**END_OF_TEXT, "pad_token": "<|padding|>"}),
-    "Qwen2Tokenizer": _Class(
-        _qwen2, {**END_OF_TEXT, "bos_token": None, "pad_token": "<|endoftext|>"}
-    ),
-    "GemmaTokenizer": _Class(
-        _gemma, {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")}
-    ),
-    "LlamaTokenizer": _Class(
-        _llama, {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    ),
-    "BertTokenizer": _Class(
-        _bert,
-        {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")},
-        "WordPiece",
-    ),
-}
+# --- The files ------------------------------------------------------------------------------------
 
 
 def _class_of(checkpoint: Checkpoint, content: bytes | None) -> str:
@@ -230,20 +87,14 @@ def _class_of(checkpoint: Checkpoint, content: bytes | None) -> str:
     """
     settings, kind = checkpoint.tokenizer, str(checkpoint.config.get("model_type"))
     settings.only("auto_map", None)
-    if kind in AS_THEY_STAND:
-        settings.get("tokenizer_class")
-        if content is None:
-            raise InputError(
-                f"{checkpoint.folder / TOKENIZER} is missing, and of a {kind} nothing else is "
-                "read; make it: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-            )
-        return AS_IT_IS
     declared = settings.get("tokenizer_class", checkpoint.config.get("tokenizer_class"))
     registered = REGISTERED.get(kind)
     if declared is None:
         return registered or AS_IT_IS
     name = str(declared).removesuffix("Fast")
     name = ALIASES.get(name, name)
+    if name == "M2M100Tokenizer" and kind == "m2m_100":
+        return AS_IT_IS  # without its own files
     byte_level = content is not None and b'"ByteLevel"' in content
     if name == "LlamaTokenizer" and byte_level and kind not in NOT_FOLLOWED:
         return AS_IT_IS
@@ -254,9 +105,6 @@ def _class_of(checkpoint: Checkpoint, content: bytes | None) -> str:
     if name not in CLASSES:
         settings.refuse("tokenizer_class", declared, ", ".join((AS_IT_IS, *CLASSES)))
     return name
-
-
-# --- The files ------------------------------------------------------------------------------------
 
 
 def read_fast_tokenizer(checkpoint: Checkpoint) -> FastTokenizer:
@@ -306,8 +154,8 @@ def _made(
             raise InputError(f"{checkpoint.folder / TOKENIZER} is missing; {REMEDY}")
         made = Tokenizer.from_str(file.to_str())
     else:
-        vocabulary, merges = vocabulary_of(checkpoint, rebuilt.model, record)
-        made = rebuilt.make(vocabulary, merges, settings, {**rebuilt.named, **named})
+        parts = parts_of(checkpoint, rebuilt, record, extra)
+        made = rebuilt.make(parts, settings, {**rebuilt.named, **named})
         if file is not None and file.post_processor is not None:
             made.post_processor = file.post_processor
         # transformers adds its own names too, with ids that the model may lack. No text gives them.
@@ -327,9 +175,8 @@ def _made(
             )
     given = {**(rebuilt.named if rebuilt else {}), **named}
     names = {key: _text(value) for key, value in given.items() if value is not None}
-    if name == "BertTokenizer":
-        begin, end = names["cls_token"], names["sep_token"]
-        made.post_processor = _around(made, [begin], [end], ["$B:1", f"{end}:1"])
+    if rebuilt is not None and rebuilt.around is not None:
+        made.post_processor = rebuilt.around(made, names, settings)
     elif file is None or made.post_processor is None or name == "GPTNeoXTokenizer":
         # transformers drops both settings where there is a tokenizer.json.
         before, after = (
@@ -338,20 +185,13 @@ def _made(
             else []
             for end in ("bos", "eos")
         )
-        made.post_processor = _around(made, before, after)
+        made.post_processor = around(made, before, after)
     inputs = settings.get("model_input_names", ["token_type_ids"] * (name == "BertTokenizer"))
     segments = "token_type_ids" in inputs
     if file is not None and content is not None and made.to_str() == file.to_str():
         return FastTokenizer(made, content, names, segments=segments)
     notes = [] if file is None else _differences(made, file, name)
     return FastTokenizer(made, made.to_str().encode(), names, notes, segments)
-
-
-def _around(made: Any, before: list[str], after: list[str], second: Sequence[str] = ()) -> Any:
-    ids = [(text, made.token_to_id(text)) for text in dict.fromkeys([*before, *after])]
-    single = [*before, "$A", *after]
-    pair = {"pair": [*single, *second]} if second else {}
-    return processors.TemplateProcessing(single=single, special_tokens=ids, **pair)
 
 
 def _differences(made: Any, file: Any, name: str) -> list[str]:
@@ -366,42 +206,78 @@ def _differences(made: Any, file: Any, name: str) -> list[str]:
     return [f"{' and '.join(differing)} as {name} of transformers sets them, not tokenizer.json"]
 
 
-def vocabulary_of(
-    checkpoint: Checkpoint, model: str, record: dict[str, Any]
-) -> tuple[Vocabulary, Merges]:
-    """Returns ids by token, and merges as pairs of tokens.
+def parts_of(
+    checkpoint: Checkpoint, kind: TokenizerClass, record: dict[str, Any], extra: list[Any]
+) -> Parts:
+    """Returns what a class takes from a folder.
 
     Args:
         checkpoint: The folder.
-        model: Type of the model: BPE or WordPiece.
+        kind: The class.
         record: tokenizer.json; empty if absent.
+        extra: Takes the tokens of SentencePiece's file that are never split.
 
     Raises:
         InputError: A file is missing or malformed.
     """
     folder = checkpoint.folder
     if record:
-        found = record.get("model") or {}
-        if found.get("type", model) != model:
+        return _parts_of_record(folder, kind.model, record)
+    if kind.order is not None:
+        paths = [path for name in PIECES if (path := folder / name).exists()]
+        if not paths:
             raise InputError(
-                f"{folder / TOKENIZER}: expected a model of type {model}, found "
-                f"{found.get('type')!r}; {REMEDY}"
+                f"{folder / TOKENIZER} is missing, and so is {' or '.join(PIECES)}; {REMEDY}"
             )
-        merges = [
-            each.split(" ") if isinstance(each, str) else each for each in found.get("merges", [])
-        ]
-        return _typed(found.get("vocab", {}), merges, str(folder / TOKENIZER))
-    if model == "WordPiece":
+        pieces = read_pieces(paths[0])
+        if not pieces.unigram:
+            raise InputError(
+                f"{paths[0]}: expected a model of unigrams, found another; make a {TOKENIZER}: "
+                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+            )
+        extra += [AddedToken(each, normalized=False) for each in pieces.user_defined]
+        scores = kind.order(pieces.scores, checkpoint.tokenizer)
+        return Parts(scores=scores, characters=pieces.characters)
+    if kind.model == "WordPiece":
         try:
             lines = read_bytes(folder / "vocab.txt").decode().split("\n")
         except UnicodeDecodeError as error:
             raise InputError(
                 f"{folder / 'vocab.txt'} is not UTF-8 ({error}); restore the file"
             ) from error
-        return {line.removesuffix("\r"): number for number, line in enumerate(lines) if line}, []
+        ids = {line.removesuffix("\r"): number for number, line in enumerate(lines) if line}
+        return Parts(ids)
+    if not (folder / "vocab.json").exists():
+        raise InputError(
+            f"{folder / TOKENIZER} is missing, and so is vocab.json; make the former: "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
     lines = read_bytes(folder / "merges.txt").decode(errors="replace").splitlines()
     merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
-    return _typed(_object(checkpoint, "vocab.json"), merges, str(folder))
+    return Parts(*_typed(_object(checkpoint, "vocab.json"), merges, str(folder)))
+
+
+def _parts_of_record(folder: Path, model: str, record: dict[str, Any]) -> Parts:
+    found = record.get("model") or {}
+    # Older files of unigrams and WordPiece do not name their type.
+    if found.get("type", model) != model:
+        raise InputError(
+            f"{folder / TOKENIZER}: expected a model of type {model}, found "
+            f"{found.get('type')!r}; {REMEDY}"
+        )
+    steps = record.get("normalizer") or {}
+    steps = steps.get("normalizers", [steps]) if isinstance(steps, dict) else []
+    tables = [step["precompiled_charsmap"] for step in steps if step.get("type") == "Precompiled"]
+    characters = base64.b64decode(tables[0]) if tables and tables[0] else None
+    if model == "Unigram":
+        origin = f"{folder / TOKENIZER}: vocabulary"
+        scores = checked(found.get("vocab"), list[tuple[str, float]], origin, REMEDY)
+        return Parts(scores=scores, characters=characters)
+    merges = [
+        each.split(" ") if isinstance(each, str) else each for each in found.get("merges", [])
+    ]
+    vocabulary, pairs = _typed(found.get("vocab", {}), merges, str(folder / TOKENIZER))
+    return Parts(vocabulary, pairs, characters=characters)
 
 
 def _typed(vocabulary: Any, merges: Any, origin: str) -> tuple[Vocabulary, Merges]:

@@ -125,6 +125,8 @@ def flat(ours: str) -> Move:
 
 
 BUFFER = NoPlace()
+# The embedding of both sides, which nobody uses where each has its own.
+SHARED = "shared.weight"
 
 ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
@@ -133,6 +135,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu-tanh",
     "gelu_fast": "gelu-tanh",
     "gelu_pytorch_tanh": "gelu-tanh",
+    "gelu_python_tanh": "gelu-tanh",
+    "gelu_accurate": "gelu-tanh",
     "quick_gelu": "gelu-quick",
     "silu": "swish",
     "swish": "swish",
