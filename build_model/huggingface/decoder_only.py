@@ -20,6 +20,7 @@ from transferry.build_model.huggingface.tables import (
     heads_of_three,
     layer_types,
     parts,
+    same_heads,
     without_first,
 )
 
@@ -27,6 +28,7 @@ from transferry.build_model.huggingface.tables import (
 def _gpt2_shape(config: Settings, names: set[str]) -> ModelConfig:
     """GPT-2 (Radford et al. 2019)."""
     config.only("add_cross_attention", False)
+    same_heads(config, "n_head")
     d_model = config.whole("n_embd")
     return ModelConfig(
         vocabulary_size=config.whole("vocab_size"),

@@ -19,12 +19,14 @@ from transferry.build_model.huggingface.tables import (
     NoPlace,
     Table,
     flat,
+    same_heads,
     without_first,
 )
 
 
 def _shared_fields(config: Settings, names: set[str], activation: str) -> dict[str, Any]:
     """Returns what all but T5 say alike."""
+    same_heads(config, "encoder_attention_heads")
     heads, d_ff = (config.whole(f"decoder_{name}") for name in ("attention_heads", "ffn_dim"))
     own = config.whole("encoder_attention_heads"), config.whole("encoder_ffn_dim")
     size, tied = config.whole("vocab_size"), config.flag("tie_word_embeddings", True)
@@ -212,6 +214,7 @@ def _t5_shape(config: Settings, names: set[str]) -> ModelConfig:
     activations = ACTIVATIONS | {f"gated-{name}": unit for name, unit in GATES.items()}
     # The first of these means the tanh form, whatever it says.
     activations["gated-gelu"] = "geglu-tanh"
+    same_heads(config, "num_heads")
     multilingual = config.get("model_type") == "mt5"
     default = "gated-gelu" if multilingual else "relu"
     d_model, heads = config.whole("d_model"), config.whole("num_heads")

@@ -125,7 +125,7 @@ def _rotary(
     if scaling == LONGROPE:
         rates, scale = _longrope(rates, found, original, longest)
         if original < longest:
-            kept = f"{longest:,} positions, of which {original:,} are kept"
+            kept = f"{longest:,}, of which {original:,} are kept"
             config.leave("max_position_embeddings", kept)
             longest = original
     elif scaling in SCALINGS:

@@ -147,6 +147,12 @@ GATES: dict[str, Activation] = {
 }
 
 
+def same_heads(config: Settings, name: str) -> None:
+    """Refuses another number of heads under the name that counts where there are both."""
+    if name in config.values:
+        config.only("num_attention_heads", config.whole(name))
+
+
 def layer_types(config: Settings, layers: int, default: list[bool]) -> list[bool]:
     """Returns which layers have a window."""
     types = config.get("layer_types")

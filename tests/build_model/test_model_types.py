@@ -631,6 +631,12 @@ def test_a_share_that_turns_is_told_where_transformers_turns_all(kind: str, tmp_
     require_same_logits(drawn)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "bart", "t5", "distilbert"])
+def test_another_number_of_heads_under_the_other_name_is_refused(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="num_attention_heads is 1, which cannot be imported"):
+        Drawn(kind, 0, tmp_path, rewrite=lambda record: record.update(num_attention_heads=1))
+
+
 @pytest.mark.parametrize("kind", ["bart", "marian", "pegasus", "m2m_100"])
 @torch.inference_mode()
 def test_untied_sides_have_embeddings_of_their_own(kind: str, tmp_path: Path) -> None:
