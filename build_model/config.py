@@ -194,7 +194,7 @@ class ModelConfig(_JsonConfig):
     decoder_layers: _Layers
     d_ff: _Size
     dropout: Probability = 0.1
-    max_positions: _Size = 512
+    max_positions: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)] = 512
     norm_epsilon: _Rate = 1e-5
     architecture: Architecture = "encoder-decoder"
     norm: Literal["layer", "rms"] = "layer"

@@ -20,6 +20,7 @@ from transferry.build_model.huggingface.tables import (
     heads_of_three,
     layer_types,
     parts,
+    same_heads,
     without_first,
 )
 
@@ -27,6 +28,7 @@ from transferry.build_model.huggingface.tables import (
 def _gpt2_shape(config: Settings, names: set[str]) -> ModelConfig:
     """GPT-2 (Radford et al. 2019)."""
     config.only("add_cross_attention", False)
+    same_heads(config, "n_head")
     d_model = config.whole("n_embd")
     return ModelConfig(
         vocabulary_size=config.whole("vocab_size"),
@@ -110,13 +112,19 @@ def _attention_biases(config: Settings) -> dict[str, bool]:
 
 
 def _windows(
-    config: Settings, fields: dict[str, Any], default: int, sliding: list[bool] | None = None
+    config: Settings,
+    fields: dict[str, Any],
+    default: int,
+    sliding: list[bool] | None = None,
+    *,
+    always: bool = False,
 ) -> tuple[int, ...]:
-    """Returns the window of each layer."""
+    """Returns the window of each layer; `always` if layers with one differ in more than that."""
     window = config.whole("sliding_window", config.unless_null("sliding_window", default))
     slides = [True] * fields["decoder_layers"] if sliding is None else sliding
     # A text may lie within the window of all layers alike, of which nothing is seen then.
-    if not any(slides) or not window or (all(slides) and window >= fields["max_positions"]):
+    unseen = all(slides) and window >= fields["max_positions"] and not always
+    if not any(slides) or not window or unseen:
         return ()
     return tuple(window if each else 0 for each in slides)
 
@@ -163,7 +171,10 @@ def _phi3_shape(config: Settings, names: set[str]) -> ModelConfig:
     config.only("head_dim", None)
     # Both are older names of the same.
     renamed = {"su": "longrope", "yarn": "longrope"}
-    fields = _rotary_fields(config, _llama_fields(config, 4096), renamed=renamed)
+    for name, value in (("rms_norm_eps", 1e-5), ("original_max_position_embeddings", 4096)):
+        config.values.setdefault(name, value)
+    fields = _llama_fields(config, 4096)
+    fields = _rotary_fields(config, fields, share_key="partial_rotary_factor", renamed=renamed)
     config.get("original_max_position_embeddings")
     return ModelConfig(**fields, windows=_windows(config, fields, 0))
 
@@ -212,7 +223,7 @@ def _gemma_fields(config: Settings, longest: int, every: int) -> dict[str, Any]:
         norm_offset=True,
         scale_embedding=True,
         attention_divisor=config.number("query_pre_attn_scalar", 256) ** 0.5,
-        windows=_windows(config, fields, 4096, sliding),
+        windows=_windows(config, fields, 4096, sliding, always=True),
     )
 
 
@@ -236,11 +247,13 @@ def _gemma3_shape(config: Settings, names: set[str]) -> ModelConfig:
     fields = _gemma_fields(config, 131072, max(1, every))
     d_head, longest = fields["head_width"], fields["max_positions"]
     d_head = d_head or fields["d_model"] // fields["heads"]
-    base = config.number("rope_local_base_freq", 10000.0)
     parameters = config.get("rope_parameters")
     nested = isinstance(parameters, dict) and isinstance(parameters.get(SLIDING), dict)
     own = config if nested else Settings(config.path, {})
-    local = read_rotary(own, d_head, longest, kind=SLIDING, base=base)
+    base = config.number("rope_local_base_freq", 10000.0)
+    local = read_rotary(
+        own, d_head, longest, kind=SLIDING, base=base, base_key="rope_local_base_freq"
+    )
     if local.scale != 1.0:
         config.refuse("rope_parameters", config.get("rope_parameters"), "no yarn in sliding layers")
     fields = _rotary_fields(config, fields, base=1_000_000.0)
@@ -307,7 +320,9 @@ def _gpt_neox_shape(config: Settings, names: set[str]) -> ModelConfig:
     """GPT-NeoX (Black et al. 2022), so Pythia."""
     d_model, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     longest, d_head = config.whole("max_position_embeddings", 2048), d_model // max(1, heads)
-    base, share = config.number("rotary_emb_base", 10000.0), config.number("rotary_pct", 0.25)
+    rotary = read_rotary(
+        config, d_head, longest, base_key="rotary_emb_base", share=0.25, share_key="rotary_pct"
+    )
     return ModelConfig(
         vocabulary_size=config.whole("vocab_size"),
         d_model=d_model,
@@ -325,7 +340,7 @@ def _gpt_neox_shape(config: Settings, names: set[str]) -> ModelConfig:
         parallel=config.flag("use_parallel_residual", True),
         query_key_value_bias=config.flag("attention_bias", True),
         attention_output_bias=config.flag("attention_bias", True),
-        **read_rotary(config, d_head, longest, base=base, share=share).fields(),
+        **rotary.fields(),
     )
 
 
@@ -404,7 +419,12 @@ OPT: Table = {
 
 FAMILIES = {
     "gpt2": Family("GPT-2, DistilGPT-2", _gpt2_shape, GPT2, ("transformer.",)),
-    "llama": Family("Llama 1 to 3.3, SmolLM 2, TinyLlama", _llama_shape, LLAMA, ("model.",)),
+    "llama": Family(
+        "Llama 1 to 3.3, SmolLM 2, TinyLlama",
+        _llama_shape,
+        LLAMA,
+        ("model.",),
+    ),
     "mistral": Family("Mistral 7B", _mistral_shape, LLAMA, ("model.",)),
     "qwen2": Family("Qwen 2, 2.5", _qwen2_shape, LLAMA, ("model.",)),
     "qwen3": Family("Qwen 3, dense", _qwen3_shape, LLAMA, ("model.",)),
@@ -414,5 +434,11 @@ FAMILIES = {
     "olmo2": Family("OLMo 2", _olmo2_shape, OLMO2, ("model.",)),
     "smollm3": Family("SmolLM 3", _smollm3_shape, LLAMA, ("model.",)),
     "gpt_neox": Family("GPT-NeoX, Pythia", _gpt_neox_shape, GPT_NEOX, ("gpt_neox.",)),
-    "opt": Family("OPT", _opt_shape, OPT, ("model.decoder.", "decoder."), _opt_norms),
+    "opt": Family(
+        "OPT",
+        _opt_shape,
+        OPT,
+        ("model.decoder.", "decoder."),
+        _opt_norms,
+    ),
 }

@@ -19,16 +19,22 @@ from transferry.build_model.huggingface.tables import (
     NoPlace,
     Table,
     flat,
+    same_heads,
     without_first,
 )
 
 
-def _shared_fields(config: Settings, activation: str) -> dict[str, Any]:
+def _shared_fields(config: Settings, names: set[str], activation: str) -> dict[str, Any]:
     """Returns what all but T5 say alike."""
+    same_heads(config, "encoder_attention_heads")
     heads, d_ff = (config.whole(f"decoder_{name}") for name in ("attention_heads", "ffn_dim"))
     own = config.whole("encoder_attention_heads"), config.whole("encoder_ffn_dim")
+    size, tied = config.whole("vocab_size"), config.flag("tie_word_embeddings", True)
+    # An untied model of transformers 5 has an embedding of each side.
+    apart = not tied and any(name.endswith("encoder.embed_tokens.weight") for name in names)
     return dict(
-        vocabulary_size=config.whole("vocab_size"),
+        vocabulary_size=size,
+        source_vocabulary_size=size if apart else 0,
         d_model=config.whole("d_model"),
         heads=heads,
         encoder_heads=0 if own[0] == heads else own[0],
@@ -39,7 +45,7 @@ def _shared_fields(config: Settings, activation: str) -> dict[str, Any]:
         max_positions=config.whole("max_position_embeddings", 1024),
         positions="learned",
         activation=config.choice("activation_function", ACTIVATIONS, activation),
-        tied=config.flag("tie_word_embeddings", True),
+        tied=tied,
     )
 
 
@@ -49,7 +55,7 @@ def _marian_shape(config: Settings, names: set[str]) -> ModelConfig:
     for name in ("normalize_before", "normalize_embedding", "add_final_layer_norm"):
         config.only(name, False)
     config.only("static_position_embeddings", True)
-    fields = _shared_fields(config, "gelu")
+    fields = _shared_fields(config, names, "gelu")
     source = fields["vocabulary_size"]
     target = config.whole("decoder_vocab_size", source)
     shared = config.flag("share_encoder_decoder_embeddings", True)
@@ -59,8 +65,9 @@ def _marian_shape(config: Settings, names: set[str]) -> ModelConfig:
     # numbers whatever the model computes in. A table holds exactly these numbers, our formula would
     # give others.
     return ModelConfig(
-        **fields | {"vocabulary_size": target},
-        source_vocabulary_size=0 if shared else source,
+        **fields
+        | {"vocabulary_size": target}
+        | ({} if shared else {"source_vocabulary_size": source}),
         scale_embedding=config.flag("scale_embedding", False),
         output_bias=True,
     )
@@ -117,7 +124,10 @@ def _pegasus_shape(config: Settings, names: set[str]) -> ModelConfig:
         config.only(name, True)
     config.only("normalize_embedding", False)
     scaled = config.flag("scale_embedding", False)
-    fields = _shared_fields(config, "gelu") | {"norm_order": "pre", "scale_embedding": scaled}
+    fields = _shared_fields(config, names, "gelu") | {
+        "norm_order": "pre",
+        "scale_embedding": scaled,
+    }
     return ModelConfig(**fields, output_bias=True)
 
 
@@ -130,21 +140,21 @@ PEGASUS: Table = {
 
 def _bart_shape(config: Settings, names: set[str]) -> ModelConfig:
     """BART (Lewis et al. 2020)."""
-    return ModelConfig(**_bart_fields(config, pre=False))
+    return ModelConfig(**_bart_fields(config, names, pre=False))
 
 
 def _mbart_shape(config: Settings, names: set[str]) -> ModelConfig:
     """MBART (Liu et al. 2020): BART with norms before the sublayers."""
-    return ModelConfig(**_bart_fields(config, pre=True))
+    return ModelConfig(**_bart_fields(config, names, pre=True))
 
 
-def _bart_fields(config: Settings, *, pre: bool) -> dict[str, Any]:
+def _bart_fields(config: Settings, names: set[str], *, pre: bool) -> dict[str, Any]:
     # Older files say what BartModel and MBartModel do anyway.
     for name in ("normalize_before", "add_final_layer_norm"):
         config.only(name, pre)
     config.only("normalize_embedding", True)
     config.only("static_position_embeddings", False)
-    return _shared_fields(config, "gelu") | dict(
+    return _shared_fields(config, names, "gelu") | dict(
         norm_order="pre" if pre else "post",
         scale_embedding=config.flag("scale_embedding", False),
         embedding_norm=True,
@@ -173,7 +183,10 @@ def _m2m_shape(config: Settings, names: set[str]) -> ModelConfig:
     # Positions begin after that of padding, which is 1 in fairseq's vocabularies.
     config.only("pad_token_id", 1)
     scaled = config.flag("scale_embedding", True)
-    fields = _shared_fields(config, "relu") | {"norm_order": "pre", "scale_embedding": scaled}
+    fields = _shared_fields(config, names, "relu") | {
+        "norm_order": "pre",
+        "scale_embedding": scaled,
+    }
     return ModelConfig(**fields)
 
 
@@ -201,6 +214,7 @@ def _t5_shape(config: Settings, names: set[str]) -> ModelConfig:
     activations = ACTIVATIONS | {f"gated-{name}": unit for name, unit in GATES.items()}
     # The first of these means the tanh form, whatever it says.
     activations["gated-gelu"] = "geglu-tanh"
+    same_heads(config, "num_heads")
     multilingual = config.get("model_type") == "mt5"
     default = "gated-gelu" if multilingual else "relu"
     d_model, heads = config.whole("d_model"), config.whole("num_heads")
@@ -287,11 +301,41 @@ def _marian_computes(config: ModelConfig) -> dict[str, Tensor]:
 
 
 FAMILIES = {
-    "marian": Family("opus-mt", _marian_shape, MARIAN, ("model.",), _marian_computes),
-    "pegasus": Family("PEGASUS", _pegasus_shape, PEGASUS, ("model.",), _marian_computes),
-    "bart": Family("BART", _bart_shape, BART, ("model.",), _no_bias),
-    "mbart": Family("mBART, mBART-50", _mbart_shape, MBART, ("model.",), _no_bias),
-    "m2m_100": Family("M2M-100, NLLB-200", _m2m_shape, M2M, ("model.",), m2m_positions),
+    "marian": Family(
+        "opus-mt",
+        _marian_shape,
+        MARIAN,
+        ("model.",),
+        _marian_computes,
+    ),
+    "pegasus": Family(
+        "PEGASUS",
+        _pegasus_shape,
+        PEGASUS,
+        ("model.",),
+        _marian_computes,
+    ),
+    "bart": Family(
+        "BART",
+        _bart_shape,
+        BART,
+        ("model.",),
+        _no_bias,
+    ),
+    "mbart": Family(
+        "mBART, mBART-50",
+        _mbart_shape,
+        MBART,
+        ("model.",),
+        _no_bias,
+    ),
+    "m2m_100": Family(
+        "M2M-100, NLLB-200",
+        _m2m_shape,
+        M2M,
+        ("model.",),
+        m2m_positions,
+    ),
     "t5": Family("T5, T5 1.1, Flan-T5", _t5_shape, T5, ()),
     "mt5": Family("mT5", _t5_shape, T5, ()),
 }

@@ -19,6 +19,7 @@ from transferry.build_model.huggingface.tables import (
     first_row_into,
     layer_types,
     parts,
+    same_heads,
     without_first,
 )
 from transferry.runtime.settings import HeadSettings
@@ -155,6 +156,7 @@ MPNET: Table = {
 def _distilbert_shape(config: Settings, names: set[str]) -> ModelConfig:
     """DistilBERT (Sanh et al. 2019)."""
     head = "vocab_transform.weight" in names
+    same_heads(config, "n_heads")
     return ModelConfig(
         vocabulary_size=config.whole("vocab_size"),
         d_model=config.whole("dim", 768),
@@ -230,10 +232,8 @@ def _modernbert_shape(config: Settings, names: set[str]) -> ModelConfig:
     every = max(1, config.whole("global_attn_every_n_layers", 3))
     sliding = layer_types(config, layers, [each % every != 0 for each in range(layers)])
     window, d_head = config.whole("local_attention", 128) // 2 + 1, d_model // max(1, heads)
-    near = read_rotary(
-        config, d_head, longest, kind=SLIDING, base=config.number("local_rope_theta", 10000.0)
-    )
-    far = read_rotary(config, d_head, longest, base=config.number("global_rope_theta", 160000.0))
+    near = read_rotary(config, d_head, longest, kind=SLIDING, base_key="local_rope_theta")
+    far = read_rotary(config, d_head, longest, base=160000.0, base_key="global_rope_theta")
     if near.scale != 1.0:
         config.refuse("rope_parameters", config.get("rope_parameters"), "no yarn in sliding layers")
     biases: dict[str, Any] = {
@@ -315,8 +315,10 @@ def _labels(config: Settings) -> tuple[str, ...]:
     """Names of the scores; transformers names those without names LABEL_0, LABEL_1, ..."""
     named = config.get("id2label")
     config.get("label2id")
-    if named is None:
-        return tuple(f"LABEL_{number}" for number in range(config.whole("num_labels", 2)))
+    count = config.whole("num_labels", len(named) if isinstance(named, dict) else 2)
+    # transformers makes names anew where there are more or fewer than scores.
+    if named is None or (isinstance(named, dict) and len(named) != count):
+        return tuple(f"LABEL_{number}" for number in range(count))
     texts = named.values() if isinstance(named, dict) else ()
     ids = {str(number) for number in range(len(texts))}
     if not texts or set(named) != ids or not all(isinstance(each, str) for each in texts):

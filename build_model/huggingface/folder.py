@@ -36,6 +36,7 @@ class Settings:
         self.path = path
         self.values = dict(values)
         self._asked: set[str] = set()
+        self._left: dict[str, Any] = {}
 
     @classmethod
     def read(cls, path: Path, *, required: bool = True) -> Settings:
@@ -48,12 +49,17 @@ class Settings:
         return cls(path, {} if absent else read_document(path, dict[str, Any], REMEDY))
 
     def unread(self) -> dict[str, Any]:
-        """Returns the settings that nobody asked for, without those that are null."""
-        return {
+        """Returns the settings without effect: not asked for, or left; without null."""
+        unasked = {
             name: value
             for name, value in self.values.items()
             if value is not None and name not in self._asked
         }
+        return unasked | self._left
+
+    def leave(self, name: str, value: Any) -> None:
+        """Lists a value among the settings without effect, though it was asked for."""
+        self._left[name] = value
 
     def get(self, name: str, default: Any = None) -> Any:
         """Returns a setting unchecked."""
@@ -186,6 +192,8 @@ class Checkpoint:
         """
         for settings in (self.generation, self.config):
             value = settings.get(name, [])
+            if name == "pad_token_id" and value == -1:
+                continue  # none, in the first files of Llama
             found = value if isinstance(value, list) else [value]
             for token in found:
                 if type(token) is not int or token < 0:

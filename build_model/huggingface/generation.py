@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from transferry.build_model.config import ModelConfig
-from transferry.build_model.huggingface.folder import Checkpoint, Settings
+from transferry.build_model.huggingface.folder import CONFIG, Checkpoint, Settings
 
 # transformers' own defaults where they differ from ours (_get_default_generation_params).
 NEW_TOKENS, TOP_K = 20, 50
+# Limit of max_length of GenerationOptions, which build_model does not know itself.
+LONGEST = 1_000_000
 # Fields of sampling, with the values that change nothing.
 OF_SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 # Values of fields that need not be said; build_model does not know GenerationOptions itself.
@@ -136,12 +138,19 @@ class _Reader:
             else settings.flag("early_stopping", False)
         }
         fields |= self._lengths() | self._search() | self._rules() | self._tokens()
+        for least, most in (("min_length", "max_length"), ("min_total_length", "max_total_length")):
+            if fields.get(least, 0) > fields.get(most, fields["max_length"]):
+                # Such answers have the maximal length.
+                fields[least] = fields.get(most, fields["max_length"])
+                new = settings.get("min_new_tokens")
+                name = "min_length" if new is None else "min_new_tokens"
+                self._leave(name, settings.get(name), "limited to max_length")
         for name, nothing in UNSUPPORTED.items():
             if (value := settings.get(name)) not in (None, nothing):
                 self._leave(name, value, "not supported: the answers may differ from generate's")
         for name in (*TOKENS, *SAME_TOKENS):
             settings.get(name)
-        if settings.path.name != "config.json":
+        if settings.path.name != CONFIG:
             for name, value in settings.unread().items():
                 self._leave(name, value, "unknown")
         return {
@@ -186,7 +195,7 @@ class _Reader:
         if new > self.shape.max_positions:
             reason = f"limited to the {self.shape.max_positions} positions of the model"
             self._leave("max_length" if longest == new else "max_new_tokens", new, reason)
-        fields["max_length"] = min(new, self.shape.max_positions)
+        fields["max_length"] = min(new, self.shape.max_positions, LONGEST)
         least, new = self._whole("min_length"), self._whole("min_new_tokens")
         if new is not None:
             fields["min_length"] = new
@@ -201,12 +210,22 @@ class _Reader:
         """Beams or samples."""
         settings, number = self.settings, self._number
         sample, beam = settings.flag("do_sample", False), self._count("num_beams") or 1
+        several = self._count("num_return_sequences") or 1
+        if not sample and several > beam:
+            self._leave("num_return_sequences", several, f"limited to num_beams, {beam}")
+            several = beam
         fields: Fields = {
             "sample": sample,
             "beam": 1 if sample else beam,
-            "n_best": self._count("num_return_sequences") or 1,
+            "n_best": several,
             "length_penalty": number("length_penalty", 1.0, 0.0, 10.0),
         }
+        if not sample:
+            for name, off in OF_SAMPLING.items():
+                value = settings.get(name)
+                if value is not None and value not in (off, {"top_k": TOP_K}.get(name)):
+                    self._leave(name, value, "no effect without do_sample")
+            return fields
         chosen: Fields = {
             "temperature": number("temperature", 1.0, 1e-6, 1e6),
             "top_k": settings.whole("top_k", TOP_K),
@@ -214,17 +233,9 @@ class _Reader:
             "min_p": number("min_p", 0.0, 0.0, 1.0),
             "typical_p": number("typical_p", 1.0, 1e-9, 1.0),
         }
-        if sample:
-            if beam > 1:
-                self._leave("num_beams", beam, "beams are not sampled; do_sample is kept")
-            return fields | chosen
-        for name, off in OF_SAMPLING.items():
-            if settings.get(name) is not None and chosen[name] not in (
-                off,
-                {"top_k": TOP_K}.get(name),
-            ):
-                self._leave(name, settings.get(name), "no effect without do_sample")
-        return fields
+        if beam > 1:
+            self._leave("num_beams", beam, "beams are not sampled; do_sample is kept")
+        return fields | chosen
 
     def _rules(self) -> Fields:
         """Rules that rate or forbid tokens."""
@@ -257,7 +268,12 @@ class _Reader:
             "suppress_begin": self._ids("begin_suppress_tokens"),
             "forced_end": self._ids("forced_eos_token_id"),
         }
-        if begin := self._ids("forced_bos_token_id"):
+        begin = self._ids("forced_bos_token_id")
+        # As of a GenerationConfig that transformers makes of config.json.
+        old = self.settings.path.name == CONFIG or self.settings.get("_from_model_config")
+        if self.settings.flag("force_bos_token_to_be_generated", False) and old:
+            begin = self._ids("bos_token_id")
+        if begin:
             if self.has_encoder and len(begin) == 1:
                 fields["forced_begin"] = begin[0]
             else:

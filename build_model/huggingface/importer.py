@@ -13,8 +13,8 @@ from transferry.build_model import run_folder
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.formats.lora import Adapter
 from transferry.build_model.formats.writer import tensor_writer
-from transferry.build_model.huggingface.families import FAMILIES
-from transferry.build_model.huggingface.folder import CONFIG, Checkpoint, require_plain
+from transferry.build_model.huggingface import decoder_only, encoder_decoder, encoder_only
+from transferry.build_model.huggingface.folder import CONFIG, GENERATION, Checkpoint, require_plain
 from transferry.build_model.huggingface.generation import generation_defaults
 from transferry.build_model.huggingface.tables import Family
 from transferry.build_model.huggingface.vocabularies import TOKENIZERS
@@ -31,6 +31,11 @@ from transferry.runtime.folders import replace_folder, staged_folder
 from transferry.runtime.settings import MOST, HeadSettings
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
+FAMILIES: Mapping[str, Family] = {
+    **encoder_decoder.FAMILIES,
+    **decoder_only.FAMILIES,
+    **encoder_only.FAMILIES,
+}
 MOST_SHOWN = 40  # characters of a setting in the summary
 
 # Readers of what is no folder of transformers, by a file that tells.
@@ -154,6 +159,7 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
     require_plain(config)
     family, files = FAMILIES[kind], [config, checkpoint.tokenizer]
     head: HeadSettings | None = None
+    notes: list[str] = []
     try:
         shape = family.shape(config, checkpoint.names())
         if sentence is not None and sentence.settings.task == "embed":
@@ -173,7 +179,16 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
     generation: dict[str, Any] = {}
     ignored: dict[str, Any] = {}
     if shape.decoder_layers:
-        ends = checkpoint.tokens("eos_token_id")
+        if not (ends := checkpoint.tokens("eos_token_id")):
+            ends = [tokenizer.special.eos_id]
+            notes.append(
+                f"no eos_token_id in {CONFIG}: outputs end with {ends[0]}, the tokenizer's"
+            )
+        elif (
+            checkpoint.generation.path.exists()
+            and checkpoint.generation.get("eos_token_id") is None
+        ):
+            notes.append(f"no eos_token_id in {GENERATION}: outputs end with that of {CONFIG}")
         if max(ends) >= shape.vocabulary_size:
             raise InputError(
                 f"{checkpoint.generation.path}: eos_token_id must be ids below "
@@ -187,7 +202,7 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
     if adapter is not None:
         tensors = adapted(family, shape, tensors, adapter)
     weights = convert_weights(family, shape, tensors, str(folder))
-    notes = [] if adapter is None else [adapter.describe()]
+    notes += [] if adapter is None else [adapter.describe()]
     notes += [f"tokenizer: {note}" for note in checkpoint.notes]
     unused = {
         _relative(settings.path, folder): values

@@ -54,10 +54,12 @@ def read_rotary(
     *,
     kind: str = FULL,
     base: float = 10000.0,
+    base_key: str = "rope_theta",
     share: float = 1.0,
+    share_key: str | None = None,
     renamed: Mapping[str, str] | None = None,
 ) -> Rotary:
-    """Reads rope_scaling, rope_parameters (since transformers 5) and rope_theta.
+    """Reads rope_scaling, rope_parameters (since transformers 5) and what older files say outside.
 
     Args:
         config: config.json.
@@ -65,7 +67,9 @@ def read_rotary(
         longest: max_position_embeddings.
         kind: The layers, where each kind of them has settings of its own.
         base: Base where the file names none.
+        base_key: Its name outside.
         share: Share of the features that turn, where the file names none.
+        share_key: Its name outside; without one, the model type turns all features.
         renamed: Kinds of scaling that mean another one in this model type.
 
     Raises:
@@ -73,6 +77,12 @@ def read_rotary(
     """
     found = _section(config, kind)
     try:
+        base = found.number("rope_theta", config.number(base_key, base))
+        if share_key is not None:
+            share = found.number("partial_rotary_factor", config.number(share_key, share))
+        elif (part := found.number("partial_rotary_factor", share)) != share:
+            # transformers turns all features of such a type, or fails where they are scaled.
+            config.leave("partial_rotary_factor", part)
         return _rotary(config, found, d_head, longest, base, share, renamed or {})
     except (ArithmeticError, ValueError) as error:
         raise InputError(
@@ -90,8 +100,6 @@ def _rotary(
     share: float,
     renamed: Mapping[str, str],
 ) -> Rotary:
-    base = found.number("rope_theta", config.number("rope_theta", base))
-    share = found.number("partial_rotary_factor", config.number("partial_rotary_factor", share))
     older = found.get("type", "default")
     scaling = found.get("rope_type", older)
     if not isinstance(scaling, str):
@@ -103,8 +111,9 @@ def _rotary(
     rates, scale = [1.0 / base ** (even / width) for even in range(0, width, 2)], 1.0
     if scaling not in SCALINGS and scaling not in ("default", DYNAMIC, LONGROPE):
         found.refuse("rope_type", scaling, f"default, {DYNAMIC}, {LONGROPE}, {', '.join(SCALINGS)}")
+    found.get("finetuned")  # of YaRN's own files, and without effect here
     if scaling == DYNAMIC:
-        found.get("factor")
+        config.leave("rope_scaling.factor", found.get("factor"))
     original = longest
     if scaling not in ("default", DYNAMIC, "linear"):
         # Phi 3 says it outside, and that counts.
@@ -115,7 +124,10 @@ def _rotary(
         found.get("original_max_position_embeddings")
     if scaling == LONGROPE:
         rates, scale = _longrope(rates, found, original, longest)
-        longest = min(longest, original)
+        if original < longest:
+            kept = f"{longest:,}, of which {original:,} are kept"
+            config.leave("max_position_embeddings", kept)
+            longest = original
     elif scaling in SCALINGS:
         rates, scale = SCALINGS[scaling](rates, found, _Context(base, width, original, longest))
     for name, value in found.unread().items():

@@ -125,6 +125,8 @@ def flat(ours: str) -> Move:
 
 
 BUFFER = NoPlace()
+# The embedding of both sides, which nobody uses where each has its own.
+SHARED = "shared.weight"
 
 ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
@@ -133,6 +135,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu-tanh",
     "gelu_fast": "gelu-tanh",
     "gelu_pytorch_tanh": "gelu-tanh",
+    "gelu_python_tanh": "gelu-tanh",
+    "gelu_accurate": "gelu-tanh",
     "quick_gelu": "gelu-quick",
     "silu": "swish",
     "swish": "swish",
@@ -141,6 +145,12 @@ ACTIVATIONS: dict[str, Activation] = {
 GATES: dict[str, Activation] = {
     name: unit for unit, gate in GATED.items() for name, ours in ACTIVATIONS.items() if ours == gate
 }
+
+
+def same_heads(config: Settings, name: str) -> None:
+    """Refuses another number of heads under the name that counts where there are both."""
+    if name in config.values:
+        config.only("num_attention_heads", config.whole(name))
 
 
 def layer_types(config: Settings, layers: int, default: list[bool]) -> list[bool]:

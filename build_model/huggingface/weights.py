@@ -18,7 +18,7 @@ from transferry.build_model.checkpoint import STORED, is_finite
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.formats.lora import AdaptedTensors, Adapter
 from transferry.build_model.formats.tensors import FLOATING, Tensors, meta
-from transferry.build_model.huggingface.tables import Family, Move, NoPlace, Table
+from transferry.build_model.huggingface.tables import SHARED, Family, Move, NoPlace, Table
 from transferry.build_model.transformer import Transformer
 from transferry.runtime.errors import InputError
 
@@ -134,7 +134,11 @@ def convert_weights(
     expected = _shapes(config)
     converted = Converted(tensors, config)
     for name, tensor in tensors.shapes.items():
-        move, layer = _place(family.table, _without(family.prefixes, name))
+        plain = _without(family.prefixes, name)
+        if plain == SHARED and config.source_vocabulary_size:
+            converted.leave_out("embedding that neither side uses", tensor)
+            continue
+        move, layer = _place(family.table, plain)
         if move is None:
             raise InputError(
                 f"{origin}: the tensor {name} is unknown; it belongs to another model than that of "

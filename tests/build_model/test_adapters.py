@@ -16,8 +16,8 @@ from torch import Tensor
 from tests.commands import done
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.formats.lora import Adapter
-from transferry.build_model.huggingface.families import FAMILIES
 from transferry.build_model.huggingface.folder import Checkpoint
+from transferry.build_model.huggingface.importer import FAMILIES
 from transferry.build_model.huggingface.weights import Converted, adapted, convert_weights
 from transferry.runtime.errors import InputError
 

@@ -221,8 +221,50 @@ def test_settings_that_lose_are_told(folder: Folder) -> None:
 def test_a_value_of_another_type_or_range_is_refused_by_name(
     name: str, value: Any, folder: Folder
 ) -> None:
+    sampled = {"do_sample": True} if name in generation.OF_SAMPLING else {}
     with pytest.raises(InputError, match=rf"generation_config\.json: {name} (is|must be) "):
-        generation_defaults(folder(**{name: value}), SHAPES["encoder-decoder"])
+        generation_defaults(folder(**sampled, **{name: value}), SHAPES["encoder-decoder"])
+
+
+def test_what_greedy_search_does_not_read_may_have_any_value(folder: Folder) -> None:
+    """As `"temperature": 0.0` of published folders, which transformers only warns of."""
+    made = folder(temperature=0.0, top_p=0.0, top_k=-1)
+    fields, left_out = generation_defaults(made, SHAPES["decoder-only"])
+    assert not fields.keys() & generation.OF_SAMPLING.keys()
+    assert left_out == {
+        name: f"{value} (no effect without do_sample)"
+        for name, value in {"temperature": 0.0, "top_p": 0.0, "top_k": -1}.items()
+    }
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_settings_that_contradict_each_other_make_options(kind: str, folder: Folder) -> None:
+    made = folder(min_length=30, max_length=20, num_return_sequences=3, num_beams=2)
+    fields, left_out = generation_defaults(made, SHAPES[kind])
+    options = GenerationOptions(**fields)
+    assert (options.n_best, options.beam) == (2, 2)
+    assert left_out == {
+        "min_length": "30 (limited to max_length)",
+        "num_return_sequences": "3 (limited to num_beams, 2)",
+    }
+    fields, left_out = generation_defaults(folder(min_new_tokens=30), SHAPES[kind])
+    assert GenerationOptions(**fields).min_length == 20
+    assert left_out == {"min_new_tokens": "30 (limited to max_length)"}
+
+
+@pytest.mark.parametrize("place", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("of_model", [True, False])
+def test_the_first_files_of_bart_force_their_begin_token(
+    of_model: bool, place: str, folder: Folder
+) -> None:
+    settings = {"force_bos_token_to_be_generated": True, "_from_model_config": of_model}
+    in_config = place == "config.json"
+    made = folder(settings) if in_config else folder(**settings)
+    theirs = transformers.GenerationConfig.from_pretrained(
+        made.folder, place, **({"_from_model_config": True} if in_config else {})
+    )
+    fields, _ = generation_defaults(made, SHAPES["encoder-decoder"])
+    assert fields.get("forced_begin") == theirs.forced_bos_token_id
 
 
 def test_numpy_is_not_needed_to_say_the_fields(folder: Folder) -> None:

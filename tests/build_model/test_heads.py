@@ -28,6 +28,7 @@ from tests.build_model.test_model_types import (
 from tests.commands import call, done
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.huggingface.encoder_only import FAMILIES
+from transferry.build_model.huggingface.folder import Settings
 from transferry.build_model.huggingface.importer import import_checkpoint
 from transferry.export.bundle import export_bundle
 from transferry.export.claims.claims import manifest_claims, recorded_claim
@@ -50,6 +51,20 @@ TEXTS = ["the cat sat", "Straße über Häuser, the mat", "a", "on the mat " * 6
 EXPORTED = ("bert", "mpnet")  # through bundle and engine too; exporting takes seconds
 ALL_POOLINGS = ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 LENGTH = 12  # max_seq_length
+
+
+@pytest.mark.parametrize("names", [None, {"0": "a", "1": "b"}, {"1": "b", "0": "a", "2": "c"}])
+@pytest.mark.parametrize("count", [None, 2, 3])
+def test_labels_have_the_names_of_transformers(
+    names: dict[str, str] | None, count: int | None
+) -> None:
+    given: dict[str, Any] = {"id2label": names, "num_labels": count}
+    given = {key: value for key, value in given.items() if value is not None}
+    theirs = transformers.BertConfig.from_dict(given).id2label
+    record = {"architectures": ["BertForSequenceClassification"], "hidden_size": 8, **given}
+    head = FAMILIES["bert"].classifier(Settings(Path("config.json"), record))
+    assert head is not None
+    assert head.settings.labels == tuple(theirs[number] for number in range(len(theirs)))
 
 
 def join_pairs(folder: Path, kind: str) -> None:

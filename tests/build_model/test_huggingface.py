@@ -24,9 +24,8 @@ from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.formats.tensors import HeldTensors
 from transferry.build_model.huggingface.encoder_decoder import marian_positions
-from transferry.build_model.huggingface.families import FAMILIES
 from transferry.build_model.huggingface.folder import Checkpoint, Settings
-from transferry.build_model.huggingface.importer import import_checkpoint, read_checkpoint
+from transferry.build_model.huggingface.importer import FAMILIES, import_checkpoint, read_checkpoint
 from transferry.build_model.huggingface.vocabularies import TOKENIZERS, ranks_of
 from transferry.build_model.huggingface.weights import convert_weights
 from transferry.build_model.transformer import Transformer
@@ -781,7 +780,7 @@ def test_a_setting_is_refused_by_name(kind: str, name: str, value: Any, copied: 
         ({"type": "yarn", "factor": 2.0, "beta_fast": "fast"}, "beta_fast"),
         ({"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 1.0}, "high_freq_factor"),
         ({"rope_type": "longrope", "short_factor": [1.0]}, "short_factor"),
-        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": "all"}, "partial_rotary_factor"),
         ({"rope_theta": 0.5}, "partial_rotary_factor"),
     ],
 )

@@ -6,6 +6,7 @@ Configurations are drawn: two of each type in `make test`, as many as wanted wit
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -18,9 +19,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
-from transferry.build_model.huggingface.families import FAMILIES
+from transferry.build_model.huggingface import encoder_decoder
 from transferry.build_model.huggingface.folder import Checkpoint
-from transferry.build_model.huggingface.importer import import_checkpoint
+from transferry.build_model.huggingface.importer import FAMILIES, import_checkpoint
 from transferry.build_model.huggingface.weights import convert_weights
 from transferry.build_model.transformer import Transformer
 from transferry.export.torch_model import TorchDecoder
@@ -341,6 +342,10 @@ TYPES: dict[str, tuple[str, Callable[[Draw], dict[str, Any]]]] = {
     "mpnet": ("MPNetForMaskedLM", masked),
     "modernbert": ("ModernBertForMaskedLM", modernbert),
 }
+ROTARY = (
+    *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo2", "smollm3"),
+    "gpt_neox",
+)
 # Types whose positions begin after that of padding.
 AFTER_PADDING = {"m2m_100", "roberta", "xlm-roberta", "mpnet"}
 
@@ -384,6 +389,7 @@ class Drawn:
         folder: Path,
         vocabulary: int = VOCABULARY,
         depth: int = 3,
+        rewrite: Callable[[dict[str, Any]], None] = lambda record: None,
         **changes: Any,
     ) -> None:
         name, settings = TYPES[kind]
@@ -403,6 +409,9 @@ class Drawn:
         made = getattr(transformers, name)(self.config).eval()
         randomise(made)
         made.save_pretrained(folder)
+        record = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        rewrite(record)
+        (folder / "config.json").write_text(json.dumps(record), encoding="utf-8")
         checkpoint = Checkpoint(folder)
         family = FAMILIES[kind]
         self.shape = family.shape(checkpoint.config, checkpoint.names())
@@ -477,6 +486,11 @@ def test_logits_and_tokens_are_theirs(kind: str, seed: int, tmp_path: Path) -> N
         assert [list(row[0].tokens) for row in answers] == expected
 
 
+# Types whose tokenizer.json may be of any kind, as of the class TokenizersBackend.
+AS_THEY_STAND = (
+    *("roberta", "xlm-roberta", "mpnet", "modernbert"),
+    *(kind for kind in encoder_decoder.FAMILIES if kind != "marian"),
+)
 # Keys that other parts of a folder must follow, or that cannot be saved.
 NOT_DRAWN = (
     *("vocab_size", "decoder_vocab_size", "pad_token_id", "max_position_embeddings"),
@@ -487,6 +501,18 @@ ILLEGAL = (
     *(ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError),
     StrictDataclassError,
 )
+
+
+def is_legal(name: str, config: Any, change: dict[str, Any]) -> bool:
+    """Whether transformers computes with a changed configuration."""
+    with contextlib.suppress(*ILLEGAL):
+        changed = type(config)(**config.to_dict() | change)
+        torch.manual_seed(0)
+        made = getattr(transformers, name)(changed).eval()
+        fed = {"decoder_input_ids": torch.tensor([[5, 6]])} if changed.is_encoder_decoder else {}
+        made(torch.tensor([[4, 5, 7]]), **fed)
+        return True
+    return False
 
 
 def other_values(key: str, value: Any) -> list[Any]:
@@ -516,12 +542,7 @@ def test_a_changed_key_is_carried_told_or_refused(kind: str, seed: int, tmp_path
     draw = Draw(f"changed {kind} {seed}")
     for key in draw.sample(sorted(settings), 6):
         change = {key: draw.choice(settings[key])}
-        with contextlib.suppress(*ILLEGAL):
-            config = type(drawn.config)(**drawn.config.to_dict() | change)
-            torch.manual_seed(0)
-            made = getattr(transformers, name)(config).eval()
-            fed = {"decoder_input_ids": torch.tensor([[5, 6]])} if config.is_encoder_decoder else {}
-            made(torch.tensor([[4, 5, 7]]), **fed)
+        if is_legal(name, drawn.config, change):
             break
     else:
         pytest.fail("no legal change was drawn")
@@ -533,6 +554,96 @@ def test_a_changed_key_is_carried_told_or_refused(kind: str, seed: int, tmp_path
         return
     if key not in changed.unread:
         require_same_logits(changed)
+
+
+# Whole numbers that are no sizes, so that their default fits a small model.
+NO_SIZES = (
+    *("original_max_position_embeddings", "sliding_window", "max_window_layers"),
+    *("query_pre_attn_scalar", "local_attention", "global_attn_every_n_layers"),
+    *("relative_attention_num_buckets", "relative_attention_max_distance"),
+    *("no_rope_layer_interval", "layer_types", "no_rope_layers", "rope_parameters"),
+)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", TYPES)
+@torch.inference_mode()
+def test_an_absent_key_has_their_default(kind: str, seed: int, tmp_path: Path) -> None:
+    """As in files of older versions, and of others."""
+    name, _ = TYPES[kind]
+    written = getattr(transformers, name).config_class().to_dict()
+    keys = [
+        key
+        for key, value in written.items()
+        if (type(value) in (bool, float, str) or key in NO_SIZES) and key not in NOT_DRAWN
+    ]
+    keys = sorted({*keys} - {"model_type", "transformers_version", "is_encoder_decoder"})
+    drawn = Drawn(kind, seed, tmp_path / "before")
+    for key in Draw(f"absent {kind} {seed}").sample(keys, 3):
+        change: dict[str, Any] = {key: None if isinstance(written[key], list) else written[key]}
+        if not is_legal(name, drawn.config, change):
+            continue
+        try:
+            changed = Drawn(kind, seed, tmp_path / key, rewrite=without(key), **change)
+        except InputError as error:
+            assert key in str(error) or "tensor" in str(error), key
+        else:
+            require_same_logits(changed)
+
+
+def without(key: str) -> Callable[[dict[str, Any]], None]:
+    def rewrite(record: dict[str, Any]) -> None:
+        record.pop(key, None)
+
+    return rewrite
+
+
+def in_older_words(record: dict[str, Any]) -> None:
+    """Writes rotary positions as versions before 5 did."""
+    found, neox = record.pop("rope_parameters"), record["model_type"] == "gpt_neox"
+    outer = {
+        "rope_theta": "rotary_emb_base" if neox else "rope_theta",
+        "partial_rotary_factor": "rotary_pct" if neox else "partial_rotary_factor",
+    }
+    record |= {name: found.pop(key) for key, name in outer.items() if key in found}
+    kind = found.pop("rope_type")
+    if kind != "default":
+        record["rope_scaling"] = {"type": kind, **found}
+    # Names of other types, which transformers does not read.
+    record |= {"rope_theta": 7.0, "partial_rotary_factor": 0.1} if neox else {"rotary_pct": 0.1}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", [kind for kind in ROTARY if not kind.startswith("gemma3")])
+@torch.inference_mode()
+def test_rotary_positions_may_stand_under_older_names(kind: str, seed: int, tmp_path: Path) -> None:
+    require_same_logits(Drawn(kind, seed, tmp_path, rewrite=in_older_words))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ROTARY if kind not in ("phi3", "gpt_neox")])
+@torch.inference_mode()
+def test_a_share_that_turns_is_told_where_transformers_turns_all(kind: str, tmp_path: Path) -> None:
+    own = {"rope_theta": 100.0, "rope_type": "default", "partial_rotary_factor": 0.5}
+    both = {"sliding_attention": own, "full_attention": own}
+    nested = kind.startswith("gemma3")
+    drawn = Drawn(kind, 0, tmp_path, rope_parameters=both if nested else own)
+    assert drawn.unread["partial_rotary_factor"] == 0.5
+    require_same_logits(drawn)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bart", "t5", "distilbert"])
+def test_another_number_of_heads_under_the_other_name_is_refused(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="num_attention_heads is 1, which cannot be imported"):
+        Drawn(kind, 0, tmp_path, rewrite=lambda record: record.update(num_attention_heads=1))
+
+
+@pytest.mark.parametrize("kind", ["bart", "marian", "pegasus", "m2m_100"])
+@torch.inference_mode()
+def test_untied_sides_have_embeddings_of_their_own(kind: str, tmp_path: Path) -> None:
+    own: dict[str, Any] = {"share_encoder_decoder_embeddings": True} if kind == "marian" else {}
+    drawn = Drawn(kind, 0, tmp_path, tie_word_embeddings=False, **own)
+    assert drawn.shape.source_vocabulary_size == VOCABULARY
+    require_same_logits(drawn)
 
 
 def byte_level_tokenizer(folder: Path, begin: str, end: str) -> Any:
@@ -569,7 +680,7 @@ def byte_level_tokenizer(folder: Path, begin: str, end: str) -> Any:
     "kind",
     [
         *("roberta", "xlm-roberta", "mpnet", "modernbert"),
-        *("bart", "mbart", "pegasus", "m2m_100", "t5", "mt5"),
+        *encoder_decoder.FAMILIES.keys() - {"marian"},
     ],
 )
 def test_tokenizers_of_encoders_are_theirs(kind: str, tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ from tests.fuzz.test_documents import (
     require_survived,
 )
 from transferry.build_model.config import ModelConfig
-from transferry.build_model.huggingface.families import FAMILIES
 from transferry.build_model.huggingface.folder import Checkpoint, Settings
 from transferry.build_model.huggingface.generation import (
     SAME_TOKENS,
@@ -50,6 +49,7 @@ from transferry.build_model.huggingface.generation import (
     TOKENS,
     generation_defaults,
 )
+from transferry.build_model.huggingface.importer import FAMILIES
 from transferry.build_model.toolkits.sentence_transformers import read_sentence_transformers
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.errors import TransferryError

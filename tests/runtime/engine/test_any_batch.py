@@ -13,9 +13,9 @@ import pytest
 from transferry.build_model.corpus import builtin_pairs
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.engine.tasks import score as scoring
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import RowError, RowResult
+from transferry.runtime.engine.tasks import score as scoring
 from transferry.runtime.engine.tasks.embed import embed
 from transferry.runtime.engine.tasks.fill_mask import fill_mask
 from transferry.runtime.engine.tasks.score import score
