@@ -3,7 +3,8 @@
 # make fuzz    the tests of tests/fuzz with EXAMPLES=2500 each: malformed files, options, signals
 # make demo    trains a tiny model on the built-in corpus, exports, verifies and runs it
 # make docs    writes the generated pages of docs/ and builds the site into build/site
-# make sessions  runs the console blocks of README.md and docs/ and writes what they print, 6 minutes
+# make sessions  runs the console blocks of README.md and docs/, writes what they print, and takes
+#              pictures of reports with Chromium; 6 minutes on a quiet machine
 # make clean   removes what the build, the checks and the demo left; .venv stays
 #
 # PYTHON names the interpreter for .venv, PIP_FLAGS goes to pip. On a Linux machine without a GPU,

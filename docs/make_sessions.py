@@ -1,7 +1,8 @@
 """Runs the console blocks of the pages and writes what they print: `make sessions`.
 
 A block of ```console has commands after "$ " and their output. All pages share one folder, in the
-order below: the tutorial makes the run and the bundle that the others use.
+order below: the tutorial makes the run and the bundle that the others use. Where Chromium is
+installed, the pictures of a report that passed and of one that failed are taken anew too.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "docs" / "tutorial.md", ROOT / "README.md", *sorted(ROOT.glob("docs/how-to/*.md"))]
 BLOCK = re.compile(r"^```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-CURVES = ROOT / "docs" / "images" / "tutorial-curves.png"
+IMAGES = ROOT / "docs" / "images"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SECONDS = 600  # a training of two minutes, on a busy machine
 
 
@@ -72,9 +75,49 @@ def recorded(text: str, answer: Callable[[str], list[str]]) -> str:
     return BLOCK.sub(block, text)
 
 
-if __name__ == "__main__":
+def plant_fault(bundle: Path, copy: Path) -> None:
+    """Copies a bundle with a weight of its last layer a quarter larger."""
+    from transferry.export.faults.bundle_copy import BundleCopy
+    from transferry.runtime.bundle import Bundle
+
+    honest = Bundle.load(bundle)
+    edited = BundleCopy(honest, honest.variant("portable"), copy)
+    edited.edit("decoder.1.feed_forward.inner.weight", lambda weight: weight * 1.25)
+    edited.seal()
+
+
+def take_picture(browser: str, page: Path, height: int, picture: Path) -> None:
+    """Takes a picture of the upper part of a page, 1,000 pixels wide."""
+    options = [
+        *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"),
+        *("--disable-background-networking", "--host-resolver-rules=MAP * 0.0.0.0"),
+        *(f"--user-data-dir={page.parent / '.browser'}", "--blink-settings=preferredColorScheme=1"),
+        *(f"--window-size=1000,{height}", f"--screenshot={picture}"),
+    ]
+    subprocess.run([browser, *options, page.as_uri()], check=True, capture_output=True, timeout=60)
+    from PIL import Image  # of matplotlib
+
+    Image.open(picture).convert("RGB").quantize(128).save(picture, optimize=True)
+
+
+def main() -> None:
+    """Records all pages and takes the pictures."""
     with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         for page in PAGES:
             text = page.read_text(encoding="utf-8")
-            page.write_text(recorded(text, lambda line: run(line, Path(name))), encoding="utf-8")
-        CURVES.write_bytes((Path(name) / "runs" / "demo" / "curves.png").read_bytes())
+            page.write_text(recorded(text, lambda line: run(line, folder)), encoding="utf-8")
+        shutil.copyfile(folder / "runs" / "demo" / "curves.png", IMAGES / "tutorial-curves.png")
+        browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+        if browser is None:
+            print("no Chromium: docs/images/report.png and report-failed.png stay as they are")
+            return
+        plant_fault(folder / "bundles" / "demo", folder / "bundles" / "planted")
+        verify = "transferry verify bundles/planted --variant portable --checkpoint runs/demo"
+        run(f"{verify} --text test100.en --report failed.html --quiet", folder)
+        take_picture(browser, folder / "parity.html", 1450, IMAGES / "report.png")
+        take_picture(browser, folder / "failed.html", 1000, IMAGES / "report-failed.png")
+
+
+if __name__ == "__main__":
+    main()
