@@ -414,6 +414,10 @@ class TrainConfig(_JsonConfig):
             CUDA and float32 on the CPU, where bfloat16 pays off only with AMX.
         label_smoothing: Probability mass spread evenly over the vocabulary (section 5.4 of the
             paper).
+        r_drop: Weight of the divergence between two readings of each batch with different dropout,
+            alpha of R-Drop (Wu et al. 2021); 0 turns it off.
+        bpe_dropout: Probability of leaving out a merge when training text is encoded, drawn anew
+            in each step (Provilkov et al. 2020); 0 turns it off.
         weight_decay: Weight decay of AdamW, on matrices only.
         clip_norm: Largest norm of a step's gradient.
         max_steps: Steps after which training ends; 0 means no limit, so max_minutes must be set.
@@ -435,6 +439,8 @@ class TrainConfig(_JsonConfig):
     schedule: Literal["inverse-sqrt", "linear"] = "inverse-sqrt"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     label_smoothing: Probability = 0.1
+    r_drop: _Cap = 0.0
+    bpe_dropout: Probability = 0.0
     weight_decay: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.01
     clip_norm: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0
     max_steps: Whole = 0
