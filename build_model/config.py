@@ -132,6 +132,9 @@ class ModelConfig(_JsonConfig):
         output_transform: Put a linear layer, the activation and a norm before the output
             projection, as in BERT.
         output_bias: Add a bias to the output projection, as in BERT and MarianMT.
+        decoder_cell: "attention" is the paper's; "ssru" puts the simpler simple recurrent unit (Kim
+            et al. 2019) in the place of the decoder's self-attention, which then needs no positions
+            and carries d_model numbers from token to token instead of a growing cache.
         head_width: Width of an attention head; 0 means d_model / heads.
         query_key_value_bias: Add a bias to the queries, keys and values; None means as `bias`.
         attention_output_bias: Likewise for what joins the heads.
@@ -209,6 +212,7 @@ class ModelConfig(_JsonConfig):
     embedding_norm: bool = False
     output_transform: bool = False
     output_bias: bool = False
+    decoder_cell: Literal["attention", "ssru"] = "attention"
     head_width: _SizeOrNone = 0
     query_key_value_bias: bool | None = None
     attention_output_bias: bool | None = None
@@ -284,6 +288,12 @@ class ModelConfig(_JsonConfig):
         expected = "false unless there is an embedding_width, and one stack"
         one = bool(self.embedding_width) and self.architecture != "encoder-decoder"
         require(one or not self.project_sum, "project_sum", expected, "true")
+        if self.recurrent:
+            expected = "attention unless two stacks share sinusoidal or learned positions"
+            fits = self.architecture == "encoder-decoder" and not self.parallel
+            fits &= self.positions in ("sinusoidal", "learned") and not self.relative_buckets
+            fits &= not self.separate_positions
+            require(fits, "decoder_cell", expected, "ssru")
         self._check_layers()
         self._check_head()
 
@@ -341,6 +351,11 @@ class ModelConfig(_JsonConfig):
             rotary = self.positions == "rotary"
             require(rotary or not given, name, "empty where positions are not rotary", given)
             require(given <= pairs, name, f"at most {pairs}, the pairs of a head", given)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether the decoder carries a state of fixed size instead of a growing cache."""
+        return self.decoder_cell == "ssru"
 
     @property
     def d_head(self) -> int:
