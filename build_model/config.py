@@ -132,6 +132,9 @@ class ModelConfig(_JsonConfig):
         output_transform: Put a linear layer, the activation and a norm before the output
             projection, as in BERT.
         output_bias: Add a bias to the output projection, as in BERT and MarianMT.
+        decoder_cell: "attention" is the paper's; "ssru" puts the simpler simple recurrent unit (Kim
+            et al. 2019) in the place of the decoder's self-attention, which then needs no positions
+            and carries d_model numbers from token to token instead of a growing cache.
         head_width: Width of an attention head; 0 means d_model / heads.
         query_key_value_bias: Add a bias to the queries, keys and values; None means as `bias`.
         attention_output_bias: Likewise for what joins the heads.
@@ -209,6 +212,7 @@ class ModelConfig(_JsonConfig):
     embedding_norm: bool = False
     output_transform: bool = False
     output_bias: bool = False
+    decoder_cell: Literal["attention", "ssru"] = "attention"
     head_width: _SizeOrNone = 0
     query_key_value_bias: bool | None = None
     attention_output_bias: bool | None = None
@@ -284,6 +288,12 @@ class ModelConfig(_JsonConfig):
         expected = "false unless there is an embedding_width, and one stack"
         one = bool(self.embedding_width) and self.architecture != "encoder-decoder"
         require(one or not self.project_sum, "project_sum", expected, "true")
+        if self.recurrent:
+            expected = "attention unless two stacks share sinusoidal or learned positions"
+            fits = self.architecture == "encoder-decoder" and not self.parallel
+            fits &= self.positions in ("sinusoidal", "learned") and not self.relative_buckets
+            fits &= not self.separate_positions
+            require(fits, "decoder_cell", expected, "ssru")
         self._check_layers()
         self._check_head()
 
@@ -341,6 +351,11 @@ class ModelConfig(_JsonConfig):
             rotary = self.positions == "rotary"
             require(rotary or not given, name, "empty where positions are not rotary", given)
             require(given <= pairs, name, f"at most {pairs}, the pairs of a head", given)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether the decoder carries a state of fixed size instead of a growing cache."""
+        return self.decoder_cell == "ssru"
 
     @property
     def d_head(self) -> int:
@@ -414,6 +429,10 @@ class TrainConfig(_JsonConfig):
             CUDA and float32 on the CPU, where bfloat16 pays off only with AMX.
         label_smoothing: Probability mass spread evenly over the vocabulary (section 5.4 of the
             paper).
+        r_drop: Weight of the divergence between two readings of each batch with different dropout,
+            alpha of R-Drop (Wu et al. 2021); 0 turns it off.
+        bpe_dropout: Probability of leaving out a merge when training text is encoded, drawn anew
+            in each step (Provilkov et al. 2020); 0 turns it off.
         weight_decay: Weight decay of AdamW, on matrices only.
         clip_norm: Largest norm of a step's gradient.
         max_steps: Steps after which training ends; 0 means no limit, so max_minutes must be set.
@@ -435,6 +454,8 @@ class TrainConfig(_JsonConfig):
     schedule: Literal["inverse-sqrt", "linear"] = "inverse-sqrt"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     label_smoothing: Probability = 0.1
+    r_drop: _Cap = 0.0
+    bpe_dropout: Probability = 0.0
     weight_decay: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.01
     clip_norm: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0
     max_steps: Whole = 0

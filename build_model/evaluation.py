@@ -65,6 +65,22 @@ def cross_entropy(logits: Tensor, target: Tensor, pad_id: int, smoothing: float 
     )
 
 
+def divergence(first: Tensor, second: Tensor, target: Tensor, pad_id: int) -> Tensor:
+    """Mean of both Kullback-Leibler divergences in nats, summed over all tokens except padding.
+
+    (KL(P1 || P2) + KL(P2 || P1)) / 2, eq. 2 of R-Drop (Wu et al. 2021).
+
+    Args:
+        first: Logits of P1 `[batch, target, vocabulary]`.
+        second: Logits of P2, likewise.
+        target: `[batch, target]` int64
+        pad_id: Id of padding.
+    """
+    there = target != pad_id
+    one, other = (F.log_softmax(logits[there].float(), dim=-1) for logits in (first, second))
+    return 0.5 * ((one.exp() - other.exp()) * (one - other)).sum()
+
+
 def evaluate(
     model: Transformer,
     examples: Sequence[Example],

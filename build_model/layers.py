@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transferry.build_model.attention import KeyValues, MultiHeadAttention, Past, Rotation
 from transferry.build_model.config import GATED, ModelConfig, Pooling
 from transferry.build_model.norms import make_norm
+from transferry.build_model.recurrence import SSRU, CellState
 
 
 def sinusoidal_positions(length: int, d_model: int) -> Tensor:
@@ -120,7 +121,7 @@ class Residual(nn.Module):
 
 
 class Layer(nn.Module):
-    """Self-attention, cross-attention where there is something to cross to, feed-forward.
+    """Self-attention or SSRU, cross-attention where there is a source, feed-forward.
 
     The encoder's layer is this without cross-attention, the decoder's is this with it.
     """
@@ -128,7 +129,9 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, *, cross: bool) -> None:
         super().__init__()
         self.parallel = config.parallel
-        self.self_attention = MultiHeadAttention(config, layer)
+        recurrent = cross and config.recurrent
+        self.recurrence = SSRU(config) if recurrent else None
+        self.self_attention = None if recurrent else MultiHeadAttention(config, layer)
         self.self_residual = Residual(config, first=layer == 0)
         self.cross_attention = MultiHeadAttention(config, layer) if cross else None
         self.cross_residual = Residual(config) if cross else None
@@ -139,33 +142,39 @@ class Layer(nn.Module):
         self,
         x: Tensor,
         bias: Tensor | None,
-        past: Past | None = None,
+        past: Past | CellState | None = None,
         cross: KeyValues | None = None,
         cross_bias: Tensor | None = None,
         rotation: Rotation | None = None,
-    ) -> tuple[Tensor, KeyValues]:
+    ) -> tuple[Tensor, KeyValues | CellState]:
         """Runs the layer over new positions.
 
         Args:
             x: [batch, length, d_model]
             bias: M of self-attention, broadcastable to [batch, heads, length, past + length].
             past: Keys and values of earlier positions, [batch, kv_heads, past, d_head] each, or
-                another cache that takes up the new ones.
+                another cache that takes up the new ones; the state of an SSRU.
             cross: Keys and values of the source, [batch, kv_heads, source, d_head] each.
             cross_bias: M of cross-attention, broadcastable to [batch, heads, length, source].
             rotation: The angles of the new positions, where positions are rotary.
 
         Returns:
-            The new x, and the keys and values of earlier and new positions together.
+            The new x, and the keys and values of earlier and new positions together, or the state.
         """
-        present: KeyValues
+        present: KeyValues | CellState
 
         def attend_self(y: Tensor) -> Tensor:
             nonlocal present
-            present = self.self_attention.project(y, rotation)
+            if self.recurrence is not None:
+                read, present = self.recurrence(y, past)
+                return read  # type: ignore[no-any-return]
+            assert self.self_attention is not None
+            memory = self.self_attention.project(y, rotation)
             if past is not None:
-                present = past.append(present)
-            return self.self_attention(y, present, bias, rotation)  # type: ignore[no-any-return]
+                assert not isinstance(past, CellState)
+                memory = past.append(memory)
+            present = memory
+            return self.self_attention(y, memory, bias, rotation)  # type: ignore[no-any-return]
 
         if self.parallel:
             seen = self.self_residual.change(x, attend_self)

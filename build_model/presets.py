@@ -71,6 +71,21 @@ PRESETS = {
         ),
         dict(warmup_steps=1000, peak_learning_rate=1.5e-3, schedule="linear", max_steps=6000),
     ),
+    # As fast, with the decoder of Kim et al. (2019).
+    "student": Preset(
+        8000,
+        dict(
+            d_model=256,
+            heads=4,
+            encoder_layers=6,
+            decoder_layers=2,
+            d_ff=1024,
+            dropout=0.3,
+            norm_order="pre",
+            decoder_cell="ssru",
+        ),
+        dict(warmup_steps=1000, peak_learning_rate=1.5e-3, schedule="linear", max_steps=6000),
+    ),
     # The smallest language model that learns something.
     "textbook": Preset(
         8000,

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import random
 import signal
 import sys
 import time
@@ -30,11 +31,12 @@ from transferry.build_model import checkpoint
 from transferry.build_model.config import ModelConfig, TrainConfig
 from transferry.build_model.data import Batch, Example, collate, token_batches
 from transferry.build_model.distributed import Process
-from transferry.build_model.evaluation import Evaluation, cross_entropy, evaluate
+from transferry.build_model.evaluation import Evaluation, cross_entropy, divergence, evaluate
 from transferry.build_model.metrics import Metrics
 from transferry.build_model.text import Windows
 from transferry.build_model.transformer import Transformer
-from transferry.runtime.errors import InputError
+from transferry.build_model.vocabulary import MergeDropout
+from transferry.runtime.errors import InputError, require
 from transferry.runtime.stopping import SIGNALS
 from transferry.runtime.tokenizer.byte_pair import Tokenizer
 
@@ -116,6 +118,14 @@ class Trainer:
         self.fingerprint = fingerprint([*examples, *validation.examples])
         self.interrupted = False
         self._told, self._is_told = time.monotonic(), False
+        pairs = model_config.architecture == "encoder-decoder"
+        expected = "0 unless the model is an encoder-decoder, which is trained on whole texts"
+        require(pairs or not config.bpe_dropout, "bpe_dropout", expected, config.bpe_dropout)
+        expected = "0 where dropout is 0, with which both readings of a batch are the same"
+        require(model_config.dropout > 0 or not config.r_drop, "r_drop", expected, config.r_drop)
+        self.longest = min(model_config.max_positions, config.batch_tokens)
+        dropped = config.bpe_dropout
+        self.merge_dropout = MergeDropout(tokenizer, dropped) if dropped else None
         torch.manual_seed(config.seed)
         self.model = Transformer(model_config).to(process.device)
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
@@ -263,13 +273,12 @@ class Trainer:
             settings["lr"] = config.learning_rate(progress.step)
 
         pad_id = self.tokenizer.special.pad_id
-        tokens = sum(
-            self.examples[index].target_tokens(pad_id) for batch in group for index in batch
-        )
+        examples = {index: self._example(index) for batch in group for index in batch}
+        tokens = sum(examples[index].target_tokens(pad_id) for batch in group for index in batch)
         mine = group[process.rank :: process.world]
         total = 0.0
         for number, indices in enumerate(mine):
-            batch = collate([self.examples[index] for index in indices], pad_id, process.device)
+            batch = collate([examples[index] for index in indices], pad_id, process.device)
             waits = isinstance(forward, DistributedDataParallel) and number < len(mine) - 1
             with forward.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
                 loss = self._loss(forward, batch)
@@ -283,18 +292,43 @@ class Trainer:
         # An estimate from this process's share; gathering the others is not worth the time.
         return total * process.world, tokens
 
+    def _example(self, index: int) -> Example:
+        """Returns a training example, encoded anew for this step where merges are dropped.
+
+        A side that would become longer than the model's positions stays as it is. Batches are
+        grouped by the lengths without dropout, so they may exceed `batch_tokens` a little.
+        """
+        example, dropout = self.examples[index], self.merge_dropout
+        if dropout is None:
+            return example
+        # Of the example and not the rank: every process counts the tokens of all.
+        entropy = np.random.SeedSequence([self.config.seed, self.progress.step, index])
+        draw = random.Random(int(entropy.generate_state(1, np.uint64)[0]))
+        special, encode = self.tokenizer.special, dropout.encode
+        source = special.wrap(encode(self.tokenizer.decode(example.source), draw))
+        target = [*encode(self.tokenizer.decode(example.target), draw), special.eos_id]
+        if len(source) > self.longest:
+            source = example.source
+        if len(target) > self.longest:
+            target = example.target
+        return Example(source, target, [special.bos_id, *target[:-1]])
+
     def _loss(self, forward: torch.nn.Module, batch: Batch) -> Tensor:
         device = self.process.device.type
         precision = self.config.precision
         half = precision == "bfloat16" or (precision == "auto" and device == "cuda")
         with torch.autocast(device, torch.bfloat16, enabled=half):
+            if alpha := self.config.r_drop:
+                batch = Batch(*(torch.cat([tensor, tensor]) for tensor in batch))
             logits = forward(batch.source, batch.source_mask, batch.target_input)
-        return cross_entropy(
-            logits,
-            batch.target_output,
-            self.tokenizer.special.pad_id,
-            self.config.label_smoothing,
-        )
+        target, pad_id = batch.target_output, self.tokenizer.special.pad_id
+        loss = cross_entropy(logits, target, pad_id, self.config.label_smoothing)
+        if not alpha:
+            return loss
+        # Half of eq. 4 of the paper, so that clip_norm means the same as without R-Drop.
+        first, second = logits.chunk(2)
+        apart = divergence(first, second, target.chunk(2)[0], pad_id)
+        return (loss + alpha * apart) / 2
 
     def _evaluate(self) -> Evaluation:
         return evaluate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from transferry.build_model.layers import (
     sinusoidal_positions,
 )
 from transferry.build_model.norms import make_norm
+from transferry.build_model.recurrence import CellState
 
 
 class Transformer(nn.Module):
@@ -141,12 +143,12 @@ class Transformer(nn.Module):
             setattr(self, name, table.to(self.embedding.weight.device))
         return self
 
-    def embed(self, tokens: Tensor, positions: Tensor, *, source: bool = False) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor | None, *, source: bool = False) -> Tensor:
         """Embedding(token) * sqrt(d_model) + PE(position), sections 3.4 and 3.5 of the paper.
 
         Args:
             tokens: [batch, length] int64
-            positions: [length] or [batch, length] int64
+            positions: [length] or [batch, length] int64; None leaves them out.
             source: Whether the encoder reads them.
 
         Returns:
@@ -162,7 +164,7 @@ class Transformer(nn.Module):
             x = self.embedding_projection(x)
         if self.config.scale_embedding:
             x = x * math.sqrt(self.config.d_model)
-        if self.config.positions in ("sinusoidal", "learned"):
+        if positions is not None and self.config.positions in ("sinusoidal", "learned"):
             # Not self.positions[positions], of which the exporter makes a copy and a GatherND.
             x = x + F.embedding(positions, self.positions if table is None else table)
         if self.segment_embedding is not None:
@@ -245,9 +247,15 @@ class Transformer(nn.Module):
         """Returns each decoder layer's keys and values of the encoded source, made once."""
         return [layer.cross_attention.project(encoded) for layer in self.decoder]  # type: ignore[union-attr, operator]
 
-    def empty_past(self, batch: int) -> list[KeyValues]:
-        """Returns the cache before the first target position: length 0 in every layer."""
+    def empty_past(self, batch: int) -> list[KeyValues] | list[CellState]:
+        """Returns the cache before the first target position: length 0 in every layer.
+
+        The state of an SSRU is zero.
+        """
         weight = self.embedding.weight
+        if self.config.recurrent:
+            cell = weight.new_zeros(batch, 1, 1, self.config.d_model)
+            return [CellState(cell) for _ in self.decoder]
         nothing = weight.new_zeros(batch, self.config.kv_heads, 0, self.config.d_head)
         return [KeyValues(nothing, nothing) for _ in self.decoder]
 
@@ -256,8 +264,8 @@ class Transformer(nn.Module):
         target: Tensor,
         mask: Tensor,
         cross: Sequence[KeyValues],
-        past: Sequence[KeyValues],
-    ) -> tuple[Tensor, list[KeyValues]]:
+        past: Sequence[KeyValues] | Sequence[CellState],
+    ) -> tuple[Tensor, list[Any]]:
         """Runs the decoder over new target positions.
 
         Args:
@@ -272,7 +280,11 @@ class Transformer(nn.Module):
         Returns:
             Logits [batch, target, vocabulary], and the present, which is the next call's past.
         """
-        length, new = past[0].keys.shape[2], target.shape[1]
+        if self.config.recurrent:
+            cross_bias = padding_bias(mask, self.embedding.weight.dtype)
+            x, present = self.decode_at(target, None, None, None, cross_bias, cross, past)
+            return self.logits(x), present
+        length, new = past[0][0].shape[2], target.shape[1]
         positions = torch.arange(new, device=target.device)
         columns = torch.arange(length + new, device=target.device)
         if not cross and self.config.looks_at_columns:
@@ -290,18 +302,19 @@ class Transformer(nn.Module):
     def decode_at(
         self,
         target: Tensor,
-        positions: Tensor,
-        columns: Tensor,
-        bias: Tensor,
+        positions: Tensor | None,
+        columns: Tensor | None,
+        bias: Tensor | None,
         cross_bias: Tensor | None,
         cross: Sequence[KeyValues],
-        past: Sequence[Past],
-    ) -> tuple[Tensor, list[KeyValues]]:
+        past: Sequence[Past] | Sequence[CellState],
+    ) -> tuple[Tensor, list[Any]]:
         """Runs the decoder over target tokens wherever they stand and whatever they see.
 
         Args:
             target: [batch, target] int64
-            positions: Of the tokens, [target] or [batch, target] int64.
+            positions: Of the tokens, [target] or [batch, target] int64; None, as the next
+                two, where the decoder is recurrent.
             columns: Positions of all keys, [present] or [batch, present] int64; read where the
                 config has windows or relative positions.
             bias: M of self-attention, broadcastable to [batch, heads, target, present].
@@ -315,8 +328,11 @@ class Transformer(nn.Module):
         """
         x = self.embed(target, positions)
         layers = len(self.decoder)
-        rotations = self._rotations(positions, layers)
-        biases = self._biases(bias, positions, columns, self.decoder_distance, layers)
+        rotations: list[Rotation | None] = [None] * layers
+        biases: list[Tensor | None] = [None] * layers
+        if positions is not None and columns is not None and bias is not None:
+            rotations = self._rotations(positions, layers)
+            biases = [*self._biases(bias, positions, columns, self.decoder_distance, layers)]
         presents = []
         for number, (layer, layer_past) in enumerate(zip(self.decoder, past, strict=True)):
             layer_cross = cross[number] if cross else None

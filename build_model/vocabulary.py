@@ -1,6 +1,8 @@
 """Tokenizers from a corpus: trained BPE, or a tiktoken encoding cut down to the corpus."""
 
+import random
 from collections.abc import Iterable
+from itertools import pairwise
 
 import tiktoken
 from tokenizers import Regex, models, pre_tokenizers, trainers
@@ -53,6 +55,44 @@ def train_bpe(
     merged = [token for token in tokens if len(token) > 1]
     ranks = {token: rank for rank, token in enumerate([*SINGLE_BYTES, *merged])}
     return Tokenizer("trained", WORD_PATTERN, ranks, special=special)
+
+
+class MergeDropout:
+    """BPE dropout (Provilkov et al. 2020, algorithm 1): encodes text and leaves out random merges.
+
+    Each time that the next merge of a word is chosen, every possible merge is left out with the
+    given probability; the word is done when none remains. Decoding returns the text all the same.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, probability: float) -> None:
+        """Takes the tokenizer, and the probability: 0 encodes as it does, 1 into single bytes."""
+        self._ids, self._byte_ids = tokenizer._ids, tokenizer._byte_ids
+        self._ranks = {token: rank for rank, token in enumerate(tokenizer._tokens)}
+        self._words = pre_tokenizers.Split(Regex(tokenizer.pattern), behavior="isolated")
+        self._probability = probability
+
+    def encode(self, text: str, draw: random.Random) -> list[int]:
+        """Token ids of a text, without special tokens; `draw` decides which merges are left out."""
+        ids: list[int] = []
+        for word, _ in self._words.pre_tokenize_str(text):
+            for token in self._merged(word.encode(), draw):
+                known = self._ids.get(self._ranks[token])
+                ids += [self._byte_ids[byte] for byte in token] if known is None else [known]
+        return ids
+
+    def _merged(self, word: bytes, draw: random.Random) -> list[bytes]:
+        parts = [SINGLE_BYTES[byte] for byte in word]
+        while True:
+            possible = [
+                (rank, place)
+                for place, both in enumerate(pairwise(parts))
+                if (rank := self._ranks.get(both[0] + both[1])) is not None
+                and draw.random() >= self._probability
+            ]
+            if not possible:
+                return parts
+            _, place = min(possible)
+            parts[place : place + 2] = [parts[place] + parts[place + 1]]
 
 
 def byte_of_character() -> dict[str, int]:

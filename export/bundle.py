@@ -38,6 +38,7 @@ from transferry.export.variants import (
     make_variant,
     recipe_of,
     reference_file,
+    require_attention,
 )
 from transferry.export.verify import Done, verify_against
 from transferry.runtime.bundle import MANIFEST, REFERENCE, Bundle, Manifest, Variant
@@ -100,6 +101,7 @@ def export_bundle(
     default_generation(checkpoint)  # before any work, as what follows
     for name in variants:
         recipe_of(name, calibrated=bool(calibrate))
+        require_attention(checkpoint.model.config, name)
     with staged_folder(out) as folder:
         calibration = None
         if calibrate:

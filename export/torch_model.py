@@ -14,7 +14,6 @@ from torch import Tensor
 
 from transferry.build_model.attention import KeyValues
 from transferry.build_model.transformer import Transformer
-from transferry.export.graphs.graph import flatten
 from transferry.export.precision import KEPT, Precision
 from transferry.runtime.decoding.decoder import StepOutput, Tensors, longer
 
@@ -30,7 +29,7 @@ class TorchState:
 
     mask: Tensor
     cross: list[KeyValues]
-    past: list[KeyValues]
+    past: list[Any]
 
 
 class TorchDecoder:
@@ -91,17 +90,18 @@ class TorchDecoder:
         """Selects rows of the state; see `Decoder.select`."""
         (index,) = _on_device(self.model, rows)
 
-        def take(caches: list[KeyValues]) -> list[KeyValues]:
-            return [KeyValues(cache.keys[index], cache.values[index]) for cache in caches]
+        def take(caches: list[Any]) -> list[Any]:
+            return [type(cache)(*(tensor[index] for tensor in cache)) for cache in caches]
 
         return TorchState(state.mask[index], take(state.cross), take(state.past))
 
     def tensors(self, state: TorchState) -> dict[str, Floats]:
         """Copies cross and past of a state to numpy, named as in the exported graphs."""
         return {
-            f"{role}.{number // 2}.{('keys', 'values')[number % 2]}": tensor.cpu().numpy()
+            f"{role}.{number}.{kind}": tensor.cpu().numpy()
             for role, caches in (("cross", state.cross), ("past", state.past))
-            for number, tensor in enumerate(flatten(caches))
+            for number, cache in enumerate(caches)
+            for kind, tensor in cache._asdict().items()
         }
 
 

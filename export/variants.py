@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.export.graphs.fused import export_fused_graphs
 from transferry.export.graphs.graph import Graph
@@ -78,6 +79,19 @@ def recipe_of(name: str, *, calibrated: bool) -> Recipe:
     return RECIPES[name]
 
 
+def require_attention(config: ModelConfig, name: str) -> None:
+    """Refuses a fused variant of a recurrent decoder, which has no KV cache to keep in place.
+
+    Raises:
+        UsageError: The variant cannot compute the model.
+    """
+    if RECIPES[name].fused and config.recurrent:
+        raise UsageError(
+            f"variant {name} needs decoder_cell attention, found {config.decoder_cell}; leave it "
+            f"out, the bundle has {PORTABLE}"
+        )
+
+
 def make_variant(
     model: Transformer, name: str, calibration: Calibration | None = None
 ) -> dict[str, Graph]:
@@ -93,6 +107,7 @@ def make_variant(
         ParityError: A linear layer was not fused, or an attention does not read integers.
     """
     recipe = recipe_of(name, calibrated=calibration is not None)
+    require_attention(model.config, name)
     graphs = _fused_graphs(model, name, calibration) if recipe.fused else export_graphs(model)
     return {key: graph.at(f"{recipe.prefix}{graph.spec.file}") for key, graph in graphs.items()}
 

@@ -80,7 +80,7 @@ Role = Literal[
     "target",  # [batch, target] int64: token ids
     "past_mask",  # [batch, past] bool: True at a token; without an encoder
     "past",  # [batch, heads, past, d_head]: keys or values of earlier positions; in place
-    #          [batch, heads, capacity, d_head]
+    #          [batch, heads, capacity, d_head]; of an SSRU its state [batch, 1, 1, d_model]
     "present",  # [batch, heads, past + target, d_head]: the next step's past; in place as past
     "logits",  # [batch, target, vocabulary]; in place [batch * target, vocabulary]; of an encoder
     #            alone [batch, source, vocabulary]

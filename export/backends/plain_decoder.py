@@ -41,8 +41,8 @@ class PlainDecoder:
         """Encodes the source; see `Decoder.start`."""
         names = self._graphs["decoder"].names("past")
         spec = self._graphs["decoder"].tensor("past")
-        _, heads, _, d_head = spec.shape
-        past: Arrays = [np.zeros((len(source), int(heads), 0, int(d_head)), spec.type)] * len(names)
+        shape = [0 if isinstance(size, str) else size for size in spec.shape[1:]]
+        past: Arrays = [np.zeros((len(source), *shape), spec.type)] * len(names)
         if self.has_encoder:
             cross = self._run("encoder", {"source": [source], "source_mask": [mask]}, "cross")
             return PlainState(mask, cross, past)
@@ -76,6 +76,8 @@ class PlainDecoder:
         cross = state.cross
         if self.has_encoder:
             cross = self._run("select", {"rows": [rows], "state": cross}, "selected")
+        if isinstance(self._graphs["decoder"].tensor("past").shape[2], int):  # of an SSRU
+            return PlainState(state.mask[rows], cross, [each[rows] for each in state.past])
         past = self._run("select", {"rows": [rows], "state": state.past}, "selected")
         return PlainState(state.mask[rows], cross, past)
 

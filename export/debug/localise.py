@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from transferry.build_model.attention import KeyValues
 from transferry.build_model.transformer import Transformer
 from transferry.export.debug.replay import Replay, extract
 from transferry.export.debug.served_graph import MOST_SHOWN, ServedGraph, align
@@ -113,7 +112,9 @@ def _calls(
         _, state = oracle.step(case.target[:, : case.past], state)
     if name == "select":
         if case.rows is not None:
-            for caches in filter(None, (state.past, state.cross)):
+            # The host selects rows of a recurrent state.
+            past = [] if oracle.model.config.recurrent else state.past
+            for caches in filter(None, (past, state.cross)):
                 tensors = _flat(_rounded(caches, spec, oracle))
                 chosen = dict(zip(outputs, (tensor[case.rows] for tensor in tensors), strict=True))
                 feeds = _feeds(spec, case.rows, *tensors)
@@ -151,14 +152,14 @@ def _faults(call: _Call, found: Tensors, tolerance: Tolerance, *, exact: bool) -
     return {item.tensor for item in comparisons if item.fault}
 
 
-def _rounded(caches: Sequence[KeyValues], spec: GraphSpec, side: TorchDecoder) -> list[KeyValues]:
+def _rounded(caches: Sequence[Any], spec: GraphSpec, side: TorchDecoder) -> list[Any]:
     """Rounds caches to the type of the graph's inputs; returns them in the type of a side."""
     kind: torch.dtype = getattr(torch, spec.inputs[-1].type)
     own = side.model.embedding.weight.dtype
-    return [KeyValues(*(tensor.to(kind).to(own) for tensor in cache)) for cache in caches]
+    return [type(cache)(*(tensor.to(kind).to(own) for tensor in cache)) for cache in caches]
 
 
-def _flat(caches: Sequence[KeyValues]) -> list[NDArray[Any]]:
+def _flat(caches: Sequence[Any]) -> list[NDArray[Any]]:
     return [tensor.numpy() for tensor in flatten(caches)]
 
 

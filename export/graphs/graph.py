@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 
 from transferry.build_model.attention import KeyValues
 from transferry.build_model.config import ModelConfig
+from transferry.build_model.recurrence import CellState
 from transferry.runtime.bundle import GraphSpec, Role, TensorSpec
 
 # The exporter's own opset, so that nothing is converted afterwards: 23 and later have an Attention
@@ -84,8 +85,17 @@ def cache_specs(
     )
 
 
-def flatten(caches: Sequence[KeyValues]) -> tuple[Tensor, ...]:
-    """Returns keys and values of each layer in turn."""
+def state_specs(config: ModelConfig, role: Role, batch: str) -> Specs:
+    """Returns the specs of a recurrent decoder's state, `[batch, 1, 1, d_model]` for each layer."""
+    shape = (batch, 1, 1, config.d_model)
+    return tuple(
+        TensorSpec(f"{role}.{layer}.cell", role, "float32", shape)
+        for layer in range(config.decoder_layers)
+    )
+
+
+def flatten(caches: Sequence[KeyValues | CellState]) -> tuple[Tensor, ...]:
+    """Returns keys and values of each layer in turn, or the state of each."""
     return tuple(tensor for cache in caches for tensor in cache)
 
 

@@ -13,6 +13,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from transferry.build_model.recurrence import CellState
 from transferry.build_model.transformer import Transformer
 from transferry.export.graphs.graph import (
     Graph,
@@ -22,6 +23,7 @@ from transferry.export.graphs.graph import (
     flatten,
     pair,
     spec,
+    state_specs,
 )
 from transferry.runtime.bundle import GRAPHS
 
@@ -55,9 +57,10 @@ class DecoderGraph(ModelGraph):
 
     def forward(self, target: Tensor, mask: Tensor, *cache: Tensor) -> tuple[Tensor, ...]:
         """Shapes as in `Transformer.decode`; `cache` is all of cross, then all of past."""
-        crosses = len(cache) // 2 if self.model.encoder else 0
+        crosses = 2 * len(self.model.decoder) if self.model.encoder else 0
         cross, past = cache[:crosses], cache[crosses:]
-        logits, present = self.model.decode(target, mask, pair(cross), pair(past))
+        states = [CellState(cell) for cell in past] if self.model.config.recurrent else pair(past)
+        logits, present = self.model.decode(target, mask, pair(cross), states)
         return logits, *flatten(present)
 
 
@@ -92,14 +95,17 @@ def export_graphs(model: Transformer, names: Sequence[str] | None = None) -> dic
         encoder = (EncoderOnlyGraph(model), (source, mask), tuple(outputs))
     past_mask = spec("past_mask", "bool", "batch", "past")
     read = (mask, *cross) if config.encoder_layers else (past_mask,)
+    past, present = cache("past", "batch", "past"), cache("present", "batch", "past + target")
+    if config.recurrent:
+        past, present = (state_specs(config, role, "batch") for role in ("past", "present"))
     target = spec("target", "int64", "batch", "target")
     logits = spec("logits", "float32", "batch", "target", config.vocabulary_size)
     modules: dict[str, Module] = {
         "encoder": encoder,
         "decoder": (
             DecoderGraph(model),
-            (target, *read, *cache("past", "batch", "past")),
-            (logits, *cache("present", "batch", "past + target")),
+            (target, *read, *past),
+            (logits, *present),
         ),
         "select": (
             SelectGraph(),

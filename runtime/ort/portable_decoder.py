@@ -27,7 +27,8 @@ class PortableState:
         mask: True at a token `[rows, source]` bool; without an encoder of the past `[rows, past]`.
         cross: Keys and values of the source, two a layer `[rows, kv_heads, source, d_head]`; empty
             without an encoder.
-        past: Keys and values of earlier positions, two a layer `[rows, kv_heads, past, d_head]`.
+        past: Keys and values of earlier positions, two a layer `[rows, kv_heads, past, d_head]`,
+            or the state of an SSRU, one a layer `[rows, 1, 1, d_model]`.
         host_mask: The mask in numpy.
         sentences: The row of `start` that each row descends from `[rows]` int64. Cross stays in
             place while only beams of a sentence change places.
@@ -69,6 +70,8 @@ class PortableDecoder:
         past = graphs["decoder"].tensor("past")
         self._past_type = np.dtype(past.type)
         self._past_shape = past.shape
+        # The state of an SSRU has a fixed size; a KV cache grows from length 0.
+        self._recurrent = isinstance(past.shape[2], int)
         self._layers = len(graphs["decoder"].names("past"))
         self._unit = UNIT if self.has_encoder else LANES
         self._max_positions = int(bundle.manifest.model["max_positions"])
@@ -82,8 +85,8 @@ class PortableDecoder:
         rows, columns = source.shape
         source = widened(source, self._unit, self._max_positions)
         mask = widened(mask, self._unit, self._max_positions)
-        _, heads, _, d_head = self._past_shape
-        empty = self._decoder.value(np.zeros((rows, int(heads), 0, int(d_head)), self._past_type))
+        shape = [0 if isinstance(size, str) else size for size in self._past_shape[1:]]
+        empty = self._decoder.value(np.zeros((rows, *shape), self._past_type))
         past, cross = [empty] * self._layers, []
         if self.has_encoder:
             encoder = self._runners["encoder"]
@@ -142,7 +145,10 @@ class PortableDecoder:
         past = state.past
         sentences = state.sentences[rows]
         if past[0].shape()[2] or len(rows) != len(state.sentences):
-            past = self._select.run({"rows": [chosen], "state": past}, "selected")
+            if self._recurrent:  # a few numbers a row, and none of the graph's shapes
+                past = [self._decoder.value(value.numpy()[rows]) for value in past]
+            else:
+                past = self._select.run({"rows": [chosen], "state": past}, "selected")
         if np.array_equal(sentences, state.sentences):
             return replace(state, past=past)
         cross = state.cross

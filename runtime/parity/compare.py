@@ -259,7 +259,7 @@ def meaningful(case: Case, name: str, tensor: NDArray[Any]) -> NDArray[np.bool_]
         if tensor.ndim == 2:  # of the text as a whole
             return np.ones(tensor.shape, np.bool_)
         return np.broadcast_to(case.mask[:, :, None], tensor.shape)
-    if name == "logits":
+    if name == "logits" or name.endswith(".cell"):
         return np.ones(tensor.shape, np.bool_)
     places = case.mask
     if not _from_encoder(name):

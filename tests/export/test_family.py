@@ -54,6 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # Options of the models that people have, each in one architecture.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Kim et al.'s": ("encoder-decoder", dict(decoder_cell="ssru", norm_order="pre")),
     "Gemma's": (
         "decoder-only",
         dict(
@@ -182,7 +183,7 @@ def cells() -> Iterator[Any]:
             yield pytest.param(config, "portable", id=f"{architecture}, {name}")
     for name, (architecture, options) in OTHERS.items():
         config = config_of(architecture, options)
-        for variant in ("portable", "cpu-fp32"):
+        for variant in ("portable", *["cpu-fp32"] * (not config.recurrent)):
             yield pytest.param(config, variant, id=f"{architecture}, {name}, {variant}")
     deep = {**SHAPE, "encoder_layers": 3, "decoder_layers": 1}
     config = ModelConfig.from_dict(deep)
