@@ -3,6 +3,7 @@
 # make fuzz    the tests of tests/fuzz with EXAMPLES=2500 each: malformed files, options, signals
 # make demo    trains a tiny model on the built-in corpus, exports, verifies and runs it
 # make docs    writes docs/cli.md anew from every command's --help
+# make js      installs onnxruntime for Node below js/ and runs the tests there
 # make clean   removes what the build, the checks and the demo left; .venv stays
 #
 # PYTHON names the interpreter for .venv, PIP_FLAGS goes to pip. On a Linux machine without a GPU,
@@ -15,7 +16,7 @@ DEMO ?= build/demo
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup test fuzz demo docs clean
+.PHONY: setup test fuzz demo docs js clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -45,6 +46,11 @@ demo: setup
 	$(BIN)/transferry verify $(DEMO)/bundle --checkpoint $(DEMO)/run --text $(DEMO)/run/corpus/test.en
 	$(BIN)/transferry run $(DEMO)/bundle $(DEMO)/run/corpus/test.en -o $(DEMO)/answers.jsonl --beam 4
 	head -5 $(DEMO)/answers.jsonl
+
+# Without install scripts: that of onnxruntime-node fetches CUDA.
+js:
+	cd js && npm install --no-save --no-package-lock --ignore-scripts onnxruntime-node onnxruntime-web
+	cd js && npm test
 
 docs: setup
 	$(BIN)/python docs/make_cli_page.py

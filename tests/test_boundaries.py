@@ -41,7 +41,7 @@ ROOMS = {
     "runtime": (
         *("errors", "stopping", "files", "documents", "folders", "outputs", "settings"),
         *("tables", "hardware", "sealed_folder", "tokenizer", "decoding"),
-        *("bundle", "ort", "doctor", "parity", "engine", "jobs", "console"),
+        *("bundle", "ort", "doctor", "parity", "page", "engine", "jobs", "console"),
     ),
     "export": (
         *("graphs", "precision", "torch_model", "optimise", "variants", "parity", "claims"),
