@@ -212,7 +212,7 @@ def page(
     The site holds the portable graphs, onnxruntime-web and a page, and asks no other host for
     anything. Serve the folder on https or on localhost; after the first visit it works offline.
     """
-    from transferry.runtime.page import write_site
+    from transferry.runtime.page.site import write_site
 
     site = write_site(bundle_folder, out, title=title, runtime=runtime, webgpu=webgpu, force=force)
     say(f"{out}: {site.summary()}\ntry it with: python -m http.server --directory {out}")

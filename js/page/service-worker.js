@@ -2,11 +2,14 @@
 
 const CACHE = "transferry-VERSION";
 const FILES = ["FILES"];
+// Of onnxruntime-web, for browsers with WebGPU.
+const GPU_FILES = ["GPU_FILES"];
 
 self.addEventListener("install", (event) => {
   const keep = async () => {
     const cache = await caches.open(CACHE);
-    for (const file of FILES) {
+    const gpu = GPU_FILES.length ? await navigator.gpu?.requestAdapter().catch(() => null) : null;
+    for (const file of gpu ? [...FILES, ...GPU_FILES] : FILES) {
       // One by one: a model of gigabytes and its copies would not fit into memory together.
       await cache.add(new Request(file, { cache: "no-cache" }));
     }

@@ -6,32 +6,30 @@ const site = await (await fetch("site.json")).json();
 const say = (message) => postMessage(message);
 let stopped = false;
 
-/** Returns onnxruntime-web with the provider that this browser has. */
-async function runtime() {
-  const gpu = await navigator.gpu?.requestAdapter?.().catch(() => null);
-  const module = gpu && site.webgpu ? "ort.webgpu.min.mjs" : "ort.wasm.min.mjs";
-  const ort = await import(`./onnxruntime/${module}`);
+/** Opens the bundle with a provider of onnxruntime-web. */
+async function open(provider) {
+  const ort = await import(`./onnxruntime/ort.${provider}.min.mjs`);
   ort.env.wasm.wasmPaths = new URL("onnxruntime/", import.meta.url).href;
   // Threads need headers that a static host seldom sends.
   ort.env.wasm.numThreads = globalThis.crossOriginIsolated ? navigator.hardwareConcurrency : 1;
-  return { ort, providers: gpu && site.webgpu ? ["webgpu", "wasm"] : ["wasm"] };
+  return Engine.load(new URL("bundle/", import.meta.url), {
+    ort,
+    variant: site.variant,
+    session: { executionProviders: provider === "wasm" ? ["wasm"] : [provider, "wasm"] },
+    progress: (read, all) => say({ read, all }),
+  });
 }
 
 async function load() {
-  const { ort, providers } = await runtime();
-  const open = (executionProviders) =>
-    Engine.load(new URL("bundle/", import.meta.url), {
-      ort,
-      variant: site.variant,
-      session: { executionProviders },
-      progress: (read, all) => say({ read, all }),
-    });
-  try {
-    return [await open(providers), providers[0]];
-  } catch (error) {
-    if (providers.length === 1) throw error;
-    return [await open(["wasm"]), "wasm"]; // a GPU that lacks what the graphs need
+  const gpu = site.webgpu && (await navigator.gpu?.requestAdapter().catch(() => null));
+  if (gpu) {
+    try {
+      return [await open("webgpu"), "webgpu"];
+    } catch (error) {
+      console.warn("WebGPU:", error); // a GPU that lacks what the graphs need
+    }
   }
+  return [await open("wasm"), "wasm"];
 }
 
 async function answer(text) {

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.fuzz.models import gpt2
 from transferry.build_model.corpus import builtin_pairs
 from transferry.runtime.files import sha256
-from transferry.runtime.page import WASM, WEBGPU
+from transferry.runtime.page.site import WASM, WEBGPU
 
 # What a test waits for at most where a defect would have it wait for ever, in seconds.
 PATIENCE = 120.0

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from transferry.runtime import page
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.page import WASM, WEBGPU, write_site
+from transferry.runtime.page.site import SCRIPTS, WASM, WEBGPU, write_site
 
 
 @pytest.fixture
@@ -113,5 +112,5 @@ def test_without_onnxruntime_web_says_how_to_get_it(tmp_path: Path, bundle_folde
 
 
 def test_the_page_asks_no_other_host() -> None:
-    for path in (page.SCRIPTS / "page").iterdir():
+    for path in (SCRIPTS / "page").iterdir():
         assert "http://" not in path.read_text() and "https://" not in path.read_text(), path

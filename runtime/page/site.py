@@ -21,7 +21,7 @@ from transferry.runtime.folders import replace_folder, staged_folder
 from transferry.runtime.outputs import foreign_member, require_apart, require_own
 from transferry.runtime.parity.certificate import certificates
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "js"
+SCRIPTS = Path(__file__).resolve().parents[2] / "js"
 RUNTIME = PurePosixPath("onnxruntime-web", "dist")
 WASM = ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm")
 WEBGPU = (
@@ -30,7 +30,7 @@ WEBGPU = (
 )
 VARIANT = "portable"
 # Of the page itself: replaced in service-worker.js.
-FILES, VERSION = '"FILES"', "VERSION"
+FILES, GPU_FILES, VERSION = '"FILES"', '"GPU_FILES"', "VERSION"
 SERVICE_WORKER, SETTINGS = "service-worker.js", "site.json"
 WORDS = {
     "generate": ("Text", "A sentence or a beginning"),
@@ -223,15 +223,17 @@ def _list_files(folder: Path) -> None:
     """Tells the service worker which files to keep; a changed file is a new version."""
     path = folder / SERVICE_WORKER
     digest = hashlib.sha256()
-    kept = ["./"]
+    kept: list[str] = ["./"]
+    on_gpu: list[str] = []
     for name, file in _contents(folder):
         with file.open("rb") as stream:
             digest.update(f"{name}\0".encode() + hashlib.file_digest(stream, "sha256").digest())
-        if name != SERVICE_WORKER and not _for_gpu(name):
-            kept.append(name)
+        if name != SERVICE_WORKER:
+            (on_gpu if _for_gpu(name) else kept).append(name)
     script = path.read_text(encoding="utf-8")
-    listed = ", ".join(json.dumps(name) for name in kept)
-    script = script.replace(FILES, listed).replace(VERSION, digest.hexdigest()[:16])
+    for mark, names in ((FILES, kept), (GPU_FILES, on_gpu)):
+        script = script.replace(mark, ", ".join(map(json.dumps, names)))
+    script = script.replace(VERSION, digest.hexdigest()[:16])
     path.write_text(script, encoding="utf-8")
 
 
