@@ -5,6 +5,7 @@
 # make docs    writes the generated pages of docs/ and builds the site into build/site
 # make sessions  runs the console blocks of README.md and docs/, writes what they print, and takes
 #              pictures of reports with Chromium; 6 minutes on a quiet machine
+# make js      installs onnxruntime for Node below js/ and runs the tests there
 # make clean   removes what the build, the checks and the demo left; .venv stays
 #
 # PYTHON names the interpreter for .venv, PIP_FLAGS goes to pip. On a Linux machine without a GPU,
@@ -17,7 +18,7 @@ DEMO ?= build/demo
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup test fuzz demo docs sessions clean
+.PHONY: setup test fuzz demo docs sessions js clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -47,6 +48,11 @@ demo: setup
 	$(BIN)/transferry verify $(DEMO)/bundle --checkpoint $(DEMO)/run --text $(DEMO)/run/corpus/test.en
 	$(BIN)/transferry run $(DEMO)/bundle $(DEMO)/run/corpus/test.en -o $(DEMO)/answers.jsonl --beam 4
 	head -5 $(DEMO)/answers.jsonl
+
+# Without install scripts: that of onnxruntime-node fetches CUDA.
+js:
+	cd js && npm install --no-save --no-package-lock --ignore-scripts onnxruntime-node onnxruntime-web
+	cd js && npm test
 
 docs: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable ".[docs]"

@@ -28,6 +28,7 @@ from transferry.runtime.console.options import (
     FORCE,
     JOB_PANELS,
     MERGED,
+    OUTPUT,
     QUIET,
     SEARCH,
     TASKS,
@@ -179,6 +180,42 @@ def inspect(bundle_folder: Path, trusted_key: Path | None, graphs: bool, as_json
     show(bundle.manifest.to_text() if graphs else bundle.manifest.summary())
     certificates = table(CERTIFICATE, rows) if rows else "no certificate; see verify --certify"
     show(f"\n{certificates}")
+
+
+@main.command(
+    epilog="""\b
+Examples:
+  transferry page bundles/ende --out site
+  transferry page bundles/ende --out site --title "English to German" --no-webgpu
+"""
+)
+@click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
+@option("--out", type=OUTPUT, required=True, help="Folder of the site.")
+@option("--title", default="", help="Heading of the page. Default: the name of BUNDLE.")
+@option(
+    "--onnxruntime-web",
+    "runtime",
+    type=FILE,
+    help="Folder of the npm package. Default: node_modules here.",
+)
+@option(
+    "--webgpu/--no-webgpu",
+    default=True,
+    help="Use WebGPU in browsers that have it. Default: --webgpu.",
+)
+@FORCE
+def page(
+    bundle_folder: Path, out: Path, title: str, runtime: Path | None, webgpu: bool, force: bool
+) -> None:
+    """Write a static site that runs BUNDLE in the browser.
+
+    The site holds the portable graphs, onnxruntime-web and a page, and asks no other host for
+    anything. Serve the folder on https or on localhost; after the first visit it works offline.
+    """
+    from transferry.runtime.page.site import write_site
+
+    site = write_site(bundle_folder, out, title=title, runtime=runtime, webgpu=webgpu, force=force)
+    say(f"{out}: {site.summary()}\ntry it with: python -m http.server --directory {out}")
 
 
 @main.command(

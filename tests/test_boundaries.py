@@ -50,7 +50,7 @@ ROOMS = {
             "settings",
         ),
         *("tables", "hardware", "sealed_folder", "tokenizer", "decoding"),
-        *("bundle", "ort", "doctor", "parity", "engine", "jobs", "console"),
+        *("bundle", "ort", "doctor", "parity", "page", "engine", "jobs", "console"),
     ),
     "export": (
         *("graphs", "precision", "torch_model", "optimise", "variants", "parity", "claims"),
@@ -285,7 +285,9 @@ def test_every_package_is_listed_for_installation() -> None:
     settings = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
     folders = {path.relative_to(CHECKOUT).parent for path in sources(CHECKOUT)}
     packages = {".".join(("transferry", *folder.parts)) for folder in folders}
-    assert set(settings["tool"]["setuptools"]["packages"]) == packages | {"transferry"}
+    assert set(settings["tool"]["setuptools"]["packages"]) == packages | {
+        *("transferry", "transferry.js", "transferry.js.page")
+    }
 
 
 def test_only_the_command_line_lies_at_the_root() -> None:

@@ -50,6 +50,7 @@ COMMANDS = {
     "score": ("bundle lines.txt", "--target lines.txt -o new.jsonl --quiet"),
     "merge": ("1.jsonl 2.jsonl", "-o new.jsonl"),
     "inspect": ("bundle", ""),
+    "page": ("bundle", "--out new"),
     "doctor": ("", ""),
     "completion": ("bash", ""),
 }

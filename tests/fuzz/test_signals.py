@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from tests.fuzz.models import gpt2
 from transferry.build_model.corpus import builtin_pairs
 from transferry.runtime.files import sha256
+from transferry.runtime.page.site import WASM, WEBGPU
 from transferry.runtime.parity.recorded import verify
 
 # What a test waits for at most where a defect would have it wait for ever, in seconds.
@@ -37,6 +38,7 @@ TORCH = {
 LIGHT = {
     "recorded": "verify bundle --certify 2026-11-21 --force --junit new.xml",
     "inspect": "inspect bundle",
+    "page": "page bundle --out new --onnxruntime-web npm",
     "doctor": "doctor",
     "completion": "completion zsh",
     "run": "run bundle lines.txt -o new.jsonl --chunk-rows 16 --batch-rows 8",
@@ -125,6 +127,9 @@ def place(run_folder: Path, bundle_folder: Path, tmp_path_factory: pytest.TempPa
     pairs = builtin_pairs(100, seed=1)
     lines = "".join(f"{pair.source}\n" for pair in pairs)
     (place.folder / "lines.txt").write_text(lines)
+    (place.folder / "npm").mkdir()
+    for name in (*WASM, *WEBGPU):
+        (place.folder / "npm" / name).write_text(name)
     (place.folder / "pairs.tsv").write_text("".join("\t".join(pair) + "\n" for pair in pairs))
     for part in (1, 2):
         place.finish(f"run bundle lines.txt -o {part}.jsonl --partition {part}/2")

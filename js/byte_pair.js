@@ -1,0 +1,203 @@
+// Byte-level byte-pair encoding by ranks, as tiktoken does it.
+
+import { InputError } from "./errors.js";
+import { translate } from "./pattern.js";
+
+const MOST_CHARACTERS_AT_ONCE = 500_000;
+const RANKS = "ranks.tiktoken";
+
+/** Text to token ids and back; see docs/portability.md. */
+export class BytePairTokenizer {
+  #encoder = new TextEncoder();
+  #pattern;
+  #ranks = new Map(); // of tokens as strings with one character a byte
+  #tokens = [];
+  #kept;
+  #ids = new Map();
+
+  /**
+   * @param {object} settings content of tokenizer.json
+   * @param {Uint8Array} content of ranks.tiktoken
+   * @param {object} special see tokenizer.js
+   */
+  constructor(settings, content, special) {
+    this.special = special;
+    this.first = settings.first_ordinary_id;
+    this.#pattern = translate(settings.pattern);
+    for (const [number, line] of lines(content)) this.#add(line, number);
+    this.#kept = settings.kept_ranks ?? this.#tokens.map((_, rank) => rank);
+    this.#kept.forEach((rank, place) => {
+      if (!(rank in this.#tokens)) {
+        throw new InputError(`${RANKS} has no rank ${rank}; export the bundle again`);
+      }
+      this.#ids.set(rank, this.first + place);
+    });
+    const largest = Math.max(...special.ids, ...special.ends);
+    const ordinary = this.first + this.#kept.length;
+    this.vocabularySize = settings.vocabulary_size ?? Math.max(ordinary, largest + 1);
+    /** Bytes of the longest token, which bounds its characters. */
+    this.longestToken = this.#kept.reduce((most, rank) => Math.max(most, this.#tokens[rank].length), 0);
+    for (let byte = 0; byte < 256; byte++) {
+      if (!this.#ids.has(this.#ranks.get(String.fromCharCode(byte)))) {
+        throw new InputError(`${RANKS} has no token for byte ${byte}; export the bundle again`);
+      }
+    }
+  }
+
+  #add(line, number) {
+    const [encoded, rank, more] = line.split(" ");
+    let token;
+    try {
+      token = atob(encoded);
+    } catch {
+      token = "";
+    }
+    if (!token || more !== undefined || Number(rank) !== this.#tokens.length || this.#ranks.has(token)) {
+      throw new InputError(
+        `${RANKS}, line ${number}: expected a base64 token and rank ${this.#tokens.length}, found ` +
+          `"${line.slice(0, 80)}"; export the bundle again`,
+      );
+    }
+    this.#ranks.set(token, this.#tokens.length);
+    this.#tokens.push(token);
+  }
+
+  /** Returns the token ids of a text, without special tokens. */
+  encode(text) {
+    const ids = [];
+    for (const part of parts(text.toWellFormed())) {
+      for (const [word] of part.matchAll(this.#pattern)) {
+        for (const rank of this.#merge(bytesOf(this.#encoder.encode(word)))) this.#push(ids, rank);
+      }
+    }
+    return ids;
+  }
+
+  #push(ids, rank) {
+    const id = this.#ids.get(rank);
+    if (id !== undefined) ids.push(id);
+    else for (const byte of this.#tokens[rank]) ids.push(this.#ids.get(this.#ranks.get(byte)));
+  }
+
+  /** Merges the pair of the lowest rank, the leftmost of equals, until no pair has a rank. */
+  #merge(word) {
+    const whole = this.#ranks.get(word);
+    if (whole !== undefined) return [whole];
+    const size = word.length;
+    const end = Int32Array.from({ length: size }, (_, place) => place + 1); // of the part begun here
+    const before = Int32Array.from({ length: size }, (_, place) => place - 1);
+    const waiting = new Heap();
+    const consider = (place) => {
+      if (place < 0 || end[place] >= size) return;
+      const until = end[end[place]];
+      const rank = this.#ranks.get(word.slice(place, until));
+      if (rank !== undefined) waiting.push({ rank, place, until });
+    };
+    for (let place = 0; place < size - 1; place++) consider(place);
+    for (let pair; (pair = waiting.pop()); ) {
+      const { place, until } = pair;
+      const middle = end[place];
+      // Merged meanwhile, with something else or from the left.
+      if (middle <= place || middle >= size || end[middle] !== until) continue;
+      end[place] = until;
+      end[middle] = -1;
+      if (until < size) before[until] = place;
+      consider(before[place]);
+      consider(place);
+    }
+    const ranks = [];
+    for (let place = 0; place < size; place = end[place]) {
+      ranks.push(this.#ranks.get(word.slice(place, end[place])));
+    }
+    return ranks;
+  }
+
+  /** Returns the text of token ids; ids without text are skipped. */
+  decode(ids) {
+    return new TextDecoder("utf-8", { ignoreBOM: true }).decode(this.#bytes(ids));
+  }
+
+  /** Returns the text of the first tokens of an answer, without a character that is not whole. */
+  decodePartial(ids) {
+    const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+    return decoder.decode(this.#bytes(ids), { stream: true });
+  }
+
+  #bytes(ids) {
+    let joined = "";
+    for (const id of ids) {
+      const rank = this.#kept[id - this.first];
+      if (rank !== undefined) joined += this.#tokens[rank];
+    }
+    return Uint8Array.from(joined, (character) => character.charCodeAt(0));
+  }
+}
+
+/** A heap of pairs by rank, then by place. */
+class Heap {
+  #items = [];
+
+  push(item) {
+    const items = this.#items;
+    let place = items.push(item) - 1;
+    while (place > 0) {
+      const parent = (place - 1) >> 1;
+      if (!precedes(item, items[parent])) break;
+      items[place] = items[parent];
+      place = parent;
+    }
+    items[place] = item;
+  }
+
+  pop() {
+    const items = this.#items;
+    const first = items[0];
+    const last = items.pop();
+    if (!items.length) return first;
+    let place = 0;
+    for (let child; (child = 2 * place + 1) < items.length; place = child) {
+      if (child + 1 < items.length && precedes(items[child + 1], items[child])) child += 1;
+      if (!precedes(items[child], last)) break;
+      items[place] = items[child];
+    }
+    items[place] = last;
+    return first;
+  }
+}
+
+function precedes(one, other) {
+  return one.rank < other.rank || (one.rank === other.rank && one.place < other.place);
+}
+
+function bytesOf(array) {
+  let text = "";
+  for (let start = 0; start < array.length; start += 4096) {
+    text += String.fromCharCode(...array.subarray(start, start + 4096));
+  }
+  return text;
+}
+
+/** Yields a text in parts of so many code points: each part is split into words by itself. */
+function* parts(text) {
+  let start = 0;
+  let count = 0;
+  if (text.length > MOST_CHARACTERS_AT_ONCE) {
+    for (let place = 0; place < text.length; ) {
+      place += text.codePointAt(place) > 0xffff ? 2 : 1;
+      if (++count === MOST_CHARACTERS_AT_ONCE) {
+        yield text.slice(start, place);
+        [start, count] = [place, 0];
+      }
+    }
+  }
+  if (start < text.length) yield text.slice(start);
+}
+
+function* lines(content) {
+  const text = bytesOf(content);
+  let number = 0;
+  for (const line of text.split("\n")) {
+    number += 1;
+    if (line) yield [number, line];
+  }
+}

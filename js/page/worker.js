@@ -1,0 +1,84 @@
+// The model, away from the page so that it stays responsive.
+
+import { Engine } from "./transferry/index.js";
+
+const site = await (await fetch("site.json")).json();
+const say = (message) => postMessage(message);
+let stopped = false;
+
+/** Opens the bundle with a provider of onnxruntime-web. */
+async function open(provider) {
+  const ort = await import(`./onnxruntime/ort.${provider}.min.mjs`);
+  ort.env.wasm.wasmPaths = new URL("onnxruntime/", import.meta.url).href;
+  // Threads need headers that a static host seldom sends.
+  ort.env.wasm.numThreads = globalThis.crossOriginIsolated ? navigator.hardwareConcurrency : 1;
+  return Engine.load(new URL("bundle/", import.meta.url), {
+    ort,
+    variant: site.variant,
+    session: { executionProviders: provider === "wasm" ? ["wasm"] : [provider, "wasm"] },
+    progress: (read, all) => say({ read, all }),
+  });
+}
+
+async function load() {
+  const gpu = site.webgpu && (await navigator.gpu?.requestAdapter().catch(() => null));
+  if (gpu) {
+    try {
+      return [await open("webgpu"), "webgpu"];
+    } catch (error) {
+      console.warn("WebGPU:", error); // a GPU that lacks what the graphs need
+    }
+  }
+  return [await open("wasm"), "wasm"];
+}
+
+async function answer(text) {
+  const [model] = await engine;
+  const begun = performance.now();
+  const seconds = () => `${((performance.now() - begun) / 1000).toFixed(1)} s`;
+  if (site.task === "generate") {
+    const steps = model.stream(text, site.generation, { longRows: "truncate" });
+    let step;
+    let tokens = 0;
+    while (!(step = await steps.next()).done) {
+      say({ text: step.value.text });
+      tokens += 1;
+      // Lets a message from the page in.
+      await new Promise((resolve) => setTimeout(resolve));
+      if (stopped) return say({ done: `Stopped after ${tokens} tokens` });
+    }
+    const { error, text: found, target_tokens: count } = step.value;
+    if (error) return say({ failed: error.message });
+    return say({ text: found, done: `${count} tokens in ${seconds()}` });
+  }
+  const task = site.task === "fill-mask" ? "fillMask" : "embed";
+  for await (const record of model[task]([text], { longRows: "truncate" })) {
+    if (record.error) return say({ failed: record.error.message });
+    say({ text: shown(record), done: seconds() });
+  }
+}
+
+/** Returns a record as text for people. */
+function shown(record) {
+  if (record.vector) return Array.from(record.vector, (value) => value.toFixed(6)).join(" ");
+  const masks = record.masks.map((candidates, place) =>
+    [`Mask ${place + 1}`, ...candidates.map(candidate)].join("\n"),
+  );
+  return [record.text, ...masks].join("\n\n");
+}
+
+function candidate({ text, log_probability: logProbability }) {
+  return `${(100 * Math.exp(logProbability)).toFixed(1).padStart(5)} %  ${text}`;
+}
+
+const fail = (fatal) => (error) => say({ failed: error.message, fatal });
+const engine = load();
+engine.then(([, provider]) => say({ ready: provider === "webgpu" ? "WebGPU" : "WebAssembly" }), fail(true));
+
+onmessage = ({ data }) => {
+  if (data.stop) stopped = true;
+  else {
+    stopped = false;
+    answer(data.run).catch(fail(false));
+  }
+};

@@ -1,0 +1,159 @@
+// The pattern that splits text into words, as an expression of JavaScript.
+//
+// The pattern is one of Rust's fancy-regex. Three things differ in JavaScript: there are no
+// possessive quantifiers, which become a lookahead and a back reference; flags of a part, (?i:...),
+// are newer than the browsers in use, so both cases are spelled out; and \s, \w, \d and "." mean
+// other sets of characters.
+
+import { InputError } from "./errors.js";
+
+const CLASSES = {
+  s: "\\p{White_Space}",
+  w: "\\p{Alphabetic}\\p{M}\\p{Nd}\\p{Pc}\\u200c\\u200d",
+  d: "\\p{Nd}",
+};
+// Letters of ASCII with a case beyond ASCII, by Unicode's simple case folding.
+const FOLDED = { k: "\\u212a", s: "\\u017f" };
+const SYNTAX = /[\\^$.*+?()[\]{}|/-]/;
+
+/**
+ * Translates a pattern.
+ *
+ * @param {string} pattern as in tokenizer.json
+ * @returns {RegExp} with flags g and u
+ * @throws {InputError} for a construct that has no translation here
+ */
+export function translate(pattern) {
+  const translator = new Translator([...pattern]);
+  const source = translator.alternatives(false);
+  if (translator.place < translator.characters.length) translator.refuse();
+  return new RegExp(source, "gu");
+}
+
+class Translator {
+  constructor(characters) {
+    this.characters = characters;
+    this.place = 0;
+    this.groups = 0;
+  }
+
+  refuse() {
+    const rest = this.characters.slice(this.place, this.place + 20).join("");
+    throw new InputError(
+      `the tokenizer's pattern cannot be translated to JavaScript from "${rest}" on; pass a ` +
+        "`tokenizer` of your own",
+    );
+  }
+
+  get next() {
+    return this.characters[this.place];
+  }
+
+  takes(text) {
+    const found = this.characters.slice(this.place, this.place + text.length).join("") === text;
+    if (found) this.place += text.length;
+    return found;
+  }
+
+  alternatives(folded) {
+    let result = "";
+    while (this.place < this.characters.length && this.next !== ")") {
+      if (this.takes("|")) result += "|";
+      else result += this.quantified(folded);
+    }
+    return result;
+  }
+
+  quantified(folded) {
+    const atom = this.atom(folded);
+    const rest = this.characters.slice(this.place).join("");
+    const [quantifier] = /^([*+?]|\{\d+(,\d*)?\})?/.exec(rest);
+    this.place += quantifier.length;
+    if (!quantifier) return atom;
+    if (this.takes("?")) return `${atom}${quantifier}?`;
+    if (!this.takes("+")) return `${atom}${quantifier}`;
+    this.groups += 1;
+    return `(?=(?<p${this.groups}>${atom}${quantifier}))\\k<p${this.groups}>`;
+  }
+
+  atom(folded) {
+    if (this.takes("(")) return this.group(folded);
+    if (this.takes("[")) return this.set(folded);
+    if (this.takes(".")) return "[^\\n]";
+    if (this.takes("^")) return "^";
+    if (this.takes("$")) return "$";
+    if (this.takes("\\")) {
+      const [inSet, negated] = this.escape(folded);
+      return negated ? `[^${inSet}]` : `[${inSet}]`;
+    }
+    return `[${this.literal(folded)}]`;
+  }
+
+  group(folded) {
+    for (const [kind, fold] of [["?:", folded], ["?i:", true], ["?=", folded], ["?!", folded]]) {
+      if (!this.takes(kind)) continue;
+      const inner = this.alternatives(fold);
+      if (!this.takes(")")) this.refuse();
+      return `(${kind.replace("i", "")}${inner})`;
+    }
+    return this.refuse();
+  }
+
+  set(folded) {
+    const negated = this.takes("^");
+    let content = "";
+    while (!this.takes("]")) {
+      if (this.place >= this.characters.length || this.next === "[" || this.takes("&&")) {
+        this.refuse();
+      }
+      if (this.takes("\\")) {
+        const [inSet, isNegated] = this.escape(folded);
+        if (isNegated && inSet !== CLASSES.s && !/^\\p\{[^}]*\}$/.test(inSet)) this.refuse();
+        content += isNegated ? inSet.replace("\\p", "\\P") : inSet;
+      } else if (this.next === "-" && this.characters[this.place + 1] !== "]" && content) {
+        this.place += 1; // a range; its end follows
+        if (folded) this.refuse();
+        content += "-";
+      } else content += this.literal(folded);
+    }
+    return `[${negated ? "^" : ""}${content}]`;
+  }
+
+  /** Returns an escape as the content of a set, and whether the set is negated. */
+  escape(folded) {
+    const kind = this.characters[this.place++];
+    if (kind === undefined) this.refuse();
+    if (Object.hasOwn(CLASSES, kind.toLowerCase())) {
+      return [CLASSES[kind.toLowerCase()], kind !== kind.toLowerCase()];
+    }
+    if (kind === "p" || kind === "P") {
+      const rest = this.characters.slice(this.place).join("");
+      const [found, name] = /^\{([A-Za-z_=]+)\}/.exec(rest) ?? /^([A-Z])/.exec(rest) ?? this.refuse();
+      this.place += found.length;
+      return [`\\p{${name}}`, kind === "P"];
+    }
+    if ("nrtfv".includes(kind)) return [`\\${kind}`, false];
+    if (kind === "x" || kind === "u") {
+      const rest = this.characters.slice(this.place).join("");
+      const size = kind === "x" ? 2 : 4;
+      const match = /^\{([0-9A-Fa-f]+)\}/.exec(rest) ?? new RegExp(`^([0-9A-Fa-f]{${size}})`).exec(rest);
+      if (!match) this.refuse();
+      this.place += match[0].length;
+      return [`\\u{${match[1]}}`, false];
+    }
+    if (/[A-Za-z0-9]/.test(kind)) this.refuse();
+    this.place -= 1;
+    return [this.literal(folded), false];
+  }
+
+  /** Returns a character as the content of a set, in both cases if they are the same here. */
+  literal(folded) {
+    const character = this.characters[this.place++];
+    if (folded && /[A-Za-z]/.test(character)) {
+      const lower = character.toLowerCase();
+      return lower + character.toUpperCase() + (FOLDED[lower] ?? "");
+    }
+    if (folded && character.codePointAt(0) > 127) this.refuse();
+    return SYNTAX.test(character) ? `\\${character}` : character;
+  }
+}

@@ -1,0 +1,58 @@
+// From texts to token ids: special tokens, and texts longer than the model's positions.
+
+const BLANK = /^[\p{White_Space}\x1c-\x1f]*$/u;
+
+/** Why an input has no answer: a word for programs, a sentence, and the input's tokens. */
+export class RowError extends Error {
+  constructor(kind, message, tokens = 0) {
+    super(message);
+    this.kind = kind;
+    this.tokens = tokens;
+  }
+}
+
+/**
+ * Returns the token ids of a text for a model, special tokens included.
+ *
+ * @param {string} text
+ * @param {object} tokenizer see tokenizer.js
+ * @param {object} limits positions: most tokens; longRows: "error" or "truncate"; reserve:
+ *   positions to leave free when truncating
+ * @param {(text: string) => number[]} [encode] default: that of the tokenizer
+ * @returns {{ids: number[], tokens: number, truncated: boolean}}
+ * @throws {RowError} of kind empty or too-long
+ */
+export function encodeRow(text, tokenizer, limits, encode = (each) => tokenizer.encode(each)) {
+  const { positions, longRows = "error", reserve = 0 } = limits;
+  const truncates = longRows === "truncate";
+  const room = Math.max(0, positions - (truncates ? reserve : 0));
+  const around = tokenizer.special.wrap([]).length;
+  // The length of a text bounds its tokens from below, so one of megabytes is not split at all.
+  const longest = limits.longest ?? tokenizer.longestToken;
+  const characters = longest && text.length > positions * longest ? [...text] : null;
+  const least = characters ? Math.ceil(characters.length / longest) : 0;
+  const far = least > positions;
+  const head = !far ? text : truncates ? characters.slice(0, room * longest).join("") : "";
+  const ids = encode(head);
+  const tokens = (far ? least : ids.length) + around;
+  if (BLANK.test(text)) throw new RowError("empty", "there is no text to work on", tokens);
+  if (tokens <= room) return { ids: tokenizer.special.wrap(ids), tokens, truncated: false };
+  if (truncates && room > around) {
+    const kept = ids.slice(0, room - around);
+    return { ids: tokenizer.special.wrap(kept), tokens, truncated: true };
+  }
+  throw tooLong(tokens, positions, far ? "at least " : "");
+}
+
+export function tooLong(tokens, positions, about = "") {
+  return new RowError(
+    "too-long",
+    `${about}${tokens} tokens, but the model has ${positions} positions; shorten or split the text`,
+    tokens,
+  );
+}
+
+/** Returns numbers of a record rounded as `transferry run` writes them. */
+export function rounded(value) {
+  return Number.isNaN(value) ? null : Number(value.toFixed(6));
+}

@@ -1,0 +1,98 @@
+// onnxruntime: its sessions by tensor role.
+
+import { weightsOf } from "./bundle.js";
+import { UsageError } from "./errors.js";
+import { FolderSource } from "./source.js";
+
+const ARRAYS = { float32: Float32Array, int64: BigInt64Array, bool: Uint8Array };
+
+/** Returns onnxruntime-node in Node if it is installed, else onnxruntime-web. */
+export async function loadOnnxRuntime() {
+  const names = ["onnxruntime-node", "onnxruntime-web"];
+  if (!globalThis.process?.versions?.node) names.shift();
+  for (const name of names) {
+    try {
+      const module = await import(name);
+      return module.default?.InferenceSession ? module.default : module;
+    } catch (error) {
+      if (!["ERR_MODULE_NOT_FOUND", undefined].includes(error.code)) throw error;
+    }
+  }
+  throw new UsageError(
+    `found neither ${names.join(" nor ")}: npm install ${names[0]}, or pass \`ort\``,
+  );
+}
+
+/** A tensor of onnxruntime. */
+export function tensor(ort, type, values, shape) {
+  if (type === "int64") values = BigInt64Array.from(values, BigInt);
+  return new ort.Tensor(type, ARRAYS[type].from(values), shape);
+}
+
+/** A graph whose tensors are addressed by role, in the order of the manifest. */
+export class Graph {
+  constructor(session, spec) {
+    this.session = session;
+    this.spec = spec;
+  }
+
+  /**
+   * Opens a graph, after the hashes of its files were checked.
+   *
+   * @param {object} ort onnxruntime
+   * @param {object} bundle see bundle.js
+   * @param {object} spec of the manifest
+   * @param {(name: string) => Promise<Uint8Array>} read reads a checked file
+   * @param {object} options session options of onnxruntime
+   */
+  static async open(ort, bundle, spec, read, options) {
+    for (const { type, name } of [...spec.inputs, ...spec.outputs]) {
+      if (!Object.hasOwn(ARRAYS, type)) {
+        throw new UsageError(`${spec.file} has ${name} of type ${type}; choose variant portable`);
+      }
+    }
+    const graph = await read(spec.file);
+    const weights = weightsOf(spec.file);
+    const stored = Object.hasOwn(bundle.manifest.files, weights) ? await read(weights) : null;
+    const native = !ort.env.versions?.web && bundle.source instanceof FolderSource;
+    // onnxruntime-node takes no weights from memory; it finds them beside the graph.
+    const session = native
+      ? await ort.InferenceSession.create(`${bundle.source.folder}/${spec.file}`, options)
+      : await ort.InferenceSession.create(graph, {
+          ...options,
+          externalData: stored ? [{ path: "weights.bin", data: stored }] : [],
+        });
+    return new Graph(session, spec);
+  }
+
+  /** Returns the specification of the first tensor of a role; undefined without one. */
+  tensor(role) {
+    return [...this.spec.inputs, ...this.spec.outputs].find((each) => each.role === role);
+  }
+
+  /** Returns the number of inputs of a role. */
+  count(role) {
+    return this.spec.inputs.filter((each) => each.role === role).length;
+  }
+
+  /**
+   * Runs the graph.
+   *
+   * @param {Record<string, object[]>} inputs tensors by role
+   * @param {...string} roles outputs to compute
+   * @returns {Promise<object[][]>} the tensors of each role
+   */
+  async run(inputs, ...roles) {
+    const places = {};
+    const feeds = {};
+    for (const { name, role } of this.spec.inputs) {
+      places[role] = (places[role] ?? -1) + 1;
+      feeds[name] = inputs[role][places[role]];
+    }
+    const names = roles.map((wanted) =>
+      this.spec.outputs.filter(({ role }) => role === wanted).map(({ name }) => name),
+    );
+    const results = await this.session.run(feeds, names.flat());
+    return names.map((each) => each.map((name) => results[name]));
+  }
+}

@@ -1,0 +1,58 @@
+// The same records and ids as Python's, which wrote them into the file TRANSFERRY_CASES.
+
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import test from "node:test";
+
+import { Bundle, Engine } from "../index.js";
+import { installed } from "./onnxruntime.js";
+
+const TASKS = { generate: "generate", "fill-mask": "fillMask", embed: "embed" };
+const path = process.env.TRANSFERRY_CASES;
+const cases = path ? JSON.parse(readFileSync(path, "utf8")) : { answers: [], ids: [] };
+const NONE = path ? false : "TRANSFERRY_CASES names no file; tests/test_javascript.py writes one";
+
+/** Asserts that two records are the same, numbers up to the rounding of sums. */
+function same(found, expected, where) {
+  if (typeof expected === "number" && !Number.isInteger(expected)) {
+    assert.ok(Math.abs(found - expected) <= 1e-5, `${where}: ${found}, expected ${expected}`);
+  } else if (expected !== null && typeof expected === "object") {
+    assert.deepEqual(Object.keys(found), Object.keys(expected), where);
+    for (const key of Object.keys(expected)) same(found[key], expected[key], `${where}.${key}`);
+  } else assert.equal(found, expected, where);
+}
+
+for (const name of ["onnxruntime-node", "onnxruntime-web"]) {
+  const ort = installed(name);
+  const skip = NONE || (ort ? false : `${name} is not installed: make js`);
+  test(`${name} gives the records of Python`, { skip }, async (context) => {
+    const session = name.endsWith("web") ? { executionProviders: ["wasm"] } : {};
+    const engines = new Map();
+    for (const { bundle, task, options, texts, records } of cases.answers) {
+      await context.test(`${task} ${JSON.stringify(options)}`, async () => {
+        if (!engines.has(bundle)) engines.set(bundle, await Engine.load(bundle, { ort, session }));
+        const found = [];
+        for await (const record of engines.get(bundle)[TASKS[task]](texts, options)) found.push(record);
+        assert.equal(found.length, records.length);
+        records.forEach((record, row) => {
+          const plain = JSON.parse(JSON.stringify(found[row], (_, value) => (ArrayBuffer.isView(value) ? [...value] : value)));
+          same(plain, record, `row ${row}`);
+        });
+      });
+    }
+    for (const engine of engines.values()) await engine.close();
+  });
+}
+
+test("texts have the ids of Python", { skip: NONE }, async (context) => {
+  for (const { bundle, texts, ids, decoded } of cases.ids) {
+    const { tokenizer } = await Bundle.open(bundle);
+    await context.test(`${texts.length} texts, ${bundle}`, () => {
+      texts.forEach((text, row) => {
+        const found = tokenizer.encode(text);
+        assert.deepEqual(found, ids[row], JSON.stringify(text));
+        assert.equal(tokenizer.decode(found), decoded[row]);
+      });
+    });
+  }
+});

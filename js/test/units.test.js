@@ -1,0 +1,93 @@
+import assert from "node:assert/strict";
+import { mkdtemp, writeFile } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import test from "node:test";
+
+import { Bundle, DEFAULTS, generationOptions, InputError, uniforms, UsageError } from "../index.js";
+import { Best, logSumExp } from "../logits.js";
+import { translate } from "../pattern.js";
+import { weights } from "../sampling.js";
+
+test("random numbers are those of numpy.random.Philox", () => {
+  // (Philox(counter=[0, 0, 0, 3], key=[7, 12]).random_raw(5) >> 11) * 2**-53
+  const expected = [0.34886052, 0.58375366, 0.46571618, 0.58186168, 0.24432838];
+  const random = uniforms(7, 12, 3);
+  for (const value of expected) assert.ok(Math.abs(random.next().value - value) < 1e-8);
+});
+
+test("a pattern of Rust splits as in Rust", () => {
+  const split = (pattern, text) => text.match(translate(pattern));
+  assert.deepEqual(split("'(?i:[sdmt]|ll)|\\s++$|\\s+|[^\\s']++", "it'S 'ſ'LL\u0085 "), [
+    ..."it|'S| |'ſ|'LL|\u0085 ".split("|"),
+  ]);
+  assert.deepEqual(split("a++a|a", "aaa"), ["a", "a", "a"]); // possessive: gives nothing back
+  assert.deepEqual(split("\\s|\\S", "\ufeff"), ["\ufeff"]);
+  assert.equal("\ufeff".match(translate("\\s")), null); // white space in JavaScript alone
+  for (const refused of ["(a)", "a\\1", "(?<n>a)", "(?>a)", "\\bx", "[a&&b]", "(?i:ü)"]) {
+    assert.throws(() => translate(refused), InputError, refused);
+  }
+});
+
+test("options are checked, and defaults give way", () => {
+  const bundled = generationOptions({ beam: 4, n_best: 2, min_length: 5 });
+  assert.equal(generationOptions({ beam: 1 }, bundled).n_best, 1);
+  assert.equal(generationOptions({ sample: true }, bundled).beam, 1);
+  assert.equal(generationOptions({ max_length: 3 }, bundled).min_length, 3);
+  const refused = [{ beams: 4 }, { beam: 0 }, { beam: "4" }, { top_k: 5 }, { n_best: 2 }, { stop: [""] }];
+  for (const values of [...refused, { sample: true, beam: 2 }, { temperature: NaN }, { seed: -1 }]) {
+    assert.throws(() => generationOptions(values), UsageError, JSON.stringify(values));
+  }
+  assert.equal(generationOptions({ seed: 2n ** 64n - 1n, sample: true }).seed, 2n ** 64n - 1n);
+});
+
+test("text to suppress is forbidden as it stands and after a blank", () => {
+  const encode = (text) => [...text].map((character) => character.charCodeAt(0));
+  const options = generationOptions({ suppress: ["a", 7] }, DEFAULTS, encode);
+  assert.deepEqual(options.suppress, [7, 97]);
+  assert.deepEqual(options.suppress_sequences, [[32, 97]]);
+});
+
+test("equal values keep their order", () => {
+  const best = new Best(2);
+  for (const [value, token] of [[1, 0], [2, 1], [2, 2], [1, 3], [NaN, 4]]) best.add(value, token);
+  assert.deepEqual(best.items, [[2, 1], [2, 2]]);
+});
+
+test("unusable logits have no log-sum-exp", () => {
+  for (const row of [[NaN, 1], [Infinity, 0], [-Infinity, -Infinity]]) assert.ok(Number.isNaN(logSumExp(row)));
+  assert.equal(logSumExp([1000, -Infinity]), 1000);
+});
+
+test("tokens that tie with the last one admitted are admitted", () => {
+  const cut = (values) => [...weights(Float32Array.from([1, 1, 0]), { ...DEFAULTS, ...values })];
+  assert.equal(cut({ top_k: 1 }).filter(Boolean).length, 2);
+  assert.equal(cut({ top_p: 0.1 }).filter(Boolean).length, 2);
+  assert.equal(cut({ typical_p: 0.1 }).filter(Boolean).length, 2);
+});
+
+test("what is no bundle, or another one than was exported, is refused", async () => {
+  const folder = await mkdtemp(join(tmpdir(), "bundle"));
+  await assert.rejects(Bundle.open(folder), /manifest.json cannot be read/);
+  await writeFile(join(folder, "manifest.json"), "{");
+  await assert.rejects(Bundle.open(folder), /is not JSON/);
+  await writeFile(join(folder, "manifest.json"), '{"format": 7}');
+  await assert.rejects(Bundle.open(folder), /has bundle format 7/);
+  const files = { "tokenizer.json": { sha256: "0".repeat(64), size: 2 }, "../x": { sha256: "", size: 0 } };
+  await writeFile(join(folder, "manifest.json"), JSON.stringify({ format: 8, files }));
+  await writeFile(join(folder, "tokenizer.json"), "{}");
+  await assert.rejects(Bundle.open(folder), /tokenizer.json is not the file that was exported/);
+  const bundle = new Bundle({}, { files });
+  await assert.rejects(bundle.read("../x"), /does not list/);
+});
+
+test("a tokenizer of another kind needs one that is passed", async () => {
+  const { openTokenizer, tokenizerFiles } = await import("../tokenizer.js");
+  const special = { pad_id: 0, bos_id: 1, eos_id: 2, before: [], after: [2], mask_id: null };
+  const settings = { format_version: 1, kind: "sentencepiece", special, vocabulary_size: 9 };
+  assert.throws(() => tokenizerFiles(settings), /reads byte-level BPE only; pass `tokenizer`/);
+  const other = { encode: (text) => [...text].map(Number), decode: (ids) => ids.join("") };
+  const opened = openTokenizer(settings, {}, other);
+  assert.equal(opened.decode([5, 2, 6]), "56");
+  assert.deepEqual(opened.special.wrap(opened.encode("34")), [3, 4, 2]);
+});

@@ -1,0 +1,1 @@
+"""A static site that runs a bundle in the browser."""

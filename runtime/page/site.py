@@ -1,0 +1,259 @@
+"""A static site that runs a bundle in the browser: its files, copied into one folder.
+
+The site is the package of `js/`, the page of `js/page`, onnxruntime-web, and the portable graphs of
+the bundle. It asks no other host for anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from transferry.runtime.bundle import MANIFEST, Bundle, Variant
+from transferry.runtime.documents import read_document
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.folders import replace_folder, staged_folder
+from transferry.runtime.outputs import foreign_member, require_apart, require_own
+from transferry.runtime.parity.certificate import certificates
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "js"
+RUNTIME = PurePosixPath("onnxruntime-web", "dist")
+WASM = ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm")
+WEBGPU = (
+    *("ort.webgpu.min.mjs", "ort-wasm-simd-threaded.asyncify.mjs"),
+    "ort-wasm-simd-threaded.asyncify.wasm",
+)
+VARIANT = "portable"
+# Of the page itself: replaced in service-worker.js.
+FILES, GPU_FILES, VERSION = '"FILES"', '"GPU_FILES"', "VERSION"
+SERVICE_WORKER, SETTINGS = "service-worker.js", "site.json"
+WORDS = {
+    "generate": ("Text", "A sentence or a beginning"),
+    "fill-mask": ("Text with [MASK] in the place of each hidden word", "The [MASK] shines."),
+    "embed": ("Text", "A sentence"),
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """Content of a written site.
+
+    Attributes:
+        sizes: Size of every file by its path in the site, in bytes.
+        standing: Sentences about the certificates of the bundle.
+    """
+
+    sizes: Mapping[str, int]
+    standing: tuple[str, ...]
+
+    def summary(self) -> str:
+        """Returns what a person asks first: how much a visitor loads."""
+        on_gpu = sum(size for name, size in self.sizes.items() if _for_gpu(name))
+        loaded = {name: size for name, size in self.sizes.items() if not _for_gpu(name)}
+        shares = ", ".join(
+            f"{_size(size for name, size in loaded.items() if name.startswith(place))} {what}"
+            for what, place in (("onnxruntime-web", "onnxruntime/"), ("the model", "bundle/"))
+        )
+        gpu = f"; with WebGPU {_size([on_gpu])} of onnxruntime-web instead" if on_gpu else ""
+        return f"{len(self.sizes)} files, {_size(loaded.values())} for a visitor ({shares}){gpu}"
+
+
+def write_site(
+    bundle_folder: Path,
+    out: Path,
+    *,
+    title: str = "",
+    runtime: Path | None = None,
+    webgpu: bool = True,
+    force: bool = False,
+) -> Site:
+    """Writes the site of a bundle.
+
+    Args:
+        bundle_folder: The bundle.
+        out: Folder of the site.
+        title: Heading of the page. Default: the name of the bundle's folder.
+        runtime: Folder that holds onnxruntime-web, or node_modules around it. Default: that of
+            `find_runtime`.
+        webgpu: Whether browsers with WebGPU use it; their answers may differ by rounding.
+        force: Replace a site in `out`.
+
+    Raises:
+        UsageError: `out` exists, onnxruntime-web is not found, or the tokenizer or a graph is none
+            that js/ runs.
+        InputError: The bundle is damaged, or the site cannot be written.
+    """
+    require_new(out, force=force)
+    require_apart([out], [bundle_folder])
+    dist = find_runtime(runtime, (*WASM, *(WEBGPU if webgpu else ())))
+    bundle = Bundle.load(bundle_folder)
+    variant = bundle.variant(VARIANT)
+    files = _model_files(bundle, variant)
+    standing = certified(bundle, variant)
+    with staged_folder(out) as folder:
+        for name in (*WASM, *(WEBGPU if webgpu else ())):
+            _copy(dist / name, folder / "onnxruntime" / name)
+        for path in sorted(SCRIPTS.glob("*.js")):
+            _copy(path, folder / "transferry" / path.name)
+        for path in sorted((SCRIPTS / "page").iterdir()):
+            _copy(path, folder / path.name)
+        for name in files:
+            _copy(bundle.folder / name, folder / "bundle" / name)
+        settings = site_settings(bundle, title or bundle.folder.resolve().name, standing, webgpu)
+        settings["files"] = [name for name, _ in _contents(folder)]
+        text = json.dumps(settings, ensure_ascii=False, indent=1)
+        (folder / SETTINGS).write_text(f"{text}\n", encoding="utf-8")
+        _list_files(folder)
+        sizes = {name: path.stat().st_size for name, path in _contents(folder)}
+        require_new(out, force=force)  # again, after the copies
+        replace_folder(folder, out)
+    return Site(sizes, standing)
+
+
+def require_new(out: Path, *, force: bool) -> None:
+    """Raises UsageError for a folder that exists, with `force` for one that is no site."""
+    if out.exists() and not force:
+        raise UsageError(f"{out} exists already; add --force to replace it, or name another folder")
+    require_own(out, foreign_site)
+
+
+def foreign_site(folder: Path) -> str:
+    """Returns what is wrong with a folder that should be a site; "" if nothing is."""
+    try:
+        files = read_document(folder / SETTINGS, dict[str, Any], "").get("files")
+    except InputError:
+        files = None
+    if not isinstance(files, list):
+        return "exists and is no site"
+    return foreign_member(folder, lambda name: name == SETTINGS or name in files)
+
+
+def find_runtime(folder: Path | None, names: tuple[str, ...]) -> Path:
+    """Returns the folder of onnxruntime-web's files.
+
+    Raises:
+        UsageError: It is not found, or lacks a file.
+    """
+    if folder is None:
+        places = [Path("node_modules") / RUNTIME, SCRIPTS / "node_modules" / RUNTIME]
+    else:
+        places = [folder, folder / "dist", folder / RUNTIME, folder / "node_modules" / RUNTIME]
+    for place in places:
+        if all((place / name).is_file() for name in names):
+            return place
+    where = "here" if folder is None else f"in {folder}"
+    raise UsageError(
+        f"found no onnxruntime-web {where} with {names[-1]}: npm install onnxruntime-web, or name "
+        "its folder with --onnxruntime-web"
+    )
+
+
+def certified(bundle: Bundle, variant: Variant) -> tuple[str, ...]:
+    """Returns sentences about what was verified of the graphs that the site runs."""
+    held = [one for one in certificates(bundle) if not one.changed(bundle)]
+    same = [one for one in held if one.cell.variant == variant.name]
+    told = [
+        f"Certificate of {one.date} against {one.against}: {one.cell}; {one.signature()}; "
+        f"{one.text.get('rows', 0)} rows."
+        for one in same or held
+    ]
+    if same:
+        told.append(
+            "This page runs the graphs that were verified and checks every file's hash; the "
+            "certificate speaks of the runtime that it names, not of this browser."
+        )
+    elif held:
+        told.append(
+            f"No certificate covers variant {variant.name}, which this page runs. Every file's "
+            "hash is checked."
+        )
+    else:
+        told.append(
+            "No certificate: the export compared the graphs with recorded answers of torch. Every "
+            "file's hash is checked."
+        )
+    return tuple(told)
+
+
+def site_settings(
+    bundle: Bundle, title: str, standing: tuple[str, ...], webgpu: bool
+) -> dict[str, Any]:
+    """Returns the content of site.json, which page.js and worker.js read."""
+    encodes = bundle.manifest.architecture == "encoder-only"
+    tasks = bundle.tasks if encodes else ("generate",)
+    task = "fill-mask" if "fill-mask" in tasks else tasks[0]
+    label, placeholder = WORDS[task]
+    return {
+        "title": title,
+        "about": f"{bundle.manifest.architecture}, {VARIANT} graphs, in this browser alone",
+        "input": label,
+        "placeholder": placeholder,
+        "task": task,
+        "variant": VARIANT,
+        "generation": {},
+        "webgpu": webgpu,
+        "standing": [*standing, f"Manifest sha256 {bundle.sha256}."],
+    }
+
+
+def _model_files(bundle: Bundle, variant: Variant) -> list[str]:
+    """Returns the files of the bundle that the site needs.
+
+    Raises:
+        UsageError: The tokenizer is none that js/ reads.
+    """
+    listed = bundle.manifest.files
+    if "ranks.tiktoken" not in listed:
+        raise UsageError(
+            f"{bundle.folder} has a tokenizer that is not byte-level BPE, and a page reads no "
+            "other; use js/ with a tokenizer of your own (docs/portability.md)"
+        )
+    graphs = [graph.file for name, graph in variant.graphs.items() if name != "select"]
+    weights = {str(PurePosixPath(file).with_name("weights.bin")) for file in graphs}
+    needed = (*graphs, *sorted(weights), "tokenizer.json", "ranks.tiktoken")
+    return [MANIFEST, *(file for file in needed if file in listed)]
+
+
+def _list_files(folder: Path) -> None:
+    """Tells the service worker which files to keep; a changed file is a new version."""
+    path = folder / SERVICE_WORKER
+    digest = hashlib.sha256()
+    kept: list[str] = ["./"]
+    on_gpu: list[str] = []
+    for name, file in _contents(folder):
+        with file.open("rb") as stream:
+            digest.update(f"{name}\0".encode() + hashlib.file_digest(stream, "sha256").digest())
+        if name != SERVICE_WORKER:
+            (on_gpu if _for_gpu(name) else kept).append(name)
+    script = path.read_text(encoding="utf-8")
+    for mark, names in ((FILES, kept), (GPU_FILES, on_gpu)):
+        script = script.replace(mark, ", ".join(map(json.dumps, names)))
+    script = script.replace(VERSION, digest.hexdigest()[:16])
+    path.write_text(script, encoding="utf-8")
+
+
+def _contents(folder: Path) -> Iterator[tuple[str, Path]]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            yield path.relative_to(folder).as_posix(), path
+
+
+def _for_gpu(name: str) -> bool:
+    return name.removeprefix("onnxruntime/") in WEBGPU
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        shutil.copyfile(source, target)
+    except FileNotFoundError as error:
+        raise InputError(f"{source} is missing; install transferry again") from error
+
+
+def _size(sizes: Iterable[int]) -> str:
+    return f"{sum(sizes) / 1e6:,.1f} MB"

@@ -1,0 +1,116 @@
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.page.site import SCRIPTS, WASM, WEBGPU, write_site
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Path:
+    """A stand-in for onnxruntime-web; nothing of it is run here."""
+    folder = tmp_path / "node_modules" / "onnxruntime-web" / "dist"
+    folder.mkdir(parents=True)
+    for name in (*WASM, *WEBGPU):
+        (folder / name).write_text(name)
+    return tmp_path
+
+
+def kept(site: Path) -> list[str]:
+    script = (site / "service-worker.js").read_text()
+    listed = re.search(r"FILES = (\[.*\]);", script)
+    assert listed is not None
+    files: list[str] = json.loads(listed[1])
+    return files
+
+
+def test_the_site_holds_what_its_page_needs(
+    tmp_path: Path, runtime: Path, bundle_folder: Path
+) -> None:
+    out = tmp_path / "site"
+    site = write_site(bundle_folder, out, title="A & B", runtime=runtime)
+    found = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert set(site.sizes) == found
+    assert set(kept(out)) == found - {
+        "service-worker.js",
+        *(f"onnxruntime/{n}" for n in WEBGPU),
+    } | {"./"}
+    files = json.loads((bundle_folder / "manifest.json").read_text())["files"]
+    assert {name for name in found if name.startswith("bundle/")} == {
+        "bundle/manifest.json",
+        *(
+            f"bundle/{name}"
+            for name in files
+            if re.search(r"coder\.onnx|portable/weights|ranks|izer.json", name)
+            and "fused" not in name
+        ),
+    }
+    settings = json.loads((out / "site.json").read_text())
+    assert (settings["title"], settings["task"], settings["webgpu"]) == ("A & B", "generate", True)
+    assert any("ertificate" in line for line in settings["standing"])
+    assert "for a visitor" in site.summary() and "with WebGPU" in site.summary()
+
+
+def test_without_webgpu_its_files_stay_away(
+    tmp_path: Path, runtime: Path, reader_bundle_folder: Path
+) -> None:
+    site = write_site(reader_bundle_folder, tmp_path / "site", runtime=runtime, webgpu=False)
+    assert not [name for name in site.sizes if "webgpu" in name or "asyncify" in name]
+    assert json.loads((tmp_path / "site" / "site.json").read_text())["task"] == "fill-mask"
+    assert "WebGPU" not in site.summary()
+
+
+def test_a_changed_file_is_a_new_version(
+    tmp_path: Path, runtime: Path, bundle_folder: Path
+) -> None:
+    def version(title: str) -> str:
+        write_site(bundle_folder, tmp_path / "site", title=title, runtime=runtime, force=True)
+        found = re.search(
+            "transferry-([0-9a-f]{16})", (tmp_path / "site/service-worker.js").read_text()
+        )
+        assert found is not None
+        return found[1]
+
+    assert version("a") == version("a") != version("b")
+
+
+def with_a_file_of_mine(out: Path) -> None:
+    out.mkdir()
+    (out / "site.json").write_text('{"files": []}')
+    (out / "mine.txt").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (Path.mkdir, "exists and is no site"),
+        (with_a_file_of_mine, "holds mine.txt"),
+    ],
+)
+def test_force_replaces_a_site_alone(
+    tmp_path: Path,
+    runtime: Path,
+    bundle_folder: Path,
+    spoil: Callable[[Path], object],
+    message: str,
+) -> None:
+    out = tmp_path / "site"
+    spoil(out)
+    with pytest.raises(UsageError, match="add --force"):
+        write_site(bundle_folder, out, runtime=runtime)
+    with pytest.raises((UsageError, InputError), match=message):
+        write_site(bundle_folder, out, runtime=runtime, force=True)
+
+
+def test_without_onnxruntime_web_says_how_to_get_it(tmp_path: Path, bundle_folder: Path) -> None:
+    with pytest.raises(UsageError, match="npm install onnxruntime-web"):
+        write_site(bundle_folder, tmp_path / "site", runtime=tmp_path)
+    assert not (tmp_path / "site").exists()
+
+
+def test_the_page_asks_no_other_host() -> None:
+    for path in (SCRIPTS / "page").iterdir():
+        assert "http://" not in path.read_text() and "https://" not in path.read_text(), path
