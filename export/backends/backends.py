@@ -69,7 +69,7 @@ class ReferenceBackend(Backend):
         self.name = f"onnx.reference {onnx.__version__}"
         self._evaluators = {
             name: ReferenceEvaluator(str(bundle.graph(graph)))
-            for name, graph in variant.graphs.items()
+            for name, graph in variant.steps.items()
         }
 
     def run(self, graph: str, feeds: Mapping[str, NDArray[Any]], wanted: Sequence[str]) -> Arrays:
@@ -100,7 +100,7 @@ class OpenVinoBackend(Backend):
         core = openvino.Core()
         self._compiled = {
             name: core.compile_model(str(bundle.graph(graph)), "CPU", dict(self._SETTINGS))
-            for name, graph in variant.graphs.items()
+            for name, graph in variant.steps.items()
         }
 
     def run(self, graph: str, feeds: Mapping[str, NDArray[Any]], wanted: Sequence[str]) -> Arrays:
@@ -132,7 +132,7 @@ class NodeBackend(Backend):
             raise ProviderError(
                 "no `node` on the PATH; install Node 18 or later and `npm install onnxruntime-web`"
             )
-        files = {name: bundle.graph(graph).resolve() for name, graph in variant.graphs.items()}
+        files = {name: bundle.graph(graph).resolve() for name, graph in variant.steps.items()}
         weights = next(iter(files.values())).with_name(WEIGHTS)
         graphs = {name: str(path) for name, path in files.items()}
         with contextlib.ExitStack() as opened:

@@ -58,7 +58,7 @@ class PortableDecoder:
         """
         self.variant, self.options = variant, options
         self.batches = BatchOptions()
-        graphs = variant.graphs
+        graphs = variant.steps
         self._runners = open_graphs(bundle, graphs, options)
         self._decoder, self._select = self._runners["decoder"], self._runners["select"]
         self.has_encoder = "encoder" in graphs

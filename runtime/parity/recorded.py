@@ -26,6 +26,7 @@ from transferry.runtime.decoding.options import (
 from transferry.runtime.decoding.search import search
 from transferry.runtime.documents import parse_document
 from transferry.runtime.files import atomic_file, open_arrays, read_bytes
+from transferry.runtime.ort.one_graph import OneGraph
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.certificate import fastest
@@ -34,6 +35,8 @@ from transferry.runtime.parity.divergence import ExpectedAnswers, Tally
 from transferry.runtime.parity.report import Decisions, Difference, ParityReport
 from transferry.runtime.parity.self_consistency import self_consistency
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
+
+IN_ONE_GRAPH = "greedy, in one graph"
 
 
 @dataclass(frozen=True)
@@ -168,10 +171,12 @@ def check_reference(
     *,
     exact: bool = True,
     batch_rows: int = 1,
+    one: OneGraph | None = None,
 ) -> tuple[list[Comparison], list[Decisions]]:
     """Compares a model with the recorded answers.
 
-    The sources are repeated until they fill a batch of `batch_rows`.
+    The sources are repeated until they fill a batch of `batch_rows`. `one` answers the greedy
+    search too.
 
     The tokens must agree if `exact`. In reduced precision differing tokens are listed as ties, not
     judged: the budget of the numbers decides.
@@ -215,6 +220,11 @@ def check_reference(
         tally = Tally(item.name, tolerance)
         tally.add(expected, [found[row :: len(expected.rows)] for row in expected.rows], explain)
         decisions.append(tally.decisions())
+        if one is not None and item.name == "greedy":
+            tally = Tally(IN_ONE_GRAPH, tolerance)
+            ways = one.answers_all_ways(reference.sources, options, special, batch_rows)
+            tally.add(expected, ways, explain)
+            decisions.append(tally.decisions())
     return comparisons, decisions
 
 
@@ -225,7 +235,13 @@ def verify_recorded(bundle: Bundle, model: Model) -> ParityReport:
     special, exact = bundle.tokenizer.special, model.variant.exact
     batch_rows = model.batches.rows
     comparisons, decisions = check_reference(
-        reference, model, special, tolerance, exact=exact, batch_rows=batch_rows
+        reference,
+        model,
+        special,
+        tolerance,
+        exact=exact,
+        batch_rows=batch_rows,
+        one=OneGraph.of(bundle, model.variant, model.options),
     )
     settings = {
         **model.describe(),
