@@ -49,11 +49,11 @@ from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.files import atomic_file, sha256
 from transferry.runtime.folders import replace_folder, staged_folder
 from transferry.runtime.ort.cuda import cuda_obstacle
-from transferry.runtime.ort.one_graph import OneGraph
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import Provider, SessionOptions
 from transferry.runtime.outputs import foreign_member, require_own
 from transferry.runtime.parity.compare import INTEGERS, Tolerance
+from transferry.runtime.parity.one_graph import OneGraph
 from transferry.runtime.parity.recorded import Reference, check_reference
 from transferry.runtime.parity.report import ParityReport
 from transferry.runtime.parity.statement import FOLDER

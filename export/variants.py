@@ -30,11 +30,11 @@ from transferry.export.optimise.screening import (
 )
 from transferry.export.optimise.top_k import top_k_graph
 from transferry.runtime.bundle import ONE_GRAPH, REFERENCE, CacheSpec, Variant
+from transferry.runtime.bundle import PORTABLE as PORTABLE
 from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.parity.compare import INTEGERS
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
-PORTABLE = "portable"
 EMBEDDING = "model.embedding.weight"
 
 

@@ -44,9 +44,9 @@ from transferry.runtime.decoding.options import generation_options, suppressing
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.encoder import EncoderModel
-from transferry.runtime.ort.one_graph import OneGraph
 from transferry.runtime.ort.open_model import Model
 from transferry.runtime.parity.compare import INTEGERS, Tolerance
+from transferry.runtime.parity.one_graph import OneGraph
 from transferry.runtime.parity.report import Decisions, Origin, ParityReport, TaskMetric
 
 SAMPLED = 4  # one row in so many is sampled and scored too: little differs from greedy search

@@ -48,6 +48,7 @@ from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 FORMAT = 8
 MANIFEST = "manifest.json"
 REFERENCE = "reference.npz"
+PORTABLE = "portable"  # the variant of standard ONNX operators only
 ONE_GRAPH = "generate"  # optional graph of the portable variant: greedy search whole
 ANSWERS = ("tokens", "lengths", "log_probabilities")  # roles of its outputs
 REMEDY = "export the bundle again"

@@ -59,6 +59,7 @@ OPTIONAL_LIBRARIES = {
     "runtime.jobs.readers": frozenset({"pyarrow"}),
     "runtime.jobs.ray_job": frozenset({"pyarrow", "ray"}),
     "runtime.engine.preprocess": frozenset({"sentencex"}),
+    "runtime.ort.openvino_runner": frozenset({"openvino"}),
     "runtime.parity.signature": frozenset({"cryptography"}),
     "runtime.tokenizer.chat_worker": frozenset({"jinja2"}),
     "runtime.tokenizer.third_party": frozenset({"tokenizers", "sentencepiece"}),

@@ -25,6 +25,7 @@ from onnx.reference import ReferenceEvaluator
 from transferry.export.graphs.external_data import WEIGHTS
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.errors import ProviderError
+from transferry.runtime.ort.openvino_runner import PRECISION, openvino_module
 
 Arrays = Sequence[NDArray[Any]]
 
@@ -81,21 +82,16 @@ class OpenVinoBackend(Backend):
     """OpenVINO on the CPU, in float32."""
 
     name = "OpenVINO"
-    # By default OpenVINO computes in bfloat16 or float16 where the CPU can; with more threads, sums
-    # could differ from run to run.
+    # With more threads, sums could differ from run to run.
     _SETTINGS: ClassVar[Mapping[str, Any]] = {
-        "INFERENCE_PRECISION_HINT": "f32",
-        "EXECUTION_MODE_HINT": "ACCURACY",
+        **PRECISION,
         "INFERENCE_NUM_THREADS": 1,
         "NUM_STREAMS": 1,
     }
 
     def __init__(self, bundle: Bundle, variant: Variant) -> None:
         """Compiles every graph; see `Backend`."""
-        try:
-            import openvino
-        except ImportError as error:
-            raise ProviderError('not installed; pip install "transferry[openvino]"') from error
+        openvino = openvino_module()
         self.name = f"OpenVINO {openvino.__version__.split('-')[0]}"
         core = openvino.Core()
         self._compiled = {

@@ -100,9 +100,7 @@ class _Tape(ir.tape.Tape):
 
     def any(self, values: ir.Value, axis: int) -> ir.Value:
         """Whether any entry along an axis is true."""
-        most = self.op(
-            "ReduceMax", [self.integers(values), self.of(axis)], {"keepdims": 0}
-        )
+        most = self.op("ReduceMax", [self.integers(values), self.of(axis)], {"keepdims": 0})
         return cast(self, most, ir.DataType.BOOL)
 
 
@@ -256,13 +254,11 @@ class _Composer:
             tensor = value.const_value
             assert tensor is not None
             known = self.weights.get(name)
-            if known is not None and known.const_value is not None:
-                if known.const_value.tobytes() != tensor.tobytes():
-                    name, known = f"{prefix}.{name}", None
+            stored = known.const_value if known is not None else None
+            if stored is not None and stored.tobytes() != tensor.tobytes():
+                name, known = f"{prefix}.{name}", None
             if known is None:
-                known = ir.Value(
-                    name=name, type=value.type, shape=value.shape, const_value=tensor
-                )
+                known = ir.Value(name=name, type=value.type, shape=value.shape, const_value=tensor)
                 self.weights[name] = known
             replace_all_uses_with(value, known)
         nodes, outputs = list(part), list(part.outputs)

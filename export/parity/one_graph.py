@@ -9,8 +9,8 @@ import numpy as np
 
 from transferry.export.parity.cases import random_sources
 from transferry.export.parity.oracle import Oracle, TextParity
-from transferry.runtime.ort.one_graph import OneGraph
 from transferry.runtime.ort.open_model import ServedDecoder
+from transferry.runtime.parity.one_graph import OneGraph
 from transferry.runtime.parity.recorded import IN_ONE_GRAPH
 from transferry.runtime.parity.report import Decisions
 

@@ -26,12 +26,12 @@ from transferry.runtime.decoding.options import (
 from transferry.runtime.decoding.search import search
 from transferry.runtime.documents import parse_document
 from transferry.runtime.files import atomic_file, open_arrays, read_bytes
-from transferry.runtime.ort.one_graph import OneGraph
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.certificate import fastest
 from transferry.runtime.parity.compare import Case, Comparison, Tolerance, Truth, compare, observe
 from transferry.runtime.parity.divergence import ExpectedAnswers, Tally
+from transferry.runtime.parity.one_graph import OneGraph
 from transferry.runtime.parity.report import Decisions, Difference, ParityReport
 from transferry.runtime.parity.self_consistency import self_consistency
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens

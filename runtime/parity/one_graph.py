@@ -10,7 +10,7 @@ from transferry.runtime.bundle import ANSWERS, ONE_GRAPH, Bundle, Variant
 from transferry.runtime.decoding.hypothesis import FAILED, Hypothesis, length_normalised
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import pad_sources
-from transferry.runtime.ort.graph_runner import GraphRunner
+from transferry.runtime.ort.graph_runner import open_portable
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
@@ -25,7 +25,8 @@ class OneGraph:
             ProviderError: The provider asked for cannot run here.
             InputError: The graph cannot be opened.
         """
-        self._runner = GraphRunner(bundle, variant.graphs[ONE_GRAPH], options)
+        graphs = {ONE_GRAPH: variant.graphs[ONE_GRAPH]}
+        self._runner = open_portable(bundle, graphs, options)[ONE_GRAPH]
 
     @classmethod
     def of(cls, bundle: Bundle, variant: Variant, options: SessionOptions) -> OneGraph | None:
@@ -52,7 +53,7 @@ class OneGraph:
             padded_left: Pad the sources on the left instead of the right.
 
         Raises:
-            InputError: onnxruntime cannot run the graph on these inputs.
+            InputError: the runtime cannot run the graph on these inputs.
         """
         runner = self._runner
         ids, mask = pad_sources(sources, special.pad_id)
