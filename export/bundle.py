@@ -20,6 +20,7 @@ from transferry.export.backends.plain_decoder import plain_model
 from transferry.export.claims.claims import default_generation
 from transferry.export.graphs.external_data import write_graphs
 from transferry.export.graphs.graph import Graph
+from transferry.export.graphs.one_graph import require_one_graph
 from transferry.export.optimise.calibration import CALIBRATION, Calibration
 from transferry.export.optimise.calibration import calibrate as calibrate_model
 from transferry.export.parity.cases import fitting, random_sources, room, source_of
@@ -34,6 +35,7 @@ from transferry.export.parity.oracle import Oracle
 from transferry.export.variants import (
     PORTABLE,
     RECIPES,
+    add_one_graph,
     describe,
     make_variant,
     recipe_of,
@@ -52,6 +54,7 @@ from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import Provider, SessionOptions
 from transferry.runtime.outputs import foreign_member, require_own
 from transferry.runtime.parity.compare import INTEGERS, Tolerance
+from transferry.runtime.parity.one_graph import OneGraph
 from transferry.runtime.parity.recorded import Reference, check_reference
 from transferry.runtime.parity.report import ParityReport
 from transferry.runtime.parity.statement import FOLDER
@@ -70,6 +73,7 @@ def export_bundle(
     texts: Sequence[str] = (),
     variants: Sequence[str] = (),
     calibrate: Sequence[str] = (),
+    one_graph: bool = False,
     force: bool = False,
     say: Callable[[str], None] = lambda line: None,
     done: Done = lambda phase, done, total: None,
@@ -84,6 +88,7 @@ def export_bundle(
         texts: Sentences for the recorded reference; random tokens if none fits the model.
         variants: Variants besides the portable one.
         calibrate: Sentences that an int8 variant is calibrated on.
+        one_graph: Add greedy search as one graph.
         force: Replace an existing bundle.
         say: Receives a line at each stage.
         done: As for `verify_against`.
@@ -92,13 +97,15 @@ def export_bundle(
         The bundle in `out`.
 
     Raises:
-        UsageError: `out` exists and `force` is off, there is no such variant, or an int8 variant is
-            not calibrated.
+        UsageError: `out` exists and `force` is off, there is no such variant, an int8 variant is
+            not calibrated, or one graph cannot keep a generation default.
         InputError: The folder cannot be written.
         ParityError: The graphs are invalid or differ from torch; `out` is untouched.
     """
     require_replaceable(out, force=force)
-    default_generation(checkpoint)  # before any work, as what follows
+    generation = default_generation(checkpoint)  # before any work, as what follows
+    if one_graph:
+        require_one_graph(checkpoint.model.config.architecture, generation)
     for name in variants:
         recipe_of(name, calibrated=bool(calibrate))
         require_attention(checkpoint.model.config, name)
@@ -111,6 +118,10 @@ def export_bundle(
         for name in dict.fromkeys([PORTABLE, *variants]):
             say(f"exporting variant {name}")
             made[name] = make_variant(checkpoint.model, name, calibration)
+        if one_graph:
+            say("composing greedy search as one graph")
+            special = checkpoint.tokenizer.special
+            add_one_graph(made[PORTABLE], checkpoint.model.config, special, generation)
         graphs = [graph for variant in made.values() for graph in variant.values()]
         write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs])
         checkpoint.tokenizer.save(folder)
@@ -223,7 +234,12 @@ def check_bundle(
     special = bundle.tokenizer.special
     model = open_model(bundle, variant, SessionOptions(provider))
     comparisons, decisions = check_reference(
-        reference, model, special, tolerance, exact=variant.exact
+        reference,
+        model,
+        special,
+        tolerance,
+        exact=variant.exact,
+        one=OneGraph.of(bundle, variant, model.options),
     )
     portable = not RECIPES[variant.name].fused
     if portable and large is not None:

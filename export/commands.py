@@ -156,6 +156,11 @@ Examples:
     type=FILE,
     help="Text similar to later input, to calibrate the value ranges of cpu-int8.",
 )
+@option(
+    "--one-graph",
+    is_flag=True,
+    help="Add portable/generate.onnx: greedy search whole, for any runtime to call once.",
+)
 @option("--quiet", is_flag=True, help="Print no progress.")
 def export(
     run_folder: Path,
@@ -164,6 +169,7 @@ def export(
     text: Path | None,
     variants: tuple[str, ...],
     calibrate: Path | None,
+    one_graph: bool,
     quiet: bool,
 ) -> None:
     """Export a trained RUN as a bundle, and verify it.
@@ -183,6 +189,7 @@ def export(
             texts=list(read_lines(text)) if text is not None else load_samples(run_folder),
             variants=variants,
             calibrate=list(read_lines(calibrate)) if calibrate is not None else (),
+            one_graph=one_graph,
             force=force,
             say=teller(quiet),
             done=show_phase,

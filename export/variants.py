@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.export.graphs.fused import export_fused_graphs
 from transferry.export.graphs.graph import Graph
+from transferry.export.graphs.one_graph import one_graph, require_one_graph
 from transferry.export.graphs.portable import export_graphs
 from transferry.export.graphs.rewriting import drop_unused
 from transferry.export.optimise.calibration import Calibration
@@ -27,11 +29,12 @@ from transferry.export.optimise.screening import (
     segment_maxima_graph,
 )
 from transferry.export.optimise.top_k import top_k_graph
-from transferry.runtime.bundle import REFERENCE, CacheSpec, Variant
+from transferry.runtime.bundle import ONE_GRAPH, REFERENCE, CacheSpec, Variant
+from transferry.runtime.bundle import PORTABLE as PORTABLE
 from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.parity.compare import INTEGERS
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
-PORTABLE = "portable"
 EMBEDDING = "model.embedding.weight"
 
 
@@ -110,6 +113,21 @@ def make_variant(
     require_attention(model.config, name)
     graphs = _fused_graphs(model, name, calibration) if recipe.fused else export_graphs(model)
     return {key: graph.at(f"{recipe.prefix}{graph.spec.file}") for key, graph in graphs.items()}
+
+
+def add_one_graph(
+    graphs: dict[str, Graph],
+    config: ModelConfig,
+    special: SpecialTokens,
+    generation: Mapping[str, Any],
+) -> None:
+    """Adds greedy search as one graph to the portable graphs.
+
+    Raises:
+        UsageError: The model generates nothing, or a generation default cannot be kept.
+    """
+    require_one_graph(config.architecture, generation)
+    graphs[ONE_GRAPH] = one_graph(graphs, special, generation, config.max_positions)
 
 
 def reference_file(recipe: Recipe) -> str:

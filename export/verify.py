@@ -31,6 +31,7 @@ from transferry.export.parity.cases import (
     source_of,
 )
 from transferry.export.parity.effort import ALL, Effort
+from transferry.export.parity.one_graph import check_one_graph
 from transferry.export.parity.oracle import Oracle, TextParity
 from transferry.export.parity.served import REPLICAS
 from transferry.export.parity.task_metrics import BUDGETS, TaskBudget, token_agreement, translation
@@ -45,6 +46,7 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import Model
 from transferry.runtime.parity.compare import INTEGERS, Tolerance
+from transferry.runtime.parity.one_graph import OneGraph
 from transferry.runtime.parity.report import Decisions, Origin, ParityReport, TaskMetric
 
 SAMPLED = 4  # one row in so many is sampled and scored too: little differs from greedy search
@@ -147,6 +149,9 @@ def verify_against(
             given = targets or texts
         pairs = list(zip(texts, given, strict=True))[::SAMPLED]
         comparisons += compare_scores(oracle, engine, pairs)
+    if not isinstance(model, EncoderModel):
+        one = OneGraph.of(bundle, variant, model.options)
+        decisions += check_one_graph(oracle, one, model, text) if one is not None else []
     checked = run_cross_check(oracle, model, bundle) if cross_check else ()
     report = ParityReport(
         str(bundle.folder),

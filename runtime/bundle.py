@@ -48,6 +48,9 @@ from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 FORMAT = 8
 MANIFEST = "manifest.json"
 REFERENCE = "reference.npz"
+PORTABLE = "portable"  # the variant of standard ONNX operators only
+ONE_GRAPH = "generate"  # optional graph of the portable variant: greedy search whole
+ANSWERS = ("tokens", "lengths", "log_probabilities")  # roles of its outputs
 REMEDY = "export the bundle again"
 
 Size = Annotated[int, Meta(ge=1, le=1 << 40)]
@@ -114,6 +117,10 @@ Role = Literal[
     "write",  # [batch] int64: the column from which fresh is written into state
     "fresh",  # [batch, heads, columns, d_head]: cross of a few sentences
     "placed",  # [batch, heads, length, d_head]: state with fresh written into it
+    "max_length",  # [1] int64: limit on the tokens of an answer; of one graph, as what follows
+    "tokens",  # [batch, length] int64: the answers, an end token included, then padding
+    "lengths",  # [batch] int64: tokens of each answer, an end token included
+    "log_probabilities",  # [batch]: of each answer, in nats
 ]
 
 
@@ -227,6 +234,11 @@ class Variant:
     def in_place(self) -> bool:
         """Whether steps write into the KV cache in place; else each step returns a longer one."""
         return self.cache is not None and self.cache.in_place
+
+    @property
+    def steps(self) -> Mapping[str, GraphSpec]:
+        """The graphs that a search outside of them drives."""
+        return {name: graph for name, graph in self.graphs.items() if name != ONE_GRAPH}
 
     def required_graphs(self, architecture: str) -> tuple[str, ...]:
         """Returns the names of the graphs that the variant must have, by what it says of itself."""
@@ -356,6 +368,10 @@ def _problem(manifest: Manifest) -> str:
     """Describes why a variant could not run, or which file has no hash; empty if all is well."""
     alone = manifest.architecture == "encoder-only"
     for name, variant in manifest.variants.items():
+        if whole := variant.graphs.get(ONE_GRAPH):
+            roles = tuple(spec.role for spec in whole.outputs)
+            if alone or variant.in_place or roles != ANSWERS:
+                return f"variant {name!r} cannot have such a graph {ONE_GRAPH!r}"
         if name != variant.name:
             return f"variant {name!r} calls itself {variant.name!r}"
         if (variant.cache is None) != alone:

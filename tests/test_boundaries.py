@@ -71,6 +71,7 @@ OPTIONAL_LIBRARIES = {
     "runtime.jobs.formats.remote_file": frozenset({"fsspec"}),
     "runtime.jobs.ray_job": frozenset({"pyarrow", "ray"}),
     "runtime.engine.preprocess": frozenset({"sentencex"}),
+    "runtime.ort.openvino_runner": frozenset({"openvino"}),
     "runtime.parity.signature": frozenset({"cryptography"}),
     "runtime.tokenizer.chat_worker": frozenset({"jinja2"}),
     "runtime.tokenizer.third_party": frozenset({"tokenizers", "sentencepiece"}),

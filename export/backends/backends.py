@@ -24,7 +24,8 @@ from onnx.reference import ReferenceEvaluator
 
 from transferry.export.graphs.external_data import WEIGHTS
 from transferry.runtime.bundle import Bundle, Variant
-from transferry.runtime.errors import ProviderError, install_command
+from transferry.runtime.errors import ProviderError
+from transferry.runtime.ort.openvino_runner import PRECISION, openvino_module
 
 Arrays = Sequence[NDArray[Any]]
 
@@ -69,7 +70,7 @@ class ReferenceBackend(Backend):
         self.name = f"onnx.reference {onnx.__version__}"
         self._evaluators = {
             name: ReferenceEvaluator(str(bundle.graph(graph)))
-            for name, graph in variant.graphs.items()
+            for name, graph in variant.steps.items()
         }
 
     def run(self, graph: str, feeds: Mapping[str, NDArray[Any]], wanted: Sequence[str]) -> Arrays:
@@ -81,26 +82,21 @@ class OpenVinoBackend(Backend):
     """OpenVINO on the CPU, in float32."""
 
     name = "OpenVINO"
-    # By default OpenVINO computes in bfloat16 or float16 where the CPU can; with more threads, sums
-    # could differ from run to run.
+    # With more threads, sums could differ from run to run.
     _SETTINGS: ClassVar[Mapping[str, Any]] = {
-        "INFERENCE_PRECISION_HINT": "f32",
-        "EXECUTION_MODE_HINT": "ACCURACY",
+        **PRECISION,
         "INFERENCE_NUM_THREADS": 1,
         "NUM_STREAMS": 1,
     }
 
     def __init__(self, bundle: Bundle, variant: Variant) -> None:
         """Compiles every graph; see `Backend`."""
-        try:
-            import openvino
-        except ImportError as error:
-            raise ProviderError(f"not installed; {install_command('openvino')}") from error
+        openvino = openvino_module()
         self.name = f"OpenVINO {openvino.__version__.split('-')[0]}"
         core = openvino.Core()
         self._compiled = {
             name: core.compile_model(str(bundle.graph(graph)), "CPU", dict(self._SETTINGS))
-            for name, graph in variant.graphs.items()
+            for name, graph in variant.steps.items()
         }
 
     def run(self, graph: str, feeds: Mapping[str, NDArray[Any]], wanted: Sequence[str]) -> Arrays:
@@ -132,7 +128,7 @@ class NodeBackend(Backend):
             raise ProviderError(
                 "no `node` on the PATH; install Node 18 or later and `npm install onnxruntime-web`"
             )
-        files = {name: bundle.graph(graph).resolve() for name, graph in variant.graphs.items()}
+        files = {name: bundle.graph(graph).resolve() for name, graph in variant.steps.items()}
         weights = next(iter(files.values())).with_name(WEIGHTS)
         graphs = {name: str(path) for name, path in files.items()}
         with contextlib.ExitStack() as opened:

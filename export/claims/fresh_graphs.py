@@ -18,8 +18,8 @@ from transferry.build_model.transformer import Transformer
 from transferry.export.graphs.external_data import SMALLEST
 from transferry.export.graphs.graph import Graph
 from transferry.export.optimise.calibration import Calibration
-from transferry.export.variants import RECIPES, make_variant
-from transferry.runtime.bundle import Bundle, Variant
+from transferry.export.variants import RECIPES, add_one_graph, make_variant
+from transferry.runtime.bundle import ONE_GRAPH, Bundle, Variant
 from transferry.runtime.parity.report import Claim
 
 GRAPHS = "graphs"
@@ -46,7 +46,10 @@ def fresh_graphs(
     same = made_by == {name: importlib.metadata.version(name) for name in WRITERS}
     if not same or variant.name not in RECIPES:
         return None
-    return make_variant(model, variant.name, calibration)
+    made = make_variant(model, variant.name, calibration)
+    if ONE_GRAPH in variant.graphs:
+        add_one_graph(made, model.config, bundle.tokenizer.special, bundle.manifest.generation)
+    return made
 
 
 def graphs_claim(fresh: Mapping[str, Graph], bundle: Bundle, variant: Variant) -> Claim:

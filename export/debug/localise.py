@@ -66,7 +66,7 @@ def localise(
     ordered = sorted(
         cases, key=lambda case: (not case.mask.all(), case.source.size + case.target.size)
     )
-    for name, spec in variant.graphs.items():
+    for name, spec in variant.steps.items():
         served = ServedGraph(bundle.graph(spec), spec, session)
         allowed = replace(tolerance, floor=0.0) if name == "select" else tolerance
         for case in ordered:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from transferry.build_model.config import ModelConfig
 from transferry.export.graphs.external_data import SMALLEST, store
-from transferry.runtime.bundle import MANIFEST, Bundle, Variant
+from transferry.runtime.bundle import MANIFEST, ONE_GRAPH, Bundle, Variant
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import sha256
 from transferry.runtime.sealed_folder import FileRecord
@@ -30,13 +30,19 @@ Change = Callable[[NDArray[Any]], NDArray[Any]]
 class BundleCopy:
     """A copy of a bundle; `seal` makes its manifest agree with the edits."""
 
-    def __init__(self, bundle: Bundle, variant: Variant, folder: Path) -> None:
-        """Copies a bundle into a folder that does not exist, for edits of one variant."""
+    def __init__(
+        self, bundle: Bundle, variant: Variant, folder: Path, *, whole: bool = False
+    ) -> None:
+        """Copies a bundle into a folder that does not exist, for edits of one variant.
+
+        With `whole`, the graph `generate` alone is edited, else all others.
+        """
         # No links: onnx_ir and onnxruntime refuse weights outside of the folder.
         shutil.copytree(bundle.folder, folder)
         self.folder = folder
         self.manifest = bundle.manifest
         self.variant = variant
+        self.specs = {ONE_GRAPH: variant.graphs[ONE_GRAPH]} if whole else variant.steps
         self.config = ModelConfig.from_dict(dict(bundle.manifest.model))
         self._written: set[str] = set()
         self._damaged = False
@@ -44,9 +50,7 @@ class BundleCopy:
     @cached_property
     def graphs(self) -> dict[str, ir.Model]:
         """The graphs of the variant, by name."""
-        return {
-            name: ir.load(self.folder / spec.file) for name, spec in self.variant.graphs.items()
-        }
+        return {name: ir.load(self.folder / spec.file) for name, spec in self.specs.items()}
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a file of the copy, with its hash in the manifest."""
@@ -82,7 +86,7 @@ class BundleCopy:
         """Names and files of the weights outside of the graphs, by size."""
         found = sorted(
             (tensor.nbytes, key, Path(spec.file).parent / tensor.location)
-            for spec, model in zip(self.variant.graphs.values(), self.graphs.values(), strict=True)
+            for spec, model in zip(self.specs.values(), self.graphs.values(), strict=True)
             for key, value in model.graph.initializers.items()
             for tensor in [value.const_value]
             if isinstance(tensor, ir.ExternalTensor)
@@ -92,7 +96,7 @@ class BundleCopy:
         return [(key, path) for _, key, path in found]
 
     def _write_graphs(self) -> None:
-        (folder,) = {Path(spec.file).parent for spec in self.variant.graphs.values()}
+        (folder,) = {Path(spec.file).parent for spec in self.specs.values()}
         name = (folder / PLANTED).as_posix()
         self.write(name, b"")
         places: dict[tuple[ir.DataType, bytes], tuple[int, int]] = {}
@@ -104,7 +108,7 @@ class BundleCopy:
                     if isinstance(tensor, ir.Tensor) and tensor.nbytes >= SMALLEST:
                         value.const_value = store(tensor, file, places)
                         meant.append((model, str(value.name), tensor.tobytes()))
-        for key, spec in self.variant.graphs.items():
+        for key, spec in self.specs.items():
             model = self.graphs[key]
             model.graph.sort()
             ir.save(model, self.folder / spec.file)
@@ -170,7 +174,7 @@ class BundleCopy:
         """Yields the nodes of some operators, of one graph or of all."""
         for name, model in self.graphs.items():
             if graph in (None, name):
-                yield from [node for node in model.graph if node.op_type in types]
+                yield from [node for node in model.graph.all_nodes() if node.op_type in types]
 
     def linear(self, name: str) -> list[ir.Value]:
         """Returns the output of a Linear, its bias included, in each graph that has it."""

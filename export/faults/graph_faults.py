@@ -62,14 +62,14 @@ def _made_by(value: ir.Value, operator: str) -> bool:
 
 
 def _input(copy: BundleCopy, graph: str, role: Any) -> ir.Value:
-    (name,) = copy.variant.graphs[graph].names(role)
+    (name,) = copy.specs[graph].names(role)
     return next(value for value in copy.graphs[graph].graph.inputs if value.name == name)
 
 
 def _masks(copy: BundleCopy) -> list[ir.Value]:
     return [
         _input(copy, name, role)
-        for name, spec in copy.variant.graphs.items()
+        for name, spec in copy.specs.items()
         for role in ("source_mask", "past_mask")
         if spec.names(role)
     ]
@@ -260,7 +260,7 @@ def _last_row(copy: BundleCopy) -> str:
 
 @FAULTS.kind("stale cache positions", decodes)
 def _stale_positions(copy: BundleCopy) -> str:
-    name = copy.variant.graphs["decoder"].names("present")[-1]
+    name = copy.specs["decoder"].names("present")[-1]
     (present,) = [o for o in copy.graphs["decoder"].graph.outputs if o.name == name]
     join = present.producer()
     if join is None or join.op_type != "Concat" or None in join.inputs:

@@ -30,7 +30,7 @@ def variant_faults(copy: BundleCopy) -> list[Fault]:
 
 def _output_faults(copy: BundleCopy) -> list[Fault]:
     found = []
-    for graph, spec in copy.variant.graphs.items():
+    for graph, spec in copy.specs.items():
         # The last of each role: of the last layer.
         for role, tensor in {tensor.role: tensor for tensor in spec.outputs}.items():
             plant = partial(_wrong_output, graph, tensor)

@@ -14,7 +14,7 @@ from transferry.build_model.transformer import Transformer
 from transferry.export.optimise.calibration import Calibration
 from transferry.export.parity.cases import MOST_LOGITS, random_cases
 from transferry.export.parity.searches import GIVEN, RECORDED, SEARCHES, WHOLE, search_settings
-from transferry.export.parity.served import serve
+from transferry.export.parity.served import Answers, serve
 from transferry.export.parity.simulated_integers import integer_sides
 from transferry.export.parity.teacher_forcing import TeacherForcing, chosen_from
 from transferry.export.torch_model import TorchDecoder, moved_heads
@@ -209,27 +209,36 @@ class Oracle:
         sources: Sequence[Sequence[int]],
         options: GenerationOptions,
         batches: BatchOptions | None = None,
+        *,
+        answers: Sequence[Answers] | None = None,
+        prefixes: Sequence[Sequence[int]] | None = None,
     ) -> Tally:
         """Searches with the reference and a decoder, and explains each difference.
 
         Scores are compared if the options ask for them. With `batches`, the decoder answers through
-        the path that serves; see `serve`.
+        the path that serves; see `serve`. `answers` replace the decoder's, which then explains
+        what differs. `prefixes` are what the answer to each source begins with.
         """
         special, scored = self.special, replace(options, scores=True)
 
         def expected() -> Iterator[ExpectedAnswers]:
             for rows in self._at_once(sources, options):
                 chosen = [sources[row] for row in rows]
-                wanted = search(self.reference, chosen, scored, special, row_ids=rows)
+                begun = [prefixes[row] for row in rows] if prefixes is not None else None
+                wanted = search(
+                    self.reference, chosen, scored, special, row_ids=rows, prefixes=begun
+                )
                 scores, own = self.scores(chosen, wanted, options) if options.scores else ([], 1.0)
                 yield ExpectedAnswers(rows, chosen, wanted, scores, own)
                 self.done(len(rows))  # the batch has been compared
 
         explain = self.explainer(decoder, scored)
         tally = Tally(name, self.tolerance)
-        if batches is None:
+        if batches is None and answers is None:
             return tally.compare(decoder, expected(), options, special, explain)
-        answers = serve(decoder, sources, options, special, batches, range(len(sources)))
+        if answers is None:
+            limits = batches or BatchOptions()
+            answers = serve(decoder, sources, options, special, limits, range(len(sources)))
         for batch in expected():
             tally.add(batch, [answers[row] for row in batch.rows], explain)
         return tally

@@ -171,8 +171,16 @@ JOB_PANELS = {
     JOB: ("partition", "chunk_rows", "max_errors"),
     PROOF: ("canary",),
 }
+_SESSION = ("runtime", "provider", "threads", "optimisation")
 # How a bundle is opened.
 session_options = together(
+    option(
+        "--runtime",
+        panel=MACHINE,
+        type=click.Choice(["onnxruntime", "openvino"]),
+        default="onnxruntime",
+        help="Runtime of the graphs; openvino runs the portable variant on the CPU, in float32.",
+    ),
     option(
         "--provider",
         panel=MACHINE,
@@ -313,7 +321,7 @@ def _engine_loader(options: Mapping[str, Any]) -> Callable[[], Engine]:
     return partial(
         Engine.load,
         folder,
-        **{name: options[name] for name in ("provider", "variant", "threads", "optimisation")},
+        **{name: options[name] for name in (*_SESSION, "variant")},
         replicas=replicas,
         device_ids=devices,
         batches=batch_options(rows),

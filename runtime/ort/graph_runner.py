@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import onnxruntime
@@ -20,6 +20,7 @@ from transferry.runtime.bundle import REMEDY, Bundle, GraphSpec, Role, Variant
 from transferry.runtime.errors import AllocationError, InputError
 from transferry.runtime.hardware import cpu_name, instruction_sets, usable_cores
 from transferry.runtime.ort.external_files import external_files
+from transferry.runtime.ort.openvino_runner import OpenVinoRunner, openvino_version
 from transferry.runtime.ort.session import (
     SessionOptions,
     assigned_nodes,
@@ -120,6 +121,10 @@ class GraphRunner:
                 raise InputError(
                     f"{path}: the manifest describes other {side}s than the graph has; {REMEDY}"
                 )
+
+    def nodes(self) -> Mapping[str, int]:
+        """Counts the nodes by provider."""
+        return assigned_nodes(self.session)
 
     def value(self, array: NDArray[Any]) -> OrtValue:
         """Copies an array to the device; on the CPU, uses it where it lies if contiguous.
@@ -277,6 +282,41 @@ class BoundCall:
         return self.host
 
 
+class PortableRunner(Protocol):
+    """One graph of the portable variant, opened by any runtime.
+
+    Values are opaque but for `numpy()` and `shape()`; several threads may run the graph at once.
+    """
+
+    graph: GraphSpec
+
+    def nodes(self) -> Mapping[str, int]:
+        """Counts the nodes by where they run."""
+        ...
+
+    def value(self, array: NDArray[Any]) -> Any:
+        """Takes an array as an input; see `GraphRunner.value`."""
+        ...
+
+    def run(
+        self,
+        inputs: Mapping[Any, Sequence[Any]],
+        *outputs: Any,
+        host: Mapping[Any, NDArray[Any]] | None = None,
+    ) -> list[Any]:
+        """Runs the graph; see `GraphRunner.run`."""
+        ...
+
+
+def open_portable(
+    bundle: Bundle, graphs: Mapping[str, GraphSpec], options: SessionOptions
+) -> Mapping[str, PortableRunner]:
+    """Opens graphs of the portable variant in the runtime of the options; see `open_graphs`."""
+    if options.runtime == "onnxruntime":
+        return open_graphs(bundle, graphs, options)
+    return {name: OpenVinoRunner(bundle, graph, options) for name, graph in graphs.items()}
+
+
 def open_graphs(
     bundle: Bundle, graphs: Mapping[str, GraphSpec], options: SessionOptions
 ) -> dict[str, GraphRunner]:
@@ -291,13 +331,20 @@ def open_graphs(
         return dict(zip(graphs, runners, strict=True))
 
 
+def runtime_version(options: SessionOptions) -> dict[str, str]:
+    """Returns name and version of the runtime; raises ProviderError if it is not installed."""
+    if options.runtime == "openvino":
+        return {"openvino": openvino_version()}
+    return {"onnxruntime": onnxruntime.__version__}
+
+
 def describe(
-    variant: Variant, options: SessionOptions, runners: Iterable[GraphRunner]
+    variant: Variant, options: SessionOptions, runners: Iterable[PortableRunner]
 ) -> dict[str, Any]:
     """Returns what determines the numbers: settings, hardware, and where the nodes run."""
     nodes: Counter[str] = Counter()
     for runner in runners:
-        nodes.update(assigned_nodes(runner.session))
+        nodes.update(runner.nodes())
     return {
         "variant": variant.name,
         "provider": options.provider,
@@ -306,6 +353,6 @@ def describe(
         "tf32": tf32(options),
         "cpu": cpu_name(),
         "instruction_sets": list(instruction_sets()),
-        "onnxruntime": onnxruntime.__version__,
+        **runtime_version(options),
         "nodes": [f"{name} {count}" for name, count in sorted(nodes.items())],
     }

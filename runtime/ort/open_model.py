@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from transferry.runtime.bundle import Bundle, Variant
+from transferry.runtime.bundle import PORTABLE, Bundle, Variant
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import ObservableDecoder
+from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.fused_decoder import FusedDecoder
 from transferry.runtime.ort.portable_decoder import PortableDecoder
@@ -34,7 +35,13 @@ def open_model(bundle: Bundle, variant: Variant, options: SessionOptions) -> Mod
     Raises:
         ProviderError: The provider asked for cannot run here.
         InputError: A graph cannot be opened.
+        UsageError: The runtime cannot run such a variant.
     """
+    if options.runtime != "onnxruntime" and variant.name != PORTABLE:
+        raise UsageError(
+            f"runtime {options.runtime} runs variant {PORTABLE} alone, not {variant.name}, whose "
+            f"operators are onnxruntime's; choose --variant {PORTABLE}"
+        )
     return model_class(variant)(bundle, variant, options)
 
 

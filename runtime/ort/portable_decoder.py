@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnxruntime import OrtValue
 
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.decoding.batching import LANES, UNIT, BatchOptions, widened
 from transferry.runtime.decoding.decoder import StepOutput, longer
-from transferry.runtime.ort.graph_runner import describe, open_graphs
+from transferry.runtime.ort.graph_runner import describe, open_portable
 from transferry.runtime.ort.session import SessionOptions
 
 
@@ -36,9 +35,9 @@ class PortableState:
         scratch: Logits of the last step, overwritten by the next `[rows, target, vocabulary]`.
     """
 
-    mask: OrtValue
-    cross: Sequence[OrtValue]
-    past: Sequence[OrtValue]
+    mask: Any
+    cross: Sequence[Any]
+    past: Sequence[Any]
     host_mask: NDArray[np.bool_]
     sentences: NDArray[np.int64]
     columns: int
@@ -59,8 +58,8 @@ class PortableDecoder:
         """
         self.variant, self.options = variant, options
         self.batches = BatchOptions()
-        graphs = variant.graphs
-        self._runners = open_graphs(bundle, graphs, options)
+        graphs = variant.steps
+        self._runners = open_portable(bundle, graphs, options)
         self._decoder, self._select = self._runners["decoder"], self._runners["select"]
         self.has_encoder = "encoder" in graphs
         self._mask_role = "source_mask" if self.has_encoder else "past_mask"

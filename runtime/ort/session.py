@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 import onnxruntime
@@ -23,6 +23,7 @@ from transferry.runtime.settings import check_value, field_types
 # More threads than cores are of no use, and thousands end the process.
 Few = Annotated[int, msgspec.Meta(le=1024)]
 Provider = Literal["cpu", "cuda"]
+Runtime = Literal["onnxruntime", "openvino"]
 Optimisation = Literal["disable", "basic", "extended", "all"]
 
 _PROVIDER_NAMES: dict[Provider, str] = {
@@ -69,6 +70,7 @@ class SessionOptions:
         provider_options: Options passed on to the provider, overriding the defaults set here.
         profile: Folder for onnxruntime's time traces, one file per graph, complete once the session
             is deleted; None for no traces.
+        runtime: `onnxruntime`, or `openvino` for the portable variant on the CPU.
     """
 
     provider: Provider = "cpu"
@@ -77,6 +79,7 @@ class SessionOptions:
     optimisation: Optimisation = "all"
     provider_options: Mapping[str, str] = field(default_factory=dict)
     profile: Path | None = None
+    runtime: Runtime = "onnxruntime"
 
     def __post_init__(self) -> None:
         """Rejects values that onnxruntime would ignore or reinterpret.
@@ -93,12 +96,28 @@ class SessionOptions:
                 f"the optimisation must be one of {', '.join(_OPTIMISATION_LEVELS)}, "
                 f"but is {self.optimisation!r}"
             )
+        if str(self.runtime) not in get_args(Runtime):
+            raise UsageError(
+                f"the runtime must be onnxruntime or openvino, but is {self.runtime!r}"
+            )
+        if self.runtime == "openvino":
+            self._check_openvino()
         if self.threads < 1:
             raise UsageError(f"threads must be 1 or more, but is {self.threads}")
         if self.device_id < 0:
             raise UsageError(f"the device id must be 0 or more, but is {self.device_id}")
         if self.profile is not None and not self.profile.is_dir():
             raise UsageError(f"profile must be an existing folder, found {self.profile}")
+
+    def _check_openvino(self) -> None:
+        """Raises UsageError for options that only onnxruntime has."""
+        plain = SessionOptions(threads=self.threads)
+        for name in ("provider", "optimisation", "provider_options", "profile"):
+            if getattr(self, name) != getattr(plain, name):
+                raise UsageError(
+                    f"runtime openvino runs on the CPU with its own optimisation, but {name} is "
+                    f"{getattr(self, name)}; leave it out, or choose runtime onnxruntime"
+                )
 
 
 def open_session(
@@ -159,8 +178,13 @@ def is_shortage(error: Exception) -> bool:
 
 
 def provider_settings(options: SessionOptions) -> dict[str, str]:
-    """Returns the provider's options: the defaults here, overridden by `provider_options`."""
+    """Returns the provider's options: the defaults here, overridden by `provider_options`.
+
+    Another runtime than onnxruntime is one of them, so that a certificate is for one runtime.
+    """
     defaults: dict[str, str] = {}
+    if options.runtime != "onnxruntime":
+        defaults = {"runtime": options.runtime}
     if options.provider == "cuda":
         # TF32 rounds the factors of a product to 10 bits of mantissa; off, so that CPU, CUDA and
         # torch agree.

@@ -31,9 +31,12 @@ from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.certificate import fastest
 from transferry.runtime.parity.compare import Case, Comparison, Tolerance, Truth, compare, observe
 from transferry.runtime.parity.divergence import Decode, ExpectedAnswers, Tally
+from transferry.runtime.parity.one_graph import OneGraph
 from transferry.runtime.parity.report import Decisions, Difference, ParityReport
 from transferry.runtime.parity.self_consistency import self_consistency
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
+
+IN_ONE_GRAPH = "greedy, in one graph"
 
 
 @dataclass(frozen=True)
@@ -169,11 +172,12 @@ def check_reference(
     exact: bool = True,
     batch_rows: int = 1,
     decode: Decode | None = None,
+    one: OneGraph | None = None,
 ) -> tuple[list[Comparison], list[Decisions]]:
     """Compares a model with the recorded answers.
 
     The sources are repeated until they fill a batch of `batch_rows`. `decode` gives differing rows
-    their texts.
+    their texts. `one` answers the greedy search too.
 
     The tokens must agree if `exact`. In reduced precision differing tokens are listed as ties, not
     judged: the budget of the numbers decides.
@@ -217,6 +221,11 @@ def check_reference(
         tally = Tally(item.name, tolerance)
         tally.add(expected, [found[row :: len(expected.rows)] for row in expected.rows], explain)
         decisions.append(tally.decisions(decode))
+        if one is not None and item.name == "greedy":
+            tally = Tally(IN_ONE_GRAPH, tolerance)
+            ways = one.answers_all_ways(reference.sources, options, special, batch_rows)
+            tally.add(expected, ways, explain)
+            decisions.append(tally.decisions(decode))
     return comparisons, decisions
 
 
@@ -234,6 +243,7 @@ def verify_recorded(bundle: Bundle, model: Model) -> ParityReport:
         exact=exact,
         batch_rows=batch_rows,
         decode=bundle.tokenizer.decode,
+        one=OneGraph.of(bundle, model.variant, model.options),
     )
     settings = {
         **model.describe(),

@@ -1,0 +1,191 @@
+"""Runs a portable graph in OpenVINO on the CPU, in float32, with tensors addressed by role.
+
+It stands in for `GraphRunner`: the decoder and the encoder are the same with either runtime. What a
+step returns is computed into buffers that the next step reads, so that the cache is not copied.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.runtime.bundle import REMEDY, Bundle, GraphSpec
+from transferry.runtime.errors import InputError, ProviderError
+from transferry.runtime.hardware import usable_cores
+from transferry.runtime.ort.external_files import external_files
+from transferry.runtime.ort.session import SessionOptions
+
+# By default OpenVINO computes in bfloat16 or float16 where the CPU can.
+PRECISION: Mapping[str, Any] = {
+    "INFERENCE_PRECISION_HINT": "f32",
+    "EXECUTION_MODE_HINT": "ACCURACY",
+}
+
+
+def openvino_module() -> Any:
+    """Imports OpenVINO.
+
+    Raises:
+        ProviderError: It is not installed.
+    """
+    try:
+        import openvino
+    except ImportError as error:
+        raise ProviderError('not installed; pip install "transferry[openvino]"') from error
+    return openvino
+
+
+def openvino_version() -> str:
+    """Returns the version of OpenVINO; raises ProviderError if it is not installed."""
+    return str(openvino_module().__version__).split("-")[0]
+
+
+class HostValue:
+    """A tensor in host memory, with the methods of onnxruntime's OrtValue that are used."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self.array = array
+
+    def numpy(self) -> NDArray[Any]:
+        """Returns the tensor, not a copy."""
+        return self.array
+
+    def shape(self) -> list[int]:
+        """Returns its sizes."""
+        return list(self.array.shape)
+
+
+class OpenVinoRunner:
+    """One graph, compiled by OpenVINO; several threads may run it at once."""
+
+    def __init__(self, bundle: Bundle, graph: GraphSpec, options: SessionOptions) -> None:
+        """Compiles a graph of a bundle.
+
+        Raises:
+            ProviderError: OpenVINO is not installed, or does not compute in float32 here.
+            InputError: The graph cannot be compiled, is another than the manifest describes, or
+                reads a file that the manifest does not list.
+        """
+        self._openvino = openvino_module()
+        self.graph, path = graph, bundle.graph(graph)
+        try:
+            weights = external_files(bundle.files.read(graph.file))
+        except ValueError as error:
+            raise InputError(f"{path} is no ONNX graph: {error}; {REMEDY}") from error
+        for name in weights:
+            bundle.files.watch(PurePosixPath(graph.file).with_name(name).as_posix())
+        # One stream for each replica that the cores can take, of so many threads each.
+        streams = max(1, usable_cores() // options.threads)
+        settings = {
+            **PRECISION,
+            "NUM_STREAMS": streams,
+            "INFERENCE_NUM_THREADS": streams * options.threads,
+        }
+        try:
+            self._compiled = self._openvino.Core().compile_model(str(path), "CPU", settings)
+        except RuntimeError as error:
+            raise InputError(
+                f"expected a graph that OpenVINO can run at {path}, found: {_reason(error)}; "
+                "choose --runtime onnxruntime"
+            ) from error
+        bundle.files.require_unchanged()
+        self._require_described(str(path))
+        precision = self._compiled.get_property("INFERENCE_PRECISION_HINT")
+        if precision != self._openvino.Type.f32:
+            raise ProviderError(
+                f"OpenVINO was told to compute in float32, but computes in {precision}; choose "
+                "--runtime onnxruntime"
+            )
+        self._of_thread = threading.local()
+
+    def _require_described(self, path: str) -> None:
+        """Raises InputError unless the graph has the tensors that the manifest describes."""
+        sides = (
+            (self.graph.inputs, self._compiled.inputs, "input"),
+            (self.graph.outputs, self._compiled.outputs, "output"),
+        )
+        for specs, found, side in sides:
+            described = {spec.name: (spec.type, len(spec.shape)) for spec in specs}
+            actual = {
+                port.get_any_name(): (
+                    port.get_element_type().to_dtype().name,
+                    port.get_partial_shape().rank.get_length(),
+                )
+                for port in found
+            }
+            if described != actual:
+                raise InputError(
+                    f"{path}: the manifest describes other {side}s than the graph has; {REMEDY}"
+                )
+
+    def nodes(self) -> dict[str, int]:
+        """Counts the operators that OpenVINO runs, all on the CPU."""
+        return {"OpenVINO CPU": len(self._compiled.get_runtime_model().get_ops())}
+
+    def value(self, array: NDArray[Any]) -> HostValue:
+        """Takes an array where it lies, if contiguous."""
+        return HostValue(np.ascontiguousarray(array))
+
+    def run(
+        self,
+        inputs: Mapping[Any, Sequence[Any]],
+        *outputs: Any,
+        host: Mapping[Any, NDArray[Any]] | None = None,
+    ) -> list[HostValue]:
+        """Runs the graph; see `GraphRunner.run`.
+
+        Raises:
+            InputError: OpenVINO cannot run the graph on these inputs.
+        """
+        request = getattr(self._of_thread, "request", None)
+        if request is None:
+            request = self._of_thread.request = self._compiled.create_infer_request()
+        given = {
+            name: value.array
+            for role, values in inputs.items()
+            for name, value in zip(self.graph.names(role), values, strict=True)
+        }
+        shared = {name: self._tensor(array) for name, array in given.items()}
+        sizes: dict[str, int] = {}
+        for spec in self.graph.inputs:
+            for size, found in zip(spec.shape, given[spec.name].shape, strict=True):
+                sizes.setdefault(str(size), found)
+        results = {self.graph.names(role)[0]: array for role, array in (host or {}).items()}
+        wanted = [name for role in outputs for name in self.graph.names(role)]
+        for spec in self.graph.outputs:
+            parts = [str(size).split(" + ") for size in spec.shape]
+            known = all(part.isdigit() or part in sizes for each in parts for part in each)
+            if known and spec.name not in results:
+                shape = [
+                    sum(int(part) if part.isdigit() else sizes[part] for part in each)
+                    for each in parts
+                ]
+                results[spec.name] = np.empty(shape, spec.type)
+        try:
+            for name, tensor in shared.items():
+                request.set_tensor(name, tensor)
+            for name, array in results.items():
+                request.set_tensor(name, self._tensor(array))
+            request.infer()
+        except RuntimeError as error:
+            raise InputError(
+                f"expected {self.graph.file} to run in OpenVINO, found: {_reason(error)}. Verify "
+                "the bundle here, or choose --runtime onnxruntime"
+            ) from error
+        # Whose size the graph decides is computed into memory that the next run overwrites.
+        return [
+            HostValue(results[name] if name in results else request.get_tensor(name).data.copy())
+            for name in wanted
+        ]
+
+    def _tensor(self, array: NDArray[Any]) -> Any:
+        return self._openvino.Tensor(array, shared_memory=True)
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
