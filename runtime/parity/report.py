@@ -422,11 +422,12 @@ class ParityReport:
 
     def _next_command(self) -> str:
         bundle, variant = shlex.quote(self.bundle), self.settings.get("variant")
-        if self.passed:
+        if self.passed and variant:
             reads = any(item.tensor == "hidden" for item in self.comparisons)
             task = f"--task {self.settings.get('task', 'embed')} " if reads else ""
             return f"transferry run {bundle} INPUT -o OUTPUT {task}--variant {variant}"
-        if variant == "portable" and self.settings.get("against") == "the run":
+        # Graphs of another tool have no variant, and nothing here runs them.
+        if not variant or (variant == "portable" and self.settings.get("against") == "the run"):
             return ""
         return f"transferry verify {bundle} --variant portable --checkpoint RUN"
 

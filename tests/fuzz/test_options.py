@@ -45,6 +45,7 @@ COMMANDS = {
     "export": ("run", "--out new --variant portable --quiet"),
     "verify": ("bundle", "--quiet"),
     "replay": ("lines.txt", ""),
+    "audit": ("photos", "--reference run --text lines.txt --quiet"),
     "run": ("bundle lines.txt", "-o new.jsonl --max-length 5 --quiet"),
     "score": ("bundle lines.txt", "--target lines.txt -o new.jsonl --quiet"),
     "merge": ("1.jsonl 2.jsonl", "-o new.jsonl"),
