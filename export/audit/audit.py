@@ -224,7 +224,11 @@ class Audit:
         """Compares what an encoder-only graph gives for text, and what is chosen by it."""
         if model.gives & {"logits", "head"}:
             head = self.checkpoint.head if "head" in model.gives else None
-            yield from self.oracle.readings(model, self.texts, self.forcing, head)
+            try:
+                yield from self.oracle.readings(model, self.texts, self.forcing, head)
+            except InputError as error:
+                self.forcing = TeacherForcing()
+                yield [failed("text", "text", error)]
             return
         for row, text in enumerate(self.texts):
             tokens = np.array([text], np.int64)

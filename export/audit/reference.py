@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
+from transferry.build_model.checkpoint import CONFIG, REMEDY, Checkpoint, load_checkpoint
 from transferry.build_model.huggingface.importer import import_checkpoint
-from transferry.build_model.run_folder import SETTINGS
+from transferry.runtime.documents import read_document
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.folders import temporary_folder
 
@@ -22,7 +22,8 @@ def load_reference(folder: Path) -> Checkpoint:
         InputError: It is neither, or holds what cannot be imported.
         UsageError: The tokenizer's library is not installed.
     """
-    if (folder / SETTINGS).is_file():
+    config = folder / CONFIG
+    if config.is_file() and "format" in read_document(config, dict[str, Any], REMEDY):
         return load_checkpoint(folder)
     if not folder.is_dir():
         raise InputError(

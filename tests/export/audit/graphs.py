@@ -1,4 +1,4 @@
-"""Graphs with the names that optimum gives, made of our own bundles, and of torch."""
+"""Graphs with the names that optimum gives, made of our own bundles."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import shutil
 from pathlib import Path
 
 import onnx_ir as ir
-import torch
-from torch import Tensor, nn
 
-from transferry.build_model.transformer import Transformer
 from transferry.export.faults.bundle_copy import add, constant
 from transferry.runtime.bundle import Bundle
 
@@ -87,68 +84,3 @@ def saved(model: ir.Model, path: Path) -> Path:
     model.graph.sort()
     ir.save(model, path)
     return path
-
-
-class _Encoder(nn.Module):
-    def __init__(self, model: Transformer) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.model.encode(input_ids, attention_mask.bool())
-
-
-class _Decoder(nn.Module):
-    def __init__(self, model: Transformer) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self, input_ids: Tensor, encoder_hidden_states: Tensor, encoder_attention_mask: Tensor
-    ) -> Tensor:
-        cross = self.model.cross(encoder_hidden_states)
-        past = self.model.empty_past(len(input_ids))
-        return self.model.decode(input_ids, encoder_attention_mask.bool(), cross, past)[0]
-
-
-def encoder_decoder(model: Transformer, folder: Path) -> Path:
-    """An encoder and a decoder without a cache, as optimum lays them out."""
-    folder.mkdir()
-    ids, hidden = torch.ones(2, 3, dtype=torch.int64), torch.randn(2, 3, model.config.d_model)
-    batch, source, target = (torch.export.Dim(name) for name in ("batch", "source", "target"))
-    parts: list[tuple[str, nn.Module, dict[str, Tensor], str, dict[str, dict[int, object]]]] = [
-        (
-            "encoder_model",
-            _Encoder(model),
-            {"input_ids": ids, "attention_mask": ids},
-            "last_hidden_state",
-            {name: {0: batch, 1: source} for name in ("input_ids", "attention_mask")},
-        ),
-        (
-            "decoder_model",
-            _Decoder(model),
-            {
-                "input_ids": ids[:, :2],
-                "encoder_hidden_states": hidden,
-                "encoder_attention_mask": ids,
-            },
-            "logits",
-            {
-                "input_ids": {0: batch, 1: target},
-                "encoder_hidden_states": {0: batch, 1: source},
-                "encoder_attention_mask": {0: batch, 1: source},
-            },
-        ),
-    ]
-    for name, module, inputs, output, sizes in parts:
-        program = torch.onnx.export(
-            module.eval(),
-            kwargs=inputs,
-            dynamic_shapes=sizes,
-            output_names=[output],
-            dynamo=True,
-            verbose=False,
-        )
-        assert program is not None
-        program.save(folder / f"{name}.onnx")
-    return folder

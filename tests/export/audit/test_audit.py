@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from tests.commands import call
-from tests.export.audit.graphs import decoder_with_past, encoder_decoder, masked_model, saved
+from tests.export.audit.graphs import decoder_with_past, masked_model, saved
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.export.audit.audit import audit, tolerance_of
 from transferry.export.audit.layout import GraphFile, read_layout
@@ -122,14 +122,7 @@ def test_a_size_that_breaks_is_found(reader: Path, reader_run_folder: Path, tmp_
     assert not any(fault.startswith("batch 2,") for fault in broken)
 
 
-def test_an_encoder_and_a_decoder_without_a_cache(
-    run_folder: Path, writer: Path, tmp_path: Path
-) -> None:
-    checkpoint = load_checkpoint(run_folder)
-    encoder_decoder(checkpoint.model, tmp_path / "graphs")
-    report = audited(tmp_path / "graphs", run_folder)
-    assert report.faults == []
-    assert report.settings["graphs"] == "encoder_model.onnx, decoder_model.onnx"
+def test_graphs_of_another_architecture_are_refused(run_folder: Path, writer: Path) -> None:
     done = call("audit", writer, "--reference", run_folder)
     assert done.exit_code == 3
     assert "the folder holds one graph without an encoder" in done.stderr
