@@ -1,4 +1,4 @@
-"""The commands that make and prove a bundle: export, verify, report and replay.
+"""The commands that make and prove graphs: export, verify, report, replay and audit.
 
 Each imports what it needs when it runs, so that --help is instant.
 """
@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -29,10 +29,13 @@ from transferry.runtime.console.options import (
 )
 from transferry.runtime.console.progress import progress, say, show, show_verdict, teller
 from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.errors import InputError, ParityError
+from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.files import require_writable
 from transferry.runtime.jobs.options import token_or_text
 from transferry.runtime.outputs import foreign_junit, foreign_page, foreign_replay
+
+if TYPE_CHECKING:
+    from transferry.runtime.parity.report import ParityReport
 
 PAGE = FilePath("", foreign=foreign_page)
 JUNIT = FilePath("", foreign=foreign_junit)
@@ -263,7 +266,6 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     from transferry.runtime.ort.session import SessionOptions
     from transferry.runtime.parity import certificate as certificates
     from transferry.runtime.parity import statement
-    from transferry.runtime.parity.report_text import report_text
     from transferry.runtime.parity.signature import load_private_key
 
     if date:
@@ -304,17 +306,28 @@ def verify(bundle_folder: Path, **options: Any) -> None:
             )
     issued = (bundle, variant, session, report, date)
     certificate = certificates.certify(*issued, key=key, force=force) if date else None
-    if options["as_json"]:
+    _show_report(report, as_json=options["as_json"])
+    files = {"page": options["page"], "junit": options["junit"]}
+    write_report(report, **files, date=date, certificate=certificate)
+    _require(report, as_json=options["as_json"])
+    if certificate is not None:
+        say(f"{certificate}, in {bundle_folder}")
+
+
+def _show_report(report: ParityReport, *, as_json: bool) -> None:
+    from transferry.runtime.parity.report_text import report_text
+
+    if as_json:
         show(json.dumps(report.to_dict(), indent=1))
     else:
         show_verdict(report_text(report))
-    files = {"page": options["page"], "junit": options["junit"]}
-    write_report(report, **files, date=date, certificate=certificate)
-    if not report.passed and not options["as_json"]:  # the report has told everything
-        raise ParityError(f"{bundle_folder} does not answer as torch does; do not deploy it")
+
+
+def _require(report: ParityReport, *, as_json: bool) -> None:
+    """Raises ParityError for a report that failed; as text it has told everything."""
+    if not report.passed and not as_json:
+        raise ParityError(f"{report.bundle} does not answer as torch does; do not deploy it")
     report.require()
-    if certificate is not None:
-        say(f"{certificate}, in {bundle_folder}")
 
 
 @command(
@@ -365,3 +378,116 @@ def replay(fault: Path) -> None:
     show(result.to_text())
     if not result.passed:
         raise ParityError(f"{fault} still shows the fault")
+
+
+@command(
+    epilog="""\b
+Examples:
+  transferry audit onnx/opus-en-de --reference opus-en-de --text test.en
+  transferry audit onnx/gpt2 --reference gpt2 --text test.en --plant --atol 1e-3
+  transferry audit model.onnx --reference mymodel:audited --junit audit.xml
+"""
+)
+@configurable
+@click.argument("graphs", metavar="FOLDER", type=FILE)
+@option(
+    "--reference",
+    required=True,
+    metavar="FOLDER|MODULE:FUNCTION",
+    help="What the graphs were made from: a folder that `import` reads, a run, or a function that "
+    "returns a torch module and its inputs, which is run.",
+)
+@option("--text", type=FILE, help="Texts to run through both, one per line.")
+@option(
+    "--names",
+    type=FILE,
+    help="TOML file that names the inputs and outputs of FOLDER, which then is one ONNX file.",
+)
+@option(
+    "--precision",
+    type=click.Choice(["float32", "float16", "bfloat16", "int8", "int4"]),
+    help="Precision to judge the graphs by. Default: what their operators say.",
+)
+@option(
+    "--padding",
+    "paddings",
+    type=click.Choice(["left", "right"]),
+    multiple=True,
+    help="Side on which batches are padded; repeatable. Default: both where the reference answers "
+    "the same, else right.",
+)
+@option("--plant", is_flag=True, help="Plant faults in copies of the graphs; each must be caught.")
+@option(
+    "--atol",
+    type=click.FloatRange(0, min_open=True, max=1e6),
+    help="Tolerance of your own; tells which of the planted faults it would have missed.",
+)
+@option(
+    "--provider",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    help="Execution provider; exit with 5 if it cannot run.",
+)
+@option("--threads", type=click.IntRange(1, 1024), default=1, help="Threads of a session.")
+@option(
+    "--optimisation",
+    type=click.Choice(["disable", "basic", "extended", "all"]),
+    default="all",
+    help="Graph optimisation level of ONNX Runtime.",
+)
+@report_options
+@option("--json", "as_json", is_flag=True, help="Print the whole report as JSON on stdout.")
+@option("--quiet", is_flag=True, help="Print no progress.")
+def audit(graphs: Path, reference: str, **options: Any) -> None:
+    """Prove that graphs of another tool answer as torch does, or exit with 4.
+
+    FOLDER is what optimum or the builder of onnxruntime-genai wrote, or one ONNX file. Tensors are
+    compared with torch in float64 over a sweep of sizes, tokens of greedy and beam search on
+    --text, and each row with itself in padded batches. Sizes that do not run, outputs that are not
+    as declared and runs that differ are faults too.
+    """
+    if options["atol"] is not None and not options["plant"]:
+        raise UsageError("--atol needs --plant: it is tried on planted faults")
+    from transferry.export.audit.audit import audit as audited
+    from transferry.export.audit.audit import tolerance_of
+    from transferry.export.audit.function import FunctionAudit
+    from transferry.export.audit.layout import read_layout, read_whole
+    from transferry.export.audit.reference import load_reference, named_function
+    from transferry.export.report.write import write_report
+    from transferry.runtime.files import read_lines
+    from transferry.runtime.ort.session import SessionOptions
+
+    session = SessionOptions(**given(options, SessionOptions))
+    planted = {"plant": options["plant"], "atol": options["atol"]}
+    with progress(options["quiet"]) as show_phase:
+        if (function := named_function(reference)) is not None:
+            for name in ("text", "names", "paddings"):
+                if options[name]:
+                    raise UsageError(
+                        f"--{name.removesuffix('s') if name == 'paddings' else name} is of no use "
+                        f"with --reference {reference}, which gives the inputs; leave it out"
+                    )
+            whole = read_whole(graphs)
+            precision = options["precision"] or whole.precision()
+            work = FunctionAudit.of(function, reference, tolerance_of(precision))
+            given_layout = work.layout(whole)
+            report = work.report(
+                graphs, given_layout, session, precision, **planted, done=show_phase
+            )
+        else:
+            layout = read_layout(graphs, options["names"])
+            report = audited(
+                graphs,
+                layout,
+                load_reference(Path(reference)),
+                list(read_lines(options["text"])) if options["text"] else [],
+                session=session,
+                precision=options["precision"],
+                paddings=options["paddings"],
+                **planted,
+                done=show_phase,
+            )
+    _show_report(report, as_json=options["as_json"])
+    files = {"page": options["page"], "junit": options["junit"]}
+    write_report(report, **files, date=None, certificate=None)
+    _require(report, as_json=options["as_json"])

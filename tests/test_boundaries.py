@@ -54,7 +54,7 @@ ROOMS = {
     ),
     "export": (
         *("graphs", "precision", "torch_model", "optimise", "variants", "parity", "claims"),
-        *("backends", "debug", "faults", "report", "verify", "bundle", "commands"),
+        *("backends", "debug", "faults", "report", "verify", "audit", "bundle", "commands"),
     ),
 }
 MAX_MODULES = 12  # in a folder, __init__.py left out

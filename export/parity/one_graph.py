@@ -61,5 +61,6 @@ def _given_beginnings(
     options = replace(TextParity(oracle, {}, sources, length + 1).options("greedy"), scores=True)
     found = one.answers(sources, options, special, prefixes=prefixes)
     answers = [[[each]] for each in found]
-    given = {"answers": answers, "prefixes": prefixes}
-    return oracle.search(model, GIVEN_BEGINNINGS, sources, options, **given).decisions()
+    name = GIVEN_BEGINNINGS
+    tally = oracle.search(model, name, sources, options, answers=answers, prefixes=prefixes)
+    return tally.decisions()

@@ -89,6 +89,7 @@ class Oracle:
         exact: The same in float64, the oracle that errors are measured against.
         others: The same where it rounds otherwise; see `integer_sides`. None of a float variant.
         failed: The cases in which a tensor was wrong, in order.
+        compared: Names of the tensors to compare; None for all.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Oracle:
         if sides := integer_sides(model, precision, calibration):
             self.reference, self.exact, *self.others = sides
         self.failed: list[Case] = []
+        self.compared: frozenset[str] | None = None
         # By source, tokens and how they were ranked: searches share many answers.
         self._scored: dict[
             tuple[tuple[int, ...], tuple[int, ...], GenerationOptions | None], _Score
@@ -150,13 +152,23 @@ class Oracle:
         moved, unit = moved_heads(self.exact.encoder, case.mask, *sides)
         return [*sides, *moved], unit
 
+    def compare(self, case: Case, expected: Truth, found: Tensors) -> list[Comparison]:
+        """Compares those tensors of a case that are to be compared."""
+        if self.compared is not None:
+            kept = {
+                name: expected.oracle[name] for name in expected.oracle if name in self.compared
+            }
+            expected = replace(expected, oracle=kept)
+            found = {name: tensor for name, tensor in found.items() if name in self.compared}
+        return compare(case, expected, found, self.tolerance)
+
     def numbers(
         self, model: ObservableDecoder[State] | ObservableEncoder, cases: Iterable[Case]
     ) -> list[Comparison]:
         """Compares every tensor of every case."""
         comparisons = []
         for case in cases:
-            found = compare(case, self.truth(case), observe(model, case), self.tolerance)
+            found = self.compare(case, self.truth(case), observe(model, case))
             if any(item.fault for item in found):
                 self.failed.append(case)
             comparisons += [*found, *self_consistency(model, case)]
@@ -182,7 +194,7 @@ class Oracle:
             name = f"text, rows {', '.join(map(str, batch[:3]))}{' ...' if len(batch) > 3 else ''}"
             case = Case(name, source, mask, target, 0, stage="text")
             sides, found = self.observe(case), observe(model, case)
-            compared = compare(case, truth(case, *sides), found, self.tolerance)
+            compared = self.compare(case, truth(case, *sides), found)
             if any(item.fault for item in compared):
                 self.failed.append(case)
             comparisons += compared
@@ -355,7 +367,7 @@ class Oracle:
             case = Case(f"text, row {row}", tokens, mask, nothing, 0, stage="text")
             (sides, least), given = self._sides(case), observe(encoder, case)
             expected = truth(case, *sides, least=least)
-            comparisons += compare(case, expected, given, self.tolerance)
+            comparisons += self.compare(case, expected, given)
             trained = observe(self.trained.encoder, case) if self.others else sides[1]
             self.done(1)
             choices = [

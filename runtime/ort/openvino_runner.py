@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.bundle import REMEDY, Bundle, GraphSpec
-from transferry.runtime.errors import InputError, ProviderError
+from transferry.runtime.errors import InputError, ProviderError, install_command
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.external_files import external_files
 from transferry.runtime.ort.session import SessionOptions
@@ -36,7 +36,7 @@ def openvino_module() -> Any:
     try:
         import openvino
     except ImportError as error:
-        raise ProviderError('not installed; pip install "transferry[openvino]"') from error
+        raise ProviderError(f"not installed; {install_command('openvino')}") from error
     return openvino
 
 

@@ -15,9 +15,9 @@ _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 def to_junit(report: ParityReport) -> str:
     """Returns a report as JUnit XML; the same report gives the same text.
 
-    One test suite, with a test case for each tensor name of each stage, each search, each task
-    metric and each planted fault. A test case fails exactly where the report has a fault. The
-    cross-check does not decide the verdict, and is left out.
+    One test suite, with a test case for each tensor name of each stage, each claim, each search,
+    each task metric and each planted fault. A test case fails exactly where the report has a fault.
+    The cross-check does not decide the verdict, and is left out.
     """
     root = ElementTree.Element("testsuites", {"name": "transferry verify"})
     suite = ElementTree.SubElement(root, "testsuite")
@@ -42,6 +42,8 @@ def to_junit(report: ParityReport) -> str:
                 [f"{item.case}: {item.fault}" for item in items if item.fault],
                 f"{len(items)} cases, worst error {worst:.2f} times torch's own",
             )
+    for claim in report.claims:
+        _test(suite, "claims", claim.name, [claim.problem] if claim.problem else [])
     for decided in report.decisions:
         agreed = f"{decided.identical} of {decided.rows} rows agree token for token"
         # A search may fail without a defect in any single row.

@@ -59,7 +59,8 @@ class OneGraph:
         ids, mask = pad_sources(sources, special.pad_id)
         if padded_left:
             order = np.argsort(mask, axis=1, kind="stable")
-            ids, mask = (np.take_along_axis(each, order, axis=1) for each in (ids, mask))
+            ids = np.take_along_axis(ids, order, axis=1)
+            mask = np.take_along_axis(mask, order, axis=1)
         length = np.array([options.max_length])
         inputs = {"source": ids, "source_mask": mask}
         if runner.graph.names("target"):

@@ -148,12 +148,13 @@ def _planted(report: ParityReport) -> Iterator[str]:
 
 def _next_command(report: ParityReport) -> str:
     bundle, variant = shlex.quote(report.bundle), report.settings.get("variant")
-    if report.passed:
+    if report.passed and variant:
         reads = any(item.tensor == "hidden" for item in report.comparisons)
         task = f"--task {report.settings.get('task', 'embed')} " if reads else ""
         return f"transferry run {bundle} INPUT -o OUTPUT {task}--variant {variant}"
     if report.origin is not None and report.origin.replay:
         return f"transferry replay {shlex.quote(report.origin.replay)}"
-    if variant == "portable" and report.settings.get("against") == "the run":
+    # Graphs of another tool have no variant, and nothing here runs them.
+    if not variant or (variant == "portable" and report.settings.get("against") == "the run"):
         return ""
     return f"transferry verify {bundle} --variant portable --checkpoint RUN"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from transferry.build_model.attention import MultiHeadAttention
+from transferry.build_model.attention import KeyValues, MultiHeadAttention
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.layers import Layer, sinusoidal_positions
 from transferry.build_model.presets import PRESETS
@@ -100,6 +100,7 @@ def copy_attention(mine: MultiHeadAttention, theirs: nn.MultiheadAttention) -> N
 def copy_layer(
     mine: Layer, theirs: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 ) -> None:
+    assert mine.self_attention is not None
     copy_attention(mine.self_attention, theirs.self_attn)
     norms = [mine.self_residual.norm, mine.feed_forward_residual.norm]
     if isinstance(theirs, nn.TransformerDecoderLayer):
@@ -205,6 +206,7 @@ def test_torch_scores_the_same_as_the_cache(
     past = model.empty_past(len(source))
     pieces = []
     for start, end in pairwise(accumulate(chunks, initial=0)):
+        assert isinstance(past[0], KeyValues)
         assert past[0].keys.shape == (len(source), SHAPE.heads, start, SHAPE.d_head)
         logits, past = model.decode(target[:, start:end], mask, cross, past)
         pieces.append(logits)

@@ -20,6 +20,7 @@ from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.parity.report_text import report_text
 
 TOKENIZER = train_bpe(["the cat sat on the mat", "die Katze saß auf der Matte"], 280)
 TEXTS = ["the cat", "the mat sat on the cat", "a", "on the mat the cat sat on the mat"]
@@ -97,7 +98,7 @@ def test_the_bundle_is_torchs_model(bundle: Bundle) -> None:
     checkpoint = Checkpoint(model(), None, TOKENIZER)
     opened = open_model(bundle, bundle.variant(), SessionOptions())
     report = verify_against(checkpoint, bundle, opened, TEXTS)
-    assert report.passed, report.to_text()
+    assert report.passed, report_text(report)
     past = bundle.variant().graphs["decoder"].tensor("past")
     assert past.shape == ("batch", 1, 1, 16)
     assert len(bundle.variant().graphs["decoder"].names("past")) == 2

@@ -46,6 +46,7 @@ COMMANDS = {
     "verify": ("bundle", "--quiet"),
     "report": ("lines.txt", "-o new.html"),
     "replay": ("lines.txt", ""),
+    "audit": ("photos", "--reference run --text lines.txt --quiet"),
     "run": ("bundle lines.txt", "-o new.jsonl --max-length 5 --quiet"),
     "score": ("bundle lines.txt", "--target lines.txt -o new.jsonl --quiet"),
     "merge": ("1.jsonl 2.jsonl", "-o new.jsonl"),

@@ -134,7 +134,7 @@ def test_what_onnxruntime_says_of_memory_is_understood(
         def run_with_iobinding(self, binding: Any) -> None:
             raise kind(said)
 
-    runner = decoder._runners["encoder"]
+    runner: Any = decoder._runners["encoder"]
     monkeypatch.setattr(runner, "session", Failing(runner.session))
     with pytest.raises(InputError, match=re.escape(said)) as caught:
         decoder.start(SOURCE, MASK)

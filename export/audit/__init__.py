@@ -1,0 +1,1 @@
+"""The proof for graphs that other tools wrote."""
