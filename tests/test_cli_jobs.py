@@ -223,3 +223,20 @@ def test_the_rate_is_that_of_the_last_half_minute(monkeypatch: pytest.MonkeyPatc
     clock[0] += 31
     shown.show("merging", 5)
     assert said[-1] == "merging: 5, 0.1 rows/s"
+
+
+def test_messages_may_be_lines_of_json(
+    bundle_folder: Path, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSFERRY_LOG", "json")
+    monkeypatch.setattr(showing, "LOG_EVERY", 0.0)
+    ended = done("run", bundle_folder, lines, "-o", tmp_path / "out.jsonl")
+    records = [json.loads(line) for line in ended.stderr.splitlines()]
+    assert {record["level"] for record in records} == {"info"}
+    states = [record for record in records if record.get("phase") == "rows"]
+    assert (states[-1]["done"], states[-1]["total"]) == (300, 300)
+    assert records[-1]["message"].startswith("300 rows in")
+    refused = call("run", bundle_folder, tmp_path / "absent.txt", "-o", tmp_path / "a.jsonl")
+    (error,) = map(json.loads, refused.stderr.splitlines())
+    assert error["level"] == "error"
+    assert "absent.txt" in error["message"]

@@ -115,7 +115,8 @@ class ForeignDecoder:
     def _begin(self, tokens: Ids, state: ForeignState) -> tuple[NDArray[Any], ForeignState]:
         """Reads all tokens so far, with an empty cache."""
         rows = [(*row, *new) for row, new in zip(state.rows, tokens.tolist(), strict=True)]
-        ids, mask = self._pad(rows)
+        # A target has no mask: its padding, which a graph without a cache meets, is on the right.
+        ids, mask = pad_sources(rows, self._pad_id) if self.has_encoder else self._pad(rows)
         inputs = self._inputs(ids, mask, state)
         inputs["use_cache"] = np.zeros(1, np.bool_)
         found, past = self._first.run(inputs, self._first.empty(len(ids), *self._sizes))

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
+import os
 import shlex
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -70,6 +73,25 @@ class Failure(click.ClickException):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(printable(message))
         self.exit_code = exit_code  # type: ignore[misc]  # click declares it for the class
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Prints the message on stderr."""
+        if logs_json():
+            click.echo(log_line(self.message, "error"), err=True)
+        else:
+            super().show(file)
+
+
+def logs_json() -> bool:
+    """Whether messages on stderr are lines of JSON: TRANSFERRY_LOG=json."""
+    return os.environ.get("TRANSFERRY_LOG") == "json"
+
+
+def log_line(message: str, level: str = "info", **fields: Any) -> str:
+    """Returns a message as a line of JSON, with the time in UTC."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    record = {"time": now, "level": level, "message": message, **fields}
+    return json.dumps(record, ensure_ascii=False)
 
 
 class CheckedCommand(click.Command):

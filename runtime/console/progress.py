@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from transferry.runtime.console.commands import COMMAND_LINE
+from transferry.runtime.console.commands import COMMAND_LINE, log_line, logs_json
 from transferry.runtime.errors import BadRowsError
 from transferry.runtime.jobs.formats.remote_file import RemoteFile
 from transferry.runtime.outputs import STANDARD_STREAM
@@ -33,9 +33,15 @@ LOG_EVERY, SHOW_EVERY, WINDOW = 30.0, 0.2, 30.0
 OF_ONE_CALL = ("quiet", "force", "as_json", "dry_run")
 
 
-def say(line: str) -> None:
-    """Prints a message on stderr; stdout is for data."""
-    click.echo(printable(line), err=True)
+def say(line: str, **fields: Any) -> None:
+    """Prints a message on stderr; stdout is for data.
+
+    Args:
+        line: The message.
+        **fields: What it says, for a log of JSON.
+    """
+    line = printable(line)
+    click.echo(log_line(line, **fields) if logs_json() else line, err=True)
 
 
 def show(text: str) -> None:
@@ -67,7 +73,7 @@ class Progress:
     def __init__(self, unit: str = "") -> None:
         self.unit, self.phase = unit, ""
         self._bar: Any = None
-        self._terminal = sys.stderr.isatty()
+        self._terminal = sys.stderr.isatty() and not logs_json()
         self._every = SHOW_EVERY if self._terminal else LOG_EVERY
         self._shown = 0.0
         self._samples: deque[tuple[float, int]] = deque()
@@ -99,7 +105,8 @@ class Progress:
             self._draw(done, total, printable(", ".join(told)))
         else:
             share = "" if not total else f" of {total:,} ({100 * done // total} %)"
-            say(f"{phase}: " + ", ".join([f"{done:,}{share}", *told]))
+            line = f"{phase}: " + ", ".join([f"{done:,}{share}", *told])
+            say(line, phase=phase, done=done, total=total)
 
     def _pace(self, now: float, done: int, total: int | None) -> Iterator[str]:
         """Yields the rate of the last half minute, and the time that is left at that rate."""

@@ -39,7 +39,10 @@ def _lines(report: ParityReport) -> Iterator[str]:
     if report.claims:
         wrong = [f"  {item.name}: {item.problem}" for item in report.claims if item.problem]
         held = f"{len(report.claims) - len(wrong)} of {len(report.claims)}"
-        yield f"What the bundle says of itself: {held} as the run has it"
+        told = "What the bundle says of itself", "as the run has it"
+        if "variant" not in report.settings:  # graphs of another tool
+            told = "What the files declare", "so"
+        yield f"{told[0]}: {held} {told[1]}"
         yield from wrong
     for item in report.decisions:
         yield _search(item, report)
