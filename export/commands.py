@@ -315,7 +315,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
 
 
 def _show_report(report: ParityReport, *, as_json: bool) -> None:
-    from transferry.runtime.parity.report_text import report_text
+    from transferry.runtime.parity.report_views import report_text
 
     if as_json:
         show(json.dumps(report.to_dict(), indent=1))

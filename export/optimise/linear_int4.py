@@ -12,7 +12,15 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from transferry.export.graphs.rewriting import CONTRIB, alike, array_of, cast, constant, register
+from transferry.export.graphs.rewriting import (
+    CONTRIB,
+    alike,
+    array_of,
+    cast,
+    constant,
+    register,
+    shared,
+)
 from transferry.export.optimise.fusion import Linear
 from transferry.export.optimise.linear_int8 import parameter
 from transferry.export.optimise.weight_blocks import BLOCK, WIDE, bits_of, blocks
@@ -41,9 +49,18 @@ class Int4Kernels:
             "accuracy_level": ACCURACY_LEVEL,
         }
         tape = ir.tape.Tape()
+        # With AVX2 alone the kernel of a single row sums the blocks of 4 bits in another order than
+        # that of several, so a row of zeros keeps it company.
+        single = attributes["bits"] == 4
+        if single:
+            zeros = shared(graph, f"zeros_{inputs}", np.zeros((1, inputs), np.float32))
+            x = tape.op("Concat", [x, zeros], {"axis": 0})
         product = tape.op(
             "MatMulNBits", [x, weight, scales, None, None, bias], attributes, domain=CONTRIB
         )
+        if single:
+            first, last = constant(graph, "first", [0]), constant(graph, "last_row", [-1])
+            product = tape.op("Slice", [product, first, last, first])
         if linear.relu:
             tape.op("Relu", [product])
         return tape.nodes

@@ -152,23 +152,14 @@ class Oracle:
         moved, unit = moved_heads(self.exact.encoder, case.mask, *sides)
         return [*sides, *moved], unit
 
-    def compare(self, case: Case, expected: Truth, found: Tensors) -> list[Comparison]:
-        """Compares those tensors of a case that are to be compared."""
-        if self.compared is not None:
-            kept = {
-                name: expected.oracle[name] for name in expected.oracle if name in self.compared
-            }
-            expected = replace(expected, oracle=kept)
-            found = {name: tensor for name, tensor in found.items() if name in self.compared}
-        return compare(case, expected, found, self.tolerance)
-
     def numbers(
         self, model: ObservableDecoder[State] | ObservableEncoder, cases: Iterable[Case]
     ) -> list[Comparison]:
         """Compares every tensor of every case."""
         comparisons = []
         for case in cases:
-            found = self.compare(case, self.truth(case), observe(model, case))
+            sides = self.truth(case), observe(model, case)
+            found = compare(case, *sides, self.tolerance, self.compared)
             if any(item.fault for item in found):
                 self.failed.append(case)
             comparisons += [*found, *self_consistency(model, case)]
@@ -194,7 +185,7 @@ class Oracle:
             name = f"text, rows {', '.join(map(str, batch[:3]))}{' ...' if len(batch) > 3 else ''}"
             case = Case(name, source, mask, target, 0, stage="text")
             sides, found = self.observe(case), observe(model, case)
-            compared = self.compare(case, truth(case, *sides), found)
+            compared = compare(case, truth(case, *sides), found, self.tolerance, self.compared)
             if any(item.fault for item in compared):
                 self.failed.append(case)
             comparisons += compared
@@ -227,19 +218,17 @@ class Oracle:
     ) -> Tally:
         """Searches with the reference and a decoder, and explains each difference.
 
-        Scores are compared if the options ask for them. With `batches`, the decoder answers through
-        the path that serves; see `serve`. `answers` replace the decoder's, which then explains
-        what differs. `prefixes` are what the answer to each source begins with.
+        Scores are compared if the options ask for them. With `batches`, the decoder answers as
+        `serve` does. `answers` replace the decoder's. `prefixes` begin each source's answer.
         """
         special, scored = self.special, replace(options, scores=True)
 
         def expected() -> Iterator[ExpectedAnswers]:
             for rows in self._at_once(sources, options):
                 chosen = [sources[row] for row in rows]
-                begun = [prefixes[row] for row in rows] if prefixes is not None else None
-                wanted = search(
-                    self.reference, chosen, scored, special, row_ids=rows, prefixes=begun
-                )
+                begun = prefixes and [prefixes[row] for row in rows]
+                asked = self.reference, chosen, scored, special
+                wanted = search(*asked, row_ids=rows, prefixes=begun)
                 scores, own = self.scores(chosen, wanted, options) if options.scores else ([], 1.0)
                 yield ExpectedAnswers(rows, chosen, wanted, scores, own)
                 self.done(len(rows))  # the batch has been compared
@@ -367,7 +356,7 @@ class Oracle:
             case = Case(f"text, row {row}", tokens, mask, nothing, 0, stage="text")
             (sides, least), given = self._sides(case), observe(encoder, case)
             expected = truth(case, *sides, least=least)
-            comparisons += self.compare(case, expected, given)
+            comparisons += compare(case, expected, given, self.tolerance, self.compared)
             trained = observe(self.trained.encoder, case) if self.others else sides[1]
             self.done(1)
             choices = [
@@ -449,8 +438,8 @@ class TextParity:
         decode: Returns the text of token ids, for the report; None leaves the texts out.
         standard: Names of the other searches.
         forcing: Errors and margins on the given answers.
-        best: The best answer to each row of a search, of torch as trained and of the model; of
-            searches other than `RECORDED` an int8 variant has torch's with the same rounding.
+        best: The best answers of torch as trained and of the model, by search; of searches other
+            than `RECORDED` an int8 variant has torch's with the same rounding.
     """
 
     oracle: Oracle
@@ -472,8 +461,7 @@ class TextParity:
         count = len(self.sources)
         if not self.oracle.config.decoder_layers:
             return count
-        every = [self._every(name) for name in self.searches]
-        searched = sum(len(self.sources[::step]) for step in every)
+        searched = sum(len(self.sources[:: self._every(name)]) for name in self.searches)
         return searched + (1 + bool(variant.screen)) * count  # the last is `text`
 
     def check(self, model: Model) -> Iterator[Decisions | list[Comparison]]:

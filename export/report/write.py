@@ -11,8 +11,8 @@ from transferry.runtime.errors import InputError
 from transferry.runtime.files import atomic_file
 from transferry.runtime.outputs import foreign_junit, foreign_page, require_own
 from transferry.runtime.parity.certificate import Certificate
-from transferry.runtime.parity.junit import to_junit
 from transferry.runtime.parity.report import ParityReport
+from transferry.runtime.parity.report_views import to_junit
 
 MOST_JSON = 256 << 20  # bytes: some hundred for each tensor of each case
 REMEDY = "write it again with `transferry verify --json`"

@@ -8,7 +8,7 @@ that torch itself makes in float32 on the same input.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -269,10 +269,21 @@ def meaningful(case: Case, name: str, tensor: NDArray[Any]) -> NDArray[np.bool_]
     return np.broadcast_to(places[:, None, :, None], tensor.shape)
 
 
-def compare(case: Case, expected: Truth, found: Tensors, tolerance: Tolerance) -> list[Comparison]:
-    """Compares every tensor of a case; a missing, extra, misshapen or NaN tensor is a fault."""
+def compare(
+    case: Case,
+    expected: Truth,
+    found: Tensors,
+    tolerance: Tolerance,
+    only: Collection[str] | None = None,
+) -> list[Comparison]:
+    """Compares every tensor of a case, or those of `only`.
+
+    A missing, extra, misshapen or NaN tensor is a fault.
+    """
     comparisons, least = [], least_units(case, expected.oracle, expected.least)
     for name in [*expected.oracle, *(found.keys() - expected.oracle.keys())]:
+        if only is not None and name not in only:
+            continue
         error, reference_error = np.inf, expected.errors.get(name, 0.0)
         budget, fault = tolerance.budget(reference_error), ""
         if name not in expected.oracle:

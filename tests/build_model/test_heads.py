@@ -41,7 +41,7 @@ from transferry.runtime.engine.tasks.embed import embed
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.parity.recorded import Reference
-from transferry.runtime.parity.report_text import report_text
+from transferry.runtime.parity.report_views import report_text
 from transferry.runtime.settings import HeadSettings
 
 transformers = pytest.importorskip("transformers", reason=REASON)

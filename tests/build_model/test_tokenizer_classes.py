@@ -17,7 +17,7 @@ import pytest
 
 from tests.build_model.test_huggingface import marian_vocabulary, sentencepiece_model
 from tests.build_model.test_tokenizers import SEEDS, byte_level, tokenizers, transformers
-from tests.fuzz.test_documents import ODD
+from tests.fuzz.models import ODD
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.huggingface.folder import Checkpoint
 from transferry.build_model.huggingface.tokenizer.classes import CLASSES

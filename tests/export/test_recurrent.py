@@ -20,7 +20,7 @@ from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.report_text import report_text
+from transferry.runtime.parity.report_views import report_text
 
 TOKENIZER = train_bpe(["the cat sat on the mat", "die Katze saß auf der Matte"], 280)
 TEXTS = ["the cat", "the mat sat on the cat", "a", "on the mat the cat sat on the mat"]

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from transferry.build_model.corpus import builtin_pairs
 
@@ -49,3 +50,9 @@ def gpt2(folder: Path) -> None:
     torch.manual_seed(0)
     tensors = {f"transformer.{name}": torch.randn(size) for name, size in shapes.items()}
     safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+ODD: tuple[Any, ...] = (
+    *(None, True, 0, -1, 1, 2**31, 2**63, 2**64, 10**40, 0.5, -1e308, "", "O", "\0", "\x1b[2J"),
+    *("../../x", "/etc/passwd", "portable", "x" * 10_000, [], {}, [[]], [0], {"a": 1}, [None] * 99),
+)

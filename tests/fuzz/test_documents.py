@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fuzz.models import gpt2
+from tests.fuzz.models import ODD, gpt2
 from tests.fuzz.sandbox import LOAD, MEMORY, SECONDS, Sandbox
 from transferry.build_model.corpus import builtin_pairs
 from transferry.runtime.files import sha256
@@ -62,10 +62,6 @@ READ: dict[str, tuple[str, ...]] = {
     "rows.jsonl": ("run", "bundle", "rows.jsonl", "-o", "new.jsonl", "--quiet"),
 }
 
-ODD: tuple[Any, ...] = (
-    *(None, True, 0, -1, 1, 2**31, 2**63, 2**64, 10**40, 0.5, -1e308, "", "O", "\0", "\x1b[2J"),
-    *("../../x", "/etc/passwd", "portable", "x" * 10_000, [], {}, [[]], [0], {"a": 1}, [None] * 99),
-)
 # What is no JSON value of Python's, as text.
 RAW = (
     *(b"Infinity", b"NaN", b"1e999", b"9" * 5000, b'"\\ud800"', b'"\xff"', b"[" * 100_000),

@@ -32,15 +32,9 @@ from tests.build_model.test_model_types import (
     transformers,
 )
 from tests.build_model.test_separate_vocabularies import write as write_marian
+from tests.fuzz.models import ODD
 from tests.fuzz.sandbox import Sandbox
-from tests.fuzz.test_documents import (
-    ODD,
-    Place,
-    mutations,
-    places,
-    replaced,
-    require_survived,
-)
+from tests.fuzz.test_documents import Place, mutations, places, replaced, require_survived
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.huggingface.folder import Checkpoint, Settings
 from transferry.build_model.huggingface.generation import (

@@ -17,7 +17,7 @@ from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance, Truth
 from transferry.runtime.parity.recorded import RecordedSearch, Reference
-from transferry.runtime.parity.report_text import report_text
+from transferry.runtime.parity.report_views import report_text
 
 # Another value of each field, valid beside the defaults.
 OTHER_OPTIONS: dict[str, Any] = {

@@ -26,7 +26,7 @@ from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.parity.report import Claim, ParityReport, PlantedFault
-from transferry.runtime.parity.report_text import report_text
+from transferry.runtime.parity.report_views import report_text
 
 Side = tuple[Checkpoint, Bundle, list[list[int]]]
 HARMLESS = {

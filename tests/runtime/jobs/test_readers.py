@@ -429,5 +429,5 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "zstandard", None)
     for name in ("a.parquet", "a.zst"):
-        with pytest.raises(UsageError, match=r'pip install "transferry\[jobs\]"'):
+        with pytest.raises(UsageError, match=r'pip install .*\[jobs\]"'):
             texts(tmp_path / name)

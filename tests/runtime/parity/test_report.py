@@ -21,7 +21,7 @@ from transferry.runtime.parity.report import (
     Stage,
     TaskMetric,
 )
-from transferry.runtime.parity.report_text import report_text, scaled
+from transferry.runtime.parity.report_views import report_text, scaled
 
 TOLERANCE = Tolerance(factor=4.0, floor=1e-6)
 
