@@ -209,7 +209,7 @@ def test_a_terminal_has_a_bar_that_fits(
 def test_the_rate_is_that_of_the_last_half_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, said = [100.0], list[str]()
     monkeypatch.setattr("transferry.runtime.console.progress.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr(showing, "say", said.append)
+    monkeypatch.setattr(showing, "say", lambda line, **fields: said.append(line))
     shown = showing.Progress("rows")
     done = 0
     for second in range(200):
