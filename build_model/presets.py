@@ -39,6 +39,21 @@ class Preset:
         return TrainConfig.from_dict({**self.train, **changes})
 
 
+# The encoder runs once per sentence, the decoder once per token: a deep encoder with a shallow
+# decoder is faster than equal depths and nearly as good (Kasai et al. 2021). Pre-norm, because
+# six post-norm layers did not learn to attend at this rate (docs/training.md).
+FAST: dict[str, Any] = dict(
+    d_model=256,
+    heads=4,
+    encoder_layers=6,
+    decoder_layers=2,
+    d_ff=1024,
+    dropout=0.3,
+    norm_order="pre",
+)
+FAST_RATES: dict[str, Any] = dict(
+    warmup_steps=1000, peak_learning_rate=1.5e-3, schedule="linear", max_steps=6000
+)
 PRESETS = {
     "tiny": Preset(
         600,
@@ -55,37 +70,9 @@ PRESETS = {
         dict(d_model=256, heads=4, encoder_layers=3, decoder_layers=3, d_ff=1024, dropout=0.3),
         dict(warmup_steps=1000, peak_learning_rate=1.5e-3, schedule="linear", max_steps=6000),
     ),
-    # The encoder runs once per sentence, the decoder once per token: a deep encoder with a shallow
-    # decoder is faster than equal depths and nearly as good (Kasai et al. 2021). Pre-norm, because
-    # six post-norm layers did not learn to attend at this rate (docs/training.md).
-    "fast": Preset(
-        8000,
-        dict(
-            d_model=256,
-            heads=4,
-            encoder_layers=6,
-            decoder_layers=2,
-            d_ff=1024,
-            dropout=0.3,
-            norm_order="pre",
-        ),
-        dict(warmup_steps=1000, peak_learning_rate=1.5e-3, schedule="linear", max_steps=6000),
-    ),
-    # As fast, with the decoder of Kim et al. (2019).
-    "student": Preset(
-        8000,
-        dict(
-            d_model=256,
-            heads=4,
-            encoder_layers=6,
-            decoder_layers=2,
-            d_ff=1024,
-            dropout=0.3,
-            norm_order="pre",
-            decoder_cell="ssru",
-        ),
-        dict(warmup_steps=1000, peak_learning_rate=1.5e-3, schedule="linear", max_steps=6000),
-    ),
+    "fast": Preset(8000, FAST, FAST_RATES),
+    # With the decoder of Kim et al. (2019).
+    "student": Preset(8000, FAST | {"decoder_cell": "ssru"}, FAST_RATES),
     # The smallest language model that learns something.
     "textbook": Preset(
         8000,

@@ -65,6 +65,18 @@ def beside_bundle(
     return path
 
 
+def page_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Refuses a page that cannot be made or written before any work is done.
+
+    Raises:
+        InputError: The folder does not exist.
+        ModuleNotFoundError: A package that pages need is not installed.
+    """
+    if path is not None:
+        import_module("transferry.export.report.page")
+    return writable(context, parameter, path)
+
+
 # A search that is verified; stop strings choose no token.
 VERIFIED = (*TOKENS, "stop")
 search_options = together(
@@ -111,7 +123,7 @@ certify_options = together(
 # The pages of a verification.
 report_options = together(
     option(
-        "--report", "page", type=PAGE, callback=writable, help="Write the report as an HTML file."
+        "--report", "page", type=PAGE, callback=page_file, help="Write the report as an HTML file."
     ),
     option("--junit", type=JUNIT, callback=writable, help="Write the report as JUnit XML."),
 )
@@ -257,8 +269,6 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     require_option(options, "checkpoint", for_options=of_torch, reason=reason)
     require_option(options, "text", for_options=["target"], reason="what it translates")
     require_option(options, "certify", for_options=["sign"], reason="it signs the certificate")
-    if options["page"]:
-        import_module("transferry.export.report.page")  # tells before the work what it lacks
     from transferry.export.report.write import write_report
     from transferry.runtime.bundle import Bundle
     from transferry.runtime.files import read_lines, require_writable
@@ -342,7 +352,7 @@ Examples:
     *("-o", "--output"),
     type=PAGE,
     required=True,
-    callback=writable,
+    callback=page_file,
     help="HTML file.",
 )
 def report(records: tuple[Path, ...], output: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -344,3 +345,15 @@ def test_reports_of_several_variants_make_one_page(bundle: Path, tmp_path: Path)
     failed = call("report", *files, "-o", page)
     assert failed.exit_code == 4
     assert f"failed: {files[1]}; {page} says why" in failed.stderr
+
+
+@pytest.mark.parametrize("command", ["verify", "audit"])
+def test_what_a_page_needs_is_told_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.delitem(sys.modules, "transferry.export.report.page", raising=False)
+    reference = ("--reference", tmp_path) if command == "audit" else ()
+    refused = call(command, tmp_path, "--report", tmp_path / "a.html", *reference)
+    assert refused.exit_code == 2
+    assert "needs jinja2, which is not installed" in refused.stderr
