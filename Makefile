@@ -1,5 +1,5 @@
 # make setup   the environment in .venv, with everything that training, export and the tests need
-# make test    every check: style, types, tests
+# make test    every check: style, then types and tests side by side
 # make fuzz    the tests of tests/fuzz with EXAMPLES=2500 each: malformed files, options, signals
 # make demo    trains a tiny model on the built-in corpus, exports, verifies and runs it
 # make docs    writes the generated pages of docs/ and builds the site into build/site
@@ -18,7 +18,8 @@ DEMO ?= build/demo
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup test fuzz demo docs sessions js clean
+# `tests` is a folder too.
+.PHONY: setup test types tests fuzz demo docs sessions js clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -35,7 +36,12 @@ $(READY): pyproject.toml
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory --jobs 2 types tests
+
+types: setup
 	$(BIN)/mypy
+
+tests: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile
 
 fuzz: setup
