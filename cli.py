@@ -201,7 +201,7 @@ Examples:
 @option(
     "--webgpu/--no-webgpu",
     default=True,
-    help="Use WebGPU in browsers that have it. Default: --webgpu.",
+    help="Use WebGPU in browsers that have it.",
 )
 @FORCE
 def page(

@@ -23,7 +23,7 @@ from transferry.runtime.console.options import (
     explicit,
     option,
 )
-from transferry.runtime.console.progress import say, teller
+from transferry.runtime.console.progress import progress, say, teller
 
 PRESET_DEFAULTS = {
     name: "from the preset" for preset in PRESETS.values() for name in preset.model | preset.train
@@ -119,9 +119,12 @@ def train(context: click.Context, /, **options: Any) -> None:
         if leads and not resume:
             remember()
         talk, device = teller(quiet or not leads), options["device"]
-        marks = recipe.follow(
-            out, device=device, resume=resume, quiet=quiet, say=talk, begun=remember
-        )
+        if resume:
+            talk(run_folder.recalled(out, options))
+        with progress(quiet or not leads, "steps") as show:
+            marks = recipe.follow(
+                out, device=device, resume=resume, say=talk, show=show, begun=remember
+            )
     if marks is not None:
         say(f"{marks}; {out}")
 

@@ -165,8 +165,8 @@ class Recipe:
         *,
         device: str,
         resume: bool,
-        quiet: bool,
         say: Callable[[str], None],
+        show: Callable[..., None] | None = None,
         begun: Callable[[], None] = lambda: None,
     ) -> Evaluation | None:
         """Trains into `folder`; returns and raises as `Trainer.run`.
@@ -175,8 +175,8 @@ class Recipe:
             folder: Folder of the run; when resuming, of the run to continue.
             device: "cpu", "cuda" or "auto".
             resume: Continue the run in `folder`.
-            quiet: Show no progress bar.
-            say: Receives lines about what was read and made.
+            say: Receives lines about what was read and made, and each validation.
+            show: See `Trainer.run`.
             begun: See `Trainer.run`.
         """
         process = Process.start(device)
@@ -184,7 +184,7 @@ class Recipe:
             trainer = self._trainer(
                 folder, process, resume, say if process.rank == 0 else lambda line: None
             )
-            return trainer.run(resume=resume, quiet=quiet, begun=begun)
+            return trainer.run(resume=resume, begun=begun, say=say, show=show)
         finally:
             process.stop()
 

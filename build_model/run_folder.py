@@ -195,3 +195,13 @@ def recall(out: Path, options: dict[str, Any], given: Mapping[str, Any]) -> dict
                 f"{value}; leave it out to resume, or start over with --force"
             )
     return options | stored | dict(given)
+
+
+def recalled(out: Path, options: Mapping[str, Any]) -> str:
+    """Returns a line on the settings with which a run is continued."""
+    told = (
+        f"--{name.replace('_', '-')}{'' if value is True else f' {shlex.quote(str(value))}'}"
+        for name, value in options.items()
+        if name not in OF_ONE_CALL and value is not None and value is not False
+    )
+    return f"settings of {out / SETTINGS}: {' '.join(told)}"

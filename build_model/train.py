@@ -13,19 +13,18 @@ import hashlib
 import json
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 from transferry.build_model import checkpoint
 from transferry.build_model.config import ModelConfig, TrainConfig
@@ -40,9 +39,12 @@ from transferry.runtime.errors import InputError, require
 from transferry.runtime.stopping import SIGNALS
 from transferry.runtime.tokenizer.byte_pair import Tokenizer
 
-SIGN_OF_LIFE = 30.0  # seconds after which a line tells that training goes on
 REPORT_EVERY = 50  # steps between training losses in metrics.jsonl, besides the first
 START_OVER = "start over with --force instead of --resume"
+
+
+def _silent(*told: Any) -> None:
+    """Shows nothing."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,9 @@ class Trainer:
         self.progress = Progress()
         self.fingerprint = fingerprint([*examples, *validation.examples])
         self.interrupted = False
-        self._told, self._is_told = time.monotonic(), False
+        self._say: Callable[[str], None] = _silent
+        self._show: Callable[..., None] = _silent
+        self._train_loss = ""
         pairs = model_config.architecture == "encoder-decoder"
         expected = "0 unless the model is an encoder-decoder, which is trained on whole texts"
         require(pairs or not config.bpe_dropout, "bpe_dropout", expected, config.bpe_dropout)
@@ -142,14 +146,21 @@ class Trainer:
         )
 
     def run(
-        self, *, resume: bool, quiet: bool, begun: Callable[[], None] = lambda: None
+        self,
+        *,
+        resume: bool,
+        begun: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] | None = None,
+        show: Callable[..., None] | None = None,
     ) -> Evaluation | None:
         """Trains to the end set in the config and writes RUN/model.safetensors.
 
         Args:
             resume: Continue from RUN/state.safetensors.
-            quiet: Show no progress on stderr.
             begun: Called by process 0 once nothing is left to refuse.
+            say: Called by process 0 with a line for the user: what is resumed, each validation.
+            show: Called by process 0 with the phase, the steps done, the steps in total (None
+                where the time or the loss ends the training) and a note.
 
         Returns:
             Validation scores of the written weights; None in processes of rank > 0.
@@ -160,8 +171,11 @@ class Trainer:
             KeyboardInterrupt: After SIGINT or SIGTERM; the state is saved.
         """
         leader = self.process.rank == 0
+        if leader:
+            self._say, self._show = say or _silent, show or _silent
         if resume:
             self._restore()
+            self._say(self._resumed())
         elif leader:
             self._clear()
             self.tokenizer.save(self.folder)
@@ -170,47 +184,37 @@ class Trainer:
             checkpoint.save_config(self.folder, self.model.config, self.config)
         self.process.wait()
         metrics = Metrics(self.folder, self.progress.step) if leader else None
-        self._is_told = leader and not quiet
         with self._signals():
-            self._loop(metrics, quiet=quiet or not leader)
+            self._loop(metrics)
             if self.progress.step not in self.progress.scores:
-                self._validate(metrics, quiet=quiet)
+                self._validate(metrics)
         evaluation = self._finish(metrics) if metrics else None
         self.process.wait()
         return evaluation
 
-    def _loop(self, metrics: Metrics | None, *, quiet: bool) -> None:
+    def _loop(self, metrics: Metrics | None) -> None:
         progress, config = self.progress, self.config
         forward = self.model if self.process.world == 1 else DistributedDataParallel(self.model)
         started = time.monotonic() - progress.seconds
-        bar = tqdm(
-            total=config.max_steps or None,
-            initial=progress.step,
-            unit="step",
-            disable=quiet or not sys.stderr.isatty(),
-        )
         window_tokens, window_started = 0, time.monotonic()
         self.model.train()
         if self._is_due() and progress.step not in progress.scores:  # it was interrupted
-            self._validate(metrics, quiet=quiet)
+            self._validate(metrics)
         while True:
             groups = self._groups(progress.epoch)
             for group in groups[progress.group :]:
                 if self._ended():
-                    bar.close()
                     return
                 loss, tokens = self._step(forward, group)
                 progress.loss += loss
                 progress.loss_tokens += tokens
                 window_tokens += tokens
                 progress.seconds = time.monotonic() - started
-                bar.update()
-                if bar.disable:
-                    self._show_life(f"training, {progress.seconds / 60:.1f} min")
+                self._show_step()
                 if metrics and (progress.step == 1 or progress.step % REPORT_EVERY == 0):
                     speed = window_tokens / (time.monotonic() - window_started)
                     train_loss = progress.loss / progress.loss_tokens
-                    bar.set_postfix_str(f"loss {train_loss:.3f}, {speed:,.0f} tokens/s")
+                    self._train_loss = f"loss {train_loss:.3f}"
                     metrics.add(
                         step=progress.step,
                         epoch=progress.epoch,
@@ -225,13 +229,12 @@ class Trainer:
                 if progress.group == len(groups):
                     progress.epoch, progress.group = progress.epoch + 1, 0
                 if self._is_due():
-                    self._validate(metrics, quiet=quiet)
+                    self._validate(metrics)
                     window_tokens, window_started = 0, time.monotonic()
                 interrupted = self.process.any(self.interrupted)
                 if interrupted or progress.step % config.save_every == 0:
                     self._save_state()
                 if interrupted:
-                    bar.close()
                     raise KeyboardInterrupt
 
     def _is_due(self) -> bool:
@@ -341,17 +344,30 @@ class Trainer:
             check=self._check_interrupted,
         )
 
-    def _tell(self, line: str) -> None:
-        self._told = time.monotonic()
-        tqdm.write(line, file=sys.stderr)
+    def _show_step(self, doing: str = "") -> None:
+        progress, config = self.progress, self.config
+        minutes = f"{progress.seconds / 60:.1f}"
+        limit = f" of {config.max_minutes:g}" if config.max_minutes else ""
+        notes = (f"epoch {progress.epoch}", self._train_loss, f"{minutes}{limit} min", doing)
+        note = ", ".join(filter(None, notes))
+        self._show("training", progress.step, config.max_steps or None, note)
 
-    def _show_life(self, doing: str) -> None:
-        """Tells what is done, if nothing was told for half a minute."""
-        if self._is_told and time.monotonic() - self._told >= SIGN_OF_LIFE:
-            self._tell(f"step {self.progress.step}, epoch {self.progress.epoch}: {doing}")
+    def _resumed(self) -> str:
+        """Says how far the interrupted training came, and what ends this one."""
+        progress, config = self.progress, self.config
+        of = f" of {config.max_steps:,}" if config.max_steps else ""
+        done = [
+            f"{self.folder}: {progress.step:,}{of} steps are done, in {progress.epoch:,} epochs "
+            f"and {progress.seconds / 60:.1f} minutes"
+        ]
+        if progress.scores:
+            done.append(f"the best validation was at step {progress.best:,}")
+        if config.max_minutes:
+            done.append(f"it ends at {config.max_minutes:g} minutes in total")
+        return "; ".join([*done, f"continuing at step {progress.step + 1:,}"])
 
     def _check_interrupted(self) -> None:
-        self._show_life("validating")
+        self._show_step("validating")
         # Where others wait for this process, it leaves together with them, after the validation.
         if self.interrupted and self.process.world == 1:
             raise KeyboardInterrupt
@@ -359,7 +375,7 @@ class Trainer:
     def _weights(self, step: int) -> Path:
         return self.folder / "checkpoints" / f"{step:08d}.safetensors"
 
-    def _validate(self, metrics: Metrics | None, *, quiet: bool) -> None:
+    def _validate(self, metrics: Metrics | None) -> None:
         """Validates in process 0, broadcasts the score and keeps the weights for averaging."""
         progress = self.progress
         score = torch.zeros(1, device=self.process.device)
@@ -372,11 +388,10 @@ class Trainer:
             score[0] = evaluation.score
             self._report(metrics, evaluation, "valid")
             checkpoint.save_tensors(self._weights(progress.step), self.model.state_dict())
-            if not quiet:
-                self._tell(
-                    f"step {progress.step}, epoch {progress.epoch}: {evaluation}, "
-                    f"{progress.seconds / 60:.1f} min"
-                )
+            self._say(
+                f"step {progress.step}, epoch {progress.epoch}: {evaluation}, "
+                f"{progress.seconds / 60:.1f} min"
+            )
         if self.process.world > 1:
             torch.distributed.broadcast(score, 0)
         progress.scores[progress.step] = score.item()

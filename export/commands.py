@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from transferry.runtime.console.fields import fields_as_options, given, together
 from transferry.runtime.console.options import (
     BUNDLE_DEFAULTS,
     FILE,
+    MACHINE,
     OUTPUT,
     SEARCH,
     TOKENS,
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 PAGE = FilePath("", foreign=foreign_page)
 JUNIT = FilePath("", foreign=foreign_junit)
 REPLAY = FilePath("", foreign=foreign_replay)
-CERTIFICATE = "Certificate"
+CERTIFICATE, COMPARISON, REPORT = "Certificate", "Comparison", "Report"
 
 
 def writable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
@@ -120,12 +122,30 @@ certify_options = together(
         help="Replace a stronger certificate; certify few rows.",
     ),
 )
+# What a verification compares.
+_compared = partial(option, panel=COMPARISON)
 # The pages of a verification.
 report_options = together(
     option(
-        "--report", "page", type=PAGE, callback=page_file, help="Write the report as an HTML file."
+        *("--report", "page"),
+        panel=REPORT,
+        type=PAGE,
+        callback=page_file,
+        help="Write the report as an HTML file.",
     ),
-    option("--junit", type=JUNIT, callback=writable, help="Write the report as JUnit XML."),
+    option(
+        "--junit",
+        panel=REPORT,
+        type=JUNIT,
+        callback=writable,
+        help="Write the report as JUnit XML.",
+    ),
+    option(
+        *("--json", "as_json"),
+        panel=REPORT,
+        is_flag=True,
+        help="Print the whole report as JSON on stdout.",
+    ),
 )
 
 
@@ -163,8 +183,8 @@ Examples:
     "variants",
     multiple=True,
     default=("cpu-fp32",),
-    help="Variant to add to the portable one: cpu-fp32, cpu-int8, cpu-int4, cuda-fp16, cuda-bf16; "
-    "portable for that one alone; repeatable.",
+    help="Variant to add to portable: cpu-fp32, cpu-int8, cpu-int4, cuda-fp16 or cuda-bf16; "
+    "portable alone adds none. Repeatable.",
 )
 @option(
     "--calibrate",
@@ -174,7 +194,7 @@ Examples:
 @option(
     "--one-graph",
     is_flag=True,
-    help="Add portable/generate.onnx: greedy search whole, for any runtime to call once.",
+    help="Add portable/generate.onnx: the whole greedy search as one graph.",
 )
 @option("--quiet", is_flag=True, help="Print no progress.")
 def export(
@@ -223,43 +243,49 @@ Examples:
 )
 @configurable
 @click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
-@option("--checkpoint", type=FILE, help="Run that BUNDLE was exported from; compare with torch.")
-@option(
+@_compared("--checkpoint", type=FILE, help="Run of BUNDLE; compare with its torch model.")
+@_compared(
     "--text",
     type=FILE,
     help="Sentences to run through both, one per line. Default: validation samples kept in the "
     "run.",
 )
-@option(
+@_compared(
     "--target", type=FILE, help="Reference translations of --text, to compare BLEU and perplexity."
 )
-@session_options
-@option("--device-id", type=click.IntRange(0, 1024), default=0, help="Number of the GPU.")
-@option("--self-test", is_flag=True, help="Plant faults in copies of BUNDLE; each must be caught.")
-@option(
+@_compared("--self-test", is_flag=True, help="Plant faults in copies; each must be caught.")
+@_compared(
     "--cross-check",
     is_flag=True,
     help="Also run other runtimes, to tell a graph bug from a runtime bug.",
 )
+@session_options
+@option(
+    "--device-id",
+    panel=MACHINE,
+    type=click.IntRange(0, 1024),
+    default=0,
+    help="Number of the GPU.",
+)
 @option(
     "--replay",
+    panel=REPORT,
     type=REPLAY,
     callback=beside_bundle,
     help="Output for `replay` if a fault is located. Default: BUNDLE.fault.npz.",
 )
 @certify_options
 @report_options
-@option("--json", "as_json", is_flag=True, help="Print the whole report as JSON on stdout.")
 @option("--quiet", is_flag=True, help="Print no progress.")
 @search_options
 def verify(bundle_folder: Path, **options: Any) -> None:
     """Prove that BUNDLE answers as torch does, or exit with 4.
 
-    With --checkpoint, torch and ONNX Runtime compute the same inputs: encoder, first step and later
-    steps over a sweep of sizes, and on --text greedy search, beam search, sampling, the search that
-    --beam and the like describe, and teacher-forced answers. Without it, the bundle is compared
-    with the answers recorded at export, and torch is not needed. If a tensor is wrong, the torch
-    module in which the fault begins is named.
+    With --checkpoint, torch and ONNX Runtime compute the same inputs: every tensor over a sweep of
+    sizes, and on --text teacher-forced answers, greedy search, beam search, sampling, and the
+    search that you describe with --beam and the other search options. Without --checkpoint, the
+    bundle is compared with the answers recorded at export, and torch is not needed. If a tensor is
+    wrong, the report names the torch module in which the fault begins.
     """
     checkpoint, text, target = (options[name] for name in ("checkpoint", "text", "target"))
     date, force = options["certify"], options["force"]
@@ -349,7 +375,7 @@ Examples:
 )
 @click.argument("records", metavar="REPORT...", type=FILE, nargs=-1, required=True)
 @option(
-    *("-o", "--output"),
+    *("-o", "--out", "--output", "output"),
     type=PAGE,
     required=True,
     callback=page_file,
@@ -371,7 +397,8 @@ def report(records: tuple[Path, ...], output: Path) -> None:
 
 @command(
     epilog="""\b
-Example:
+Examples:
+  transferry verify bundles/ende --variant portable --checkpoint runs/ende   # writes the file
   transferry replay bundles/ende.fault.npz
 """
 )
@@ -446,7 +473,6 @@ Examples:
     help="Graph optimisation level of ONNX Runtime.",
 )
 @report_options
-@option("--json", "as_json", is_flag=True, help="Print the whole report as JSON on stdout.")
 @option("--quiet", is_flag=True, help="Print no progress.")
 def audit(graphs: Path, reference: str, **options: Any) -> None:
     """Prove that graphs of another tool answer as torch does, or exit with 4.

@@ -72,9 +72,8 @@ def test_a_job_that_is_stopped_is_resumed(
         assert said.endswith(tuple(counted))
         assert shlex.split(again) == ["transferry", *map(str, slow)]
     resumed = done(*command)
-    assert (
-        f"{saved} of 600 rows are saved in {out}.job; this run computes the rest" in resumed.stderr
-    )
+    rest = f"this run computes the rest, from row {saved + 1} on, with task generate, variant "
+    assert f"{saved} of 600 rows are saved in {out}.job; {rest}" in resumed.stderr
     assert out.read_bytes() == many_lines.with_name("whole.jsonl").read_bytes()
     assert json.loads(Path(f"{out}.summary.json").read_bytes())["resumed"] == 1
     assert not journal.parent.exists()

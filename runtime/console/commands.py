@@ -28,6 +28,13 @@ from transferry.runtime.tables import printable
 
 # Options that were renamed; the former name still works, also in a --config file.
 FORMER_NAMES = {"opinions": "cross-check", "shard": "partition", "shard-rows": "chunk-rows"}
+# Commands by what they are for, in the order in which a model meets them.
+COMMANDS = {
+    "Make a bundle": ("train", "import", "export"),
+    "Prove it": ("verify", "report", "replay", "audit"),
+    "Use it": ("run", "score", "merge", "inspect", "page"),
+    "Machine": ("doctor", "completion"),
+}
 COMMAND_LINE, CONFIG = f"{__name__}.command_line", f"{__name__}.config"
 
 
@@ -101,7 +108,8 @@ class CheckedCommand(click.Command):
         """Lists the options by concern, in the order in which concerns appear."""
         panels: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
+            record = parameter.get_help_record(ctx)
+            if record is not None and record[1]:  # an argument has no help of its own
                 panels.setdefault(getattr(parameter, "panel", ""), []).append(record)
         rest = panels.pop("", [])
         for heading, records in (*panels.items(), ("Options", rest)):
@@ -158,6 +166,17 @@ class Commands(click.Group):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.context_settings = {"max_content_width": 100, "token_normalize_func": current_name}
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Lists the commands by what they are for, with the whole first line of their help."""
+        listed = {name for names in COMMANDS.values() for name in names}
+        rest = [name for name in self.list_commands(ctx) if name not in listed]
+        for heading, names in (*COMMANDS.items(), ("Other", rest)):
+            commands = [(name, self.get_command(ctx, name)) for name in names]
+            rows = [(name, found.get_short_help_str(1000)) for name, found in commands if found]
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows, col_spacing=4)
 
     def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
         """Keeps the command line for the hint on how to continue an interrupted job."""

@@ -28,12 +28,7 @@ from transferry.runtime.console.fields import (
 )
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.options import JobOptions, RayOptions
-from transferry.runtime.outputs import (
-    STANDARD_STREAM,
-    foreign_junit,
-    foreign_page,
-    foreign_replay,
-)
+from transferry.runtime.outputs import STANDARD_STREAM
 from transferry.runtime.settings import (
     check_value,
     read_settings,
@@ -52,9 +47,6 @@ FILE, INPUT = FilePath(), FilePath(remote=True)
 # The output of a job, with what lies beside it; a folder or file without more.
 JOB_OUTPUT = FilePath("", ".summary.json", ".settings.toml", ".job")
 MERGED, OUTPUT = FilePath("", ".summary.json"), FilePath("")
-PAGE = FilePath("", foreign=foreign_page)
-JUNIT = FilePath("", foreign=foreign_junit)
-REPLAY = FilePath("", foreign=foreign_replay)
 
 
 def option(
@@ -64,6 +56,7 @@ def option(
     default = settings.get("default")
     if default is not None and default is not False and default != "":
         shown = ", ".join(default) if isinstance(default, tuple) else default
+        shown = "on" if default is True else shown
         help = f"{help} Default: {shown}."
     return click.option(*names, help=help, cls=PanelOption, panel=panel, **settings)
 
@@ -157,7 +150,7 @@ configurable = click.option(
     callback=_read_config,
     is_eager=True,
     expose_value=False,
-    help="TOML file of options, such as max-length = 100; the command line takes precedence.",
+    help="TOML file of options, a name = value per line; the command line takes precedence.",
 )
 
 FORCE = option("--force", is_flag=True, help="Replace the output if it exists.")

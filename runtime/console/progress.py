@@ -41,7 +41,12 @@ def say(line: str, **fields: Any) -> None:
         **fields: What it says, for a log of JSON.
     """
     line = printable(line)
-    click.echo(log_line(line, **fields) if logs_json() else line, err=True)
+    if logs_json():
+        line = log_line(line, **fields)
+    if (bars := sys.modules.get("tqdm")) and sys.stderr.isatty():
+        bars.tqdm.write(line, file=sys.stderr)  # above the bar that is on the screen
+    else:
+        click.echo(line, err=True)
 
 
 def show(text: str) -> None:
@@ -176,7 +181,7 @@ def _watching(job: Job, *, stdin: bool, quiet: bool) -> Iterator[Callable[[Summa
 
         def watch(summary: Summary) -> None:
             errors = f"{summary.bad_rows:,} errors" if summary.bad_rows else ""
-            show("rows", summary.rows, total, errors)
+            show("rows", summary.rows, total, ", ".join(filter(None, [errors, summary.note])))
 
         yield watch
 

@@ -7,12 +7,13 @@ import json
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from itertools import islice, tee
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
+from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import RowError, RowResult
 from transferry.runtime.errors import InputError, TransferryError, UsageError
@@ -81,10 +82,12 @@ class Runner:
     Attributes:
         journal: Kind of the job's folder.
         about: What the summary says of the runner.
+        in_order: Whether the finished chunks are always the first ones of the input.
     """
 
     journal: type[Journal] = Journal
     about: Mapping[str, Any] = {}
+    in_order = True
 
     def check_kind(self, output: Path) -> None:
         """Refuses to replace what is no file.
@@ -96,7 +99,12 @@ class Runner:
             raise UsageError(f"{output} is not a file, so it is not replaced; name another")
 
     def run(
-        self, job: Job, journal: Journal, summary: Summary, add: Callable[[Tally], None]
+        self,
+        job: Job,
+        journal: Journal,
+        summary: Summary,
+        add: Callable[[Tally], None],
+        watch: Callable[[Summary], None],
     ) -> None:
         """Finishes every chunk that is not finished yet.
 
@@ -105,7 +113,13 @@ class Runner:
             journal: Its finished chunks; has all of them afterwards.
             summary: Counts so far; the runner keeps `saved` up to date.
             add: Adds counts to the summary; raises InputError after too many errors.
+            watch: See `Job.run`.
         """
+
+        def count(tally: Tally) -> None:
+            add(tally)
+            watch(summary)
+
         rows, first, most = job.rows(*job.row_range), job.row_range[0], job.options.chunk_rows
         for chunk in journal.chunks:
             job.require_unchanged(chunk, islice(rows, chunk.rows))
@@ -113,12 +127,12 @@ class Runner:
             raise InputError(f"{job.reader.path} has grown since its end was computed. {RESTORE}")
         summary.saved = journal.rows
         for chunk in journal.chunks:
-            add(chunk)
+            count(chunk)
         # The engine does not stop between chunks.
         with closing(job.results(rows, first + journal.rows)) as results:
             while not journal.is_complete(most):
                 with journal.next_file() as file:
-                    chunk = job.write(islice(results, most), file, first + journal.rows, add)
+                    chunk = job.write(islice(results, most), file, first + journal.rows, count)
                 journal.append(chunk)
                 summary.saved = journal.rows
 
@@ -286,7 +300,7 @@ class Job:
         """Computes every row that is not computed yet.
 
         Args:
-            watch: Called with the counts so far after each row.
+            watch: Called with the counts so far: after each row, or by Ray every second.
             say: Called with notes for the user on an earlier run.
             settings: What to write into OUT.settings.toml, if anything.
 
@@ -307,6 +321,9 @@ class Job:
                     f"more than {most} rows are bad, the first of them: {summary.first_error}. Fix "
                     "the input, or allow more with --max-errors"
                 )
+
+        def count(tally: Tally) -> None:
+            add(tally)
             watch(summary)
 
         if self.output == STANDARD_STREAM:
@@ -315,7 +332,7 @@ class Job:
                 standard_output() as file,
                 closing(self.results(self.rows(*self.row_range), first)) as results,
             ):
-                self.write(results, file, first, add)
+                self.write(results, file, first, count)
             return summary
         try:
             with (
@@ -330,9 +347,9 @@ class Job:
                 if note := journal.begin(self.fingerprint, force=self.options.force):
                     say(note)
                 if journal.rows:
-                    say(f"{self._saved(journal.rows)}; this run computes the rest")
+                    say(self._resumed(journal.rows))
                 summary.resumed = journal.session
-                self.runner.run(self, journal, summary, add)
+                self.runner.run(self, journal, summary, add, watch)
                 if not self.options.force:  # it may have appeared since the job began
                     require_own(self.output, lambda path: foreign_output(path, "job"))
                 describe = partial(self._describe, journal, summary, settings)
@@ -351,8 +368,22 @@ class Job:
         return summary
 
     def _saved(self, rows: int) -> str:
-        of = f" of {self.count()}" if "_whole" in vars(self) else ""
-        return f"{rows}{of} rows are saved in {self.folder}"
+        of = f" of {self.count():,}" if "_whole" in vars(self) else ""
+        return f"{rows:,}{of} rows are saved in {self.folder}"
+
+    def _resumed(self, rows: int) -> str:
+        """Says how far an earlier run came and which settings this run shares with it."""
+        usual = asdict(GenerationOptions()) if self.task.generation else {}
+        chosen = [name for name, value in self.task.settings.items() if value != usual.get(name)]
+        names = ("task", "variant", *chosen, "column", "limit", "partition", "chunk_rows")
+        settings = {name: self.fingerprint.get(name) for name in names}
+        told = ", ".join(
+            f"{name.replace('_', '-')} {value}"
+            for name, value in settings.items()
+            if value is not None and value is not False
+        )
+        start = f", from row {self.row_range[0] + rows + 1:,} on" if self.runner.in_order else ""
+        return f"{self._saved(rows)}; this run computes the rest{start}, with {told}"
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams rows first to last - 1 of the input, with their targets if there are any."""

@@ -9,18 +9,16 @@ its first row, and only the counts travel back through Ray.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import pickle
-import re
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count, islice
 from pathlib import Path
@@ -28,18 +26,16 @@ from typing import Any, cast
 
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, TransferryError, UsageError, install_command
-from transferry.runtime.files import TEMPORARY, durable_file, read_bytes, sync_folder
+from transferry.runtime.files import sync_folder
 from transferry.runtime.folders import replace_folder
 from transferry.runtime.hardware import usable_cores
+from transferry.runtime.jobs.chunk_folder import LOOK_EVERY, ChunkFolder
 from transferry.runtime.jobs.formats.columnar import ParquetReader
 from transferry.runtime.jobs.formats.readers import read_rows
 from transferry.runtime.jobs.formats.rows import InputRow
 from transferry.runtime.jobs.job import RESTORE, Inputs, Job, Runner, open_sources
 from transferry.runtime.jobs.journal import (
-    CHUNKS,
-    JOB,
     Chunk,
-    Fingerprint,
     Journal,
     differences,
     hash_of_hashes,
@@ -100,81 +96,10 @@ def ray_job(
     return Job(load(), shared, output.absolute(), options, runner)
 
 
-class ChunkFolder(Journal):
-    """The folder of a job whose chunks several processes finish, in any order.
-
-    OUT.job/job.json                    fingerprint
-    OUT.job/chunks/000000016384.jsonl   output from that row on; the folder becomes OUT
-    OUT.job/notes/000000016384.jsonl.json   marks the chunk as finished, with its hash
-    OUT.job/lock                        locked while a job distributes chunks
-    """
-
-    # Format 1 had another name for the folder of chunks; --force removes it.
-    own = re.compile(
-        rf"job\.json(\.tmp)?|journal\.jsonl|beside\.tmp|(chunks|shards)(\.old)?|notes|{TEMPORARY}"
-    )
-
-    def __init__(self, folder: Path) -> None:
-        """Reads nothing yet."""
-        super().__init__(folder)
-        self.outputs, self.notes = folder / CHUNKS, folder / "notes"
-
-    def begin(self, fingerprint: Fingerprint, *, force: bool) -> str:
-        """Resumes the job if it was interrupted, or starts it."""
-        note = super().begin(fingerprint, force=force)
-        for folder in (self.outputs, self.notes):
-            folder.mkdir(exist_ok=True)
-        for path in self.notes.iterdir():
-            if path.suffix in (".tries", ".tmp") or re.fullmatch(TEMPORARY, path.name):
-                path.unlink()
-        return note
-
-    def find(self, name: str) -> Chunk | None:
-        """Returns the chunk of this name if it is finished and intact."""
-        chunk = self._noted(self.notes / f"{name}.json")
-        return chunk if chunk and chunk.is_intact(self.outputs / name) else None
-
-    def tries(self, name: str) -> int:
-        """Returns how often this chunk was begun, this time included."""
-        with (self.notes / f"{name}.tries").open("ab") as file:
-            file.write(b".")
-            return file.tell()
-
-    @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[Any]:
-        """Opens the file of a chunk."""
-        # A worker that Ray has given up may still be writing, so each has a name of its own.
-        with durable_file(self.outputs / name, self.notes) as file:
-            yield file
-
-    def finish(self, name: str, chunk: Chunk) -> None:
-        """Marks the chunk as finished that was written under this name."""
-        chunk.seal(self.outputs / name)
-        with durable_file(self.notes / f"{name}.json") as file:
-            file.write(f"{json.dumps(asdict(chunk))}\n".encode())
-
-    def clear(self) -> None:
-        """Removes everything but the lock, the fingerprint first."""
-        (self.folder / JOB).unlink(missing_ok=True)
-        super().clear()
-
-    def read(self) -> str:
-        """Reads the notes; each worker checks the file of a chunk when it comes to it."""
-        found = map(self._noted, sorted(self.notes.glob("*.json")))
-        self.chunks = [chunk for chunk in found if chunk is not None]
-        return ""
-
-    def _noted(self, note: Path) -> Chunk | None:
-        try:
-            return Chunk.parse(read_bytes(note))
-        except (InputError, ValueError):
-            return None
-
-
 class RayRunner(Runner):
     """Computes the chunks of a job with workers of Ray; see `ray_job`."""
 
-    journal = ChunkFolder
+    journal, in_order = ChunkFolder, False
 
     def __init__(self, load: Callable[[], Engine], options: RayOptions) -> None:
         """Imports Ray; connects to it when the job runs."""
@@ -190,26 +115,34 @@ class RayRunner(Runner):
             )
 
     def run(
-        self, job: Job, journal: Journal, summary: Summary, add: Callable[[Tally], None]
+        self,
+        job: Job,
+        journal: Journal,
+        summary: Summary,
+        add: Callable[[Tally], None],
+        watch: Callable[[Summary], None],
     ) -> None:
         """Finishes every chunk; Ray asks for all, and workers recognise finished ones."""
         summary.saved = journal.rows
         chunks: list[Chunk] = []
+        folder = cast(ChunkFolder, journal)
         try:
             with (
                 raising(),  # Ray's processes end with this one only if it shuts Ray down
+                watching(folder, summary, watch),
                 self._connected(job),
                 closing(self._chunks(job, journal.session)) as finished,
             ):
                 for chunk in finished:
                     chunks.append(chunk)
                     add(chunk)
+                    folder.received(chunk_name(job, chunk.first))
         finally:
             # More may be finished than has come back.
             journal.read()
             summary.saved = journal.rows
         journal.chunks = sorted(chunks, key=lambda chunk: chunk.first)
-        require_all(job, cast(ChunkFolder, journal))
+        require_all(job, folder)
         # Added again, in order: the sums do not depend on which chunk was finished first.
         total = Tally()
         for chunk in journal.chunks:
@@ -286,6 +219,28 @@ class RayRunner(Runner):
                 self._ray.shutdown()
 
 
+@contextlib.contextmanager
+def watching(
+    folder: ChunkFolder, summary: Summary, watch: Callable[[Summary], None]
+) -> Iterator[None]:
+    """Calls `watch` every second in a thread, with the rows of unfinished chunks included."""
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(LOOK_EVERY):
+            rows = summary.rows + folder.unfinished()
+            watch(replace(summary, rows=rows, note="" if rows else "starting Ray and its workers"))
+
+    thread = threading.Thread(target=look, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        watch(summary)
+
+
 def _needs(job: Job) -> tuple[int, int]:
     """Returns the CPU cores and GPUs of a worker."""
     engine = job.engine.describe()
@@ -345,9 +300,9 @@ def compute_chunk(job: Job, first: int, rows: list[InputRow], session: int, work
             f"{first + len(rows)}. Look for what is wrong with these, or find it by running the "
             "job again with fewer --chunk-rows"
         )
-    with folder.writing(name) as file:
+    with folder.writing(name) as file, folder.counting(name) as count:
         results = job.results(iter(rows), first)
-        chunk = job.write(results, file, first, lambda tally: None)
+        chunk = job.write(results, file, first, count)
     # Of the time that passes while all workers compute.
     chunk.seconds /= workers
     chunk.session = session

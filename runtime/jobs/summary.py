@@ -68,12 +68,14 @@ class Summary(Tally):
         resumed: Number of runs that continued the work of an earlier run.
         finished_before: Whether the output was complete before this run.
         made: What explains the output, as JSON values: fingerprint, versions, hashes.
+        note: What a job in progress does where no row was computed yet; not stored.
     """
 
     saved: int = 0
     resumed: int = 0
     finished_before: bool = False
     made: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the record of OUT.summary.json: counts, rates per second, `marks` and `made`."""

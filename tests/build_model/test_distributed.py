@@ -53,7 +53,7 @@ def train(folder: Path, process: Process, *, accumulation: int) -> bool:
     trainer = Trainer(folder, SHAPE, config, BYTES, examples, held_out, process)
     # AdamW would hide a gradient that is twice what it should be, and magnify rounding errors.
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters())  # type: ignore[assignment]
-    return trainer.run(resume=False, quiet=True) is not None
+    return trainer.run(resume=False) is not None
 
 
 def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def recipe(pairs: PairFiles, **changes: Any) -> Recipe:
 def follow(what: Recipe, folder: Path, *, resume: bool = False) -> tuple[Evaluation | None, str]:
     """Runs it; returns the marks and what was said."""
     said: list[str] = []
-    marks = what.follow(folder, device="cpu", resume=resume, quiet=True, say=said.append)
+    marks = what.follow(folder, device="cpu", resume=resume, say=said.append)
     return marks, "\n".join(said)
 
 

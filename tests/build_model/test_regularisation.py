@@ -133,7 +133,7 @@ def test_r_drop_reads_each_batch_twice(tmp_path: Path) -> None:
 def test_resumed_training_ends_with_the_same_weights(tmp_path: Path) -> None:
     options = dict(r_drop=2.0, bpe_dropout=0.2)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    trainer(whole, **options).run(resume=False, quiet=True)
+    trainer(whole, **options).run(resume=False)
     stopped = trainer(cut, **options)
     step, steps = stopped._step, []
 
@@ -145,8 +145,8 @@ def test_resumed_training_ends_with_the_same_weights(tmp_path: Path) -> None:
 
     stopped._step = interrupted  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyboardInterrupt):
-        stopped.run(resume=False, quiet=True)
-    trainer(cut, **options).run(resume=True, quiet=True)
+        stopped.run(resume=False)
+    trainer(cut, **options).run(resume=True)
     weights = [checkpoint.load_tensors(run / checkpoint.WEIGHTS)[0] for run in (whole, cut)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 

@@ -83,7 +83,7 @@ def trainer(
 
 
 def run(folder: Path, *, resume: bool = False, **changes: Any) -> Evaluation:
-    marks = trainer(folder, **changes).run(resume=resume, quiet=True)
+    marks = trainer(folder, **changes).run(resume=resume)
     assert marks is not None
     return marks
 
@@ -298,7 +298,7 @@ def test_other_text_is_not_resumed_on(tmp_path: Path) -> None:
     run(tmp_path, max_steps=5)
     other = trainer(tmp_path, examples=EXAMPLES[:-1])
     with pytest.raises(InputError, match="from training on other text"):
-        other.run(resume=True, quiet=True)
+        other.run(resume=True)
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_the_state_of_another_model_is_refused(tmp_path: Path, other: dict[str, 
     folder = tmp_path / "run"
     run(folder, max_steps=3)
     with pytest.raises(InputError, match=r"state\.safetensors does not fit .*config\.json"):
-        trainer(folder, shape={**SHAPE, **other}).run(resume=True, quiet=True)
+        trainer(folder, shape={**SHAPE, **other}).run(resume=True)
     assert checkpoint.load_config(folder)[0] == ModelConfig(**SHAPE)
 
 
@@ -440,27 +440,31 @@ def test_an_epoch_ends_in_a_validation(tmp_path: Path) -> None:
     made = trainer(tmp_path / "run", validate_every=0, accumulation=2, max_steps=7)
     an_epoch = len(made._groups(0))
     assert 2 <= an_epoch <= 3
-    made.run(resume=False, quiet=True)
+    made.run(resume=False)
     steps = {*range(an_epoch, 8, an_epoch), 7}
     assert series(tmp_path / "run", "valid_bleu").keys() == steps
 
 
-@pytest.mark.parametrize("quiet", [True, False])
-def test_quiet_is_quiet(tmp_path: Path, capsys: pytest.CaptureFixture[str], quiet: bool) -> None:
-    trainer(tmp_path / "run", max_steps=2).run(resume=False, quiet=quiet)
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err == "" if quiet else said.err.startswith("step 2, epoch 0: validation loss")
-
-
-def test_a_training_without_a_terminal_shows_that_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_training_prints_nothing_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer(tmp_path / "quick").run(resume=False, quiet=False)
-    told = capsys.readouterr().err.splitlines()
-    assert all("validation loss" in line for line in told), "each line is of less than 30 s"
-    monkeypatch.setattr(train, "SIGN_OF_LIFE", 0.0)
-    trainer(tmp_path / "slow").run(resume=False, quiet=False)
-    told = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"step 1, epoch [01]: training, 0\.\d min", told[0])
-    assert any(line.endswith(": validating") for line in told)
+    trainer(tmp_path / "run", max_steps=2).run(resume=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_training_shows_its_steps_and_says_how_it_resumes(tmp_path: Path) -> None:
+    said: list[str] = []
+    shown: list[tuple[Any, ...]] = []
+    told = {"say": said.append, "show": lambda *state: shown.append(state)}
+    trainer(tmp_path / "run", max_steps=4).run(resume=False, **told)
+    assert all("validation loss" in line for line in said)
+    trained = [state[1] for state in shown if "validating" not in state[3]]
+    assert trained == [1, 2, 3, 4]
+    assert {state[2] for state in shown} == {4}
+    note = shown[-1][3].removesuffix(", validating")
+    assert re.fullmatch(r"epoch [01], loss \d\.\d{3}, 0\.\d min", note)
+    assert any(state[3].endswith("validating") for state in shown)
+    said.clear()
+    trainer(tmp_path / "run", max_steps=6, max_minutes=9).run(resume=True, **told)
+    assert said[0].startswith(f"{tmp_path / 'run'}: 4 of 6 steps are done, in ")
+    assert said[0].endswith("; it ends at 9 minutes in total; continuing at step 5")
