@@ -450,7 +450,7 @@ def nan_weight(place: Path) -> None:
     change_weight(place, lambda weight: float("nan"))
 
 
-@spoils("bundle without a certificate", "invalid date", "date to come", "invalid canary")
+@spoils("bundle without a certificate", "invalid date", "date in the future", "invalid canary")
 @spoils("file that is not a replay", "report without a folder", "certificate of little text")
 def change_nothing(place: Path) -> None:
     """The command refers to something that does not exist."""

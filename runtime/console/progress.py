@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -202,7 +203,9 @@ def run_job(job: Job, options: Mapping[str, Any]) -> None:
         _show_estimate(job, as_json=options["as_json"])
         return
     if not job.engine.certificate.startswith("none"):
-        teller(quiet)(f"certificate {job.engine.certificate}")
+        # OUT.summary.json has the whole hashes.
+        short = re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1…", job.engine.certificate)
+        teller(quiet)(f"certificate {short}")
     settings = {name: _plain(value) for name, value in options.items() if name not in OF_ONE_CALL}
     command = f"continue with: {click.get_current_context().meta[COMMAND_LINE]}"
     try:

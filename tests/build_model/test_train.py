@@ -455,7 +455,7 @@ def test_a_training_prints_nothing_by_itself(
 def test_a_training_shows_its_steps_and_says_how_it_resumes(tmp_path: Path) -> None:
     said: list[str] = []
     shown: list[tuple[Any, ...]] = []
-    told = {"say": said.append, "show": lambda *state: shown.append(state)}
+    told: dict[str, Any] = {"say": said.append, "show": lambda *state: shown.append(state)}
     trainer(tmp_path / "run", max_steps=4).run(resume=False, **told)
     assert all("validation loss" in line for line in said)
     trained = [state[1] for state in shown if "validating" not in state[3]]
