@@ -182,7 +182,8 @@ def _watching(job: Job, *, stdin: bool, quiet: bool) -> Iterator[Callable[[Summa
 
         def watch(summary: Summary) -> None:
             errors = f"{summary.bad_rows:,} errors" if summary.bad_rows else ""
-            show("rows", summary.rows, total, ", ".join(filter(None, [errors, summary.note])))
+            done, note = summary.rows + summary.ahead, filter(None, [errors, summary.note])
+            show("rows", done if total is None else min(done, total), total, ", ".join(note))
 
         yield watch
 

@@ -64,7 +64,12 @@ class OpenBundle:
     """A bundle with its models, open on every device: what the tasks compute on.
 
     It is a context manager; on leaving, the models are closed.
+
+    Attributes:
+        waiting: Called while a task waits for an answer, see `worker_pool.in_order`.
     """
+
+    waiting: Callable[[int], None]
 
     def __init__(
         self,
@@ -93,6 +98,7 @@ class OpenBundle:
         self.batches = batches or models[0].batches
         self.certificate = certificate
         self.required = required
+        self.waiting = _nothing
         self.max_positions = int(bundle.manifest.model["max_positions"])
         tokenizer = bundle.tokenizer
         self.preprocessor = Preprocessor(
@@ -370,13 +376,19 @@ class OpenBundle:
             key: What an answer depends on, where equal inputs have equal answers.
         """
         if key is None:
-            found = in_order(inputs, prepare, workers, slots, self.batches)
+            found = in_order(inputs, prepare, workers, slots, self.batches, self.waiting)
         else:
             repeats: Repeats[Input, Any] = Repeats(prepare, key)
-            found = repeats.watch(in_order(inputs, repeats.prepare, workers, slots, self.batches))
+            found = repeats.watch(
+                in_order(inputs, repeats.prepare, workers, slots, self.batches, self.waiting)
+            )
         for answer in found:
             self.bundle.files.require_unchanged()
             yield answer
+
+
+def _nothing(ahead: int) -> None:
+    """Tells nobody."""
 
 
 def _itself(value: Input) -> Input:

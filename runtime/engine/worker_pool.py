@@ -170,9 +170,16 @@ class WorkQueue(Generic[Row, Answer]):
             if self.stopped:
                 return
 
-    def answers(self, rows: Iterable[WorkItem[Row] | Answer]) -> Iterator[Answer]:
-        """Yields the answers to rows in order, waiting for each, and forgets them at the end."""
-        items = set()
+    def answers(
+        self, rows: Iterable[WorkItem[Row] | Answer], waiting: Callable[[int], None]
+    ) -> Iterator[Answer]:
+        """Yields the answers to rows in order, waiting for each, and forgets them at the end.
+
+        Args:
+            rows: Items that were put, and answers that need no model.
+            waiting: See `in_order`.
+        """
+        items: set[WorkItem[Row]] = set()
         for row in rows:
             if not isinstance(row, WorkItem):
                 yield row
@@ -184,6 +191,9 @@ class WorkQueue(Generic[Row, Answer]):
                         item, self._answers[item] = finished
                     elif self._error is not None:
                         raise self._error
+                arrived = self._finished.qsize() + len(self._answers)
+                if row not in self._answers:
+                    waiting(arrived - (len(items) - 1))  # without those that were yielded
             yield self._answers[row]
         for item in items:
             del self._answers[item]
@@ -205,6 +215,7 @@ def in_order(
     workers: Sequence[Worker[Row, Answer]],
     rows: int,
     options: BatchOptions,
+    waiting: Callable[[int], None] = lambda ahead: None,
 ) -> Iterator[Answer]:
     """Computes every input, and yields the answers in order.
 
@@ -215,6 +226,8 @@ def in_order(
         workers: Run by a thread each.
         rows: Limit on the rows that a worker computes at once.
         options: Sizes of windows, and of batches in tokens.
+        waiting: Called while the next answer is not there, every second at least, with the number
+            of later answers that are.
     """
     queue = WorkQueue[Row, Answer](options.tokens, len(workers))
     threads = [
@@ -235,10 +248,10 @@ def in_order(
             pending.append(prepared)
             # One window is computed while the next is read, so that no replica waits.
             if len(pending) > 1:
-                yield from queue.answers(pending.popleft())
+                yield from queue.answers(pending.popleft(), waiting)
         queue.close()
         while pending:
-            yield from queue.answers(pending.popleft())
+            yield from queue.answers(pending.popleft(), waiting)
     finally:
         queue.stopped = True  # before any call, which might be interrupted
         with held():

@@ -16,7 +16,7 @@ from typing import Any
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import TEMPORARY, durable_file, read_bytes
 from transferry.runtime.jobs.journal import CHUNKS, JOB, Chunk, Fingerprint, Journal
-from transferry.runtime.jobs.summary import Tally
+from transferry.runtime.jobs.summary import Summary
 
 # Seconds between two looks at how far the workers are, and between two notes of a worker on that.
 LOOK_EVERY = 1.0
@@ -65,22 +65,22 @@ class ChunkFolder(Journal):
             return file.tell()
 
     @contextlib.contextmanager
-    def counting(self, name: str) -> Iterator[Callable[[Tally], None]]:
-        """Yields what to call for each row of a chunk, so that `unfinished` knows of it.
+    def counting(self, name: str) -> Iterator[Callable[[Summary], None]]:
+        """Yields what to call with the counts of a chunk, so that `unfinished` knows of its rows.
 
         The size of a file counts them, one byte a row: a reader never sees half a number.
         """
         with (self.notes / f"{name}{ROWS}").open("wb", buffering=0) as file:
             rows, noted = 0, time.monotonic()
 
-            def count(tally: Tally) -> None:
+            def note(summary: Summary) -> None:
                 nonlocal rows, noted
-                rows += tally.rows
-                if (now := time.monotonic()) - noted >= LOOK_EVERY:
-                    file.write(b"." * rows)
-                    rows, noted = 0, now
+                more = summary.rows + summary.ahead - rows
+                if more > 0 and (now := time.monotonic()) - noted >= LOOK_EVERY:
+                    file.write(b"." * more)
+                    rows, noted = rows + more, now
 
-            yield count
+            yield note
 
     def unfinished(self) -> int:
         """Returns the rows computed in chunks for which `received` was not called."""

@@ -115,19 +115,16 @@ class Runner:
             add: Adds counts to the summary; raises InputError after too many errors.
             watch: See `Job.run`.
         """
-
-        def count(tally: Tally) -> None:
-            add(tally)
-            watch(summary)
-
         rows, first, most = job.rows(*job.row_range), job.row_range[0], job.options.chunk_rows
+        count = job.counting(summary, add, watch)
         for chunk in journal.chunks:
             job.require_unchanged(chunk, islice(rows, chunk.rows))
         if journal.is_complete(most) and next(rows, None) is not None:
             raise InputError(f"{job.reader.path} has grown since its end was computed. {RESTORE}")
         summary.saved = journal.rows
         for chunk in journal.chunks:
-            count(chunk)
+            add(chunk)
+        watch(summary)
         # The engine does not stop between chunks.
         with closing(job.results(rows, first + journal.rows)) as results:
             while not journal.is_complete(most):
@@ -322,17 +319,13 @@ class Job:
                     "the input, or allow more with --max-errors"
                 )
 
-        def count(tally: Tally) -> None:
-            add(tally)
-            watch(summary)
-
         if self.output == STANDARD_STREAM:
             first, summary.made = self.row_range[0], self._made()
             with (
                 standard_output() as file,
                 closing(self.results(self.rows(*self.row_range), first)) as results,
             ):
-                self.write(results, file, first, count)
+                self.write(results, file, first, self.counting(summary, add, watch))
             return summary
         try:
             with (
@@ -366,6 +359,26 @@ class Job:
             message = "; ".join(filter(None, (str(error), self._saved(summary.saved))))
             raise type(error)(message) from error
         return summary
+
+    def counting(
+        self, summary: Summary, add: Callable[[Tally], None], watch: Callable[[Summary], None]
+    ) -> Callable[[Tally], None]:
+        """Returns `add` for single rows; `watch` is called for each, and while one is awaited.
+
+        Rows are computed by length, thousands at once, and written in order, so `ahead` counts too.
+        """
+
+        def waiting(ahead: int) -> None:
+            summary.ahead = ahead
+            watch(summary)
+
+        def count(tally: Tally) -> None:
+            add(tally)
+            summary.ahead = max(0, summary.ahead - tally.rows)
+            watch(summary)
+
+        self.engine.waiting = waiting
+        return count
 
     def _saved(self, rows: int) -> str:
         of = f" of {self.count():,}" if "_whole" in vars(self) else ""

@@ -228,8 +228,9 @@ def watching(
 
     def look() -> None:
         while not ended.wait(LOOK_EVERY):
-            rows = summary.rows + folder.unfinished()
-            watch(replace(summary, rows=rows, note="" if rows else "starting Ray and its workers"))
+            ahead = folder.unfinished()
+            note = "" if summary.rows + ahead else "starting Ray and its workers"
+            watch(replace(summary, ahead=ahead, note=note))
 
     thread = threading.Thread(target=look, name="progress", daemon=True)
     thread.start()
@@ -300,9 +301,10 @@ def compute_chunk(job: Job, first: int, rows: list[InputRow], session: int, work
             f"{first + len(rows)}. Look for what is wrong with these, or find it by running the "
             "job again with fewer --chunk-rows"
         )
-    with folder.writing(name) as file, folder.counting(name) as count:
-        results = job.results(iter(rows), first)
-        chunk = job.write(results, file, first, count)
+    with folder.writing(name) as file, folder.counting(name) as note:
+        summary = Summary()
+        count = job.counting(summary, summary.add, note)
+        chunk = job.write(job.results(iter(rows), first), file, first, count)
     # Of the time that passes while all workers compute.
     chunk.seconds /= workers
     chunk.session = session

@@ -68,6 +68,7 @@ class Summary(Tally):
         resumed: Number of runs that continued the work of an earlier run.
         finished_before: Whether the output was complete before this run.
         made: What explains the output, as JSON values: fingerprint, versions, hashes.
+        ahead: Rows of a job in progress that were computed, but not written yet; not stored.
         note: What a job in progress does where no row was computed yet; not stored.
     """
 
@@ -75,6 +76,7 @@ class Summary(Tally):
     resumed: int = 0
     finished_before: bool = False
     made: dict[str, Any] = field(default_factory=dict)
+    ahead: int = 0
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:

@@ -161,7 +161,9 @@ def check_date(date: str) -> None:
     # Tomorrow: somewhere on earth it has begun.
     latest = datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=1)
     if day > latest:
-        raise UsageError(f"expected the date of the verification, found {date}, which is in the future")
+        raise UsageError(
+            f"expected the date of the verification, found {date}, which is in the future"
+        )
 
 
 def statement(files: Mapping[str, str], report: Mapping[str, Any]) -> bytes:

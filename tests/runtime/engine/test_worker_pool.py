@@ -377,3 +377,26 @@ def test_a_pipeline_that_is_interrupted_anywhere_ends(seed: int) -> None:
     # Python may say that it ignored a KeyboardInterrupt, in a callback of a weak reference.
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 100, "many are interrupted before their end"
+
+
+def test_while_an_answer_is_awaited_later_ones_are_counted() -> None:
+    gate, counted = threading.Event(), list[int]()
+
+    def compute(rows: list[int]) -> list[int]:
+        if 0 in rows:
+            assert gate.wait(10)
+        return rows
+
+    def waiting(ahead: int) -> None:
+        counted.append(ahead)
+        if ahead == 5:
+            gate.set()
+
+    def items(rows: list[int]) -> list[WorkItem[int] | int]:
+        return [WorkItem(row, 9 - row) for row in rows]
+
+    # The first row is the longest and waits alone, while another worker computes the other five.
+    workers = [batch_worker(compute)] * 2
+    found = in_order(range(6), items, workers, 1, BatchOptions(window=6), waiting)
+    assert list(found) == [*range(6)]
+    assert max(counted) == 5

@@ -325,7 +325,9 @@ def test_a_search_that_was_not_verified_is_refused(
 @pytest.mark.parametrize("date", ["9999-01-01", "2999-12-31"])
 def test_a_date_to_come_is_refused(folder: Path, date: str) -> None:
     bundle = Bundle.load(folder)
-    with pytest.raises(UsageError, match=r"date of the verification, found .* which is in the future"):
+    with pytest.raises(
+        UsageError, match=r"date of the verification, found .* which is in the future"
+    ):
         certify(bundle, bundle.variant(), SessionOptions(), failed(), date)
 
 
