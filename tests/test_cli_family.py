@@ -116,7 +116,7 @@ def test_pairs_are_scored(bundle_folder: Path, lines: Path, tmp_path: Path) -> N
     total = sum(row["total"] for row in found)
     tokens = sum(len(row["tokens"]) for row in found)
     perplexity = math.exp(-total / tokens)
-    assert f"scored_tokens {tokens}, " in scored.stderr
+    assert f"scored tokens {tokens:,}, " in scored.stderr
     said = float(scored.stderr.partition("perplexity ")[2].split()[0])
     assert said == pytest.approx(perplexity, rel=1e-4)
     settings = (tmp_path / "scores.jsonl.settings.toml").read_text()

@@ -54,11 +54,11 @@ class RemoteFile:
             InputError: There is no such file, or it cannot be read.
             UsageError: What reads such URLs is not installed.
         """
-        with (
-            _told(self.url),
-            import_fsspec(self.url).open(self.url, "rb", block_size=_BLOCK) as file,
-        ):
-            yield io.BufferedReader(cast(io.RawIOBase, file), 1 << 18)
+        with _told(self.url):
+            system, path = import_fsspec(self.url).core.url_to_fs(self.url)
+            # Not fsspec.open, whose block size s3fs takes for an option of its session.
+            with system.open(path, "rb", block_size=_BLOCK) as file:
+                yield io.BufferedReader(cast(io.RawIOBase, file), 1 << 18)
 
     def matches(self) -> list[RemoteFile]:
         """Returns the files that a pattern with *, ? or [] names, in order; else itself."""
@@ -87,16 +87,22 @@ def _told(url: str) -> Iterator[None]:
         raise UsageError(f"{url} cannot be opened: {error}") from error
     except FileNotFoundError as error:
         # Over http this may also be a server that does not answer.
-        reason = f": {error.__cause__}" if error.__cause__ is not None else ""
+        reason = f": {_brief(error.__cause__)}" if error.__cause__ is not None else ""
         raise InputError(f"{url}: there is no such file{reason}") from error
     except Exception as error:
         # Each back end has exceptions of its own, whose packages need not be installed.
         if not _of_a_back_end(error):
             raise
         raise InputError(
-            f"{url}: cannot be read: {error or type(error).__name__}. Check the connection and the "
-            "credentials, then run the command again"
+            f"{url}: cannot be read: {_brief(error)}. Check the connection and the credentials, "
+            "then run the command again"
         ) from error
+
+
+def _brief(error: BaseException) -> str:
+    """Returns the first line of an error's message, without the full stop; some have pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def _of_a_back_end(error: Exception) -> bool:
