@@ -100,7 +100,7 @@ def make_run(
     return folder
 
 
-def make_bundle(run: Path, folder: Path, *variants: str) -> Path:
+def make_bundle(run: Path, folder: Path, *variants: str, one_graph: bool = False) -> Path:
     from transferry.build_model.checkpoint import load_checkpoint, load_samples
     from transferry.build_model.corpus import builtin_pairs
     from transferry.export.bundle import export_bundle
@@ -111,6 +111,7 @@ def make_bundle(run: Path, folder: Path, *variants: str) -> Path:
         texts=load_samples(run),
         variants=variants,
         calibrate=[pair.source for pair in builtin_pairs(300, seed=1)] if variants else (),
+        one_graph=one_graph,
     )
     return folder
 
@@ -183,6 +184,19 @@ def writer_run_folder(once: Once) -> Path:
 def writer_bundle_folder(writer_run_folder: Path, once: Once, traced_once: None) -> Path:
     """The bundle of `writer_run_folder`."""
     return once("writer-bundle", lambda folder: make_bundle(writer_run_folder, folder))
+
+
+@pytest.fixture(scope="session")
+def whole_bundle_folder(run_folder: Path, once: Once, traced_once: None) -> Path:
+    """The bundle of `run_folder` with greedy search as one graph."""
+    return once("whole-bundle", lambda folder: make_bundle(run_folder, folder, one_graph=True))
+
+
+@pytest.fixture(scope="session")
+def whole_writer_bundle_folder(writer_run_folder: Path, once: Once, traced_once: None) -> Path:
+    """The bundle of `writer_run_folder` with greedy search as one graph."""
+    name = "whole-writer-bundle"
+    return once(name, lambda folder: make_bundle(writer_run_folder, folder, one_graph=True))
 
 
 @pytest.fixture(scope="session")

@@ -28,12 +28,14 @@ class Fault:
         applies: Whether a model of this shape can have it.
         everywhere: Whether any variant can have it; else it is planted in graphs as torch's
             exporter writes them.
+        whole: Whether it is planted in the graph `generate` instead of the step graphs.
     """
 
     kind: str
     plant: Plant
     applies: Applies = lambda config: True
     everywhere: bool = False
+    whole: bool = False
 
 
 class Faults(list[Fault]):

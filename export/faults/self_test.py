@@ -26,6 +26,7 @@ from transferry.export.claims.stored_weights import WEIGHTS, weights_claim
 from transferry.export.faults import graph_faults, weight_faults
 from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.faults.fault import Fault, rare_tokens
+from transferry.export.faults.one_graph_faults import one_graph_faults
 from transferry.export.faults.variant_faults import variant_faults
 from transferry.export.optimise.calibration import Calibration
 from transferry.export.parity.cases import (
@@ -37,10 +38,11 @@ from transferry.export.parity.cases import (
     sizes,
     vocabulary,
 )
+from transferry.export.parity.one_graph import check_one_graph
 from transferry.export.parity.oracle import Oracle, TextParity
 from transferry.export.parity.searches import BRIEF
 from transferry.export.variants import PORTABLE
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle import ONE_GRAPH, Bundle
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError, ParityError, ProviderError, TransferryError
 from transferry.runtime.folders import temporary_folder
@@ -59,6 +61,7 @@ from transferry.runtime.parity.compare import (
     observe,
 )
 from transferry.runtime.parity.divergence import ExpectedAnswers, Explainer, Tally
+from transferry.runtime.parity.one_graph import OneGraph
 from transferry.runtime.parity.report import Decisions, PlantedFault
 from transferry.runtime.parity.self_consistency import self_consistency
 
@@ -108,21 +111,28 @@ def self_test(
         # Rewritten like the others, so that the rewriting itself is not what is caught.
         honest = BundleCopy(bundle, model.variant, folder / "honest")
         faults = faults_of(honest)
+        copies = [(honest, False)]
+        if ONE_GRAPH in model.variant.graphs:
+            one = BundleCopy(bundle, model.variant, folder / "one", whole=True)
+            faults = [*faults, *one_graph_faults(one)]
+            copies.append((one, True))
         done(1, len(faults) + 1)
-        honest.rewrite()
-        honest.seal()
-        if caught := gate.check(honest.folder):
-            raise ParityError(
-                f"{bundle.folder} does not pass as it is: {caught} fails. Verify it without the "
-                "self-test, and fix what that reports: until then its copies prove nothing"
-            )
+        for copy, whole in copies:
+            copy.rewrite()
+            copy.seal()
+            if caught := gate.check(copy.folder, whole=whole):
+                raise ParityError(
+                    f"{bundle.folder} does not pass as it is: {caught} fails. Verify it without "
+                    "the self-test, and fix what that reports: until then its copies prove nothing"
+                )
         for number, fault in enumerate(faults, start=2):
-            copy = BundleCopy(bundle, model.variant, folder / "planted")
+            copy = BundleCopy(bundle, model.variant, folder / "planted", whole=fault.whole)
             where = fault.plant(copy)
             copy.seal()
-            caught = gate.check(copy.folder)
+            caught = gate.check(copy.folder, whole=fault.whole)
             # A stored weight or an attribute may differ by less than any answer shows.
-            changes = caught not in ("", WEIGHTS, GRAPHS) or gate.changes(copy.folder)
+            changes = caught not in ("", WEIGHTS, GRAPHS)
+            changes = changes or gate.changes(copy.folder, whole=fault.whole)
             planted.append(PlantedFault(fault.kind, where, changes, caught))
             shutil.rmtree(copy.folder)
             done(number, len(faults) + 1)
@@ -152,7 +162,7 @@ class Gate:
         sources: Sequence[Sequence[int]],
         tolerance: Tolerance,
     ) -> None:
-        self._checkpoint = checkpoint
+        self._checkpoint, self._bundle = checkpoint, bundle
         self._honest = model
         precision = model.variant.precision
         self._calibration = Calibration.of(bundle, model.variant) if precision == "int8" else None
@@ -174,8 +184,12 @@ class Gate:
             cases += single_tokens(self._config)
         self._truths = [(case, self._oracle.truth(case)) for case in cases]
 
-    def check(self, folder: Path) -> str:
-        """Verifies a bundle and returns the first check that fails; empty if all pass."""
+    def check(self, folder: Path, *, whole: bool = False) -> str:
+        """Verifies a bundle and returns the first check that fails; empty if all pass.
+
+        With `whole` the answers of the graph `generate` are compared, and the step graphs, which
+        are honest then, are not run again.
+        """
         try:
             bundle = Bundle.load(folder)
         except TransferryError:
@@ -195,7 +209,8 @@ class Gate:
         except TransferryError:
             return "session"
         try:
-            failed = next(filter(None, map(_failed, self._checks(model))), "")
+            checks = self._one_graph(bundle, model) if whole else self._checks(model)
+            failed = next(filter(None, map(_failed, checks)), "")
         except InputError:
             return "running"
         # Last, to show what the answers alone tell.
@@ -214,12 +229,17 @@ class Gate:
             yield self_consistency(model, case)
         yield from self._text(self._sources).check(model)
 
+    def _one_graph(self, bundle: Bundle, model: Model) -> Iterator[Decisions]:
+        assert not isinstance(model, EncoderModel)
+        one = OneGraph(bundle, model.variant, model.options)
+        yield from check_one_graph(self._oracle, one, model, self._text(self._sources))
+
     def _text(self, sources: Sequence[Sequence[int]]) -> TextParity:
         fed = None if self._config.encoder_layers else sources
         given = self._oracle, self._generation, sources, LONGEST_ANSWER, fed
         return TextParity(*given, standard=BRIEF)
 
-    def changes(self, folder: Path) -> bool:
+    def changes(self, folder: Path, *, whole: bool = False) -> bool:
         """Whether a bundle gives other answers than the honest one, whatever `check` returns.
 
         Both run in onnxruntime on inputs that `check` does not use. A difference counts if it is
@@ -229,7 +249,10 @@ class Gate:
         precision = EPSILONS[self._honest.variant.precision] / EPSILONS["float32"]
         rounding = Tolerance(ROUNDING * precision, EPSILONS["float32"])
         try:
-            model = self._open(Bundle.load(folder))
+            bundle = Bundle.load(folder)
+            if whole:
+                return self._other_answers(bundle)
+            model = self._open(bundle)
             for case, truth in self._honest_answers:
                 if _failed(compare(case, truth, observe(model, case), rounding)):
                     return True
@@ -257,9 +280,7 @@ class Gate:
         if isinstance(model, EncoderModel) or isinstance(honest, EncoderModel):
             # It fills in the largest score, and all scores were compared.
             return False
-        case = random_case(self._config, 6, 8, 0, seed=2000)
-        tokens = zip(case.source, case.mask, strict=True)
-        sources = [row[mask].tolist() or [oracle.special.bos_id] for row, mask in tokens]
+        sources = self._unseen()
         for name in BRIEF:
             options = self._text(sources).options(name)
             answers = search(honest, sources, options, oracle.special)
@@ -270,6 +291,31 @@ class Gate:
             if tally.decisions().defects:
                 return True
         return False
+
+
+    def _unseen(self) -> list[list[int]]:
+        """Sources that `check` does not use."""
+        case = random_case(self._config, 6, 8, 0, seed=2000)
+        tokens = zip(case.source, case.mask, strict=True)
+        return [row[mask].tolist() or [self._oracle.special.bos_id] for row, mask in tokens]
+
+    def _other_answers(self, bundle: Bundle) -> bool:
+        """Whether the graph `generate` gives other answers than the honest one."""
+        honest, special, sources = self._honest, self._oracle.special, self._unseen()
+        options = replace(self._text(sources).options("greedy"), scores=True)
+        sides = [
+            OneGraph(each, honest.variant, honest.options).answers_all_ways(
+                sources, options, special, honest.batches.rows
+            )
+            for each in (self._bundle, bundle)
+        ]
+        _, own = self._oracle.scores(sources, [ways[0] for ways in sides[0]], options)
+        return any(
+            wanted.scored_tokens != found.scored_tokens
+            or not abs(wanted.score - found.score) <= ROUNDING * own
+            for row, other in zip(*sides, strict=True)
+            for (wanted,), (found,) in zip(row, other, strict=True)
+        )
 
 
 def brief_sweep(config: ModelConfig, rows: int) -> list[Case]:

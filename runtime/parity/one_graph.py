@@ -76,7 +76,7 @@ class OneGraph:
         found = []
         for row, count, total in zip(tokens.tolist(), lengths.tolist(), totals, strict=True):
             answer, total = tuple(row[:count]), float(total)
-            if not np.isfinite(total) or not answer:
+            if not np.isfinite(total) or not answer or len(answer) != count:
                 found.append(FAILED)
                 continue
             score = length_normalised(total, len(answer), options.length_penalty)

@@ -8,7 +8,6 @@ import onnxruntime
 import pytest
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
-from transferry.export.bundle import export_bundle
 from transferry.export.graphs.one_graph import require_one_graph
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle import ONE_GRAPH, Bundle
@@ -20,14 +19,11 @@ from transferry.runtime.parity.recorded import IN_ONE_GRAPH, verify
 OPTIONS = GenerationOptions(max_length=20)
 
 
-@pytest.fixture(scope="module", params=["run_folder", "writer_run_folder"])
-def exported(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Checkpoint, Bundle, list[list[int]]]:
-    run: Path = request.getfixturevalue(request.param)
+@pytest.fixture(scope="module", params=["", "writer_"], ids=["both", "writer"])
+def exported(request: pytest.FixtureRequest) -> tuple[Checkpoint, Bundle, list[list[int]]]:
+    run: Path = request.getfixturevalue(f"{request.param}run_folder")
     checkpoint = load_checkpoint(run)
-    folder = tmp_path_factory.mktemp("one-graph") / "bundle"
-    bundle = export_bundle(checkpoint, folder, texts=load_samples(run), one_graph=True)
+    bundle = Bundle.load(request.getfixturevalue(f"whole_{request.param}bundle_folder"))
     encode, wrap = checkpoint.tokenizer.encode, checkpoint.tokenizer.special.wrap
     sources = [wrap(encode(text)) for text in load_samples(run)]
     if not checkpoint.model.config.encoder_layers:

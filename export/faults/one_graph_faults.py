@@ -1,0 +1,186 @@
+"""Faults of the graph `generate`: in its outputs, its stored weights, and the search around them.
+
+They leave the step graphs as they are, so that only the comparison of whole answers can tell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import onnx_ir as ir
+
+from transferry.export.faults.bundle_copy import BundleCopy, add, constant, replace
+from transferry.export.faults.fault import Fault, Faults, given
+from transferry.export.faults.variant_faults import variant_faults
+from transferry.runtime.bundle import ONE_GRAPH
+
+FAULTS = Faults()
+RULES = "forbidden tokens allowed"  # only where the model has such a rule
+# Place of what the Loop carries among the outputs of its body, after whether to go on.
+LOG_PROBABILITIES = 5
+
+
+def one_graph_faults(copy: BundleCopy) -> list[Fault]:
+    """Returns the faults of the graph `generate` that a copy made with `whole` can have."""
+    rules = bool(_choices(copy, "ScatterND"))
+    found = [
+        fault for fault in FAULTS if fault.applies(copy.config) and (rules or fault.kind != RULES)
+    ]
+    named = [
+        dataclasses.replace(fault, kind=f"{ONE_GRAPH}: {fault.kind.removeprefix(f'{ONE_GRAPH}: ')}")
+        for fault in (*found, *variant_faults(copy))
+    ]
+    return [dataclasses.replace(fault, whole=True) for fault in named]
+
+
+def _loop(copy: BundleCopy) -> ir.Node:
+    loops = [node for node in copy.graphs[ONE_GRAPH].graph if node.op_type == "Loop"]
+    if len(loops) != 1:
+        raise copy.absent("the Loop over the steps")
+    return loops[0]
+
+
+def _body(copy: BundleCopy) -> ir.Graph:
+    return _loop(copy).attributes["body"].as_graph()
+
+
+def _choices(copy: BundleCopy, operator: str) -> list[ir.Node]:
+    """Returns the nodes of an operator among those that choose tokens, in the Loop."""
+    return [
+        node
+        for node in _body(copy)
+        if node.op_type == operator and str(node.name).startswith("choice.")
+    ]
+
+
+def _choice(copy: BundleCopy, operator: str) -> ir.Node:
+    found = _choices(copy, operator)
+    if not found:
+        raise copy.absent(f"{operator} among the nodes that choose tokens")
+    return found[-1]
+
+
+def _carried(copy: BundleCopy, place: int) -> tuple[ir.Node, ir.Node]:
+    """Returns the node that passes a value to the next step, and the one that computes it."""
+    passes = _body(copy).outputs[place].producer()
+    value = passes.inputs[0] if passes is not None else None
+    computes = value.producer() if value is not None else None
+    if passes is None or computes is None:
+        raise copy.absent("what the Loop carries")
+    return passes, computes
+
+
+@FAULTS.kind("end tokens ignored")
+def _endless(copy: BundleCopy) -> str:
+    ends = _choice(copy, "Equal").outputs[0]
+    replace(ends, lambda value: add(value, "And", value, add(value, "Not", value)))
+    return "no token ends an answer"
+
+
+@FAULTS.kind("the limit one too large")
+def _one_longer(copy: BundleCopy) -> str:
+    full = _choice(copy, "GreaterOrEqual")
+    replace(full.outputs[0], lambda value: add(value, "Greater", *full.inputs))
+    # The Loop itself must not stop before.
+    loop = _loop(copy)
+    trips = loop.inputs[0]
+    assert trips is not None
+    loop.replace_input_with(0, add(trips, "Add", trips, constant(trips, 1)))
+    return "an answer may be one token longer than max_length"
+
+
+@FAULTS.kind("stops with the first row")
+def _stops_early(copy: BundleCopy) -> str:
+    reduced = next(
+        node
+        for node in reversed(_choices(copy, "ReduceMax"))
+        if node.outputs[0] in [node.inputs[0] for node in _choices(copy, "Cast")]
+    )
+    replace(reduced.outputs[0], lambda value: add(value, "ReduceMin", *reduced.inputs, keepdims=0))
+    return "the Loop stops once one row has ended"
+
+
+@FAULTS.kind("padding of ended rows scored")
+def _scored_on(copy: BundleCopy) -> str:
+    _, sum_ = _carried(copy, LOG_PROBABILITIES)
+    gain = sum_.inputs[1]
+    where = gain.producer() if gain is not None else None
+    if where is None or where.op_type != "Where":
+        raise copy.absent("the log-probability of a step")
+    sum_.replace_input_with(1, where.inputs[2])
+    return "the log-probability of an ended row goes on falling"
+
+
+@FAULTS.kind("forced first tokens not scored", lambda config: bool(config.encoder_layers))
+def _unscored(copy: BundleCopy) -> str:
+    sum_ = _choices(copy, "ReduceSum")[-1]
+    each = sum_.inputs[0]
+    assert each is not None
+    ends = [constant(each, [number]) for number in (-1, 1 << 40, 1)]
+    sum_.replace_input_with(0, add(each, "Slice", each, *ends))
+    return "a log-probability is that of the chosen tokens alone"
+
+
+@FAULTS.kind(RULES)
+def _allowed(copy: BundleCopy) -> str:
+    for node in _choices(copy, "ScatterND"):
+        nothing = node.inputs[0]
+        assert nothing is not None
+        replace(node.outputs[0], given(nothing))
+    return "neither suppress nor min_length holds"
+
+
+@FAULTS.kind("stale cache positions")
+def _stale(copy: BundleCopy) -> str:
+    passes, join = _carried(copy, -1)
+    if join.op_type != "Concat" or None in join.inputs:
+        raise copy.absent("the concatenation of past and present")
+    past, new = join.inputs
+    value = join.outputs[0]
+    nothing = add(value, "Sub", new, new)
+    passes.replace_input_with(0, add(value, "Concat", past, nothing, axis=2))
+    return "what a step adds to the last cache is not kept"
+
+
+@FAULTS.kind("swapped cache rows")
+def _swapped(copy: BundleCopy) -> str:
+    passes, join = _carried(copy, -1)
+    value = join.outputs[0]
+    ends = [constant(value, [number]) for number in (-1, -(1 << 40), 0, -1)]
+    passes.replace_input_with(0, add(value, "Slice", value, *ends))
+    return "the last cache has the rows from last to first"
+
+
+def _order(copy: BundleCopy) -> ir.Node:
+    """Returns the node that orders the columns of each row, tokens before padding."""
+    for node in copy.graphs[ONE_GRAPH].graph:
+        if node.op_type == "TopK" and str(node.name).startswith("search."):
+            return node
+    raise copy.absent("the order of a source's tokens")
+
+
+@FAULTS.kind("padding on the left stays there")
+def _left(copy: BundleCopy) -> str:
+    order = _order(copy)
+    keys = order.inputs[0]
+    difference = keys.producer() if keys is not None else None
+    if difference is None or difference.op_type != "Sub":
+        raise copy.absent("the places of a source's tokens")
+    places = difference.inputs[1]
+
+    def as_given(value: ir.Value) -> ir.Value:
+        return add(value, "Add", add(value, "Mul", value, constant(value, 0)), places)
+
+    replace(order.outputs[1], as_given)
+    return "a source is read where it lies"
+
+
+@FAULTS.kind("padding is read")
+def _padding(copy: BundleCopy) -> str:
+    moved = [node for node in copy.users(_order(copy).outputs[1], "GatherElements", "Cast")]
+    for node in moved:
+        replace(
+            node.outputs[0],
+            lambda value: add(value, "Or", value, add(value, "Not", value)),
+        )
+    return "every column of a source counts as a token"

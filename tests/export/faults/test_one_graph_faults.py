@@ -1,0 +1,101 @@
+"""Faults in the graph `generate`: each is caught by the answers, and by nothing before them."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
+from transferry.export.claims.fresh_graphs import GRAPHS
+from transferry.export.claims.stored_weights import WEIGHTS
+from transferry.export.faults import self_test as module
+from transferry.export.faults.bundle_copy import BundleCopy
+from transferry.export.faults.fault import Fault
+from transferry.export.faults.one_graph_faults import one_graph_faults
+from transferry.export.faults.self_test import Gate, self_test
+from transferry.export.parity.cases import source_of
+from transferry.runtime.bundle import ANSWERS, Bundle
+from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.parity.report import Claim
+
+Side = tuple[Checkpoint, Bundle, list[list[int]]]
+LIMIT = Tolerance()
+
+
+@pytest.fixture(scope="module", params=["", "writer_"], ids=["both", "writer"])
+def side(request: pytest.FixtureRequest) -> Side:
+    run = request.getfixturevalue(f"{request.param}run_folder")
+    bundle = Bundle.load(request.getfixturevalue(f"whole_{request.param}bundle_folder"))
+    checkpoint = load_checkpoint(run)
+    tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
+    # Of different lengths, so that they are padded.
+    texts = [text[: 12 * number] for number, text in enumerate(load_samples(run)[:4], start=1)]
+    return checkpoint, bundle, [source_of(text, tokenizer, config, 1) for text in texts]
+
+
+@pytest.fixture(autouse=True)
+def _answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither graphs nor weights are compared, and the step graphs, which are honest, not run."""
+    monkeypatch.setattr(module, "fresh_graphs", lambda *_: None)
+    monkeypatch.setattr(module, "weights_claim", lambda *_: Claim(WEIGHTS, ""))
+    monkeypatch.setattr(module, "brief_sweep", lambda config, rows: [])
+    monkeypatch.setattr(module, "lengths", lambda config, sources: [])
+
+
+def test_each_fault_is_caught_by_the_answers(side: Side, tmp_path: Path) -> None:
+    checkpoint, bundle, sources = side
+    model = open_model(bundle, bundle.variant(), SessionOptions())
+    gate = Gate(checkpoint, bundle, model, sources, LIMIT)
+    honest = BundleCopy(bundle, bundle.variant(), tmp_path / "honest", whole=True)
+    faults = one_graph_faults(honest)
+    kinds = [fault.kind for fault in faults]
+    outputs = {f"generate: wrong {role.replace('_', ' ')}" for role in ANSWERS}
+    assert outputs <= set(kinds)
+    assert len(kinds) == len(set(kinds)) >= 14
+    honest.rewrite()
+    honest.seal()
+    assert not gate.check(honest.folder, whole=True)
+    assert not gate.changes(honest.folder, whole=True)
+    missed = []
+    for fault in faults:
+        copy = BundleCopy(bundle, bundle.variant(), tmp_path / "planted", whole=True)
+        where = fault.plant(copy)
+        copy.seal()
+        caught = gate.check(copy.folder, whole=True)
+        print(fault.kind, "|", where, "|", caught, flush=True)
+        if not caught:
+            missed.append((fault.kind, gate.changes(copy.folder, whole=True)))
+        shutil.rmtree(copy.folder)
+    # An end token that is never chosen is no difference; a rounding error in one entry may be none.
+    assert not [kind for kind, changes in missed if changes]
+    assert not {kind for kind, _ in missed} & outputs
+    assert len(missed) <= 4
+    if checkpoint.model.config.encoder_layers:
+        assert not [kind for kind, _ in missed if "stored" not in kind]
+
+
+def test_the_self_test_plants_them_and_a_blunt_check_is_found_out(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, bundle, sources = side
+    monkeypatch.setattr(module, "faults_of", lambda copy: [])
+    monkeypatch.setattr(Gate, "_checks", lambda self, model: iter(()))
+
+    def lengths_alone(copy: BundleCopy) -> list[Fault]:
+        return [fault for fault in one_graph_faults(copy) if fault.kind.endswith("wrong lengths")]
+
+    monkeypatch.setattr(module, "one_graph_faults", lengths_alone)
+    model = open_model(bundle, bundle.variant(), SessionOptions())
+    asked = checkpoint, bundle, model, sources, LIMIT
+    _, found = self_test(*asked)
+    assert (found.kind, found.changes_answer, found.passed) == (
+        "generate: wrong lengths",
+        True,
+        True,
+    )
+    assert found.caught_by not in ("", WEIGHTS, GRAPHS)
+    monkeypatch.setattr(module, "check_one_graph", lambda *_: [])
+    _, missed = self_test(*asked)
+    assert (missed.changes_answer, missed.passed) == (True, False)

@@ -1,0 +1,119 @@
+"""The programs of docs/one-graph.md, as they are there: each prints the answer of `run`."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import onnxruntime
+import pytest
+
+from transferry.runtime.bundle import ONE_GRAPH, Bundle
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.search import search
+from transferry.runtime.ort.portable_decoder import PortableDecoder
+from transferry.runtime.ort.session import SessionOptions
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+PAGE = (CHECKOUT / "docs" / "one-graph.md").read_text(encoding="utf-8")
+PACKAGES = CHECKOUT / "js" / "node_modules"
+GRAPH = "bundles/ende/portable/generate.onnx"
+HEADER = "onnxruntime_cxx_api.h"
+# Where Debian, a release's archive and a build put them; ONNXRUNTIME_INCLUDE names another folder.
+INCLUDES = ("/usr/include/onnxruntime", "/usr/local/include/onnxruntime", "/usr/local/include")
+
+
+@pytest.fixture(scope="module")
+def graph(whole_bundle_folder: Path) -> Path:
+    bundle = Bundle.load(whole_bundle_folder)
+    return bundle.graph(bundle.variant().graphs[ONE_GRAPH])
+
+
+@pytest.fixture(scope="module")
+def wanted(whole_bundle_folder: Path) -> list[int]:
+    """What the search that serves answers to the source of the page."""
+    bundle = Bundle.load(whole_bundle_folder)
+    decoder = PortableDecoder(bundle, bundle.variant(), SessionOptions())
+    special = bundle.tokenizer.special
+    assert (special.bos_id, special.ends) == (1, (2,)), "the page shows other ids"
+    ((found,),) = search(decoder, [[17, 5, 42, 2]], GenerationOptions(max_length=100), special)
+    assert len(found.scored_tokens) > 1
+    return list(found.scored_tokens)
+
+
+def program(heading: str, graph: Path) -> str:
+    """The block below a heading, with the graph's path in it."""
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    (block,) = re.findall(r"^```\w+\n(.*?)^```", section, re.S | re.M)
+    assert block.count(GRAPH) == 1
+    return str(block).replace(GRAPH, str(graph))
+
+
+def printed(*command: object) -> list[int]:
+    """The numbers that a command prints."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert found.returncode == 0, found.stderr
+    return [int(number) for number in found.stdout.split()]
+
+
+def test_python(graph: Path, wanted: list[int]) -> None:
+    assert printed(sys.executable, "-c", program("Python", graph)) == wanted
+
+
+def test_openvino(graph: Path, wanted: list[int]) -> None:
+    pytest.importorskip("openvino", reason="openvino is not installed")
+    assert printed(sys.executable, "-c", program("OpenVINO", graph)) == wanted
+
+
+def test_javascript(graph: Path, wanted: list[int], tmp_path: Path) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("there is no node on the PATH")
+    if not (PACKAGES / "onnxruntime-node").exists():
+        pytest.skip("onnxruntime-node is not installed in js/; `make js` installs it")
+    (tmp_path / "node_modules").symlink_to(PACKAGES)
+    file = tmp_path / "generate.mjs"
+    file.write_text(program("JavaScript", graph), encoding="utf-8")
+    assert printed(node, file) == wanted
+
+
+def test_cpp(graph: Path, wanted: list[int], tmp_path: Path) -> None:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++ on the PATH")
+    folders = [os.environ.get("ONNXRUNTIME_INCLUDE", ""), *INCLUDES]
+    include = next((folder for folder in folders if (Path(folder) / HEADER).is_file()), None)
+    if include is None:
+        pytest.skip(
+            f"no {HEADER} in {' or '.join(INCLUDES)}; ONNXRUNTIME_INCLUDE may name a folder"
+        )
+    installed = Path(onnxruntime.__file__).parent / "capi"
+    library = next(iter(sorted(installed.glob("libonnxruntime.so*"))), None)
+    if library is None:
+        pytest.skip(f"{installed} has no libonnxruntime.so")
+    # The library names itself libonnxruntime.so.1, and pip's package has no such link.
+    for name in ("libonnxruntime.so", "libonnxruntime.so.1"):
+        (tmp_path / name).symlink_to(library)
+    source, built = tmp_path / "generate.cpp", tmp_path / "generate"
+    source.write_text(program("C++", graph), encoding="utf-8")
+    link = [f"-L{tmp_path}", "-lonnxruntime", f"-Wl,-rpath,{tmp_path}"]
+    printed(compiler, "-std=c++17", f"-I{include}", source, "-o", built, *link)
+    assert printed(built) == wanted
+
+
+def test_rust_names_what_the_graph_has(whole_bundle_folder: Path, graph: Path) -> None:
+    """The registry of crates is not asked: what is compared is the names."""
+    text = program("Rust", graph)
+    whole = Bundle.load(whole_bundle_folder).variant().graphs[ONE_GRAPH]
+    assert re.findall(r'"(\w+)" =>', text) == [item.name for item in whole.inputs]
+    read = re.findall(r'answers\["(\w+)"\]', text)
+    assert read == [item.name for item in whole.outputs][:2]
