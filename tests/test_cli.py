@@ -336,7 +336,7 @@ class TestTrain:
     def test_a_refused_shape_leaves_nothing(self, pairs: list[str], tmp_path: Path) -> None:
         result = call("train", *pairs, *SMALLEST, "--heads", "3", "--out", tmp_path / "run")
         assert result.exit_code == 2
-        assert "d_model must be a multiple of heads (3), found 16" in result.stderr
+        assert "--d-model must be a multiple of heads (3), found 16" in result.stderr
         assert list(tmp_path.iterdir()) == []
 
     def test_a_run_is_replaced_by_force_only(self, pairs: list[str], tmp_path: Path) -> None:

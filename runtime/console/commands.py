@@ -9,8 +9,9 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -189,7 +190,11 @@ class Commands(click.Group):
             require_memory(shlex.split(context.meta[COMMAND_LINE])[1:])
             return super().invoke(context)
         except TransferryError as error:
-            raise Failure(str(error), error.exit_code) from error
+            message = str(error)
+            if isinstance(error, UsageError):
+                command = self.get_command(context, str(context.invoked_subcommand))
+                message = in_options(message, command.params if command else ())
+            raise Failure(message, error.exit_code) from error
         except ModuleNotFoundError as error:
             if str(error.name).partition(".")[0] == "transferry":
                 raise
@@ -231,6 +236,19 @@ version_option = click.option(
     callback=show_versions,
     help="Show the versions of transferry, onnxruntime and torch, and exit.",
 )
+
+
+def in_options(message: str, parameters: Iterable[click.Parameter]) -> str:
+    """Returns a message about fields, such as chunk_rows, with the names of their options.
+
+    A name of one word, such as beam, may be any word: it counts only in front of "must be".
+    """
+    for parameter in parameters:
+        if isinstance(parameter, click.Option) and (name := parameter.name):
+            place = "" if "_" in name else "(?= must be )"
+            pattern = rf"(?<![\w/.=-])(?<!\w: ){re.escape(name)}(?![\w/.=-]){place}"
+            message = re.sub(pattern, parameter.opts[-1], message)
+    return message
 
 
 def current_name(name: str) -> str:

@@ -158,7 +158,7 @@ class GenerationOptions:
         require(0 <= self.seed < 2**64, "seed", "from 0 to 2**64 - 1", shown(self.seed))
         for name in ("suppress_sequences", "stop"):
             empty = any(not item for item in getattr(self, name))
-            require(not empty, name, "none of them empty", getattr(self, name))
+            require(not empty, name, "entries, none of them empty", getattr(self, name))
 
     def _check_conflicts(self) -> None:
         if self.sample and self.beam > 1:

@@ -156,7 +156,7 @@ class OpenBundle:
         ids = [options.device_id] if device_ids is None else list(device_ids)
         if len(set(ids)) != len(ids) or not ids:
             raise UsageError(f"expected devices, each of them once, found {ids}")
-        if options.provider == "cpu" and len(ids) > 1:
+        if options.provider == "cpu" and ids != [0]:
             raise UsageError(
                 f"provider cpu is one device, found {ids}; choose provider cuda, or more replicas"
             )

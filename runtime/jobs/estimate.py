@@ -11,6 +11,7 @@ from typing import Any
 
 from transferry.runtime.jobs.formats.rows import InputRow
 from transferry.runtime.jobs.job import Job
+from transferry.runtime.jobs.summary import counted
 
 SAMPLE = 256
 
@@ -43,15 +44,16 @@ class Estimate:
         return asdict(self)
 
     def __str__(self) -> str:
-        lasts = str(timedelta(seconds=round(self.seconds)))
+        whole = timedelta(seconds=round(self.seconds))
+        lasts = f"about {whole} h" if whole else "less than a second"
         lines = [
-            f"{self.rows:,} rows, about {self.source_tokens:,} tokens to read and "
-            f"{self.target_tokens:,} to write, {self.bad_rows:,} errors",
-            f"about {lasts} ({self.rows / max(self.seconds, 1e-9):,.1f} rows/s)",
+            f"{counted(self.rows, 'row')}, about {self.source_tokens:,} tokens to read and "
+            f"{self.target_tokens:,} to write, {counted(self.bad_rows, 'error')}",
+            f"{lasts} ({self.rows / max(self.seconds, 1e-9):,.1f} rows/s)",
         ]
         if self.memory is not None:
             lines.append(f"about {self.memory / 1e9:.1f} GB of memory")
-        lines.append(f"estimated from {self.sampled:,} rows; nothing was written")
+        lines.append(f"estimated from {counted(self.sampled, 'row')}; nothing was written")
         return "\n".join(lines)
 
 

@@ -114,7 +114,9 @@ class JobOptions:
                 f"{self.task}; leave it out"
             )
         if self.task == "rank" and self.pair is None:
-            raise UsageError("task rank scores pairs of texts; name the column of the second, pair")
+            raise UsageError(
+                "task rank scores pairs of texts; name the column of the second with --pair"
+            )
         if self.pair is not None and self.task not in ("classify", "rank"):
             raise UsageError(
                 f"pair names the second text of a pair to classify or rank, so it has no effect on "

@@ -203,6 +203,14 @@ class RayRunner(Runner):
                 self._ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **own)
             except ConnectionError as error:
                 raise InputError(f"there is no Ray cluster at {address}: {error}") from error
+            except Exception as error:
+                if type(error) is not Exception:  # Ray's, of a start of more than 30 s, is plain
+                    raise
+                reason = str(error).partition(". ")[0].rstrip(".")
+                raise InputError(
+                    f"Ray did not start: {reason}. The machine may be too busy: end other programs "
+                    "and run the command again"
+                ) from error
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, terminated)  # Ray has set its own
         try:

@@ -14,6 +14,11 @@ from transferry.runtime.documents import checked, read_document
 from transferry.runtime.errors import InputError
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, such as "1 row" and "2,000 rows"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 @dataclass
 class Tally:
     """Counts over rows.
@@ -116,8 +121,9 @@ class Summary(Tally):
         seconds = max(self.seconds, 1e-9)
         repeated = f"{self.repeated:,} repeated, " if self.repeated else ""
         return (
-            f"{self.rows:,} rows in {self.seconds:,.1f} s, {repeated}{self.bad_rows:,} errors, "
-            f"{self.rows / seconds:,.0f} rows/s, {self.target_tokens / seconds:,.0f} tokens/s"
+            f"{counted(self.rows, 'row')} in {self.seconds:,.1f} s, {repeated}"
+            f"{counted(self.bad_rows, 'error')}, {self.rows / seconds:,.0f} rows/s, "
+            f"{self.target_tokens / seconds:,.0f} tokens/s"
         )
 
     @classmethod

@@ -519,7 +519,7 @@ def test_jobs_with_heads(
             "pair names the second text of a pair to classify",
         ),
         (["--task", "embed", "--aggregation", "max"], "aggregation joins the tokens that task tag"),
-        (["--task", "rank"], "name the column of the second, pair"),
+        (["--task", "rank"], "name the column of the second with --pair"),
         (["--task", "classify", "--prompt", "query"], "prompt names a text to put before a text"),
         (["--task", "generate"], "its tasks are embed and "),
         (

@@ -168,7 +168,7 @@ def _told(path: Source, kind: str, pyarrow: Any) -> Iterator[None]:
     try:
         yield
     except (OSError, pyarrow.ArrowException) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = str(getattr(error, "strerror", None) or error).rstrip(".")
         raise InputError(f"{path}: cannot be read as {kind}: {reason}.") from error
 
 
