@@ -77,7 +77,7 @@ class Store(http.server.BaseHTTPRequestHandler):
     def send_file(self, content: bytes, **headers: str) -> None:
         """Sends a file, or the bytes that the request asks for."""
         if (asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))) is None:
-            self.send(content, **headers)
+            self.send(content, 200, **headers)
             return
         first, last = int(asked[1]), min(int(asked[2] or 1 << 60), len(content) - 1)
         span = f"bytes {first}-{last}/{len(content)}"
