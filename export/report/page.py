@@ -279,7 +279,7 @@ def _summary(
         if tolerated:
             label += f", {tolerated:,} within the precision’s tolerance"
         if scores:
-            label += f". {_count(scores, 'row')} of the same tokens with a wrong score"
+            label += f". {_count(scores, 'row')} with the right tokens and a wrong score"
         failed = not all(item["passed"] for item in decisions)
         numbers.append((f"{identical:,} of {rows:,}", label, failed))
     if record["self_test"]:
