@@ -15,7 +15,7 @@ from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.hardware import usable_cores
 
 if TYPE_CHECKING:  # a side must not load the other's libraries
-    from transferry.runtime.ort.session import Provider
+    from transferry.runtime.ort.session import Provider, Runtime
 
 # Rows per batch to try. For the engine a row is a hypothesis, for CTranslate2 a sentence, as in
 # their own options.
@@ -37,6 +37,7 @@ class Side:
         replicas: Concurrent batches.
         threads: Threads per batch.
         provider: Execution provider of the engine.
+        runtime: What runs the engine's graphs.
     """
 
     name: Literal["engine", "ctranslate2"]
@@ -46,6 +47,7 @@ class Side:
     replicas: int = 1
     threads: int = 1
     provider: Provider = "cpu"
+    runtime: Runtime = "onnxruntime"
 
     def tune(self, texts: Sequence[str], options: GenerationOptions) -> Tuned:
         """Opens the side in each layout; returns the fastest with its batch size."""
@@ -90,7 +92,7 @@ class Side:
 
         engine = Engine.load(
             self.folder,
-            SessionOptions(self.provider, self.threads),
+            SessionOptions(self.provider, self.threads, runtime=self.runtime),
             variant=self.kind,
             replicas=self.replicas,
         )

@@ -73,7 +73,7 @@ def export_bundle(
     texts: Sequence[str] = (),
     variants: Sequence[str] = (),
     calibrate: Sequence[str] = (),
-    one_graph: bool = False,
+    one_graph: int = 0,
     force: bool = False,
     say: Callable[[str], None] = lambda line: None,
     done: Done = lambda phase, done, total: None,
@@ -88,7 +88,7 @@ def export_bundle(
         texts: Sentences for the recorded reference; random tokens if none fits the model.
         variants: Variants besides the portable one.
         calibrate: Sentences that an int8 variant is calibrated on.
-        one_graph: Add greedy search as one graph.
+        one_graph: Beams of a search to add as one graph, 1 for greedy search; 0 for none.
         force: Replace an existing bundle.
         say: Receives a line at each stage.
         done: As for `verify_against`.
@@ -105,7 +105,7 @@ def export_bundle(
     require_replaceable(out, force=force)
     generation = default_generation(checkpoint)  # before any work, as what follows
     if one_graph:
-        require_one_graph(checkpoint.model.config.architecture, generation)
+        require_one_graph(checkpoint.model.config.architecture, generation, one_graph)
     for name in variants:
         recipe_of(name, calibrated=bool(calibrate))
         require_attention(checkpoint.model.config, name)
@@ -119,9 +119,9 @@ def export_bundle(
             say(f"exporting variant {name}")
             made[name] = make_variant(checkpoint.model, name, calibration)
         if one_graph:
-            say("composing greedy search as one graph")
-            special = checkpoint.tokenizer.special
-            add_one_graph(made[PORTABLE], checkpoint.model.config, special, generation)
+            say("composing the search as one graph")
+            special, config = checkpoint.tokenizer.special, checkpoint.model.config
+            add_one_graph(made[PORTABLE], config, special, generation, one_graph)
         graphs = [graph for variant in made.values() for graph in variant.values()]
         write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs])
         checkpoint.tokenizer.save(folder)

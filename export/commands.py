@@ -194,7 +194,13 @@ Examples:
 @option(
     "--one-graph",
     is_flag=True,
-    help="Add portable/generate.onnx: the whole greedy search as one graph.",
+    help="Add portable/generate.onnx: the whole search, for any runtime to call once.",
+)
+@option(
+    "--one-graph-beam",
+    type=click.IntRange(1, 64),
+    default=1,
+    help="Beams of --one-graph; 1 is greedy search.",
 )
 @option("--quiet", is_flag=True, help="Print no progress.")
 def export(
@@ -205,6 +211,7 @@ def export(
     variants: tuple[str, ...],
     calibrate: Path | None,
     one_graph: bool,
+    one_graph_beam: int,
     quiet: bool,
 ) -> None:
     """Export a trained RUN as a bundle, and verify it.
@@ -216,6 +223,8 @@ def export(
     from transferry.export.bundle import export_bundle, require_replaceable
     from transferry.runtime.files import read_lines
 
+    if one_graph_beam > 1 and not one_graph:
+        raise UsageError("--one-graph-beam is the number of beams of --one-graph; add that too")
     require_replaceable(out, force=force)
     with progress(quiet) as show_phase:
         bundle = export_bundle(
@@ -224,7 +233,7 @@ def export(
             texts=list(read_lines(text)) if text is not None else load_samples(run_folder),
             variants=variants,
             calibrate=list(read_lines(calibrate)) if calibrate is not None else (),
-            one_graph=one_graph,
+            one_graph=one_graph_beam if one_graph else 0,
             force=force,
             say=teller(quiet),
             done=show_phase,

@@ -13,7 +13,8 @@ from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.export.graphs.fused import export_fused_graphs
 from transferry.export.graphs.graph import Graph
-from transferry.export.graphs.one_graph import one_graph, require_one_graph
+from transferry.export.graphs.one_beam_graph import BeamComposer
+from transferry.export.graphs.one_graph import Composer, require_one_graph
 from transferry.export.graphs.portable import export_graphs
 from transferry.export.graphs.rewriting import drop_unused
 from transferry.export.optimise.calibration import Calibration
@@ -120,14 +121,17 @@ def add_one_graph(
     config: ModelConfig,
     special: SpecialTokens,
     generation: Mapping[str, Any],
+    beam: int,
 ) -> None:
-    """Adds greedy search as one graph to the portable graphs.
+    """Adds greedy search, or beam search with several beams, as one graph to the portable graphs.
 
     Raises:
         UsageError: The model generates nothing, or a generation default cannot be kept.
     """
-    require_one_graph(config.architecture, generation)
-    graphs[ONE_GRAPH] = one_graph(graphs, special, generation, config.max_positions)
+    require_one_graph(config.architecture, generation, beam)
+    given = graphs, special, generation, config.max_positions
+    composer = Composer(*given) if beam == 1 else BeamComposer(*given, beam=beam)
+    graphs[ONE_GRAPH] = composer.graph()
 
 
 def reference_file(recipe: Recipe) -> str:

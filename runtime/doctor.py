@@ -8,11 +8,13 @@ work; `transferry doctor` exits with 5 if there is a fault.
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transferry.runtime.errors import install_command
 from transferry.runtime.folders import temporary_folder
@@ -31,6 +33,8 @@ PRODUCT_GRAPH = (
 PRODUCT_SIZE = 256
 # Relative to the largest entry: float32 stays near 1e-7 and TF32 near 1e-4, so this detects TF32.
 PRODUCT_TOLERANCE = 1e-5
+Matrix: TypeAlias = NDArray[Any]
+Multiply: TypeAlias = Callable[[Path, Matrix, Matrix], Matrix]
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ def diagnose() -> list[Check]:
     ]
     if sys.platform != "darwin":  # has no CUDA
         checks.append(check_cuda())
+    if _version("openvino"):  # an extra that few need
+        checks.append(check_openvino())
     return [*checks, _check_hardware(), _check_tiktoken(), _check_torch()]
 
 
@@ -71,7 +77,7 @@ def to_text(checks: Sequence[Check]) -> str:
 
 def check_cpu() -> Check:
     """Multiplies two matrices on the CPU provider."""
-    return _check_product("cpu", "pip install --force-reinstall transferry")
+    return _check_provider("cpu", "pip install --force-reinstall transferry")
 
 
 def check_cuda() -> Check:
@@ -82,37 +88,58 @@ def check_cuda() -> Check:
         return Check("cuda", "warning", _one_line(reason), "fix onnxruntime first")
     obstacle = cuda_obstacle()
     if obstacle is None:
-        return _check_product("cuda", install_command("cuda", "--force-reinstall"))
+        return _check_provider("cuda", install_command("cuda", "--force-reinstall"))
     status: Literal["warning", "fault"] = "fault" if obstacle.gpu_present else "warning"
     return Check("cuda", status, obstacle.missing, obstacle.remedy)
 
 
-def _check_product(provider: Literal["cpu", "cuda"], remedy: str) -> Check:
+def check_openvino() -> Check:
+    """Multiplies two matrices in OpenVINO, told to compute in float32."""
+
+    def multiply(graph: Path, a: Matrix, b: Matrix) -> Matrix:
+        from transferry.runtime.ort.openvino_runner import compiled_in_float32
+
+        product: Matrix = compiled_in_float32(graph)({"a": a, "b": b})["y"]
+        return product
+
+    return _check_product("openvino", multiply, install_command("openvino", "--force-reinstall"))
+
+
+def _check_provider(provider: Literal["cpu", "cuda"], remedy: str) -> Check:
+    def multiply(graph: Path, a: Matrix, b: Matrix) -> Matrix:
+        # Here, because an onnxruntime that cannot be imported must be a result too.
+        from transferry.runtime.ort.session import SessionOptions, open_session
+
+        session = open_session(graph, SessionOptions(provider=provider))
+        (product,) = session.run(None, {"a": a, "b": b})
+        return np.asarray(product)
+
+    return _check_product(provider, multiply, remedy)
+
+
+def _check_product(name: str, multiply: Multiply, remedy: str) -> Check:
     try:
-        error = _product_error(provider)
+        error = _product_error(multiply)
     except Exception as reason:  # noqa: BLE001 - any failure is a result
-        return Check(provider, "fault", _one_line(reason), remedy)
+        return Check(name, "fault", _one_line(reason), remedy)
     found = f"product of {PRODUCT_SIZE} x {PRODUCT_SIZE}: error {error:.1e} of the largest entry"
-    if provider == "cuda":
-        found += ", TF32 off"
+    found += {"cuda": ", TF32 off", "openvino": ", in float32"}.get(name, "")
+    if name == "openvino":
+        found = f"{_version(name)}, {found}"
     if error <= PRODUCT_TOLERANCE:  # false for NaN
-        return Check(provider, "ok", found)
-    return Check(provider, "fault", f"{found}, more than {PRODUCT_TOLERANCE:.0e}", remedy)
+        return Check(name, "ok", found)
+    return Check(name, "fault", f"{found}, more than {PRODUCT_TOLERANCE:.0e}", remedy)
 
 
-def _product_error(provider: Literal["cpu", "cuda"]) -> float:
+def _product_error(multiply: Multiply) -> float:
     """Largest error against numpy's float64 product, relative to the largest entry."""
-    # Here, because an onnxruntime that cannot be imported must be a result too.
-    from transferry.runtime.ort.session import SessionOptions, open_session
-
     generator = np.random.default_rng(0)
     a, b = generator.standard_normal((2, PRODUCT_SIZE, PRODUCT_SIZE), dtype=np.float32)
     expected = a.astype(np.float64) @ b.astype(np.float64)
     with temporary_folder() as folder:
         graph = folder / "product.onnx"
         graph.write_bytes(PRODUCT_GRAPH)
-        session = open_session(graph, SessionOptions(provider=provider))
-    (found,) = session.run(None, {"a": a, "b": b})
+        found = multiply(graph, a, b)
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 

@@ -100,7 +100,7 @@ def make_run(
     return folder
 
 
-def make_bundle(run: Path, folder: Path, *variants: str, one_graph: bool = False) -> Path:
+def make_bundle(run: Path, folder: Path, *variants: str, one_graph: int = 0) -> Path:
     from transferry.build_model.checkpoint import load_checkpoint, load_samples
     from transferry.build_model.corpus import builtin_pairs
     from transferry.export.bundle import export_bundle
@@ -189,14 +189,20 @@ def writer_bundle_folder(writer_run_folder: Path, once: Once, traced_once: None)
 @pytest.fixture(scope="session")
 def whole_bundle_folder(run_folder: Path, once: Once, traced_once: None) -> Path:
     """The bundle of `run_folder` with greedy search as one graph."""
-    return once("whole-bundle", lambda folder: make_bundle(run_folder, folder, one_graph=True))
+    return once("whole-bundle", lambda folder: make_bundle(run_folder, folder, one_graph=1))
+
+
+@pytest.fixture(scope="session")
+def beam_bundle_folder(run_folder: Path, once: Once, traced_once: None) -> Path:
+    """The bundle of `run_folder` with a search of 4 beams as one graph."""
+    return once("beam-bundle", lambda folder: make_bundle(run_folder, folder, one_graph=4))
 
 
 @pytest.fixture(scope="session")
 def whole_writer_bundle_folder(writer_run_folder: Path, once: Once, traced_once: None) -> Path:
     """The bundle of `writer_run_folder` with greedy search as one graph."""
     name = "whole-writer-bundle"
-    return once(name, lambda folder: make_bundle(writer_run_folder, folder, one_graph=True))
+    return once(name, lambda folder: make_bundle(writer_run_folder, folder, one_graph=1))
 
 
 @pytest.fixture(scope="session")

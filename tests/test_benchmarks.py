@@ -20,8 +20,9 @@ from footprint import bundle_bytes, folder_bytes, footprint
 from marian_model import batched_answers, marian_model, torch_rows, transformers_rows
 from matrices import least_seconds, matrices, multiply_adds
 from rounds import compare, fastest, interleaved
+from runtimes import measure, sides_of
 from sentences import Answer, engine_answers, fixed_sentences, search_options
-from sides import Side
+from sides import BATCH_ROWS, Side
 from step_profile import Clock, by_operator, by_stage, open_engine, read_trace
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.config import ModelConfig
@@ -380,7 +381,8 @@ def test_a_side_is_measured_without_what_it_does_not_need(
 import sys
 sys.path.insert(0, sys.argv[1])
 import footprint
-from sides import Side
+from runtimes import measure, sides_of
+from sides import BATCH_ROWS, Side
 footprint.Side(*sys.argv[2:]).open()
 print(*{name.split(".")[0] for name in sys.modules})
 """
@@ -413,6 +415,19 @@ def test_throughput_ends_in_a_line_of_json(
     assert cell["same_tokens"] == {"engine portable and ctranslate2 float32": "6/6"}
     assert cell["tokens"] == {"engine": 72, "ctranslate2": 72}
     assert set(cell["footprint"]) == {"engine", "ctranslate2"}
+
+
+def test_runtimes_are_compared_on_the_same_answers(
+    bundle_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("openvino", reason="openvino is not installed")
+    monkeypatch.setitem(BATCH_ROWS, "engine", (64,))
+    sides = sides_of(Bundle.load(bundle_folder))
+    assert list(sides) == ["onnxruntime portable", "OpenVINO portable"]
+    found = measure(sides, TEXTS[:4], {"beam": 2, "max_length": 6}, 1)
+    assert found["same_tokens"] == dict.fromkeys(sides, 4)
+    assert set(found["ratio"]) == {"OpenVINO portable"}
+    assert {*found["tokens"].values()} == {found["tokens"]["OpenVINO portable"]}
 
 
 def test_a_share_is_the_mean_of_what_was_asked_meanwhile() -> None:

@@ -344,3 +344,32 @@ def run_python(script: str) -> str:
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+# Who may know that there is more than one runtime: what opens graphs, what a user names, and what
+# compares runtimes with each other.
+KNOW_RUNTIMES = {
+    *("runtime/ort/session.py", "runtime/ort/graph_runner.py", "runtime/ort/openvino_runner.py"),
+    *("runtime/doctor.py", "runtime/console/options.py", "export/backends/backends.py"),
+    "export/graphs/one_graph.py",  # why an operator is another
+}
+
+
+def test_what_serves_asks_nowhere_which_runtime_it_is() -> None:
+    named = {
+        path.relative_to(CHECKOUT).as_posix()
+        for path in sources(CHECKOUT)
+        if "openvino" in path.read_text(encoding="utf-8").lower()
+    }
+    assert named == KNOW_RUNTIMES
+    asking = {
+        path.relative_to(CHECKOUT).as_posix()
+        for path in sources(CHECKOUT)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Compare)
+        and any(
+            isinstance(side, ast.Attribute) and side.attr == "runtime"
+            for side in (node.left, *node.comparators)
+        )
+    }
+    assert asking == {"runtime/ort/session.py"}

@@ -187,3 +187,56 @@ def test_the_session_in_python_runs(
     for block in shown:
         exec(compile(block, "docs/python.md", "exec"), names)
     assert names["report"].passed
+
+
+# What a test of an architecture uses: its fixtures, or the name.
+OF_ARCHITECTURE = {
+    "encoder-decoder": r"\b(bundle_folder|run_folder|both)\b",
+    "decoder-only": r"writer_",
+    "encoder-only": r"reader_|encoder-only",
+}
+CELL = re.compile(r'\[[^]]+\]\((tests/\S+\.py) "(test_\w+)"\)')
+
+
+def unheld_cells(text: str) -> list[str]:
+    """Cells of the table of runtimes whose test does not exist or is of another architecture."""
+    header, _, *rows = re.search(r"^\| runtime \|.*(?:\n\|.*)+", text, re.M)[0].splitlines()  # type: ignore[index]
+    architectures = [cell.strip() for cell in header.strip("| ").split("|")][1:]
+    assert set(architectures) == set(OF_ARCHITECTURE)
+    missing = []
+    for row in rows:
+        runtime, *cells = [cell.strip() for cell in row.strip("| ").split(" | ")]
+        for architecture, cell in zip(architectures, cells, strict=True):
+            held = CELL.fullmatch(cell)
+            source = CHECKOUT / held[1] if held else CHECKOUT
+            code = source.read_text(encoding="utf-8") if source.is_file() else ""
+            exists = held and re.search(rf"^def {held[2]}\(", code, re.M)
+            if not exists or not re.search(OF_ARCHITECTURE[architecture], code):
+                missing.append(f"{runtime}, {architecture}")
+    return missing
+
+
+def test_each_cell_of_the_table_of_runtimes_names_its_test() -> None:
+    text = DOCUMENTS[0].read_text(encoding="utf-8")
+    assert unheld_cells(text) == []
+    assert text.count("| runtime |") == 1
+
+
+@pytest.mark.parametrize(
+    ("cell", "held"),
+    [
+        ('[x](tests/runtime/ort/test_cuda.py "test_cuda_passes_the_recorded_reference")', True),
+        ('[x](tests/runtime/ort/test_cuda.py "test_what_is_not_there")', False),
+        (
+            '[x](tests/runtime/ort/no_test.py "test_cuda_passes_the_recorded_reference")',
+            False,
+        ),
+        ('[x](tests/runtime/engine/test_embed.py "test_vectors")', False),
+        ("x", False),
+    ],
+)
+def test_a_cell_without_a_test_is_told(cell: str, held: bool) -> None:
+    table = f"| runtime | {' | '.join(OF_ARCHITECTURE)} |\n|---|---|---|---|\n"
+    row = f"| R | {cell} | {cell} | {cell} |"
+    wanted = [] if held else [f"R, {name}" for name in OF_ARCHITECTURE]
+    assert unheld_cells(table + row) == wanted

@@ -20,6 +20,7 @@ from transferry.export.graphs.graph import Graph
 from transferry.export.optimise.calibration import Calibration
 from transferry.export.variants import RECIPES, add_one_graph, make_variant
 from transferry.runtime.bundle import ONE_GRAPH, Bundle, Variant
+from transferry.runtime.parity.one_graph import beams_of
 from transferry.runtime.parity.report import Claim
 
 GRAPHS = "graphs"
@@ -47,8 +48,9 @@ def fresh_graphs(
     if not same or variant.name not in RECIPES:
         return None
     made = make_variant(model, variant.name, calibration)
-    if ONE_GRAPH in variant.graphs:
-        add_one_graph(made, model.config, bundle.tokenizer.special, bundle.manifest.generation)
+    if whole := variant.graphs.get(ONE_GRAPH):
+        special, generation = bundle.tokenizer.special, bundle.manifest.generation
+        add_one_graph(made, model.config, special, generation, beams_of(whole))
     return made
 
 

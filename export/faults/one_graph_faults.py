@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import onnx_ir as ir
 
 from transferry.export.faults.bundle_copy import BundleCopy, add, constant, replace
 from transferry.export.faults.fault import Fault, Faults, given
 from transferry.export.faults.variant_faults import variant_faults
 from transferry.runtime.bundle import ONE_GRAPH
+from transferry.runtime.parity.one_graph import beams_of
 
 FAULTS = Faults()
+GREEDY = ("padding of ended rows scored", "forced first tokens not scored")
+BEAMS = ("cache rows not selected", "length penalty dropped")
 RULES = "forbidden tokens allowed"  # only where the model has such a rule
 # Place of what the Loop carries among the outputs of its body, after whether to go on.
 LOG_PROBABILITIES = 5
@@ -22,10 +26,10 @@ LOG_PROBABILITIES = 5
 
 def one_graph_faults(copy: BundleCopy) -> list[Fault]:
     """Returns the faults of the graph `generate` that a copy made with `whole` can have."""
-    rules = bool(_choices(copy, "ScatterND"))
-    found = [
-        fault for fault in FAULTS if fault.applies(copy.config) and (rules or fault.kind != RULES)
-    ]
+    absent = [*(BEAMS if beams_of(copy.specs[ONE_GRAPH]) == 1 else GREEDY)]
+    absent += [] if _choices(copy, "ScatterND") else [RULES]
+    absent += [] if _choices(copy, "Pow") else [BEAMS[1]]
+    found = [fault for fault in FAULTS if fault.applies(copy.config) and fault.kind not in absent]
     named = [
         dataclasses.replace(fault, kind=f"{ONE_GRAPH}: {fault.kind.removeprefix(f'{ONE_GRAPH}: ')}")
         for fault in (*found, *variant_faults(copy))
@@ -79,7 +83,13 @@ def _endless(copy: BundleCopy) -> str:
 
 @FAULTS.kind("the limit one too large")
 def _one_longer(copy: BundleCopy) -> str:
-    full = _choice(copy, "GreaterOrEqual")
+    inner = set(_body(copy))
+    # The limit comes from outside of the Loop.
+    full = next(
+        node
+        for node in _choices(copy, "GreaterOrEqual")
+        if (limit := node.inputs[1]) is not None and limit.producer() not in inner
+    )
     replace(full.outputs[0], lambda value: add(value, "Greater", *full.inputs))
     # The Loop itself must not stop before.
     loop = _loop(copy)
@@ -132,14 +142,33 @@ def _allowed(copy: BundleCopy) -> str:
 
 @FAULTS.kind("stale cache positions")
 def _stale(copy: BundleCopy) -> str:
-    passes, join = _carried(copy, -1)
+    reads, join = _carried(copy, -1)
+    if join.op_type == "Gather" and (present := join.inputs[0]) is not None:  # the beams' rows
+        reads, join = join, present.producer() or join
     if join.op_type != "Concat" or None in join.inputs:
         raise copy.absent("the concatenation of past and present")
     past, new = join.inputs
     value = join.outputs[0]
     nothing = add(value, "Sub", new, new)
-    passes.replace_input_with(0, add(value, "Concat", past, nothing, axis=2))
+    reads.replace_input_with(0, add(value, "Concat", past, nothing, axis=2))
     return "what a step adds to the last cache is not kept"
+
+
+@FAULTS.kind("cache rows not selected")
+def _unselected(copy: BundleCopy) -> str:
+    passes, gather = _carried(copy, -1)
+    if gather.op_type != "Gather":
+        raise copy.absent("the selection of the beams' rows")
+    passes.replace_input_with(0, gather.inputs[0])
+    return "the last cache stays with the beam that was there"
+
+
+@FAULTS.kind("length penalty dropped")
+def _unpenalised(copy: BundleCopy) -> str:
+    for node in _choices(copy, "Pow"):
+        one = constant(node.outputs[0], np.ones(1, np.float32))
+        replace(node.outputs[0], given(one))
+    return "hypotheses are ranked by their log-probabilities"
 
 
 @FAULTS.kind("swapped cache rows")
@@ -177,10 +206,6 @@ def _left(copy: BundleCopy) -> str:
 
 @FAULTS.kind("padding is read")
 def _padding(copy: BundleCopy) -> str:
-    moved = [node for node in copy.users(_order(copy).outputs[1], "GatherElements", "Cast")]
-    for node in moved:
-        replace(
-            node.outputs[0],
-            lambda value: add(value, "Or", value, add(value, "Not", value)),
-        )
+    for node in copy.users(_order(copy).outputs[1], "GatherElements", "Cast"):
+        replace(node.outputs[0], lambda value: add(value, "Or", value, add(value, "Not", value)))
     return "every column of a source counts as a token"

@@ -292,7 +292,6 @@ class Gate:
                 return True
         return False
 
-
     def _unseen(self) -> list[list[int]]:
         """Sources that `check` does not use."""
         case = random_case(self._config, 6, 8, 0, seed=2000)
@@ -302,19 +301,24 @@ class Gate:
     def _other_answers(self, bundle: Bundle) -> bool:
         """Whether the graph `generate` gives other answers than the honest one."""
         honest, special, sources = self._honest, self._oracle.special, self._unseen()
+        both = [OneGraph(each, honest.variant, honest.options) for each in (self._bundle, bundle)]
         options = replace(self._text(sources).options("greedy"), scores=True)
-        sides = [
-            OneGraph(each, honest.variant, honest.options).answers_all_ways(
-                sources, options, special, honest.batches.rows
-            )
-            for each in (self._bundle, bundle)
+        options = replace(options, beam=both[0].beam, n_best=both[0].beam)
+        asked = sources, options, special, honest.batches.rows
+        wanted, found = (one.answers_all_ways(*asked) for one in both)
+        _, own = self._oracle.scores(sources, [ways[0] for ways in wanted], options)
+        pairs = [
+            pair
+            for row, other in zip(wanted, found, strict=True)
+            for pair in zip(row, other, strict=True)
         ]
-        _, own = self._oracle.scores(sources, [ways[0] for ways in sides[0]], options)
         return any(
-            wanted.scored_tokens != found.scored_tokens
-            or not abs(wanted.score - found.score) <= ROUNDING * own
-            for row, other in zip(*sides, strict=True)
-            for (wanted,), (found,) in zip(row, other, strict=True)
+            [item.scored_tokens for item in left] != [item.scored_tokens for item in right]
+            or any(
+                not abs(one.score - other.score) <= ROUNDING * own
+                for one, other in zip(left, right, strict=True)
+            )
+            for left, right in pairs
         )
 
 

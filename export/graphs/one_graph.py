@@ -6,8 +6,8 @@ is computed once, before the Loop. The weights are those of the portable graphs,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -15,7 +15,7 @@ from onnx_ir.convenience import replace_all_uses_with
 
 from transferry.export.graphs.graph import Graph, Specs, spec
 from transferry.export.graphs.rewriting import cast, described, drop_unused
-from transferry.runtime.bundle import ONE_GRAPH, GraphSpec, TensorSpec
+from transferry.runtime.bundle import ANSWERS, ONE_GRAPH, GraphSpec, TensorSpec
 from transferry.runtime.decoding.options import GenerationOptions, generation_options
 from transferry.runtime.errors import UsageError
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
@@ -26,21 +26,28 @@ REFUSED = (
     *("repetition_penalty", "no_repeat_ngram", "suppress_sequences", "suppress_begin"),
     *("forced_end", "min_total_length", "max_total_length", "stop"),
 )
+MOST_BEAMS = 64
 
 
-def require_one_graph(architecture: str, generation: Mapping[str, Any]) -> None:
+def require_one_graph(architecture: str, generation: Mapping[str, Any], beam: int = 1) -> None:
     """Checks that one graph can keep a bundle's generation defaults.
 
     Raises:
-        UsageError: The model is encoder-only, or a default is a rule that the graph lacks.
+        UsageError: The model is encoder-only, a default is a rule that the graph lacks, or the
+            number of beams lies outside its range.
     """
+    if not 1 <= beam <= MOST_BEAMS:
+        raise UsageError(
+            f"the beams of one graph must be between 1 and {MOST_BEAMS}, but are {beam}"
+        )
     if architecture == "encoder-only":
         raise UsageError(
             "--one-graph needs a model that generates, found an encoder-only one, which is one "
             "graph already; leave --one-graph out"
         )
     options, plain = generation_options(generation), GenerationOptions()
-    refused = [name for name in REFUSED if getattr(options, name) != getattr(plain, name)]
+    rules = (*REFUSED, "renormalise") if beam > 1 else REFUSED  # which concerns beams alone
+    refused = [name for name in rules if getattr(options, name) != getattr(plain, name)]
     if architecture == "decoder-only":  # there the caller writes prompts, not beginnings
         refused += [
             name for name in ("forced_begin", "prefix") if getattr(options, name) not in (None, ())
@@ -50,23 +57,6 @@ def require_one_graph(architecture: str, generation: Mapping[str, Any]) -> None:
             f"--one-graph cannot keep {', '.join(refused)} of the model's generation defaults; "
             "leave --one-graph out, or remove the default from the run's generation settings"
         )
-
-
-def one_graph(
-    graphs: Mapping[str, Graph],
-    special: SpecialTokens,
-    generation: Mapping[str, Any],
-    max_positions: int,
-) -> Graph:
-    """Composes the portable graphs into greedy search.
-
-    Args:
-        graphs: The portable graphs of a model that generates; they stay as they are.
-        special: The ids that pad and end.
-        generation: The bundle's generation defaults; `suppress` and `min_length` are kept.
-        max_positions: Positions of the model, which bound an answer.
-    """
-    return _Composer(graphs, special, generation_options(generation), max_positions).graph()
 
 
 # Beginnings of names: ONNX shares them between a graph and the body of its Loop.
@@ -104,15 +94,35 @@ class _Tape(ir.tape.Tape):
         return cast(self, most, ir.DataType.BOOL)
 
 
-class _Composer:
+class Composer:
+    """Composes the portable graphs of a model that generates into greedy search.
+
+    Attributes:
+        graphs: The portable graphs; they stay as they are.
+        special: The ids that pad and end.
+        options: The bundle's generation defaults; `suppress` and `min_length` are kept.
+        max_positions: Positions of the model, which bound an answer.
+    """
+
+    # Element type and number of axes of what the Loop carries, besides the cache.
+    carried: ClassVar[Mapping[str, tuple[str, int]]] = {
+        "target": ("int64", 2),
+        "ended": ("bool", 1),
+        "past_mask": ("bool", 2),
+        "tokens": ("int64", 2),
+        "lengths": ("int64", 1),
+        "log_probabilities": ("float32", 1),
+    }
+
     def __init__(
         self,
         graphs: Mapping[str, Graph],
         special: SpecialTokens,
-        options: GenerationOptions,
+        generation: Mapping[str, Any],
         max_positions: int,
     ) -> None:
-        self.graphs, self.special, self.options = graphs, special, options
+        self.graphs, self.special = graphs, special
+        self.options = generation_options(generation)
         self.max_positions = max_positions
         self.has_encoder = "encoder" in graphs
         self.decoder = graphs["decoder"]
@@ -131,10 +141,11 @@ class _Composer:
 
     def graph(self) -> Graph:
         """Returns the graph."""
+        each = self._each_answer()
         outputs = (
-            spec("tokens", "int64", "batch", "length"),
-            spec("lengths", "int64", "batch"),
-            spec("log_probabilities", "float32", "batch"),
+            spec("tokens", "int64", *each, "length"),
+            spec("lengths", "int64", *each),
+            spec("log_probabilities", "float32", *each),
         )
         results = self._search()
         found = [self.main.op("Identity", [value]) for value in results]
@@ -156,16 +167,22 @@ class _Composer:
         file = f"{folder}/{ONE_GRAPH}.onnx" if folder else f"{ONE_GRAPH}.onnx"
         return Graph(model, GraphSpec(file, self._inputs(), outputs))
 
+    def _each_answer(self) -> tuple[str | int, ...]:
+        """Returns the axes along which the answers lie."""
+        return ("batch",)
+
     def _search(self) -> list[ir.Value]:
         main = self.main
         source, mask = self._padded_right()
         count = main.op("ReduceSum", [main.integers(mask), main.of(1)], {"keepdims": 1})
         batch, past_spec = main.size(source, 0), self.decoder.spec.tensor("past")
-        _, heads, _, d_head = past_spec.shape
+        _, heads, length, d_head = past_spec.shape
         # Not a constant: OpenVINO 2026.4 rewrites what has a fixed size of 0 into other shapes.
         limit = self.inputs["max_length"]
         self._zero = main.op("Sub", [limit, limit])
-        sizes = main.of(int(heads)), self._zero, main.of(int(d_head))
+        # A recurrent decoder's state has a length of its own.
+        first = main.of(length) if isinstance(length, int) else self._zero
+        sizes = main.of(int(heads)), first, main.of(int(d_head))
         empty = main.filled(np.float32(0), batch, *sizes)
         past = [empty] * len(self.decoder.spec.names("past"))
         feeds: dict[str, ir.Value] = {}
@@ -183,25 +200,41 @@ class _Composer:
             limit = main.op("Min", [limit, main.op("Squeeze", [room, main.of(1)])])
         limit = main.op("Expand", [limit, batch])
         begun = main.op("Sub", [main.size(target, 1), main.of(1)])
-        ends = [main.of(1), main.of(1 << 40), main.of(1)]
+        feeds = {name: self._row_of_each_beam(value, batch) for name, value in feeds.items()}
+        target, *past = [self._row_of_each_beam(value, batch) for value in (target, *past)]
         carried = {
             "target": target,
             "ended": main.filled(np.bool_(False), batch),
-            "tokens": main.op("Slice", [target, *ends]),
-            "lengths": main.op("Expand", [begun, batch]),
-            "log_probabilities": main.filled(np.float32(0), batch),
-            **({} if self.has_encoder else {"past_mask": mask}),
+            **self._begun(target, begun, batch),
+            **({} if self.has_encoder else {"past_mask": self._row_of_each_beam(mask, batch)}),
             **dict(zip(self.decoder.spec.names("past"), past, strict=True)),
         }
         first = main.op("Less", [begun, self.inputs["max_length"]])
         first = main.op("Squeeze", [first, main.of(0)])
         trips = main.op("Squeeze", [self.inputs["max_length"], main.of(0)])
-        body = self._body(list(carried), feeds, limit)
+        body = self._body(carried, feeds, limit)
         results = main.op_multi_out(
             "Loop", [trips, first, *carried.values()], {"body": body}, num_outputs=len(carried)
         )
-        named = dict(zip(carried, results, strict=True))
-        return [named[name] for name in ("tokens", "lengths", "log_probabilities")]
+        return self._answers(dict(zip(carried, results, strict=True)), batch)
+
+    def _row_of_each_beam(self, value: ir.Value, batch: ir.Value) -> ir.Value:
+        """Returns the rows of a tensor `[batch, ...]` as the Loop has them: one per sentence."""
+        return value
+
+    def _begun(self, target: ir.Value, begun: ir.Value, batch: ir.Value) -> dict[str, ir.Value]:
+        """Returns what the search carries from step to step, besides target, past and its end."""
+        main = self.main
+        ends = [main.of(1), main.of(1 << 40), main.of(1)]
+        return {
+            "tokens": main.op("Slice", [target, *ends]),
+            "lengths": main.op("Expand", [begun, batch]),
+            "log_probabilities": main.filled(np.float32(0), batch),
+        }
+
+    def _answers(self, results: Mapping[str, ir.Value], batch: ir.Value) -> list[ir.Value]:
+        """Returns tokens, lengths and log-probabilities, given what the Loop carried last."""
+        return [results[role] for role in ANSWERS]
 
     def _padded_right(self) -> tuple[ir.Value, ir.Value]:
         """Moves the tokens of each row to the left, in order: callers may pad on either side."""
@@ -268,20 +301,18 @@ class _Composer:
         return nodes, outputs
 
     def _body(
-        self, names: Sequence[str], feeds: Mapping[str, ir.Value], limit: ir.Value
+        self, names: Collection[str], feeds: Mapping[str, ir.Value], limit: ir.Value
     ) -> ir.Graph:
         """Returns one step of the search: reads `target`, lengthens every answer by one token."""
         step = self.step
-        types = {"ended": ("bool", 1), "past_mask": ("bool", 2), "lengths": ("int64", 1)}
-        types |= {"target": ("int64", 2), "tokens": ("int64", 2)}
-        types |= {"log_probabilities": ("float32", 1)}
         given = {}
         for name in names:
-            kind, axes = types.get(name, ("float32", 4))
-            shape: list[str | int] = ["batch", *(f"{name}.{axis}" for axis in range(1, axes))]
+            kind, axes = self.carried.get(name, ("float32", 4))
+            shape: list[str | int] = [f"{name}.{axis}" for axis in range(axes)]
             if axes == 4:
                 whole = self.decoder.spec.tensor("past").shape
-                shape = ["batch", whole[1], f"{name}.length", whole[3]]
+                length = whole[2] if isinstance(whole[2], int) else f"{name}.length"
+                shape = [f"{name}.0", whole[1], length, whole[3]]
             given[name] = described(ir.Value(), _spec(f"before.{name}", kind, shape))
         past = self.decoder.spec.names("past")
         all_feeds = {**feeds, **{name: given[name] for name in (*past, "target")}}
@@ -289,8 +320,8 @@ class _Composer:
             all_feeds["past_mask"] = given["past_mask"]
         nodes, (logits, *present) = self._part(self.decoder, "step", all_feeds)
         step._nodes += self._hoisted(nodes, feeds)
-        after = self._choose(given, logits, limit)
-        after |= dict(zip(past, present, strict=True))
+        after, kept = self._choose(given, logits, limit, present)
+        after |= dict(zip(past, kept, strict=True))
         going = step.any(step.op("Not", [after["ended"]]), 0)
         outputs = [going]
         for name in names:
@@ -318,9 +349,17 @@ class _Composer:
         return left
 
     def _choose(
-        self, given: Mapping[str, ir.Value], logits: ir.Value, limit: ir.Value
-    ) -> dict[str, ir.Value]:
-        """Takes the likeliest token of each row, the lowest of equally likely ones."""
+        self,
+        given: Mapping[str, ir.Value],
+        logits: ir.Value,
+        limit: ir.Value,
+        present: Sequence[ir.Value],
+    ) -> tuple[dict[str, ir.Value], Sequence[ir.Value]]:
+        """Takes the likeliest token of each row, the lowest of equally likely ones.
+
+        Returns:
+            What is carried on, and the cache.
+        """
         step, ended = self.step, given["ended"]
         last = step.op("Gather", [logits, step.of(-1, flat=False)], {"axis": 1})
         last = self._allowed(last, given["tokens"])
@@ -348,14 +387,18 @@ class _Composer:
             "log_probabilities": step.op("Add", [given["log_probabilities"], gain]),
         }
         if not self.has_encoder:
-            shape = step.op("Shape", [given["target"]])
-            true = step.op("ConstantOfShape", [shape], {"value": ir.tensor(np.array([True]))})
-            longer_mask = step.joined(given["past_mask"], true)
-            # An ended row attends to nothing before it and stays at the first position: it may
-            # have no position left while others go on.
-            live = step.op("Not", [step.op("Unsqueeze", [over, step.of(1)])])
-            after["past_mask"] = step.op("And", [longer_mask, live])
-        return after
+            after["past_mask"] = self._longer_mask(given, over)
+        return after, present
+
+    def _longer_mask(self, given: Mapping[str, ir.Value], ended: ir.Value) -> ir.Value:
+        """Adds the column that a step read to the mask of each row."""
+        step = self.step
+        shape = step.op("Shape", [given["target"]])
+        true = step.op("ConstantOfShape", [shape], {"value": ir.tensor(np.array([True]))})
+        # An ended row attends to nothing before it and stays at the first position: it may have no
+        # position left while others go on.
+        live = step.op("Not", [step.op("Unsqueeze", [ended, step.of(1)])])
+        return step.op("And", [step.joined(given["past_mask"], true), live])
 
     def _allowed(self, logits: ir.Value, tokens: ir.Value) -> ir.Value:
         """Forbids the suppressed tokens, and end tokens before the least length."""

@@ -1,4 +1,4 @@
-"""Comparison of greedy search as one graph with torch."""
+"""Comparison of a search as one graph with torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 from transferry.export.parity.cases import random_sources
 from transferry.export.parity.oracle import Oracle, TextParity
+from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.ort.open_model import ServedDecoder
 from transferry.runtime.parity.one_graph import OneGraph
-from transferry.runtime.parity.recorded import IN_ONE_GRAPH
 from transferry.runtime.parity.report import Decisions
 
 GIVEN_BEGINNINGS = "given beginnings, in one graph"
@@ -24,7 +24,7 @@ def check_one_graph(
     """Compares tokens and log-probabilities with torch's.
 
     Every source is answered alone, in a batch and padded on the left. Beginnings of random tokens,
-    which greedy search seldom chooses, go through the decoder of a model with an encoder.
+    which a search seldom chooses, go through the decoder of a model with an encoder.
 
     Args:
         oracle: The reference.
@@ -34,13 +34,13 @@ def check_one_graph(
     """
     config, special = oracle.config, oracle.special
     sources = text.sources or random_sources(config, ROWS)
-    options = replace(text.options("greedy"), scores=True)
+    options = _options(text, one)
     rows = (text.batches or model.batches).rows
     # The oracle counts what it compares; the total was made without these rows.
     silent, oracle.done = oracle.done, lambda count: None
     try:
         answers = one.answers_all_ways(sources, options, special, rows)
-        searched = oracle.search(model, IN_ONE_GRAPH, sources, options, answers=answers)
+        searched = oracle.search(model, one.name, sources, options, answers=answers)
         found = [searched.decisions()]
         if config.encoder_layers:
             found.append(_given_beginnings(oracle, one, model, sources[:ROWS]))
@@ -58,9 +58,14 @@ def _given_beginnings(
     generator = np.random.default_rng(0)
     allowed = np.setdiff1d(np.arange(config.vocabulary_size), special.ends)
     prefixes = [generator.permutation(allowed)[:length].tolist() for _ in sources]
-    options = replace(TextParity(oracle, {}, sources, length + 1).options("greedy"), scores=True)
+    options = _options(TextParity(oracle, {}, sources, length + 1), one)
     found = one.answers(sources, options, special, prefixes=prefixes)
-    answers = [[[each]] for each in found]
+    answers = [[each] for each in found]
     name = GIVEN_BEGINNINGS
     tally = oracle.search(model, name, sources, options, answers=answers, prefixes=prefixes)
     return tally.decisions()
+
+
+def _options(text: TextParity, one: OneGraph) -> GenerationOptions:
+    options = text.options("greedy")
+    return replace(options, beam=one.beam, n_best=one.beam, scores=True)

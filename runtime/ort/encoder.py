@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.ort.graph_runner import describe, open_portable
+from transferry.runtime.ort.graph_runner import describe, runtime_of
 from transferry.runtime.ort.session import SessionOptions
 
 EncoderOutput = Literal["hidden", "head", "logits"]
@@ -34,7 +34,7 @@ class EncoderModel:
             for name in get_args(EncoderOutput)
             if name in {spec.role for spec in graph.outputs}
         )
-        (self._runner,) = open_portable(bundle, {"encoder": graph}, options).values()
+        (self._runner,) = runtime_of(options).open(bundle, {"encoder": graph}, options).values()
 
     def describe(self) -> dict[str, Any]:
         """Returns what determines the numbers: settings, hardware, and where the nodes run."""

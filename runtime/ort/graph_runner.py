@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from onnxruntime import OrtValue
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from transferry.runtime.bundle import REMEDY, Bundle, GraphSpec, Role, Variant
+from transferry.runtime.bundle import PORTABLE, REMEDY, Bundle, GraphSpec, Role, Variant
 from transferry.runtime.errors import AllocationError, InputError
 from transferry.runtime.hardware import cpu_name, instruction_sets, usable_cores
 from transferry.runtime.ort.external_files import external_files
@@ -308,15 +308,6 @@ class PortableRunner(Protocol):
         ...
 
 
-def open_portable(
-    bundle: Bundle, graphs: Mapping[str, GraphSpec], options: SessionOptions
-) -> Mapping[str, PortableRunner]:
-    """Opens graphs of the portable variant in the runtime of the options; see `open_graphs`."""
-    if options.runtime == "onnxruntime":
-        return open_graphs(bundle, graphs, options)
-    return {name: OpenVinoRunner(bundle, graph, options) for name, graph in graphs.items()}
-
-
 def open_graphs(
     bundle: Bundle, graphs: Mapping[str, GraphSpec], options: SessionOptions
 ) -> dict[str, GraphRunner]:
@@ -331,11 +322,40 @@ def open_graphs(
         return dict(zip(graphs, runners, strict=True))
 
 
-def runtime_version(options: SessionOptions) -> dict[str, str]:
-    """Returns name and version of the runtime; raises ProviderError if it is not installed."""
-    if options.runtime == "openvino":
-        return {"openvino": openvino_version()}
-    return {"onnxruntime": onnxruntime.__version__}
+def _open_in_openvino(
+    bundle: Bundle, graphs: Mapping[str, GraphSpec], options: SessionOptions
+) -> Mapping[str, PortableRunner]:
+    return {name: OpenVinoRunner(bundle, graph, options) for name, graph in graphs.items()}
+
+
+@dataclass(frozen=True)
+class GraphRuntime:
+    """A runtime of graphs. What is served asks it, and never which one it is.
+
+    Attributes:
+        open: Opens graphs of the portable variant by name; raises what `open_graphs` raises.
+        version: Returns its version; raises ProviderError if it is not installed.
+        portable_alone: Whether it lacks the operators of all variants but the portable one.
+    """
+
+    open: Callable[[Bundle, Mapping[str, GraphSpec], SessionOptions], Mapping[str, PortableRunner]]
+    version: Callable[[], str]
+    portable_alone: bool
+
+    def runs(self, variant: Variant) -> bool:
+        """Whether it has the operators of a variant."""
+        return variant.name == PORTABLE or not self.portable_alone
+
+
+RUNTIMES: Mapping[str, GraphRuntime] = {
+    "onnxruntime": GraphRuntime(open_graphs, lambda: onnxruntime.__version__, False),
+    "openvino": GraphRuntime(_open_in_openvino, openvino_version, True),
+}
+
+
+def runtime_of(options: SessionOptions) -> GraphRuntime:
+    """Returns the runtime that a session asks for."""
+    return RUNTIMES[options.runtime]
 
 
 def describe(
@@ -353,6 +373,6 @@ def describe(
         "tf32": tf32(options),
         "cpu": cpu_name(),
         "instruction_sets": list(instruction_sets()),
-        **runtime_version(options),
+        options.runtime: runtime_of(options).version(),
         "nodes": [f"{name} {count}" for name, count in sorted(nodes.items())],
     }

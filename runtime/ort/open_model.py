@@ -10,6 +10,7 @@ from transferry.runtime.decoding.decoder import ObservableDecoder
 from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.fused_decoder import FusedDecoder
+from transferry.runtime.ort.graph_runner import runtime_of
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
 
@@ -37,7 +38,7 @@ def open_model(bundle: Bundle, variant: Variant, options: SessionOptions) -> Mod
         InputError: A graph cannot be opened.
         UsageError: The runtime cannot run such a variant.
     """
-    if options.runtime != "onnxruntime" and variant.name != PORTABLE:
+    if not runtime_of(options).runs(variant):
         raise UsageError(
             f"runtime {options.runtime} runs variant {PORTABLE} alone, not {variant.name}, whose "
             f"operators are onnxruntime's; choose --variant {PORTABLE}"

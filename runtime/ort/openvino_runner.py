@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,24 @@ def openvino_module() -> Any:
 def openvino_version() -> str:
     """Returns the version of OpenVINO; raises ProviderError if it is not installed."""
     return str(openvino_module().__version__).split("-")[0]
+
+
+def compiled_in_float32(path: Path, **settings: Any) -> Any:
+    """Compiles a graph for the CPU, to be computed in float32.
+
+    Raises:
+        ProviderError: OpenVINO is not installed, or computes in another precision here.
+        RuntimeError: It cannot compile the graph.
+    """
+    openvino = openvino_module()
+    compiled = openvino.Core().compile_model(str(path), "CPU", {**PRECISION, **settings})
+    precision = compiled.get_property("INFERENCE_PRECISION_HINT")
+    if precision != openvino.Type.f32:
+        raise ProviderError(
+            f"OpenVINO was told to compute in float32, but computes in {precision.get_type_name()};"
+            " choose --runtime onnxruntime"
+        )
+    return compiled
 
 
 class HostValue:
@@ -81,13 +99,11 @@ class OpenVinoRunner:
             bundle.files.watch(PurePosixPath(graph.file).with_name(name).as_posix())
         # One stream for each replica that the cores can take, of so many threads each.
         streams = max(1, usable_cores() // options.threads)
-        settings = {
-            **PRECISION,
-            "NUM_STREAMS": streams,
-            "INFERENCE_NUM_THREADS": streams * options.threads,
-        }
+        threads = streams * options.threads
         try:
-            self._compiled = self._openvino.Core().compile_model(str(path), "CPU", settings)
+            self._compiled = compiled_in_float32(
+                path, NUM_STREAMS=streams, INFERENCE_NUM_THREADS=threads
+            )
         except RuntimeError as error:
             raise InputError(
                 f"expected a graph that OpenVINO can run at {path}, found: {_reason(error)}; "
@@ -95,12 +111,6 @@ class OpenVinoRunner:
             ) from error
         bundle.files.require_unchanged()
         self._require_described(str(path))
-        precision = self._compiled.get_property("INFERENCE_PRECISION_HINT")
-        if precision != self._openvino.Type.f32:
-            raise ProviderError(
-                f"OpenVINO was told to compute in float32, but computes in {precision}; choose "
-                "--runtime onnxruntime"
-            )
         self._of_thread = threading.local()
 
     def _require_described(self, path: str) -> None:

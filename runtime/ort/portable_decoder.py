@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.decoding.batching import LANES, UNIT, BatchOptions, widened
 from transferry.runtime.decoding.decoder import StepOutput, longer
-from transferry.runtime.ort.graph_runner import describe, open_portable
+from transferry.runtime.ort.graph_runner import describe, runtime_of
 from transferry.runtime.ort.session import SessionOptions
 
 
@@ -59,7 +59,7 @@ class PortableDecoder:
         self.variant, self.options = variant, options
         self.batches = BatchOptions()
         graphs = variant.steps
-        self._runners = open_portable(bundle, graphs, options)
+        self._runners = runtime_of(options).open(bundle, graphs, options)
         self._decoder, self._select = self._runners["decoder"], self._runners["select"]
         self.has_encoder = "encoder" in graphs
         self._mask_role = "source_mask" if self.has_encoder else "past_mask"

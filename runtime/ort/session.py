@@ -183,7 +183,7 @@ def provider_settings(options: SessionOptions) -> dict[str, str]:
     Another runtime than onnxruntime is one of them, so that a certificate is for one runtime.
     """
     defaults: dict[str, str] = {}
-    if options.runtime != "onnxruntime":
+    if options.runtime != SessionOptions.runtime:
         defaults = {"runtime": options.runtime}
     if options.provider == "cuda":
         # TF32 rounds the factors of a product to 10 bits of mantissa; off, so that CPU, CUDA and

@@ -18,7 +18,7 @@ import numpy as np
 import onnxruntime
 from msgspec import Meta
 
-from transferry.runtime.bundle import MANIFEST, PORTABLE, Bundle, Variant
+from transferry.runtime.bundle import MANIFEST, Bundle, Variant
 from transferry.runtime.decoding.options import (
     GenerationOptions,
     generation_options,
@@ -28,7 +28,7 @@ from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.files import atomic_file
 from transferry.runtime.hardware import instruction_sets
 from transferry.runtime.ort.cuda import cuda_compute_capability
-from transferry.runtime.ort.graph_runner import runtime_version
+from transferry.runtime.ort.graph_runner import RUNTIMES, runtime_of
 from transferry.runtime.ort.session import SessionOptions, provider_settings, tf32
 from transferry.runtime.parity.report import ParityReport
 from transferry.runtime.parity.signature import PrivateKey, PublicKey
@@ -377,7 +377,8 @@ def standing(
     Raises:
         InputError: A certificate cannot be read.
     """
-    cell, versions = Cell.of(variant, options), runtime_version(options).items()
+    cell = Cell.of(variant, options)
+    versions = {options.runtime: runtime_of(options).version()}.items()
     reasons = []
     elsewhere: list[Standing] = []
     for path, envelope in envelopes(bundle.folder):
@@ -420,9 +421,8 @@ def fastest(bundle: Bundle, options: SessionOptions, trusted: PublicKey | None =
         InputError: A certificate cannot be read.
     """
     named = bundle.manifest.variants.values()
-    variants = [each for each in named if options.provider in each.providers]
-    if options.runtime != "onnxruntime":
-        variants = [each for each in variants if each.name == PORTABLE]
+    runs = runtime_of(options).runs
+    variants = [each for each in named if options.provider in each.providers and runs(each)]
     # Fewer bits are faster, though 4 only with one row; so is a variant for this provider alone.
     variants.sort(
         key=lambda one: (one.exact, one.precision == "int4", len(one.providers), not one.in_place)
@@ -516,5 +516,5 @@ def _versions(report: ParityReport) -> dict[str, str]:
         "transferry": importlib.metadata.version("transferry"),
         "onnxruntime": onnxruntime.__version__,
         "numpy": np.__version__,
-        **{name: str(settings[name]) for name in ("openvino", "torch", "onnx") if name in settings},
+        **{name: str(settings[name]) for name in (*RUNTIMES, "torch", "onnx") if name in settings},
     }

@@ -1,22 +1,35 @@
-"""The graph `generate` of a bundle: token ids in, answers out, greedy search inside."""
+"""The graph `generate` of a bundle: token ids in, answers out, the search inside."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from transferry.runtime.bundle import ANSWERS, ONE_GRAPH, Bundle, Variant
+from transferry.runtime.bundle import ANSWERS, ONE_GRAPH, Bundle, GraphSpec, Variant
 from transferry.runtime.decoding.hypothesis import FAILED, Hypothesis, length_normalised
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import pad_sources
-from transferry.runtime.ort.graph_runner import open_portable
+from transferry.runtime.ort.graph_runner import runtime_of
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 
+def beams_of(graph: GraphSpec) -> int:
+    """Returns the number of beams of the search in a graph, 1 for greedy search."""
+    _, *beams = graph.tensor("lengths").shape
+    return int(beams[0]) if beams else 1
+
+
 class OneGraph:
-    """Runs the whole greedy search of a bundle as one graph."""
+    """Runs the whole search of a bundle as one graph.
+
+    Attributes:
+        beam: Beams of the search, 1 for greedy search.
+        search: The name of the same search, step by step.
+        name: The name of the search in one graph.
+    """
 
     def __init__(self, bundle: Bundle, variant: Variant, options: SessionOptions) -> None:
         """Opens the graph.
@@ -26,7 +39,10 @@ class OneGraph:
             InputError: The graph cannot be opened.
         """
         graphs = {ONE_GRAPH: variant.graphs[ONE_GRAPH]}
-        self._runner = open_portable(bundle, graphs, options)[ONE_GRAPH]
+        self.beam = beams_of(variant.graphs[ONE_GRAPH])
+        self.search = "greedy" if self.beam == 1 else f"beam {self.beam}"
+        self.name = f"{self.search}, in one graph"
+        self._runner = runtime_of(options).open(bundle, graphs, options)[ONE_GRAPH]
 
     @classmethod
     def of(cls, bundle: Bundle, variant: Variant, options: SessionOptions) -> OneGraph | None:
@@ -41,8 +57,8 @@ class OneGraph:
         *,
         prefixes: Sequence[Sequence[int]] | None = None,
         padded_left: bool = False,
-    ) -> list[Hypothesis]:
-        """Answers sources as one batch.
+    ) -> list[list[Hypothesis]]:
+        """Answers sources as one batch: the hypotheses of each, best first.
 
         Args:
             sources: Token ids of each source, at least one each.
@@ -73,18 +89,19 @@ class OneGraph:
         inputs["max_length"] = length
         values = {role: [runner.value(array)] for role, array in inputs.items()}
         tokens, lengths, totals = (value.numpy() for value in runner.run(values, *ANSWERS))
-        found = []
-        for row, count, total in zip(tokens.tolist(), lengths.tolist(), totals, strict=True):
-            answer, total = tuple(row[:count]), float(total)
-            if not np.isfinite(total) or not answer or len(answer) != count:
-                found.append(FAILED)
-                continue
-            score = length_normalised(total, len(answer), options.length_penalty)
-            if answer[-1] in special.ends:
-                found.append(Hypothesis(answer[:-1], total, score, "end", end=answer[-1]))
-            else:
-                found.append(Hypothesis(answer, total, score, "length"))
-        return found
+        shape = len(sources), self.beam
+        rows = zip(
+            tokens.reshape(*shape, tokens.shape[-1]).tolist(),
+            lengths.reshape(shape).tolist(),
+            totals.reshape(shape).tolist(),
+            strict=True,
+        )
+        found = [
+            [_hypothesis(*each, options, special) for each in zip(*row, strict=True)]
+            for row in rows
+        ]
+        # Fewer hypotheses may exist than beams.
+        return [[one for one in row if one is not FAILED] or [FAILED] for row in found]
 
     def answers_all_ways(
         self,
@@ -96,9 +113,9 @@ class OneGraph:
         """Answers each source alone, in batches of so many rows, and padded on the left.
 
         Returns:
-            The answers of each source, one hypothesis each.
+            The hypotheses of each source, once for each way.
         """
-        ways: list[list[Hypothesis]] = []
+        ways: list[list[list[Hypothesis]]] = []
         for size, left in ((1, False), (rows, False), (rows, True)):
             batches = [sources[first : first + size] for first in range(0, len(sources), size)]
             ways.append(
@@ -108,4 +125,16 @@ class OneGraph:
                     for found in self.answers(batch, options, special, padded_left=left)
                 ]
             )
-        return [[[found] for found in each] for each in zip(*ways, strict=True)]
+        return [list(each) for each in zip(*ways, strict=True)]
+
+
+def _hypothesis(
+    tokens: list[int], count: int, total: float, options: GenerationOptions, special: SpecialTokens
+) -> Hypothesis:
+    answer = tuple(tokens[:count])
+    if not math.isfinite(total) or not answer or len(answer) != count:
+        return FAILED
+    score = length_normalised(total, count, options.length_penalty)
+    if answer[-1] in special.ends:
+        return Hypothesis(answer[:-1], total, score, "end", end=answer[-1])
+    return Hypothesis(answer, total, score, "length")

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,8 +36,6 @@ from transferry.runtime.parity.one_graph import OneGraph
 from transferry.runtime.parity.report import Decisions, Difference, ParityReport
 from transferry.runtime.parity.self_consistency import self_consistency
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
-
-IN_ONE_GRAPH = "greedy, in one graph"
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,8 @@ def check_reference(
     """Compares a model with the recorded answers.
 
     The sources are repeated until they fill a batch of `batch_rows`. `decode` gives differing rows
-    their texts. `one` answers the greedy search too.
+    their texts. `one` answers its search too; where that is not recorded, it is compared with the
+    same search step by step.
 
     The tokens must agree if `exact`. In reduced precision differing tokens are listed as ties, not
     judged: the budget of the numbers decides.
@@ -194,12 +194,16 @@ def check_reference(
         return comparisons, []
 
     def explain(
-        row: int, source: Sequence[int], wanted: Sequence[Hypothesis], found: Sequence[Hypothesis]
+        row: int,
+        source: Sequence[int],
+        wanted: Sequence[Hypothesis],
+        found: Sequence[Hypothesis],
+        by: str = "torch",
     ) -> tuple[Difference, bool]:
         left, right = ([list(item.tokens) for item in side] for side in (wanted, found))
         only = "; only `verify --checkpoint` can tell whether this is a tie"
         reason = only if exact else ", in reduced precision"
-        return Difference(row, f"torch chose {left}, the graph chose {right}{reason}"), not exact
+        return Difference(row, f"{by} chose {left}, the graph chose {right}{reason}"), not exact
 
     decisions = []
     for item in reference.searches:
@@ -221,10 +225,20 @@ def check_reference(
         tally = Tally(item.name, tolerance)
         tally.add(expected, [found[row :: len(expected.rows)] for row in expected.rows], explain)
         decisions.append(tally.decisions(decode))
-        if one is not None and item.name == "greedy":
-            tally = Tally(IN_ONE_GRAPH, tolerance)
+        if one is not None and item.name == one.search:
+            tally = Tally(one.name, tolerance)
             ways = one.answers_all_ways(reference.sources, options, special, batch_rows)
             tally.add(expected, ways, explain)
+            decisions.append(tally.decisions(decode))
+    if one is not None and one.search not in [item.name for item in reference.searches]:
+        for item in reference.searches[:1]:
+            options = generation_options(options_of_json(item.options))
+            options = replace(options, beam=one.beam, n_best=one.beam)
+            wanted = search(model, reference.sources, options, special)
+            expected = ExpectedAnswers(range(len(wanted)), reference.sources, wanted)
+            ways = one.answers_all_ways(reference.sources, options, special, batch_rows)
+            tally = Tally(one.name, tolerance)
+            tally.add(expected, ways, partial(explain, by="the search step by step"))
             decisions.append(tally.decisions(decode))
     return comparisons, decisions
 

@@ -39,7 +39,8 @@ def model(**changes: Any) -> Transformer:
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     checkpoint = Checkpoint(model(), None, TOKENIZER)
-    return export_bundle(checkpoint, tmp_path_factory.mktemp("ssru") / "bundle", texts=TEXTS)
+    folder = tmp_path_factory.mktemp("ssru") / "bundle"
+    return export_bundle(checkpoint, folder, texts=TEXTS, one_graph=1)
 
 
 def test_the_cell_is_the_papers_formula() -> None:
@@ -99,6 +100,7 @@ def test_the_bundle_is_torchs_model(bundle: Bundle) -> None:
     opened = open_model(bundle, bundle.variant(), SessionOptions())
     report = verify_against(checkpoint, bundle, opened, TEXTS)
     assert report.passed, report_text(report)
+    assert "greedy, in one graph" in [item.search for item in report.decisions]
     past = bundle.variant().graphs["decoder"].tensor("past")
     assert past.shape == ("batch", 1, 1, 16)
     assert len(bundle.variant().graphs["decoder"].names("past")) == 2

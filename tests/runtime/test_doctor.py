@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from transferry.runtime import doctor
-from transferry.runtime.doctor import Check, check_cpu, check_cuda, diagnose
-from transferry.runtime.ort import cuda, session
+from transferry.runtime.doctor import Check, check_cpu, check_cuda, check_openvino, diagnose
+from transferry.runtime.ort import cuda, openvino_runner, session
 
 
 def test_finds_this_machine_in_order() -> None:
@@ -110,6 +110,35 @@ def test_an_onnxruntime_that_does_not_import_is_reported(monkeypatch: pytest.Mon
     assert named("onnxruntime").status == "fault"
     assert named("cpu").status == "fault"
     assert check_cuda().status == "warning"
+
+
+def test_openvino_has_a_line_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = doctor._version
+    monkeypatch.setattr(
+        doctor, "_version", lambda name: None if name == "openvino" else version(name)
+    )
+    assert "openvino" not in [check.name for check in diagnose()]
+    openvino = pytest.importorskip("openvino", reason="openvino is not installed")
+    monkeypatch.setattr(doctor, "_version", version)
+    check = named("openvino")
+    assert check.status == "ok"
+    assert check.found.startswith(openvino.__version__.split("-")[0])
+    assert check.found.endswith("in float32")
+
+
+@pytest.mark.parametrize("damage", ["bfloat16", "absent"])
+def test_an_openvino_that_computes_otherwise_is_a_fault(
+    monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    def compiled(graph: Any) -> Any:
+        if damage == "absent":
+            raise ImportError("libopenvino.so: cannot open shared object file")
+        return lambda feeds: {"y": round_to_tf32(feeds["a"]) @ round_to_tf32(feeds["b"])}
+
+    monkeypatch.setattr(openvino_runner, "compiled_in_float32", compiled)
+    check = check_openvino()
+    assert check.status == "fault"
+    assert "openvino" in check.remedy
 
 
 @pytest.mark.cuda

@@ -24,10 +24,21 @@ Side = tuple[Checkpoint, Bundle, list[list[int]]]
 LIMIT = Tolerance()
 
 
-@pytest.fixture(scope="module", params=["", "writer_"], ids=["both", "writer"])
+# Words of the faults that are planted; all of them in the first.
+SIDES = {
+    "whole_bundle_folder": ("",),
+    # What concerns a prompt, and the beams; the rest is the same.
+    "whole_writer_bundle_folder": ("padding", "swapped", "limit", "wrong lengths"),
+    "beam_bundle_folder": ("cache", "length penalty", "end tokens", "limit", "wrong log"),
+}
+
+
+@pytest.fixture(scope="module", params=SIDES)
 def side(request: pytest.FixtureRequest) -> Side:
-    run = request.getfixturevalue(f"{request.param}run_folder")
-    bundle = Bundle.load(request.getfixturevalue(f"whole_{request.param}bundle_folder"))
+    run = request.getfixturevalue(
+        "writer_run_folder" if "writer" in request.param else "run_folder"
+    )
+    bundle = Bundle.load(request.getfixturevalue(request.param))
     checkpoint = load_checkpoint(run)
     tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
     # Of different lengths, so that they are padded.
@@ -44,7 +55,9 @@ def _answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "lengths", lambda config, sources: [])
 
 
-def test_each_fault_is_caught_by_the_answers(side: Side, tmp_path: Path) -> None:
+def test_each_fault_is_caught_by_the_answers(
+    side: Side, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     checkpoint, bundle, sources = side
     model = open_model(bundle, bundle.variant(), SessionOptions())
     gate = Gate(checkpoint, bundle, model, sources, LIMIT)
@@ -54,28 +67,25 @@ def test_each_fault_is_caught_by_the_answers(side: Side, tmp_path: Path) -> None
     outputs = {f"generate: wrong {role.replace('_', ' ')}" for role in ANSWERS}
     assert outputs <= set(kinds)
     assert len(kinds) == len(set(kinds)) >= 14
+    words = SIDES[request.node.callspec.params["side"]]
+    faults = [fault for fault in faults if any(word in fault.kind for word in words)]
+    assert len(faults) >= len(words)
     honest.rewrite()
     honest.seal()
     assert not gate.check(honest.folder, whole=True)
     assert not gate.changes(honest.folder, whole=True)
-    missed = []
+    missed: list[tuple[str, bool]] = []
     for fault in faults:
         copy = BundleCopy(bundle, bundle.variant(), tmp_path / "planted", whole=True)
-        where = fault.plant(copy)
+        fault.plant(copy)
         copy.seal()
-        caught = gate.check(copy.folder, whole=True)
-        print(fault.kind, "|", where, "|", caught, flush=True)
-        if not caught:
+        if not gate.check(copy.folder, whole=True):
             missed.append((fault.kind, gate.changes(copy.folder, whole=True)))
         shutil.rmtree(copy.folder)
-    # An end token that is never chosen is no difference; a rounding error in one entry may be none.
-    assert not [kind for kind, changes in missed if changes]
-    assert not {kind for kind, _ in missed} & outputs
-    assert len(missed) <= 4
-    if checkpoint.model.config.encoder_layers:
-        assert not [kind for kind, _ in missed if "stored" not in kind]
+    assert not missed
 
 
+@pytest.mark.parametrize("side", ["whole_bundle_folder"], indirect=True)
 def test_the_self_test_plants_them_and_a_blunt_check_is_found_out(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,8 +33,11 @@ def test_cuda_gives_the_tokens_of_the_cpu(bundle_folder: Path, beam: int) -> Non
     assert cuda == cpu
 
 
-def test_cuda_passes_the_recorded_reference(bundle_folder: Path) -> None:
-    bundle = Bundle.load(bundle_folder)
+@pytest.mark.parametrize(
+    "fixture", ["bundle_folder", "writer_bundle_folder", "reader_bundle_folder"]
+)
+def test_cuda_passes_the_recorded_reference(fixture: str, request: pytest.FixtureRequest) -> None:
+    bundle = Bundle.load(request.getfixturevalue(fixture))
     report = verify_recorded(bundle, open_model(bundle, bundle.variant(), SessionOptions("cuda")))
     assert report.faults == []
 

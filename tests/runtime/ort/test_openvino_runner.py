@@ -1,17 +1,28 @@
-"""OpenVINO as a served runtime: onnxruntime's answers, and refusals."""
+"""OpenVINO as a served runtime: onnxruntime's answers, its promises, and refusals."""
 
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from transferry.build_model.corpus import builtin_pairs
 from transferry.runtime.bundle import Bundle
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.errors import ProviderError, UsageError
+from transferry.runtime.errors import InputError, ParityError, ProviderError, UsageError
+from transferry.runtime.jobs.job import Job
+from transferry.runtime.jobs.options import JobOptions
+from transferry.runtime.ort import openvino_runner
 from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.openvino_runner import compiled_in_float32
+from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.certificate import Cell
-from transferry.runtime.parity.recorded import verify
+from transferry.runtime.parity.certificate import Cell, certify, fastest, standing
+from transferry.runtime.parity.recorded import verify, verify_recorded
 
 TEXTS = ["a man in a red shirt", "two dogs", "the quick brown fox runs over the field"]
 OPENVINO = SessionOptions(runtime="openvino")
@@ -50,6 +61,137 @@ def test_gives_the_recorded_answers(fixture: str, request: pytest.FixtureRequest
     report = verify(folder, options=OPENVINO)
     assert report.passed
     assert "openvino" in report.settings
+
+
+# Largest distance of a score between batches, in nats: OpenVINO's sums follow the rows of a batch.
+ROUNDING = 1e-5
+ROWS = [pair.source for pair in builtin_pairs(20, seed=7)]
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("fixture", ["bundle_folder", "writer_bundle_folder"])
+@pytest.mark.parametrize("beam", [1, 4])
+def test_no_answer_depends_on_the_batch(
+    fixture: str, beam: int, request: pytest.FixtureRequest
+) -> None:
+    engine = Engine.load(request.getfixturevalue(fixture), runtime="openvino", replicas=1)
+    search: dict[str, Any] = {"beam": beam, "max_length": 10, "no_repeat_ngram": 1}
+    alone = [next(engine.generate([text], **search)).hypotheses[0] for text in ROWS]
+    assert len({one.tokens for one in alone}) > len(ROWS) / 2
+    for rows, replicas in ((7 * beam, 2), (64 * beam, 1)):
+        batches = BatchOptions(rows=rows)
+        cut = Engine(engine.bundle, engine.model, replicas=replicas, batches=batches)
+        found = [row.hypotheses[0] for row in cut.generate(ROWS, **search)]
+        assert [one.tokens for one in found] == [one.tokens for one in alone]
+        for one, other in zip(found, alone, strict=True):
+            assert abs(one.score - other.score) < ROUNDING
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    path = tmp_path / "lines.txt"
+    path.write_text("".join(f"{text}\n" for text in [*ROWS[:4], "", *ROWS[4:9]]), "utf-8")
+    return path
+
+
+def job(folder: Path, lines: Path, **options: Any) -> Job:
+    engine = Engine.load(folder, runtime="openvino", replicas=2)
+    chosen = JobOptions(chunk_rows=3, generation={"max_length": 10}, **options)
+    return Job(engine, lines, lines.with_name("out.txt"), chosen)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_job_resumes_and_ends_with_the_same_bytes(
+    bundle_folder: Path, lines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = job(bundle_folder, lines)
+    whole.run()
+    expected = whole.output.read_bytes()
+    assert expected.count(b"\n") == 10
+    whole.output.unlink()
+    (whole.output.parent / "out.txt.summary.json").unlink()
+    step, steps = PortableDecoder.step, 0
+
+    def breaks(self: PortableDecoder, *arguments: Any, **named: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps > 40:
+            raise InputError("the device is gone")
+        return step(self, *arguments, **named)
+
+    monkeypatch.setattr(PortableDecoder, "step", breaks)
+    with pytest.raises(InputError, match="the device is gone"):
+        job(bundle_folder, lines).run()
+    assert not whole.output.exists()
+    monkeypatch.setattr(PortableDecoder, "step", step)
+    later = job(bundle_folder, lines)
+    assert later.run().resumed == 1
+    assert later.output.read_bytes() == expected
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_canary_computes_in_onnxruntime_and_stops_a_wrong_job(
+    bundle_folder: Path, lines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = job(bundle_folder, lines, canary="1/1")
+    sound.run()
+    assert sound.canary is not None
+    assert sound.canary.tally()["canaries_identical"] == 10
+    assert "openvino" in sound.engine.describe()
+    assert "openvino" not in sound.canary.reference.describe()
+    step = PortableDecoder.step
+
+    def wrong(self: PortableDecoder, tokens: Any, state: Any, **named: Any) -> Any:
+        output, later = step(self, tokens, state)
+        factor = np.float32(-1.0 if self.options == sound.engine.model.options else 1.0)
+        return StepOutput(output.all_logits * factor), later
+
+    monkeypatch.setattr(PortableDecoder, "step", wrong)
+    with pytest.raises(ParityError, match="line 1 is answered differently"):
+        job(bundle_folder, lines, canary="1/1", force=True).run()
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_certificate_is_for_one_runtime(fast_bundle_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(fast_bundle_folder, tmp_path / "bundle")
+    bundle = Bundle.load(folder)
+    portable = bundle.variant("portable")
+    assert fastest(bundle, OPENVINO) == portable
+    report = verify_recorded(bundle, open_model(bundle, portable, OPENVINO))
+    made = certify(bundle, portable, OPENVINO, report, "2026-11-21")
+    assert made is not None
+    assert made.versions["openvino"] == openvino_runner.openvino_version()
+    assert standing(bundle, portable, OPENVINO).status == "verified"
+    assert standing(bundle, portable, SessionOptions()).status == "none"
+    Engine.load(folder, runtime="openvino", require_certificate="recorded")
+    with pytest.raises(ParityError, match="no certificate that holds"):
+        Engine.load(folder, variant="portable", require_certificate="recorded")
+
+
+def test_another_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a processor could not be told."""
+
+    class Type:
+        f32 = "f32"
+
+        def get_type_name(self) -> str:
+            return "bf16"
+
+    class Core:
+        Type, __version__ = Type, "2026.4"
+
+        def compile_model(self, path: str, device: str, settings: dict[str, Any]) -> Any:
+            assert (path, device) == ("graph.onnx", "CPU")
+            assert settings["INFERENCE_PRECISION_HINT"] == "f32"
+            return self
+
+        def get_property(self, name: str) -> Type:
+            return Type()
+
+    Core.Core = Core  # type: ignore[attr-defined]
+    monkeypatch.setattr(openvino_runner, "openvino_module", lambda: Core)
+    with pytest.raises(ProviderError, match="told to compute in float32, but computes in bf16"):
+        compiled_in_float32(Path("graph.onnx"))
 
 
 def test_another_variant_is_refused(fast_bundle_folder: Path) -> None:
