@@ -5,6 +5,7 @@ Each imports what it needs when it runs, so that --help is instant.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import click
 from transferry.build_model.config import IMPORTED_FIELDS, ModelConfig, TrainConfig
 from transferry.build_model.presets import PRESETS
 from transferry.runtime.console.commands import command
-from transferry.runtime.console.fields import fields_as_options, together
+from transferry.runtime.console.fields import Command, fields_as_options, together
 from transferry.runtime.console.options import (
     FILE,
     OUTPUT,
@@ -29,14 +30,14 @@ PRESET_DEFAULTS = {
     name: "from the preset" for preset in PRESETS.values() for name in preset.model | preset.train
 }
 DATA = "Data"
-# What a model is trained on.
+# What an encoder-decoder is trained and validated on.
 _data = partial(option, panel=DATA, type=FILE)
-training_data_options = together(
+training_pairs_options = together(
     _data("--source", help="Training sentences, one per line, plain or gzip."),
     _data("--target", help="Translations of --source, line by line."),
     _data("--pairs", help="Sentences and translations in one .tsv or .jsonl file."),
-    _data("--text", help="Plain text, for a decoder-only or encoder-only model."),
-    option("--builtin", panel=DATA, is_flag=True, help="Train on the built-in corpus."),
+)
+validation_pairs_options = together(
     _data("--valid-source", help="Validation sentences."),
     _data("--valid-target", help="Translations of --valid-source."),
     _data(
@@ -44,14 +45,57 @@ training_data_options = together(
         help="Validation pairs in one .tsv or .jsonl file. Default: a tenth of the "
         "training pairs, at most 1,000.",
     ),
-    _data("--valid-text", help="Validation text. Default: the last tenth of --text."),
-    option(
-        "--skip-bad",
-        panel=DATA,
-        is_flag=True,
-        help="Drop and count unusable pairs instead of stopping.",
-    ),
 )
+
+
+def training_options(
+    preset: str,
+    *,
+    presets: Iterable[str] = PRESETS,
+    vocabulary: str = "from the preset",
+    leave_out: Sequence[str] = (),
+) -> Callable[[Command], Command]:
+    """Adds the options of a training, besides those of its data.
+
+    Args:
+        preset: The default preset.
+        presets: Presets to choose from.
+        vocabulary: What --help says about the vocabulary without an option.
+        leave_out: Fields of ModelConfig that get no option.
+    """
+    return together(
+        option(
+            "--preset",
+            panel=DATA,
+            type=click.Choice(list(presets)),
+            default=preset,
+            help="Model shape and training settings to start from.",
+        ),
+        option(
+            "--vocabulary-size",
+            panel=DATA,
+            type=click.IntRange(1, 10_000_000),
+            help=f"Size of the trained vocabulary. Default: {vocabulary}.",
+        ),
+        option(
+            "--encoding",
+            panel=DATA,
+            help="tiktoken encoding to cut down to the corpus instead of training a vocabulary: "
+            "cl100k_base or o200k_base.",
+        ),
+        option("--out", type=OUTPUT, required=True, help="Run folder."),
+        option("--resume", is_flag=True, help="Continue the interrupted run in --out."),
+        option("--force", is_flag=True, help="Replace the run in --out."),
+        option("--device", default="auto", help="Device to train on: cpu, cuda or auto."),
+        option("--quiet", is_flag=True, help="Print no progress."),
+        fields_as_options(TrainConfig, defaults=PRESET_DEFAULTS, panel="Training"),
+        fields_as_options(
+            ModelConfig,
+            leave_out=["vocabulary_size", *IMPORTED_FIELDS, *leave_out],
+            defaults=PRESET_DEFAULTS,
+            panel="Shape of the model",
+        ),
+    )
 
 
 @command(
@@ -65,38 +109,18 @@ Several GPUs: torchrun --nproc-per-node 4 -m transferry.cli train ...
 """
 )
 @configurable
-@training_data_options
+@training_pairs_options
+@_data("--text", help="Plain text, for a decoder-only or encoder-only model.")
+@option("--builtin", panel=DATA, is_flag=True, help="Train on the built-in corpus.")
+@validation_pairs_options
+@_data("--valid-text", help="Validation text. Default: the last tenth of --text.")
 @option(
-    "--preset",
+    "--skip-bad",
     panel=DATA,
-    type=click.Choice(list(PRESETS)),
-    default="small",
-    help="Model shape and training settings to start from.",
+    is_flag=True,
+    help="Drop and count unusable pairs instead of stopping.",
 )
-@option(
-    "--vocabulary-size",
-    panel=DATA,
-    type=click.IntRange(1, 10_000_000),
-    help="Size of the trained vocabulary. Default: from the preset.",
-)
-@option(
-    "--encoding",
-    panel=DATA,
-    help="tiktoken encoding to cut down to the corpus instead of training a vocabulary: "
-    "cl100k_base or o200k_base.",
-)
-@option("--out", type=OUTPUT, required=True, help="Run folder.")
-@option("--resume", is_flag=True, help="Continue the interrupted run in --out.")
-@option("--force", is_flag=True, help="Replace the run in --out.")
-@option("--device", default="auto", help="Device to train on: cpu, cuda or auto.")
-@option("--quiet", is_flag=True, help="Print no progress.")
-@fields_as_options(TrainConfig, defaults=PRESET_DEFAULTS, panel="Training")
-@fields_as_options(
-    ModelConfig,
-    leave_out=["vocabulary_size", *IMPORTED_FIELDS],
-    defaults=PRESET_DEFAULTS,
-    panel="Shape of the model",
-)
+@training_options("small")
 @click.pass_context
 def train(context: click.Context, /, **options: Any) -> None:
     """Train a Transformer on sentence pairs or on text.

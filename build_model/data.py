@@ -69,6 +69,10 @@ class ReadReport:
     kept: int
     dropped: Mapping[str, int]
 
+    def __str__(self) -> str:
+        dropped = "".join(f", {count} {reason}" for reason, count in self.dropped.items())
+        return f"{self.kept:,} of {self.read:,} kept{dropped}"
+
 
 class BadPair(InputError):
     """An unusable pair; skipped pairs are counted by `reason`."""

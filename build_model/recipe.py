@@ -24,7 +24,7 @@ from transferry.build_model.distributed import Process
 from transferry.build_model.evaluation import Evaluation
 from transferry.build_model.presets import PRESETS, Preset
 from transferry.build_model.text import MaskedWindows, Windows, read_text
-from transferry.build_model.train import Trainer, Validation
+from transferry.build_model.train import Trainer, Validation, require_fitting
 from transferry.build_model.vocabulary import cut_encoding, train_bpe
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.tokenizer.byte_pair import (
@@ -44,10 +44,18 @@ BUILTIN = ("train", "valid")
 
 @dataclass(frozen=True)
 class PairFiles:
-    """Files of one set of pairs: two files of lines, or one TSV or JSONL file."""
+    """Files of one set of pairs: two files of lines, or one TSV or JSONL file.
+
+    Attributes:
+        source: File of texts, or of pairs.
+        target: File of their translations; None where `source` has pairs.
+        held_out: The pairs were held out of the training text, so one that is too long is skipped
+            where bad pairs are.
+    """
 
     source: Path
     target: Path | None = None
+    held_out: bool = False
 
     def read(self, *, skip_bad: bool) -> tuple[list[Pair], ReadReport]:
         """Reads the pairs; raises as `read_pairs` and `read_pair_file`."""
@@ -87,6 +95,8 @@ class Recipe:
         train_changes: Fields of TrainConfig that differ from the preset.
         vocabulary_size: Size of the vocabulary to train; None is the preset's.
         encoding: A tiktoken encoding to cut down to the text instead of training a vocabulary.
+        tokenizer: A tokenizer to use instead of training a vocabulary, unless one of the two
+            options above is given.
         skip_bad: Drop and count unusable pairs instead of refusing the file.
     """
 
@@ -97,6 +107,7 @@ class Recipe:
     train_changes: dict[str, Any]
     vocabulary_size: int | None = None
     encoding: str | None = None
+    tokenizer: Tokenizer | None = None
     skip_bad: bool = False
 
     @classmethod
@@ -159,6 +170,17 @@ class Recipe:
             skip_bad=options["skip_bad"],
         )
 
+    def configs(self) -> tuple[ModelConfig, TrainConfig]:
+        """Returns shape and settings; the size of the vocabulary is 1 until the text is read.
+
+        Raises:
+            UsageError: A setting is out of range, or they do not fit each other.
+        """
+        model_config = self.preset.model_config(1, **self.model_changes)
+        train_config = self.preset.train_config(**self.train_changes)
+        require_fitting(model_config, train_config)
+        return model_config, train_config
+
     def follow(
         self,
         folder: Path,
@@ -202,9 +224,7 @@ class Recipe:
                 stored.to_dict() | {name: self.train_changes[name] for name in ends}
             )
         else:
-            # The size of the vocabulary is known once the text is read.
-            model_config = self.preset.model_config(1, **self.model_changes)
-            train_config = self.preset.train_config(**self.train_changes)
+            model_config, train_config = self.configs()
         tokenizer = Tokenizer.load(folder) if resume else None
         longest = min(model_config.max_positions, train_config.batch_tokens)
         if model_config.architecture == "encoder-decoder":
@@ -243,18 +263,18 @@ class Recipe:
         assert isinstance(train, PairFiles)
         assert not isinstance(valid, Path)
         pairs, report = train.read(skip_bad=self.skip_bad)
-        say(f"training pairs: {_describe(report)}")
+        say(f"training pairs: {report}")
         if valid is None:
             pairs, valid_pairs = hold_out(pairs)
         else:
             valid_pairs, report = valid.read(skip_bad=self.skip_bad)
-            say(f"validation pairs: {_describe(report)}")
+            say(f"validation pairs: {report}")
         if tokenizer is None:
             tokenizer = self._tokenizer([text for pair in pairs for text in pair], SOURCES)
         examples, report = encode_pairs(pairs, tokenizer, longest, skip_bad=self.skip_bad)
         if report.dropped:
-            say(f"training pairs: {_describe(report)}")
-        if valid is None and self.skip_bad:
+            say(f"training pairs: {report}")
+        if (valid is None or valid.held_out) and self.skip_bad:
             valid_pairs = [pair for pair in valid_pairs if _encodable(pair, tokenizer, longest)]
         if valid is None:
             say(f"validation pairs: {len(valid_pairs):,} of these, held out")
@@ -311,6 +331,8 @@ class Recipe:
     def _tokenizer(self, lines: Sequence[str], special: SpecialTokens) -> Tokenizer:
         encoding = self.encoding
         if encoding is None and self.vocabulary_size is None:
+            if self.tokenizer is not None:
+                return self.tokenizer
             encoding = self.preset.encoding
         if encoding is not None:
             return cut_encoding(encoding, lines, special)
@@ -342,8 +364,3 @@ def _encodable(pair: Pair, tokenizer: Tokenizer, longest: int) -> bool:
     except BadPair:
         return False
     return True
-
-
-def _describe(report: ReadReport) -> str:
-    dropped = "".join(f", {count} {reason}" for reason, count in report.dropped.items())
-    return f"{report.kept:,} of {report.read:,} kept{dropped}"

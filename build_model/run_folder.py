@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transferry.build_model.checkpoint import STATE
@@ -27,11 +28,17 @@ OWN = re.compile(
     r"settings\.toml|(config|samples|tokenizer|huggingface|vocab)\.json|metrics\.jsonl|curves\.png"
     r"|(model|state|checkpoints/\d+)\.safetensors|corpus/(train|valid|test)\.(en|de)"
     r"|ranks\.tiktoken|sentencepiece\.model|(source|target)\.spm|chat_template\.jinja"
+    r"|distilled/((rows|answers|pairs|valid)\.jsonl|answers\.jsonl\.(summary\.json|job/[^/]+))"
+)
+# What `transferry distil` keeps in a run.
+DISTILLED = "distilled"
+ROWS, ANSWERS, PAIRS, VALID = (
+    f"{DISTILLED}/{name}.jsonl" for name in ("rows", "answers", "pairs", "valid")
 )
 # Options that a run does not store, and options that may change on --resume: the end of the
 # training, and the places of its files.
 OF_ONE_CALL = {"out", "resume", "force", "device", "quiet"}
-MAY_CHANGE = {"max_steps", "max_minutes"} | {
+MAY_CHANGE = {"max_steps", "max_minutes", "teacher"} | {
     f"{prefix}{name}" for prefix in ("", "valid_") for name in ("source", "target", "pairs", "text")
 }
 
@@ -69,8 +76,15 @@ def foreign_run(out: Path) -> str:
     return foreign_member(out, lambda name: bool(OWN.fullmatch(name.removeprefix(f"{FORMER}/"))))
 
 
+def resumable(out: Path) -> bool:
+    """Whether the run has something to continue from: a state, or answers of a teacher."""
+    return any((out / name).exists() for name in (STATE, ANSWERS, f"{ANSWERS}.job"))
+
+
 @contextmanager
-def training(out: Path, *, force: bool, resume: bool, leads: bool = True) -> Iterator[None]:
+def training(
+    out: Path, *, force: bool, resume: bool, leads: bool = True, command: str = "train"
+) -> Iterator[None]:
     """Makes an empty folder for a run; when resuming, uses the folder as it is.
 
     The files of a run that is replaced are kept until the new one can be resumed. After an earlier
@@ -81,6 +95,7 @@ def training(out: Path, *, force: bool, resume: bool, leads: bool = True) -> Ite
         force: Replace a run.
         resume: Continue the run in the folder.
         leads: Whether this process looks after the folder; one of several does.
+        command: The command, for the message that tells how to continue.
 
     Raises:
         UsageError: The folder is not empty and `force` is off, or it holds something else.
@@ -90,8 +105,8 @@ def training(out: Path, *, force: bool, resume: bool, leads: bool = True) -> Ite
     existed, former, fresh = out.exists(), out / FORMER, leads and not resume
 
     def end() -> str | None:
-        if (out / STATE).exists():
-            return f"continue with: transferry train --out {shlex.quote(str(out))} --resume"
+        if resumable(out):
+            return f"continue with: transferry {command} --out {shlex.quote(str(out))} --resume"
         if fresh:
             _clear(out, keep=former)
             if former.exists():
@@ -131,7 +146,7 @@ def _begin(out: Path, former: Path, *, force: bool) -> None:
 
 def _set_aside(out: Path, former: Path) -> None:
     """Moves the files of a run into its folder `former`, which a kill may have left."""
-    if (out / STATE).exists() and (former / SETTINGS).exists():
+    if resumable(out) and (former / SETTINGS).exists():
         shutil.rmtree(former, ignore_errors=True)
     if (former / SETTINGS).exists():  # the files beside it are of a training that made nothing
         _clear(out, keep=former)
@@ -157,27 +172,32 @@ def _clear(folder: Path, *, keep: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def remember(out: Path, options: Mapping[str, Any]) -> None:
-    """Writes RUN/settings.toml with the command's options."""
+def remember(
+    out: Path, options: Mapping[str, Any], made: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Writes RUN/settings.toml with the command's options, and with what else explains the run."""
     chosen = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in options.items()
         if name not in OF_ONE_CALL
     }
-    made = {"version": importlib.metadata.version("transferry")}
-    write_settings(out / SETTINGS, chosen, made)
+    version = {"version": importlib.metadata.version("transferry")}
+    write_settings(out / SETTINGS, chosen, {**version, **made})
 
 
-def recall(out: Path, options: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def recall(
+    out: Path, options: dict[str, Any], given: Mapping[str, Any], command: str = "train"
+) -> dict[str, Any]:
     """Returns the options for continuing a run: the stored ones, except those that may change.
 
     Args:
         out: The run.
         options: All options of the resuming command.
         given: Those of them that the user gave.
+        command: The resuming command.
 
     Raises:
-        UsageError: A given option would change the run.
+        UsageError: A given option would change the run, or another command made it.
         InputError: There is no run to continue.
     """
     if given.get("force"):
@@ -187,12 +207,20 @@ def recall(out: Path, options: dict[str, Any], given: Mapping[str, Any]) -> dict
         raise UsageError(
             f"{out} was imported, so it has no training to continue; start a new training"
         )
+    if (maker := "distil" if "teacher" in stored else "train") != command:
+        raise UsageError(
+            f"{out} was made by {maker}; continue it with: transferry {maker} --out "
+            f"{shlex.quote(str(out))} --resume"
+        )
     for name, value in given.items():
         if name not in OF_ONE_CALL | MAY_CHANGE and value != stored.get(name):
             flag = f"--{name.replace('_', '-')}"
+            found = f"found {flag} {value}; leave it out to resume"
+            if value is None:
+                found = "found it left out; give it again"
             raise UsageError(
-                f"the run was started with {flag} {stored.get(name, 'left out')}, found {flag} "
-                f"{value}; leave it out to resume, or start over with --force"
+                f"the run was started with {flag} {stored.get(name, 'left out')}, {found}, or "
+                "start over with --force"
             )
     return options | stored | dict(given)
 

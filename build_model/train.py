@@ -97,6 +97,15 @@ def fingerprint(examples: Iterable[Example]) -> str:
     return digest.hexdigest()
 
 
+def require_fitting(model: ModelConfig, config: TrainConfig) -> None:
+    """Raises UsageError for settings that have no effect on a model of this shape."""
+    pairs = model.architecture == "encoder-decoder"
+    expected = "0 unless the model is an encoder-decoder, which is trained on whole texts"
+    require(pairs or not config.bpe_dropout, "bpe_dropout", expected, config.bpe_dropout)
+    expected = "0 where dropout is 0, with which both readings of a batch are the same"
+    require(model.dropout > 0 or not config.r_drop, "r_drop", expected, config.r_drop)
+
+
 class Trainer:
     """Trains one model into one folder."""
 
@@ -122,11 +131,7 @@ class Trainer:
         self._say: Callable[[str], None] = _silent
         self._show: Callable[..., None] = _silent
         self._train_loss = ""
-        pairs = model_config.architecture == "encoder-decoder"
-        expected = "0 unless the model is an encoder-decoder, which is trained on whole texts"
-        require(pairs or not config.bpe_dropout, "bpe_dropout", expected, config.bpe_dropout)
-        expected = "0 where dropout is 0, with which both readings of a batch are the same"
-        require(model_config.dropout > 0 or not config.r_drop, "r_drop", expected, config.r_drop)
+        require_fitting(model_config, config)
         self.longest = min(model_config.max_positions, config.batch_tokens)
         dropped = config.bpe_dropout
         self.merge_dropout = MergeDropout(tokenizer, dropped) if dropped else None

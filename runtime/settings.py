@@ -90,6 +90,12 @@ def read_settings(path: Path) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in values.items()}
 
 
+def read_made(path: Path) -> dict[str, Any]:
+    """Reads the section [made] of `write_settings`; raises as `read_settings`."""
+    made = _read(path).get(MADE)
+    return made if isinstance(made, dict) else {}
+
+
 def foreign_settings(path: Path) -> str:
     """Returns what is wrong with a file that should be of `write_settings`; "" if nothing is."""
     try:

@@ -24,13 +24,17 @@ SHARED = (
     *("runtime.outputs", "runtime.settings", "runtime.stopping", "runtime.tokenizer"),
 )
 # The modules that hold commands and what they share: click is theirs alone.
-COMMAND_LINE = ("cli", "build_model.commands", "export.commands", "runtime.console")
+COMMAND_LINE = (
+    *("cli", "build_model.commands", "export.commands", "export.distillation.commands"),
+    "runtime.console",
+)
 # What each part of the project may import of the project besides itself.
 PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
     "__main__": ("cli", "runtime"),
     "cli": PACKAGES,
     "export": ("build_model", "runtime"),
     "export.commands": ("build_model", "runtime"),
+    "export.distillation.commands": ("build_model", "runtime"),
     "build_model": SHARED,
     "build_model.commands": (*SHARED, "runtime.console"),
     "runtime": (),
@@ -54,7 +58,8 @@ ROOMS = {
     ),
     "export": (
         *("graphs", "precision", "torch_model", "optimise", "variants", "parity", "claims"),
-        *("backends", "debug", "faults", "report", "verify", "audit", "bundle", "commands"),
+        *("backends", "debug", "faults", "report", "verify", "audit", "bundle", "distillation"),
+        "commands",
     ),
 }
 MAX_MODULES = 12  # in a folder, __init__.py left out

@@ -1,0 +1,1 @@
+"""Knowledge distillation: a student is trained on the answers of a bundle."""

@@ -1,0 +1,106 @@
+"""The command that trains a student on the answers of a teacher.
+
+It imports what it needs when it runs, so that --help is instant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import click
+
+from transferry.build_model.commands import (
+    training_options,
+    training_pairs_options,
+    validation_pairs_options,
+)
+from transferry.build_model.presets import PRESETS
+from transferry.runtime.console.commands import command
+from transferry.runtime.console.fields import fields_as_options, together
+from transferry.runtime.console.options import (
+    FILE,
+    check_settings,
+    configurable,
+    explicit,
+    option,
+    session_options,
+)
+from transferry.runtime.console.progress import say
+from transferry.runtime.errors import UsageError
+from transferry.runtime.jobs.options import JobOptions
+
+STUDENTS = [
+    name
+    for name, preset in PRESETS.items()
+    if preset.model.get("architecture", "encoder-decoder") == "encoder-decoder"
+]
+TEACHER = "Teacher"
+OF_JOB = ("source_language", "target_language", "chunk_rows", "max_errors")
+teacher_options = together(
+    option(
+        "--beam",
+        panel=TEACHER,
+        type=click.IntRange(1, 10_000),
+        default=4,
+        help="Hypotheses that the teacher's beam search follows.",
+    ),
+    option(
+        "--n-best",
+        panel=TEACHER,
+        type=click.IntRange(1, 10_000),
+        help="Hypotheses of which the one with the highest sentence BLEU is taken. Default: as "
+        "many as the beam with references, else 1.",
+    ),
+    fields_as_options(
+        JobOptions,
+        leave_out=[f.name for f in dataclasses.fields(JobOptions) if f.name not in OF_JOB],
+        panel=TEACHER,
+    ),
+)
+
+
+@command(
+    epilog="""\b
+Examples:
+  transferry distil bundles/ende --source train.en.gz --target train.de.gz \\
+      --valid-source val.en.gz --valid-target val.de.gz --out runs/student
+  transferry distil bundles/ende --source more.en --preset tiny --out runs/student
+  transferry distil --out runs/student --resume
+"""
+)
+@configurable
+@click.argument("teacher", metavar="TEACHER", type=FILE, required=False)
+@training_pairs_options
+@validation_pairs_options
+@teacher_options
+@session_options
+@training_options(
+    "student",
+    presets=STUDENTS,
+    vocabulary="the teacher's vocabulary if `train` made it, else from the preset",
+    leave_out=["architecture"],
+)
+@click.pass_context
+def distil(context: click.Context, /, **options: Any) -> None:
+    """Train a student on the answers of TEACHER, a bundle.
+
+    The teacher answers --source or the sources of --pairs. With references, of its n best
+    hypotheses the one with the highest sentence BLEU is taken, and the student is trained on the
+    references too. Unusable pairs and rows that hold an error are dropped and counted. The answers
+    and the pairs are kept in RUN/distilled. The same command continues an interrupted run.
+    """
+    from transferry.build_model import run_folder
+    from transferry.export.distillation.distil import distil as distilled
+
+    out = options["out"]
+    if options.pop("resume"):
+        options = run_folder.recall(out, options, explicit(context), "distil")
+        options.pop("resume", None)
+        check_settings(context, out / run_folder.SETTINGS)
+    if options["teacher"] is None:
+        raise UsageError("expected the bundle of a TEACHER, found none; name it")
+    marks = distilled(**options)
+    if marks is not None:
+        say(f"{marks}; {Path(out)}")

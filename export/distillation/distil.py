@@ -1,0 +1,278 @@
+"""Sequence-level knowledge distillation (Kim and Rush 2016): a student learns a teacher's answers.
+
+    RUN/distilled/rows.jsonl      texts with references, while the teacher answers
+    RUN/distilled/answers.jsonl   the teacher's answers, the output of a job
+    RUN/distilled/valid.jsonl     pairs held out, where there are no validation pairs
+    RUN/distilled/pairs.jsonl     what the student is trained on
+
+Each file appears whole and in this order; then training begins. So the same call continues after
+any interruption: it does what is not done yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from transferry.build_model import checkpoint, run_folder
+from transferry.build_model.config import IMPORTED_FIELDS, ModelConfig, TrainConfig
+from transferry.build_model.data import Pair
+from transferry.build_model.distributed import Process
+from transferry.build_model.evaluation import Evaluation
+from transferry.build_model.recipe import PairFiles, Recipe
+from transferry.export.distillation.pairs import distilled, write_pairs
+from transferry.runtime.bundle import MANIFEST, Bundle
+from transferry.runtime.console.progress import progress, teller
+from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.files import atomic_file, sha256
+from transferry.runtime.jobs.job import Job
+from transferry.runtime.jobs.options import JobOptions
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.settings import read_made, read_settings
+from transferry.runtime.tokenizer.byte_pair import SOURCES, Tokenizer
+
+Show = Callable[..., None]
+
+CORPUS = ("source", "target", "pairs")
+# Fields of SessionOptions and of JobOptions that are options of a distillation.
+SESSION = ("runtime", "provider", "threads", "optimisation")
+OF_JOB = ("source_language", "target_language", "chunk_rows", "max_errors")
+# Fields of ModelConfig that are none: a student is an encoder-decoder, sized by its tokenizer.
+NOT_OF_STUDENT = ("vocabulary_size", "architecture", *IMPORTED_FIELDS)
+
+
+def distil(
+    teacher: Path | str,
+    out: Path | str,
+    *,
+    beam: int = 4,
+    n_best: int | None = None,
+    preset: str = "student",
+    device: str = "auto",
+    force: bool = False,
+    quiet: bool = False,
+    **options: Any,
+) -> Evaluation | None:
+    """Trains a student on a teacher's answers; the same call continues after an interruption.
+
+    Args:
+        teacher: Bundle of an encoder-decoder.
+        out: Run folder of the student.
+        beam: Beam of the teacher.
+        n_best: Hypotheses to choose from by sentence BLEU. Default: as many as the beam where there
+            are references, else 1.
+        preset: Shape and training settings of the student.
+        device: Device to train on: "cpu", "cuda" or "auto".
+        force: Replace the run in `out`.
+        quiet: Print no progress.
+        **options: Other options of `transferry distil` by their names, such as
+            `source="train.en", target="train.de", max_steps=4000`.
+
+    Returns:
+        Validation scores of the student.
+
+    Raises:
+        InputError: The bundle, the text or an interrupted run cannot be used, or no answer can.
+        KeyboardInterrupt: It was interrupted; the message says how to continue.
+        ProviderError: A device cannot run here.
+        UsageError: Options do not fit each other or the bundle, or `out` holds something else.
+    """
+    teacher, out = Path(teacher), Path(out)
+    named = dict(beam=beam, n_best=n_best, preset=preset, device=device, force=force, quiet=quiet)
+    chosen = _with_defaults({"teacher": teacher, "out": out, **named, **options})
+    corpus = _corpus(chosen)
+    n_best = _n_best(chosen)
+    bundle = _teacher(teacher)
+    recipe = _recipe(out, chosen, bundle)
+    recipe.configs()
+    Process.start(device)
+    hashes = _hashes(chosen)
+    if continues := not force and _is_begun(out):
+        run_folder.recall(out, chosen, chosen, "distil")
+        _require_unchanged(out, chosen, hashes)
+    remember = partial(run_folder.remember, out, chosen, hashes)
+    say = teller(quiet)
+    with run_folder.training(out, force=force, resume=continues, command="distil"):
+        if not continues:
+            remember()
+        (out / run_folder.DISTILLED).mkdir(exist_ok=True)
+        if not _has_pairs(out, recipe):
+            references = None if isinstance(corpus, Path) else _read(corpus, say)
+            with progress(quiet, "rows") as show:
+                _answer(out, corpus, references, chosen, n_best, show, say)
+                _choose(out, recipe, references, show, say)
+        (out / run_folder.ROWS).unlink(missing_ok=True)
+        resume = (out / checkpoint.STATE).exists()
+        with progress(quiet, "steps") as show:
+            return recipe.follow(
+                out, device=device, resume=resume, say=say, show=show, begun=remember
+            )
+
+
+def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all options of a distillation; raises UsageError for one that is none."""
+    fields = [*dataclasses.fields(TrainConfig), *dataclasses.fields(ModelConfig)]
+    names = [field.name for field in fields if field.name not in NOT_OF_STUDENT]
+    session = {field.name: field.default for field in dataclasses.fields(SessionOptions)}
+    known: dict[str, Any] = {
+        **dict.fromkeys(("teacher", *CORPUS, *(f"valid_{name}" for name in CORPUS))),
+        **dict.fromkeys(("beam", "n_best", *OF_JOB, "variant")),
+        **{name: session[name] for name in SESSION},
+        **dict.fromkeys(("preset", "vocabulary_size", "encoding")),
+        **dict.fromkeys(("out", "device", "force", "quiet", *names)),
+    }
+    if unknown := sorted(options.keys() - known.keys()):
+        raise UsageError(f"distil has no option {unknown[0]}; it knows {', '.join(known)}")
+    return {**known, **options}
+
+
+def _corpus(options: Mapping[str, Any]) -> PairFiles | Path:
+    """Returns the pairs to distil, or the text where there are no references."""
+    source, target, pairs = (options[name] and Path(options[name]) for name in CORPUS)
+    if pairs and not source and not target:
+        return PairFiles(pairs)
+    if source and not pairs:
+        return PairFiles(source, target) if target else source
+    raise UsageError("give --source, with --target where there are references, or --pairs")
+
+
+def _n_best(options: Mapping[str, Any]) -> int:
+    given = options["n_best"]
+    if not (options["target"] or options["pairs"]):
+        if given is not None:
+            raise UsageError(
+                "--n-best needs references to choose by; add --target, or leave it out"
+            )
+        return 1
+    n_best: int = options["beam"] if given is None else given
+    GenerationOptions(beam=options["beam"], n_best=n_best)
+    return n_best
+
+
+def _teacher(folder: Path) -> Bundle:
+    """Opens the teacher's bundle."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError(
+            "distil is one process; for several GPUs, train on its RUN/distilled/pairs.jsonl: "
+            "torchrun ... transferry.cli train --pairs"
+        )
+    bundle = Bundle.load(folder)
+    if (architecture := bundle.manifest.architecture) != "encoder-decoder":
+        raise UsageError(
+            f"{folder}: expected the bundle of an encoder-decoder as the teacher, found "
+            f"{architecture}; name another"
+        )
+    return bundle
+
+
+def _recipe(out: Path, options: Mapping[str, Any], teacher: Bundle) -> Recipe:
+    """Returns how the student is trained."""
+    paths = {**dict.fromkeys(CORPUS), "pairs": out / run_folder.PAIRS}
+    absent = dict.fromkeys(("text", "valid_text", "architecture"))
+    fixed = {"builtin": False, "skip_bad": True}
+    recipe = Recipe.from_options({**options, **paths, **absent, **fixed})
+    # An imported tokenizer may have special tokens that training does not know, and a vocabulary
+    # that is large for a student.
+    shared = isinstance(teacher.tokenizer, Tokenizer) and teacher.tokenizer.special == SOURCES
+    return dataclasses.replace(
+        recipe,
+        valid=recipe.valid or PairFiles(out / run_folder.VALID, held_out=True),
+        tokenizer=cast(Tokenizer, teacher.tokenizer) if shared else None,
+    )
+
+
+def _hashes(options: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the hashes of what is distilled, by the name of the option."""
+    files = {name: Path(options[name]) for name in CORPUS if options[name] is not None}
+    files["teacher"] = Path(options["teacher"]) / MANIFEST
+    return {f"{name}_sha256": sha256(path) for name, path in files.items()}
+
+
+def _is_begun(out: Path) -> bool:
+    settings = out / run_folder.SETTINGS
+    return settings.is_file() and "teacher" in read_settings(settings)
+
+
+def _require_unchanged(out: Path, options: Mapping[str, Any], hashes: Mapping[str, str]) -> None:
+    made = read_made(out / run_folder.SETTINGS)
+    before = {name: value for name, value in made.items() if name.endswith("_sha256")}
+    for name in sorted(before.keys() | hashes.keys()):
+        if before.get(name) != hashes.get(name):
+            option = name.removesuffix("_sha256")
+            raise InputError(
+                f"{out} was begun with another {option}, found {options[option]}; restore it, or "
+                "start over with --force"
+            )
+
+
+def _has_pairs(out: Path, recipe: Recipe) -> bool:
+    """Whether the pairs are made, with as many held out as the recipe wants."""
+    holds_out = isinstance(recipe.valid, PairFiles) and recipe.valid.held_out
+    return (out / run_folder.PAIRS).exists() and (out / run_folder.VALID).exists() == holds_out
+
+
+def _read(corpus: PairFiles, say: Callable[[str], None]) -> list[Pair]:
+    pairs, report = corpus.read(skip_bad=True)
+    say(f"pairs to distil: {report}")
+    return pairs
+
+
+def _answer(
+    out: Path,
+    corpus: PairFiles | Path,
+    references: Sequence[Pair] | None,
+    options: Mapping[str, Any],
+    n_best: int,
+    show: Show,
+    say: Callable[[str], None],
+) -> None:
+    """Has the teacher answer every row; continues an interrupted job."""
+    rows = out / run_folder.ROWS
+    if references is not None and not rows.exists():
+        with atomic_file(rows) as file:
+            for pair in references:
+                record = {"source": pair.source, "reference": pair.target}
+                file.write(f"{json.dumps(record, ensure_ascii=False)}\n".encode())
+    chosen = JobOptions(
+        generation={"beam": options["beam"], "n_best": n_best},
+        column=None if references is None else "source",
+        format_in="text" if references is None else "jsonl",
+        **{name: options[name] for name in OF_JOB if options[name] is not None},
+    )
+    session = SessionOptions(**{name: options[name] for name in SESSION})
+    with Engine.load(options["teacher"], session, variant=options["variant"]) as engine:
+        text = corpus if isinstance(corpus, Path) else rows
+        job = Job(engine, text, out / run_folder.ANSWERS, chosen)
+        total = job.count()
+        job.run(lambda summary: show("the teacher's answers", summary.rows, total), say=say)
+
+
+def _choose(
+    out: Path,
+    recipe: Recipe,
+    references: Sequence[Pair] | None,
+    show: Show,
+    say: Callable[[str], None],
+) -> None:
+    """Makes the training pairs of the answers."""
+    targets = None if references is None else [pair.target for pair in references]
+    total = None if targets is None else len(targets)
+    taught, report = distilled(
+        out / run_folder.ANSWERS, targets, lambda number: show("choosing", number, total)
+    )
+    say(f"distilled pairs: {report}")
+    if targets is not None:
+        mean = sum(pair.bleu or 0.0 for pair in taught) / len(taught)
+        others = sum(pair.rank != 1 for pair in taught)
+        say(f"sentence BLEU {mean:.1f} on average; {others:,} of them are not the likeliest")
+    valid = out / run_folder.VALID
+    holds_out = isinstance(recipe.valid, PairFiles) and recipe.valid.held_out
+    valid.unlink(missing_ok=True)
+    write_pairs(taught, references or [], out / run_folder.PAIRS, valid if holds_out else None)
