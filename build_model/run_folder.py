@@ -36,9 +36,9 @@ ROWS, ANSWERS, PAIRS, VALID = (
     f"{DISTILLED}/{name}.jsonl" for name in ("rows", "answers", "pairs", "valid")
 )
 # Options that a run does not store, and options that may change on --resume: the end of the
-# training, and the places of its files.
+# training, the limit for errors of a teacher, and the places of files.
 OF_ONE_CALL = {"out", "resume", "force", "device", "quiet"}
-MAY_CHANGE = {"max_steps", "max_minutes", "teacher"} | {
+MAY_CHANGE = {"max_steps", "max_minutes", "max_errors", "teacher"} | {
     f"{prefix}{name}" for prefix in ("", "valid_") for name in ("source", "target", "pairs", "text")
 }
 

@@ -1,0 +1,382 @@
+"""A student of a tiny teacher: what it is trained on, interrupted or not, and what is refused."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sacrebleu
+import torch
+
+from tests.commands import call, done
+from tests.export.distillation.killed_distil import STUDENT
+from transferry.build_model.checkpoint import load_checkpoint
+from transferry.build_model.corpus import builtin_pairs
+from transferry.build_model.metrics import Metrics
+from transferry.build_model.train import Trainer
+from transferry.export.distillation import distil as distillation
+from transferry.export.distillation.distil import distil
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.tokenizer.byte_pair import Tokenizer
+
+CHECKOUT = Path(__file__).parents[3]
+# The same as options of the command line.
+OPTIONS = [
+    f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+    for name, value in STUDENT.items()
+]
+TOO_LONG = " ".join(["seven hundred"] * 60)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Metrics, "draw", lambda self: None)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def corpus(bundle_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The options that name a corpus; references of its first rows are fourth hypotheses.
+
+    Most answers of the random teacher never end.
+    """
+    folder = tmp_path_factory.mktemp("corpus")
+    pairs = [pair for pair in dict.fromkeys(builtin_pairs(300, seed=1)) if len(pair.source) < 40]
+    fourth, others = {}, {}
+    with Engine.load(bundle_folder) as engine:
+        results = engine.generate((pair.source for pair in pairs), beam=4, n_best=4)
+        for pair, result in zip(pairs, results, strict=True):
+            last = result.hypotheses[3]
+            if last.finish_reason == "end" and last.text.strip() and last.text.isprintable():
+                fourth[pair.source] = last.text
+            else:
+                others[pair.source] = pair.target
+    assert len(fourth) >= 16
+    # One row without a text, and one that is too long for the teacher.
+    rows = [*list(fourth.items())[:16], *list(others.items())[:18], ("", "leer")]
+    rows.append((TOO_LONG, "lang"))
+    for place, name in enumerate(("train.en", "train.de")):
+        (folder / name).write_text("".join(f"{row[place]}\n" for row in rows))
+    return ["--source", str(folder / "train.en"), "--target", str(folder / "train.de")]
+
+
+@pytest.fixture(scope="session")
+def whole(bundle_folder: Path, corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Metrics, "draw", lambda self: None)
+        distil(bundle_folder, folder, source=corpus[1], target=corpus[3], **STUDENT)
+    torch.set_num_threads(threads)
+    return folder
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def same(one: Path, other: Path) -> None:
+    names = [
+        *("model.safetensors", "config.json", "tokenizer.json", "samples.json"),
+        *(f"distilled/{name}.jsonl" for name in ("answers", "pairs", "valid")),
+    ]
+    for name in names:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def test_the_student_is_trained_on_references_and_answers(whole: Path, bundle_folder: Path) -> None:
+    answers = {row["source"]: row for row in lines_of(whole / "distilled" / "answers.jsonl")}
+    pairs = lines_of(whole / "distilled" / "pairs.jsonl")
+    taught = [pair for pair in pairs if pair["origin"] == "teacher"]
+    assert answers[TOO_LONG]["error"]["kind"] == "too-long"
+    assert "" not in answers
+    assert len(taught) >= 10
+    assert {pair["rank"] for pair in taught} >= {4}, "the search's own order does not decide"
+    for pair in taught:
+        answer = answers[pair["source"]]
+        ended = [each["text"] for each in answer["n_best"] if each["finish_reason"] == "end"]
+        scores = [
+            sacrebleu.sentence_bleu(text, [answer["reference"]]).score
+            for text in ended
+            if text.strip()
+        ]
+        assert pair["bleu"] == pytest.approx(max(scores), abs=1e-3)
+        assert pair["target"] in ended
+    held = {pair["source"] for pair in lines_of(whole / "distilled" / "valid.jsonl")}
+    assert len(held) == 3
+    references = {pair["source"] for pair in pairs if pair["origin"] == "reference"}
+    assert references == answers.keys() - held
+    assert {pair["source"] for pair in taught} <= references
+    teacher, student = Tokenizer.load(bundle_folder), load_checkpoint(whole)
+    assert student.tokenizer == teacher
+    assert student.model.config.d_model == 16
+    assert not (whole / "distilled" / "rows.jsonl").exists()
+
+
+def test_what_is_said(bundle_folder: Path, corpus: list[str], tmp_path: Path) -> None:
+    loud = [option for option in OPTIONS if option != "--quiet"]
+    said = done("distil", bundle_folder, *corpus, *loud, "--out", tmp_path / "run").stderr
+    taught = [
+        pair
+        for pair in lines_of(tmp_path / "run" / "distilled" / "pairs.jsonl")
+        if pair["origin"] == "teacher"
+    ]
+    lines = said.splitlines()
+    assert lines[0] == "pairs to distil: 35 of 36 kept, 1 empty"
+    counts = r"distilled pairs: (\d+) of 35 kept, (\d+) without a whole answer, 1 too-long"
+    found = re.fullmatch(counts, lines[1])
+    assert found is not None
+    kept, dropped = map(int, found.groups())
+    assert kept + dropped + 1 == 35
+    assert kept >= len(taught), "answers of sources that are held out count too"
+    assert re.fullmatch(r"sentence BLEU \d+\.\d on average; \d+ of them .* likeliest", lines[2])
+    assert lines[-1].startswith("validation loss ")
+
+
+def test_killed_in_every_phase_it_ends_with_the_same_bytes(
+    bundle_folder: Path, corpus: list[str], whole: Path, tmp_path: Path
+) -> None:
+    program = [sys.executable, "-m", "tests.export.distillation.killed_distil"]
+    ended = subprocess.run(
+        [*program, str(bundle_folder), corpus[1], corpus[3], str(tmp_path / "cut")],
+        cwd=CHECKOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    # What died, saved chunks, and whether there are answers, pairs and a state.
+    assert ended.stdout.splitlines() == [
+        "append 0 False False False",
+        "append 2 False False False",
+        "distilled -1 True False False",
+        "_write -1 True False False",
+        "_step -1 True True True",
+        "_step -1 True True True",
+    ]
+    same(whole, tmp_path / "cut")
+
+
+def test_an_interrupted_training_says_how_to_go_on(
+    bundle_folder: Path,
+    corpus: list[str],
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = tmp_path / "run"
+    step = Trainer._step
+
+    def interrupted(self: Trainer, *arguments: Any) -> Any:
+        self.interrupted = self.progress.step == 1
+        return step(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "_step", interrupted)
+    result = call("distil", bundle_folder, *corpus, *OPTIONS, "--out", run)
+    assert result.exit_code == 130
+    assert f"continue with: transferry distil --out {run} --resume" in result.stderr
+    monkeypatch.undo()
+    monkeypatch.setattr(Metrics, "draw", lambda self: None)
+    refused = call("train", "--out", run, "--resume")
+    assert refused.exit_code == 2
+    assert f"made by distil; continue it with: transferry distil --out {run}" in refused.stderr
+    # Neither the teacher nor the corpus need be named, and the answers are not made again.
+    monkeypatch.setattr(distillation, "_answer", None)
+    done("distil", "--out", run, "--resume", "--quiet")
+    same(whole, run)
+
+
+def test_the_settings_of_a_run_give_it_again(whole: Path, tmp_path: Path) -> None:
+    settings = whole / "settings.toml"
+    made = tomllib.loads(settings.read_text())
+    assert made["beam"] == 4
+    assert len(made["made"]["teacher_sha256"]) == 64
+    done("distil", "--config", settings, "--out", tmp_path / "run", "--quiet")
+    same(whole, tmp_path / "run")
+
+
+def test_without_references_the_likeliest_is_taken(
+    bundle_folder: Path, corpus: list[str], tmp_path: Path
+) -> None:
+    pairs = builtin_pairs(4, seed=5)
+    valid = tmp_path / "valid.tsv"
+    valid.write_text("".join("\t".join(pair) + "\n" for pair in pairs))
+    run = tmp_path / "run"
+    options = {**STUDENT, "max_steps": 1, "vocabulary_size": 300}
+    distil(bundle_folder, run, source=corpus[1], valid_pairs=valid, **options)
+    answers = lines_of(run / "distilled" / "answers.jsonl")
+    assert [row["error"]["kind"] for row in answers if "error" in row] == ["empty", "too-long"]
+    expected = [
+        {"source": row["source"], "target": row["text"], "origin": "teacher", "rank": 1}
+        for row in answers
+        if row["finish_reason"] == "end" and row["text"].strip()
+    ]
+    assert lines_of(run / "distilled" / "pairs.jsonl") == expected
+    assert not (run / "distilled" / "valid.jsonl").exists()
+    assert load_checkpoint(run).tokenizer.vocabulary_size == 300
+
+
+@pytest.mark.parametrize("architecture", ["writer", "reader"])
+def test_a_teacher_of_another_architecture_is_refused(
+    architecture: str, corpus: list[str], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    bundle = request.getfixturevalue(f"{architecture}_bundle_folder")
+    result = call("distil", bundle, *corpus, *OPTIONS, "--out", tmp_path / "run")
+    assert result.exit_code == 2
+    found = {"writer": "decoder-only", "reader": "encoder-only"}[architecture]
+    assert "expected the bundle of an encoder-decoder as the teacher, found" in result.stderr
+    assert found in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--heads=3"], 2, "heads"),
+        (["--dropout=0", "--r-drop=1"], 2, "r_drop must be 0 where dropout is 0"),
+        (["--n-best=5"], 2, "n_best=5 is more than beam=4 can give"),
+        (["--valid-source=absent"], 2, "give --valid-source and --valid-target"),
+        (["--vocabulary-size=300", "--encoding=cl100k_base"], 2, "exclude each other"),
+        (["--device=tpu"], 2, "device must be cpu"),
+        (["--pairs=absent.tsv"], 2, "give --source, with --target"),
+        (["--source=absent.en"], 3, "absent.en"),
+        (["--variant=cpu-int9"], 2, "cpu-int9"),
+        (["--preset=prose"], 2, "'prose' is not one of"),
+    ],
+)
+def test_bad_options_leave_nothing(
+    bundle_folder: Path,
+    corpus: list[str],
+    tmp_path: Path,
+    options: list[str],
+    code: int,
+    message: str,
+) -> None:
+    given: list[str | Path] = [
+        "distil",
+        bundle_folder,
+        *corpus,
+        *OPTIONS,
+        "--out",
+        tmp_path / "run",
+        *options,
+    ]
+    result = call(*given)
+    assert result.exit_code == code, result.stderr
+    assert message in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_many_errors_stop_it_and_a_higher_limit_continues(
+    bundle_folder: Path, corpus: list[str], whole: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    given: list[str | Path] = ["distil", bundle_folder, *corpus, *OPTIONS, "--out", run]
+    stopped = call(*given, "--max-errors=0")
+    assert stopped.exit_code == 3
+    assert "more than 0 rows are bad, the first of them: row 35: " in stopped.stderr
+    assert "30 of 35 rows are saved in" in stopped.stderr
+    done(*given, "--max-errors=1")
+    same(whole, run)
+
+
+def test_a_teacher_is_needed(bundle_folder: Path, corpus: list[str], tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "run")]
+    for arguments, code, message in (
+        ([*corpus, *out], 2, "expected the bundle of a TEACHER, found none"),
+        ([tmp_path / "absent", *corpus, *out], 3, "absent"),
+        ([bundle_folder, *out], 2, "give --source, with --target where there are references"),
+        ([bundle_folder, *corpus[:2], "--n-best=2", *out], 2, "--n-best needs references"),
+    ):
+        result = call("distil", *arguments)
+        assert result.exit_code == code, result.stderr
+        assert message in result.stderr
+    with pytest.raises(UsageError, match="distil has no option beams; it knows teacher, source"):
+        distil(bundle_folder, tmp_path / "run", source=corpus[1], beams=4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_processes_are_refused(
+    bundle_folder: Path, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match=r"train on its RUN/distilled/pairs\.jsonl"):
+        distil(bundle_folder, tmp_path / "run", source=corpus[1])
+
+
+def test_a_run_is_continued_as_it_was_begun_or_replaced_by_force(
+    bundle_folder: Path, corpus: list[str], whole: Path, tmp_path: Path
+) -> None:
+    run, source = tmp_path / "run", tmp_path / "train.en"
+    shutil.copytree(whole, run)
+    shutil.copy(corpus[1], source)
+    given: list[str | Path] = [
+        "distil",
+        bundle_folder,
+        "--source",
+        source,
+        *corpus[2:],
+        *OPTIONS,
+        "--out",
+        run,
+    ]
+    refused = call(*given, "--beam=5")
+    assert refused.exit_code == 2
+    assert "started with --beam 4, found --beam 5; leave it out to resume" in refused.stderr
+    refused = call(*[word for word in given if word != "--seed=1"], "--seed=1")
+    assert "started with --seed left out, found --seed 1" in refused.stderr
+    refused = call("distil", "--out", run, "--resume", "--d-ff=32")
+    assert "started with --d-ff 16, found --d-ff 32" in refused.stderr
+    # The corpus may have moved, but must be the same.
+    done(*given)
+    same(whole, run)
+    source.write_text(source.read_text().replace("seven", "eight"))
+    refused = call(*given)
+    assert refused.exit_code == 3
+    assert f"{run} was begun with another source, found {source}; restore it" in refused.stderr
+    same(whole, run)
+    done(*given, "--force", "--max-steps=1")
+    assert (run / "model.safetensors").read_bytes() != (whole / "model.safetensors").read_bytes()
+    assert not (run / ".former").exists()
+    # A note of somebody else is kept, and so the run is too.
+    (run / "distilled" / "notes.txt").write_text("mine")
+    refused = call(*given, "--force")
+    assert refused.exit_code == 2
+    assert "holds distilled/notes.txt, which transferry did not write" in refused.stderr
+
+
+def test_a_replaced_run_comes_back_after_an_early_error(
+    bundle_folder: Path,
+    corpus: list[str],
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+
+    def broken(*arguments: Any, **named: Any) -> None:
+        raise InputError("the teacher is gone")
+
+    monkeypatch.setattr(Engine, "load", broken)
+    result = call("distil", bundle_folder, *corpus, *OPTIONS, "--out", run, "--force")
+    assert (result.exit_code, result.stderr) == (3, "Error: the teacher is gone\n")
+    same(whole, run)
+    assert not (run / ".former").exists()
