@@ -2,9 +2,11 @@
 
 import { InputError, UsageError } from "./errors.js";
 import { sourceOf } from "./source.js";
-import { openTokenizer, tokenizerFiles } from "./tokenizer.js";
+import { openTokenizer, tokenizerFiles } from "./tokenizer/tokenizer.js";
 
 export const FORMAT = 8;
+// Rows are taken in ort/decoder.js, and "generate" is a search of its own.
+const UNUSED = ["select", "generate"];
 const NAME = /^[A-Za-z0-9_+-][A-Za-z0-9._+-]*$/;
 
 /** A bundle: only bytes that match the manifest are ever used. */
@@ -12,7 +14,7 @@ export class Bundle {
   /**
    * @param {object} source where the files are, see source.js
    * @param {object} manifest content of manifest.json
-   * @param {object} tokenizer see tokenizer.js
+   * @param {object} tokenizer see tokenizer/tokenizer.js
    */
   constructor(source, manifest, tokenizer) {
     this.source = source;
@@ -97,10 +99,14 @@ export class Bundle {
     return variants[name];
   }
 
+  /** Returns names and specifications of the graphs that a search here drives. */
+  steps(variant) {
+    return Object.entries(variant.graphs).filter(([name]) => !UNUSED.includes(name));
+  }
+
   /** Returns the names of the files that graphs of a variant need: graphs and weights. */
   graphFiles(variant) {
-    const graphs = Object.entries(variant.graphs).filter(([name]) => name !== "select");
-    const files = graphs.map(([, graph]) => graph.file);
+    const files = this.steps(variant).map(([, graph]) => graph.file);
     const weights = new Set(files.map((file) => weightsOf(file)));
     return [...files, ...weights].filter((file) => Object.hasOwn(this.manifest.files, file));
   }

@@ -22,6 +22,7 @@ export interface SpecialTokens {
   mask: number | null;
   before: number[];
   after: number[];
+  between: number[];
   ends: number[];
   languages: Record<string, number>;
   beginsWithLanguage: boolean;
@@ -29,25 +30,33 @@ export interface SpecialTokens {
   wrap(ids: number[]): number[];
 }
 
+/** Place of a token in a text, in code points, and whether it continues the word before. */
+export interface Place {
+  start: number;
+  end: number;
+  continues: boolean;
+}
+
 export interface Tokenizer {
   readonly special: SpecialTokens;
   readonly vocabularySize: number;
+  /** Most characters of one id; null if unlimited. */
   readonly longestToken: number | null;
+  /** Token ids of a text that the model reads, without special tokens. */
   encode(text: string): number[];
+  /** Token ids of a text that the model writes. */
+  encodeTarget(text: string): number[];
   decode(ids: number[]): string;
   decodePartial?(ids: number[]): string;
+  places?(text: string): Place[];
 }
 
-/** Byte-level BPE by ranks. */
-export class BytePairTokenizer implements Tokenizer {
-  constructor(settings: object, ranks: Uint8Array, special: SpecialTokens);
-  readonly special: SpecialTokens;
-  readonly vocabularySize: number;
-  readonly longestToken: number;
-  encode(text: string): number[];
-  decode(ids: number[]): string;
-  decodePartial(ids: number[]): string;
-}
+/** Opens a tokenizer by its settings and the content of its files, without a bundle around it. */
+export function openTokenizer(
+  settings: object,
+  contents: Record<string, Uint8Array>,
+  other?: OtherTokenizer,
+): Tokenizer;
 
 export class Bundle {
   /** Opens a folder (Node), a URL, or any source of files. */
@@ -108,7 +117,7 @@ export function uniforms(
 ): Generator<number, never>;
 
 export interface RowError {
-  kind: "empty" | "too-long" | "no-mask" | "not-finite";
+  kind: "empty" | "too-long" | "too-short" | "no-mask" | "not-finite";
   message: string;
 }
 export interface Answer {
@@ -139,6 +148,41 @@ export interface EmbeddingRecord {
   error?: RowError;
   truncated?: true;
 }
+export interface ScoreRecord {
+  source: string;
+  target?: string;
+  total?: number;
+  tokens?: number[];
+  log_probabilities?: number[];
+  error?: RowError;
+  truncated?: true;
+}
+export interface ClassifiedRecord {
+  source: string;
+  label?: string;
+  scores?: { label: string; score: number }[];
+  error?: RowError;
+  truncated?: true;
+}
+export interface RankedRecord {
+  source: string;
+  score?: number;
+  error?: RowError;
+  truncated?: true;
+}
+export interface Tag {
+  text: string;
+  start: number;
+  end: number;
+  label: string;
+  score: number;
+}
+export interface TaggedRecord {
+  source: string;
+  tags?: Tag[];
+  error?: RowError;
+  truncated?: true;
+}
 export interface RowOptions {
   longRows?: "error" | "truncate";
   sourceLanguage?: string;
@@ -159,7 +203,9 @@ export class Engine {
     },
   ): Promise<Engine>;
   readonly bundle: Bundle;
-  readonly tasks: ("generate" | "embed" | "fill-mask")[];
+  readonly tasks: (
+    "generate" | "score" | "embed" | "fill-mask" | "classify" | "rank" | "tag"
+  )[];
   options(values?: Partial<GenerationOptions>): GenerationOptions;
   generate(
     texts: Iterable<string | number[]>,
@@ -172,6 +218,25 @@ export class Engine {
     options?: Partial<GenerationOptions>,
     how?: RowOptions & { row?: number },
   ): AsyncGenerator<{ text: string; tokens: number[] }, GenerationRecord>;
+  score(
+    rows: Iterable<string | [string, string]>,
+    options?: RowOptions,
+  ): AsyncGenerator<ScoreRecord, void>;
+  classify(
+    rows: Iterable<string | [string, string]>,
+    options?: { longRows?: "error" | "truncate" },
+  ): AsyncGenerator<ClassifiedRecord, void>;
+  rank(
+    pairs: Iterable<[string, string]>,
+    options?: { longRows?: "error" | "truncate" },
+  ): AsyncGenerator<RankedRecord, void>;
+  tag(
+    texts: Iterable<string>,
+    options?: {
+      aggregation?: "none" | "simple" | "first" | "average" | "max";
+      longRows?: "error" | "truncate";
+    },
+  ): AsyncGenerator<TaggedRecord, void>;
   fillMask(
     texts: Iterable<string>,
     options?: { mask?: string; top?: number; longRows?: "error" | "truncate" },

@@ -1,5 +1,7 @@
 // From texts to token ids: special tokens, and texts longer than the model's positions.
 
+import { UsageError } from "./errors.js";
+
 const BLANK = /^[\p{White_Space}\x1c-\x1f]*$/u;
 
 /** Why an input has no answer: a word for programs, a sentence, and the input's tokens. */
@@ -15,18 +17,19 @@ export class RowError extends Error {
  * Returns the token ids of a text for a model, special tokens included.
  *
  * @param {string} text
- * @param {object} tokenizer see tokenizer.js
+ * @param {object} tokenizer see tokenizer/tokenizer.js
  * @param {object} limits positions: most tokens; longRows: "error" or "truncate"; reserve:
- *   positions to leave free when truncating
+ *   positions to leave free when truncating; wrap: puts special tokens around the ids
  * @param {(text: string) => number[]} [encode] default: that of the tokenizer
  * @returns {{ids: number[], tokens: number, truncated: boolean}}
  * @throws {RowError} of kind empty or too-long
  */
 export function encodeRow(text, tokenizer, limits, encode = (each) => tokenizer.encode(each)) {
   const { positions, longRows = "error", reserve = 0 } = limits;
+  const wrap = limits.wrap ?? ((ids) => tokenizer.special.wrap(ids));
   const truncates = longRows === "truncate";
   const room = Math.max(0, positions - (truncates ? reserve : 0));
-  const around = tokenizer.special.wrap([]).length;
+  const around = wrap([]).length;
   // The length of a text bounds its tokens from below, so one of megabytes is not split at all.
   const longest = limits.longest ?? tokenizer.longestToken;
   const characters = longest && text.length > positions * longest ? [...text] : null;
@@ -35,11 +38,11 @@ export function encodeRow(text, tokenizer, limits, encode = (each) => tokenizer.
   const head = !far ? text : truncates ? characters.slice(0, room * longest).join("") : "";
   const ids = encode(head);
   const tokens = (far ? least : ids.length) + around;
-  if (BLANK.test(text)) throw new RowError("empty", "there is no text to work on", tokens);
-  if (tokens <= room) return { ids: tokenizer.special.wrap(ids), tokens, truncated: false };
+  if (isBlank(text)) throw new RowError("empty", "there is no text to work on", tokens);
+  if (tokens <= room) return { ids: wrap(ids), tokens, truncated: false };
   if (truncates && room > around) {
     const kept = ids.slice(0, room - around);
-    return { ids: tokenizer.special.wrap(kept), tokens, truncated: true };
+    return { ids: wrap(kept), tokens, truncated: true };
   }
   throw tooLong(tokens, positions, far ? "at least " : "");
 }
@@ -50,6 +53,32 @@ export function tooLong(tokens, positions, about = "") {
     `${about}${tokens} tokens, but the model has ${positions} positions; shorten or split the text`,
     tokens,
   );
+}
+
+export function notFinite(tokens) {
+  return new RowError("not-finite", "the model gave NaN or infinity", tokens);
+}
+
+/** Whether a text is white space alone. */
+export function isBlank(text) {
+  return BLANK.test(text);
+}
+
+/** Throws UsageError for a treatment of long rows that is not possible here. */
+export function checkLongRows(longRows) {
+  if (![undefined, "error", "truncate"].includes(longRows)) {
+    throw new UsageError(`longRows must be error or truncate, found ${longRows}`);
+  }
+}
+
+/** Returns a record, or that of the row's error: the source, `blank` and the error. */
+export async function answered(source, blank, record) {
+  try {
+    return await record();
+  } catch (error) {
+    if (!(error instanceof RowError)) throw error;
+    return { source, ...blank, error: { kind: error.kind, message: error.message } };
+  }
 }
 
 /** Returns numbers of a record rounded as `transferry run` writes them. */

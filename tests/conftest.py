@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from transferry.runtime.doctor import check_cuda
-from transferry.runtime.tokenizer.byte_pair import PASSAGES, PROMPTS, SOURCES, SpecialTokens
+from transferry.runtime.settings import HeadSettings
+from transferry.runtime.tokenizer.byte_pair import (
+    PASSAGES,
+    PROMPTS,
+    SOURCES,
+    AnyTokenizer,
+    SpecialTokens,
+)
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -48,7 +55,13 @@ def corpus_dir() -> Path:
 
 
 def make_run(
-    folder: Path, special: SpecialTokens, *, vocabulary: int = 400, **changes: Any
+    folder: Path,
+    special: SpecialTokens,
+    *,
+    vocabulary: int = 400,
+    head: HeadSettings | None = None,
+    tokenizer: AnyTokenizer | None = None,
+    **changes: Any,
 ) -> Path:
     """A run as training leaves it: a model of a few thousand weights, random but always the same.
 
@@ -72,7 +85,7 @@ def make_run(
             " ".join("".join(letters.choices("abcdefghij", k=6)) for _ in range(10))
             for _ in range(vocabulary // 4)
         ]
-    tokenizer = train_bpe(texts, vocabulary, special)
+    tokenizer = tokenizer or train_bpe(texts, vocabulary, special)
     shape: dict[str, Any] = dict(
         vocabulary_size=tokenizer.vocabulary_size,
         d_model=32,
@@ -93,7 +106,7 @@ def make_run(
             inner = parameter.dim() == 2 and not name.startswith("embedding")
             parameter.add_(noise * (0.2 if inner else 0.1))
         model.embedding.weight[tokenizer.special.eos_id] *= 3.0
-    checkpoint.save_config(folder, config, TrainConfig(max_steps=1))
+    checkpoint.save_config(folder, config, TrainConfig(max_steps=1), head=head)
     tokenizer.save(folder)
     checkpoint.save_samples(folder, [pair.source for pair in pairs[:8]])
     checkpoint.save_tensors(folder / checkpoint.WEIGHTS, model.state_dict())

@@ -68,8 +68,9 @@ def test_the_wheel_holds_the_sources_and_nothing_else(checkout: Path, built: Pat
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
         recorded = {name for name in archive.namelist() if ".dist-info/" in name}
     patterns = ("*.py", "py.typed", *(f"{package}/**/*" for package in PACKAGES))
-    patterns += ("js/*.js", "js/*.d.ts", "js/package.json", "js/page/*")
+    patterns += ("js/**/*.js", "js/*.d.ts", "js/package.json", "js/page/*")
     paths = {path for pattern in patterns for path in checkout.glob(pattern) if path.is_file()}
+    paths -= set(checkout.glob("js/test/*"))
     assert set(names) == {f"transferry/{path.relative_to(checkout).as_posix()}" for path in paths}
     assert {"transferry/cli.py", "transferry/py.typed"} <= set(names)
     assert "transferry/export/report/report.html.jinja" in names

@@ -1,7 +1,7 @@
 // The page: reads the input, shows the answer as it grows. The model runs in worker.js.
 
 const at = (id) => document.getElementById(id);
-const TITLES = { generate: "Run", "fill-mask": "Fill in", embed: "Embed" };
+const TITLES = { generate: "Run", "fill-mask": "Fill in", embed: "Embed", classify: "Classify", tag: "Tag" };
 
 const site = await (await fetch("site.json")).json();
 const worker = new Worker("worker.js", { type: "module" });

@@ -51,8 +51,9 @@ async function answer(text) {
     if (error) return say({ failed: error.message });
     return say({ text: found, done: `${count} tokens in ${seconds()}` });
   }
-  const task = site.task === "fill-mask" ? "fillMask" : "embed";
-  for await (const record of model[task]([text], { longRows: "truncate" })) {
+  const task = site.task === "fill-mask" ? "fillMask" : site.task;
+  const joined = site.task === "tag" ? { aggregation: "simple" } : {};
+  for await (const record of model[task]([text], { longRows: "truncate", ...joined })) {
     if (record.error) return say({ failed: record.error.message });
     say({ text: shown(record), done: seconds() });
   }
@@ -61,10 +62,17 @@ async function answer(text) {
 /** Returns a record as text for people. */
 function shown(record) {
   if (record.vector) return Array.from(record.vector, (value) => value.toFixed(6)).join(" ");
+  if (record.scores) return [record.label, ...record.scores.map(labelled)].join("\n");
+  if (record.tags) return record.tags.map(labelled).join("\n") || "No entity";
   const masks = record.masks.map((candidates, place) =>
     [`Mask ${place + 1}`, ...candidates.map(candidate)].join("\n"),
   );
   return [record.text, ...masks].join("\n\n");
+}
+
+/** Returns a label with its score, and the text that it is of. */
+function labelled({ label, score, text }) {
+  return [score.toFixed(6), label, text].filter((each) => each !== undefined).join("  ");
 }
 
 function candidate({ text, log_probability: logProbability }) {

@@ -7,10 +7,10 @@ import test from "node:test";
 import { Bundle, Engine } from "../index.js";
 import { installed } from "./onnxruntime.js";
 
-const TASKS = { generate: "generate", "fill-mask": "fillMask", embed: "embed" };
+const METHODS = { "fill-mask": "fillMask" };
 const path = process.env.TRANSFERRY_CASES;
-const cases = path ? JSON.parse(readFileSync(path, "utf8")) : { answers: [], ids: [] };
-const NONE = path ? false : "TRANSFERRY_CASES names no file; tests/test_javascript.py writes one";
+const cases = path ? JSON.parse(readFileSync(path, "utf8")) : { answers: [], ids: [], refused: [] };
+const NONE = path ? false : "TRANSFERRY_CASES names no file; tests/js writes one";
 
 /** Asserts that two records are the same, numbers up to the rounding of sums. */
 function same(found, expected, where) {
@@ -32,7 +32,7 @@ for (const name of ["onnxruntime-node", "onnxruntime-web"]) {
       await context.test(`${task} ${JSON.stringify(options)}`, async () => {
         if (!engines.has(bundle)) engines.set(bundle, await Engine.load(bundle, { ort, session }));
         const found = [];
-        for await (const record of engines.get(bundle)[TASKS[task]](texts, options)) found.push(record);
+        for await (const record of engines.get(bundle)[METHODS[task] ?? task](texts, options)) found.push(record);
         assert.equal(found.length, records.length);
         records.forEach((record, row) => {
           const plain = JSON.parse(JSON.stringify(found[row], (_, value) => (ArrayBuffer.isView(value) ? [...value] : value)));
@@ -45,14 +45,25 @@ for (const name of ["onnxruntime-node", "onnxruntime-web"]) {
 }
 
 test("texts have the ids of Python", { skip: NONE }, async (context) => {
-  for (const { bundle, texts, ids, decoded } of cases.ids) {
+  for (const { bundle, texts, ids, decoded, targets, answers, places } of cases.ids) {
     const { tokenizer } = await Bundle.open(bundle);
     await context.test(`${texts.length} texts, ${bundle}`, () => {
       texts.forEach((text, row) => {
         const found = tokenizer.encode(text);
         assert.deepEqual(found, ids[row], JSON.stringify(text));
-        assert.equal(tokenizer.decode(found), decoded[row]);
+        assert.equal(tokenizer.decode(found), decoded[row], JSON.stringify(text));
+        if (!places) return;
+        const spots = tokenizer.places(text).map(({ start, end, continues }) => [start, end, continues]);
+        assert.deepEqual(spots, places[row], JSON.stringify(text));
       });
+      targets.forEach((target, row) => assert.deepEqual(tokenizer.encodeTarget(texts[row]), target));
+      for (const [answer, text] of answers) assert.equal(tokenizer.decode(answer), text, `${answer}`);
     });
+  }
+});
+
+test("what cannot be read is refused", { skip: NONE }, async () => {
+  for (const { bundle, message } of cases.refused) {
+    await assert.rejects(Bundle.open(bundle), (error) => error.message.includes(message) || assert.fail(error.message));
   }
 });

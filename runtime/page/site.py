@@ -22,6 +22,8 @@ from transferry.runtime.outputs import foreign_member, require_apart, require_ow
 from transferry.runtime.parity.certificate import certificates
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "js"
+# Folders of the package; others hold its tests, the page, and what npm installs.
+ROOMS = ("decoding", "ort", "tasks", "tokenizer")
 RUNTIME = PurePosixPath("onnxruntime-web", "dist")
 WASM = ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm")
 WEBGPU = (
@@ -32,7 +34,10 @@ VARIANT = "portable"
 # Of the page itself: replaced in service-worker.js.
 FILES, GPU_FILES, VERSION = '"FILES"', '"GPU_FILES"', "VERSION"
 SERVICE_WORKER, SETTINGS = "service-worker.js", "site.json"
+# Tasks that the page can do, the first of a bundle's counts.
 WORDS = {
+    "classify": ("Text", "A sentence"),
+    "tag": ("Text", "A sentence"),
     "generate": ("Text", "A sentence or a beginning"),
     "fill-mask": ("Text with [MASK] in the place of each hidden word", "The [MASK] shines."),
     "embed": ("Text", "A sentence"),
@@ -84,8 +89,7 @@ def write_site(
         force: Replace a site in `out`.
 
     Raises:
-        UsageError: `out` exists, onnxruntime-web is not found, or the tokenizer or a graph is none
-            that js/ runs.
+        UsageError: `out` exists, or onnxruntime-web is not found.
         InputError: The bundle is damaged, or the site cannot be written.
     """
     require_new(out, force=force)
@@ -98,8 +102,8 @@ def write_site(
     with staged_folder(out) as folder:
         for name in (*WASM, *(WEBGPU if webgpu else ())):
             _copy(dist / name, folder / "onnxruntime" / name)
-        for path in sorted(SCRIPTS.glob("*.js")):
-            _copy(path, folder / "transferry" / path.name)
+        for path in package_scripts():
+            _copy(path, folder / "transferry" / path.relative_to(SCRIPTS))
         for path in sorted((SCRIPTS / "page").iterdir()):
             _copy(path, folder / path.name)
         for name in files:
@@ -113,6 +117,12 @@ def write_site(
         require_new(out, force=force)  # again, after the copies
         replace_folder(folder, out)
     return Site(sizes, standing)
+
+
+def package_scripts() -> list[Path]:
+    """Returns the modules of the package in js/."""
+    rooms = (path for room in ROOMS for path in (SCRIPTS / room).rglob("*.js"))
+    return sorted([*SCRIPTS.glob("*.js"), *rooms])
 
 
 def require_new(out: Path, *, force: bool) -> None:
@@ -186,7 +196,7 @@ def site_settings(
     """Returns the content of site.json, which page.js and worker.js read."""
     encodes = bundle.manifest.architecture == "encoder-only"
     tasks = bundle.tasks if encodes else ("generate",)
-    task = "fill-mask" if "fill-mask" in tasks else tasks[0]
+    task = next(task for task in WORDS if task in tasks)
     label, placeholder = WORDS[task]
     return {
         "title": title,
@@ -202,20 +212,11 @@ def site_settings(
 
 
 def _model_files(bundle: Bundle, variant: Variant) -> list[str]:
-    """Returns the files of the bundle that the site needs.
-
-    Raises:
-        UsageError: The tokenizer is none that js/ reads.
-    """
+    """Returns the files of the bundle that the site needs."""
     listed = bundle.manifest.files
-    if "ranks.tiktoken" not in listed:
-        raise UsageError(
-            f"{bundle.folder} has a tokenizer that is not byte-level BPE, and a page reads no "
-            "other; use js/ with a tokenizer of your own (docs/portability.md)"
-        )
-    graphs = [graph.file for name, graph in variant.graphs.items() if name != "select"]
+    graphs = [graph.file for name, graph in variant.steps.items() if name != "select"]
     weights = {str(PurePosixPath(file).with_name("weights.bin")) for file in graphs}
-    needed = (*graphs, *sorted(weights), "tokenizer.json", "ranks.tiktoken")
+    needed = (*graphs, *sorted(weights), "tokenizer.json", *bundle.tokenizer.names)
     return [MANIFEST, *(file for file in needed if file in listed)]
 
 

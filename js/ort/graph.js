@@ -1,8 +1,8 @@
 // onnxruntime: its sessions by tensor role.
 
-import { weightsOf } from "./bundle.js";
-import { UsageError } from "./errors.js";
-import { FolderSource } from "./source.js";
+import { weightsOf } from "../bundle.js";
+import { UsageError } from "../errors.js";
+import { FolderSource } from "../source.js";
 
 const ARRAYS = { float32: Float32Array, int64: BigInt64Array, bool: Uint8Array };
 

@@ -1,6 +1,6 @@
 // The portable graphs of a generating model: tokens in, logits out, the cache as a value.
 
-import { tensor } from "./runtime.js";
+import { tensor } from "./graph.js";
 
 // What sources and prompts are padded to a multiple of, as in Python: the last bits depend on it.
 const SOURCE_UNIT = 4;
@@ -10,7 +10,7 @@ const PROMPT_UNIT = 16;
 export class Decoder {
   /**
    * @param {object} ort onnxruntime
-   * @param {Record<string, object>} graphs open graphs by name, see runtime.js
+   * @param {Record<string, object>} graphs open graphs by name, see graph.js
    * @param {object} model of the manifest
    */
   constructor(ort, graphs, model) {
@@ -34,7 +34,10 @@ export class Decoder {
   #empty() {
     const { decoder } = this.graphs;
     const { type, shape } = decoder.tensor("past");
-    const none = () => tensor(this.ort, type, [], [1, shape[1], 0, shape[3]]);
+    // A KV cache grows from length 0; the state of an SSRU has a fixed size.
+    const length = Number.isInteger(shape[2]) ? shape[2] : 0;
+    const size = length * shape[1] * shape[3];
+    const none = () => tensor(this.ort, type, Array(size).fill(0), [1, shape[1], length, shape[3]]);
     return Array.from({ length: decoder.count("past") }, none);
   }
 
@@ -53,7 +56,10 @@ export class Decoder {
       const [cross] = await this.graphs.encoder.run(inputs, "cross");
       return { cross, past, length: ids.length, size, rows: 1, own: 0 };
     }
-    const read = ids.slice(0, -1);
+    return this.#prompted(ids.slice(0, -1), past);
+  }
+
+  async #prompted(read, past) {
     const state = { past, length: read.length, size: 0, rows: 1, own: 0 };
     if (!read.length) return state;
     const size = padded(read.length, PROMPT_UNIT, this.positions);
@@ -62,6 +68,11 @@ export class Decoder {
     state.size = padded(size, SOURCE_UNIT);
     state.past = state.past.map((value) => this.#widened(value, state.size));
     return state;
+  }
+
+  /** Returns the state of a decoder-only model that has read nothing. */
+  begin() {
+    return this.#prompted([], this.#empty());
   }
 
   /** Pads keys or values with zeros to more positions. */
@@ -82,15 +93,16 @@ export class Decoder {
   }
 
   /**
-   * Reads one token a row.
+   * Reads one token a row, or several of one row.
    *
    * @param {number[]} tokens
    * @param {object} state
-   * @returns {Promise<{logits: Float32Array[], state: object}>} logits of each row
+   * @returns {Promise<{logits: Float32Array[], state: object}>} logits after each token
    */
   async step(tokens, state) {
     const { rows, cross, past, length, size } = state;
-    const inputs = { target: [tensor(this.ort, "int64", tokens, [rows, 1])], past };
+    const shape = [rows, tokens.length / rows];
+    const inputs = { target: [tensor(this.ort, "int64", tokens, shape)], past };
     if (cross) {
       inputs.cross = cross;
       inputs.source_mask = [this.#mask(rows, length, size)];
@@ -99,7 +111,7 @@ export class Decoder {
     const logits = tokens.map((_, row) =>
       scores.data.subarray(row * this.vocabulary, (row + 1) * this.vocabulary),
     );
-    return { logits, state: { ...state, past: present, own: state.own + 1 } };
+    return { logits, state: { ...state, past: present, own: state.own + shape[1] } };
   }
 
   /**

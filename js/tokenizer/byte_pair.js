@@ -1,6 +1,7 @@
 // Byte-level byte-pair encoding by ranks, as tiktoken does it.
 
-import { InputError } from "./errors.js";
+import { InputError } from "../errors.js";
+import { Heap } from "./heap.js";
 import { translate } from "./pattern.js";
 
 const MOST_CHARACTERS_AT_ONCE = 500_000;
@@ -17,10 +18,10 @@ export class BytePairTokenizer {
 
   /**
    * @param {object} settings content of tokenizer.json
-   * @param {Uint8Array} content of ranks.tiktoken
-   * @param {object} special see tokenizer.js
+   * @param {Uint8Array[]} files ranks.tiktoken
+   * @param {object} special see special_tokens.js
    */
-  constructor(settings, content, special) {
+  constructor(settings, [content], special) {
     this.special = special;
     this.first = settings.first_ordinary_id;
     this.#pattern = translate(settings.pattern);
@@ -112,6 +113,11 @@ export class BytePairTokenizer {
     return ranks;
   }
 
+  /** Returns the token ids of a text that the model writes. */
+  encodeTarget(text) {
+    return this.encode(text);
+  }
+
   /** Returns the text of token ids; ids without text are skipped. */
   decode(ids) {
     return new TextDecoder("utf-8", { ignoreBOM: true }).decode(this.#bytes(ids));
@@ -131,42 +137,6 @@ export class BytePairTokenizer {
     }
     return Uint8Array.from(joined, (character) => character.charCodeAt(0));
   }
-}
-
-/** A heap of pairs by rank, then by place. */
-class Heap {
-  #items = [];
-
-  push(item) {
-    const items = this.#items;
-    let place = items.push(item) - 1;
-    while (place > 0) {
-      const parent = (place - 1) >> 1;
-      if (!precedes(item, items[parent])) break;
-      items[place] = items[parent];
-      place = parent;
-    }
-    items[place] = item;
-  }
-
-  pop() {
-    const items = this.#items;
-    const first = items[0];
-    const last = items.pop();
-    if (!items.length) return first;
-    let place = 0;
-    for (let child; (child = 2 * place + 1) < items.length; place = child) {
-      if (child + 1 < items.length && precedes(items[child + 1], items[child])) child += 1;
-      if (!precedes(items[child], last)) break;
-      items[place] = items[child];
-    }
-    items[place] = last;
-    return first;
-  }
-}
-
-function precedes(one, other) {
-  return one.rank < other.rank || (one.rank === other.rank && one.place < other.place);
 }
 
 function bytesOf(array) {

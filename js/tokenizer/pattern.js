@@ -1,38 +1,50 @@
 // The pattern that splits text into words, as an expression of JavaScript.
 //
-// The pattern is one of Rust's fancy-regex. Three things differ in JavaScript: there are no
-// possessive quantifiers, which become a lookahead and a back reference; flags of a part, (?i:...),
-// are newer than the browsers in use, so both cases are spelled out; and \s, \w, \d and "." mean
-// other sets of characters.
+// The pattern is one of Rust's fancy-regex, or of Oniguruma (in Ruby's syntax) in a tokenizer.json.
+// Three things differ in JavaScript: there are no possessive quantifiers and atomic groups, which
+// become a lookahead and a back reference; flags of a part, (?i:...), are newer than the browsers in
+// use, so both cases are spelled out; and \s, \w, \d, "." and scripts are written otherwise.
 
-import { InputError } from "./errors.js";
+import { InputError } from "../errors.js";
 
 const CLASSES = {
   s: "\\p{White_Space}",
-  w: "\\p{Alphabetic}\\p{M}\\p{Nd}\\p{Pc}\\u200c\\u200d",
+  w: "\\p{Alphabetic}\\p{M}\\p{Nd}\\p{Pc}",
   d: "\\p{Nd}",
 };
 // Letters of ASCII with a case beyond ASCII, by Unicode's simple case folding.
 const FOLDED = { k: "\\u212a", s: "\\u017f" };
+// Of \w besides: the joiners in Rust, all numbers in Oniguruma.
+const JOINERS = "\\u200c\\u200d";
+const NUMBERS = "\\p{N}";
+// Letters that one character stands for, if case is ignored in Oniguruma.
+const LIGATURES = /ss|ff|fi|fl|st/i;
 const SYNTAX = /[\\^$.*+?()[\]{}|/-]/;
 
 /**
  * Translates a pattern.
  *
  * @param {string} pattern as in tokenizer.json
+ * @param {"fancy-regex" | "oniguruma"} [engine] whose syntax it is
  * @returns {RegExp} with flags g and u
  * @throws {InputError} for a construct that has no translation here
  */
-export function translate(pattern) {
-  const translator = new Translator([...pattern]);
+export function translate(pattern, engine = "fancy-regex") {
+  const translator = new Translator([...pattern], engine === "oniguruma");
   const source = translator.alternatives(false);
   if (translator.place < translator.characters.length) translator.refuse();
-  return new RegExp(source, "gu");
+  try {
+    return new RegExp(source, "gu");
+  } catch {
+    translator.place = 0;
+    return translator.refuse();
+  }
 }
 
 class Translator {
-  constructor(characters) {
+  constructor(characters, ruby) {
     this.characters = characters;
+    this.ruby = ruby;
     this.place = 0;
     this.groups = 0;
   }
@@ -72,16 +84,24 @@ class Translator {
     if (!quantifier) return atom;
     if (this.takes("?")) return `${atom}${quantifier}?`;
     if (!this.takes("+")) return `${atom}${quantifier}`;
+    // Ruby has no possessive {n,m}: what follows repeats the repetition.
+    if (this.ruby && quantifier.startsWith("{")) return `(?:${atom}${quantifier})+`;
+    return this.atomic(`${atom}${quantifier}`);
+  }
+
+  /** Returns what matches a source and gives nothing back. */
+  atomic(source) {
     this.groups += 1;
-    return `(?=(?<p${this.groups}>${atom}${quantifier}))\\k<p${this.groups}>`;
+    return `(?:(?=(?<p${this.groups}>${source}))\\k<p${this.groups}>)`;
   }
 
   atom(folded) {
     if (this.takes("(")) return this.group(folded);
     if (this.takes("[")) return this.set(folded);
     if (this.takes(".")) return "[^\\n]";
-    if (this.takes("^")) return "^";
-    if (this.takes("$")) return "$";
+    // In Ruby, of each line.
+    if (this.takes("^")) return this.ruby ? "(?:^|(?<=\\n)(?=[^]))" : "^";
+    if (this.takes("$")) return this.ruby ? "(?![^\\n])" : "$";
     if (this.takes("\\")) {
       const [inSet, negated] = this.escape(folded);
       return negated ? `[^${inSet}]` : `[${inSet}]`;
@@ -90,21 +110,28 @@ class Translator {
   }
 
   group(folded) {
-    for (const [kind, fold] of [["?:", folded], ["?i:", true], ["?=", folded], ["?!", folded]]) {
-      if (!this.takes(kind)) continue;
-      const inner = this.alternatives(fold);
-      if (!this.takes(")")) this.refuse();
-      return `(${kind.replace("i", "")}${inner})`;
+    const begin = this.place;
+    const kinds = [["?:", "?:"], ["?i:", "?:"], ["?=", "?="], ["?!", "?!"], ["?<=", "?<="], ["?<!", "?<!"]];
+    const [kind, translated] = [...kinds, ["?>", ""], ["", "?:"]].find(([each]) => this.takes(each));
+    if (this.next === "?") this.refuse();
+    const inner = this.alternatives(folded || kind === "?i:");
+    const own = this.characters.slice(begin, this.place).join("");
+    if (!this.takes(")")) this.refuse();
+    if (this.ruby && (folded || kind === "?i:") && LIGATURES.test(own)) {
+      this.place = begin;
+      this.refuse();
     }
-    return this.refuse();
+    return kind === "?>" ? this.atomic(inner) : `(${translated}${inner})`;
   }
 
   set(folded) {
     const negated = this.takes("^");
     let content = "";
     while (!this.takes("]")) {
-      if (this.place >= this.characters.length || this.next === "[" || this.takes("&&")) {
-        this.refuse();
+      if (this.place >= this.characters.length || this.takes("&&")) this.refuse();
+      if (this.next === "[") {
+        content += this.nested(folded);
+        continue;
       }
       if (this.takes("\\")) {
         const [inSet, isNegated] = this.escape(folded);
@@ -119,18 +146,29 @@ class Translator {
     return `[${negated ? "^" : ""}${content}]`;
   }
 
+  /** Returns the content of a set within a set, which adds to it. */
+  nested(folded) {
+    const [ahead] = /^\[(\^|:)?/.exec(this.characters.slice(this.place, this.place + 2).join(""));
+    if (ahead.length > 1) this.refuse();
+    this.place += 1;
+    return this.set(folded).slice(1, -1);
+  }
+
   /** Returns an escape as the content of a set, and whether the set is negated. */
   escape(folded) {
     const kind = this.characters[this.place++];
     if (kind === undefined) this.refuse();
     if (Object.hasOwn(CLASSES, kind.toLowerCase())) {
-      return [CLASSES[kind.toLowerCase()], kind !== kind.toLowerCase()];
+      const name = kind.toLowerCase();
+      if (name !== "w") return [CLASSES[name], kind !== name];
+      return [CLASSES.w + (this.ruby ? NUMBERS : JOINERS), kind !== name];
     }
     if (kind === "p" || kind === "P") {
       const rest = this.characters.slice(this.place).join("");
       const [found, name] = /^\{([A-Za-z_=]+)\}/.exec(rest) ?? /^([A-Z])/.exec(rest) ?? this.refuse();
+      const property = propertyOf(name) ?? this.refuse();
       this.place += found.length;
-      return [`\\p{${name}}`, kind === "P"];
+      return [property, kind === "P"];
     }
     if ("nrtfv".includes(kind)) return [`\\${kind}`, false];
     if (kind === "x" || kind === "u") {
@@ -156,4 +194,17 @@ class Translator {
     if (folded && character.codePointAt(0) > 127) this.refuse();
     return SYNTAX.test(character) ? `\\${character}` : character;
   }
+}
+
+/** Returns a property of characters, which may be a script; null if JavaScript has none. */
+function propertyOf(name) {
+  for (const each of [name, `Script=${name}`]) {
+    try {
+      new RegExp(`\\p{${each}}`, "u");
+      return `\\p{${each}}`;
+    } catch {
+      // The next one.
+    }
+  }
+  return null;
 }

@@ -1,6 +1,6 @@
 // Options of generation: the fields of docs/generation.md under their names, checked together.
 
-import { UsageError } from "./errors.js";
+import { UsageError } from "../errors.js";
 
 const MOST = 2 ** 53 - 1;
 const whole = (least, most = MOST) => ({

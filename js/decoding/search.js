@@ -1,7 +1,7 @@
 // Generation of one input, step by step.
 
 import { BeamStrategy } from "./beam_search.js";
-import { UsageError } from "./errors.js";
+import { UsageError } from "../errors.js";
 import { logSumExp } from "./logits.js";
 import { processors } from "./processors.js";
 import { SamplingStrategy } from "./sampling.js";

@@ -1,0 +1,157 @@
+// Labels of texts, of pairs of texts and of tokens: the scores of a model's head.
+
+import { UsageError } from "../errors.js";
+import { encodeIds } from "../ort/encoder.js";
+import { answered, checkLongRows, encodeRow, isBlank, notFinite, rounded, RowError, tooLong } from "../rows.js";
+import { entities } from "./entities.js";
+
+const AGGREGATIONS = ["none", "simple", "first", "average", "max"];
+
+/** Returns the limits on rows that a head has: its longest row, to which rows are cut. */
+export function headLimits(engine, longRows) {
+  checkLongRows(longRows);
+  const { longest = 0 } = engine.bundle.manifest.head ?? {};
+  return {
+    positions: longest ? Math.min(longest, engine.positions) : engine.positions,
+    longRows: longRows ?? (longest ? "truncate" : "error"),
+  };
+}
+
+function headOf(engine, task) {
+  if (!engine.tasks.includes(task)) {
+    throw new UsageError(`the bundle has no head for task ${task}; its tasks: ${engine.tasks.join(", ")}`);
+  }
+  return engine.bundle.manifest.head;
+}
+
+/**
+ * Scores the labels of a text or of a pair of texts.
+ *
+ * @param {object} engine see engine.js
+ * @param {string | [string, string]} row
+ * @param {object} [options] longRows: "error" or "truncate"
+ */
+export function classify(engine, row, { longRows } = {}) {
+  const { labels, probabilities: kind } = headOf(engine, "classify");
+  return headRecord(engine, row, longRows, (scores) => {
+    const values = probabilities(scores, kind);
+    const likeliest =
+      kind === "sigmoid"
+        ? labels.filter((_, place) => values[place] >= 0.5).join(", ")
+        : labels[values.indexOf(Math.max(...values))];
+    return {
+      label: kind === "none" ? "" : likeliest,
+      scores: labels.map((label, place) => ({ label, score: rounded(values[place]) })),
+    };
+  });
+}
+
+/**
+ * Scores a pair of texts with a cross-encoder.
+ *
+ * @param {object} engine see engine.js
+ * @param {[string, string]} pair
+ * @param {object} [options] longRows: "error" or "truncate"
+ */
+export function rank(engine, pair, { longRows } = {}) {
+  const head = headOf(engine, "rank");
+  return headRecord(engine, pair, longRows, (scores) => ({
+    score: rounded(probabilities(scores, head.rank)[0]),
+  }));
+}
+
+/**
+ * Scores the labels of each token of a text.
+ *
+ * @param {object} engine see engine.js
+ * @param {string} text
+ * @param {object} [options] aggregation: how tokens are joined to entities, as in `run`; longRows:
+ *   "error" or "truncate"
+ */
+export function tag(engine, text, { aggregation = "none", longRows } = {}) {
+  const { labels } = headOf(engine, "tag");
+  if (!AGGREGATIONS.includes(aggregation)) {
+    throw new UsageError(`aggregation must be one of ${AGGREGATIONS.join(", ")}, found ${aggregation}`);
+  }
+  const { tokenizer } = engine.bundle;
+  if (!tokenizer.places) {
+    throw new UsageError(
+      "the bundle's tokenizer does not tell the places of its tokens in a text, which task tag needs",
+    );
+  }
+  const limits = headLimits(engine, longRows);
+  return answered(text, {}, async () => {
+    const { ids, truncated } = encodeRow(text, tokenizer, limits);
+    const { data, dims } = await encodeIds(engine, ids, "head");
+    const width = dims.at(-1);
+    const { before, after } = tokenizer.special;
+    const rows = ids.slice(before.length, ids.length - after.length).map((_, place) => {
+      const first = (before.length + place) * width;
+      const scores = data.subarray(first, first + width);
+      if (!scores.every(Number.isFinite)) throw notFinite();
+      return probabilities(scores, "softmax");
+    });
+    const tags = entities(text, tokenizer.places(text), rows, labels, aggregation);
+    const record = { source: text, tags: tags.map((each) => ({ ...each, score: rounded(each.score) })) };
+    return truncated ? { ...record, truncated } : record;
+  });
+}
+
+function headRecord(engine, row, longRows, answer) {
+  const [text, pair] = Array.isArray(row) ? row : [row];
+  if (pair !== undefined && !engine.bundle.tokenizer.special.between.length) {
+    throw new UsageError("the bundle's tokenizer joins no pairs of texts; leave the second out");
+  }
+  const limits = headLimits(engine, longRows);
+  const encode = pair === undefined ? encodeRow : (_, ...rest) => encodePair(text, pair, ...rest);
+  return answered(text, {}, async () => {
+    const { ids, truncated } = encode(text, engine.bundle.tokenizer, limits);
+    const { data } = await encodeIds(engine, ids, "head");
+    if (!data.every(Number.isFinite)) throw notFinite();
+    const record = { source: text, ...answer(data) };
+    return truncated ? { ...record, truncated } : record;
+  });
+}
+
+/** Returns the ids of two texts joined as the tokenizer's template says; see `encodeRow`. */
+function encodePair(first, second, tokenizer, { positions, longRows }) {
+  const { special } = tokenizer;
+  if (isBlank(first) || isBlank(second)) throw new RowError("empty", "there is no text to work on");
+  let [left, right] = [tokenizer.encode(first), tokenizer.encode(second)];
+  const join = () => special.wrap([...left, ...special.between, ...right]);
+  const tokens = join().length;
+  const room = positions - special.wrap(special.between).length;
+  const truncated = left.length + right.length > room;
+  if (truncated && (longRows !== "truncate" || room < 2)) throw tooLong(tokens, positions);
+  if (truncated) {
+    const most = longestFirst(left.length, right.length, room);
+    left = left.slice(0, most[0]);
+    right = right.slice(0, most[1]);
+  }
+  return { ids: join(), tokens, truncated };
+}
+
+/**
+ * Returns the lengths to which two texts are cut: the longer one down to the other's first, as
+ * truncation "longest_first" of Hugging Face's tokenizers (`truncate_encodings`).
+ */
+export function longestFirst(left, right, room) {
+  let [short, long] = [Math.min(left, right), Math.max(left, right)];
+  long = Math.min(long, Math.max(short, room - short));
+  if (short + long > room) {
+    short = Math.floor(room / 2);
+    long = room - short;
+  }
+  return left <= right ? [short, long] : [long, short];
+}
+
+/** Returns probabilities of scores in float64; the scores themselves where kind is "none". */
+export function probabilities(scores, kind) {
+  const exact = Array.from(scores);
+  if (kind === "none") return exact;
+  if (kind === "sigmoid") return exact.map((value) => 1 / (1 + Math.exp(-value)));
+  const largest = Math.max(...exact);
+  const powers = exact.map((value) => Math.exp(value - largest));
+  const sum = powers.reduce((total, value) => total + value, 0);
+  return powers.map((value) => value / sum);
+}

@@ -1,0 +1,43 @@
+// Embedding of texts: the vector of a model's head, or its hidden states pooled over the tokens.
+
+import { UsageError } from "../errors.js";
+import { encodeIds } from "../ort/encoder.js";
+import { answered, encodeRow, notFinite } from "../rows.js";
+import { headLimits } from "./classify.js";
+
+/**
+ * Embeds a text.
+ *
+ * @param {object} engine see engine.js
+ * @param {string} text
+ * @param {object} [options] pooling: "mean" over all tokens or the "first" one; normalise: to length
+ *   1; prompt: name of a text of the bundle's to put before it; longRows: "error" or "truncate"
+ */
+export function embed(engine, text, { pooling, normalise = false, prompt, longRows } = {}) {
+  if (engine.decoder) throw new UsageError("the bundle generates and embeds nothing");
+  if (![undefined, "mean", "first"].includes(pooling)) {
+    throw new UsageError(`pooling must be mean or first, found ${pooling}`);
+  }
+  const { head } = engine.bundle.manifest;
+  const { prompts = {}, default_prompt: usual = "" } = head ?? {};
+  const named = prompt ?? usual;
+  if (named && !Object.hasOwn(prompts, named)) {
+    throw new UsageError(`prompt must be one of the bundle's: ${Object.keys(prompts).join(", ") || "none"}`);
+  }
+  const limits = headLimits(engine, longRows);
+  return answered(text, {}, async () => {
+    const prompted = text.trim() && named ? prompts[named] + text : text;
+    const { ids, truncated } = encodeRow(prompted, engine.bundle.tokenizer, limits);
+    const whole = pooling === undefined && head?.task === "embed";
+    const { data, dims } = await encodeIds(engine, ids, whole ? "head" : "hidden");
+    const width = dims.at(-1);
+    const count = whole || pooling === "first" ? 1 : ids.length;
+    const vector = new Float64Array(width);
+    for (let place = 0; place < count * width; place++) vector[place % width] += data[place];
+    const divisor = normalise ? Math.hypot(...vector.map((value) => value / count)) || Number.MIN_VALUE : 1;
+    const found = Float32Array.from(vector, (value) => value / count / divisor);
+    if (!found.every(Number.isFinite)) throw notFinite();
+    const record = { source: text, vector: found };
+    return truncated ? { ...record, truncated } : record;
+  });
+}

@@ -1,0 +1,56 @@
+// Filling of masks: the likeliest tokens in the place of each mask of a text.
+
+import { Best, logSumExp } from "../decoding/logits.js";
+import { UsageError } from "../errors.js";
+import { encodeIds } from "../ort/encoder.js";
+import { answered, checkLongRows, encodeRow, notFinite, rounded, RowError } from "../rows.js";
+
+/**
+ * Fills the masks of a text, each as if the others stayed.
+ *
+ * @param {object} engine see engine.js
+ * @param {string} text
+ * @param {object} [options] mask: the mask as the text spells it; top: candidates of each mask;
+ *   longRows: "error" or "truncate"
+ */
+export function fillMask(engine, text, { mask = "[MASK]", top = 5, longRows } = {}) {
+  const { tokenizer } = engine.bundle;
+  const { special } = tokenizer;
+  if (engine.decoder || special.mask === null) throw new UsageError("the bundle has no mask to fill in");
+  if (!Number.isInteger(top) || top < 1) throw new UsageError(`top must be at least 1, found ${top}`);
+  if (!mask) throw new UsageError("mask must be a text");
+  checkLongRows(longRows);
+  const encodeMasked = (masked) =>
+    masked.split(mask).flatMap((piece, place, pieces) =>
+      // One blank before a mask belongs to it, as to any word.
+      place < pieces.length - 1
+        ? [...tokenizer.encode(piece.replace(/ $/, "")), special.mask]
+        : tokenizer.encode(piece),
+    );
+  const longest = tokenizer.longestToken && Math.max(tokenizer.longestToken, mask.length + 1);
+  return answered(text, { text: "" }, async () => {
+    const limits = { positions: engine.positions, longRows, longest };
+    const { ids, truncated } = encodeRow(text, tokenizer, limits, encodeMasked);
+    const places = [...ids.keys()].filter((place) => ids[place] === special.mask);
+    if (!places.length) {
+      const where = truncated ? ` among the first ${ids.length} tokens` : "";
+      throw new RowError("no-mask", `there is no ${mask} to fill in${where}`);
+    }
+    const { data, dims } = await encodeIds(engine, ids, "logits");
+    const filled = [...ids];
+    const masks = places.map((place) => {
+      const logits = data.subarray(place * dims[2], (place + 1) * dims[2]);
+      if (!logits.every(Number.isFinite)) throw notFinite();
+      const best = new Best(Math.min(top, logits.length));
+      logits.forEach((value, token) => best.add(value, token));
+      const normaliser = logSumExp(logits);
+      [, filled[place]] = best.items[0];
+      return best.items.map(([value, token]) => ({
+        text: tokenizer.decode([token]),
+        log_probability: rounded(value - normaliser),
+      }));
+    });
+    const record = { source: text, text: tokenizer.decode(filled), masks };
+    return truncated ? { ...record, truncated } : record;
+  });
+}

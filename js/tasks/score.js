@@ -1,0 +1,77 @@
+// Scoring of given texts: log-probability of each token, in one pass and without generation.
+
+import { logSumExp } from "../decoding/logits.js";
+import { UsageError } from "../errors.js";
+import { answered, checkLongRows, encodeRow, notFinite, rounded, RowError, tooLong } from "../rows.js";
+
+/**
+ * Scores a target given its source, or a text of a decoder-only model.
+ *
+ * @param {object} engine see engine.js
+ * @param {[string, string] | string} row
+ * @param {object} [options] longRows: "error" or "truncate"; sourceLanguage, targetLanguage: names of
+ *   the tokenizer's languages
+ */
+export function score(engine, row, { longRows, sourceLanguage, targetLanguage } = {}) {
+  const { decoder } = engine;
+  if (!decoder) throw new UsageError("the bundle is encoder-only and scores nothing");
+  const [source, target] = Array.isArray(row) ? row : [row];
+  if (decoder.hasEncoder !== (typeof target === "string")) {
+    const needed = decoder.hasEncoder ? "pairs of a source and a target" : "texts without a target";
+    throw new UsageError(`the bundle scores ${needed}`);
+  }
+  checkLongRows(longRows);
+  const blank = decoder.hasEncoder ? { target } : {};
+  return answered(source, blank, async () => {
+    const languages = { sourceLanguage, targetLanguage };
+    const request = decoder.hasEncoder
+      ? ofPair(engine, source, target, longRows, languages)
+      : ofText(engine, source, longRows);
+    const { ids, given, wanted, truncated } = request;
+    const state = decoder.hasEncoder ? await decoder.start(ids) : await decoder.begin();
+    const { logits } = await decoder.step(given, state);
+    const first = given.length - wanted.length;
+    const values = wanted.map((token, place) => {
+      const scores = logits[first + place];
+      return scores[token] - logSumExp(scores);
+    });
+    if (!values.every(Number.isFinite)) throw notFinite();
+    const record = {
+      source,
+      ...blank,
+      total: rounded(values.reduce((sum, value) => sum + value, 0)),
+      tokens: wanted,
+      log_probabilities: values.map(rounded),
+    };
+    return truncated ? { ...record, truncated } : record;
+  });
+}
+
+function ofText({ bundle, positions }, text, longRows) {
+  const { ids, truncated } = encodeRow(text, bundle.tokenizer, { positions, longRows });
+  if (ids.length === 1) {
+    throw new RowError("too-short", "a text of one token has nothing to be scored after it");
+  }
+  return { given: ids.slice(0, -1), wanted: ids.slice(1), truncated };
+}
+
+function ofPair({ bundle, positions }, source, target, longRows, { sourceLanguage, targetLanguage }) {
+  const { tokenizer } = bundle;
+  const { special } = tokenizer;
+  const language = targetLanguage === undefined ? null : special.language(targetLanguage);
+  const limits = { positions, longRows };
+  let { ids, truncated } = encodeRow(source, tokenizer, limits);
+  if (sourceLanguage !== undefined) {
+    const inner = ids.slice(special.before.length, ids.length - special.after.length);
+    ids = special.wrapIn(special.language(sourceLanguage), inner);
+  }
+  const encode = (text) => tokenizer.encodeTarget(text);
+  const wrap = (inner) => [...inner, special.ends[0]];
+  const answer = encodeRow(target, tokenizer, { ...limits, wrap }, encode);
+  const wanted = answer.truncated ? answer.ids.slice(0, -1) : answer.ids;
+  const begins = special.beginsWithLanguage;
+  const begin = language === null ? [special.bos] : begins ? [language] : [special.bos, language];
+  const given = [...begin, ...wanted.slice(0, -1)];
+  if (given.length > positions) throw tooLong(given.length, positions);
+  return { ids, given, wanted, truncated: truncated || answer.truncated };
+}

@@ -1,0 +1,98 @@
+// A tokenizer.json of Hugging Face's `tokenizers`, as that library reads it.
+
+import { AddedTokens } from "./added_tokens.js";
+import { decoder } from "./decoders.js";
+import { modelOf } from "./models.js";
+import { normalizer } from "./normalizers.js";
+import { Piece } from "./piece.js";
+import { preTokenizer } from "./pre_tokenizers.js";
+import { trimmed } from "./trimming.js";
+import { unitsOfBytes } from "../utf8.js";
+
+/** Text to token ids and back; see docs/portability.md. */
+export class HuggingFaceTokenizer {
+  /** White space may be dropped, and a word of any length may be one unknown token. */
+  longestToken = null;
+  #model;
+  #added;
+  #normalise;
+  #split;
+  #join;
+  #record;
+
+  /**
+   * @param {object} settings content of the bundle's tokenizer.json
+   * @param {Uint8Array[]} files huggingface.json
+   * @param {object} special see special_tokens.js
+   */
+  constructor({ vocabulary_size: size }, [content], special) {
+    this.special = special;
+    this.vocabularySize = size;
+    const record = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(content));
+    this.#record = record;
+    this.#model = modelOf(record.model);
+    this.#normalise = normalizer(record.normalizer);
+    this.#split = preTokenizer(record.pre_tokenizer);
+    this.#join = decoder(record.decoder);
+    this.#added = new AddedTokens(record.added_tokens ?? [], this.#model, this.#normalise);
+  }
+
+  /** Returns the token ids of a text, without special tokens. */
+  encode(text) {
+    return this.#tokens(text).flatMap(([, tokens]) => tokens.map(({ id }) => id));
+  }
+
+  /** Returns the token ids of a text that the model writes. */
+  encodeTarget(text) {
+    return this.encode(text);
+  }
+
+  /** Yields pieces of a text with their tokens. */
+  #tokens(text) {
+    return this.#added.split(Piece.of(text.toWellFormed()), this.#normalise).flatMap(([piece, token]) => {
+      if (token) return [[piece, [token]]];
+      return this.#split(piece)
+        .filter((each) => each.text)
+        .map((each) => [each, this.#model.tokenize(each.text)]);
+    });
+  }
+
+  /**
+   * Returns where each token of `encode` stands in a text, in code points, and whether it continues
+   * the word of the token before (`gather_pre_entities` of transformers).
+   */
+  places(text) {
+    const { continuing_subword_prefix: prefix, unk_token: word, unk_id: number } = this.#record.model;
+    const unknown = typeof word === "string" ? this.#id(word) : number;
+    const characters = [...text];
+    const found = this.#tokens(text).flatMap(([piece, tokens]) => {
+      const units = unitsOfBytes(piece.text);
+      return tokens.map(({ id, token, from, to }) => ({
+        id,
+        token,
+        start: piece.starts[units[from]] ?? 0,
+        end: piece.ends[units[to - 1]] ?? 0,
+      }));
+    });
+    return trimmed(found, this.#record.post_processor).map(({ id, token, start, end }) => {
+      const blank = characters.slice(Math.max(0, start - 1), start + 1).includes(" ");
+      const continues = prefix ? [...token].length !== end - start : start > 0 && !blank;
+      return { start, end, continues: continues && id !== unknown };
+    });
+  }
+
+  #id(token) {
+    return this.#added.id(token) ?? this.#model.id(token);
+  }
+
+  /** Returns the text of token ids; ids without text are skipped. */
+  decode(ids) {
+    const tokens = [];
+    for (const id of ids) {
+      if (this.special.ids.has(id)) continue;
+      const token = this.#added.token(id) ?? this.#model.token(id);
+      if (token !== undefined && !this.#added.isSpecial(token)) tokens.push(token);
+    }
+    return this.#join(tokens).join("");
+  }
+}

@@ -1,0 +1,87 @@
+// The tokenizer of a bundle, by the kind that tokenizer.json names.
+//
+// A tokenizer has special, vocabularySize, longestToken (most characters of one id, null if
+// unlimited), encode(text), encodeTarget(text) for what the model writes, decode(ids), and perhaps
+// decodePartial(ids) and places(text).
+
+import { InputError, UsageError } from "../errors.js";
+import { BytePairTokenizer } from "./byte_pair.js";
+import { HuggingFaceTokenizer } from "./hugging_face/tokenizer.js";
+import { SentencePiecePair, SentencePieceTables } from "./sentence_piece/pair.js";
+import { SentencePieceTokenizer } from "./sentence_piece/tokenizer.js";
+import { SpecialTokens } from "./special_tokens.js";
+
+const FORMAT = 1;
+const PAIR = ["source.spm", "target.spm", "vocab.json"];
+const KINDS = {
+  tiktoken: [BytePairTokenizer, ["ranks.tiktoken"]],
+  tokenizers: [HuggingFaceTokenizer, ["huggingface.json"]],
+  sentencepiece: [SentencePieceTokenizer, ["sentencepiece.model"]],
+  "sentencepiece-pair": [SentencePiecePair, PAIR],
+  "sentencepiece-tables": [SentencePieceTables, [...PAIR, "target_vocab.json"]],
+};
+
+function kindOf(settings) {
+  if (settings.format_version !== FORMAT) {
+    throw new InputError(
+      `tokenizer.json: expected format version ${FORMAT}, found ${settings.format_version}; ` +
+        "export the bundle again",
+    );
+  }
+  const kind = settings.kind ?? "tiktoken";
+  if (!Object.hasOwn(KINDS, kind)) {
+    throw new UsageError(
+      `the bundle's tokenizer is of kind ${kind}, and this package reads ${Object.keys(KINDS).join(", ")}; ` +
+        "pass `tokenizer` with encode(text) and decode(ids)",
+    );
+  }
+  return KINDS[kind];
+}
+
+/** Returns the files beside tokenizer.json that are read. */
+export function tokenizerFiles(settings) {
+  return kindOf(settings)[1];
+}
+
+/**
+ * Opens a tokenizer.
+ *
+ * @param {object} settings content of tokenizer.json
+ * @param {Record<string, Uint8Array>} contents of the files of `tokenizerFiles`
+ * @param {{encode(text: string): number[], decode(ids: number[]): string}} [other] replaces it
+ */
+export function openTokenizer(settings, contents, other) {
+  const special = new SpecialTokens(settings.special);
+  if (other) return new OtherTokenizer(settings, special, other);
+  const [Tokenizer, names] = kindOf(settings);
+  const files = names.map((name) => contents[name]);
+  try {
+    return new Tokenizer(settings, files, special);
+  } catch (error) {
+    if (!(error instanceof TypeError || error instanceof SyntaxError || error instanceof RangeError)) throw error;
+    throw new InputError(`${names.join(" or ")} cannot be read (${error.message}); export the bundle again`);
+  }
+}
+
+/** A tokenizer that replaces that of a bundle. */
+class OtherTokenizer {
+  longestToken = null;
+
+  constructor(settings, special, other) {
+    this.special = special;
+    this.vocabularySize = settings.vocabulary_size;
+    this.other = other;
+  }
+
+  encode(text) {
+    return Array.from(this.other.encode(text), Number);
+  }
+
+  encodeTarget(text) {
+    return this.encode(text);
+  }
+
+  decode(ids) {
+    return this.other.decode(ids.filter((id) => !this.special.ids.has(id)));
+  }
+}

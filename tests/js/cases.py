@@ -1,0 +1,221 @@
+"""What tests of js/ share: hard strings, bundles of a tokenizer alone, and running `npm test`."""
+
+import hashlib
+import json
+import random
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from transferry import Engine
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
+
+JS = Path(__file__).resolve().parents[2] / "js"
+NODE = shutil.which("node")
+needs_node = pytest.mark.skipif(NODE is None, reason="there is no node on the PATH")
+needs_packages = pytest.mark.skipif(
+    not (JS / "node_modules" / "onnxruntime-node").exists(),
+    reason="onnxruntime-node is not installed in js/; `make js` installs it",
+)
+
+# What tokenizers get wrong: one of each kind, then mixtures of them.
+PIECES = (
+    *(
+        "Straße",
+        "Übergrößen",
+        "ẞ",
+        "İI ıi",
+        "ſ's",
+        "'S",
+        "'LL",
+        "'ſ",
+        "don't",
+        "DON'T",
+        "’s",
+        "\u212a",
+    ),
+    *(
+        "e\u0301",
+        "\u0301",
+        "a\u0308\u0323",
+        "क्षि",
+        "ﬁ",
+        "Ǆ",
+        "ʰ",
+        "ª",
+        "Ⅷ",
+        "²³",
+        "½",
+        "٣٤٥",
+        "१२३४५",
+    ),
+    *(
+        "日本語",
+        "漢字かな交じり文",
+        "한국어",
+        "\u1112\u1161\u11ab",
+        "ไทย",
+        "עברית",
+        "العربية",
+        "𠮷",
+        "𝒳",
+    ),
+    *(
+        "😀",
+        "👩‍👩‍👧‍👦",
+        "🇩🇪",
+        "👍🏽",
+        "❤️",
+        "\u200d",
+        "\ufe0f",
+        "\u200b",
+        "\u2060",
+        "\ufeff",
+        "\u00ad",
+    ),
+    *(
+        " ",
+        "  ",
+        "   \n",
+        "\t",
+        "\r\n",
+        "\n\n",
+        "\x85",
+        "\xa0",
+        "\u2028",
+        "\u3000",
+        "\u180e",
+        "\x1c",
+    ),
+    *(
+        "<s>",
+        "</s>",
+        "<|endoftext|>",
+        "[MASK]",
+        "<pad>",
+        "<unk>",
+        ">>fra<<",
+        "▁",
+        "\x00",
+        "\x7f",
+        "\\",
+    ),
+    *(
+        "1234567",
+        "1,000.5",
+        "a1b2",
+        "...",
+        "?!\n",
+        "--",
+        "/path/x",
+        "$$",
+        "_a_",
+        "\U0010ffff",
+        "\ufffd",
+    ),
+    *(
+        "\ud800",
+        "\udc00x",
+        "\ud83d\ude00",
+        "anna " * 40,
+        "a" * 700,
+        " " * 700,
+        "é" * 300,
+        "^" * 600,
+    ),
+)
+
+
+def hard_strings(count: int = 1000, *, surrogates: bool = True) -> list[str]:
+    """Returns strings; libraries of others take none with lone surrogates."""
+    rng = random.Random(0)
+    mixed = ["".join(rng.choices(PIECES[:-5], k=rng.randint(2, 6))) for _ in range(count)]
+    singles = [chr(code) for code in range(0, 0xD800, 613)]
+    found = [*PIECES, *singles, *mixed]
+    if not surrogates:
+        found = [text for text in found if not any(0xD800 <= ord(one) < 0xE000 for one in text)]
+    return found[:count]
+
+
+def ids_case(
+    folder: Path, tokenizer: AnyTokenizer, texts: list[str], *, places: bool = False
+) -> dict[str, Any]:
+    """Saves a tokenizer as a bundle, and returns its ids and texts."""
+    folder.mkdir()
+    tokenizer.save(folder)
+    seal(folder, tokenizer.vocabulary_size)
+    found = tokenizer.encode_batch(texts)
+    case = {"bundle": str(folder), "texts": texts, "ids": found}
+    case["decoded"] = [tokenizer.decode(each) for each in found]
+    case["targets"] = [tokenizer.encode_target(each) for each in texts[:200]]
+    # Answers may end anywhere, and hold any ids.
+    rng = random.Random(1)
+    drawn = [rng.choices(range(tokenizer.vocabulary_size), k=9) for _ in range(200)]
+    case["answers"] = [[ids, tokenizer.decode(ids)] for ids in drawn]
+    if places:
+        case["places"] = [[[*place] for place in tokenizer.places(text)] for text in texts]
+    return case
+
+
+def npm_test(cases: Path | None = None) -> str:
+    """Runs the tests of js/ that compare cases, or the others; returns what they print."""
+    assert NODE is not None
+    name = "units" if cases is None else "parity"
+    command = [NODE, "--test", "--test-reporter=tap", str(JS / "test" / f"{name}.test.js")]
+    environment = {"PATH": str(Path(NODE).parent), "TRANSFERRY_CASES": str(cases or "")}
+    made = subprocess.run(
+        command, cwd=JS, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    failed = made.stdout.partition("not ok")[2][:4000]
+    assert made.returncode == 0, failed or made.stdout[-4000:] + made.stderr[-2000:]
+    return made.stdout
+
+
+def write_cases(
+    path: Path,
+    answers: list[dict[str, Any]],
+    ids: list[dict[str, Any]],
+    refused: Sequence[dict[str, str]] = (),
+) -> Path:
+    """Writes what js/test compares: records, ids, and bundles that must be refused."""
+
+    def plain(value: object) -> object:
+        assert isinstance(value, np.ndarray)
+        return value.tolist()
+
+    cases = {"answers": answers, "ids": ids, "refused": refused}
+    path.write_text(json.dumps(cases, default=plain))
+    return path
+
+
+def answers_of(
+    folder: Path, task: str, options: dict[str, Any], texts: Sequence[Any]
+) -> dict[str, Any]:
+    """Returns the records of Python for js/test to compare."""
+    method = task.replace("-", "_")
+    with Engine.load(folder, variant="portable") as engine:
+        rows = [(text, None) for text in texts]
+        pairs = task == "score" and not engine.decoder.has_encoder
+        found = getattr(engine, method)(rows if pairs else texts, **options)
+        records = [each.record(options.get("n_best", 1)) for each in found]
+    options = {"longRows" if name == "long_rows" else name: options[name] for name in options}
+    case = {"bundle": str(folder), "task": task, "texts": texts, "records": records}
+    return {**case, "options": options}
+
+
+def seal(folder: Path, vocabulary: int) -> None:
+    """Writes a manifest that lists the files of a tokenizer."""
+    files = {
+        path.name: {
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "size": path.stat().st_size,
+        }
+        for path in folder.iterdir()
+    }
+    manifest = {"format": 8, "model": {"vocabulary_size": vocabulary}, "files": files}
+    (folder / "manifest.json").write_text(json.dumps(manifest))

@@ -1,0 +1,142 @@
+"""Tasks in js/: the records of `run`."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Once, make_bundle, make_run
+from tests.js.cases import answers_of, needs_node, needs_packages, npm_test, write_cases
+from tests.js.test_tokenizers import word_piece
+from transferry.runtime.settings import HeadSettings
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens
+from transferry.runtime.tokenizer.third_party import HuggingFaceTokenizer
+
+SEARCHES: tuple[dict[str, Any], ...] = (
+    {},
+    {"beam": 4, "n_best": 3},
+    {"beam": 3, "early_stopping": "never", "length_penalty": 0.6, "repetition_penalty": 1.3},
+    {
+        "beam": 3,
+        "early_stopping": False,
+        "renormalise": True,
+        "no_repeat_ngram": 2,
+        "min_length": 2,
+    },
+    {"beam": 2, "prefix": [5], "forced_begin": 6, "forced_end": [2], "suppress_begin": [7]},
+    {"sample": True, "n_best": 3, "seed": 2**53 - 1},
+    {"sample": True, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9, "temperature": 1.5},
+    {"repetition_penalty": 1.5, "suppress": ["a", 9], "stop": ["e", "n"], "prompt_ngrams": True},
+    {"suppress_sequences": [[5, 6], [8]], "no_repeat_ngram": 1, "scores": False},
+)
+
+
+ENCODER: dict[str, Any] = dict(
+    architecture="encoder-only",
+    decoder_layers=0,
+    positions="learned",
+    activation="gelu",
+    embedding_norm=True,
+    lm_head=False,
+)
+TEXTS = ["anna", "a cat and a dog", "", "b" * 2000, "one two three", " x ", "\u3000"]
+
+
+@pytest.fixture(scope="session")
+def ranker_bundle_folder(once: Once, traced_once: None) -> Path:
+    """A bundle that scores a text or a pair of texts with one label, of rows of 12 tokens."""
+    head = HeadSettings("classify", ("LABEL_0",), "sigmoid", "sigmoid", longest=12)
+    special = SpecialTokens(before=(1,), after=(2,), between=(2, 2))
+    layers = dict(pooling=("first",), head_widths=(8, 1), head_activations=("tanh", "none"))
+    options: dict[str, Any] = dict(
+        head=head, **layers, head_biases=(True, True), segments=2, segment_end=2
+    )
+    run = once("ranker-run", lambda folder: make_run(folder, special, **ENCODER, **options))
+    return once("ranker-bundle", lambda folder: make_bundle(run, folder))
+
+
+@pytest.fixture(scope="session")
+def tagger_bundle_folder(once: Once, traced_once: None) -> Path:
+    """A bundle that tags the words of a WordPiece vocabulary."""
+    made = word_piece(pytest.importorskip("tokenizers"), cased=True)
+    files = {"huggingface.json": made.to_str().encode()}
+    special = SpecialTokens(pad_id=0, bos_id=1, eos_id=2, before=(1,), after=(2,))
+    tokenizer = HuggingFaceTokenizer(files, special, made.get_vocab_size())
+    head = HeadSettings("tag", ("O", "B-PER", "I-PER", "B-LOC", "I-LOC"))
+    layers = dict(head_widths=(5,), head_activations=("none",), head_biases=(True,))
+    options: dict[str, Any] = dict(head=head, tokenizer=tokenizer, **layers)
+    run = once("tagger-run", lambda folder: make_run(folder, special, **ENCODER, **options))
+    return once("tagger-bundle", lambda folder: make_bundle(run, folder))
+
+
+@needs_node
+def test_the_units_of_the_package() -> None:
+    assert "# fail 0" in npm_test()
+
+
+def compared(tmp_path: Path, answers: list[dict[str, Any]]) -> set[str]:
+    """Compares the records of both; returns the kinds of errors among them."""
+    printed = npm_test(write_cases(tmp_path / "cases.json", answers, []))
+    assert "ok 1 - onnxruntime-node gives the records of Python" in printed
+    return {
+        record["error"]["kind"]
+        for each in answers
+        for record in each["records"]
+        if "error" in record
+    }
+
+
+@needs_node
+@needs_packages
+def test_generated_records(tmp_path: Path, bundle_folder: Path, writer_bundle_folder: Path) -> None:
+    answers = [
+        answers_of(folder, "generate", {"max_length": 8, **options}, TEXTS)
+        for folder, options in product((bundle_folder, writer_bundle_folder), SEARCHES)
+    ]
+    pairs = [("anna", "a cat"), ("a dog", "b" * 2000), ("", "x"), ("x", " "), ("a", "b")]
+    answers += [
+        answers_of(bundle_folder, "score", {}, pairs),
+        answers_of(bundle_folder, "score", {"long_rows": "truncate"}, pairs),
+        answers_of(writer_bundle_folder, "score", {}, [*TEXTS, "e"]),
+    ]
+    assert compared(tmp_path, answers) == {"empty", "too-long", "too-short"}
+
+
+@needs_node
+@needs_packages
+def test_records_of_an_encoder(tmp_path: Path, reader_bundle_folder: Path) -> None:
+    masked = ["a [MASK] b", "[MASK]", "none", "a [MASK] [MASK].", ""]
+    answers = [
+        answers_of(reader_bundle_folder, "fill-mask", {"top": 3}, masked),
+        answers_of(reader_bundle_folder, "fill-mask", {"mask": "<m>"}, ["a <m>", masked[0]]),
+        answers_of(reader_bundle_folder, "embed", {}, TEXTS),
+        answers_of(
+            reader_bundle_folder, "embed", {"pooling": "first", "normalise": True}, TEXTS[:2]
+        ),
+    ]
+    assert compared(tmp_path, answers) == {"empty", "too-long", "no-mask"}
+
+
+@needs_node
+@needs_packages
+def test_records_of_heads(
+    tmp_path: Path, ranker_bundle_folder: Path, tagger_bundle_folder: Path
+) -> None:
+    pairs = [("anna", "a cat"), ("one two three " * 9, "a dog"), ("", "x"), ("a " * 9, "b " * 30)]
+    tagged = ["anna and the cat 's", "Häuser, Straße!", "", "日本語 😀 x", "the " * 500, "don't"]
+    kinds = ("none", "simple", "first", "average", "max")
+    answers = [
+        answers_of(ranker_bundle_folder, "classify", {}, TEXTS),
+        answers_of(ranker_bundle_folder, "classify", {"long_rows": "error"}, TEXTS),
+        answers_of(ranker_bundle_folder, "rank", {}, pairs),
+        answers_of(ranker_bundle_folder, "rank", {"long_rows": "error"}, pairs),
+        answers_of(ranker_bundle_folder, "embed", {}, TEXTS),
+        *(answers_of(tagger_bundle_folder, "tag", {"aggregation": k}, tagged) for k in kinds),
+        answers_of(tagger_bundle_folder, "tag", {"long_rows": "truncate"}, tagged),
+    ]
+    assert compared(tmp_path, answers) == {"empty", "too-long"}
+    tags = [tag for each in answers for record in each["records"] for tag in record.get("tags", ())]
+    assert {"PER", "B-PER", "O"} <= {tag["label"] for tag in tags}
