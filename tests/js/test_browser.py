@@ -1,0 +1,64 @@
+"""The site of `transferry page` in headless Chromium: the answers of `run`, and offline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.js.cases import JS
+from tests.js.chromium import CHROMIUM, Chromium, served
+from transferry import Engine
+from transferry.runtime.page.site import write_site
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH"),
+    pytest.mark.skipif(
+        not (JS / "node_modules" / "onnxruntime-web").exists(),
+        reason="onnxruntime-web is not installed in js/; `make js` installs it",
+    ),
+]
+LINES = ["anna", "the cat sees a dog", "Straße 😀 日本語", "one two three"]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    made = Chromium(tmp_path_factory.mktemp("profile"))
+    yield made
+    made.close()
+
+
+def test_the_page_answers_as_run_and_then_offline(
+    tmp_path: Path, bundle_folder: Path, browser: Chromium
+) -> None:
+    write_site(bundle_folder, tmp_path / "site", webgpu=False)
+    with Engine.load(bundle_folder, variant="portable") as engine:
+        wanted = [each.text for each in engine.generate(LINES, long_rows="truncate")]
+    assert any(wanted)
+    with served(tmp_path / "site") as url:
+        browser.open(url)
+        assert [browser.answer(line) for line in LINES] == wanted
+        assert "ertificate" in browser.evaluate("document.getElementById('standing').textContent")
+        # The worker is active once it has kept every file.
+        assert browser.evaluate("navigator.serviceWorker.ready.then(({ active }) => !!active)")
+    browser.open(url)
+    assert [browser.answer(line) for line in LINES[1:]] == wanted[1:]
+    assert browser.errors == []
+
+
+def test_the_page_fills_masks(
+    tmp_path: Path, reader_bundle_folder: Path, browser: Chromium
+) -> None:
+    write_site(reader_bundle_folder, tmp_path / "site", webgpu=False)
+    with Engine.load(reader_bundle_folder, variant="portable") as engine:
+        (wanted,) = engine.fill_mask(["the [MASK] and a [MASK]"])
+    with served(tmp_path / "site") as url:
+        browser.open(url)
+        found = browser.answer("the [MASK] and a [MASK]")
+        assert found.startswith(f"{wanted.text}\n\nMask 1\n")
+        assert found.count("%") == 10
+        browser.answer("none")
+        status = browser.evaluate("document.getElementById('status').textContent")
+        assert status == "there is no [MASK] to fill in"
+    assert browser.errors == []
