@@ -8,6 +8,11 @@ from typing import Any
 from transferry.runtime.hardware import cpu_name, instruction_sets, usable_cores
 
 
+def processor() -> str:
+    """Returns the processor and its instruction sets, for a line of results."""
+    return " ".join([cpu_name(), *instruction_sets()])
+
+
 def environment(*packages: str) -> dict[str, Any]:
     """Returns the processor, its instruction sets, the cores, and versions of packages."""
     import onnxruntime

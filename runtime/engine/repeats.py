@@ -62,7 +62,7 @@ class Repeats(Generic[Input, Answer]):
         for answer in answers:
             key, again = self._asked.popleft()
             if again:
-                yield replace(answer, repeated=True)
+                yield replace(answer, repeated=True, shared_prompt_tokens=0)
                 continue
             yield answer
             self._remember(key, answer)

@@ -67,6 +67,8 @@ class RowResult(ABC):
         error: Why there is no answer; None if there is one.
         truncated: Whether only the beginning of the text was read.
         repeated: Whether the answer is that of an equal row before, and was not computed again.
+        shared_prompt_tokens: Tokens of the prompt that were not read, but copied from another row
+            of the batch that begins alike.
     """
 
     source: str
@@ -75,6 +77,7 @@ class RowResult(ABC):
     error: RowError | None = None
     truncated: bool = False
     repeated: bool = field(default=False, compare=False, repr=False)
+    shared_prompt_tokens: int = field(default=0, compare=False, repr=False)
 
     @property
     def target_tokens(self) -> int:

@@ -33,6 +33,8 @@ class Tally:
         seconds: Time taken.
         first_error: Position and message of the first error.
         repeated: Rows with the answer of an equal row before, which were not computed again.
+        shared_prompt_tokens: Tokens of prompts that were copied from a row of the same batch that
+            begins alike. Depends on the batches, as the speed does.
     """
 
     rows: int = 0
@@ -44,6 +46,7 @@ class Tally:
     seconds: float = 0.0
     first_error: str = ""
     repeated: int = 0
+    shared_prompt_tokens: int = 0
 
     @property
     def bad_rows(self) -> int:
@@ -57,6 +60,7 @@ class Tally:
             self.errors[kind] = self.errors.get(kind, 0) + count
         self.truncated += other.truncated
         self.repeated += other.repeated
+        self.shared_prompt_tokens += other.shared_prompt_tokens
         self.source_tokens += other.source_tokens
         self.target_tokens += other.target_tokens
         self.log_probability += other.log_probability
@@ -94,6 +98,7 @@ class Summary(Tally):
             "first_error": self.first_error,
             "truncated": self.truncated,
             "repeated": self.repeated,
+            "shared_prompt_tokens": self.shared_prompt_tokens,
             "source_tokens": self.source_tokens,
             "target_tokens": self.target_tokens,
             "seconds": round(self.seconds, 3),

@@ -156,6 +156,7 @@ def tally_of(row: InputRow, result: RowResult, seconds: float) -> Tally:
         errors={error.kind: 1} if error else {},
         truncated=int(result.truncated),
         repeated=int(result.repeated),
+        shared_prompt_tokens=result.shared_prompt_tokens,
         source_tokens=result.source_tokens,
         target_tokens=result.target_tokens,
         log_probability=result.total if isinstance(result, ScoreResult) else 0.0,

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from transferry.runtime.bundle import Bundle, Role, Variant
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.decoding.shared_prompts import shared_prompts
 from transferry.runtime.ort.cache_buffers import UNIT, CacheBuffers, padded
 from transferry.runtime.ort.graph_runner import (
     Bindable,
@@ -101,6 +102,7 @@ class FusedDecoder:
         self._int8 = variant.cache is not None and variant.cache.type == "int8"
         self.lm_head = LMHead(bundle, variant, self._runners)
         self.vocabulary_size = self.lm_head.vocabulary_size
+        self.shares_prompts = not self.has_encoder and options.rows_are_independent
 
     def describe(self) -> dict[str, Any]:
         """Returns what determines the numbers: settings, hardware, and where the nodes run."""
@@ -258,33 +260,56 @@ class FusedDecoder:
         """Returns a state whose cache holds the prompts."""
         rows, length = source.shape
         lengths = mask.sum(axis=1)
+        capacity, begin = padded(length), 0
+        shared = shared_prompts(source, mask) if self.shares_prompts else None
+        if shared is None:
+            past = self._buffers.zeros("past", rows, capacity)
+        else:
+            first, begin = shared.first, shared.length
+            past = self._buffers.zeros("past", len(first), begin)
+            self._read(past, source[first, :begin], mask[first, :begin])
+            past = self._buffers.gather(past, shared.of_row, begin, capacity)
+        if begin < length:
+            self._read(past, source, mask, begin)
+        more = (0, capacity - length)
+        return replace(
+            state,
+            past=past,
+            bias=np.where(np.pad(mask, ((0, 0), more)), 0, -np.inf).astype(np.float32)[:, None],
+            positions=lengths[:, None],
+            held=np.pad(np.tile(np.arange(length), (rows, 1)), ((0, 0), more)),
+            prompt=lengths,
+            padding=length - lengths,
+        )
+
+    def _read(
+        self,
+        past: Sequence[BufferView],
+        source: Integers,
+        mask: NDArray[np.bool_],
+        begin: int = 0,
+    ) -> None:
+        """Reads prompts into buffers that hold the columns before `begin`."""
+        rows, length = source.shape
+        capacity = padded(length)
         columns = np.tile(np.arange(length), (rows, 1))
-        seen = np.zeros((rows, length, padded(length)), np.bool_)
-        seen[:, :, :length] = np.tril(np.ones((length, length), np.bool_)) & mask[:, None, :]
+        seen = np.zeros((rows, length - begin, capacity), np.bool_)
+        causal = np.tril(np.ones((length, length), np.bool_))[begin:]
+        seen[:, :, :length] = causal & mask[:, None, :]
         # Padding attends to its own column: a softmax over no column would be NaN.
-        seen[:, :, :length] |= np.eye(length, dtype=np.bool_)
-        decoder, past = self._decoder, self._buffers.zeros("past", rows, seen.shape[-1])
-        more = (0, seen.shape[-1] - length)
-        held = np.pad(columns, ((0, 0), more))
+        seen[:, :, :length] |= np.eye(length, dtype=np.bool_)[begin:]
+        decoder, new = self._decoder, columns[:, begin:]
+        held = np.pad(columns, ((0, 0), (0, capacity - length)))
         inputs = {
-            "target": [decoder.value(source)],
-            "positions": [decoder.value(columns)],
-            "cells": [decoder.value(self._buffers.cells(columns))],
+            "target": [decoder.value(source[:, begin:])],
+            "positions": [decoder.value(new)],
+            "cells": [decoder.value(self._buffers.cells(new))],
             "bias": [decoder.value(np.where(seen, 0, -np.inf).astype(np.float32)[:, None])],
             "past": past,
             **({"single": [decoder.value(np.array(False))]} if self._int8 else {}),
             **({"columns": [decoder.value(held)]} if self._windows else {}),
         }
         decoder.run(inputs, in_place={"present": past})
-        return replace(
-            state,
-            past=past,
-            bias=np.where(np.pad(mask, ((0, 0), more)), 0, -np.inf).astype(np.float32)[:, None],
-            positions=lengths[:, None],
-            held=held,
-            prompt=lengths,
-            padding=length - lengths,
-        )
 
     def _with_room(self, state: FusedState, columns: Integers) -> FusedState:
         """Returns a state whose cache has the columns to be written next, and few unused ones."""

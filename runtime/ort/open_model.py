@@ -16,11 +16,17 @@ from transferry.runtime.ort.session import SessionOptions
 
 
 class ServedDecoder(ObservableDecoder[Any], Protocol):
-    """A decoder that runs a variant of a bundle."""
+    """A decoder that runs a variant of a bundle.
+
+    Attributes:
+        shares_prompts: Whether `start` reads a common beginning of prompts once. No bit of an
+            answer depends on it.
+    """
 
     variant: Variant
     options: SessionOptions
     batches: BatchOptions
+    shares_prompts: bool
 
     def describe(self) -> dict[str, Any]:
         """Returns what determines the numbers: settings, hardware, and where the nodes run."""

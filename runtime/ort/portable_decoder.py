@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.decoding.batching import LANES, UNIT, BatchOptions, widened
 from transferry.runtime.decoding.decoder import StepOutput, longer
+from transferry.runtime.decoding.shared_prompts import shared_prompts
 from transferry.runtime.ort.graph_runner import describe, runtime_of
 from transferry.runtime.ort.session import SessionOptions
 
@@ -74,6 +75,8 @@ class PortableDecoder:
         self._layers = len(graphs["decoder"].names("past"))
         self._unit = UNIT if self.has_encoder else LANES
         self._max_positions = int(bundle.manifest.model["max_positions"])
+        independent = options.rows_are_independent and not self._recurrent
+        self.shares_prompts = not self.has_encoder and independent
 
     def describe(self) -> dict[str, Any]:
         """Returns what determines the numbers: settings, hardware, and where the nodes run."""
@@ -86,18 +89,14 @@ class PortableDecoder:
         mask = widened(mask, self._unit, self._max_positions)
         shape = [0 if isinstance(size, str) else size for size in self._past_shape[1:]]
         empty = self._decoder.value(np.zeros((rows, *shape), self._past_type))
-        past, cross = [empty] * self._layers, []
+        past: Sequence[Any] = [empty] * self._layers
+        cross: Sequence[Any] = []
         if self.has_encoder:
             encoder = self._runners["encoder"]
             inputs = {"source": [encoder.value(source)], "source_mask": [encoder.value(mask)]}
             cross = encoder.run(inputs, "cross")
         elif columns:
-            inputs = {
-                "target": [self._decoder.value(source)],
-                "past_mask": [self._decoder.value(mask[:, :0])],
-                "past": past,
-            }
-            past = self._decoder.run(inputs, "present")
+            past = self._read_prompts(source, mask, past)
             mask = widened(mask, self._unit)
             if extra := mask.shape[1] - source.shape[1]:  # beyond the positions of the model
                 around = ((0, 0), (0, 0), (0, extra), (0, 0))
@@ -107,6 +106,34 @@ class PortableDecoder:
         return PortableState(
             self._decoder.value(mask), cross, past, mask, sentences, columns, scratch
         )
+
+    def _read_prompts(
+        self, source: NDArray[np.int64], mask: NDArray[np.bool_], empty: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Returns a past that holds the prompts."""
+        shared = shared_prompts(source, mask) if self.shares_prompts else None
+        if shared is None:
+            return self._read(source, empty)
+        begin, first = shared.length, shared.first
+        nothing = [self._decoder.value(value.numpy()[first]) for value in empty]
+        past = self._read(source[first, :begin], nothing)
+        rows = self._select.value(shared.of_row)
+        past = self._select.run({"rows": [rows], "state": past}, "selected")
+        return self._read(source[:, begin:], past, begin) if begin < source.shape[1] else past
+
+    def _read(
+        self, source: NDArray[np.int64], past: Sequence[Any], begin: int = 0
+    ) -> Sequence[Any]:
+        """Returns the past after further tokens of prompts, padding included."""
+        # Padding comes after all tokens of its row, so none of them attends to it. With a mask that
+        # hides none of it, its own keys and values are those of prompts that are read at once.
+        before = np.ones((len(source), begin), np.bool_)
+        inputs = {
+            "target": [self._decoder.value(source)],
+            "past_mask": [self._decoder.value(before)],
+            "past": past,
+        }
+        return self._decoder.run(inputs, "present")
 
     def step(
         self,

@@ -81,6 +81,14 @@ class SessionOptions:
     profile: Path | None = None
     runtime: Runtime = "onnxruntime"
 
+    @property
+    def rows_are_independent(self) -> bool:
+        """Whether a row of a product has the same bits whichever rows are computed beside it.
+
+        onnxruntime on the CPU is tested for it; other kernels may be chosen by the number of rows.
+        """
+        return self.provider == "cpu" and self.runtime == "onnxruntime"
+
     def __post_init__(self) -> None:
         """Rejects values that onnxruntime would ignore or reinterpret.
 

@@ -24,6 +24,7 @@ from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.logits import SegmentMaxima, log_sum_exp
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import pad_sources, search, search_stream
+from transferry.runtime.decoding.shared_prompts import shared_prompts
 from transferry.runtime.decoding.strategy import Request
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import open_model
@@ -246,6 +247,39 @@ def test_prompts_of_one_token_leave_no_source(subject: Subject) -> None:
     for new in (1, 2):
         walk.step(new)
         walk.compare_tensors()
+
+
+@pytest.mark.parametrize("architecture", ["decoder-only"], indirect=True)
+@pytest.mark.parametrize("subject", EXACT, indirect=True)
+def test_prompts_that_begin_alike_have_the_bits_of_prompts_read_whole(subject: Subject) -> None:
+    """Beside others, as beginnings of each other, twice, and alone."""
+    decoder: Any = subject.decoder
+    (begin,), texts = random_rows([37]), random_rows([5, 1, 11, 2, 8, 3], seed=1)
+    prompts = [[*begin, *text] for text in texts]
+    prompts += [begin[:20], begin, *random_rows([40, 1, 33], seed=2), prompts[2]]
+    assert decoder.shares_prompts
+    found = shared_prompts(*pad_sources(prompts, 0))
+    assert found is not None
+    assert (found.length, len(found.first)) == (32, 5)
+    shared = started(decoder, prompts)
+    decoder.shares_prompts = False
+    try:
+        whole = started(decoder, prompts)
+    finally:
+        decoder.shares_prompts = True
+    tensors = decoder.tensors(whole)
+    for one, tensor in decoder.tensors(shared).items():
+        np.testing.assert_array_equal(tensor, tensors[one])
+    alone = [started(decoder, [prompt]) for prompt in prompts]
+    for position in range(3):
+        tokens = tokens_of(position, len(prompts))
+        output, shared = decoder.step(tokens, shared)
+        logits = output.all_logits.copy()
+        output, whole = decoder.step(tokens, whole)
+        np.testing.assert_array_equal(logits, output.all_logits)
+        for row, state in enumerate(alone):
+            output, alone[row] = decoder.step(tokens[row : row + 1], state)
+            np.testing.assert_array_equal(logits[row], output.all_logits[0])
 
 
 def test_a_step_leaves_its_state_as_it_was(subject: Subject) -> None:

@@ -13,6 +13,7 @@ from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.logits_processors import beginning
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search_stream
+from transferry.runtime.decoding.shared_prompts import copied_tokens
 from transferry.runtime.decoding.stop_strings import StopStrings
 from transferry.runtime.decoding.strategy import Request
 from transferry.runtime.engine.open_bundle import OpenBundle
@@ -174,13 +175,20 @@ class _Generate:
     ) -> Iterator[tuple[WorkItem[EncodedRow], GenerationResult]]:
         options, special = self.options, self.engine.bundle.tokenizer.special
 
+        shared: dict[WorkItem[EncodedRow], int] = {}
+
         def requests(most: int) -> list[Request[WorkItem[EncodedRow]]]:
-            return [self._request(item.row, item) for item in take(most)]
+            items = take(most)  # one batch
+            if decoder.shares_prompts and items:
+                copied = copied_tokens([item.row.ids for item in items])
+                shared.update(zip(items, copied, strict=True))
+            return [self._request(item.row, item) for item in items]
 
         decode = self.engine.bundle.tokenizer.decode
         stream = search_stream(decoder, requests, options, special, slots=slots, decode=decode)
         for item, found in stream:
-            yield item, self._result(item.row, found)
+            result = self._result(item.row, found)
+            yield item, replace(result, shared_prompt_tokens=shared.pop(item, 0))
 
     def _result(self, row: EncodedRow, found: Sequence[Hypothesis]) -> GenerationResult:
         decode = self.engine.bundle.tokenizer.decode

@@ -34,6 +34,8 @@ TEXTS: list[str | RowError] = [BROKEN, "a", "two", *(pair.source for pair in PAI
 TEXTS += ["", BROKEN, "word " * 5000, LONG, *TEXTS[:9]]
 # Short texts, and some of several sentences that the model has no positions for.
 LONG_TEXTS = [*TEXTS[:4], LONG, *TEXTS[4:6], f"{LONG} {LONG}", "", LONG.upper(), TEXTS[7]]
+# They begin alike; the first is that beginning and nothing else.
+BEGUN = [f"{PAIRS[0].source} {PAIRS[1].source} {text}" for text in ("", "a", *TEXTS[3:30])]
 MASKED = [
     text if isinstance(text, RowError) else f"{text[:number]} [MASK]{text[number:]}"
     for number, text in enumerate(TEXTS)
@@ -67,6 +69,7 @@ CASES = {
     "beam": Case("bundle_folder", generation(BEAM), TEXTS),
     "sampling": Case("bundle_folder", generation(SAMPLING), TEXTS, seeded=True),
     "prompts": Case("writer_bundle_folder", generation(GREEDY), TEXTS),
+    "begun": Case("writer_bundle_folder", generation(GREEDY), [*BEGUN, "", *BEGUN[:2], *TEXTS[:9]]),
     "truncated": Case("bundle_folder", generation(BEAM, long_rows="truncate"), LONG_TEXTS),
     "split": Case("bundle_folder", generation(one_sample, long_rows="split"), LONG_TEXTS, True),
     "mean": Case("reader_bundle_folder", task(embed), TEXTS),
@@ -91,7 +94,8 @@ def exact(result: RowResult) -> dict[str, Any]:
     return {
         name: value.tobytes() if isinstance(value, np.ndarray) else value
         for name, value in vars(result).items()
-        if name != "repeated"  # depends on the other rows, and says so
+        # Depends on the other rows, and says so.
+        if name not in ("repeated", "shared_prompt_tokens")
     }
 
 
