@@ -159,7 +159,8 @@ class SealedFolder:
             raise InputError(f"{path} must have {record.size} bytes, but has {size}; {REMEDY}")
         if digest != record.sha256:
             raise InputError(
-                f"{path} has changed: its sha256 must be {record.sha256}, but is {digest}; {REMEDY}"
+                f"{path} has changed: its sha256 must be {record.sha256[:12]}…, but is "
+                f"{digest[:12]}…; {REMEDY}"
             )
 
     def _changed(self, name: str) -> InputError:

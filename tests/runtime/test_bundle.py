@@ -103,7 +103,7 @@ def change_a_byte(path: Path) -> None:
     ("damage", "found"),
     [
         (truncate, r"must have \d+ bytes, but has \d+"),
-        (change_a_byte, "has changed: its sha256 must be [0-9a-f]{64}, but is [0-9a-f]{64}"),
+        (change_a_byte, "has changed: its sha256 must be [0-9a-f]{12}…, but is [0-9a-f]{12}…"),
         (Path.unlink, "is missing"),
     ],
 )

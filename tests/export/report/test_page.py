@@ -186,7 +186,7 @@ def test_a_failed_report_shows_everything() -> None:
         *("do not deploy it", "fault 0 is bad", "and 5 more", "6 of 11 tensors failed"),
         *("decoder.2.rotary", "build_model/transformer.py:214", "transferry replay replays/0.npz"),
         *("angles = table[positions]", "10 checks failed", "1,500 ×", "decoder layer 0"),
-        *("48 of 50", "1 tie, 1 wrong", "1 row of the same tokens with a wrong score"),
+        *("48 of 50", "1 tie, 1 wrong", "1 row with the right tokens and a wrong score"),
         *("1 row has wrong tokens", "1 row has the right tokens with a wrong score"),
         *("row 17, greedy", "A <i>black</i> dog", "schwarzer <u>Hund</u>.", "3.10e-01"),
         *("absent: not installed", "31 failed", "7104.20"),
