@@ -185,9 +185,7 @@ def _overview(
             (
                 f"{label}, rows token for token",
                 [
-                    ("–", True)
-                    if item is None
-                    else (f"{item['identical']:,} of {item['rows']:,}", item["passed"])
+                    ("–", True) if item is None else (_agreement(item), item["passed"])
                     for item in found
                 ],
             )
@@ -206,6 +204,13 @@ def _overview(
             )
         )
     return [("", [(name, True) for name in names]), *rows]
+
+
+def _agreement(search: Mapping[str, Any]) -> str:
+    """Returns how many rows of a search have torch's tokens, and how many a wrong score."""
+    wrong = sum(item["wrong_score"] for item in search["defects"])
+    scores = f", {_count(wrong, 'wrong score')}" if wrong else ""
+    return f"{search['identical']:,} of {search['rows']:,}{scores}"
 
 
 def _environment() -> Environment:

@@ -259,8 +259,10 @@ def test_variants_stand_side_by_side() -> None:
     other = passed(settings={"variant": "cpu-int8", "provider": "cuda"})
     html = render_page(passed().to_dict(), other.to_dict(), failed().to_dict())
     shown = Page(html)
-    assert shown.headings[:2] == ["✗2 of 3 passed", "Side by side"]
+    assert shown.headings[:2] == ["✗FAILED: 1 of 3 reports", "Side by side"]
     assert {"cpu-int8 on cuda", "portable of bundles/ende"} <= set(shown.headings)
+    (details,) = re.findall(r'<details class="variant"( open)?>', html)[:1]
+    assert details == " open", "what failed comes first"
     assert len(shown.ids) == len(set(shown.ids))
     named = re.findall(r'aria-(?:labelledby|describedby)="([^"]*)"', html)
     assert set(" ".join(named).split()) <= set(shown.ids)
