@@ -38,7 +38,9 @@ def wanted(whole_bundle_folder: Path) -> list[int]:
     decoder = PortableDecoder(bundle, bundle.variant(), SessionOptions())
     special = bundle.tokenizer.special
     assert (special.bos_id, special.ends) == (1, (2,)), "the page shows other ids"
-    ((found,),) = search(decoder, [[17, 5, 42, 2]], GenerationOptions(max_length=100), special)
+    # The graph bounds an answer by the model's positions, as `run` does.
+    options = GenerationOptions(max_length=min(100, int(bundle.manifest.model["max_positions"])))
+    ((found,),) = search(decoder, [[17, 5, 42, 2]], options, special)
     assert len(found.scored_tokens) > 1
     return list(found.scored_tokens)
 
