@@ -131,7 +131,7 @@ def test_beams_that_are_not_recorded_are_compared_with_the_search(
         model,
         bundle.tokenizer.special,
         Tolerance(),
-        one=one,  # type: ignore[arg-type]
+        one=one,
     )
     *_, found = decisions
     assert found.search == "beam 4, in one graph"

@@ -171,22 +171,22 @@ def test_a_certificate_is_for_one_runtime(fast_bundle_folder: Path, tmp_path: Pa
 def test_another_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a processor could not be told."""
 
-    class Type:
+    class Kind:
         f32 = "f32"
 
         def get_type_name(self) -> str:
             return "bf16"
 
     class Core:
-        Type, __version__ = Type, "2026.4"
+        Type, __version__ = Kind, "2026.4"
 
         def compile_model(self, path: str, device: str, settings: dict[str, Any]) -> Any:
             assert (path, device) == ("graph.onnx", "CPU")
             assert settings["INFERENCE_PRECISION_HINT"] == "f32"
             return self
 
-        def get_property(self, name: str) -> Type:
-            return Type()
+        def get_property(self, name: str) -> Kind:
+            return Kind()
 
     Core.Core = Core  # type: ignore[attr-defined]
     monkeypatch.setattr(openvino_runner, "openvino_module", lambda: Core)
