@@ -406,8 +406,7 @@ def report(records: tuple[Path, ...], output: Path) -> None:
 
 @command(
     epilog="""\b
-Examples:
-  transferry verify bundles/ende --variant portable --checkpoint runs/ende   # writes the file
+Example:
   transferry replay bundles/ende.fault.npz
 """
 )

@@ -29,9 +29,11 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     made.close()
 
 
+@pytest.mark.parametrize("fixture", ["bundle_folder", "writer_bundle_folder"])
 def test_the_page_answers_as_run_and_then_offline(
-    tmp_path: Path, bundle_folder: Path, browser: Chromium
+    fixture: str, tmp_path: Path, browser: Chromium, request: pytest.FixtureRequest
 ) -> None:
+    bundle_folder: Path = request.getfixturevalue(fixture)
     write_site(bundle_folder, tmp_path / "site", webgpu=False)
     with Engine.load(bundle_folder, variant="portable") as engine:
         wanted = [each.text for each in engine.generate(LINES, long_rows="truncate")]
