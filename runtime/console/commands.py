@@ -199,9 +199,9 @@ class Commands(click.Group):
             if str(error.name).partition(".")[0] == "transferry":
                 raise
             message = f"{context.invoked_subcommand} needs {error.name}, which is not installed"
-            raise Failure(
-                f"{message}; {install_command('export')}", UsageError.exit_code
-            ) from error
+            # A page needs no torch, so it can be made on a host that serves.
+            extra = "report" if error.name == "jinja2" else "export"
+            raise Failure(f"{message}; {install_command(extra)}", UsageError.exit_code) from error
         except (MemoryError, ImportError, RuntimeError) as error:
             if (told := out_of_memory(error)) is None:
                 raise

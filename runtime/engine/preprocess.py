@@ -265,7 +265,7 @@ def sentences(text: str) -> list[str]:
         import sentencex
     except ModuleNotFoundError as error:
         raise UsageError(
-            "long_rows=split needs sentencex, which is not installed; "
+            "long_rows split needs sentencex, which is not installed; "
             f"{install_command('sentences')}"
         ) from error
     # sentencex applies its English rules to languages that it does not know.

@@ -419,6 +419,6 @@ def import_ray() -> Any:
         import ray.data
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"this needs Ray Data, which is not installed; {install_command('ray')}"
+            f"--engine ray needs Ray Data, which is not installed; {install_command('ray')}"
         ) from error
     return ray

@@ -36,7 +36,7 @@ def openvino_module() -> Any:
     try:
         import openvino
     except ImportError as error:
-        raise ProviderError(f"not installed; {install_command('openvino')}") from error
+        raise ProviderError(f"OpenVINO is not installed; {install_command('openvino')}") from error
     return openvino
 
 

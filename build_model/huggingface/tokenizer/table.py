@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from transferry.build_model.huggingface.folder import REMEDY
 from transferry.runtime.documents import checked, read_document
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.files import MOST_BYTES, read_bytes
 
 TOKENIZER = "tokenizer.json"
@@ -111,7 +111,7 @@ def table_of_pieces(path: Path) -> Table:
     except ModuleNotFoundError as error:
         raise UsageError(
             f"{path} is a SentencePiece model, and {error.name} is not installed; "
-            'pip install "transferry[sentencepiece]" protobuf'
+            f"{install_command('sentencepiece')} protobuf"
         ) from error
     except RuntimeError as error:
         raise InputError(f"{path} is not a SentencePiece model ({error}); {REMEDY}") from error
