@@ -116,7 +116,7 @@ def test_what_comes_out_can_be_loaded(tmp_path: Path) -> None:
     loaded = load_checkpoint(tmp_path / "run")
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     assert loaded.tokenizer.vocabulary_size == 270
-    assert said.splitlines() == [
+    assert [line for line in said.splitlines() if not line.startswith("step ")] == [
         "training pairs: 36 of 36 kept",
         "validation pairs: 36 of 36 kept",
         "vocabulary: 270 ids",
