@@ -175,4 +175,6 @@ def import_(huggingface: Path, out: Path, adapter: Path | None, force: bool, qui
     """
     from transferry.build_model.huggingface.importer import import_checkpoint
 
-    import_checkpoint(huggingface, out, adapter=adapter, force=force, say=teller(quiet))
+    told = teller(quiet)
+    with progress(quiet) as show:
+        import_checkpoint(huggingface, out, adapter=adapter, force=force, say=told, show=show)

@@ -292,6 +292,7 @@ def import_checkpoint(
     adapter: Path | None = None,
     force: bool = False,
     say: Callable[[str], None] = lambda line: None,
+    show: Callable[[str, int, int], None] = lambda *state: None,
 ) -> None:
     """Imports a checkpoint as a run, which export accepts like a trained one.
 
@@ -301,6 +302,7 @@ def import_checkpoint(
         adapter: Folder of an adapter that PEFT wrote, merged into the weights.
         force: Replace an existing run.
         say: Receives the summary.
+        show: See `Converted.write`.
 
     Raises:
         InputError: As `read_checkpoint`; a tensor is not finite; or the run cannot be written.
@@ -312,7 +314,7 @@ def import_checkpoint(
         run.save_config(staged, imported.config, None, imported.generation, imported.head)
         imported.tokenizer.save(staged)
         with tensor_writer(staged / run.WEIGHTS, imported.weights.shapes) as file:
-            imported.weights.write(file)
+            imported.weights.write(file, show)
         own = {} if adapter is None else {"adapter": adapter}
         run_folder.remember(staged, {"huggingface": folder} | own)
         run_folder.check_folder(out, force=force)  # again, since the weights took their time

@@ -7,7 +7,7 @@ goes from file to file.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -84,8 +84,14 @@ class Converted:
         """Counts a tensor that has no place."""
         self.left_out[what] = self.left_out.get(what, 0) + tensor.numel()
 
-    def write(self, out: Written) -> None:
+    def write(
+        self, out: Written, show: Callable[[str, int, int], None] = lambda *state: None
+    ) -> None:
         """Reads, converts and hands on one tensor after the other.
+
+        Args:
+            out: Receives each tensor under its new name.
+            show: Called after each with the phase, the tensors done and the tensors in total.
 
         Raises:
             InputError: A tensor is not finite, or two that must be equal differ.
@@ -94,7 +100,9 @@ class Converted:
             out[ours] = tensor
         came_from: dict[str, str] = {}
         # What is added to another comes after it.
-        for name in sorted(self._steps, key=lambda name: bool(self._steps[name].move.adds)):
+        names = sorted(self._steps, key=lambda name: bool(self._steps[name].move.adds))
+        for number, name in enumerate(names):
+            show("copying tensors", number, len(names))
             step, tensor = self._steps[name], self.tensors.read(name)
             for ours, piece in zip(
                 step.ours, _changed(step.move, tensor, self.config), strict=True
@@ -114,6 +122,7 @@ class Converted:
                         f"{self.tensors.origin}: expected equal tensors {came_from[ours]} and "
                         f"{name}, but they differ; only models that share them can be imported"
                     )
+        show("copying tensors", len(names), len(names))
 
 
 def convert_weights(

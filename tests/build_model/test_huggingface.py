@@ -505,6 +505,15 @@ def test_what_is_imported_and_left_out_is_told(kind: str, made: Makes) -> None:
         assert "left out" not in said
 
 
+def test_tensors_are_counted_while_they_are_copied(made: Makes) -> None:
+    weights = read_checkpoint(made("gpt2").folder).weights
+    shown: list[tuple[str, int, int]] = []
+    weights.write({}, lambda *state: shown.append(state))
+    total = len(shown) - 1
+    assert shown == [("copying tensors", number, total) for number in range(total + 1)]
+    assert total > 20
+
+
 def test_what_is_not_used_is_told(copied: Copies, tmp_path: Path) -> None:
     theirs, said = copied("llama"), list[str]()
     change(theirs / "config.json", attention_dropout=0.1, initializer_range=0.02, novelty="x" * 99)
