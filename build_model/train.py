@@ -351,9 +351,9 @@ class Trainer:
 
     def _show_step(self, doing: str = "") -> None:
         progress, config = self.progress, self.config
-        minutes = f"{progress.seconds / 60:.1f}"
-        limit = f" of {config.max_minutes:g}" if config.max_minutes else ""
-        notes = (f"epoch {progress.epoch}", self._train_loss, f"{minutes}{limit} min", doing)
+        limit, spent = config.max_minutes, progress.seconds / 60
+        minutes = f"{spent:.1f} of {limit:g} min" if limit else ""
+        notes = (f"epoch {progress.epoch}", self._train_loss, minutes, doing)
         note = ", ".join(filter(None, notes))
         self._show("training", progress.step, config.max_steps or None, note)
 
