@@ -6,7 +6,6 @@ It imports what it needs when it runs, so that --help is instant.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import click
@@ -101,6 +100,4 @@ def distil(context: click.Context, /, **options: Any) -> None:
         check_settings(context, out / run_folder.SETTINGS)
     if options["teacher"] is None:
         raise UsageError("expected the bundle of a TEACHER, found none; name it")
-    marks = distilled(**options)
-    if marks is not None:
-        say(f"{marks}; {Path(out)}")
+    say(f"{distilled(**options)}; {out}")

@@ -59,7 +59,7 @@ def distil(
     force: bool = False,
     quiet: bool = False,
     **options: Any,
-) -> Evaluation | None:
+) -> Evaluation:
     """Trains a student on a teacher's answers; the same call continues after an interruption.
 
     Args:
@@ -111,9 +111,11 @@ def distil(
         (out / run_folder.ROWS).unlink(missing_ok=True)
         resume = (out / checkpoint.STATE).exists()
         with progress(quiet, "steps") as show:
-            return recipe.follow(
+            scores = recipe.follow(
                 out, device=device, resume=resume, say=say, show=show, begun=remember
             )
+    assert scores is not None  # this is the only process
+    return scores
 
 
 def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
