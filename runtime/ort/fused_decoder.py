@@ -38,6 +38,9 @@ SPARE_COLUMNS = 8 * UNIT
 # Further steps that a new cache has room for where a step reads only its own columns, so that room
 # costs nothing but memory.
 AHEAD = 8
+# The same for all rows of a step together: with few rows, reading unused columns costs less than
+# making the cache longer and binding it again.
+AHEAD_CELLS = 64
 # Default batch sizes: as many rows as gain from sharing the reading of the weights.
 BATCHES: dict[Provider, BatchOptions] = {
     "cpu": BatchOptions(rows=256, tokens=1 << 15),
@@ -322,6 +325,8 @@ class FusedDecoder:
         if needed <= room <= needed + SPARE_COLUMNS:
             return state
         ahead = AHEAD if self._int8 and columns.shape[1] == 1 else columns.shape[1]
+        # With more, the cache would be too long at once.
+        ahead = max(ahead, min(AHEAD_CELLS // columns.size, SPARE_COLUMNS - UNIT))
         return self._with_columns(state, np.arange(len(columns)), padded(needed + ahead))
 
     def _with_columns(self, state: FusedState, slots: Integers, capacity: int) -> FusedState:

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.search import pad_sources
-from transferry.runtime.ort.cache_buffers import UNIT
+from transferry.runtime.ort.cache_buffers import UNIT, padded
 from transferry.runtime.ort.fused_decoder import (
+    AHEAD_CELLS,
     ENCODER_SENTENCES,
     SPARE_COLUMNS,
     FusedDecoder,
@@ -57,9 +58,21 @@ def capacity(state: FusedState) -> int:
 
 def test_a_cache_grows_as_long_as_it_must(decoder: FusedDecoder) -> None:
     _, state = fed(decoder, TARGET[:, :1], started(decoder))
-    assert capacity(state) == UNIT
+    assert capacity(state) == padded(1 + AHEAD_CELLS // 4)
     _, state = fed(decoder, TARGET[:, 1:], state)
     assert capacity(state) == TARGET.shape[1]
+    _, state = fed(decoder, TARGET.repeat(16, axis=0)[:, :1], started(decoder, SOURCES * 16))
+    assert capacity(state) == UNIT, "with many rows each unused column is read often"
+
+
+@pytest.mark.parametrize("slots", [1, 3, 16])
+def test_a_cache_with_few_slots_seldom_grows(decoder: FusedDecoder, slots: int) -> None:
+    state, capacities = started(decoder, SOURCES[:1] * slots), []
+    for position in range(40):
+        _, state = decoder.step(np.full((slots, 1), position + 5), state)
+        capacities.append(capacity(state))
+    assert capacities == sorted(capacities), "never too long at once"
+    assert len(set(capacities)) <= {1: 2, 3: 2, 16: 5}[slots]
 
 
 def test_a_cache_is_no_longer_than_those_that_stay_need(fast_writer_bundle_folder: Path) -> None:
