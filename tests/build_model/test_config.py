@@ -148,7 +148,7 @@ def test_the_presets_are_those_that_are_documented() -> None:
         "mini": (128, 4, 4, 4, 256),
         "small": (256, 4, 3, 3, 1024),
         "fast": (256, 4, 6, 2, 1024),
-        "student": (256, 4, 6, 2, 1024),
+        "student": (128, 4, 6, 2, 768),
         "textbook": (64, 4, 0, 8, 256),
         "prose": (256, 4, 0, 4, 688),
         "reader": (256, 4, 4, 0, 1024),
