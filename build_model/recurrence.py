@@ -20,6 +20,21 @@ class CellState(NamedTuple):
 
     cell: Tensor
 
+    def continued(self, forget: Tensor, given: Tensor, longest: int) -> tuple[Tensor, CellState]:
+        """Computes c_t = forget_t * c_(t-1) + given_t from this state on.
+
+        Args:
+            forget: [batch, length, d_model], from 0 to 1.
+            given: [batch, length, d_model]
+            longest: Largest length; read where a traced graph leaves the length open.
+
+        Returns:
+            c_t [batch, length, d_model], and the state after the last position.
+        """
+        kept, cells = scanned(forget, given, longest)
+        cells = cells + kept * self.cell[:, 0]
+        return cells, CellState(cells[:, -1:, None])
+
 
 class SSRU(nn.Module):
     """Kim et al. (2019), "From Research to Production and Back", section 3.2.
@@ -43,12 +58,11 @@ class SSRU(nn.Module):
         Returns:
             o [batch, length, d_model], and the state after the last position.
         """
-        before = past.cell[:, 0]
         # In the state's precision: under autocast the products have fewer bits than a sum needs.
-        forget = torch.sigmoid(self.forget(x)).to(before.dtype)
-        kept, cells = scanned(forget, (1 - forget) * self.input(x), self.max_positions)
-        cells = cells + kept * before
-        return F.relu(cells), CellState(cells[:, -1:, None])
+        forget = torch.sigmoid(self.forget(x)).to(past.cell.dtype)
+        given = (1 - forget) * self.input(x)
+        cells, present = past.continued(forget, given, self.max_positions)
+        return F.relu(cells), present
 
 
 def scanned(forget: Tensor, given: Tensor, longest: int) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,6 @@ from transferry.export.variants import (
     make_variant,
     recipe_of,
     reference_file,
-    require_attention,
 )
 from transferry.export.verify import Done, verify_against
 from transferry.runtime.bundle import MANIFEST, REFERENCE, Bundle, Manifest, Variant
@@ -108,7 +107,6 @@ def export_bundle(
         require_one_graph(checkpoint.model.config.architecture, generation, one_graph)
     for name in variants:
         recipe_of(name, calibrated=bool(calibrate))
-        require_attention(checkpoint.model.config, name)
     with staged_folder(out) as folder:
         calibration = None
         if calibrate:

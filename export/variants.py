@@ -12,7 +12,7 @@ import torch
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.export.graphs.fused import export_fused_graphs
-from transferry.export.graphs.graph import Graph
+from transferry.export.graphs.graph import CELL, Graph
 from transferry.export.graphs.one_beam_graph import BeamComposer
 from transferry.export.graphs.one_graph import Composer, require_one_graph
 from transferry.export.graphs.portable import export_graphs
@@ -83,19 +83,6 @@ def recipe_of(name: str, *, calibrated: bool) -> Recipe:
     return RECIPES[name]
 
 
-def require_attention(config: ModelConfig, name: str) -> None:
-    """Refuses a fused variant of a recurrent decoder, which has no KV cache to keep in place.
-
-    Raises:
-        UsageError: The variant cannot compute the model.
-    """
-    if RECIPES[name].fused and config.recurrent:
-        raise UsageError(
-            f"variant {name} needs decoder_cell attention, found {config.decoder_cell}; leave it "
-            f"out, the bundle has {PORTABLE}"
-        )
-
-
 def make_variant(
     model: Transformer, name: str, calibration: Calibration | None = None
 ) -> dict[str, Graph]:
@@ -111,7 +98,6 @@ def make_variant(
         ParityError: A linear layer was not fused, or an attention does not read integers.
     """
     recipe = recipe_of(name, calibrated=calibration is not None)
-    require_attention(model.config, name)
     graphs = _fused_graphs(model, name, calibration) if recipe.fused else export_graphs(model)
     return {key: graph.at(f"{recipe.prefix}{graph.spec.file}") for key, graph in graphs.items()}
 
@@ -145,7 +131,12 @@ def describe(name: str, graphs: Mapping[str, Graph]) -> Variant:
     opset = next(iter(graphs.values())).model.opset_imports[""]
     cache = None
     if "decoder" in specs:
-        cache = CacheSpec(recipe.fused, specs["decoder"].tensor("past").type)
+        # A state is no KV cache: the keys and values are those of the source.
+        decoder = specs["decoder"]
+        if decoder.names("past")[0].endswith(CELL):
+            cache = CacheSpec(recipe.fused, decoder.tensor("cross").type, "state")
+        else:
+            cache = CacheSpec(recipe.fused, decoder.tensor("past").type)
     fixed = (name, recipe.precision, recipe.providers, opset)
     return Variant(
         *fixed,

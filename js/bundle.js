@@ -4,7 +4,7 @@ import { InputError, UsageError } from "./errors.js";
 import { sourceOf } from "./source.js";
 import { openTokenizer, tokenizerFiles } from "./tokenizer/tokenizer.js";
 
-export const FORMAT = 8;
+export const FORMAT = 9;
 // Rows are taken in ort/decoder.js, and "generate" is a search of its own.
 const UNUSED = ["select", "generate"];
 const NAME = /^[A-Za-z0-9_+-][A-Za-z0-9._+-]*$/;

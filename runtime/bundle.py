@@ -45,7 +45,7 @@ from transferry.runtime.settings import HeadSettings
 from transferry.runtime.tables import table
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 
-FORMAT = 8
+FORMAT = 9
 MANIFEST = "manifest.json"
 REFERENCE = "reference.npz"
 PORTABLE = "portable"  # the variant of standard ONNX operators only
@@ -67,7 +67,8 @@ GRAPHS = {
     "decoder-only": ("decoder", "select"),
     "encoder-only": ("encoder",),
 }
-# Graphs of a variant whose steps write into the cache in place.
+# Graphs of a variant whose steps write into the cache in place; the state of a recurrent decoder
+# has no columns to gather.
 IN_PLACE = {
     "encoder-decoder": (
         *("encoder", "decoder", "lm_head", "exp_sums", "gather", "move", "place", "select"),
@@ -83,7 +84,8 @@ Role = Literal[
     "target",  # [batch, target] int64: token ids
     "past_mask",  # [batch, past] bool: True at a token; without an encoder
     "past",  # [batch, heads, past, d_head]: keys or values of earlier positions; in place
-    #          [batch, heads, capacity, d_head]; of an SSRU its state [batch, 1, 1, d_model]
+    #          [batch, heads, capacity, d_head]; of an SSRU its state [batch, 1, 1, d_model], in
+    #          place [past, d_model]
     "present",  # [batch, heads, past + target, d_head]: the next step's past; in place as past
     "logits",  # [batch, target, vocabulary]; in place [batch * target, vocabulary]; of an encoder
     #            alone [batch, source, vocabulary]
@@ -107,7 +109,8 @@ Role = Literal[
     "source_length",  # [batch] int64: tokens of the source; of an int8 cache
     "single",  # [] bool: whether the target is one token a slot without gaps before it; likewise
     "kept",  # [batch, heads, source, d_head]: cross again, in place; likewise
-    "rows",  # [selected] int64: rows to take
+    "rows",  # [selected] int64: rows to take; of an SSRU in place [batch, target]: the row of past
+    #          that each token continues
     "places",  # [selected] int64: where to put them
     "state",  # [batch, heads, length, d_head]: past or cross, before a selection
     "selected",  # [selected, heads, length, d_head]: after it
@@ -186,15 +189,18 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """The KV cache of a variant.
+    """The cache of a variant's decoder.
 
     Attributes:
-        in_place: Whether steps write into it; else each step returns a longer one.
-        type: numpy's name of its element type, or "bfloat16".
+        in_place: Whether steps write into buffers; else each step returns another cache.
+        type: numpy's name of the element type of keys and values, or "bfloat16".
+        kind: What past and present are: "columns" of keys and values, one more for each token, or
+            the "state" of a recurrent decoder, whose size stays.
     """
 
     in_place: bool
     type: Precision
+    kind: Literal["columns", "state"] = "columns"
 
 
 @dataclass(frozen=True)
@@ -236,14 +242,20 @@ class Variant:
         return self.cache is not None and self.cache.in_place
 
     @property
+    def recurrent(self) -> bool:
+        """Whether the decoder carries a state of fixed size instead of keys and values."""
+        return self.cache is not None and self.cache.kind == "state"
+
+    @property
     def steps(self) -> Mapping[str, GraphSpec]:
         """The graphs that a search outside of them drives."""
         return {name: graph for name, graph in self.graphs.items() if name != ONE_GRAPH}
 
     def required_graphs(self, architecture: str) -> tuple[str, ...]:
         """Returns the names of the graphs that the variant must have, by what it says of itself."""
+        graphs = (IN_PLACE if self.in_place else GRAPHS)[architecture]
         return (
-            *(IN_PLACE if self.in_place else GRAPHS)[architecture],
+            *(name for name in graphs if name != "gather" or not self.recurrent),
             *(("dequantise",) if self.cache is not None and self.cache.type == "int8" else ()),
             *(("top_k",) if self.top_k else ()),
             *(("approximate_logits", "segment_maxima") if self.screen else ()),
@@ -376,6 +388,8 @@ def _problem(manifest: Manifest) -> str:
             return f"variant {name!r} calls itself {variant.name!r}"
         if (variant.cache is None) != alone:
             return f"variant {name!r} must say what its KV cache is"
+        if variant.recurrent and manifest.architecture != "encoder-decoder":
+            return f"variant {name!r} cannot have a recurrent state: it has no encoder"
         for graph in variant.required_graphs(manifest.architecture):
             if graph not in variant.graphs:
                 return f"variant {name!r} has no graph {graph!r}"

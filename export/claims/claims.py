@@ -7,7 +7,7 @@ both sides of a comparison read them: without the run, a wrong one would go unno
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import astuple, fields, replace
 from typing import Any
 
 import numpy as np
@@ -120,9 +120,8 @@ def _variant_problems(variant: Variant, config: ModelConfig) -> Iterator[str]:
         kept = "float32" if integers else recipe.precision
         if recipe.precision == "int8" and has_int8_cache(config):
             kept = "int8"
-        cache = recipe.fused, kept
-    said = variant.cache and (variant.cache.in_place, variant.cache.type)
-    yield _unequal("cache", cache, said)
+        cache = recipe.fused, kept, "state" if config.recurrent else "columns"
+    yield _unequal("cache", cache, variant.cache and astuple(variant.cache))
     ranks = bool(recipe.fused and cache and recipe.providers != ("cpu",))
     yield _unequal("top_k", ranks, variant.top_k)
     yield _unequal("reference", reference_file(recipe), variant.reference)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from transferry.build_model.attention import KeyValues
+from transferry.build_model.recurrence import CellState
 from transferry.build_model.transformer import Transformer
 from transferry.export.graphs.graph import (
     Graph,
@@ -28,6 +29,7 @@ from transferry.export.graphs.graph import (
     flatten,
     pair,
     spec,
+    state_specs,
 )
 from transferry.export.graphs.portable import EncoderGraph, ModelGraph, SelectGraph
 from transferry.runtime.decoding.logits import SEGMENT
@@ -57,6 +59,15 @@ class CacheInPlace:
     def _written(self, buffer: Tensor, newer: Tensor) -> Tensor:
         # Undoes the transpose of the split into heads, so that the optimiser drops both.
         return _in_place("ScatterND", buffer, self.cells, newer.transpose(1, 2))
+
+
+class CellOfEach(CellState):
+    """The state before each token `[batch, target, d_model]`, each of which is one row's next."""
+
+    def continued(self, forget: Tensor, given: Tensor, longest: int) -> tuple[Tensor, CellState]:
+        """See `CellState.continued`; the state has the shape of the tokens."""
+        cells = given + forget * self.cell
+        return cells, CellState(cells.flatten(0, 1))
 
 
 class FusedDecoderGraph(ModelGraph):
@@ -98,6 +109,28 @@ class FusedDecoderGraph(ModelGraph):
             cross,
             [CacheInPlace(*tensors, cells) for tensors in pair(cache)],
         )
+        return hidden, *flatten(present)
+
+
+class RecurrentDecoderGraph(ModelGraph):
+    """target, rows, source_bias, cross, past -> hidden, present: one token of each row."""
+
+    def forward(
+        self, target: Tensor, rows: Tensor, source_bias: Tensor, *cache: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Runs the decoder over the next token of every row.
+
+        Args:
+            target: One token per beam `[batch, target]`, int64.
+            rows: The row of past that each continues `[batch, target]`, int64.
+            source_bias: Of the source `[batch, 1, 1, source]`.
+            cache: All of cross, as `EncoderGraph` returns it; then all of past `[past, d_model]`.
+        """
+        crosses = 2 * len(self.model.decoder)
+        cross, past = pair(cache[:crosses]), cache[crosses:]
+        bias = source_bias.to(self.model.embedding.weight.dtype)
+        states = [CellOfEach(F.embedding(rows, each)) for each in past]
+        hidden, present = self.model.decode_at(target, None, None, None, bias, cross, states)
         return hidden, *flatten(present)
 
 
@@ -205,6 +238,8 @@ def export_fused_graphs(model: Transformer, cache_type: str | None = None) -> di
     if config.encoder_layers:
         both = (*stored("state", "batch", "source", prefix="cross."), *state)
         read = (spec("source_bias", "float32", "batch", 1, 1, "source"), *cross)
+    if config.recurrent:
+        both = source_state  # a selection does not move the states of rows
     placed = (spec("columns", "int64", "batch", "capacity"),) if config.looks_at_columns else ()
     segments = sum(divmod(config.vocabulary_size, SEGMENT))
     modules: dict[str, Module] = {
@@ -241,6 +276,19 @@ def export_fused_graphs(model: Transformer, cache_type: str | None = None) -> di
             tuple(replace(each, name=f"moved.{each.name}", role="moved") for each in both),
         ),
     }
+    if config.recurrent:
+        del modules["gather"]  # there are no columns
+        cell = partial(state_specs, config, dtype=precision)
+        modules["decoder"] = (
+            RecurrentDecoderGraph(model),
+            (
+                spec("target", "int64", "batch", "target"),
+                spec("rows", "int64", "batch", "target"),
+                *read,
+                *cell("past", "past"),
+            ),
+            (hidden, *cell("present", "rows")),
+        )
     if config.encoder_layers:
         source = spec("source", "int64", "batch", "source")
         mask = spec("source_mask", "bool", "batch", "source")

@@ -37,6 +37,7 @@ SIZES = {
     "rows": 6,
     "columns": 12,
 }
+CELL = ".cell"  # how the names of a recurrent decoder's states end
 
 Specs = tuple[TensorSpec, ...]
 # A module with its inputs and outputs.
@@ -85,11 +86,12 @@ def cache_specs(
     )
 
 
-def state_specs(config: ModelConfig, role: Role, batch: str) -> Specs:
-    """Returns the specs of a recurrent decoder's state, `[batch, 1, 1, d_model]` for each layer."""
-    shape = (batch, 1, 1, config.d_model)
+def state_specs(
+    config: ModelConfig, role: Role, *shape: str | int, dtype: str = "float32"
+) -> Specs:
+    """Returns the specs of a recurrent decoder's state, `[*shape, d_model]` for each layer."""
     return tuple(
-        TensorSpec(f"{role}.{layer}.cell", role, "float32", shape)
+        TensorSpec(f"{role}.{layer}{CELL}", role, dtype, (*shape, config.d_model))
         for layer in range(config.decoder_layers)
     )
 

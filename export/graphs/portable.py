@@ -97,7 +97,7 @@ def export_graphs(model: Transformer, names: Sequence[str] | None = None) -> dic
     read = (mask, *cross) if config.encoder_layers else (past_mask,)
     past, present = cache("past", "batch", "past"), cache("present", "batch", "past + target")
     if config.recurrent:
-        past, present = (state_specs(config, role, "batch") for role in ("past", "present"))
+        past, present = (state_specs(config, role, "batch", 1, 1) for role in ("past", "present"))
     target = spec("target", "int64", "batch", "target")
     logits = spec("logits", "float32", "batch", "target", config.vocabulary_size)
     modules: dict[str, Module] = {

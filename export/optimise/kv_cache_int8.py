@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from transferry.build_model.config import ModelConfig
 from transferry.export.graphs.fused import FUSED_OPSET
-from transferry.export.graphs.graph import Graph, Specs, spec
+from transferry.export.graphs.graph import CELL, Graph, Specs, spec
 from transferry.export.graphs.rewriting import (
     CONTRIB,
     alike,
@@ -68,8 +68,12 @@ def quantise_cache(
 
 
 def _int8(specs: Specs) -> Specs:
-    roles = ("cross", "past", "present")
-    return tuple(replace(each, type="int8") if each.role in roles else each for each in specs)
+    return tuple(
+        replace(each, type="int8")
+        if each.role in ("cross", "past", "present") and not each.name.endswith(CELL)
+        else each
+        for each in specs
+    )
 
 
 def _rounded_encoder(encoder: Graph) -> Graph:
@@ -102,7 +106,9 @@ def _dequantise_graph(decoder: GraphSpec, scales: Mapping[str, KVScales]) -> Gra
     graph = ir.Graph([], [], nodes=[], name="dequantise", opset_imports={"": FUSED_OPSET})
     tape = ir.tape.Tape(graph)
     outputs = tuple(
-        replace(each, type="float32") for each in decoder.inputs if each.role in ATTENTIONS
+        replace(each, type="float32")
+        for each in decoder.inputs
+        if each.role in ATTENTIONS and each.type == "int8"
     )
     inputs = tuple(
         replace(each, name=f"state.{each.name}", role="state", type="int8") for each in outputs
@@ -134,17 +140,19 @@ def _int8_decoder(decoder: Graph, config: ModelConfig) -> tuple[Graph, int]:
     # GroupQueryAttention takes each slot's columns with the new one, less one; the capacity; and
     # for cross-attention, which writes nothing, new keys and values of length 0.
     tape, int32 = ir.tape.Tape(), ir.DataType.INT32
-    earliest = shared(graph, "earliest", np.int64(0))
-    past = cast(tape, tape.op("Gather", [values["positions"], earliest], {"axis": 1}), int32)
-    capacity = tape.op("Shape", [values[specs.names("past")[0]]], {"start": 2, "end": 3})
-    columns = {"self": [past, cast(tape, capacity, int32)]}
+    columns: dict[str, list[ir.Value]] = {}
+    if not config.recurrent:
+        earliest = shared(graph, "earliest", np.int64(0))
+        past = cast(tape, tape.op("Gather", [values["positions"], earliest], {"axis": 1}), int32)
+        capacity = tape.op("Shape", [values[specs.names("past")[0]]], {"start": 2, "end": 3})
+        columns["self"] = [past, cast(tape, capacity, int32)]
     empty: list[ir.Value] = []
     if crosses:
         last = tape.op("Sub", [values["source_length"], constant(graph, "one", [1])])
         capacity = tape.op("Shape", [values[crosses[0].name]], {"start": 2, "end": 3})
         columns["cross"] = [cast(tape, each, int32) for each in (last, capacity)]
         width = attentions[0].kv_heads * attentions[0].d_head
-        shape = [tape.op("Shape", [past]), constant(graph, "nothing", [0, width])]
+        shape = [tape.op("Shape", [last]), constant(graph, "nothing", [0, width])]
         empty = [tape.op("ConstantOfShape", [tape.op("Concat", shape, {"axis": 0})])] * 2
     graph.insert_before(graph[0], tape.nodes)
     layer = 0

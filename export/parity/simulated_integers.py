@@ -145,8 +145,9 @@ class _Int8Decoder(TorchDecoder):
     def tensors(self, state: TorchState) -> dict[str, Floats]:
         """Copies cross and past to numpy, times the scales of the cache."""
         tensors = super().tensors(state)
-        for name, integers in tensors.items() if self._scales else ():
+        for name, integers in tensors.items():
             role, layer, kind = name.split(".")
-            scale = getattr(self._scales[f"decoder.{layer}.{ATTENTIONS[role]}"], kind)
-            tensors[name] = integers * scale[:, None].cpu().numpy()
+            # The state of a recurrent decoder has none.
+            if scales := self._scales.get(f"decoder.{layer}.{ATTENTIONS[role]}"):
+                tensors[name] = integers * getattr(scales, kind)[:, None].cpu().numpy()
         return tensors

@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import escape
 
 # Tensors of one layer's cache; no other tensor belongs to a layer.
-LAYER = re.compile(r"(cross|past)\.(\d+)\.(?:keys|values)")
+LAYER = re.compile(r"(cross|past)\.(\d+)\.(keys|values|cell)")
 ENCODER, TEXT, LOGITS = "encoder", "text", "logits"
 MOST_COLUMNS = 12
 _WIDTH, _LEFT, _TOP, _BOTTOM = 381, 52, 4, 34  # as wide as the figures of matplotlib, in points

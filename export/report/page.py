@@ -153,7 +153,9 @@ def _first_layer(record: Mapping[str, Any]) -> str:
     if layers:
         layer = min(int(match[2]) for match in layers)
         before = "" if not layer else f"; {_count(layer, 'layer')} before it agree with torch"
-        return f"First failing layer: decoder layer {layer}, keys and values of its cache{before}."
+        cell = any(match[3] == "cell" for match in layers)
+        what = "the state that it carries" if cell else "keys and values of its cache"
+        return f"First failing layer: decoder layer {layer}, {what}{before}."
     if failed and any(LAYER.fullmatch(item["tensor"]) for item in record["comparisons"]):
         return (
             "The keys and values of every layer agree with torch; only what follows the last "
@@ -345,7 +347,8 @@ def _layers(record: Mapping[str, Any]) -> Figure | str:
     worst: dict[str, dict[int, tuple[float, float]]] = {}
     for item in record["comparisons"]:
         if (match := LAYER.fullmatch(item["tensor"])) and item["error"] is not None:
-            layers, layer = worst.setdefault(_CACHES[match[1]], {}), int(match[2])
+            kind = "recurrent state" if match[3] == "cell" else _CACHES[match[1]]
+            layers, layer = worst.setdefault(kind, {}), int(match[2])
             error, own = layers.get(layer, (0.0, 0.0))
             layers[layer] = max(error, item["error"]), max(own, item["reference_error"] or 0.0)
     points = {

@@ -75,7 +75,7 @@ test("what is no bundle, or another one than was exported, is refused", async ()
   await writeFile(join(folder, "manifest.json"), '{"format": 7}');
   await assert.rejects(Bundle.open(folder), /has bundle format 7/);
   const files = { "tokenizer.json": { sha256: "0".repeat(64), size: 2 }, "../x": { sha256: "", size: 0 } };
-  await writeFile(join(folder, "manifest.json"), JSON.stringify({ format: 8, files }));
+  await writeFile(join(folder, "manifest.json"), JSON.stringify({ format: 9, files }));
   await writeFile(join(folder, "tokenizer.json"), "{}");
   await assert.rejects(Bundle.open(folder), /tokenizer.json is not the file that was exported/);
   const bundle = new Bundle({}, { files });

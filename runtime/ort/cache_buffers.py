@@ -43,7 +43,7 @@ class CacheBuffers:
         Raises:
             AllocationError: There is not enough memory.
         """
-        sizes = {"batch": slots, "source": columns, "capacity": columns}
+        sizes = {"batch": slots, "past": slots, "source": columns, "capacity": columns}
         return [
             BufferView.of(
                 self._decoder.zeros(role, [int(sizes.get(str(n), n)) for n in spec.shape])
@@ -92,22 +92,20 @@ class CacheBuffers:
             )
         return cross
 
-    def move(
-        self, buffers: Sequence[BufferView], slots: Integers, places: Integers, left: int
-    ) -> list[BufferView]:
-        """Copies some slots to other places, in place, and returns views of the first slots.
+    def move(self, buffers: Sequence[BufferView], chosen: Integers) -> list[BufferView]:
+        """Copies some slots to other places, in place, and returns views of the slots chosen.
 
         Args:
-            buffers: All of cross, then all of past.
-            slots: Slots to copy `[moved]`.
-            places: Their new places, none of which is in `slots` `[moved]`.
-            left: Number of slots to view afterwards.
+            buffers: All of cross, then all of past where that is a KV cache.
+            chosen: The slot for each place, either the one that is there or one from beyond the
+                last place `[places]`.
         """
-        if len(slots):
+        places = np.flatnonzero(chosen != np.arange(len(chosen)))
+        if len(places):
             move = self._runners["move"]
-            rows, to = [move.value(slots)], [move.value(places)]
+            rows, to = [move.value(chosen[places])], [move.value(places)]
             move.run({"rows": rows, "places": to, "state": buffers}, in_place={"moved": buffers})
-        return [buffer.view(0, left) for buffer in buffers]
+        return [buffer.view(0, len(chosen)) for buffer in buffers]
 
     def select(self, cross: Sequence[BufferView], slots: Integers) -> list[BufferView]:
         """Copies slots of cross into new buffers."""

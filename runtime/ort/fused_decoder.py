@@ -1,8 +1,10 @@
-"""A decoder with its KV cache in place: each sentence has a slot, each slot its own length.
+"""Decoders of the fused variants: each sentence has a slot, which its beams share.
 
-The graphs write new keys and values into fixed buffers, and attend to the columns that a bias
-admits. What a search does to the cache (beams change places, or one is taken twice) is thus done
-to the bias, a small array on the host. A buffer moves only if sentences leave or it is too short.
+With a KV cache, the graphs write new keys and values into fixed buffers, and attend to the columns
+that a bias admits. What a search does to the cache (beams change places, or one is taken twice) is
+thus done to the bias, a small array on the host. A buffer moves only if sentences leave or it is
+too short. A recurrent decoder has a state for each beam instead, and what a search does is done to
+the array that says which state a beam continues.
 """
 
 from __future__ import annotations
@@ -83,8 +85,32 @@ class FusedState:
     calls: dict[tuple[int, bool, int], BoundCall] = field(default_factory=dict)
 
 
-class FusedDecoder:
-    """Runs a fused variant of a bundle; several threads may use it at once."""
+@dataclass(frozen=True)
+class RecurrentState:
+    """Inputs of a step of a recurrent decoder besides the tokens.
+
+    A step reads one set of buffers and writes the other, so a state stays valid until the one after
+    it, or rows that were selected from that, step. Rows are grouped by slot, as in `FusedState`.
+
+    Attributes:
+        cross: As in `FusedState`.
+        source_bias: Likewise.
+        past: States of the decoder's layers on the device `[past, d_model]`.
+        spare: Buffers that the next step writes; none before the first.
+        rows: The row of past that each row continues `[slots, width]`.
+        calls: Steps bound to these buffers, by those of past and of the hidden states.
+    """
+
+    cross: Sequence[BufferView]
+    source_bias: Floats
+    past: Sequence[BufferView]
+    spare: Sequence[BufferView]
+    rows: Integers
+    calls: dict[tuple[int, int], BoundCall] = field(default_factory=dict)
+
+
+class SlotDecoder:
+    """What the decoders of fused variants share; several threads may use one at once."""
 
     shares_cache = True
 
@@ -101,7 +127,6 @@ class FusedDecoder:
         self._decoder = self._runners["decoder"]
         self._buffers = CacheBuffers(self._runners)
         self.has_encoder = "encoder" in variant.graphs
-        self._windows = bool(self._decoder.graph.names("columns"))
         self._int8 = variant.cache is not None and variant.cache.type == "int8"
         self.lm_head = LMHead(bundle, variant, self._runners)
         self.vocabulary_size = self.lm_head.vocabulary_size
@@ -111,25 +136,68 @@ class FusedDecoder:
         """Returns what determines the numbers: settings, hardware, and where the nodes run."""
         return describe(self.variant, self.options, self._runners.values())
 
+    def _encoded(self, source: Integers, mask: NDArray[np.bool_]) -> list[BufferView]:
+        """Returns cross of the sources; none without an encoder."""
+        if not self.has_encoder:
+            return []
+        return self._buffers.encode(source, mask, ENCODER_SENTENCES[self.options.provider])
+
+    def _bound(
+        self,
+        state: FusedState | RecurrentState,
+        hidden: BufferView,
+        present: Sequence[BufferView],
+        changing: dict[str, NDArray[Any]],
+        *,
+        single: bool,
+    ) -> BoundCall:
+        """Binds a step to the buffers of a state.
+
+        Args:
+            state: Whose cross and past it reads.
+            hidden: Buffer for the hidden states.
+            present: Buffers for the present.
+            changing: The inputs of every step.
+            single: Whether it is of one token a slot without a gap before it.
+        """
+        value = self._decoder.value
+        fixed: dict[Role, Sequence[Bindable]] = {"past": state.past}
+        in_place: dict[Role, Sequence[Bindable]] = {"present": present, "hidden": [hidden]}
+        if self.has_encoder:
+            fixed |= {"cross": state.cross, "source_bias": [value(state.source_bias)]}
+        if self._int8:
+            fixed |= {"single": [value(np.array(single))]}
+        if self._int8 and self.has_encoder:
+            lengths = (state.source_bias[:, 0, 0] == 0).sum(axis=1)
+            fixed |= {"source_length": [value(lengths)]}
+            in_place |= {"kept": state.cross}
+        return self._decoder.bind(fixed=fixed, changing=changing, in_place=in_place)
+
+
+class FusedDecoder(SlotDecoder):
+    """Runs a fused variant with a KV cache."""
+
+    def __init__(self, bundle: Bundle, variant: Variant, options: SessionOptions) -> None:
+        """See `SlotDecoder`."""
+        super().__init__(bundle, variant, options)
+        self._windows = bool(self._decoder.graph.names("columns"))
+
     def start(self, source: Integers, mask: NDArray[np.bool_]) -> FusedState:
         """Encodes the sources or reads the prompts; see `Decoder.start`."""
         slots, length = source.shape
-        source_bias = np.full((slots, 1, 1, padded(length)), -np.inf, np.float32)
-        source_bias[:, 0, 0, :length][mask] = 0
         state = FusedState(
-            cross=[],
+            cross=self._encoded(source, mask),
             past=[],
-            source_bias=source_bias,
+            source_bias=_source_bias(mask),
             bias=np.full((slots, 1, 0), -np.inf, np.float32),
             positions=np.zeros((slots, 1), np.int64),
             held=np.zeros((slots, 0), np.int64),
             prompt=np.zeros(slots, np.int64),
             padding=np.zeros(slots, np.int64),
         )
-        if self.has_encoder:
-            sentences = ENCODER_SENTENCES[self.options.provider]
-            return replace(state, cross=self._buffers.encode(source, mask, sentences))
-        return self._read_prompts(state, source, mask) if length else state
+        if self.has_encoder or not length:
+            return state
+        return self._read_prompts(state, source, mask)
 
     def step(
         self,
@@ -179,12 +247,7 @@ class FusedDecoder:
         Rows that stay in their slots, in any order and number, move nothing.
         """
         slots, width = state.positions.shape
-        of_row = rows // width
-        chosen, counts = _runs(of_row)
-        if (counts != counts[0]).any() or np.bincount(chosen).max() > 1:
-            # No common width: each row gets a slot of its own.
-            chosen, counts = of_row, np.ones(len(rows), np.int64)
-        shape = (len(chosen), int(counts[0]))
+        chosen, shape = _grouped(rows, width)
         bias = state.bias.reshape(slots * width, -1)[rows].reshape(*shape, -1)
         positions = state.positions.reshape(-1)[rows].reshape(shape)
         if np.array_equal(chosen, np.arange(slots)):
@@ -199,12 +262,9 @@ class FusedDecoder:
             padding=state.padding[chosen],
             calls={},
         )
-        left = len(chosen)
-        places = np.flatnonzero(chosen != np.arange(left))
-        if state.past and (chosen[places] >= left).all():
+        if state.past and _closes_up(chosen):
             # Slots from the end take the places of those that leave.
-            buffers = [*state.cross, *state.past]
-            moved = self._buffers.move(buffers, chosen[places], places, left)
+            moved = self._buffers.move([*state.cross, *state.past], chosen)
             split = len(state.cross)
             return replace(taken, cross=moved[:split], past=moved[split:])
         if self.has_encoder:
@@ -237,8 +297,7 @@ class FusedDecoder:
 
     def _bind(self, state: FusedState, new: int, single: bool, hidden: BufferView) -> BoundCall:
         """Binds a step of `new` tokens a slot to the buffers of a state."""
-        slots, value = len(state.prompt), self._decoder.value
-        fixed: dict[Role, Sequence[Bindable]] = {"past": state.past}
+        slots = len(state.prompt)
         changing: dict[str, NDArray[Any]] = {
             "target": np.zeros((slots, new), np.int64),
             "positions": np.zeros((slots, new), np.int64),
@@ -246,16 +305,7 @@ class FusedDecoder:
             "bias": np.zeros((slots, 1, new, state.bias.shape[-1]), np.float32),
             **({"columns": state.held} if self._windows else {}),
         }
-        in_place: dict[Role, Sequence[Bindable]] = {"present": state.past, "hidden": [hidden]}
-        if self.has_encoder:
-            fixed |= {"cross": state.cross, "source_bias": [value(state.source_bias)]}
-        if self._int8:
-            fixed |= {"single": [value(np.array(single))]}
-        if self._int8 and self.has_encoder:
-            lengths = (state.source_bias[:, 0, 0] == 0).sum(axis=1)
-            fixed |= {"source_length": [value(lengths)]}
-            in_place |= {"kept": state.cross}
-        return self._decoder.bind(fixed=fixed, changing=changing, in_place=in_place)
+        return self._bound(state, hidden, state.past, changing, single=single)
 
     def _read_prompts(
         self, state: FusedState, source: Integers, mask: NDArray[np.bool_]
@@ -347,6 +397,104 @@ class FusedDecoder:
             else self._buffers.zeros("past", len(slots), capacity)
         )
         return replace(state, past=past, bias=bias, held=held, calls={})
+
+
+class RecurrentDecoder(SlotDecoder):
+    """Runs a fused variant with a state for each row instead of a cache of keys and values."""
+
+    def start(self, source: Integers, mask: NDArray[np.bool_]) -> RecurrentState:
+        """Encodes the sources; see `Decoder.start`."""
+        past = self._buffers.zeros("past", len(source), 0)
+        rows = np.arange(len(source))[:, None]
+        return RecurrentState(self._encoded(source, mask), _source_bias(mask), past, [], rows)
+
+    def step(
+        self,
+        tokens: Integers,
+        state: RecurrentState,
+        *,
+        top: int | None = None,
+        normalise: bool = False,
+    ) -> tuple[StepOutput, RecurrentState]:
+        """Reads target tokens and scores those that may follow; see `Decoder.step`.
+
+        Several tokens of a row are read one after the other.
+        """
+        if tokens.shape[1] > 1:
+            logits = []
+            for token in tokens.T:
+                # Into other buffers than those of the state given, which stays as it is.
+                output, state = self.step(token[:, None], replace(state, spare=[]))
+                logits.append(output.all_logits.copy())  # the next step uses its buffer
+            return StepOutput(np.concatenate(logits, axis=1)), state
+        slots, width = state.rows.shape
+        if not state.spare or state.spare[0].count < tokens.size:
+            state = replace(state, spare=self._buffers.zeros("past", tokens.size, 0), calls={})
+        hidden = self.lm_head.hidden(tokens.size)
+        # Another thread has other memory, and this one's may have grown.
+        key = id(state.past[0].buffer), id(hidden.buffer)
+        if key not in state.calls:
+            present = [buffer.view(0, tokens.size) for buffer in state.spare]
+            changing = {"target": tokens.reshape(slots, width).copy(), "rows": state.rows.copy()}
+            single = width == 1
+            state.calls[key] = self._bound(state, hidden, present, changing, single=single)
+        state.calls[key].run(target=tokens.reshape(slots, width), rows=state.rows)
+        output = self.lm_head.scores(tokens.size, top=top, normalise=normalise)
+        if output.logits is not None:
+            output = replace(output, logits=output.logits.reshape(*tokens.shape, -1))
+        rows = np.arange(tokens.size).reshape(slots, width)
+        return output, replace(state, past=state.spare, spare=state.past, rows=rows)
+
+    def select(self, state: RecurrentState, rows: Integers) -> RecurrentState:
+        """Takes rows of the state; see `Decoder.select`. None of them moves."""
+        slots, width = state.rows.shape
+        chosen, shape = _grouped(rows, width)
+        taken = state.rows.reshape(-1)[rows].reshape(shape)
+        if np.array_equal(chosen, np.arange(slots)):
+            calls = state.calls if shape == state.rows.shape else {}
+            return replace(state, rows=taken, calls=calls)
+        move = self._buffers.move if _closes_up(chosen) else self._buffers.select
+        cross, source_bias = move(state.cross, chosen), state.source_bias[chosen]
+        return replace(state, cross=cross, source_bias=source_bias, rows=taken, calls={})
+
+    def tensors(self, state: RecurrentState) -> dict[str, Floats]:
+        """Copies cross and past to the host in the layout of the portable graphs, one state a row.
+
+        The source is as long as the longest of the state.
+        """
+        cross, past = state.cross, state.past
+        if self._int8:
+            cross, _ = self._buffers.dequantised(cross, [])
+        source = (state.source_bias == 0).sum(axis=-1).max()
+        sources = (each[:, :, :source] for each in _by_row(cross, state.rows.shape[1]))
+        cells = (each.numpy()[state.rows.reshape(-1), None, None] for each in past)
+        graph = self._decoder.graph
+        names = [*graph.names("cross"), *graph.names("past")]
+        return dict(zip(names, (*sources, *cells), strict=True))
+
+
+def _source_bias(mask: NDArray[np.bool_]) -> Floats:
+    """Returns 0 at a token, else minus infinity, `[slots, 1, 1, source]` with padded columns."""
+    slots, length = mask.shape
+    bias = np.full((slots, 1, 1, padded(length)), -np.inf, np.float32)
+    bias[:, 0, 0, :length][mask] = 0
+    return bias
+
+
+def _grouped(rows: Integers, width: int) -> tuple[Integers, tuple[int, int]]:
+    """Returns the slots of selected rows, and how many those are and how many rows each has."""
+    of_row = rows // width
+    chosen, counts = _runs(of_row)
+    if (counts != counts[0]).any() or np.bincount(chosen).max() > 1:
+        # No common width: each row gets a slot of its own.
+        return of_row, (len(rows), 1)
+    return chosen, (len(chosen), int(counts[0]))
+
+
+def _closes_up(chosen: Integers) -> bool:
+    """Whether slots that stay keep their places, and those that move come from the end."""
+    left = len(chosen)
+    return bool((chosen[chosen != np.arange(left)] >= left).all())
 
 
 def _unused_columns(bias: Floats, count: int) -> Integers:

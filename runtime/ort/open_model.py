@@ -9,7 +9,7 @@ from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import ObservableDecoder
 from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.encoder import EncoderModel
-from transferry.runtime.ort.fused_decoder import FusedDecoder
+from transferry.runtime.ort.fused_decoder import FusedDecoder, RecurrentDecoder
 from transferry.runtime.ort.graph_runner import runtime_of
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
@@ -52,8 +52,12 @@ def open_model(bundle: Bundle, variant: Variant, options: SessionOptions) -> Mod
     return model_class(variant)(bundle, variant, options)
 
 
-def model_class(variant: Variant) -> type[EncoderModel | FusedDecoder | PortableDecoder]:
+def model_class(
+    variant: Variant,
+) -> type[EncoderModel | FusedDecoder | RecurrentDecoder | PortableDecoder]:
     """Returns the class that runs a variant."""
     if variant.cache is None:
         return EncoderModel
-    return FusedDecoder if variant.cache.in_place else PortableDecoder
+    if not variant.in_place:
+        return PortableDecoder
+    return RecurrentDecoder if variant.recurrent else FusedDecoder

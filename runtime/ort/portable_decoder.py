@@ -70,8 +70,7 @@ class PortableDecoder:
         past = graphs["decoder"].tensor("past")
         self._past_type = np.dtype(past.type)
         self._past_shape = past.shape
-        # The state of an SSRU has a fixed size; a KV cache grows from length 0.
-        self._recurrent = isinstance(past.shape[2], int)
+        self._recurrent = variant.recurrent
         self._layers = len(graphs["decoder"].names("past"))
         self._unit = UNIT if self.has_encoder else LANES
         self._max_positions = int(bundle.manifest.model["max_positions"])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder, State
 from transferry.runtime.decoding.logits import SEGMENT, SegmentMaxima, log_sum_exp
-from transferry.runtime.ort.fused_decoder import FusedDecoder
+from transferry.runtime.ort.fused_decoder import FusedDecoder, RecurrentDecoder
 from transferry.runtime.parity.compare import Case, Comparison, Tolerance, limited, relative_error
 
 TOP = 4
@@ -39,14 +39,16 @@ def self_consistency(
         return []
     rounding = Tolerance().budget(0.0)
     found: list[Found] = []
-    if not case.past and isinstance(model, FusedDecoder):
+    if not case.past and isinstance(model, FusedDecoder | RecurrentDecoder):
         found += _lm_head(model, case, rounding)
     if case.past and case.rows is not None:
         found.append(("selected rows", _selection_error(model, case)))
     return [limited(case.name, name, case.stage, error, 0.0, rounding) for name, error in found]
 
 
-def _lm_head(model: FusedDecoder, case: Case, rounding: float) -> Iterator[Found]:
+def _lm_head(
+    model: FusedDecoder | RecurrentDecoder, case: Case, rounding: float
+) -> Iterator[Found]:
     state, tokens = model.start(case.source, case.mask), case.target[:, :1]
     single = model.step(tokens, state)[0].all_logits[:, 0].copy()  # its buffer is used again
     logits = single.astype(np.float64)

@@ -4,6 +4,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import Once
+from tests.conftest import Once, make_run
 from tests.sealed import records
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.build_model.transformer import Transformer
@@ -28,7 +29,7 @@ from transferry.runtime.bundle import Bundle, Manifest
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance
-from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
+from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, Tokenizer
 
 BYTES = Tokenizer("bytes", r"\S+|\s+", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 
@@ -133,23 +134,63 @@ def widest(checkpoint: Checkpoint, texts: Sequence[str]) -> Calibration:
 
 
 @pytest.fixture(scope="session")
+def recurrent(once: Once) -> Checkpoint:
+    """A run with SSRUs in its decoder. Its end token is likelier still, so that answers end."""
+    shape = {"decoder_cell": "ssru", "norm_order": "pre"}
+    checkpoint = load_checkpoint(once("ssru-run", lambda to: make_run(to, SOURCES, **shape)))
+    with torch.no_grad():
+        checkpoint.model.embedding.weight[checkpoint.tokenizer.special.eos_id] *= 2.0
+    return checkpoint
+
+
+@pytest.fixture(scope="session")
+def calm_recurrent(recurrent: Checkpoint) -> Checkpoint:
+    """The recurrent run with weights for which 8 bits suffice."""
+    return calmed(recurrent)
+
+
+@pytest.fixture(scope="session")
+def recurrent_variants(recurrent: Checkpoint, texts: list[str], once: Once) -> Bundle:
+    """The bundle of `recurrent` with variants in floats."""
+    names = "cpu-fp32", "cuda-fp16"
+    make = partial(export_screened, recurrent, names=names, texts=texts, one_graph=1)
+    return Bundle.load(once("ssru-variants", make))
+
+
+@pytest.fixture(scope="session")
+def calm_recurrent_variants(calm_recurrent: Checkpoint, texts: list[str], once: Once) -> Bundle:
+    """The bundle of `calm_recurrent` with variants in integers."""
+    names = "cpu-int8", "cpu-int4"
+    make = partial(export_screened, calm_recurrent, names=names, texts=texts)
+    return Bundle.load(once("calm-ssru-variants", make))
+
+
+@pytest.fixture(scope="session")
 def calibration(calm: Checkpoint, texts: list[str]) -> Calibration:
     """The calibration of the int8 variant of `export_all`."""
     return widest(calm, texts)
 
 
+def export_screened(
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    names: Sequence[str] = ("cpu-fp32", "cpu-int8", "cpu-int4"),
+    texts: Sequence[str],
+    **options: Any,
+) -> Bundle:
+    """Exports variants, that in float32 for a CPU with screened greedy search."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(variants, "SMALLEST_VOCABULARY", 1)
+        patch.setattr(exporting, "calibrated", widest)
+        given = {"texts": texts, "variants": names, "calibrate": texts, **options}
+        return export_bundle(checkpoint, out, **given)
+
+
 @pytest.fixture(scope="session")
 def export_all(calm: Checkpoint, texts: list[str]) -> Callable[..., Bundle]:
     """Exports `calm` with every variant for a CPU, with screened greedy search."""
-
-    def export(out: Path, **options: Any) -> Bundle:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(variants, "SMALLEST_VOCABULARY", 1)
-            patch.setattr(exporting, "calibrated", widest)
-            names = ["cpu-fp32", "cpu-int8", "cpu-int4"]
-            return export_bundle(calm, out, texts=texts, variants=names, calibrate=texts, **options)
-
-    return export
+    return partial(export_screened, calm, texts=texts)
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def writer_variants(calm_writer: Checkpoint, tmp_path_factory: pytest.TempPathFa
         return export_bundle(calm_writer, folder, texts=lines[:8], variants=names, calibrate=lines)
 
 
-@pytest.fixture(scope="module", params=["encoder-decoder", "decoder-only"])
+@pytest.fixture(scope="module", params=["encoder-decoder", "decoder-only", "recurrent"])
 def architecture(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -84,6 +84,10 @@ def subject(architecture: str, request: pytest.FixtureRequest) -> Subject:
     if architecture == "decoder-only":
         bundle: Bundle
         bundle, checkpoint = map(request.getfixturevalue, ("writer_variants", "calm_writer"))
+    elif architecture == "recurrent":
+        calm = "calm_" if name in ("cpu-int8", "cpu-int4") else ""
+        named = f"{calm}recurrent_variants", f"{calm}recurrent"
+        bundle, checkpoint = map(request.getfixturevalue, named)
     elif name in ("cpu-int8", "cpu-int4"):
         bundle, checkpoint = map(request.getfixturevalue, ("all_variants", "calm"))
     else:

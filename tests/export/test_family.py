@@ -183,7 +183,7 @@ def cells() -> Iterator[Any]:
             yield pytest.param(config, "portable", id=f"{architecture}, {name}")
     for name, (architecture, options) in OTHERS.items():
         config = config_of(architecture, options)
-        for variant in ("portable", *["cpu-fp32"] * (not config.recurrent)):
+        for variant in ("portable", "cpu-fp32"):
             yield pytest.param(config, variant, id=f"{architecture}, {name}, {variant}")
     deep = {**SHAPE, "encoder_layers": 3, "decoder_layers": 1}
     config = ModelConfig.from_dict(deep)

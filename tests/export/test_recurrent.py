@@ -1,4 +1,4 @@
-"""An SSRU decoder: the step and the whole sequence agree, and its bundle is torch's model."""
+"""An SSRU decoder: the step and the whole sequence agree, and each variant is torch's model."""
 
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,20 @@ from transferry.build_model.config import ModelConfig
 from transferry.build_model.recurrence import SSRU, CellState, scanned
 from transferry.build_model.transformer import Transformer, greedy
 from transferry.build_model.vocabulary import train_bpe
-from transferry.export.bundle import export_bundle
+from transferry.export.faults.bundle_copy import BundleCopy, add, constant, replace
+from transferry.export.optimise.calibration import Calibration
+from transferry.export.parity.cases import random_case
+from transferry.export.parity.oracle import Oracle
 from transferry.export.verify import verify_against
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle import Bundle, CacheSpec
 from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.open_model import open_model
-from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.parity.report_views import report_text
 
 TOKENIZER = train_bpe(["the cat sat on the mat", "die Katze saß auf der Matte"], 280)
-TEXTS = ["the cat", "the mat sat on the cat", "a", "on the mat the cat sat on the mat"]
+VARIANTS = ("portable", "cpu-fp32", "cpu-int8", "cpu-int4")
 SHAPE: dict[str, Any] = dict(
     d_model=16, heads=2, encoder_layers=2, decoder_layers=2, d_ff=32, dropout=0.1, max_positions=40
 )
@@ -36,11 +39,17 @@ def model(**changes: Any) -> Transformer:
     return Transformer(config).eval()
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    checkpoint = Checkpoint(model(), None, TOKENIZER)
-    folder = tmp_path_factory.mktemp("ssru") / "bundle"
-    return export_bundle(checkpoint, folder, texts=TEXTS, one_graph=1)
+def side(request: pytest.FixtureRequest, variant: str) -> tuple[Checkpoint, Bundle]:
+    """The run of a variant and the bundle that has it."""
+    calm = "calm_" if variant in ("cpu-int8", "cpu-int4") else ""
+    return (
+        request.getfixturevalue(f"{calm}recurrent"),
+        request.getfixturevalue(f"{calm}recurrent_variants"),
+    )
+
+
+def opened(bundle: Bundle, variant: str) -> Any:
+    return open_model(bundle, bundle.variant(variant), SessionOptions())
 
 
 def test_the_cell_is_the_papers_formula() -> None:
@@ -95,34 +104,80 @@ def test_padding_behind_the_target_changes_nothing() -> None:
     torch.testing.assert_close(one(source, mask, longer)[:, :7], one(source, mask, target))
 
 
-def test_the_bundle_is_torchs_model(bundle: Bundle) -> None:
-    checkpoint = Checkpoint(model(), None, TOKENIZER)
-    opened = open_model(bundle, bundle.variant(), SessionOptions())
-    report = verify_against(checkpoint, bundle, opened, TEXTS)
+@pytest.mark.usefixtures("screened")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_is_torchs_model(
+    request: pytest.FixtureRequest, texts: list[str], variant: str
+) -> None:
+    checkpoint, bundle = side(request, variant)
+    report = verify_against(checkpoint, bundle, opened(bundle, variant), texts[:4])
     assert report.passed, report_text(report)
-    assert "greedy, in one graph" in [item.search for item in report.decisions]
-    past = bundle.variant().graphs["decoder"].tensor("past")
-    assert past.shape == ("batch", 1, 1, 16)
-    assert len(bundle.variant().graphs["decoder"].names("past")) == 2
+    if variant in ("portable", "cpu-fp32"):
+        assert [item.identical for item in report.decisions][:2] == [4, 4]
+    assert {"past.0.cell", "past.1.cell"} < {item.tensor for item in report.comparisons}
+    searches = [item.search for item in report.decisions]
+    assert ("greedy, screened" in searches) == (variant == "cpu-fp32")
+    one = "greedy, in one graph" in searches
+    assert one == (variant == "portable")
 
 
-def test_answers_are_torchs_and_independent_of_the_batch(bundle: Bundle) -> None:
-    one, special = model(), TOKENIZER.special
-    with Engine.load(bundle.folder) as engine:
+@pytest.mark.usefixtures("screened")
+@pytest.mark.parametrize("variant", ["cpu-fp32", "cpu-int8"])
+def test_a_wrong_state_is_caught(
+    request: pytest.FixtureRequest, tmp_path: Path, variant: str
+) -> None:
+    """By its numbers alone; the comparison with graphs exported anew would find it too."""
+    checkpoint, bundle = side(request, variant)
+    copy = BundleCopy(bundle, bundle.variant(variant), tmp_path / "copy")
+    graph = copy.graphs["decoder"].graph
+    # The state before is taken from another row.
+    (rows,) = (value for value in graph.inputs if value.name == "rows")
+    nothing = constant(rows, 0)
+    replace(rows, lambda value: add(value, "Mul", value, nothing))
+    copy.seal()
+    served = opened(Bundle.load(copy.folder), variant)
+    precision = bundle.variant(variant).precision
+    calibration = Calibration.of(bundle, bundle.variant(variant)) if precision == "int8" else None
+    given = checkpoint.model, checkpoint.tokenizer.special, Tolerance.of(precision)
+    oracle = Oracle(*given, precision=precision, calibration=calibration)
+    cases = [random_case(checkpoint.model.config, 3, 5, 2, seed=seed) for seed in range(3)]
+    wrong = {item.tensor for item in oracle.numbers(served, cases) if item.fault}
+    assert {"past.0.cell", "logits"} <= wrong
+    assert "cross.0.keys" not in wrong
 
-        def answers(texts: list[str], beam: int) -> list[tuple[int, ...]]:
-            results = engine.generate(texts, beam=beam, max_length=12)
-            return [result.hypotheses[0].tokens for result in results]
 
-        together, beams = answers(TEXTS, 1), answers(TEXTS, 4)
-        alone = [answers([text], 1)[0] for text in TEXTS]
-        single = [answers([text], 4)[0] for text in TEXTS]
-    assert together == alone
-    assert beams == single
-    for text, tokens in zip(TEXTS, together, strict=True):
-        source = torch.tensor([special.wrap(TOKENIZER.encode(text))])
+def test_the_manifest_says_what_a_decoder_carries(
+    recurrent_variants: Bundle, calm_recurrent_variants: Bundle
+) -> None:
+    bundles = calm_recurrent_variants, recurrent_variants
+    found = {name: each for bundle in bundles for name, each in bundle.manifest.variants.items()}
+    assert {name: each.cache for name, each in found.items()} == {
+        "portable": CacheSpec(False, "float32", "state"),
+        "cpu-fp32": CacheSpec(True, "float32", "state"),
+        "cpu-int8": CacheSpec(True, "int8", "state"),
+        "cpu-int4": CacheSpec(True, "float32", "state"),
+        "cuda-fp16": CacheSpec(True, "float16", "state"),
+    }
+    for name, variant in found.items():
+        past = [each for each in variant.graphs["decoder"].inputs if each.role == "past"]
+        shape = ("batch", 1, 1, 32) if name == "portable" else ("past", 32)
+        kind = "float16" if name == "cuda-fp16" else "float32"
+        assert [(each.shape, each.type) for each in past] == [(shape, kind)] * 2
+        assert "gather" not in variant.graphs
+
+
+@pytest.mark.parametrize("variant", ["portable", "cpu-fp32"])
+def test_answers_are_torchs(
+    recurrent: Checkpoint, recurrent_variants: Bundle, texts: list[str], variant: str
+) -> None:
+    special = recurrent.tokenizer.special
+    with Engine.load(recurrent_variants.folder, variant=variant) as engine:
+        results = engine.generate(texts, max_length=12, scores=False)
+        found = [result.hypotheses[0].tokens for result in results]
+    for text, tokens in zip(texts, found, strict=True):
+        source = torch.tensor([special.wrap(recurrent.tokenizer.encode(text))])
         wanted = greedy(
-            one,
+            recurrent.model,
             source,
             source >= 0,
             bos_id=special.bos_id,
@@ -133,8 +188,8 @@ def test_answers_are_torchs_and_independent_of_the_batch(bundle: Bundle) -> None
         assert list(tokens) == wanted[0]
 
 
-def test_rows_of_the_state_are_selected(bundle: Bundle) -> None:
-    decoder = PortableDecoder(bundle, bundle.variant(), SessionOptions())
+def test_rows_of_the_state_are_selected(recurrent_variants: Bundle) -> None:
+    decoder = opened(recurrent_variants, "portable")
     source, mask = np.arange(4, 16).reshape(3, 4), np.ones((3, 4), np.bool_)
     _, state = decoder.step(np.array([[1], [5], [9]]), decoder.start(source, mask))
     chosen = np.array([2, 0, 2])
@@ -143,11 +198,26 @@ def test_rows_of_the_state_are_selected(bundle: Bundle) -> None:
         assert np.array_equal(after[name], before[name][chosen])
 
 
-def test_what_it_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_selection_moves_no_state(recurrent_variants: Bundle) -> None:
+    decoder = opened(recurrent_variants, "cpu-fp32")
+    source, mask = np.arange(4, 16).reshape(3, 4), np.ones((3, 4), np.bool_)
+    _, state = decoder.step(np.array([[1], [5], [9]]), decoder.start(source, mask))
+    for rows in ([0, 0, 1, 1, 2, 2], [1, 0, 3, 3, 4, 5], [4, 5, 2, 3]):
+        selected = decoder.select(state, np.array(rows))
+        assert selected.past is state.past
+        moved = selected.cross is not state.cross
+        assert moved == (len(selected.rows) < len(state.rows))
+        state = selected
+    # Two sets of buffers serve all steps of as many rows.
+    seen = set()
+    for token in range(6):
+        _, state = decoder.step(np.full((4, 1), 7 + token), state)
+        seen.add(id(state.past[0].buffer))
+    assert len(seen) == 2
+    assert len(state.calls) == 2
+
+
+def test_what_it_cannot_be_is_refused_by_name() -> None:
     for changes in ({"positions": "rotary"}, {"architecture": "decoder-only", "encoder_layers": 0}):
         with pytest.raises(UsageError, match="decoder_cell"):
             model(**changes)
-    checkpoint = Checkpoint(model(), None, TOKENIZER)
-    with pytest.raises(UsageError, match="cpu-fp32 needs decoder_cell attention"):
-        export_bundle(checkpoint, tmp_path / "out", variants=["cpu-fp32"])
-    assert not (tmp_path / "out").exists()

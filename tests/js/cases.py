@@ -217,5 +217,5 @@ def seal(folder: Path, vocabulary: int) -> None:
         }
         for path in folder.iterdir()
     }
-    manifest = {"format": 8, "model": {"vocabulary_size": vocabulary}, "files": files}
+    manifest = {"format": 9, "model": {"vocabulary_size": vocabulary}, "files": files}
     (folder / "manifest.json").write_text(json.dumps(manifest))

@@ -191,6 +191,15 @@ def cache_of_integers(record: Record) -> None:
     portable(record)["cache"]["type"] = "int8"
 
 
+def state_without_a_source(record: Record) -> None:
+    record["architecture"] = "decoder-only"
+    portable(record)["cache"]["kind"] = "state"
+
+
+def unknown_cache(record: Record) -> None:
+    portable(record)["cache"]["kind"] = "rows"
+
+
 def top_k_without_its_graph(record: Record) -> None:
     portable(record)["top_k"] = True
 
@@ -239,6 +248,8 @@ def option_out_of_range(record: Record) -> None:
         (no_cache, "variant 'portable' must say what its KV cache is"),
         (cache_in_place, "variant 'portable' has no graph 'lm_head'"),
         (cache_of_integers, "variant 'portable' has no graph 'dequantise'"),
+        (state_without_a_source, "variant 'portable' cannot have a recurrent state: it has no"),
+        (unknown_cache, r"Invalid enum value 'rows' - at .*\.cache\.kind`"),
         (top_k_without_its_graph, "variant 'portable' has no graph 'top_k'"),
         (screen_without_its_graphs, "variant 'portable' has no graph 'approximate_logits'"),
         (graph_without_a_hash, "matching regex"),
