@@ -361,15 +361,12 @@ class Trainer:
         """Says how far the interrupted training came, and what ends this one."""
         progress, config = self.progress, self.config
         of = f" of {config.max_steps:,}" if config.max_steps else ""
-        done = [
-            f"{self.folder}: {progress.step:,}{of} steps are done, in {progress.epoch:,} epochs "
-            f"and {progress.seconds / 60:.1f} minutes"
-        ]
-        if progress.scores:
-            done.append(f"the best validation was at step {progress.best:,}")
-        if config.max_minutes:
-            done.append(f"it ends at {config.max_minutes:g} minutes in total")
-        return "; ".join([*done, f"continuing at step {progress.step + 1:,}"])
+        limit = f" of {config.max_minutes:g}" if config.max_minutes else ""
+        best = f"; best validation at step {progress.best:,}" if progress.scores else ""
+        return (
+            f"{self.folder}: continuing at step {progress.step + 1:,}{of}, in epoch "
+            f"{progress.epoch}, after {progress.seconds / 60:.1f}{limit} minutes{best}"
+        )
 
     def _check_interrupted(self) -> None:
         self._show_step("validating")
