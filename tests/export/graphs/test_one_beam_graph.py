@@ -11,6 +11,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
+from tests.commands import call
 from transferry.build_model.corpus import builtin_pairs
 from transferry.export.graphs.graph import Graph
 from transferry.export.graphs.one_beam_graph import BeamComposer
@@ -145,3 +146,10 @@ def test_rules_and_numbers_that_it_cannot_have_are_refused() -> None:
     require_one_graph("encoder-decoder", {"renormalise": True}, 1)
     with pytest.raises(UsageError, match="between 1 and 64, but are 65"):
         require_one_graph("encoder-decoder", {}, 65)
+
+
+def test_beams_without_one_graph_are_refused(run_folder: Path, tmp_path: Path) -> None:
+    refused = call("export", run_folder, "--out", tmp_path / "bundle", "--one-graph-beam", "4")
+    assert refused.exit_code == 2
+    assert "--one-graph-beam is the number of beams of --one-graph" in refused.stderr
+    assert not (tmp_path / "bundle").exists()
