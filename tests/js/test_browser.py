@@ -64,3 +64,19 @@ def test_the_page_fills_masks(
         status = browser.evaluate("document.getElementById('status').textContent")
         assert status == "there is no [MASK] to fill in"
     assert browser.errors == []
+
+
+def test_the_page_tags_with_a_tokenizer_of_its_own(
+    tmp_path: Path, tagger_bundle_folder: Path, browser: Chromium
+) -> None:
+    text = "anna and the cat, Häuser 日本語"
+    write_site(tagger_bundle_folder, tmp_path / "site", webgpu=False)
+    with Engine.load(tagger_bundle_folder, variant="portable") as engine:
+        (wanted,) = engine.tag([text], aggregation="simple")
+    with served(tmp_path / "site") as url:
+        browser.open(url)
+        lines = [line.split("  ", 2) for line in browser.answer(text).split("\n")]
+    assert [line[1:] for line in lines] == [[tag.label, tag.text] for tag in wanted.tags]
+    for line, tag in zip(lines, wanted.tags, strict=True):
+        assert abs(float(line[0]) - tag.score) < 1e-5
+    assert browser.errors == []
