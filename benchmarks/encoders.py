@@ -1,23 +1,25 @@
 """How fast does an encoder-only model embed texts, beside CTranslate2, OpenVINO and transformers?
 
     pip install ".[export,peers]" openvino
-    python benchmarks/encoders.py MODEL BUNDLE TEXT [--variants cpu-fp32,cpu-int8] [--tokens 200]
+    python benchmarks/encoders.py MODEL BUNDLE TEXT [--variants cpu-fp32,cpu-int8] [--tokens 0,200]
         [--rows 512] [--rounds 9] [--quick]
 
 On the CPU: texts in, means of the last hidden states out, unnormalised. MODEL is a folder of
-transformers, BUNDLE the export of its import. With `--tokens` the text is cut into paragraphs of
-about so many tokens; else each line is a text. All sides read the ids of the bundle's tokenizer, in
-batches of similar length. The peers: CTranslate2's Encoder, converted from MODEL, with its int8
-beside an int8 variant; OpenVINO, converted from MODEL, in float32 with streams for throughput; and
-transformers. Batch size and threads of each are tuned, rounds interleaved. `distance` is the
-largest difference of a vector's number from torch's, over the largest number. `ratio` is the
-engine's texts per second over a peer's, by median time. The last line is JSON. `--quick` takes
-about two minutes.
+transformers, BUNDLE the export of its import. For each number of `--tokens` the text is cut into
+paragraphs of about so many tokens; with 0 each line is a text. The engine, CTranslate2, OpenVINO
+and transformers read the ids of the bundle's tokenizer, in batches of similar length. The peers:
+CTranslate2's Encoder, converted from MODEL, with its int8 beside an int8 variant; OpenVINO,
+converted from MODEL, in float32; transformers; and where they are installed sentence-transformers,
+with its back ends torch, ONNX and OpenVINO, and FastEmbed, both with tokenizers of their own. Batch
+size and threads of each are tuned, rounds interleaved. `distance` is the largest difference of a
+vector's number from torch's, over the largest number. `ratio` is the engine's texts per second over
+a peer's, by median time. The last line is JSON. `--quick` takes about two minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -30,9 +32,10 @@ import torch
 from numpy.typing import NDArray
 
 from ctranslate2_model import import_ctranslate2
-from environment import environment
+from environment import environment, processor
 from rounds import compare, fastest, interleaved
 from sentences import read_sentences
+from throughput import numbers
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.engine.engine import Engine
@@ -48,6 +51,10 @@ Embedding = Callable[[Sequence[str], int], NDArray[np.float32]]
 Means = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
 
 ENGINE, TORCH = "engine", "transformers"
+PACKAGES = (
+    *("ctranslate2", "openvino", "transformers", "torch"),
+    *("sentence-transformers", "optimum-onnx", "optimum-intel", "fastembed"),
+)
 # Rows per batch to try.
 BATCH_ROWS = (8, 16, 32, 64)
 
@@ -163,26 +170,29 @@ def _ctranslate2_vectors(
     return found
 
 
+class Hidden(torch.nn.Module):
+    """A model of transformers with two inputs and one output, for conversion."""
+
+    EXAMPLE = torch.ones((2, 7), dtype=torch.int64), torch.ones((2, 7), dtype=torch.int64)
+
+    def __init__(self, model: Path) -> None:
+        super().__init__()
+        from transformers import AutoModel
+
+        kinds: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+        self.inner = AutoModel.from_pretrained(model, **kinds).eval()
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Returns the last hidden states."""
+        hidden: torch.Tensor = self.inner(input_ids=ids, attention_mask=mask).last_hidden_state
+        return hidden
+
+
 def open_openvino(model: Path, bundle: Bundle) -> dict[str, Embedding]:
     """Converts the model and opens it in float32."""
     import openvino
-    from transformers import AutoModel
 
-    class Hidden(torch.nn.Module):
-        """The model with two inputs and one output."""
-
-        def __init__(self, inner: Any) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            """Returns the last hidden states."""
-            hidden: torch.Tensor = self.inner(input_ids=ids, attention_mask=mask).last_hidden_state
-            return hidden
-
-    inner: Any = AutoModel.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
-    example = torch.ones((2, 7), dtype=torch.int64)
-    graph = openvino.convert_model(Hidden(inner.eval()), example_input=(example, example))
+    graph = openvino.convert_model(Hidden(model), example_input=Hidden.EXAMPLE)
     settings = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
     compiled = openvino.Core().compile_model(graph, "CPU", settings)
 
@@ -190,6 +200,77 @@ def open_openvino(model: Path, bundle: Bundle) -> dict[str, Embedding]:
         return mean(compiled([ids, mask])[0], mask)
 
     return {f"1 x {usable_cores()}": Batched(bundle, means)}
+
+
+def open_sentence_transformers(model: Path, backend: str) -> dict[str, Embedding]:
+    """Opens the model in a back end of sentence-transformers, with its own tokenizer."""
+    if backend != "torch":  # without it, the library raises a plain Exception
+        importlib.import_module(
+            {"onnx": "optimum.onnxruntime", "openvino": "optimum.intel"}[backend]
+        )
+    from sentence_transformers import SentenceTransformer
+
+    settings: dict[str, dict[str, Any]] = {
+        "torch": {"dtype": torch.float32},
+        "onnx": {"provider": "CPUExecutionProvider", "export": True},
+        "openvino": {"ov_config": {"INFERENCE_PRECISION_HINT": "f32"}, "export": True},
+    }
+    # A folder without modules of its own gets mean pooling.
+    opened: Any = SentenceTransformer(
+        str(model), device="cpu", backend=backend, model_kwargs=settings[backend]
+    )
+
+    def vectors(texts: Sequence[str], rows: int) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = opened.encode(
+            list(texts), batch_size=rows, convert_to_numpy=True, show_progress_bar=False
+        )
+        return found
+
+    return {f"1 x {usable_cores()}": vectors}
+
+
+def open_fastembed(model: Path, bundle: Bundle, folder: Path) -> dict[str, Embedding]:
+    """Exports the model for FastEmbed, which has no converter, and opens it with its tokenizer."""
+    from fastembed import TextEmbedding
+    from fastembed.common.model_description import ModelSource, PoolingType
+    from transformers import AutoTokenizer
+
+    out, axes = folder / "fastembed", {0: "batch", 1: "length"}
+    hidden = Hidden(model)
+    hidden.inner.config.save_pretrained(out)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer.model_max_length = hidden.inner.config.max_position_embeddings
+    tokenizer.save_pretrained(out)
+    torch.onnx.export(
+        hidden,
+        Hidden.EXAMPLE,
+        out / "model.onnx",
+        input_names=["input_ids", "attention_mask"],
+        output_names=["last_hidden_state"],
+        dynamic_axes={"input_ids": axes, "attention_mask": axes, "last_hidden_state": axes},
+        dynamo=False,
+    )
+    name = str(out)  # registered for the whole process: a name of its own for each folder
+    TextEmbedding.add_custom_model(
+        model=name,
+        pooling=PoolingType.MEAN,
+        normalization=False,
+        sources=ModelSource(hf="local"),
+        dim=bundle.manifest.model["d_model"],
+        model_file="model.onnx",
+    )
+    threads = usable_cores()
+    opened = TextEmbedding(
+        name,
+        specific_model_path=str(out),
+        threads=threads,
+        providers=["CPUExecutionProvider"],
+    )
+
+    def vectors(texts: Sequence[str], rows: int) -> NDArray[np.float32]:
+        return np.stack(list(opened.embed(list(texts), batch_size=rows)))
+
+    return {f"1 x {threads}": vectors}
 
 
 def cut_texts(lines: Sequence[str], bundle: Bundle, rows: int, tokens: int) -> list[str]:
@@ -241,6 +322,11 @@ def open_sides(arguments: argparse.Namespace, variant: str, folder: Path) -> dic
     opening: dict[str, Callable[[], dict[str, Embedding]]] = {
         f"CTranslate2 {precision}": partial(open_ctranslate2, model, bundle, folder, precision),
         "OpenVINO float32": partial(open_openvino, model, bundle),
+        **{
+            f"sentence-transformers {backend}": partial(open_sentence_transformers, model, backend)
+            for backend in ("torch", "onnx", "openvino")
+        },
+        "FastEmbed": partial(open_fastembed, model, bundle, folder),
     }
     sides = {ENGINE: open_engine(arguments.bundle, variant)}
     sides[TORCH] = open_transformers(model, bundle)
@@ -259,7 +345,9 @@ def main() -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("--variants", default="cpu-fp32,cpu-int8")
-    parser.add_argument("--tokens", type=int, default=0, help="of a paragraph; 0 for whole lines")
+    parser.add_argument(
+        "--tokens", type=numbers, default=[0], help="of a paragraph; 0 for whole lines"
+    )
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="64 rows, 3 rounds")
@@ -271,31 +359,35 @@ def main() -> None:
     try:
         bundle = Bundle.load(arguments.bundle)
         lines = read_sentences(arguments.text)
-        texts = cut_texts(lines, bundle, arguments.rows, arguments.tokens)
+        cut = {
+            tokens: cut_texts(lines, bundle, arguments.rows, tokens) for tokens in arguments.tokens
+        }
         for variant in arguments.variants.split(","):
             with tempfile.TemporaryDirectory() as folder:
-                found = measure(
-                    open_sides(arguments, variant, Path(folder)), texts, arguments.rounds
-                )
-            cells.append({"variant": variant, "tokens": arguments.tokens, **found})
-            print(f"{variant}: {found['settings']}", flush=True)
+                sides = open_sides(arguments, variant, Path(folder))
+                for tokens, texts in cut.items():
+                    found = measure(sides, texts, arguments.rounds)
+                    cells.append({"variant": variant, "tokens": tokens, **found})
+                    print(f"{variant}, {tokens or 'own'} tokens: {found['settings']}", flush=True)
     except TransferryError as error:
         parser.exit(error.exit_code, f"{parser.prog}: {error}\n")
     rows = [
         (
             cell["variant"],
+            cell["tokens"] or "lines",
             name,
             f"{side['texts_per_second']:.0f}",
             f"{side['ratio']:.2f}" if "ratio" in side else "",
             "{:.2f} to {:.2f}".format(*side["ratio_range"]) if "ratio" in side else "",
             f"{side['distance']:.1e}",
+            processor(),
         )
         for cell in cells
         for name, side in cell["sides"].items()
     ]
-    head = ("variant", "side", "texts/s", "engine over it", "by round", "distance")
-    print(f"\n{table(head, rows)}\n")
-    here = environment("ctranslate2", "openvino", "transformers", "torch")
+    head = ("variant", "tokens", "side", "texts/s", "engine over it", "by round")
+    print(f"\n{table((*head, 'distance', 'processor'), rows)}\n")
+    here = environment(*PACKAGES)
     print(json.dumps({"cells": cells, "rounds": arguments.rounds, **here}))
 
 

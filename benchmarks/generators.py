@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ctranslate2_model import import_ctranslate2
-from environment import environment
+from environment import environment, processor
 from rounds import compare, fastest, interleaved
 from sentences import read_sentences
 from throughput import numbers
@@ -266,12 +266,13 @@ def main() -> None:
             f"{peer['ratio']:.2f}",
             "{:.2f} to {:.2f}".format(*peer["ratio_range"]),
             peer["same"],
+            processor(),
         )
         for cell in cells
         for name, peer in cell["peers"].items()
     ]
     head = ("variant", "prompt", "peer", "engine tokens/s", "its tokens/s", "ratio", "by round")
-    print(f"\n{table((*head, 'same rows'), rows)}\n")
+    print(f"\n{table((*head, 'same rows', 'processor'), rows)}\n")
     here = environment("ctranslate2", "transformers", "onnxruntime-genai", "torch")
     print(json.dumps({"cells": cells, "rounds": arguments.rounds, **here}))
 

@@ -1,7 +1,7 @@
 """How fast is the engine compared with other ways to generate in Python, on the same weights?
 
     pip install ".[export,peers]"
-    python benchmarks/peers.py RUN BUNDLE TEXT [--beams 1,4] [--rows 500] [--rounds 9]
+    python benchmarks/peers.py RUN BUNDLE TEXT [--beams 1,4] [--rows 500] [--rounds 9] [--quick]
     python benchmarks/peers.py RUN BUNDLE TEXT --provider cuda --variant cuda-fp16 --rows 8000
 
 The peers: transformers' `generate` with a MarianMTModel, the same through Optimum and ONNX Runtime
@@ -11,7 +11,7 @@ batch size of each is tuned on the first sentences; torch and Optimum use all co
 as by default. With `--provider cuda` all run on the first GPU, torch and transformers in the
 variant's precision, Optimum in float32, and GPU utilisation is reported. Peers that are missing or
 cannot hold the model are named and left out. `ratio` is the engine's tokens per second over a
-peer's. The last line is JSON.
+peer's. The last line is JSON. `--quick` takes about two minutes for preset small.
 
 Tested with optimum-onnx 0.1.0, optimum 2.1.0, transformers 4.57.6 and torch 2.13.0. optimum-onnx
 needs transformers 4; the other peers also run with transformers 5.23.0:
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from busy import Busy, gpu_share
-from environment import environment
+from environment import environment, processor
 from marian_model import (
     batched_answers,
     marian_model,
@@ -164,7 +164,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tune-rows", type=int, default=128, help="sentences to tune on")
     parser.add_argument("--max-length", type=int, default=100)
+    parser.add_argument("--quick", action="store_true", help="64 rows, 3 rounds")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rows, arguments.rounds = min(arguments.rows, 64), 3
+        arguments.tune_rows = min(arguments.tune_rows, 32)
     torch.set_num_threads(usable_cores())
     try:
         checkpoint = load_checkpoint(arguments.run)
@@ -197,13 +201,15 @@ def main() -> None:
             cell["tokens_per_second"][name],
             f"{ratio:.2f}",
             "{:.2f} to {:.2f}".format(*cell["ratio_range"][name]),
+            processor(),
         )
         for cell in cells
         for name, ratio in cell["ratio"].items()
     ]
+    head = ("beam", "peer", "tokens/s", "engine over it", "by round", "processor")
     for cell in cells:
         print(f"beam {cell['beam']}: engine {cell['tokens_per_second']['engine']} tokens/s")
-    print(table(("beam", "peer", "tokens/s", "engine over it", "by round"), rows) + "\n")
+    print(table(head, rows) + "\n")
     print(
         json.dumps(
             {

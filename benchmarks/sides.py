@@ -49,16 +49,32 @@ class Side:
     provider: Provider = "cpu"
     runtime: Runtime = "onnxruntime"
 
-    def tune(self, texts: Sequence[str], options: GenerationOptions) -> Tuned:
-        """Opens the side in each layout; returns the fastest with its batch size."""
+    def tune(
+        self,
+        texts: Sequence[str],
+        options: GenerationOptions,
+        sentences: int | None = None,
+        repeats: int = 3,
+    ) -> Tuned:
+        """Opens the side in each layout; returns the fastest with its batch size.
+
+        Args:
+            texts: Texts to tune on.
+            options: Options of the search.
+            sentences: Sentences per batch, if not to be tuned.
+            repeats: Timed runs of each setting.
+        """
         opened = {side: side.open() for side in self._layouts()}
         sizes = CUDA_BATCH_ROWS if self.provider == "cuda" else BATCH_ROWS[self.name]
+        if sentences is not None:
+            sizes = (sentences * (options.beam if self.name == "engine" else 1),)
         side, rows = fastest(
             {
                 (side, rows): partial(answer, texts, options, rows)
                 for side, answer in opened.items()
                 for rows in sizes
-            }
+            },
+            repeats,
         )
         return Tuned(side, rows, opened[side])
 

@@ -2,13 +2,16 @@
 
     pip install ".[export,peers]"
     python benchmarks/throughput.py RUN BUNDLE TEXT [--variants portable] [--beams 1,4]
-        [--rows 500] [--rounds 9] [--fixed-length 32] [--plot throughput.png]
+        [--batches 1,8,32] [--rows 500] [--rounds 9] [--fixed-length 32] [--plot throughput.png]
+        [--quick]
 
 On the CPU, text in and text out on both sides, with the same tokenizer, search and sentences. The
 CTranslate2 model is converted from RUN; BUNDLE must be its export. For each variant and beam size:
 the answers are compared; batch size and threads of each side are tuned; rounds are interleaved;
-separate processes measure opening time, memory and disk. `ratio` is the engine's tokens per second
-over CTranslate2's, by median time. The last line is JSON.
+separate processes measure opening time, memory and disk. `--batches` adds rows for so many
+sentences per batch, the same on both sides, with only the threads tuned: for those who wait for an
+answer. `ratio` is the engine's tokens per second over CTranslate2's, by median time. The last line
+is JSON. `--quick` takes about two minutes for a variant and beam size of preset small.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Any
 
 from ctranslate2_model import import_ctranslate2, write_ctranslate2
 from curves import measure_curves, plot_curves
-from environment import environment
+from environment import environment, processor
 from footprint import bundle_bytes, folder_bytes, footprint
 from rounds import compare, interleaved
 from sentences import Answer, fixed_sentences, read_sentences, search_options
@@ -143,22 +146,33 @@ class Comparison:
                     print(f"    {side.name}: {answer.text} {list(answer.tokens)}")
         return found
 
-    def cell(self, variant: str, beam: int) -> dict[str, Any]:
-        """Measures one variant and beam size."""
+    def cell(self, variant: str, beam: int, sentences: int | None = None) -> dict[str, Any]:
+        """Measures one variant and beam size.
+
+        Args:
+            variant: The engine's variant.
+            beam: Beam size.
+            sentences: Sentences per batch of both sides; by default the fastest of each.
+        """
         search, texts = self.search(beam), self.texts
         options = search_options(**search)
         same = self.same_tokens(variant, beam)
         sides = (self.engine(variant), self.ctranslate2(self.precision(variant)))
         slice_ = texts[: self.arguments.tune_rows]
-        tuned: dict[str, Tuned] = {side.name: side.tune(slice_, options) for side in sides}
+        repeats = 1 if self.arguments.quick else 3
+        tuned: dict[str, Tuned] = {
+            side.name: side.tune(slice_, options, sentences, repeats) for side in sides
+        }
         settings = {name: one.settings() for name, one in tuned.items()}
-        print(f"{variant}, beam {beam}: fastest with {settings}", flush=True)
+        held = "" if sentences is None else f", {sentences} sentences per batch"
+        print(f"{variant}, beam {beam}{held}: fastest with {settings}", flush=True)
         work = {
             name: partial(one.answer, texts, options, one.batch_rows) for name, one in tuned.items()
         }
         # Also warms both up.
         tokens = {name: sum(len(one.tokens) for one in run()) for name, run in work.items()}
         times = interleaved(work, self.arguments.rounds)
+        openings = 1 if self.arguments.quick else 3
         disk = {
             "engine": bundle_bytes(self.bundle, self.bundle.variant(variant)),
             "ctranslate2": folder_bytes(Path(sides[1].folder)),
@@ -166,16 +180,17 @@ class Comparison:
         cell: dict[str, Any] = {
             "kinds": {side.name: side.kind for side in sides},
             **search,
+            "sentences_per_batch": sentences,
             "same_tokens": same,
             "settings": settings,
             **compare(times, tokens, len(texts), "ctranslate2"),
             "footprint": {
-                name: footprint(one.side, texts, search, one.batch_rows)
+                name: footprint(one.side, texts, search, one.batch_rows, openings=openings)
                 | {"disk_bytes": disk[name]}
                 for name, one in tuned.items()
             },
         }
-        if self.arguments.plot and beam == self.arguments.beams[0]:
+        if self.arguments.plot and beam == self.arguments.beams[0] and sentences is None:
             cell["curves"] = measure_curves(
                 tuned, slice_, options, partial(self.fixed, len(slice_)), self.positions
             )
@@ -187,17 +202,26 @@ def megabytes(value: int | None) -> str:
     return "-" if value is None else f"{value / 1e6:.1f}"
 
 
+def cell_name(cell: Mapping[str, Any]) -> str:
+    """Returns what a cell measures, such as "cpu-int8, beam 4, 8 sentences"."""
+    held = cell["sentences_per_batch"]
+    name = f"{cell['kinds']['engine']}, beam {cell['beam']}"
+    return name if held is None else f"{name}, {held} sentences"
+
+
 def report(cells: Sequence[Mapping[str, Any]]) -> str:
     """Formats the tables."""
     speed = [
         (
             cell["kinds"]["engine"],
             cell["beam"],
+            cell["sentences_per_batch"] or "tuned",
             next(iter(cell["same_tokens"].values())),
             cell["tokens_per_second"]["engine"],
             cell["tokens_per_second"]["ctranslate2"],
             f"{cell['ratio']['engine']:.3f}",
             "{:.3f} to {:.3f}".format(*cell["ratio_range"]["engine"]),
+            processor(),
         )
         for cell in cells
     ]
@@ -205,18 +229,22 @@ def report(cells: Sequence[Mapping[str, Any]]) -> str:
         (
             cell["kinds"]["engine"],
             cell["beam"],
+            cell["sentences_per_batch"] or "tuned",
             name,
             f"{found['open_seconds']:.3f}",
             *(megabytes(found[f"{what}_bytes"]) for what in ("opened", "peak", "disk")),
+            processor(),
         )
         for cell in cells
         for name, found in cell["footprint"].items()
     ]
-    sides = ("engine tokens/s", "CTranslate2 tokens/s", "ratio", "by round")
+    which = ("variant", "beam", "sentences per batch")
+    sides = ("engine tokens/s", "CTranslate2 tokens/s", "ratio", "by round", "processor")
+    cost = ("side", "open s", "open MB", "peak MB", "disk MB", "processor")
     return "\n\n".join(
         [
-            table(("variant", "beam", "same rows in float32", *sides), speed),
-            table(("variant", "beam", "side", "open s", "open MB", "peak MB", "disk MB"), costs),
+            table((*which, "same rows in float32", *sides), speed),
+            table((*which, *cost), costs),
         ]
     )
 
@@ -229,6 +257,12 @@ def main() -> None:
     parser.add_argument("text", type=Path)
     parser.add_argument("--variants", help="of the bundle, such as a,b; by default all of them")
     parser.add_argument("--beams", type=numbers, default=[1, 4])
+    parser.add_argument(
+        "--batches",
+        type=numbers,
+        default=[],
+        help="sentences per batch of both sides, such as 1,8,32, beside the fastest of each",
+    )
     parser.add_argument("--rows", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tune-rows", type=int, help="sentences to tune on; by default all")
@@ -242,13 +276,21 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line there too")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="for the first of the beams")
+    parser.add_argument("--quick", action="store_true", help="100 rows, 3 rounds")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rows, arguments.rounds = min(arguments.rows, 100), 3
     try:
         import_ctranslate2()
         with tempfile.TemporaryDirectory() as folder:
             comparison = Comparison(arguments, Path(folder))
             names = (arguments.variants or ",".join(comparison.bundle.manifest.variants)).split(",")
-            cells = [comparison.cell(name, beam) for beam in arguments.beams for name in names]
+            cells = [
+                comparison.cell(name, beam, sentences)
+                for beam in arguments.beams
+                for name in names
+                for sentences in (None, *arguments.batches)
+            ]
     except TransferryError as error:
         parser.exit(error.exit_code, f"{parser.prog}: {error}\n")
     here = environment("ctranslate2", "tiktoken")
@@ -258,10 +300,7 @@ def main() -> None:
     print(f"\n{report(cells)}\n")
     record = json.dumps(
         {
-            "ratio": {
-                f"{cell['kinds']['engine']}, beam {cell['beam']}": cell["ratio"]["engine"]
-                for cell in cells
-            },
+            "ratio": {cell_name(cell): cell["ratio"]["engine"] for cell in cells},
             "cells": cells,
             "rows": len(comparison.texts),
             "rounds": arguments.rounds,

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from busy import Busy
 from ctranslate2_model import CTranslate2Model, write_ctranslate2
+from environment import processor
 from footprint import bundle_bytes, folder_bytes, footprint
 from marian_model import batched_answers, marian_model, torch_rows, transformers_rows
 from matrices import least_seconds, matrices, multiply_adds
@@ -403,7 +404,7 @@ def test_throughput_ends_in_a_line_of_json(
     text = tmp_path / "text.txt"
     text.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
     script = CHECKOUT / "benchmarks" / "throughput.py"
-    options = ["--rows", "6", "--rounds", "2", "--beams", "1", "--fixed-length", "12"]
+    options = ["--rows", "6", "--quick", "--beams", "1", "--fixed-length", "12", "--batches", "2"]
     result = subprocess.run(
         [sys.executable, str(script), str(run_folder), str(bundle_folder), str(text), *options],
         capture_output=True,
@@ -411,10 +412,40 @@ def test_throughput_ends_in_a_line_of_json(
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    (cell,) = json.loads(result.stdout.splitlines()[-1])["cells"]
-    assert cell["same_tokens"] == {"engine portable and ctranslate2 float32": "6/6"}
-    assert cell["tokens"] == {"engine": 72, "ctranslate2": 72}
-    assert set(cell["footprint"]) == {"engine", "ctranslate2"}
+    record = json.loads(result.stdout.splitlines()[-1])
+    tuned, held = record["cells"]
+    for cell in (tuned, held):
+        assert cell["same_tokens"] == {"engine portable and ctranslate2 float32": "6/6"}
+        assert cell["tokens"] == {"engine": 72, "ctranslate2": 72}
+        assert set(cell["footprint"]) == {"engine", "ctranslate2"}
+    assert [side["batch_rows"] for side in held["settings"].values()] == [2, 2]
+    assert set(record["ratio"]) == {"portable, beam 1", "portable, beam 1, 2 sentences"}
+    # Two rows of speed, four of costs.
+    assert sum(line.endswith(processor()) for line in result.stdout.splitlines()) == 6
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_both_sides_can_be_held_to_the_same_sentences_per_batch(
+    monkeypatch: pytest.MonkeyPatch, beam: int
+) -> None:
+    opened: list[Side] = []
+    sizes: list[int] = []
+
+    def open_side(side: Side) -> Any:
+        opened.append(side)
+        return lambda texts, options, rows: sizes.append(rows)
+
+    monkeypatch.setattr(Side, "open", open_side)
+    options = search_options(beam, 5)
+    sides = Side("engine", "bundle", "portable"), Side("ctranslate2", "model", "float32")
+    for side, rows in zip(sides, (8 * beam, 8), strict=True):
+        tuned = side.tune(TEXTS, options, 8, 1)
+        assert tuned.batch_rows == rows
+        assert set(sizes) == {rows}
+        # Each layout once to warm up, once timed.
+        assert len(sizes) == 2 * len(opened)
+        opened.clear()
+        sizes.clear()
 
 
 def test_runtimes_are_compared_on_the_same_answers(

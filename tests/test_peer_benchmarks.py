@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import encoders
 import generators
+import shapes
+from environment import processor
 from tests.build_model.test_huggingface import save
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.corpus import builtin_pairs
 from transferry.build_model.huggingface.importer import import_checkpoint
 from transferry.export.bundle import export_bundle
+from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 
 TEXTS = [pair.source for pair in builtin_pairs(24, seed=3)]
 
@@ -44,16 +48,49 @@ def test_generate_of_transformers_gives_the_engines_tokens(
         assert cell["peers"]["transformers"]["same"] == "8/8"
 
 
-@pytest.mark.parametrize("tokens", ["0", "20"])
 def test_the_peers_give_the_engines_vectors(
-    tokens: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured(encoders, "bert", tmp_path, monkeypatch, "--tokens", "0,20")
+    *printed, record = capsys.readouterr().out.splitlines()
+    cells = json.loads(record)["cells"]
+    assert [cell["tokens"] for cell in cells] == [0, 20]
+    for cell in cells:
+        assert {"engine", "transformers"} <= cell["sides"].keys()
+        for name, side in cell["sides"].items():
+            assert side["distance"] < 1e-5, name
+    results = [line for line in printed if line.startswith("cpu-fp32 ")]
+    assert len(results) == sum(len(cell["sides"]) for cell in cells)
+    assert all(line.endswith(processor()) for line in results)
+
+
+@pytest.mark.parametrize(
+    ("shape", "millions"), [("gpt2", 92), ("llama", 100), ("bert", 109), ("minilm", 23)]
+)
+def test_a_shape_has_the_parameters_that_it_says(shape: str, millions: int) -> None:
+    with torch.device("meta"):
+        model = shapes.SHAPES[shape][0]()
+    assert round(model.num_parameters() / 1e6) == millions
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "minilm"])
+def test_a_random_shape_can_be_imported(
+    shape: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    measured(encoders, "bert", tmp_path, monkeypatch, "--tokens", tokens)
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
-    (cell,) = record["cells"]
-    assert {"engine", "transformers"} <= cell["sides"].keys()
-    for name, side in cell["sides"].items():
-        assert side["distance"] < 1e-5, name
+    text, folder = tmp_path / "text.txt", tmp_path / "model"
+    text.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["shapes.py", shape, str(text), str(folder), "--layers", "1"])
+    shapes.main()
+    assert f"shape {shape}" in capsys.readouterr().out
+    import_checkpoint(folder, tmp_path / "run")
+    tokenizer = load_tokenizer(tmp_path / "run")
+    ids = tokenizer.encode(TEXTS[0])
+    assert 0 < len(ids) < len(TEXTS[0]), "trained on the text"
+    text_again = tokenizer.decode(ids).strip()
+    assert text_again == (TEXTS[0].lower() if shape == "minilm" else TEXTS[0])
+    with pytest.raises(SystemExit):  # an existing folder is kept
+        shapes.main()
+    assert "FOLDER must be a new folder" in capsys.readouterr().err
