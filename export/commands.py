@@ -451,7 +451,8 @@ Examples:
 @option(
     "--precision",
     type=click.Choice(["float32", "float16", "bfloat16", "int8", "int4"]),
-    help="Precision to judge the graphs by. Default: what their operators say.",
+    help="Precision to judge the graphs by, and to compute a model of CTranslate2 in. "
+    "Default: what the operators say, or as saved.",
 )
 @option(
     "--padding",
@@ -485,17 +486,18 @@ Examples:
 def audit(graphs: Path, reference: str, **options: Any) -> None:
     """Prove that graphs of another tool answer as torch does, or exit with 4.
 
-    FOLDER is what optimum or the builder of onnxruntime-genai wrote, or one ONNX file. Tensors are
-    compared with torch in float64 over a sweep of sizes, tokens of greedy and beam search on
-    --text, and each row with itself in padded batches. Sizes that do not run, outputs that are not
-    as declared and runs that differ are faults too.
+    FOLDER is what optimum, the builder of onnxruntime-genai or a converter of CTranslate2 wrote, or
+    one ONNX file. Tensors are compared with torch in float64 over a sweep of sizes, tokens of
+    greedy and beam search on --text, and each row with itself in padded batches. Sizes that do not
+    run, outputs that are not as declared and runs that differ are faults too.
     """
     if options["atol"] is not None and not options["plant"]:
         raise UsageError("--atol needs --plant: it is tried on planted faults")
     from transferry.export.audit.audit import audit as audited
     from transferry.export.audit.audit import tolerance_of
+    from transferry.export.audit.ctranslate2_model import CTranslate2Folder, is_ctranslate2
     from transferry.export.audit.function import FunctionAudit
-    from transferry.export.audit.layout import read_layout, read_whole
+    from transferry.export.audit.layout import Layout, read_layout, read_whole
     from transferry.export.audit.reference import load_reference, named_function
     from transferry.export.report.write import write_report
     from transferry.runtime.files import read_lines
@@ -519,7 +521,11 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
                 graphs, given_layout, session, precision, **planted, done=show_phase
             )
         else:
-            layout = read_layout(graphs, options["names"])
+            layout: Layout | CTranslate2Folder
+            if is_ctranslate2(graphs):
+                layout = CTranslate2Folder(graphs, session, options["precision"])
+            else:
+                layout = read_layout(graphs, options["names"])
             report = audited(
                 graphs,
                 layout,

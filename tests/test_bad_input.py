@@ -453,6 +453,8 @@ def nan_weight(place: Path) -> None:
 @spoils("bundle without a certificate", "invalid date", "date in the future", "invalid canary")
 @spoils("file that is not a replay", "report without a folder", "certificate of little text")
 @spoils("teacher that is no bundle", "distillation of no text", "n best without references")
+@spoils("folder without graphs to audit", "text as a graph to audit")
+@spoils("reference that cannot be imported", "tolerance without planted faults")
 def change_nothing(place: Path) -> None:
     """The command refers to something that does not exist."""
 

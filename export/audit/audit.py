@@ -15,11 +15,18 @@ import torch
 from numpy.typing import NDArray
 
 from transferry.build_model.checkpoint import Checkpoint
+from transferry.export.audit.ctranslate2_model import (
+    CTranslate2Decoder,
+    CTranslate2Encoder,
+    CTranslate2Folder,
+    import_ctranslate2,
+)
 from transferry.export.audit.decoder import ForeignDecoder, Padding
 from transferry.export.audit.encoder import ForeignEncoder
+from transferry.export.audit.independence import BATCH, batch_independence, declared, failed
 from transferry.export.audit.layout import Layout
+from transferry.export.audit.model import Decoding, Encoding, Model, open_foreign
 from transferry.export.audit.planted import Answers, Checks, self_test
-from transferry.export.audit.session import ForeignGraph
 from transferry.export.parity.cases import random_case, source_of
 from transferry.export.parity.effort import Effort
 from transferry.export.parity.oracle import Oracle
@@ -29,66 +36,61 @@ from transferry.export.parity.teacher_forcing import TeacherForcing
 from transferry.runtime.decoding.batching import BatchOptions, length_batches
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.options import GenerationOptions, generation_options
-from transferry.runtime.decoding.search import pad_sources, search
+from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import (
-    EPSILONS,
-    INT8_STEP,
     MOST,
     Case,
     Comparison,
     Tolerance,
-    limited,
     observe,
-    relative_error,
 )
 from transferry.runtime.parity.divergence import ExpectedAnswers, Tally
 from transferry.runtime.parity.report import Claim, Decisions, ParityReport, TaskMetric
 
-# Rounding of a graph of integers beside the largest number: half a step of a weight and of an
-# input in int8, of a weight in int4. Which numbers it rounds to only its writer knows, so that
-# torch cannot round likewise, as it does beside a bundle.
-STEPS = {"int8": 2 * INT8_STEP, "int4": 2.0**-4}
-BATCH = 8  # rows of a batch that is compared with the same rows alone
+# Largest error of a graph of integers, over the largest entry of the oracle. Only its writer knows
+# which integers it rounds to, so torch cannot round likewise, as it does beside a bundle.
+# docs/audit.md has the measurement behind both.
+LARGEST = {"int8": 2.0**-3, "int4": 3 * 2.0**-3}
 REPEATS = 3
+LARGER = (8, 64)  # rows of the batches that CTranslate2 searches; it pads them itself
+MOST_ALONE = 32  # rows that are compared with themselves in batches
 ALONE = "each row alone"
 # Rows and columns of the unpadded input that exporters try a tolerance on (optimum's
 # `validate_model_outputs` has its defaults).
 TRIED = (2, 16)
 BRIEF_CASES = 16  # of random tokens, for each planted fault
 
-Model = ForeignDecoder | ForeignEncoder
 Found = Iterator[Claim | Decisions | list[Comparison]]
 Done = Callable[[str, int, int], None]
+Answering = Callable[[Sequence[Sequence[int]]], list[list[Hypothesis]]]
 
 
 def tolerance_of(precision: str) -> Tolerance:
-    """Returns what a foreign graph of a precision may be off: in proportion to its rounding."""
-    if precision not in STEPS:
+    """Returns what a foreign graph of a precision may be off."""
+    if precision not in LARGEST:
         return Tolerance.of(precision)
-    factor = Tolerance.factor * STEPS[precision] / EPSILONS["float32"]
-    return Tolerance(factor, most=MOST[precision], crossed=min(1.0, 32 * STEPS[precision]))
+    limit = LARGEST[precision]
+    # The same for every case: torch's error in float32 does not tell that of integers.
+    return Tolerance(limit / Tolerance.floor, most=MOST[precision], crossed=limit)
 
 
-def open_foreign(layout: Layout, checkpoint: Checkpoint, options: SessionOptions) -> Model:
-    """Opens the graphs as the architecture of the reference wants it.
+@dataclass(frozen=True)
+class Way:
+    """One way to answer text.
 
-    Raises:
-        InputError: They are of another architecture, or cannot be opened.
-        ProviderError: The provider asked for cannot run here.
+    Attributes:
+        name: For the report.
+        decoder: Steps as this way does; explains differing tokens.
+        rows: Rows of a batch.
+        answer: Answers a batch.
     """
-    config, special = checkpoint.model.config, checkpoint.tokenizer.special
-    both = config.architecture == "encoder-decoder"
-    if both != (layout.encoder is not None):
-        found = "an encoder and a decoder" if layout.encoder else "one graph without an encoder"
-        raise InputError(
-            f"the reference is {config.architecture}, the folder holds {found}; name the reference "
-            "that the graphs were made from"
-        )
-    if config.decoder_layers:
-        return ForeignDecoder(layout, options, config, special.pad_id)
-    return ForeignEncoder(layout, options, config)
+
+    name: str
+    decoder: Decoding
+    rows: int
+    answer: Answering
 
 
 @dataclass
@@ -123,21 +125,31 @@ class Audit:
 
     def checks(self, model: Model) -> Found:
         """Yields the result of one check after another."""
-        if isinstance(model, ForeignEncoder):
+        if isinstance(model, Encoding):
             self.oracle.compared = frozenset(model.gives)
         else:
             self.oracle.compared = frozenset(["logits"])
         for case in self.cases():
-            found = self.numbers(model, case)
+            found = self.numbers(model, self._fitting(model, case))
             self.own = max(self.own, *(item.reference_error for item in found))
             yield found
         yield self.repeats(model)
-        if isinstance(model, ForeignDecoder):
+        if isinstance(model, Decoding):
             yield from self.searches(model)
         elif self.texts:
             yield from self.readings(model)
-        yield from self.independence(model)
-        yield declared(model.graphs)
+        pad_id = self.oracle.special.pad_id
+        sides = self.sides(model)
+        yield from batch_independence(model, self.texts[:MOST_ALONE], pad_id, sides, self.own)
+        if model.graphs:
+            yield declared(model.graphs)
+
+    def _fitting(self, model: Model, case: Case) -> Case:
+        return model.fitting(case) if isinstance(model, CTranslate2Decoder) else case
+
+    def sides(self, model: Model) -> Sequence[Padding]:
+        """Returns the sides of padding; CTranslate2 pads by itself, on the right."""
+        return self.paddings if isinstance(model, ForeignDecoder | ForeignEncoder) else ["right"]
 
     def numbers(self, model: Model, case: Case) -> list[Comparison]:
         """Compares a case; one that does not run is a fault."""
@@ -149,7 +161,7 @@ class Audit:
 
     def repeats(self, model: Model) -> Claim:
         """Runs one case several times: the same input must give the same bits."""
-        case = random_case(self.checkpoint.model.config, 3, 9, 2, seed=7)
+        case = self._fitting(model, random_case(self.checkpoint.model.config, 3, 9, 2, seed=7))
         try:
             runs = [observe(model, case) for _ in range(REPEATS)]
         except InputError as error:
@@ -170,7 +182,7 @@ class Audit:
         longest = min(self.effort.longest, settings["max_length"])
         return GenerationOptions(**search_settings(name, settings, config, self.texts, longest))
 
-    def searches(self, model: ForeignDecoder) -> Iterator[Decisions | list[Comparison]]:
+    def searches(self, model: Decoding) -> Iterator[Decisions | list[Comparison]]:
         """Compares the tokens of greedy and beam search, alone and in padded batches."""
         if not self.texts:
             return
@@ -192,8 +204,27 @@ class Audit:
             self.forcing = TeacherForcing()
             yield [failed("given answers", "text", error)]
 
-    def _search(self, model: ForeignDecoder, name: str) -> Iterator[Decisions | list[Comparison]]:
+    def _ways(self, model: Decoding, options: GenerationOptions) -> Iterator[Way]:
+        """Yields the ways to answer text, each row alone first."""
+        special = self.oracle.special
+        if isinstance(model, CTranslate2Decoder):
+            for rows in (1, *LARGER):
+                name = ALONE if rows == 1 else f"batches of {rows}"
+                yield Way(name, model, rows, lambda part: model.answers(part, options))
+            return
+
+        def searched(decoder: ForeignDecoder) -> Answering:
+            return lambda part: search(decoder, part, options, special)
+
+        yield Way(ALONE, model, 1, searched(model))
+        for side in self.paddings:
+            decoder = model.padded(side)
+            yield Way(f"batches padded {side}", decoder, BATCH, searched(decoder))
+
+    def _search(self, model: Decoding, name: str) -> Iterator[Decisions | list[Comparison]]:
         oracle, options = self.oracle, self.options(name)
+        if isinstance(model, CTranslate2Decoder):
+            options = model.options(options)
         expected = []
         for rows in length_batches([len(text) for text in self.texts], BATCH, 4096):
             chosen = [self.texts[row] for row in rows]
@@ -201,26 +232,26 @@ class Audit:
             scores, own = oracle.scores(chosen, wanted, options)
             expected.append(ExpectedAnswers(rows, chosen, wanted, scores, own))
             oracle.done(len(rows))
-        ways: dict[str, tuple[ForeignDecoder, int]] = {ALONE: (model, 1)}
-        ways |= {f"batches padded {side}": (model.padded(side), BATCH) for side in self.paddings}
-        for way, (decoder, size) in ways.items():
-            explain = oracle.explainer(decoder, options)
-            tally = Tally(f"{name}, {way}", oracle.tolerance)
+        for way in self._ways(model, options):
+            explain = oracle.explainer(way.decoder, options)
+            tally = Tally(f"{name}, {way.name}", oracle.tolerance)
             try:
+                # In the order of the text, so that a batch holds rows of unequal length.
+                given = [
+                    found
+                    for at in range(0, len(self.texts), way.rows)
+                    for found in way.answer(self.texts[at : at + way.rows])
+                ]
                 for batch in expected:
-                    sources = batch.sources
-                    parts = [sources[at : at + size] for at in range(0, len(sources), size)]
-                    given = [search(decoder, part, options, oracle.special) for part in parts]
-                    answers = [[found] for part in given for found in part]
-                    tally.add(batch, answers, explain)
+                    tally.add(batch, [[given[row]] for row in batch.rows], explain)
             except InputError as error:
-                yield [failed(f"{name}, {way}", "text", error)]
+                yield [failed(f"{name}, {way.name}", "text", error)]
                 continue
-            if way == ALONE and name == RECORDED[0]:
+            if way.name == ALONE and name == RECORDED[0]:
                 self.best = [tally.best[row] for row in sorted(tally.best)]
             yield tally.decisions()
 
-    def readings(self, model: ForeignEncoder) -> Iterator[Decisions | list[Comparison]]:
+    def readings(self, model: Encoding) -> Iterator[Decisions | list[Comparison]]:
         """Compares what an encoder-only graph gives for text, and what is chosen by it."""
         if model.gives & {"logits", "head"}:
             head = self.checkpoint.head if "head" in model.gives else None
@@ -237,91 +268,11 @@ class Audit:
             case = Case(f"text, row {row}", tokens, there, nothing, 0, stage="text")
             yield self.numbers(model, case)
 
-    def independence(self, model: Model) -> Iterator[list[Comparison]]:
-        """Compares rows of text in padded batches with the same rows alone.
 
-        A row's answer may not depend on its neighbours, whatever its precision: the limit is that
-        of float32.
-        """
-        rows = self.texts[: 4 * BATCH]
-        for side in self.paddings if rows else ():
-            worst: dict[str, tuple[float, int]] = {}
-            for first in range(0, len(rows), BATCH):
-                batch = rows[first : first + BATCH]
-                try:
-                    together = _read(model, batch, self.oracle.special.pad_id, side)
-                    alone = [
-                        _read(model, [row], self.oracle.special.pad_id, side)[0] for row in batch
-                    ]
-                except InputError as error:
-                    shown = f"rows {first} to {first + len(batch) - 1}, batches padded {side}"
-                    yield [failed(shown, "text", error)]
-                    continue
-                for number, (one, other) in enumerate(zip(alone, together, strict=True)):
-                    for name, wanted in one.items():
-                        everywhere = np.ones(wanted.shape, np.bool_)
-                        distance = relative_error(other[name], wanted, everywhere)
-                        if not distance <= worst.get(name, (-1.0, 0))[0]:
-                            worst[name] = (distance, first + number)
-            budget = Tolerance().budget(self.own)
-            yield [
-                limited(
-                    f"row {row} alone and in batches padded {side}",
-                    *(name, "text", distance, self.own, budget),
-                )
-                for name, (distance, row) in worst.items()
-            ]
-
-
-def failed(case: str, stage: str, error: InputError) -> Comparison:
-    """Returns the comparison of a case that does not run."""
-    return Comparison(case, "outputs", stage, np.inf, 0.0, Tolerance().budget(0.0), str(error))
-
-
-def _read(
-    model: Model, rows: Sequence[Sequence[int]], pad_id: int, side: Padding
-) -> list[dict[str, NDArray[Any]]]:
-    """Returns what a batch of texts gives, without padding, a row each."""
-    if isinstance(model, ForeignDecoder):
-        decoder = model.padded(side)
-        if decoder.has_encoder:
-            state = decoder.start(*pad_sources(rows, pad_id))
-            first = np.zeros((len(rows), 1), np.int64)
-            logits = decoder.step(first, state)[0].all_logits
-        else:
-            source, mask = pad_sources([row[:-1] for row in rows], pad_id)
-            state = decoder.start(source, mask)
-            tokens = np.array([[row[-1]] for row in rows])
-            output, state = decoder.step(tokens, state)
-            later = decoder.step(tokens, state)[0].all_logits
-            logits = np.concatenate([output.all_logits, later], axis=1)
-        return [{"logits": row} for row in logits]
-    ids, mask = pad_sources(rows, pad_id)
-    if side == "left":
-        ids, mask = pad_sources([row[::-1] for row in rows], pad_id)
-        ids, mask = ids[:, ::-1], mask[:, ::-1]
-    found = model.encode(ids, mask)
-    return [
-        {
-            name: value[row][mask[row]] if value.ndim > 2 else value[row]
-            for name, value in found.items()
-        }
-        for row in range(len(rows))
-    ]
-
-
-def declared(graphs: Sequence[ForeignGraph]) -> Claim:
-    """Returns what the graphs declare of their outputs that no run has shown."""
-    found = [
-        f"{graph.graph.path.name}: {name} {problem}"
-        for graph in graphs
-        for name, problem in graph.lies.items()
-    ]
-    return Claim("declared types and shapes", "; ".join(found))
-
-
-def configured(layout: Layout, checkpoint: Checkpoint) -> list[Claim]:
-    """Compares genai_config.json with the reference."""
+def configured(layout: Layout | CTranslate2Folder, checkpoint: Checkpoint) -> list[Claim]:
+    """Compares genai_config.json, or the vocabulary of CTranslate2, with the reference."""
+    if isinstance(layout, CTranslate2Folder):
+        return layout.claims(checkpoint)
     given = layout.config.get("model", {})
     if not given:
         return []
@@ -357,7 +308,7 @@ def default_paddings(checkpoint: Checkpoint) -> list[Padding]:
 
 def audit(
     folder: Path,
-    layout: Layout,
+    layout: Layout | CTranslate2Folder,
     checkpoint: Checkpoint,
     texts: Sequence[str],
     *,
@@ -388,11 +339,18 @@ def audit(
         ProviderError: The provider asked for cannot run here.
     """
     session = session or SessionOptions()
-    precision = precision or layout.precision()
+    if plant and isinstance(layout, CTranslate2Folder):
+        raise UsageError("--plant needs ONNX graphs; it cannot change a model of CTranslate2")
+    model = open_foreign(layout, checkpoint, session)  # before the long work
+    if isinstance(layout, Layout):
+        precision = precision or layout.precision()
+    elif isinstance(model, CTranslate2Decoder | CTranslate2Encoder):
+        precision = model.precision
     if precision not in BUDGETS:
         raise UsageError(f"precision must be one of {', '.join(BUDGETS)}, found {precision}")
-    open_foreign(layout, checkpoint, session)  # before the long work
     work = made(checkpoint, texts, precision, list(paddings))
+    if isinstance(model, CTranslate2Decoder):
+        model.narrow(work.oracle)
     total = len(work.cases()) + 3 * len(work.texts)
     finished = 0
 
@@ -402,9 +360,7 @@ def audit(
         done("auditing", min(finished, total), total)
 
     work.oracle.done = advance
-    claims, comparisons, decisions = collected(
-        work.checks(open_foreign(layout, checkpoint, session))
-    )
+    claims, comparisons, decisions = collected(work.checks(model))
     forcing, budget = work.forcing, BUDGETS[precision]
     metrics: list[TaskMetric] = []
     if forcing.tokens:
@@ -417,7 +373,7 @@ def audit(
         | {
             "rows": len(work.texts),
             "batch_rows": BATCH,
-            "padding": ", ".join(work.paddings),
+            "padding": ", ".join(work.sides(model)),
             "text_sha256": hashlib.sha256("\n".join(texts).encode()).hexdigest(),
         },
         work.oracle.tolerance,
@@ -429,7 +385,7 @@ def audit(
         claims=[*configured(layout, checkpoint), *claims],
         searches=[asdict(work.options(name)) for name in RECORDED] if work.best else [],
     )
-    if not plant or not report.passed:
+    if not plant or not report.passed or not isinstance(layout, Layout):
         return report
 
     def checks(copied: Layout) -> Found:
@@ -465,17 +421,22 @@ def with_faults(
     return replace(report, settings={**report.settings, **told}, self_test=planted)
 
 
-def settings(layout: Layout, session: SessionOptions, precision: str) -> dict[str, Any]:
+def settings(
+    layout: Layout | CTranslate2Folder, session: SessionOptions, precision: str
+) -> dict[str, Any]:
     """Returns what decides the numbers."""
+    runs: dict[str, Any] = {"threads": session.threads, "torch": torch.__version__}
+    if isinstance(layout, CTranslate2Folder):
+        runs["ctranslate2"] = import_ctranslate2().__version__
+    else:
+        runs["graphs"] = ", ".join(graph.path.name for graph in layout.graphs)
+        runs["optimisation"] = session.optimisation
+        runs["onnxruntime"] = onnxruntime.__version__
     return {
         "written by": layout.writer,
-        "graphs": ", ".join(graph.path.name for graph in layout.graphs),
         "precision": precision,
         "provider": session.provider,
-        "optimisation": session.optimisation,
-        "threads": session.threads,
-        "onnxruntime": onnxruntime.__version__,
-        "torch": torch.__version__,
+        **runs,
     }
 
 

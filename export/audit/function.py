@@ -20,10 +20,10 @@ from transferry.export.audit.audit import (
     Done,
     Found,
     collected,
-    declared,
     settings,
     with_faults,
 )
+from transferry.export.audit.independence import declared
 from transferry.export.audit.layout import GraphFile, Layout
 from transferry.export.audit.session import ForeignGraph
 from transferry.runtime.errors import InputError, UsageError

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from transferry.export.audit.layout import GraphFile, Layout
+from transferry.export.audit.layout import BITS, PRODUCTS, GraphFile, Layout
 from transferry.export.faults.bundle_copy import add, constant, replace
 from transferry.runtime.errors import InputError, TransferryError
 from transferry.runtime.folders import temporary_folder
@@ -84,6 +84,20 @@ def _rounded(model: ir.Model, graph: GraphFile) -> str | None:
     step = np.abs(array).max() / 127
     _set(value, (np.round(array / step) * step).astype(array.dtype))
     return f"{value.name} rounded to 8 bits"
+
+
+def _reversed(model: ir.Model, graph: GraphFile) -> str | None:
+    found = [
+        node.inputs[1]
+        for node in model.graph.all_nodes()
+        if node.op_type in (BITS, *PRODUCTS) and len(node.inputs) > 1
+    ]
+    weights = [value for value in found if value is not None and value.const_value is not None]
+    if not weights:
+        return None
+    value = weights[len(weights) // 2]
+    _set(value, value.const_value.numpy()[::-1].copy())  # type: ignore[union-attr]
+    return f"{value.name}: its first axis backwards"
 
 
 def _epsilon(model: ir.Model, graph: GraphFile) -> str | None:
@@ -197,6 +211,7 @@ FAULTS: dict[str, Plant] = {
     "two columns of a weight swapped": _swapped,
     "one row of the embedding": _rare_row,
     "a weight in 8 bits": _rounded,
+    "a weight of integers reversed": _reversed,
     "norm epsilon changed": _epsilon,
     "padding mask dropped": _unmasked,
     "positions one too low": _shifted,

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.export.audit.graphs import linear_layer
 from tests.fuzz.models import gpt2
 from transferry.build_model.corpus import builtin_pairs
 from transferry.runtime.files import sha256
@@ -34,6 +35,7 @@ TORCH = {
     "import": "import gpt2 --out new",
     "export": "export run --out new --variant portable",
     "verify": "verify bundle --checkpoint run --variant portable --junit new.xml",
+    "audit": "audit linear.onnx --reference linear:audited --junit new.xml",
 }
 LIGHT = {
     "recorded": "verify bundle --certify 2026-11-21 --force --junit new.xml",
@@ -124,6 +126,7 @@ def place(run_folder: Path, bundle_folder: Path, tmp_path_factory: pytest.TempPa
     shutil.copytree(run_folder, place.folder / "run")
     shutil.copytree(bundle_folder, place.folder / "bundle")
     gpt2(place.folder / "gpt2")
+    linear_layer(place.folder)
     pairs = builtin_pairs(100, seed=1)
     lines = "".join(f"{pair.source}\n" for pair in pairs)
     (place.folder / "lines.txt").write_text(lines)

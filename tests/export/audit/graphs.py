@@ -5,7 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
+import onnx
 import onnx_ir as ir
+from onnx import TensorProto, helper, numpy_helper
 
 from transferry.export.faults.bundle_copy import add, constant
 from transferry.runtime.bundle import Bundle
@@ -84,3 +87,33 @@ def saved(model: ir.Model, path: Path) -> Path:
     model.graph.sort()
     ir.save(model, path)
     return path
+
+
+LINEAR = """
+import torch
+
+def audited():
+    module = torch.nn.Linear(4, 3)
+    torch.nn.init.constant_(module.weight, 0.5)
+    torch.nn.init.constant_(module.bias, 0.25)
+    return module, {"input": torch.arange(20.0).reshape(5, 4)}
+"""
+
+
+def linear_layer(folder: Path) -> None:
+    """linear.onnx, and linear.py with the function `audited` that it is audited against."""
+    (folder / "linear.py").write_text(LINEAR)
+    value = helper.make_tensor_value_info
+    node = helper.make_node("Gemm", ["input", "weight", "bias"], ["output"], transB=1)
+    graph = helper.make_graph(
+        [node],
+        "linear",
+        [value("input", TensorProto.FLOAT, ["batch", 4])],
+        [value("output", TensorProto.FLOAT, ["batch", 3])],
+        [
+            numpy_helper.from_array(np.full((3, 4), 0.5, np.float32), "weight"),
+            numpy_helper.from_array(np.full(3, 0.25, np.float32), "bias"),
+        ],
+    )
+    opsets = [helper.make_opsetid("", 20)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), folder / "linear.onnx")

@@ -181,6 +181,26 @@ def test_the_precision_is_read_from_the_operators(tmp_path: Path) -> None:
     assert tolerance_of("int8").factor > tolerance_of("float32").factor
 
 
+def test_a_weight_of_integers_can_be_at_fault(tmp_path: Path) -> None:
+    weight = np.arange(12, dtype=np.int8).reshape(4, 3)
+    node = helper.make_node("MatMulInteger", ["x", "w"], ["y"])
+    _write(tmp_path / "model.onnx", [node], w=weight)
+    model = ir.load(tmp_path / "model.onnx")
+    graph = GraphFile(tmp_path / "model.onnx", {}, {})
+    assert FAULTS["a weight of integers reversed"](model, graph) == "w: its first axis backwards"
+    changed = model.graph.initializers["w"].const_value
+    assert changed is not None
+    np.testing.assert_array_equal(changed.numpy(), weight[::-1])
+    assert FAULTS["a weight scaled"](model, graph) is None
+
+
+@pytest.mark.parametrize(("precision", "limit"), [("int8", 0.125), ("int4", 0.375)])
+def test_integers_have_one_limit(precision: str, limit: float) -> None:
+    """torch's own error in float32 does not widen it."""
+    tolerance = tolerance_of(precision)
+    assert {tolerance.budget(own) for own in (0.0, 1e-7, 1e-5)} == {limit}
+
+
 def _write(path: Path, nodes: list[onnx.NodeProto], **weights: np.ndarray) -> None:
     value = helper.make_tensor_value_info
     graph = helper.make_graph(
