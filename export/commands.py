@@ -5,15 +5,21 @@ Each imports what it needs when it runs, so that --help is instant.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from transferry.export.report.options import (
+    PAGE,
+    REPORT,
+    page_file,
+    report_options,
+    require_passed,
+    show_report,
+)
 from transferry.runtime.console.commands import FilePath, command
 from transferry.runtime.console.fields import fields_as_options, given, together
 from transferry.runtime.console.options import (
@@ -29,33 +35,18 @@ from transferry.runtime.console.options import (
     require_option,
     session_options,
 )
-from transferry.runtime.console.progress import progress, say, show, show_verdict, teller
+from transferry.runtime.console.progress import progress, say, show, teller
 from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.errors import InputError, ParityError, UsageError
+from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.files import require_writable
 from transferry.runtime.jobs.options import token_or_text
-from transferry.runtime.outputs import foreign_junit, foreign_page, foreign_replay
+from transferry.runtime.outputs import foreign_replay
 
 if TYPE_CHECKING:
-    from transferry.runtime.parity.report import ParityReport
+    pass
 
-PAGE = FilePath("", foreign=foreign_page)
-JUNIT = FilePath("", foreign=foreign_junit)
 REPLAY = FilePath("", foreign=foreign_replay)
-CERTIFICATE, COMPARISON, REPORT = "Certificate", "Comparison", "Report"
-
-
-def writable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Refuses an output file in a missing folder before any work is done.
-
-    Raises:
-        InputError: The folder does not exist.
-    """
-    if path is not None and not path.absolute().parent.is_dir():
-        raise InputError(f"{path}: cannot be written: there is no such folder; name another")
-    if path is not None:
-        require_writable(path)
-    return path
+CERTIFICATE, COMPARISON = "Certificate", "Comparison"
 
 
 def beside_bundle(
@@ -65,18 +56,6 @@ def beside_bundle(
     if path is None and context.params.get("checkpoint") is not None:
         return Path(f"{context.params['bundle_folder'].absolute()}.fault.npz")
     return path
-
-
-def page_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Refuses a page that cannot be made or written before any work is done.
-
-    Raises:
-        InputError: The folder does not exist.
-        ModuleNotFoundError: A package that pages need is not installed.
-    """
-    if path is not None:
-        import_module("transferry.export.report.page")
-    return writable(context, parameter, path)
 
 
 # A search that is verified; stop strings choose no token.
@@ -124,29 +103,6 @@ certify_options = together(
 )
 # What a verification compares.
 _compared = partial(option, panel=COMPARISON)
-# The pages of a verification.
-report_options = together(
-    option(
-        *("--report", "page"),
-        panel=REPORT,
-        type=PAGE,
-        callback=page_file,
-        help="Write the report as an HTML file.",
-    ),
-    option(
-        "--junit",
-        panel=REPORT,
-        type=JUNIT,
-        callback=writable,
-        help="Write the report as JUnit XML.",
-    ),
-    option(
-        *("--json", "as_json"),
-        panel=REPORT,
-        is_flag=True,
-        help="Print the whole report as JSON on stdout.",
-    ),
-)
 
 
 def given_search(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,7 +262,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     require_option(options, "certify", for_options=["sign"], reason="it signs the certificate")
     from transferry.export.report.write import write_report
     from transferry.runtime.bundle import Bundle
-    from transferry.runtime.files import read_lines, require_writable
+    from transferry.runtime.files import read_lines
     from transferry.runtime.ort.open_model import open_model
     from transferry.runtime.ort.session import SessionOptions
     from transferry.runtime.parity import certificate as certificates
@@ -351,28 +307,12 @@ def verify(bundle_folder: Path, **options: Any) -> None:
             )
     issued = (bundle, variant, session, report, date)
     certificate = certificates.certify(*issued, key=key, force=force) if date else None
-    _show_report(report, as_json=options["as_json"])
+    show_report(report, as_json=options["as_json"])
     files = {"page": options["page"], "junit": options["junit"]}
     write_report(report, **files, date=date, certificate=certificate)
-    _require(report, as_json=options["as_json"])
+    require_passed(report, as_json=options["as_json"])
     if certificate is not None:
         say(f"{certificate}, in {bundle_folder}")
-
-
-def _show_report(report: ParityReport, *, as_json: bool) -> None:
-    from transferry.runtime.parity.report_views import report_text
-
-    if as_json:
-        show(json.dumps(report.to_dict(), indent=1))
-    else:
-        show_verdict(report_text(report))
-
-
-def _require(report: ParityReport, *, as_json: bool) -> None:
-    """Raises ParityError for a report that failed; as text it has told everything."""
-    if not report.passed and not as_json:
-        raise ParityError(f"{report.bundle} does not answer as torch does; do not deploy it")
-    report.require()
 
 
 @command(
@@ -537,7 +477,7 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
                 **planted,
                 done=show_phase,
             )
-    _show_report(report, as_json=options["as_json"])
+    show_report(report, as_json=options["as_json"])
     files = {"page": options["page"], "junit": options["junit"]}
     write_report(report, **files, date=None, certificate=None)
-    _require(report, as_json=options["as_json"])
+    require_passed(report, as_json=options["as_json"])

@@ -26,7 +26,7 @@ SHARED = (
 # The modules that hold commands and what they share: click is theirs alone.
 COMMAND_LINE = (
     *("cli", "build_model.commands", "export.commands", "export.distillation.commands"),
-    "runtime.console",
+    *("export.report.options", "runtime.console"),
 )
 # What each part of the project may import of the project besides itself.
 PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
@@ -35,6 +35,7 @@ PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
     "export": ("build_model", "runtime"),
     "export.commands": ("build_model", "runtime"),
     "export.distillation.commands": ("build_model", "runtime"),
+    "export.report.options": ("build_model", "runtime"),
     "build_model": SHARED,
     "build_model.commands": (*SHARED, "runtime.console"),
     "runtime": (),

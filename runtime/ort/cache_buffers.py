@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,26 @@ Integers = NDArray[np.int64]
 def padded(columns: int) -> int:
     """Rounds a number of columns up to that of a buffer."""
     return -(-columns // UNIT) * UNIT
+
+
+def unused_columns(bias: NDArray[np.floating[Any]], count: int) -> Integers:
+    """Returns the first columns of each slot that none of its rows attends to.
+
+    So the place of a row's keys and values, and with it the order of rounded sums over them,
+    depends on its own sentence alone.
+
+    Args:
+        bias: `[slots, width, capacity]`.
+        count: Columns wanted of each slot; they may lie beyond the capacity.
+
+    Returns:
+        `[slots, count]`, ascending.
+    """
+    slots, _, capacity = bias.shape
+    columns = np.tile(np.arange(capacity + count), (slots, 1))
+    columns[:, :capacity][bias.max(axis=1) == 0] = capacity + count  # after all others
+    columns.sort(axis=1)
+    return columns[:, :count]
 
 
 class CacheBuffers:

@@ -20,7 +20,7 @@ from transferry.runtime.bundle import Bundle, Role, Variant
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.shared_prompts import shared_prompts
-from transferry.runtime.ort.cache_buffers import UNIT, CacheBuffers, padded
+from transferry.runtime.ort.cache_buffers import UNIT, CacheBuffers, padded, unused_columns
 from transferry.runtime.ort.graph_runner import (
     Bindable,
     BoundCall,
@@ -210,7 +210,7 @@ class FusedDecoder(SlotDecoder):
         """Reads target tokens and scores those that may follow; see `Decoder.step`."""
         slots, width = state.positions.shape
         new = tokens.shape[1]
-        columns = _unused_columns(state.bias, width * new)
+        columns = unused_columns(state.bias, width * new)
         state = self._with_room(state, columns)
         # Row `row` of a slot writes its `new` tokens side by side, after those of the rows before.
         own = columns.reshape(slots, width, new)
@@ -495,26 +495,6 @@ def _closes_up(chosen: Integers) -> bool:
     """Whether slots that stay keep their places, and those that move come from the end."""
     left = len(chosen)
     return bool((chosen[chosen != np.arange(left)] >= left).all())
-
-
-def _unused_columns(bias: Floats, count: int) -> Integers:
-    """Returns the first columns of each slot that none of its rows attends to.
-
-    So the place of a row's keys and values, and with it the order of rounded sums over them,
-    depends on its own sentence alone.
-
-    Args:
-        bias: `[slots, width, capacity]`.
-        count: Columns wanted of each slot; they may lie beyond the capacity.
-
-    Returns:
-        `[slots, count]`, ascending.
-    """
-    slots, _, capacity = bias.shape
-    columns = np.tile(np.arange(capacity + count), (slots, 1))
-    columns[:, :capacity][bias.max(axis=1) == 0] = capacity + count  # after all others
-    columns.sort(axis=1)
-    return columns[:, :count]
 
 
 def _by_row(buffers: Sequence[BufferView], width: int) -> Iterator[Floats]:
