@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder, State
 from transferry.runtime.decoding.logits import SEGMENT, SegmentMaxima, log_sum_exp
-from transferry.runtime.ort.fused_decoder import FusedDecoder, RecurrentDecoder
+from transferry.runtime.ort.fused_decoder import SlotDecoder
+from transferry.runtime.ort.lm_head import LMHead
 from transferry.runtime.parity.compare import Case, Comparison, Tolerance, limited, relative_error
 
 TOP = 4
@@ -39,15 +40,15 @@ def self_consistency(
         return []
     rounding = Tolerance().budget(0.0)
     found: list[Found] = []
-    if not case.past and isinstance(model, FusedDecoder | RecurrentDecoder):
-        found += _lm_head(model, case, rounding)
+    if not case.past and isinstance(model, SlotDecoder):
+        found += _lm_head(model, model.lm_head, case, rounding)
     if case.past and case.rows is not None:
         found.append(("selected rows", _selection_error(model, case)))
     return [limited(case.name, name, case.stage, error, 0.0, rounding) for name, error in found]
 
 
 def _lm_head(
-    model: FusedDecoder | RecurrentDecoder, case: Case, rounding: float
+    model: ObservableDecoder[State], lm_head: LMHead, case: Case, rounding: float
 ) -> Iterator[Found]:
     state, tokens = model.start(case.source, case.mask), case.target[:, :1]
     single = model.step(tokens, state)[0].all_logits[:, 0].copy()  # its buffer is used again
@@ -68,10 +69,10 @@ def _lm_head(
         chosen = np.take_along_axis(logits, top.tokens, axis=1)
         yield "top_tokens", error(top.logits, chosen)
         yield "log_sum_exp", error(top.log_sum_exp, log_sum_exp(logits))
-    if (screen := model.lm_head.screen(len(tokens))) is not None:
+    if (screen := lm_head.screen(len(tokens))) is not None:
         hidden, approximate, maxima = screen
-        assert model.lm_head.screened is not None
-        bound = model.lm_head.screened.bound(hidden)
+        assert lm_head.screened is not None
+        bound = lm_head.screened.bound(hidden)
         share = float((np.abs(approximate - logits) / bound).max())
         yield "approximate_logits", share * rounding
         exact = SegmentMaxima.of(approximate, SEGMENT).maxima
