@@ -35,6 +35,7 @@ from transferry.runtime.files import atomic_file, sha256
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.options import JobOptions
 from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.outputs import STANDARD_STREAM
 from transferry.runtime.settings import read_made, read_settings
 from transferry.runtime.tokenizer.byte_pair import SOURCES, Tokenizer
 
@@ -138,6 +139,8 @@ def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
 def _corpus(options: Mapping[str, Any]) -> PairFiles | Path:
     """Returns the pairs to distil, or the text where there are no references."""
     source, target, pairs = (options[name] and Path(options[name]) for name in CORPUS)
+    if STANDARD_STREAM in (source, target, pairs):
+        raise UsageError("the text is read more than once, which stdin cannot be; name a file")
     if pairs and not source and not target:
         return PairFiles(pairs)
     if source and not pairs:

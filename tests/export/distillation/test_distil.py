@@ -304,6 +304,7 @@ def test_a_teacher_is_needed(bundle_folder: Path, corpus: list[str], tmp_path: P
         ([tmp_path / "absent", *corpus, *out], 3, "absent"),
         ([bundle_folder, *out], 2, "give --source, with --target where there are references"),
         ([bundle_folder, *corpus[:2], "--n-best=2", *out], 2, "--n-best needs references"),
+        ([bundle_folder, "--source=-", *out], 2, "read more than once, which stdin cannot be"),
     ):
         result = call("distil", *arguments)
         assert result.exit_code == code, result.stderr
