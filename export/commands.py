@@ -346,8 +346,9 @@ def report(records: tuple[Path, ...], output: Path) -> None:
 
 @command(
     epilog="""\b
-Example:
+Examples:
   transferry replay bundles/ende.fault.npz
+  transferry replay fault.npz        # written by verify --replay fault.npz
 """
 )
 @click.argument("fault", metavar="FILE", type=FILE)
