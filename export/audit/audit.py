@@ -25,7 +25,7 @@ from transferry.export.audit.decoder import ForeignDecoder, Padding
 from transferry.export.audit.encoder import ForeignEncoder
 from transferry.export.audit.independence import BATCH, batch_independence, declared, failed
 from transferry.export.audit.layout import Layout
-from transferry.export.audit.model import Decoding, Encoding, Model, open_foreign
+from transferry.export.audit.model import Decoding, Encoding, Model, Observable, open_foreign
 from transferry.export.audit.planted import Answers, Checks, self_test
 from transferry.export.parity.cases import random_case, source_of
 from transferry.export.parity.effort import Effort
@@ -34,6 +34,7 @@ from transferry.export.parity.searches import RECORDED, search_settings
 from transferry.export.parity.task_metrics import BUDGETS, token_agreement
 from transferry.export.parity.teacher_forcing import TeacherForcing
 from transferry.runtime.decoding.batching import BatchOptions, length_batches
+from transferry.runtime.decoding.decoder import ObservableDecoder
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.options import GenerationOptions, generation_options
 from transferry.runtime.decoding.search import search
@@ -144,14 +145,14 @@ class Audit:
         if model.graphs:
             yield declared(model.graphs)
 
-    def _fitting(self, model: Model, case: Case) -> Case:
+    def _fitting(self, model: Observable, case: Case) -> Case:
         return model.fitting(case) if isinstance(model, CTranslate2Decoder) else case
 
     def sides(self, model: Model) -> Sequence[Padding]:
         """Returns the sides of padding; CTranslate2 pads by itself, on the right."""
         return self.paddings if isinstance(model, ForeignDecoder | ForeignEncoder) else ["right"]
 
-    def numbers(self, model: Model, case: Case) -> list[Comparison]:
+    def numbers(self, model: Observable, case: Case) -> list[Comparison]:
         """Compares a case; one that does not run is a fault."""
         try:
             return self.oracle.numbers(model, [case])
@@ -159,7 +160,7 @@ class Audit:
             self.oracle.done(1)
             return [failed(case.name, case.stage, error)]
 
-    def repeats(self, model: Model) -> Claim:
+    def repeats(self, model: Observable) -> Claim:
         """Runs one case several times: the same input must give the same bits."""
         case = self._fitting(model, random_case(self.checkpoint.model.config, 3, 9, 2, seed=7))
         try:
@@ -198,8 +199,9 @@ class Audit:
             for text, (wanted, _) in zip(self.texts, self.best, strict=True)
         ]
         fed = [pair for pair in pairs if len(pair[1]) > 1]
+        decoder: ObservableDecoder[Any] = model
         try:
-            yield self.oracle.text(model, fed, self.forcing)
+            yield self.oracle.text(decoder, fed, self.forcing)
         except InputError as error:
             self.forcing = TeacherForcing()
             yield [failed("given answers", "text", error)]
@@ -398,7 +400,8 @@ def audit(
         whole = np.ones_like(case.mask)
         target = case.target[:, :1]
         tried = replace(case, mask=whole, target=target, rows=None)
-        return list(observe(open_foreign(copied, checkpoint, session), tried).values())
+        model: Observable = open_foreign(copied, checkpoint, session)
+        return list(observe(model, tried).values())
 
     return with_faults(report, layout, checks, answers, atol, partial(done, "planting"))
 

@@ -95,7 +95,8 @@ def _logits(decoder: Any, rows: Sequence[Sequence[int]], pad_id: int) -> NDArray
     if decoder.has_encoder:
         state = decoder.start(*pad_sources(rows, pad_id))
         first = np.zeros((len(rows), 1), np.int64)
-        return decoder.step(first, state)[0].all_logits
+        logits: NDArray[Any] = decoder.step(first, state)[0].all_logits
+        return logits
     state = decoder.start(*pad_sources([row[:-1] for row in rows], pad_id))
     tokens = np.array([[row[-1]] for row in rows])
     output, state = decoder.step(tokens, state)

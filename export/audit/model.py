@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.audit.ctranslate2_model import (
     CTranslate2Decoder,
@@ -11,12 +13,15 @@ from transferry.export.audit.ctranslate2_model import (
 from transferry.export.audit.decoder import ForeignDecoder
 from transferry.export.audit.encoder import ForeignEncoder
 from transferry.export.audit.layout import Layout
+from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder
 from transferry.runtime.errors import InputError
 from transferry.runtime.ort.session import SessionOptions
 
 Decoding = ForeignDecoder | CTranslate2Decoder
 Encoding = ForeignEncoder | CTranslate2Encoder
 Model = Decoding | Encoding
+# Any of them, whatever its state is.
+Observable = ObservableDecoder[Any] | ObservableEncoder
 
 
 def open_foreign(

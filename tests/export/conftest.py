@@ -136,7 +136,7 @@ def widest(checkpoint: Checkpoint, texts: Sequence[str]) -> Calibration:
 @pytest.fixture(scope="session")
 def recurrent(once: Once) -> Checkpoint:
     """A run with SSRUs in its decoder. Its end token is likelier still, so that answers end."""
-    shape = {"decoder_cell": "ssru", "norm_order": "pre"}
+    shape: dict[str, Any] = {"decoder_cell": "ssru", "norm_order": "pre"}
     checkpoint = load_checkpoint(once("ssru-run", lambda to: make_run(to, SOURCES, **shape)))
     with torch.no_grad():
         checkpoint.model.embedding.weight[checkpoint.tokenizer.special.eos_id] *= 2.0
