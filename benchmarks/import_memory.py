@@ -53,7 +53,9 @@ def shapes(layers: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: meta(size, dtype) for name, size in sizes.items()}
 
 
-def make(folder: Path, layers: int, dtype: torch.dtype, *, pickled: bool) -> dict[str, Tensor]:
+def make(
+    folder: Path, layers: int, dtype: torch.dtype, *, pickled: bool, std: float = 1.0
+) -> dict[str, Tensor]:
     """Writes the folder; returns its tensors without numbers."""
     config = dict(
         **dict(model_type="llama", vocab_size=VOCABULARY, hidden_size=WIDTH),
@@ -66,12 +68,12 @@ def make(folder: Path, layers: int, dtype: torch.dtype, *, pickled: bool) -> dic
     tokenizer.save(str(folder / "tokenizer.json"))
     found = shapes(layers, dtype)
     if pickled:
-        state = {name: torch.randn(each.shape).to(dtype) for name, each in found.items()}
+        state = {name: (std * torch.randn(each.shape)).to(dtype) for name, each in found.items()}
         torch.save(state, folder / "pytorch_model.bin")
         return found
     with tensor_writer(folder / "model.safetensors", found) as file:
         for name, each in found.items():
-            file[name] = torch.randn(each.shape).to(dtype)
+            file[name] = (std * torch.randn(each.shape)).to(dtype)
     return found
 
 

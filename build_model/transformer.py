@@ -29,6 +29,7 @@ from transferry.build_model.layers import (
     rotary_rates,
     sinusoidal_positions,
 )
+from transferry.build_model.mapped_weights import MappedWeights
 from transferry.build_model.norms import make_norm
 from transferry.build_model.recurrence import CellState
 
@@ -38,8 +39,14 @@ class Transformer(nn.Module):
 
     Source and target share one embedding. The cache of the decoder is a value: `decode` takes the
     past and returns the present.
+
+    Attributes:
+        config: The shape.
+        mapped: The file that holds the weights; None if they are in memory.
     """
 
+    mapped: MappedWeights | None = None
+    config: ModelConfig
     positions: Tensor
     cosines: Tensor
     sines: Tensor
@@ -135,6 +142,11 @@ class Transformer(nn.Module):
         for table in (getattr(self, "positions", None), self.source_positions):
             if isinstance(table, nn.Parameter):
                 nn.init.normal_(table, std=1.0 if scaled else 0.02)
+
+    def release(self) -> None:
+        """Takes what was read of mapped weights out of memory."""
+        if self.mapped is not None:
+            self.mapped.release()
 
     def double(self) -> Transformer:
         """Turns the model into its float64 oracle: tables are made anew, not widened."""

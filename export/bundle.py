@@ -14,12 +14,13 @@ from typing import Any
 import onnx
 
 from transferry.build_model.checkpoint import Checkpoint
+from transferry.build_model.mapped_weights import MappedWeights, large_blocks_returned
+from transferry.build_model.transformer import Transformer
 from transferry.export.backends.backends import ReferenceBackend
 from transferry.export.backends.one_layer import check_one_layer
 from transferry.export.backends.plain_decoder import plain_model
 from transferry.export.claims.claims import default_generation
-from transferry.export.graphs.external_data import write_graphs
-from transferry.export.graphs.graph import Graph
+from transferry.export.graphs.external_data import Places, write_graphs
 from transferry.export.graphs.one_graph import require_one_graph
 from transferry.export.optimise.calibration import CALIBRATION, Calibration
 from transferry.export.optimise.calibration import calibrate as calibrate_model
@@ -61,6 +62,7 @@ from transferry.runtime.sealed_folder import FileRecord
 
 ANSWER_LENGTH = 64  # most tokens of an answer that an encoder-decoder is calibrated on
 LARGE = 1 << 28  # parameters: 1 GiB in float32
+MAPPED = 1 << 26  # bytes of weights from which on they are mapped
 TOO_FEW = "on too few answers to tell it from chance: verify the variant before you deploy it"
 MADE_BY = ("transferry", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu")
 
@@ -107,67 +109,101 @@ def export_bundle(
         require_one_graph(checkpoint.model.config.architecture, generation, one_graph)
     for name in variants:
         recipe_of(name, calibrated=bool(calibrate))
-    with staged_folder(out) as folder:
+    model = checkpoint.model
+    with staged_folder(out) as folder, contextlib.ExitStack() as large:
+        if 4 * parameters(model) >= MAPPED:
+            large.enter_context(large_blocks_returned())
+            model.mapped = model.mapped or MappedWeights(model.parameters(), folder.parent)
         calibration = None
         if calibrate:
             say(f"calibrating on {len(calibrate)} sentences")
             calibration = calibrated(checkpoint, calibrate)
-        made: dict[str, dict[str, Graph]] = {}
-        for name in dict.fromkeys([PORTABLE, *variants]):
+            end_phase(model)
+        variants = list(dict.fromkeys([PORTABLE, *variants]))
+        described: dict[str, Variant] = {}
+        written: dict[Path, Places] = {}
+        for name in variants:
             say(f"exporting variant {name}")
-            made[name] = make_variant(checkpoint.model, name, calibration)
-        if one_graph:
-            say("composing the search as one graph")
-            special, config = checkpoint.tokenizer.special, checkpoint.model.config
-            add_one_graph(made[PORTABLE], config, special, generation, one_graph)
-        graphs = [graph for variant in made.values() for graph in variant.values()]
-        write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs])
+            graphs = make_variant(model, name, calibration)
+            if one_graph and name == PORTABLE:
+                say("composing the search as one graph")
+                special = checkpoint.tokenizer.special
+                add_one_graph(graphs, model.config, special, generation, one_graph)
+            # One variant at a time: its graphs hold the weights that are not the model's.
+            write_graphs(
+                [(each.model, folder / each.spec.file) for each in graphs.values()], written
+            )
+            described[name] = describe(name, graphs)
+            del graphs
+            end_phase(model)
         checkpoint.tokenizer.save(folder)
         say("recording reference answers of torch")
         _reference(checkpoint, texts).save(folder / REFERENCE)
-        for name in made:
+        for name in variants:
             path, precision = folder / reference_file(RECIPES[name]), RECIPES[name].precision
             if calibration is not None and precision == "int8":
                 calibration.save(path.with_name(CALIBRATION))
             if precision in INTEGERS:
                 _reference(checkpoint, texts, precision, calibration).save(path)
-        bundle = Bundle(folder, _manifest(checkpoint, made, folder), checkpoint.tokenizer)
-        # Their weights are on disk, and the sessions that verify read them from there.
-        made.clear()
-        graphs.clear()
+            end_phase(model)
+        bundle = Bundle(folder, _manifest(checkpoint, described, folder), checkpoint.tokenizer)
         say("verifying")
         check_graphs(bundle)
-        for variant in bundle.manifest.variants.values():
-            if "cpu" not in variant.providers and (obstacle := cuda_obstacle()) is not None:
-                say(f"variant {variant.name} is not verified: {obstacle.missing}")
-                continue
-            large = checkpoint if parameters(checkpoint.model) > LARGE else None
-            check_bundle(bundle, variant, large=large).require()
-            if variant.precision in INTEGERS:
-                # Few bits are judged by what they do to answers, as `verify` does.
-                model = open_model(bundle, variant, SessionOptions())
-                effort = Effort.at_export(checkpoint.model, model.batches)
-                like = effort.texts(checkpoint, [*texts, *calibrate])
-                report = verify_against(
-                    checkpoint,
-                    bundle,
-                    model,
-                    like,
-                    effort=effort,
-                    done=partial(_of_variant, done, variant.name),
-                )
-                if not effort.loss:
-                    for metric in report.task_metrics:
-                        if not metric.passed:
-                            say(f"variant {variant.name}: {metric}, {TOO_FEW}")
-                    report = replace(report, task_metrics=[])
-                report.require()
+        for variant in described.values():
+            verify_variant(checkpoint, bundle, variant, [*texts], [*calibrate], say, done)
+            end_phase(model)
         # Last, so that an unverified bundle can never be loaded.
         with atomic_file(folder / MANIFEST) as file:
             file.write(bundle.manifest.to_json().encode())
         require_replaceable(out, force=force)  # again, minutes later
         replace_folder(folder, out)
     return Bundle.load(out)
+
+
+def end_phase(model: Transformer) -> None:
+    """Frees what a phase of the export has left in memory, where the model is large."""
+    if model.mapped is not None:
+        model.mapped.end_phase()
+
+
+def verify_variant(
+    checkpoint: Checkpoint,
+    bundle: Bundle,
+    variant: Variant,
+    texts: Sequence[str],
+    calibrate: Sequence[str],
+    say: Callable[[str], None],
+    done: Done,
+) -> None:
+    """Verifies a variant of an unfinished bundle; see `export_bundle`.
+
+    Raises:
+        ParityError: Its graphs differ from torch.
+    """
+    if "cpu" not in variant.providers and (obstacle := cuda_obstacle()) is not None:
+        say(f"variant {variant.name} is not verified: {obstacle.missing}")
+        return
+    large = checkpoint if parameters(checkpoint.model) > LARGE else None
+    check_bundle(bundle, variant, large=large).require()
+    if variant.precision not in INTEGERS:
+        return
+    # Few bits are judged by what they do to answers, as `verify` does.
+    model = open_model(bundle, variant, SessionOptions())
+    effort = Effort.at_export(checkpoint.model, model.batches)
+    report = verify_against(
+        checkpoint,
+        bundle,
+        model,
+        effort.texts(checkpoint, [*texts, *calibrate]),
+        effort=effort,
+        done=partial(_of_variant, done, variant.name),
+    )
+    if not effort.loss:
+        for metric in report.task_metrics:
+            if not metric.passed:
+                say(f"variant {variant.name}: {metric}, {TOO_FEW}")
+        report = replace(report, task_metrics=[])
+    report.require()
 
 
 def _of_variant(done: Done, variant: str, phase: str, finished: int, total: int) -> None:
@@ -239,8 +275,10 @@ def check_bundle(
         exact=variant.exact,
         one=OneGraph.of(bundle, variant, model.options),
     )
+    del model  # as large as the weights
     portable = not RECIPES[variant.name].fused
     if portable and large is not None:
+        end_phase(large.model)
         comparisons += check_one_layer(large)
     elif portable:
         numbers_only = Reference(reference.cases, (), ())
@@ -291,9 +329,7 @@ def _reference(
     )
 
 
-def _manifest(
-    checkpoint: Checkpoint, made: Mapping[str, Mapping[str, Graph]], folder: Path
-) -> Manifest:
+def _manifest(checkpoint: Checkpoint, variants: Mapping[str, Variant], folder: Path) -> Manifest:
     """Returns the manifest of the files in a folder."""
     config = checkpoint.model.config
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -305,7 +341,7 @@ def _manifest(
         architecture=config.architecture,
         model=config.to_dict(),
         generation=default_generation(checkpoint),
-        variants={name: describe(name, graphs) for name, graphs in made.items()},
+        variants=variants,
         files={
             path.relative_to(folder).as_posix(): FileRecord(sha256(path), path.stat().st_size)
             for path in files

@@ -85,6 +85,7 @@ class Precision(TorchFunctionMode):
         size = torch.finfo(dtype).bits // 8
         self._keeps = size * sum(each.numel() for each in named.values()) <= KEPT
         self._kept = {} if kept is None else kept
+        self._release = model.release
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -97,7 +98,9 @@ class Precision(TorchFunctionMode):
             if (found := self._rounded.get(id(weight))) is not None:
                 x = found.round_input(x, self.shift)
             bias = [each if each is None else each.to(self.dtype) for each in bias]
-            return func(x, self._weight(weight), *bias, **kwargs)
+            output = func(x, self._weight(weight), *bias, **kwargs)
+            self._release()
+            return output
         if func is F.embedding and (found := self._rounded.get(id(args[1]))) is not None:
             return found.weight(self.dtype, args[0])
         if func in (F.embedding, Tensor.__getitem__):  # of a large table few rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ class TorchDecoder:
         self.vocabulary_size = model.config.vocabulary_size
         self.has_encoder = bool(model.config.encoder_layers)
         self.encoder = TorchEncoder(model, precision)
-        self._precision = precision or contextlib.nullcontext()
+        self._precision = precision or _own_precision(model)
 
     @classmethod
     def oracle(cls, model: Transformer) -> TorchDecoder:
@@ -111,7 +112,7 @@ class TorchEncoder:
     def __init__(self, model: Transformer, precision: Precision | None = None) -> None:
         """See `TorchDecoder`."""
         self.model = model.eval()
-        self._precision = precision or contextlib.nullcontext()
+        self._precision = precision or _own_precision(model)
 
     @torch.inference_mode()
     def encode(self, source: Ids, mask: Mask) -> dict[str, Floats]:
@@ -156,6 +157,13 @@ def moved_heads(exact: TorchEncoder, mask: Mask, *sides: Tensors) -> tuple[list[
         drawn = exact.head(size * signs, mask)
         unit = max(unit, float(np.abs(drawn[mask] if drawn.ndim > 2 else drawn).max(initial=0.0)))
     return moved, unit
+
+
+def _own_precision(model: Transformer) -> AbstractContextManager[Any]:
+    """Returns the precision of the weights; where they are mapped, it releases what was read."""
+    if model.mapped is None or model.embedding.weight.dtype != torch.float32:
+        return contextlib.nullcontext()
+    return Precision(model, torch.float32)
 
 
 def _on_device(model: Transformer, *arrays: NDArray[Any]) -> list[Tensor]:

@@ -155,7 +155,8 @@ def _fused_graphs(
     kernels: Kernels = FloatKernels(with_relu=on_cpu)
     scales: Mapping[str, KVScales] = {}
     if precision == "int8" and calibration is not None:
-        kernels, scales = Int8Kernels(calibration.activations), calibration.kv_scales
+        kernels = Int8Kernels(calibration.activations, model.release)
+        scales = calibration.kv_scales
         model = fold_kv_scales(model, scales)
     elif precision == "int4":
         kernels = Int4Kernels()

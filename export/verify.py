@@ -109,13 +109,14 @@ def verify_against(
     tolerance = Tolerance.of(precision)
     calibration = Calibration.of(bundle, variant) if precision == "int8" else None
     special = checkpoint.tokenizer.special
-    oracle = Oracle(
-        checkpoint.model, special, tolerance, precision=precision, calibration=calibration
-    )
+    # Before the oracle, which takes memory too.
     claims = [
         *manifest_claims(checkpoint, bundle),
         weights_claim(checkpoint.model, bundle, variant, calibration),
     ]
+    oracle = Oracle(
+        checkpoint.model, special, tolerance, precision=precision, calibration=calibration
+    )
     if effort.anew:
         claims.append(recorded_claim(bundle, variant, oracle))
         fresh = fresh_graphs(checkpoint.model, bundle, variant, calibration)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from transferry.runtime.parity.report import Claim
 WEIGHTS = "weights"  # name of the claim
 # Sines, cosines and quotients may differ by a unit in the last place between processors.
 COMPUTED = 2.0**-22
+BLOCK = 1 << 20  # entries compared at once, in float64
 
 
 class RunWeights:
@@ -59,8 +60,10 @@ class RunWeights:
             and (scales := calibration.kv_scales.get(f"decoder.{number}.{attention}")) is not None
             for kind in KINDS
         }
-        self._integers: dict[str, tuple[Tensor, Tensor]] = {}
-        self._blocks: dict[str, tuple[Tensor, Tensor]] = {}
+        # Of the last weight alone: all of them would take as much memory as the variant.
+        self._integers: tuple[str, Sequence[Tensor]] = "", ()
+        self._blocks: tuple[str, Sequence[Tensor]] = "", ()
+        self.release = model.release
 
     def find(self, name: str) -> tuple[Tensor, float] | None:
         """Returns a weight and by how much of an entry it may be off, or None if there is none."""
@@ -75,19 +78,16 @@ class RunWeights:
         if weight is None:
             return None
         if kind in ("int8", "scales"):
-            if base not in self._integers:
-                integers, scales = map(torch.from_numpy, quantised(weight.numpy()))
-                self._integers[base] = integers, scales
-            found = self._integers[base][kind == "scales"]
+            if self._integers[0] != base:
+                self._integers = base, [*map(torch.from_numpy, quantised(weight.numpy()))]
+            found = self._integers[1][kind == "scales"]
             return (found[:, None] if name.endswith(".column") else found), 0.0
         if kind in ("blocks", "block_scales", "divided_scales"):
-            if base not in self._blocks:
+            if self._blocks[0] != base:
                 packed = blocks(weight.numpy(), bits_of(base))
-                self._blocks[base] = (
-                    torch.from_numpy(packed.packed()),
-                    torch.from_numpy(packed.scales),
-                )
-            found = self._blocks[base][kind != "blocks"]
+                both = packed.packed(), packed.scales
+                self._blocks = base, [*map(torch.from_numpy, both)]
+            found = self._blocks[1][kind != "blocks"]
             return (found / self._root if kind == "divided_scales" else found), 0.0
         return self._input(base, kind)
 
@@ -133,6 +133,7 @@ def _problems(weights: RunWeights, bundle: Bundle, variant: Variant) -> Iterator
                 yield _difference(f"{name}: {key}", *wanted, tensor.numpy())
             elif tensor.nbytes >= SMALLEST:
                 yield f"{name}: {key} is no weight of the run"
+            weights.release()
     head = variant.graphs.get("lm_head", next(iter(variant.graphs.values())))
     for part, stored in variant.screen.items():
         found = stored.read(bundle.files)
@@ -160,14 +161,21 @@ def _difference(place: str, wanted: Tensor, slack: float, found: NDArray[Any]) -
             f"{place}: expected {kind} {list(wanted.shape)} as in the run, "
             f"found {found.dtype} {list(found.shape)}"
         )
-    # bfloat16 is no type of numpy's; float64 holds every number of every type.
-    run, stored = wanted.double().numpy(), found.astype(np.float64)
-    # What is not equal to itself, NaN, is different too.
-    wrong = ~(np.abs(stored - run) <= slack * np.abs(run))
-    if not wrong.any():
+    flat, values = wanted.reshape(-1), found.reshape(-1)
+    count, first = 0, -1
+    for begin in range(0, len(values), BLOCK):
+        block = slice(begin, begin + BLOCK)
+        # bfloat16 is no type of numpy's; float64 holds every number of every type.
+        run, stored = flat[block].double().numpy(), values[block].astype(np.float64)
+        # What is not equal to itself, NaN, is different too.
+        wrong = np.flatnonzero(~(np.abs(stored - run) <= slack * np.abs(run)))
+        if len(wrong) and first < 0:
+            first = begin + int(wrong[0])
+        count += len(wrong)
+    if not count:
         return ""
-    at = tuple(int(index) for index in np.argwhere(wrong)[0])
+    at = [int(index) for index in np.unravel_index(first, found.shape)]
     return (
-        f"{place}{list(at)} is {stored[at]:.9g}, the run gives {run[at]:.9g}; "
-        f"{int(wrong.sum()):,} of {wrong.size:,} entries differ"
+        f"{place}{at} is {float(values[first]):.9g}, the run gives {float(flat[first]):.9g}; "
+        f"{count:,} of {found.size:,} entries differ"
     )

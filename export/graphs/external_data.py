@@ -24,18 +24,27 @@ SMALLEST = 1024
 Places = dict[tuple[ir.DataType, bytes], tuple[int, int]]
 
 
-def write_graphs(graphs: Iterable[tuple[ir.Model, Path]]) -> None:
+def write_graphs(
+    graphs: Iterable[tuple[ir.Model, Path]], written: dict[Path, Places] | None = None
+) -> None:
     """Writes each graph to its path, and the weights of each folder's graphs to one file there.
 
     onnxruntime refuses external data outside the graph's folder.
+
+    Args:
+        graphs: The graphs; afterwards they refer to the stored weights.
+        written: What earlier calls stored, by folder; receives what this one stores. Graphs written
+            one after another so share weights as those of one call do.
     """
+    written = {} if written is None else written
     folders: dict[Path, list[tuple[ir.Model, Path]]] = {}
     for model, path in graphs:
         folders.setdefault(path.parent, []).append((model, path))
     for folder, members in folders.items():
         folder.mkdir(exist_ok=True)
-        places: Places = {}
-        with (folder / WEIGHTS).open("wb") as file:
+        begun = folder in written
+        places = written.setdefault(folder, {})
+        with (folder / WEIGHTS).open("ab" if begun else "wb") as file:
             for model, _ in members:
                 for value in model.graph.initializers.values():
                     tensor = value.const_value

@@ -176,6 +176,7 @@ class LinearObserver(TorchFunctionMode):
         super().__init__()
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.report = report
+        self._release = model.release
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -184,6 +185,7 @@ class LinearObserver(TorchFunctionMode):
         output = func(*args, **(kwargs or {}))
         if func is F.linear and (name := self.names.get(id(args[1]))) is not None:
             self.report(name, args[0], output)
+            self._release()
         return output
 
 

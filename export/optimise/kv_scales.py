@@ -127,6 +127,7 @@ def fold_kv_scales(model: Transformer, scales: Mapping[str, KVScales]) -> Transf
         ):
             _multiply(linear if norm is None else norm, factors)
         attention.output.weight.mul_(values.to(attention.output.weight.device))
+        model.release()
     return model
 
 

@@ -6,7 +6,7 @@ scales are measured once, on the user's text (`export.optimise.calibration`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -27,14 +27,22 @@ from transferry.export.optimise.weight_int8 import quantised
 class Int8Kernels:
     """MatMulIntegerToFloat: (q_x - z_x) s_x (q_W s_W) + b, summed in int32, result in float32."""
 
-    def __init__(self, activations: Mapping[str, Activation]) -> None:
-        """Takes the quantisation of the layers' inputs by the weights' names."""
-        self.activations = activations
+    def __init__(
+        self,
+        activations: Mapping[str, Activation],
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Takes the quantisation of the layers' inputs by the weights' names.
+
+        `release` is called when the weight of a layer was read.
+        """
+        self.activations, self.release = activations, release
         self._inputs: dict[tuple[ir.Value, float], ir.Value] = {}
 
     def emit(self, linear: Linear, x: ir.Value, graph: ir.Graph) -> Sequence[ir.Node]:
         """See `Kernels.emit`."""
         weight, scales = quantised_weight(graph, linear.weight)
+        self.release()
         activation = self._activation(linear)
         name = parameter(linear.weight)
         scale = register(graph, f"{name}.input_scale", np.float32(activation.scale))

@@ -9,6 +9,9 @@ LARGEST = 127
 # onnxruntime's kernels for CPUs without VNNI add two neighbouring products uint8 * int8 in 16 bits
 # and saturate (microsoft/onnxruntime#12088). 255 * 128 still fits.
 LARGEST_PAIR = 128
+# Weights that are rounded at once. The arithmetic in float64 takes 40 bytes for each: of a whole
+# embedding more than the rest of the model.
+BLOCK = 1 << 20
 
 
 def quantised(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
@@ -24,6 +27,16 @@ def quantised(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np
     Returns:
         Integers `[outputs, inputs]` int8, and scales `[outputs]`; scale 1 for a row of zeros.
     """
+    outputs, inputs = weight.shape
+    integers, scales = np.empty((outputs, inputs), np.int8), np.empty(outputs, np.float32)
+    rows = max(1, BLOCK // max(1, inputs))
+    for first in range(0, outputs, rows):
+        block = slice(first, first + rows)
+        integers[block], scales[block] = _quantised(weight[block])
+    return integers, scales
+
+
+def _quantised(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     outputs, inputs = weight.shape
     pairs = np.zeros((outputs, -(-inputs // 2), 2), np.float64)
     pairs.reshape(outputs, -1)[:, :inputs] = weight

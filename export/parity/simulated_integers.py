@@ -83,6 +83,7 @@ def _blocks(model: Transformer) -> dict[str, Rounded]:
         integers, scales = map(torch.from_numpy, (weight.integers, weight.scales))
         rounding = partial(round_blocks, block=BLOCK)
         found[name] = Rounded(integers, scales[..., None], weight.inputs, rounding)
+        model.release()
     return found
 
 
@@ -96,6 +97,7 @@ def _rows(model: Transformer, activations: Mapping[str, Activation]) -> dict[str
         # An embedding that is not tied is only looked up.
         rounding = _unrounded if activation is None else _round_activation(activation)
         found[name] = Rounded(integers, scales[:, None], parameter.shape[1], rounding)
+        model.release()
     return found
 
 

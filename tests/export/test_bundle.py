@@ -69,15 +69,16 @@ def raising(error: BaseException) -> Callable[..., Any]:
 def test_same_checkpoint_gives_the_same_bytes(
     bundle_folder: Path, run_folder: Path, tmp_path: Path
 ) -> None:
-    """In another process and folder, with another order of hashing."""
+    """In another process and folder, with another order of hashing, and as a large model's."""
     script = """
 import sys
 from pathlib import Path
 from transferry.build_model.checkpoint import load_checkpoint, load_samples
-from transferry.export.bundle import export_bundle
+from transferry.export import bundle
 
+bundle.MAPPED = 0
 run, out = map(Path, sys.argv[1:])
-export_bundle(load_checkpoint(run), out, texts=load_samples(run))
+bundle.export_bundle(load_checkpoint(run), out, texts=load_samples(run))
 """
     out = tmp_path / "elsewhere"
     subprocess.run(

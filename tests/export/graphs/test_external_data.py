@@ -9,7 +9,13 @@ import pytest
 from numpy.typing import NDArray
 
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.export.graphs.external_data import ALIGNMENT, SMALLEST, WEIGHTS, write_graphs
+from transferry.export.graphs.external_data import (
+    ALIGNMENT,
+    SMALLEST,
+    WEIGHTS,
+    Places,
+    write_graphs,
+)
 from transferry.runtime.bundle import Bundle
 
 Place = tuple[int, int]
@@ -97,6 +103,30 @@ def test_equal_bytes_share_a_place_whatever_their_shape(tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         arrays(tmp_path / "two.onnx")["b"], values.reshape(-1, 4), strict=True
     )
+
+
+def test_graphs_written_one_after_another_give_the_same_files(tmp_path: Path) -> None:
+    """Beside each other, in two folders."""
+    values = np.arange(SMALLEST, dtype=np.float32)
+
+    def graphs(folder: Path) -> list[tuple[ir.Model, Path]]:
+        folder.mkdir()
+        one, two = graph(a=values, b=values[:300]), graph(c=values + 1, d=values)
+        return [
+            (one, folder / "x" / "one.onnx"),
+            (graph(e=values), folder / "y" / "other.onnx"),
+            (two, folder / "x" / "two.onnx"),
+        ]
+
+    write_graphs(graphs(tmp_path / "together"))
+    written: dict[Path, Places] = {}
+    for each in graphs(tmp_path / "apart"):
+        write_graphs([each], written)
+    files = [path for path in (tmp_path / "together").rglob("*") if path.is_file()]
+    assert len(files) == 5
+    for path in files:
+        other = tmp_path / "apart" / path.relative_to(tmp_path / "together")
+        assert other.read_bytes() == path.read_bytes(), path
 
 
 def test_odd_lengths_are_followed_by_padding(tmp_path: Path) -> None:

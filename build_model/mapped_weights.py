@@ -1,0 +1,92 @@
+"""Weights in a file that is mapped into memory, so that reading them does not keep them there."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+PAGE = mmap.PAGESIZE  # every weight begins a page, as pages are what is released
+THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+
+
+class MappedWeights:
+    """Parameters that were moved into a file without a name.
+
+    A page that was read counts as memory of the process until `release`. It can be read again, from
+    the system's cache of the file or, where other programs needed that memory, from the disk. What
+    is written to a parameter goes to the file and so survives `release`. The file ends with the
+    last tensor that lies in it.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], folder: Path) -> None:
+        """Moves parameters, one at a time, and frees the memory that they were in.
+
+        Args:
+            parameters: Their values and addresses as Python objects stay the same. What is smaller
+                than a page stays where it is.
+            folder: Folder on a disk with room for them.
+
+        Raises:
+            OSError: There is no room.
+        """
+        moved = [each for each in parameters if each.nbytes >= PAGE]
+        places, size = [], 0
+        for parameter in moved:
+            places.append(size)
+            size += -(-parameter.nbytes // PAGE) * PAGE
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.truncate(max(size, PAGE))
+            self._map = mmap.mmap(file.fileno(), 0)
+            for parameter, place in zip(moved, places, strict=True):
+                file.seek(place)
+                # Not through the map, whose pages would count until the disk has them.
+                file.write(parameter.detach().reshape(-1).view(torch.uint8).numpy().data)
+                file.flush()
+                flat = torch.frombuffer(
+                    self._map, dtype=parameter.dtype, count=parameter.numel(), offset=place
+                )
+                parameter.data = flat.view(parameter.shape)
+
+    def __deepcopy__(self, memo: object) -> MappedWeights:
+        """Copies of a model share the weights that they do not copy."""
+        return self
+
+    def release(self) -> None:
+        """Takes all pages out of the process's memory; a no-op on Windows."""
+        if sys.platform != "win32":
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def end_phase(self) -> None:
+        """Returns what a phase of work has left: pages, cycles of objects, free heap."""
+        self.release()
+        gc.collect()
+        _glibc("malloc_trim", 0)  # it keeps free memory between blocks in use
+
+
+@contextmanager
+def large_blocks_returned() -> Iterator[None]:
+    """Meanwhile glibc returns every freed block of 1 MiB or more to the system.
+
+    By itself it soon keeps blocks of up to 32 MiB. Opening a session of 651 MiB of weights, each of
+    16 to 46 MiB, then took 870 MiB in place of 678. What is computed is the same.
+    """
+    _glibc("mallopt", THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        _glibc("mallopt", THRESHOLD, 32 << 20)
+
+
+def _glibc(name: str, *arguments: int) -> None:
+    """Calls a function of glibc's allocator; of another one, nothing."""
+    if sys.platform == "linux" and (function := getattr(ctypes.CDLL(None), name, None)):
+        function(*arguments)
