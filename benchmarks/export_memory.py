@@ -94,7 +94,7 @@ def export(run: Path, out: Path, variants: Sequence[str]) -> dict[str, Any]:
         phases.begin(f"verifying {variant.name}")
         verify(checkpoint, made, variant, *others)
 
-    bundle.verify_variant = verified
+    bundle.verify_variant = verified  # type: ignore[assignment]
     phases.begin("loading")
     checkpoint = load_checkpoint(run)
     texts = load_samples(run) or [

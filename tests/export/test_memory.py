@@ -11,6 +11,7 @@ import pytest
 
 from transferry.build_model.checkpoint import load_checkpoint, load_samples
 from transferry.export import bundle as exporting
+from transferry.export import variants as making
 from transferry.export.bundle import export_bundle
 
 # A reader of 42 million parameters as the export treats larger ones: nothing is kept in float64,
@@ -61,7 +62,7 @@ def test_a_variant_is_gone_when_the_next_is_made(
     reader_run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[weakref.ref[Any]] = []
-    make_variant = exporting.make_variant
+    make_variant = making.make_variant
 
     def make(*arguments: Any) -> Any:
         assert not any(graph() is not None for graph in made)
