@@ -309,7 +309,7 @@ def test_options_that_need_another(bundle: Path, options: list[str], message: st
 def test_canaries(bundle: Path, lines: Path, tmp_path: Path) -> None:
     result = call("run", bundle, lines, "-o", tmp_path / "out", "--canary", "1/2")
     assert result.exit_code == 0
-    assert "canaries 15, canaries_identical 15, canaries_tied 0" in result.stderr
+    assert "canaries 15, canaries identical 15, canaries tied 0" in result.stderr
     made = tomllib.loads((tmp_path / "out.settings.toml").read_text(encoding="utf-8"))["made"]
     assert (made["canaries"], made["canaries_identical"]) == (15, 15)
 
@@ -339,7 +339,7 @@ def test_reports_of_several_variants_make_one_page(bundle: Path, tmp_path: Path)
     page = tmp_path / "page.html"
     result = call("report", *files, "-o", page)
     assert result.exit_code == 0, result.stderr
-    assert "2 of 2 passed" in page.read_text("utf-8")
+    assert "PASSED: all 2 reports" in page.read_text("utf-8")
     record = json.loads(files[1].read_text())
     files[1].write_text(json.dumps({**record, "passed": False, "faults": ["bad"]}))
     failed = call("report", *files, "-o", page)

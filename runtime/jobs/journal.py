@@ -265,14 +265,18 @@ class Journal:
 
 def differences(former: Fingerprint, now: Fingerprint) -> list[str]:
     """Lists the settings in which two jobs differ, each as "NAME was …, is …"."""
-    missing = "not set"
+
+    def of(job: Fingerprint, name: str) -> Any:
+        value = job.get(name)
+        return "not set" if value is None else value
+
     if former.get("job_format") != (expected := now.get("job_format")):
         found = former.get("job_format", 1)
         return [f"job format was {found}, is {expected} in this version of transferry"]
     return [
-        f"{name} was {former.get(name, missing)}, is {now.get(name, missing)}"
+        f"{name} was {of(former, name)}, is {of(now, name)}"
         for name in {**former, **now}
-        if former.get(name, missing) != now.get(name, missing)
+        if of(former, name) != of(now, name)
     ]
 
 

@@ -489,7 +489,7 @@ def test_jobs_with_heads(
     answers = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     kinds = [answer.get("error", {}).get("kind") for answer in answers]
     assert kinds == ([None] * 5 if task == "tag" else [None, None, "empty", "no-text", "no-text"])
-    assert f"canaries {len(pairs)}, canaries_identical {len(pairs)}" in result.stderr
+    assert f"canaries {len(pairs)}, canaries identical {len(pairs)}" in result.stderr
     engine = Engine.load(bundle)
     if task == "classify":
         (wanted, _) = classify(engine, PAIRS[:2])

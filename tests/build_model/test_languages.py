@@ -229,7 +229,7 @@ def test_languages_of_the_command_line(made: Made, tmp_path: Path) -> None:
     # Other languages are another job.
     again = call("run", bundle, table, "-o", out, *given[2:])
     assert again.exit_code == 2
-    assert f"target_language was {second}, is" in again.stderr
+    assert f"target-language was {second}, is not set" in again.stderr
     scores = tmp_path / "scores.jsonl"
     done("score", bundle, lines, "--target", lines, "-o", scores, "--target-language", third)
     totals = [json.loads(line)["total"] for line in scores.read_text().splitlines()]

@@ -41,6 +41,11 @@ COMMANDS = {
         "--pairs train.tsv --valid-pairs valid.tsv --preset tiny --max-steps 1 "
         f"--vocabulary-size 300 --out new {SHAPE}",
     ),
+    "distil": (
+        "bundle",
+        "--pairs train.tsv --valid-pairs valid.tsv --preset tiny --max-steps 1 "
+        f"--beam 1 --out new {SHAPE}",
+    ),
     "import": ("photos", "--out new"),
     "export": ("run", "--out new --variant portable --quiet"),
     "verify": ("bundle", "--quiet"),

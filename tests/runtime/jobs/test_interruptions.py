@@ -62,7 +62,7 @@ def test_the_summary_tells_of_the_whole_job(source: Path) -> None:
     said: list[str] = []
     summary = make_job(source).run(say=said.append)
     saved = f"6 rows are saved in {source.parent}/out.jsonl.job"
-    settings = "task generate, variant portable"
+    settings = "task generate, chunk-rows 3"
     assert said[0].startswith(
         f"{saved}; this run computes the rest, from row 7 on, with {settings}"
     )

@@ -114,7 +114,9 @@ def test_gzip_in_and_out(source: Path, tmp_path: Path, kind: str) -> None:
 def test_summary_counts(source: Path) -> None:
     seen: list[tuple[int, int]] = []
     summary = make_job(source).run(lambda summary: seen.append((summary.rows, summary.bad_rows)))
-    assert seen == [(1, 0), (2, 1), (3, 1), (4, 1)]
+    # It is called while a row is awaited, too.
+    counts = [counts for counts in dict.fromkeys(seen) if counts[0]]
+    assert counts == [(1, 0), (2, 1), (3, 1), (4, 1)]
     assert (summary.rows, summary.errors) == (4, {"empty": 1})
     assert summary.source_tokens == 3 + 1 + 2 + 3
     assert summary.target_tokens == 3 + 2 + 3
@@ -133,7 +135,7 @@ def test_summary_as_a_record() -> None:
     assert record == {**counts, **tokens, **rates}
     assert Summary.from_dict(json.loads(json.dumps(record))).to_dict() == record
     assert Summary().to_dict()["rows_per_second"] == 0.0
-    assert str(summary) == "10 rows in 2.0 s, 1 errors, 5 rows/s, 20 tokens/s"
+    assert str(summary) == "10 rows in 2.0 s, 1 error, 5 rows/s, 20 tokens/s"
 
 
 def test_an_existing_output_is_kept_unless_forced(source: Path, out: Path) -> None:
