@@ -351,5 +351,5 @@ def test_without_ray_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UsageError, match=r"transferry\[ray\]"):
+    with pytest.raises(UsageError, match=r"\[ray\]"):
         ray_job(Echo, source, tmp_path / "out.jsonl")
