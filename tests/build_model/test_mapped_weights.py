@@ -4,6 +4,7 @@ import copy
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,9 @@ def mapped_bytes() -> int:
 @pytest.fixture
 def model() -> Transformer:
     torch.manual_seed(0)
-    shape = dict(vocabulary_size=3001, d_model=64, heads=2, d_ff=101, encoder_layers=1)
-    return Transformer(ModelConfig(**shape, decoder_layers=1, max_positions=16)).eval()
+    shape: dict[str, Any] = dict(vocabulary_size=3001, d_model=64, heads=2, d_ff=101)
+    config = ModelConfig(**shape, encoder_layers=1, decoder_layers=1, max_positions=16)
+    return Transformer(config).eval()
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:

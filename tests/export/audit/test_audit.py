@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -38,10 +39,13 @@ def reader(reader_bundle_folder: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
-def audited(folder: Path, run: Path, padding: tuple[str, ...] = ("right",)) -> ParityReport:
+def audited(
+    folder: Path, run: Path, padding: tuple[str, ...] = ("right",), plant: bool = False
+) -> ParityReport:
     checkpoint: Checkpoint = load_checkpoint(run)
     texts = load_samples(run)[:9]
-    return audit(folder, read_layout(folder), checkpoint, texts, paddings=padding)  # type: ignore[arg-type]
+    sides: Any = padding
+    return audit(folder, read_layout(folder), checkpoint, texts, paddings=sides, plant=plant)
 
 
 def test_a_decoder_with_past_passes(writer: Path, writer_run_folder: Path) -> None:
@@ -102,8 +106,10 @@ def test_a_dropped_mask_is_found(reader: Path, reader_run_folder: Path, tmp_path
     model = ir.load(layout.decoder.path)
     assert FAULTS["padding mask dropped"](model, layout.decoder)
     saved(model, layout.decoder.path)
-    report = audited(tmp_path / "graphs", reader_run_folder)
+    report = audited(tmp_path / "graphs", reader_run_folder, plant=True)
     assert any("alone and in batches padded right" in fault for fault in report.faults)
+    assert report.settings["planted faults"] == "none, since the graphs fail as they are"
+    assert not report.self_test
 
 
 def test_a_size_that_breaks_is_found(reader: Path, reader_run_folder: Path, tmp_path: Path) -> None:
