@@ -8,6 +8,8 @@ import pytest
 
 from tests.commands import call
 from tests.test_cli_outputs import place as place
+from transferry.cli import main
+from transferry.runtime.console.commands import COMMANDS
 
 RUN = "run bundle lines.txt -o new.jsonl"
 NINES = "9" * 20
@@ -146,3 +148,8 @@ def test_a_pipe_without_a_writer_is_not_waited_for(
     refused = call("run", "bundle", "pipe", "-o", "new.jsonl")
     assert refused.exit_code == 3
     assert "pipe: no process writes into this pipe" in refused.stderr
+
+
+def test_help_lists_every_command_by_its_purpose() -> None:
+    listed = [name for names in COMMANDS.values() for name in names]
+    assert sorted(listed) == sorted(main.commands)

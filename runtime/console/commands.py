@@ -31,7 +31,7 @@ from transferry.runtime.tables import printable
 FORMER_NAMES = {"opinions": "cross-check", "shard": "partition", "shard-rows": "chunk-rows"}
 # Commands by what they are for, in the order in which a model meets them.
 COMMANDS = {
-    "Make a bundle": ("train", "import", "export"),
+    "Make a bundle": ("train", "distil", "import", "export"),
     "Prove it": ("verify", "report", "replay", "audit"),
     "Use it": ("run", "score", "merge", "inspect", "page"),
     "Machine": ("doctor", "completion"),

@@ -177,11 +177,13 @@ def progress(quiet: bool, unit: str = "") -> Iterator[Callable[..., None]]:
 @contextlib.contextmanager
 def _watching(job: Job, *, stdin: bool, quiet: bool) -> Iterator[Callable[[Summary], None]]:
     """Shows how far a job is; the rows of stdin are not counted."""
+    from transferry.runtime.jobs.summary import counted
+
     total = None if stdin or quiet else job.count()
     with progress(quiet, "rows") as show:
 
         def watch(summary: Summary) -> None:
-            errors = f"{summary.bad_rows:,} errors" if summary.bad_rows else ""
+            errors = counted(summary.bad_rows, "error") if summary.bad_rows else ""
             done, note = summary.rows + summary.ahead, filter(None, [errors, summary.note])
             show("rows", done if total is None else min(done, total), total, ", ".join(note))
 

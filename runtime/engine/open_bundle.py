@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -64,12 +65,7 @@ class OpenBundle:
     """A bundle with its models, open on every device: what the tasks compute on.
 
     It is a context manager; on leaving, the models are closed.
-
-    Attributes:
-        waiting: Called while a task waits for an answer, see `worker_pool.in_order`.
     """
-
-    waiting: Callable[[int], None]
 
     def __init__(
         self,
@@ -98,7 +94,7 @@ class OpenBundle:
         self.batches = batches or models[0].batches
         self.certificate = certificate
         self.required = required
-        self.waiting = _nothing
+        self._waiting: Callable[[int], None] = _nothing
         self.max_positions = int(bundle.manifest.model["max_positions"])
         tokenizer = bundle.tokenizer
         self.preprocessor = Preprocessor(
@@ -358,6 +354,15 @@ class OpenBundle:
         workers = [batch_worker(partial(compute, model)) for model in models] * self.replicas
         return Results(self.answers(inputs, prepare, workers, self.batches.rows, _itself))
 
+    @contextmanager
+    def watched(self, waiting: Callable[[int], None]) -> Iterator[None]:
+        """Calls `waiting` while a task waits for an answer; see `worker_pool.in_order`."""
+        self._waiting = waiting
+        try:
+            yield
+        finally:
+            self._waiting = _nothing
+
     def answers(
         self,
         inputs: Iterable[Input],
@@ -376,11 +381,11 @@ class OpenBundle:
             key: What an answer depends on, where equal inputs have equal answers.
         """
         if key is None:
-            found = in_order(inputs, prepare, workers, slots, self.batches, self.waiting)
+            found = in_order(inputs, prepare, workers, slots, self.batches, self._waiting)
         else:
             repeats: Repeats[Input, Any] = Repeats(prepare, key)
             found = repeats.watch(
-                in_order(inputs, repeats.prepare, workers, slots, self.batches, self.waiting)
+                in_order(inputs, repeats.prepare, workers, slots, self.batches, self._waiting)
             )
         for answer in found:
             self.bundle.files.require_unchanged()

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from itertools import islice, tee
@@ -116,7 +116,6 @@ class Runner:
             watch: See `Job.run`.
         """
         rows, first, most = job.rows(*job.row_range), job.row_range[0], job.options.chunk_rows
-        count = job.counting(summary, add, watch)
         for chunk in journal.chunks:
             job.require_unchanged(chunk, islice(rows, chunk.rows))
         if journal.is_complete(most) and next(rows, None) is not None:
@@ -126,7 +125,10 @@ class Runner:
             add(chunk)
         watch(summary)
         # The engine does not stop between chunks.
-        with closing(job.results(rows, first + journal.rows)) as results:
+        with (
+            job.counting(summary, add, watch) as count,
+            closing(job.results(rows, first + journal.rows)) as results,
+        ):
             while not journal.is_complete(most):
                 with journal.next_file() as file:
                     chunk = job.write(islice(results, most), file, first + journal.rows, count)
@@ -323,9 +325,10 @@ class Job:
             first, summary.made = self.row_range[0], self._made()
             with (
                 standard_output() as file,
+                self.counting(summary, add, watch) as count,
                 closing(self.results(self.rows(*self.row_range), first)) as results,
             ):
-                self.write(results, file, first, self.counting(summary, add, watch))
+                self.write(results, file, first, count)
             return summary
         try:
             with (
@@ -360,10 +363,11 @@ class Job:
             raise type(error)(message) from error
         return summary
 
+    @contextmanager
     def counting(
         self, summary: Summary, add: Callable[[Tally], None], watch: Callable[[Summary], None]
-    ) -> Callable[[Tally], None]:
-        """Returns `add` for single rows; `watch` is called for each, and while one is awaited.
+    ) -> Iterator[Callable[[Tally], None]]:
+        """Yields `add` for single rows; `watch` is called for each, and while one is awaited.
 
         Rows are computed by length, thousands at once, and written in order, so `ahead` counts too.
         """
@@ -377,8 +381,8 @@ class Job:
             summary.ahead = max(0, summary.ahead - tally.rows)
             watch(summary)
 
-        self.engine.waiting = waiting
-        return count
+        with self.engine.watched(waiting):
+            yield count
 
     def _saved(self, rows: int) -> str:
         of = f" of {self.count():,}" if "_whole" in vars(self) else ""

@@ -309,9 +309,12 @@ def compute_chunk(job: Job, first: int, rows: list[InputRow], session: int, work
             f"{first + len(rows)}. Look for what is wrong with these, or find it by running the "
             "job again with fewer --chunk-rows"
         )
-    with folder.writing(name) as file, folder.counting(name) as note:
-        summary = Summary()
-        count = job.counting(summary, summary.add, note)
+    summary = Summary()
+    with (
+        folder.writing(name) as file,
+        folder.counting(name) as note,
+        job.counting(summary, summary.add, note) as count,
+    ):
         chunk = job.write(job.results(iter(rows), first), file, first, count)
     # Of the time that passes while all workers compute.
     chunk.seconds /= workers

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.runtime.jobs.killed_job import forked
 from transferry.build_model.metrics import Metrics
 from transferry.build_model.train import Trainer
 from transferry.export.distillation import distil as distillation
@@ -51,19 +52,6 @@ DEATHS = (
     (Trainer, "_step", 2),
     (Trainer, "_step", 3),
 )
-
-
-def forked(work: Callable[[], Any]) -> int:
-    """Does it in a process of its own; returns its status."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException as error:  # noqa: BLE001 - the parent looks at the status
-            print(repr(error), flush=True)
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
 
 
 def main(teacher: str, source: str, target: str, out: str) -> None:

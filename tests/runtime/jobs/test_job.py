@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.jobs.helpers import Echo, contents, make_job, names, read_records, run
+from transferry.runtime.engine import open_bundle
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.options import JobOptions
@@ -340,3 +341,15 @@ def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
 def test_a_partition_of_standard_input_is_refused(out: Path) -> None:
     with pytest.raises(UsageError, match="so it cannot be of stdin"):
         make_job(STANDARD_STREAM, out, partition="1/2")
+
+
+def test_an_engine_is_watched_by_its_job_alone(source: Path) -> None:
+    """Whoever goes on with the engine does not move the progress of a job that has ended."""
+    engine = Echo()
+    during: list[Any] = []
+    job = make_job(source, engine=engine)
+    job.run(lambda summary: during.append(vars(engine).get("_waiting")))
+    # The first call is made before any row.
+    assert len(during) > 1
+    assert not {None, open_bundle._nothing} & {*during[1:]}
+    assert engine._waiting is open_bundle._nothing
