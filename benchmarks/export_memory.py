@@ -62,9 +62,10 @@ class Phases:
     def begin(self, name: str) -> None:
         """Ends the current phase and begins one."""
         now = time.process_time()
-        self.found.append(
-            Phase(self._name, status("VmHWM"), self._most[1], round(now - self._begun, 1))
-        )
+        seconds = round(now - self._begun, 1)
+        self.found.append(Phase(self._name, status("VmHWM"), self._most[1], seconds))
+        # A large model takes an hour: whoever stops it keeps the phases that ended.
+        print(f"{self._name}: {self.found[-1].peak >> 20} MiB, {seconds} s", file=sys.stderr)
         self._name, self._begun, self._most = name, now, (0, 0)
         CLEAR.write_text(PEAK)
 

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from transferry.build_model.transformer import Transformer
 
@@ -107,12 +106,16 @@ class Precision(TorchFunctionMode):
             return self._converted(func(*args, **kwargs))
         if self.dtype == torch.float32 or func.__name__ == "__get__":  # such as x.shape
             return func(*args, **kwargs)
-        args, kwargs = pytree.tree_map(self._converted, (args, kwargs))
-        return func(*args, **kwargs)
+        kwargs = {name: self._converted(value) for name, value in kwargs.items()}
+        return func(*map(self._converted, args), **kwargs)
 
     def _converted(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.dtype == torch.float32:
-            return value.to(self.dtype)
+        """Returns an argument with its tensors converted; lists and tuples are of one level."""
+        if isinstance(value, Tensor):
+            return value.to(self.dtype) if value.dtype == torch.float32 else value
+        # pytree.tree_map would do, at a third of the time of verifying a small int8 variant.
+        if type(value) in (list, tuple):
+            return type(value)(map(self._converted, value))
         return value
 
     def _weight(self, parameter: Tensor) -> Tensor:
