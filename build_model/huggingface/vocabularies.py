@@ -22,7 +22,7 @@ from transferry.build_model.huggingface.tokenizer.fast_tokenizer import (
     added_tokens,
     read_fast_tokenizer,
 )
-from transferry.build_model.huggingface.tokenizer.table import TOKENIZER
+from transferry.build_model.huggingface.tokenizer.table import TOKENIZER, require_files
 from transferry.build_model.vocabulary import byte_of_character
 from transferry.runtime.documents import MOST_JSON, read_document
 from transferry.runtime.errors import InputError
@@ -108,6 +108,7 @@ def marian_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenize
                 f"embeds, found {largest}; {REMEDY}"
             )
     special = SpecialTokens(pad_id=pad, bos_id=begin, eos_id=eos, after=(end,))
+    require_files(folder, *kind.names)
     files = {name: read_bytes(folder / name) for name in kind.names}
     settings.only("sp_model_kwargs", {})
     return _cleaning(settings, _third_party(kind, files, special, config, str(folder)))
@@ -126,7 +127,10 @@ def sequence_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokeni
     special = SpecialTokens(checkpoint.token("pad_token_id", eos), begin, eos, after=())
     name = OF_LANGUAGES.get(str(checkpoint.config.get("model_type")))
     if name is not None:
-        name = str(checkpoint.tokenizer.get("tokenizer_class", name)).removesuffix("Fast")
+        declared = checkpoint.config.get("tokenizer_class", name)
+        name = str(checkpoint.tokenizer.get("tokenizer_class", declared)).removesuffix("Fast")
+    if name == "M2M100Tokenizer" and not (checkpoint.folder / TOKENIZER).exists():
+        require_files(checkpoint.folder, M2M_PIECES)
     if name == "M2M100Tokenizer" and (checkpoint.folder / M2M_PIECES).exists():
         return _m2m_tokenizer(checkpoint, special, config)
     found = _read(checkpoint, config)
@@ -276,14 +280,16 @@ def _source(path: Path) -> str:
 
 
 def _read(checkpoint: Checkpoint, config: ModelConfig) -> FastTokenizer:
-    """A tokenizer whose ids the model has; the model may have more."""
+    """A tokenizer whose ids the model has; the model may have more.
+
+    Raises:
+        InputError: A text may give an id that the model lacks.
+    """
     found = read_fast_tokenizer(checkpoint)
-    largest = max(found.tokenizer.get_vocab().values(), default=0)
-    if largest >= config.vocabulary_size:
-        raise InputError(
-            f"{checkpoint.config.path}: vocab_size is {config.vocabulary_size}, but the tokenizer "
-            f"has the id {largest}; take both from one checkpoint"
-        )
+    try:
+        found = found.below(config.vocabulary_size)
+    except InputError as error:
+        raise InputError(f"{checkpoint.folder}: {error}") from error
     checkpoint.notes += found.notes
     return found
 

@@ -60,6 +60,16 @@ def m2m(folder: Path, **settings: Any) -> None:
     transformers.M2M100Tokenizer(*map(str, files), **settings).save_pretrained(folder)
 
 
+def mbart50_of_config(folder: Path) -> None:
+    """As in published folders, only config.json names the class."""
+    mbart(folder, "MBart50Tokenizer")
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    del settings["tokenizer_class"]
+    path.write_text(json.dumps(settings))
+
+
+NAMED_ELSEWHERE = ("mBART-50, named elsewhere",)
 # Writer, model type, and three languages, the first of them the folder's own.
 Kind = tuple[Callable[[Path], None], str, list[str]]
 NLLB, MBART, M2M = ["eng_Latn", "deu_Latn", "zho_Hans"], ["en_XX", "de_DE", "zh_CN"], ["en", "de"]
@@ -69,6 +79,7 @@ KINDS: dict[str, Kind] = {
     "NLLB, from German": (lambda folder: nllb(folder, src_lang="deu_Latn"), "m2m_100", NLLB[1:]),
     "mBART": (mbart, "mbart", MBART),
     "mBART-50": (lambda folder: mbart(folder, "MBart50Tokenizer"), "mbart", [*MBART, "hr_HR"]),
+    "mBART-50, named elsewhere": (mbart50_of_config, "mbart", MBART),
     "M2M-100": (m2m, "m2m_100", [*M2M, "zu"]),
     "WMT 21": (lambda folder: m2m(folder, language_codes="wmt21"), "m2m_100", [*M2M, "ha"]),
 }
@@ -81,7 +92,8 @@ def imported(kind: str, folder: Path) -> tuple[Drawn, Any]:
     theirs.mkdir()
     write(theirs)
     size = {"M2M-100": 250, "WMT 21": 150}.get(kind, 480)
-    drawn = Drawn(model_type, 0, theirs, size, depth=1)
+    said = {"tokenizer_class": "MBart50Tokenizer"} if kind in NAMED_ELSEWHERE else {}
+    drawn = Drawn(model_type, 0, theirs, size, depth=1, rewrite=lambda record: record.update(said))
     import_checkpoint(theirs, folder / "run")
     return drawn, transformers.AutoTokenizer.from_pretrained(theirs)
 

@@ -232,8 +232,57 @@ def test_a_vocabulary_may_have_more_ids_than_the_tokenizer(more: int, tmp_path: 
     (tmp_path / "saved").mkdir()
     ours.save(tmp_path / "saved")
     assert load_tokenizer(tmp_path / "saved") == ours
-    with pytest.raises(InputError, match=rf"config\.json: vocab_size is {size - 1}, but the .*id"):
+    told = rf"expected ids below vocab_size, {size - 1}, found {size - 1} of .*resize_token_embed"
+    with pytest.raises(InputError, match=told):
         imported(tmp_path, "gpt2", size - 1)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_special_token_that_the_model_lacks_is_left_out(special: bool, tmp_path: Path) -> None:
+    """A text never gives it, as in the many folders with one for padding."""
+    size = gpt2_folder(tmp_path)
+    before = imported(tmp_path, "gpt2", size)
+    token = {"content": "<pad>", **flags(random.Random(0), special=special)}
+    gpt2_folder(
+        tmp_path, pad_token="<pad>" if special else None, added_tokens_decoder={size: token}
+    )
+    if not special:
+        with pytest.raises(InputError, match=rf"found {size} of the token '<pad>'; give the model"):
+            imported(tmp_path, "gpt2", size)
+        return
+    checkpoint = Checkpoint(tmp_path)
+    shape = ModelConfig(size, 8, 2, 0, 1, 8, architecture="decoder-only")
+    after = TOKENIZERS["gpt2"](checkpoint, shape)
+    assert f"<pad> left out, since the model has {size} tokens" in checkpoint.notes
+    for text in [*TEXTS, "<pad>"]:
+        assert after.encode(text) == before.encode(text)
+
+
+TOOL = {"__type": "AddedToken", "content": "<tool>", "lstrip": False, "normalized": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "others"),
+    [
+        ({"additional_special_tokens": ["<tool>"]}, {}),
+        ({"additional_special_tokens": [TOOL]}, {}),
+        ({"additional_special_tokens": [TOOL]}, {"additional_special_tokens": ["<tool>"]}),
+        ({}, {"additional_special_tokens": ["<tool>"]}),
+        ({}, {"extra_special_tokens": [TOOL]}),
+        ({"pad_token": TOOL}, {}),
+        ({"pad_token": TOOL}, {"pad_token": "<tool>"}),
+    ],
+)
+def test_a_token_of_added_tokens_json_is_special_where_theirs_is(
+    config: dict[str, Any], others: dict[str, Any], tmp_path: Path
+) -> None:
+    size = gpt2_folder(tmp_path, **config)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<tool>": size}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(others))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = imported(tmp_path, "gpt2", size + 1)
+    wanted = theirs("a <tool> b", split_special_tokens=True).input_ids
+    assert ours.special.wrap(ours.encode("a <tool> b")) == wanted
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "phi3"])

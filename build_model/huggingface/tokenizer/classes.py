@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from transferry.build_model.huggingface.folder import Checkpoint, Settings
-from transferry.build_model.huggingface.tokenizer.table import TOKENIZER, Scores, Table
+from transferry.build_model.huggingface.tokenizer.table import COPY, TOKENIZER, Scores, Table
 from transferry.runtime.errors import InputError
 
 # Token by name, such as "bos_token"; None where a folder says null.
@@ -75,6 +75,8 @@ MBART50_LANGUAGES = (
     *("th_TH", "tl_XX", "uk_UA", "ur_PK", "xh_ZA", "gl_ES", "sl_SI"),
 )
 MOST_EXTRA = 1 << 16
+# Of which some tokenizer is made.
+ANY = ("*.model", "*.spm", "vocab.*", "merges.txt")
 
 
 # --- Tokenizers without added tokens --------------------------------------------------------------
@@ -429,7 +431,9 @@ def class_of(checkpoint: Checkpoint, content: bytes | None) -> str:
 def table_missing(checkpoint: Checkpoint, name: str) -> InputError:
     """Returns the error of a folder without any file that its class reads."""
     kind = CLASSES.get(name)
-    if kind is not None and kind.pieces and kind.scores is None:
+    if not any(any(checkpoint.folder.glob(each)) for each in ANY):
+        remedy = COPY
+    elif kind is not None and kind.pieces and kind.scores is None:
         remedy = "download it with the model"
     else:
         remedy = "make it: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"

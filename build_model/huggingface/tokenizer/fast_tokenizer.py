@@ -71,6 +71,34 @@ class FastTokenizer:
         added = self.tokenizer.get_added_tokens_decoder()
         return {token for token, each in added.items() if each.special}
 
+    def below(self, size: int) -> FastTokenizer:
+        """Returns the tokenizer without the special tokens from an id on, which no text gives.
+
+        Raises:
+            InputError: Other tokens have such ids.
+        """
+        ids = self.tokenizer.get_vocab()
+        beyond = [text for text in sorted(ids, key=ids.get) if ids[text] >= size]
+        if not beyond:
+            return self
+        record = json.loads(self.tokenizer.to_str())
+        kept = [each for each in record["added_tokens"] if each["id"] < size]
+        made = None
+        # Those that the vocabulary holds as well stay, and are refused.
+        if {ids[text] for text in beyond} <= self.special():
+            made = Tokenizer.from_str(json.dumps({**record, "added_tokens": kept}))
+        if made is None or max((*made.get_vocab().values(), *made.encode("a").ids)) >= size:
+            raise InputError(
+                f"expected ids below vocab_size, {size}, found {ids[beyond[0]]} of the token "
+                f"{beyond[0]!r}; give the model a row for it (resize_token_embeddings of "
+                "transformers), or take both from one checkpoint"
+            )
+        note = f"{', '.join(beyond)} left out, since the model has {size} tokens"
+        notes = [*self.notes, note]
+        return dataclasses.replace(
+            self, tokenizer=made, content=made.to_str().encode(), notes=notes
+        )
+
 
 # --- The files ------------------------------------------------------------------------------------
 
@@ -250,17 +278,22 @@ def _tokens(
             if said.get(name) == _texts(value):
                 others.get(name)
     else:
+        listed = extra
         for name in others.values:
             value = others.get(name)
             if name == "additional_special_tokens":
                 extra = extra or value
             elif name == "extra_special_tokens" and isinstance(value, list):
+                value = [_special(each) for each in value]
                 extra = [*(extra or []), *(each for each in value if each not in (extra or []))]
+                listed = extra
             elif name == "extra_special_tokens":
                 extra = value
             else:
-                named[name] = _token({**value, "special": True}) if _is_token(value) else value
-        known = {_text(value) for value in (*named.values(), *(extra or [])) if value is not None}
+                named[name] = _special(value)
+        # Objects of tokenizer_config.json and additional_special_tokens of the map do not count.
+        counted = (*map(named.get, NAMED), *(listed or []))
+        known = {str(value) for value in counted if isinstance(value, (str, AddedToken))}
         path = checkpoint.folder / ADDED_TOKENS
         for text, token in (_object(checkpoint, ADDED_TOKENS) if path.exists() else {}).items():
             special = text in known
@@ -309,6 +342,10 @@ def _token(value: Any) -> Any:
         raise TypeError(f"expected a token with its content, found {json.dumps(value)}")
     known = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
     return AddedToken(**{key: value[key] for key in known if key in value})
+
+
+def _special(value: Any) -> Any:
+    return _token({**value, "special": True}) if _is_token(value) else value
 
 
 def _converted(value: Any) -> Any:

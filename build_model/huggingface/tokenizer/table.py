@@ -17,6 +17,7 @@ from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.files import MOST_BYTES, read_bytes
 
 TOKENIZER = "tokenizer.json"
+COPY = "copy it from the model that this one was trained from, or download it again"
 # The library makes a list of so many numbers; sixty times the largest vocabularies.
 MOST_ID = 1 << 24
 Vocabulary = dict[str, Annotated[int, Meta(ge=0, le=MOST_ID)]]
@@ -82,6 +83,7 @@ def table_of_vocabulary(folder: Path, model: str) -> Table:
         InputError: A file is missing or malformed.
     """
     if model == "WordPiece":
+        require_files(folder, "vocab.txt", instead=f"{TOKENIZER} or ")
         try:
             lines = read_bytes(folder / "vocab.txt").decode().split("\n")
         except UnicodeDecodeError as error:
@@ -89,10 +91,20 @@ def table_of_vocabulary(folder: Path, model: str) -> Table:
                 f"{folder / 'vocab.txt'} is not UTF-8 ({error}); restore the file"
             ) from error
         return Table({line.removesuffix("\r"): number for number, line in enumerate(lines) if line})
+    require_files(folder, "vocab.json", "merges.txt", instead=f"{TOKENIZER} or ")
     lines = read_bytes(folder / "merges.txt").decode(errors="replace").splitlines()
     merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
     vocabulary = read_document(folder / "vocab.json", dict[str, Any], REMEDY, most=MOST_BYTES)
     return Table(*_typed(vocabulary, merges, str(folder)))
+
+
+def require_files(folder: Path, *names: str, instead: str = "") -> None:
+    """Raises InputError if a tokenizer's files are not all there; `instead` names another."""
+    if missing := [name for name in names if not (folder / name).exists()]:
+        raise InputError(
+            f"{folder}: expected the tokenizer in {instead}{' and '.join(names)}, found no "
+            f"{missing[0]}; {COPY}"
+        )
 
 
 def table_of_pieces(path: Path) -> Table:
