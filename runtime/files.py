@@ -33,6 +33,8 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 # How long a named pipe may have no writer.
 PIPE_SECONDS = 3.0
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# What a clone without Git LFS holds in the place of a large file.
+_LFS = b"version https://git-lfs.github.com/spec/"
 
 
 class Stored(Protocol):
@@ -273,7 +275,7 @@ def open_regular(
         opener: Opens it, as that of `open`.
 
     Raises:
-        InputError: The file cannot be read or is no regular file.
+        InputError: The file cannot be read, is no regular file, or is not fetched from Git LFS.
     """
 
     def at_once(name: str, flags: int) -> int:
@@ -283,6 +285,11 @@ def open_regular(
         with open(path, "rb", opener=at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise InputError(f"{path}: expected a file, found a pipe, a device or a socket.")
+            if file.peek(len(_LFS)).startswith(_LFS):
+                raise InputError(
+                    f"{path}: expected the file, found its pointer of Git LFS; run git lfs pull in "
+                    "its folder, or download it again"
+                )
             yield file
     except OSError as error:
         raise unreadable(path, error) from error

@@ -46,6 +46,10 @@ _INSTEAD = {
         "weights in their authors' own format; import the folder with model.safetensors that was "
         "published beside them"
     ),
+    "*-of-*": (
+        "one file of several; copy or download the index too, model.safetensors.index.json or "
+        "pytorch_model.bin.index.json"
+    ),
     "model.*.safetensors": (
         "weights of a variant; rename the file that you want to model.safetensors"
     ),

@@ -281,9 +281,6 @@ LLAMA: Table = {
     "layers.#.mlp.down_proj.*": "decoder.#.feed_forward.outer.*",
     "norm.weight": "decoder_norm.weight",
     "lm_head.weight": "output.weight",
-    # Angles, saved by older versions of transformers.
-    "layers.#.self_attn.rotary_emb.inv_freq": BUFFER,
-    "rotary_emb.inv_freq": BUFFER,
 }
 
 PHI3: Table = {
@@ -356,10 +353,9 @@ GPT_NEOX: Table = {
     "layers.#.mlp.dense_4h_to_h.*": "decoder.#.feed_forward.outer.*",
     "final_layer_norm.*": "decoder_norm.*",
     "embed_out.weight": "output.weight",
-    # Masks and angles, saved by older versions of transformers.
+    # Masks, saved by older versions of transformers.
     "layers.#.attention.bias": BUFFER,
     "layers.#.attention.masked_bias": BUFFER,
-    "layers.#.attention.rotary_emb.inv_freq": BUFFER,
 }
 
 

@@ -10,7 +10,6 @@ from transferry.build_model.huggingface.folder import Settings
 from transferry.build_model.huggingface.rope import SLIDING, read_rotary
 from transferry.build_model.huggingface.tables import (
     ACTIVATIONS,
-    BUFFER,
     GATES,
     Classifier,
     Family,
@@ -75,7 +74,6 @@ BERT: Table = {
     BERT_HEAD: "output_bias",
     "cls.seq_relationship.*": NoPlace("next-sentence head"),
     "pooler.dense.*": NoPlace("pooler"),
-    "embeddings.position_ids": BUFFER,
 }
 
 

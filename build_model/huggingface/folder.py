@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from transferry.build_model.formats.tensors import DAMAGED, Tensors
 from transferry.build_model.formats.weight_files import instead, open_weights
-from transferry.runtime.documents import read_document
+from transferry.runtime.documents import MOST_JSON, read_document
 from transferry.runtime.errors import InputError
+from transferry.runtime.files import read_bytes
 from transferry.runtime.settings import shown
 
 CONFIG = "config.json"
@@ -21,6 +22,8 @@ SPECIAL_TOKENS = "special_tokens_map.json"
 REMEDY = DAMAGED
 # Sizes of which lists are made before the shape of a model is checked.
 MOST_SIZE = 1 << 24
+# Where a checkpoint may be within the folder of a training or of a download.
+INNER = ("*", "snapshots/*", "*/snapshots/*")
 
 Value = TypeVar("Value")
 
@@ -159,8 +162,7 @@ class Checkpoint:
         """
         self.folder = folder
         if not (folder / CONFIG).is_file():
-            expected = "expected a folder that save_pretrained of transformers wrote"
-            raise InputError(f"{folder / CONFIG} is missing; {instead(folder) or expected}")
+            raise InputError(f"{folder / CONFIG} is missing; {_elsewhere(folder)}")
         self.config = Settings.read(folder / CONFIG)
         self.generation = Settings.read(folder / GENERATION, required=False)
         self.tokenizer = Settings.read(folder / TOKENIZER_CONFIG, required=False)
@@ -181,7 +183,9 @@ class Checkpoint:
         if found:
             return found[0]
         if default is None:
-            raise InputError(f"{self.config.path}: expected {name}, found none")
+            raise InputError(
+                f"{self.config.path}: expected {name}, found none; add the id of that token"
+            )
         return default
 
     def tokens(self, name: str) -> list[int]:
@@ -217,6 +221,24 @@ class Checkpoint:
             InputError: There are no weights that can be read, or an index is malformed.
         """
         return open_weights(self.folder)
+
+
+def _elsewhere(folder: Path) -> str:
+    """Says where the checkpoint is, or what to do to have one."""
+    if folder.is_file():
+        return f"{folder} is a file; name the folder that holds it"
+    if not folder.is_dir():
+        return (
+            "there is no such folder. Download a model of Hugging Face first: "
+            "hf download MODEL --local-dir FOLDER"
+        )
+    if found := instead(folder):
+        return found
+    # Of a training, or of the cache of Hugging Face.
+    inner = [each for depth in INNER for each in sorted(folder.glob(f"{depth}/{CONFIG}"))]
+    if inner := [each for each in inner if b'"model_type"' in read_bytes(each, MOST_JSON)]:
+        return f"there is one in {inner[-1].parent}; import that folder"
+    return "expected a folder that save_pretrained of transformers wrote"
 
 
 def require_plain(config: Settings) -> None:

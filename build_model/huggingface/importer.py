@@ -22,6 +22,7 @@ from transferry.build_model.huggingface.weights import Converted, adapted, conve
 from transferry.build_model.toolkits.fairseq import read_fairseq
 from transferry.build_model.toolkits.marian import read_marian
 from transferry.build_model.toolkits.sentence_transformers import (
+    MODULES,
     SentenceModules,
     read_sentence_transformers,
 )
@@ -74,7 +75,7 @@ class Imported:
     def to_text(self) -> str:
         """Summary for the user."""
         left_out, computed = self.weights.left_out, self.weights.computed
-        imported = self.weights.parameters - computed
+        imported = self.weights.parameters - sum(computed.values())
         lines = [
             f"{self.kind}, {self.config.architecture}: imported {imported:,} of "
             f"{imported + sum(left_out.values()):,} parameters"
@@ -84,7 +85,8 @@ class Imported:
             counts = ", ".join(f"{what} {count:,}" for what, count in left_out.items())
             lines.append(f"left out: {counts}")
         if computed:
-            lines.append(f"computed: {computed:,} numbers of positions")
+            counts = ", ".join(f"{what} {count:,}" for what, count in computed.items())
+            lines.append(f"computed: {counts}")
         if not self.config.lm_head:
             tasks = ["embed"]
             if self.head is not None and self.head.task != "embed":
@@ -155,7 +157,14 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
     sentence = read_sentence_transformers(folder)
     checkpoint = Checkpoint(folder if sentence is None else sentence.transformer)
     config = checkpoint.config
+    if config.get("model_type") is None:
+        raise InputError(
+            f"{config.path}: model_type must be named, found none; add that of the model's kind, "
+            'such as "model_type": "bert"'
+        )
     kind = config.choice("model_type", {name: name for name in FAMILIES}, "")
+    if sentence is not None and kind not in encoder_only.FAMILIES:
+        config.refuse("model_type", kind, f"{' or '.join(encoder_only.FAMILIES)} with {MODULES}")
     require_plain(config)
     family, files = FAMILIES[kind], [config, checkpoint.tokenizer]
     head: HeadSettings | None = None
@@ -170,6 +179,14 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
             family = replace(family, table={**family.table, **classifier.table})
     except UsageError as error:
         raise InputError(f"{config.path}: {error}") from error
+    ends = checkpoint.tokens("eos_token_id") if shape.decoder_layers else []
+    if ends and max(ends) >= shape.vocabulary_size:
+        said = checkpoint.generation.get("eos_token_id") is not None
+        path = checkpoint.generation.path if said else config.path
+        raise InputError(
+            f"{path}: eos_token_id must be below vocab_size, {shape.vocabulary_size}, found "
+            f"{max(ends)}; set it to the id of the token that ends a text"
+        )
     tokenizer = TOKENIZERS[kind](checkpoint, shape)
     if head is not None and head.task == "classify":
         family, shape = _with_segments(family, shape, checkpoint, tokenizer)
@@ -179,7 +196,7 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
     generation: dict[str, Any] = {}
     ignored: dict[str, Any] = {}
     if shape.decoder_layers:
-        if not (ends := checkpoint.tokens("eos_token_id")):
+        if not ends:
             ends = [tokenizer.special.eos_id]
             notes.append(
                 f"no eos_token_id in {CONFIG}: outputs end with {ends[0]}, the tokenizer's"
@@ -189,11 +206,6 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
             and checkpoint.generation.get("eos_token_id") is None
         ):
             notes.append(f"no eos_token_id in {GENERATION}: outputs end with that of {CONFIG}")
-        if max(ends) >= shape.vocabulary_size:
-            raise InputError(
-                f"{checkpoint.generation.path}: eos_token_id must be ids below "
-                f"{shape.vocabulary_size}, found {max(ends)}"
-            )
         tokenizer.special = replace(tokenizer.special, more_ends=tuple(ends[1:]))
         generation, ignored = generation_defaults(checkpoint, shape)
     tensors = checkpoint.tensors()

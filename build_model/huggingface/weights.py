@@ -18,12 +18,18 @@ from transferry.build_model.checkpoint import STORED, is_finite
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.formats.lora import AdaptedTensors, Adapter
 from transferry.build_model.formats.tensors import FLOATING, Tensors, meta
-from transferry.build_model.huggingface.tables import SHARED, Family, Move, NoPlace, Table
+from transferry.build_model.huggingface.tables import BUFFER, SHARED, Family, Move, NoPlace, Table
 from transferry.build_model.transformer import Transformer
 from transferry.runtime.errors import InputError
 
 # Names in the first versions of BERT.
 OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
+# Constants that versions of transformers have saved in models of any type.
+CONSTANTS = ("embeddings.position_ids", "embeddings.token_type_ids", "rotary_emb.inv_freq")
+# Parts of a quantised matrix, where config.json does not say that it is one.
+QUANTISED = (".qweight", ".qzeros", ".g_idx", ".SCB", ".weight_scale", ".absmax")
+# What a file may lack.
+FORMULAS = {"positions": "positions", "output_bias": "output bias (zeros)"}
 
 
 class Written(Protocol):
@@ -52,14 +58,14 @@ class Converted:
         shapes: Our tensors by name, without numbers, of the types that they are stored in: as in
             the checkpoint where that is float32, bfloat16 or float16, else float32.
         left_out: Count of numbers that have no place, by what they belong to.
-        computed: Count of numbers that a formula gives, not the file.
+        computed: Count of numbers that a formula gives, not the file, by what they belong to.
     """
 
     tensors: Tensors
     config: ModelConfig
     shapes: dict[str, Tensor] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
-    computed: int = 0
+    computed: dict[str, int] = field(default_factory=dict)
     _steps: dict[str, _Step] = field(default_factory=dict)
     _formulas: dict[str, Tensor] = field(default_factory=dict)
 
@@ -142,6 +148,7 @@ def convert_weights(
     origin = origin or tensors.origin
     expected = _shapes(config)
     converted = Converted(tensors, config)
+    quantised = [name for name in tensors.shapes if name.endswith(QUANTISED)]
     for name, tensor in tensors.shapes.items():
         plain = _without(family.prefixes, name)
         if plain == SHARED and config.source_vocabulary_size:
@@ -149,6 +156,8 @@ def convert_weights(
             continue
         move, layer = _place(family.table, plain)
         if move is None:
+            if quantised:
+                raise _is_quantised(origin, f"the tensor {quantised[0]}")
             raise InputError(
                 f"{origin}: the tensor {name} is unknown; it belongs to another model than that of "
                 "config.json, or to a head that cannot be imported"
@@ -158,11 +167,8 @@ def convert_weights(
                 converted.leave_out(move.what, tensor)
             continue
         if tensor.dtype not in FLOATING:
-            raise InputError(
-                f"{origin}: expected floating-point numbers in the tensor {name}, found "
-                f"{str(tensor.dtype).removeprefix('torch.')}: the weights are quantised. Import "
-                "the checkpoint from before the quantisation"
-            )
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise _is_quantised(origin, f"{kind} in the tensor {name}")
         pieces = _pieces(move, layer, tensor, config)
         for ours, piece in pieces:
             if ours not in expected:
@@ -188,7 +194,8 @@ def convert_weights(
         if ours not in converted.shapes:
             converted.shapes[ours] = meta(tensor.shape, tensor.dtype)
             converted._formulas[ours] = tensor
-            converted.computed += tensor.numel()
+            what = FORMULAS.get(ours, "norms (ones and zeros)")
+            converted.computed[what] = converted.computed.get(what, 0) + tensor.numel()
     _require_all(family, expected, converted, origin)
     return converted
 
@@ -224,6 +231,13 @@ def adapted(family: Family, config: ModelConfig, tensors: Tensors, adapter: Adap
     return merged
 
 
+def _is_quantised(origin: str, found: str) -> InputError:
+    return InputError(
+        f"{origin}: expected floating-point weights, found {found}: they are quantised. Import the "
+        "checkpoint from before the quantisation"
+    )
+
+
 def _require_all(
     family: Family, expected: Mapping[str, list[int]], converted: Converted, origin: str
 ) -> None:
@@ -237,9 +251,9 @@ def _require_all(
         if isinstance(place, Move) and place.adds and place.adds not in converted.left_out
     ]
     if missing:
-        more = f", and {len(missing) - 1} more" if missing[1:] else ""
+        more = f" and {len(missing) - 1} more are" if missing[1:] else " is"
         raise InputError(
-            f"{origin}: the tensor {missing[0]}{more} is missing; the file is cut short, or of "
+            f"{origin}: the tensor {missing[0]}{more} missing; the file is cut short, or of "
             "another model than that of config.json"
         )
 
@@ -253,6 +267,8 @@ def _shapes(config: ModelConfig) -> dict[str, list[int]]:
 
 def _place(table: Table, name: str) -> tuple[Move | NoPlace | None, dict[str, str]]:
     """Table entry of a tensor, and the values of its "#" and "*"."""
+    if name.endswith(CONSTANTS):
+        return BUFFER, {}
     for old, new in OLD_NAMES.items():
         if name.endswith(old):
             name = name.removesuffix(old) + new

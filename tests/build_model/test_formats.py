@@ -230,6 +230,8 @@ def test_safetensors_come_before_pickles(tmp_path: Path) -> None:
         ("model.onnx", r"ONNX graphs alone; import the PyTorch checkpoint"),
         ("consolidated.00.pth", "in their authors' own format"),
         ("model.fp16.safetensors", r"rename the file that you want to model\.safetensors"),
+        ("model-00001-of-00002.safetensors", "one file of several; copy or download the index"),
+        ("pytorch_model-00001-of-00002.bin", "one file of several; copy or download the index"),
         ("adapter.bin", r"found adapter\.bin, weights under another name"),
         ("readme.md", ""),
     ],
@@ -242,6 +244,23 @@ def test_other_formats_are_named(file: str, message: str, tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(InputError, match=rf"model\.safetensors is missing; .*{message}"):
         Checkpoint(tmp_path).names()
+
+
+@pytest.mark.parametrize("place", ["checkpoint-500", "snapshots/1f", "models--a--b/snapshots/1f"])
+def test_a_checkpoint_further_down_is_named(place: str, tmp_path: Path) -> None:
+    for name, record in {place: '{"model_type": "llama"}', "1_Pooling": "{}"}.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(record)
+    with pytest.raises(InputError, match=rf"is missing; there is one in .*{place}; import that"):
+        Checkpoint(tmp_path)
+
+
+def test_what_is_no_folder_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no such folder\. Download a model .* hf download"):
+        Checkpoint(tmp_path / "Helsinki-NLP" / "opus-mt-en-de")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"config\.json is a file; name the folder that holds it"):
+        Checkpoint(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq", "bitsandbytes", "fp8", "compressed-tensors", None])

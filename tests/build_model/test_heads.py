@@ -282,6 +282,7 @@ def typed(name: str) -> Any:
         ("modules.json", typed("somebody.Pooling"), "code of others is not run"),
         ("modules.json", lambda each: each[1].update(path="../x"), "expected folders in"),
         ("modules.json", lambda each: each.pop(), "are Transformer, which cannot be imported"),
+        ("config.json", {"model_type": "t5"}, r'model_type is "t5", .* with modules\.json'),
         ("1_Pooling/config.json", {"pooling_mode": "attention"}, 'pooling_mode is "attention"'),
         ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt is false"),
         ("1_Pooling/config.json", {"pooling_mode": ["mean", 3]}, "pooling_mode is 3"),

@@ -435,7 +435,7 @@ def test_a_position_table_of_the_file_is_taken(tmp_path: Path) -> None:
             tensors[f"model.{side}.embed_positions.weight"] = table.clone()
     converted = read_checkpoint(tmp_path).weights
     assert torch.equal(converted.state["positions"], table)
-    assert converted.computed == 0
+    assert converted.computed == {}
     with edited(tmp_path) as tensors:
         tensors["model.decoder.embed_positions.weight"] = table + 1
     converted = read_checkpoint(tmp_path).weights
@@ -490,7 +490,7 @@ def test_what_is_imported_and_left_out_is_told(kind: str, made: Makes) -> None:
     if kind == "marian":
         # Two tables of positions are theirs, as numbers that are not trained; the bias is ours.
         total += made(kind).model.final_logits_bias.numel() - 2 * 64 * 32
-        assert f"computed: {64 * 32:,} numbers of positions" in said
+        assert f"computed: positions {64 * 32:,}\n" in said
         last = made(kind).model.config.vocab_size - 1
         defaults = f"early_stopping False, max_length 20, suppress ({last},)"
         assert f"generation defaults: {defaults}" in said
@@ -773,7 +773,8 @@ def change(path: Path, **values: Any) -> None:
 def test_a_setting_is_refused_by_name(kind: str, name: str, value: Any, copied: Copies) -> None:
     theirs = copied(kind)
     change(theirs / "config.json", **{name: value})
-    told = {"num_attention_heads": "heads"}.get(name, name)
+    # A vocabulary that is too small lacks the end token first.
+    told = {"num_attention_heads": "heads", "vocab_size": "eos_token_id"}.get(name, name)
     found = "" if value is None else re.escape(json.dumps(value))
     with pytest.raises(InputError, match=rf"config\.json: {told} (is|must be) .*{found}|'{value}'"):
         read_checkpoint(theirs)
@@ -831,7 +832,7 @@ def test_several_end_tokens_are_kept_in_their_order(copied: Copies, tmp_path: Pa
     import_checkpoint(theirs, tmp_path / "run")
     special = load_tokenizer(tmp_path / "run").special
     assert (special.ends, special.ids() & {5}) == ((7, 2, 5), set())
-    for ids, found in (([2, 10**6], "10{6}"), ([2, -1], "-1"), ([2, "x"], "'x'")):
+    for ids, found in (([2, 10**6], "10{6}"), (10**6, "10{6}"), ([2, -1], "-1"), ([2, "x"], "'x'")):
         change(theirs / "generation_config.json", eos_token_id=ids)
         with pytest.raises(InputError, match=rf"eos_token_id must be .*, found {found}"):
             read_checkpoint(theirs)
@@ -859,6 +860,11 @@ def spoil(tensors: dict[str, Tensor]) -> None:
     tensors["model.norm.weight"][3] = float("nan")
 
 
+def pack(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.0.mlp.scales"] = torch.ones(4)
+    tensors["model.layers.0.mlp.qweight"] = torch.ones(4, dtype=torch.int32)
+
+
 def quantise(tensors: dict[str, Tensor]) -> None:
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
 
@@ -881,7 +887,8 @@ def classify(tensors: dict[str, Tensor]) -> None:
             r"layers\.0\.mlp\.up_proj\.weight .* must have the shape \[48, 32\]",
         ),
         (widen, r"model\.norm\.weight of shape \[1, 1, 32\] does not fit"),
-        (quantise, r"the tensor lm_head\.weight, found int8: the weights are quantised"),
+        (quantise, r"found int8 in the tensor lm_head\.weight: they are quantised\. Import"),
+        (pack, r"found the tensor model\.layers\.0\.mlp\.qweight: they are quantised\. Import"),
         (deepen, r"the tensor model\.layers\.2\.input_layernorm\.weight has no place"),
         (classify, r"the tensor score\.weight is unknown"),
     ],
@@ -919,7 +926,7 @@ def test_every_tensor_that_is_missing_is_named(kind: str, copied: Copies) -> Non
             theirs / "model.safetensors",
         )
         known = re.escape(name.removeprefix(FAMILIES[kind].prefixes[0]))
-        with pytest.raises(InputError, match=rf"the tensor {known}\b.* is missing"):
+        with pytest.raises(InputError, match=rf"the tensor {known}\b.* (is|are) missing"):
             read_checkpoint(theirs)
 
 
@@ -947,6 +954,9 @@ def test_what_older_versions_wrote_is_read(kind: str, copied: Copies, made: Make
         if kind == "gpt2":
             tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.bool)
             tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+            # Of other types; no type reads these names.
+            tensors["embeddings.position_ids"] = torch.arange(64)[None]
+            tensors["layers.0.rotary_emb.inv_freq"] = torch.ones(2)
             tensors["lm_head.weight"] = tensors["wte.weight"].clone()
         else:
             tensors["bert.embeddings.position_ids"] = torch.arange(64)[None]
@@ -1010,16 +1020,31 @@ def test_a_truncated_file_is_refused(kept: float, copied: Copies) -> None:
     [
         ("llama", "config.json", r"config\.json is missing"),
         ("llama", "model.safetensors", r"model\.safetensors is missing; .*pytorch_model\.bin"),
-        ("marian", "target.spm", r"target\.spm"),
-        ("marian", "vocab.json", r"vocab\.json"),
-        ("gpt2", "merges.txt", r"merges\.txt"),
-        ("bert", "vocab.txt", r"vocab\.txt"),
+        ("marian", "target.spm", r"found no target\.spm; copy it from the model"),
+        ("marian", "vocab.json", r"found no vocab\.json; copy it from the model"),
+        (
+            "gpt2",
+            "merges.txt",
+            r"tokenizer\.json or vocab\.json and merges\.txt, found no merges",
+        ),
+        ("bert", "vocab.txt", r"in tokenizer\.json or vocab\.txt, found no vocab\.txt; copy it"),
     ],
 )
 def test_a_missing_file_is_named(kind: str, file: str, message: str, copied: Copies) -> None:
     theirs = copied(kind)
     (theirs / file).unlink()
     with pytest.raises(InputError, match=message):
+        read_checkpoint(theirs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [("llama", "model.safetensors"), ("llama", "tokenizer.json"), ("marian", "source.spm")],
+)
+def test_a_pointer_of_git_lfs_is_refused(kind: str, file: str, copied: Copies) -> None:
+    theirs = copied(kind)
+    (theirs / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
+    with pytest.raises(InputError, match=rf"{re.escape(file)}: expected the file, .*git lfs pull"):
         read_checkpoint(theirs)
 
 
