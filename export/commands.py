@@ -390,6 +390,12 @@ Examples:
     help="TOML file that names the inputs and outputs of FOLDER, which then is one ONNX file.",
 )
 @option(
+    "--suffix",
+    default="",
+    help="Suffix of the graphs to audit, where a folder holds several of each kind: _quantized for "
+    "model_quantized.onnx.",
+)
+@option(
     "--precision",
     type=click.Choice(["float32", "float16", "bfloat16", "int8", "int4"]),
     help="Precision to judge the graphs by, and to compute a model of CTranslate2 in. "
@@ -448,7 +454,7 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
     planted = {"plant": options["plant"], "atol": options["atol"]}
     with progress(options["quiet"]) as show_phase:
         if (function := named_function(reference)) is not None:
-            for name in ("text", "names", "paddings"):
+            for name in ("text", "names", "paddings", "suffix"):
                 if options[name]:
                     raise UsageError(
                         f"--{name.removesuffix('s') if name == 'paddings' else name} is of no use "
@@ -466,7 +472,7 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
             if is_ctranslate2(graphs):
                 layout = CTranslate2Folder(graphs, session, options["precision"])
             else:
-                layout = read_layout(graphs, options["names"])
+                layout = read_layout(graphs, options["names"], options["suffix"])
             report = audited(
                 graphs,
                 layout,

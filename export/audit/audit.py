@@ -120,12 +120,32 @@ class Audit:
         self.own = 0.0  # torch's worst error in float32
 
     def cases(self) -> list[Case]:
-        """Returns the cases of random tokens."""
-        config = self.checkpoint.model.config
-        return self.effort.cases(config, self.texts, BATCH, False)
+        """Returns the cases of random tokens, without the token that pads.
+
+        No text holds it, and RoBERTa's kin and M2M-100 count no position for it.
+        """
+        config, special = self.checkpoint.model.config, self.oracle.special
+        cases = self.effort.cases(config, self.texts, BATCH, False)
+        if not config.encoder_layers:
+            return cases
+
+        def unpadded(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+            return np.where(tokens == special.pad_id, special.eos_id, tokens)
+
+        starts = special.pad_id == special.bos_id  # then every answer holds it
+        return [
+            replace(
+                case,
+                source=unpadded(case.source),
+                target=case.target if starts else unpadded(case.target),
+            )
+            for case in cases
+        ]
 
     def checks(self, model: Model) -> Found:
         """Yields the result of one check after another."""
+        if isinstance(model, ForeignDecoder) and "right" not in self.paddings:
+            model = model.padded("left")
         if isinstance(model, Encoding):
             self.oracle.compared = frozenset(model.gives)
         else:
@@ -438,6 +458,8 @@ def settings(
         runs["graphs"] = ", ".join(graph.path.name for graph in layout.graphs)
         runs["optimisation"] = session.optimisation
         runs["onnxruntime"] = onnxruntime.__version__
+        if share := layout.in_integers():
+            runs["weights in integers"] = f"{share:.0%}"
     return {
         "written by": layout.writer,
         "precision": precision,

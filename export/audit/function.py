@@ -57,7 +57,7 @@ class FunctionAudit:
         """
         try:
             returned = function()
-        except Exception as error:  # the user's own code may raise anything
+        except (Exception, SystemExit) as error:  # the user's own code may raise anything
             raise UsageError(f"--reference {name} failed: {error}") from error
         expected = "a torch module and its inputs, a dictionary or a list of dictionaries"
         if not isinstance(returned, tuple) or len(returned) != 2:
@@ -70,7 +70,17 @@ class FunctionAudit:
             for each in inputs
         ):
             raise UsageError(f"expected --reference {name} to return {expected}")
-        return cls(module.eval().float().cpu(), inputs, tolerance)
+        # numpy has neither gradients nor bfloat16.
+        plain = [
+            {
+                key: one.detach().cpu().float()
+                if one.dtype == torch.bfloat16
+                else one.detach().cpu()
+                for key, one in each.items()
+            }
+            for each in inputs
+        ]
+        return cls(module.eval().float().cpu(), plain, tolerance)
 
     def layout(self, layout: Layout) -> Layout:
         """Returns the layout with each tensor's own name as its meaning.
@@ -162,9 +172,7 @@ class FunctionAudit:
         if found.shape != oracle.shape:
             fault = f"expected shape {list(oracle.shape)}, found {list(found.shape)}"
             return Comparison(case, name, "text", np.inf, 0.0, 0.0, fault)
-        everywhere = np.ones(oracle.shape, np.bool_)
-        own = relative_error(reference, oracle, everywhere)
-        error = relative_error(found.astype(np.float64), oracle, everywhere)
+        own, error = _error(reference, oracle), _error(found, oracle)
         return limited(case, name, "text", error, own, self.tolerance.budget(own))
 
     def _independence(
@@ -172,9 +180,8 @@ class FunctionAudit:
     ) -> Iterator[Comparison]:
         for name, wanted in alone.items():
             if whole[name].shape[1:] == wanted.shape[1:] and len(whole[name]) > row:
-                everywhere = np.ones(wanted.shape, np.bool_)
-                error = relative_error(whole[name][row : row + 1], wanted, everywhere)
-                rounding = relative_error(own[name], oracle[name], everywhere)
+                error = _error(whole[name][row : row + 1], wanted)
+                rounding = _error(own[name], oracle[name])
                 budget = Tolerance().budget(rounding)
                 yield limited(
                     f"{case} alone and in its batch", name, "text", error, rounding, budget
@@ -187,6 +194,12 @@ class FunctionAudit:
             InputError: It fails.
         """
         return graph.run({name: tensor.numpy() for name, tensor in inputs.items()}, {})[0]
+
+
+def _error(found: NDArray[Any], wanted: NDArray[Any]) -> float:
+    """Returns the relative error; of outputs that are no floats too."""
+    numbers = found.astype(np.float64), wanted.astype(np.float64)
+    return relative_error(*numbers, np.ones(wanted.shape, np.bool_))
 
 
 def _rows(number: int, inputs: Mapping[str, Tensor]) -> list[tuple[str, dict[str, Tensor]]]:
@@ -217,7 +230,7 @@ def _call(
     }
     try:
         found = module(**given)
-    except Exception as error:  # the user's own code may raise anything
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything
         raise UsageError(f"the reference fails in {dtype}: {error}") from error
     if isinstance(found, Tensor):
         found = (found,)

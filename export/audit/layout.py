@@ -11,6 +11,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from transferry.runtime.documents import checked
 from transferry.runtime.errors import InputError
 
 # Names as optimum and the builder of onnxruntime-genai write them.
@@ -31,6 +32,7 @@ OUTPUTS = {
     "sentence_embedding": "head",
 }
 ROLES = {"inputs": frozenset(INPUTS.values()), "outputs": frozenset(OUTPUTS.values())}
+CACHES = {"inputs": "past", "outputs": "present"}
 PAST, PRESENT = "past_key_values", "present"
 # Files by what they do, the first that exists; a merged decoder does both steps.
 ENCODERS = ("encoder_model.onnx",)
@@ -38,8 +40,12 @@ DECODERS = ("decoder_model_merged.onnx", "decoder_model.onnx")
 STEPS = ("decoder_with_past_model.onnx",)
 ALONE = ("model.onnx", "decoder_model_merged.onnx", "decoder_model.onnx")
 GENAI = "genai_config.json"
-# Operators whose products are of integers; MatMulNBits says of how many bits.
+# Operators that read weights of few bits, and which input these are; `bits` says how many.
 BITS = "MatMulNBits"
+PACKED = {BITS: 1, "GatherBlockQuantized": 0}
+LINEAR = frozenset({"QuantizeLinear", "DequantizeLinear"})
+FOUR_BITS = frozenset({ir.DataType.INT4, ir.DataType.UINT4})
+# Operators whose products are of integers.
 PRODUCTS = frozenset(
     {"MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "QLinearMatMul", "QGemm"}
     | {"QAttention", "ConvInteger", "QLinearConv", "DynamicQuantizeLinear"}
@@ -63,7 +69,7 @@ class GraphFile:
     outputs: Mapping[str, str]
     past: Mapping[str, str] = field(default_factory=dict)
 
-    def of_names(self, names: Mapping[str, Any]) -> GraphFile:
+    def of_names(self, names: Mapping[str, Mapping[str, str | list[str]]]) -> GraphFile:
         """Returns the graph with the names of a TOML file in place of its own.
 
         Raises:
@@ -75,25 +81,30 @@ class GraphFile:
             "outputs": {value.name for value in model.graph.outputs},
         }
         sides: dict[str, dict[str, str]] = {}
-        for side, roles in ROLES.items():
+        caches: list[list[str]] = []
+        for side, cache in CACHES.items():
             given = dict(names.get(side, {}))
-            caches = [given.pop("past" if side == "inputs" else "present", [])]
-            if wrong := given.keys() - roles:
+            listed = given.pop(cache, [])
+            caches.append([listed] if isinstance(listed, str) else listed)
+            if wrong := given.keys() - ROLES[side]:
                 raise InputError(
-                    f"expected the meanings {', '.join(sorted(roles))} under [{side}], found "
+                    f"expected the meanings {', '.join(sorted(ROLES[side]))} under [{side}], found "
                     f"{', '.join(sorted(wrong))}; rename them"
                 )
-            missing = [name for name in [*given.values(), *caches[0]] if name not in found[side]]
+            meant = {role: name for role, name in given.items() if isinstance(name, str)}
+            if several := given.keys() - meant.keys():
+                raise InputError(
+                    f"expected one name for {', '.join(sorted(several))} under [{side}], found a "
+                    "list; only a cache has several"
+                )
+            missing = [name for name in [*meant.values(), *caches[-1]] if name not in found[side]]
             if missing:
                 raise InputError(
                     f"{self.path} has no {side[:-1]} {missing[0]!r}; it has "
                     f"{', '.join(sorted(map(str, found[side])))}"
                 )
-            sides[side] = given
-        past, present = (
-            list(names.get(side, {}).get(name, []))
-            for side, name in (("inputs", "past"), ("outputs", "present"))
-        )
+            sides[side] = meant
+        past, present = caches
         if len(past) != len(present):
             raise InputError(
                 f"expected as many names under past as under present, found {len(past)} and "
@@ -133,13 +144,20 @@ class Layout:
         order = ("int4", "int8", "bfloat16", "float16")
         return next((each for each in order if each in found), "float32")
 
+    def in_integers(self) -> float:
+        """Returns the share of the weights that integers hold, of all matrices."""
+        sizes = [_matrices(graph.path) for graph in self.graphs]
+        return sum(integers for integers, _ in sizes) / max(1, sum(map(sum, sizes)))
+
 
 def _precisions(path: Path) -> Iterator[str]:
     model = ir.load(path)
     for node in model.graph.all_nodes():
-        if node.op_type == BITS:
-            bits = node.attributes.get("bits")
-            yield "int8" if bits is not None and bits.value == 8 else "int4"
+        if node.op_type in PACKED:
+            yield "int8" if _bits(node) == 8 else "int4"
+        elif node.op_type in LINEAR:
+            read = node.inputs[0]
+            yield "int4" if read is not None and read.dtype in FOUR_BITS else "int8"
         elif node.op_type in PRODUCTS:
             yield "int8"
     types = {"FLOAT16": "float16", "BFLOAT16": "bfloat16"}
@@ -148,12 +166,45 @@ def _precisions(path: Path) -> Iterator[str]:
             yield types.get(value.const_value.dtype.name, "float32")
 
 
-def read_layout(folder: Path, names: Path | None = None) -> Layout:
+def _bits(node: ir.Node) -> int:
+    given = node.attributes.get("bits")
+    return 4 if given is None else int(given.value)
+
+
+def _matrices(path: Path) -> tuple[int, int]:
+    """Returns how many numbers the matrices of integers hold, and those of floats."""
+    model = ir.load(path)
+    packed: dict[str | None, int] = {}  # numbers in an element, by the name of the weights
+    scales: set[str | None] = set()
+    for node in model.graph.all_nodes():
+        names = [None if value is None else value.name for value in node.inputs]
+        if node.op_type in PACKED:
+            packed[names[PACKED[node.op_type]]] = 8 // _bits(node)
+            scales |= {*names[2:]}  # zero points too
+        elif node.op_type in LINEAR:
+            scales |= {*names[1:]}
+    sizes = [0, 0]
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if tensor is None or len(tensor.shape) < 2 or name in scales:
+            continue
+        if tensor.dtype.is_floating_point():
+            sizes[1] += tensor.size
+        elif name in packed and tensor.dtype not in FOUR_BITS:
+            sizes[0] += tensor.size * packed[name]
+        elif tensor.dtype in FOUR_BITS or tensor.dtype.bitwidth == 8:
+            sizes[0] += tensor.size
+    return sizes[0], sizes[1]
+
+
+def read_layout(folder: Path, names: Path | None = None, suffix: str = "") -> Layout:
     """Finds what a folder holds, or what one graph is.
 
     Args:
         folder: A folder of optimum or onnxruntime-genai, or one ONNX file.
         names: TOML file that names inputs and outputs of one graph.
+        suffix: What precedes `.onnx` in the names of the graphs, as `_quantized` does; a graph
+            without it is taken only where `suffix` is empty.
 
     Raises:
         InputError: There is no graph, or a graph has a tensor of unknown meaning.
@@ -169,18 +220,20 @@ def read_layout(folder: Path, names: Path | None = None) -> Layout:
         config = _json(folder / GENAI)
         file = config.get("model", {}).get("decoder", {}).get("filename", "model.onnx")
         return _one(_required(folder / str(file)), "onnxruntime-genai", config)
-    encoder = _first(folder, ENCODERS)
-    decoder = _first(folder, DECODERS if encoder else ALONE)
+    encoder = _first(folder, ENCODERS, suffix)
+    decoder = _first(folder, DECODERS if encoder else ALONE, suffix)
     if decoder is None:
-        files = sorted(path.name for path in folder.glob("*.onnx"))
+        paths = [path for part in ("", "onnx") for path in (folder / part).glob("*.onnx")]
+        files = sorted(str(path.relative_to(folder)) for path in paths)
+        expected = [name.replace(".onnx", f"{suffix}.onnx") for name in ALONE]
         raise InputError(
-            f"{folder}: expected {' or '.join(ALONE)}, found "
-            f"{', '.join(files) if files else 'no ONNX file'}; name one file, with --names if its "
-            "tensors have other names than optimum gives them"
+            f"{folder}: expected {' or '.join(expected)}, found "
+            f"{', '.join(files) if files else 'no ONNX file'}; choose with --suffix, or name one "
+            "file, with --names if its tensors have other names than optimum gives them"
         )
     if encoder is None:
         return _one(decoder, "optimum", {})
-    step = _first(folder, STEPS)
+    step = _first(folder, STEPS, suffix)
     graph = described(decoder)
     split = described(step) if step is not None and "use_cache" not in graph.inputs else None
     return Layout("optimum", graph, described(encoder), split)
@@ -219,8 +272,9 @@ def _json(path: Path) -> Mapping[str, Any]:
     return read
 
 
-def _first(folder: Path, files: Sequence[str]) -> Path | None:
-    places = (folder / part / file for file in files for part in ("", "onnx"))
+def _first(folder: Path, files: Sequence[str], suffix: str) -> Path | None:
+    names = [file.replace(".onnx", f"{suffix}.onnx") for file in files]
+    places = (folder / part / name for name in names for part in ("", "onnx"))
     return next((path for path in places if path.is_file()), None)
 
 
@@ -241,6 +295,13 @@ def _named(path: Path, names: Path) -> Layout:
         given = tomllib.loads(names.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{names}: expected TOML, found {error}") from error
+    remedy = "give one name, in quotation marks, for each meaning; docs/audit.md has an example"
+    given = checked(given, dict[str, dict[str, str | list[str]]], str(names), remedy)
+    if unknown := given.keys() - ROLES.keys():
+        raise InputError(
+            f"{names}: expected the tables {', '.join(ROLES)}, found "
+            f"{', '.join(sorted(unknown))}; {remedy}"
+        )
     graph = GraphFile(path, {}, {}).of_names(given)
     if "tokens" not in graph.inputs or not graph.outputs:
         raise InputError(

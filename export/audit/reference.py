@@ -49,7 +49,7 @@ def named_function(reference: str) -> Callable[[], Any] | None:
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), name, None)
-    except Exception as error:  # the user's own code may raise anything
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything
         raise UsageError(f"--reference {reference}: importing {module} failed: {error}") from error
     finally:
         sys.path.pop(0)

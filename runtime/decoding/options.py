@@ -206,7 +206,7 @@ def generation_options(
     """Returns options with these fields.
 
     Args:
-        values: Fields.
+        values: Fields, as tuples or, of JSON, as lists.
         default: The other fields, of which those give way that `values` rule out: options of
             sampling to beams or to sampling turned off, beams to sampling, n_best to fewer beams,
             least lengths to a lower limit. Default: those of GenerationOptions itself.
@@ -215,6 +215,7 @@ def generation_options(
         UsageError: A field is unknown or has another type, or the fields conflict.
     """
     check_generation(values)
+    values = options_of_json(values)
     if default is None:
         return replace(GenerationOptions(), **values)
     ruled_out: dict[str, Any] = {}

@@ -18,8 +18,8 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.commands import call
 from tests.export.audit.graphs import decoder_with_past, masked_model, saved
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
-from transferry.export.audit.audit import audit, tolerance_of
-from transferry.export.audit.layout import GraphFile, read_layout
+from transferry.export.audit.audit import audit, made, tolerance_of
+from transferry.export.audit.layout import GraphFile, read_layout, read_whole
 from transferry.export.audit.planted import FAULTS
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.parity.report import ParityReport
@@ -181,9 +181,21 @@ def test_names_of_a_toml_file(writer: Path, writer_run_folder: Path, tmp_path: P
 
 
 def test_the_precision_is_read_from_the_operators(tmp_path: Path) -> None:
-    node = helper.make_node("MatMulNBits", ["x", "w"], ["y"], domain="com.microsoft", bits=4)
-    _write(tmp_path / "model.onnx", [node])
-    assert read_layout(tmp_path).precision() == "int4"
+    node = helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"], domain="com.microsoft", bits=4)
+    packed = np.zeros((3, 1, 2), np.uint8)  # 12 numbers
+    scales, table = np.ones((3, 1), np.float32), np.ones((9, 4), np.float32)
+    _write(tmp_path / "model.onnx", [node], w=packed, s=scales, table=table)
+    whole = read_whole(tmp_path)
+    assert whole.precision() == "int4"
+    assert whole.in_integers() == 12 / 48
+    integers = [
+        helper.make_node("DequantizeLinear", ["w", "s"], ["real"], axis=1),
+        helper.make_node("MatMul", ["x", "real"], ["y"]),
+    ]
+    weight = np.ones((4, 3), np.int8)
+    _write(tmp_path / "model.onnx", integers, w=weight, s=np.ones(3, np.float32))
+    assert read_whole(tmp_path).precision() == "int8"
+    assert read_whole(tmp_path).in_integers() == 1.0
     assert tolerance_of("int8").factor > tolerance_of("float32").factor
 
 
@@ -240,6 +252,13 @@ def wrong():
 
 def failing():
     raise ValueError("no weights")
+
+def leaving():
+    raise SystemExit("left early")
+
+def of_gradients():
+    torch.manual_seed(0)
+    return Linear(), {"x": torch.randn(5, 4).bfloat16().requires_grad_()}
 """
 
 
@@ -268,7 +287,8 @@ def linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float],
 
 def test_a_function_is_the_reference(linear: Callable[[float], Path]) -> None:
     name = linear(1.0)
-    assert call("audit", "m.onnx", "--reference", f"{name}:audited").exit_code == 0
+    for function in ("audited", "of_gradients"):
+        assert call("audit", "m.onnx", "--reference", f"{name}:{function}").exit_code == 0
     linear(1.0001)
     found = call("audit", "m.onnx", "--reference", f"{name}:audited")
     assert found.exit_code == 4
@@ -276,6 +296,7 @@ def test_a_function_is_the_reference(linear: Callable[[float], Path]) -> None:
     for function, message in (
         ("wrong", "to return a torch module and its inputs"),
         ("failing", "failed: no weights"),
+        ("leaving", "failed: left early"),
         ("absent", "has no function 'absent'"),
     ):
         refused = call("audit", "m.onnx", "--reference", f"{name}:{function}")
@@ -296,6 +317,10 @@ def test_a_function_is_the_reference(linear: Callable[[float], Path]) -> None:
         ("graphs", 2, "Missing option '--reference'"),
         ("graphs --reference run --names absent.toml", 3, "found a folder"),
         ("text.onnx --reference run", 3, "expected an ONNX graph"),
+        ("graphs --reference run --suffix _int8", 3, "expected model_int8.onnx or decoder_model"),
+        ("graph.onnx --reference run --names list.toml", 3, "list.toml: Expected `object`"),
+        ("graph.onnx --reference run --names table.toml", 3, "expected the tables inputs, outputs"),
+        ("graph.onnx --reference run --names several.toml", 3, "expected one name for tokens"),
     ],
 )
 def test_mistakes_are_told(
@@ -312,6 +337,10 @@ def test_mistakes_are_told(
     (tmp_path / "graphs").symlink_to(writer)
     (tmp_path / "run").symlink_to(writer_run_folder)
     (tmp_path / "text.onnx").write_text("no graph")
+    (tmp_path / "graph.onnx").symlink_to(writer / "model.onnx")
+    (tmp_path / "list.toml").write_text('inputs = ["input_ids"]')
+    (tmp_path / "table.toml").write_text('[cache]\npast = "k0"')
+    (tmp_path / "several.toml").write_text('[inputs]\ntokens = ["input_ids"]')
     refused = call("audit", *arguments.split())
     assert refused.exit_code == code
     assert message in refused.stderr
@@ -323,3 +352,26 @@ def test_names_that_a_graph_lacks_are_told(writer: Path, tmp_path: Path) -> None
         graph.of_names({"inputs": {"tokens": "ids"}})
     with pytest.raises(Exception, match="expected the meanings"):
         graph.of_names({"inputs": {"words": "input_ids"}})
+
+
+def test_the_suffix_chooses_the_graphs(writer: Path, tmp_path: Path) -> None:
+    (tmp_path / "onnx").mkdir()
+    for name in ("encoder_model", "decoder_model_merged"):
+        for suffix in ("", "_quantized"):
+            shutil.copy(writer / "model.onnx", tmp_path / "onnx" / f"{name}{suffix}.onnx")
+    found = [graph.path.name for graph in read_layout(tmp_path, suffix="_quantized").graphs]
+    assert found == ["encoder_model_quantized.onnx", "decoder_model_merged_quantized.onnx"]
+
+
+def test_the_token_that_pads_is_in_no_random_source(reader_run_folder: Path) -> None:
+    """RoBERTa's kin count no position for it, so that torch would answer otherwise."""
+    work = made(load_checkpoint(reader_run_folder), ["a"], "float32", [])
+    assert not any((case.source == work.oracle.special.pad_id).any() for case in work.cases())
+
+
+def test_random_cases_are_padded_on_the_side_that_is_named(
+    writer: Path, writer_run_folder: Path
+) -> None:
+    """The graph reads padding on the right alone."""
+    report = audited(writer, writer_run_folder, ("left",))
+    assert any(fault.startswith("batch 7, source") for fault in report.faults), report.faults
