@@ -32,6 +32,7 @@ from transferry.build_model.transformer import Transformer
 from transferry.runtime.documents import checked, read_document
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import atomic_file, open_regular, sha256
+from transferry.runtime.folders import what_is
 from transferry.runtime.settings import HeadSettings
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 
@@ -155,9 +156,11 @@ def _read_config(
 ) -> tuple[ModelConfig, TrainConfig | None, dict[str, Any], HeadSettings | None]:
     path = folder / CONFIG
     if not path.exists():
-        raise InputError(f"{path} is missing; expected the folder of a run")
+        raise InputError(f"{folder}: expected a run, with its {CONFIG}, {what_is(folder)}")
     record = read_document(path, dict[str, Any], REMEDY)
     try:
+        if "model_type" in record:
+            raise InputError(f"{folder}: expected a run, {what_is(folder)}")
         if record["format"] != FORMAT:
             raise InputError(
                 f"{path} must have format {FORMAT}, found {record['format']!r}; use the version "

@@ -34,6 +34,7 @@ from transferry.runtime.decoding.options import (
 from transferry.runtime.documents import MOST_JSON, checked, parse_document
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import read_at_most
+from transferry.runtime.folders import what_is
 from transferry.runtime.sealed_folder import (
     FileRecord,
     Name,
@@ -506,7 +507,8 @@ class Bundle:
 def _manifest_of(folder: Path) -> bytes:
     if not (folder / MANIFEST).is_file():
         raise InputError(
-            f"{folder / MANIFEST} is no file; expected the folder that `transferry export` wrote"
+            f"{folder}: expected a bundle, the folder that `transferry export` wrote, "
+            f"{what_is(folder)}"
         )
     with open_inside(folder, MANIFEST) as file:
         return read_at_most(file, MOST_JSON, folder / MANIFEST)

@@ -1,6 +1,7 @@
 """Folders that appear whole or not at all, and temporary ones."""
 
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +12,24 @@ from pathlib import Path
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import temporary_name, unwritable
 from transferry.runtime.stopping import at_stop
+
+
+def what_is(folder: Path) -> str:
+    """Says what lies where a folder of another kind is expected, and how to go on from there."""
+    if not folder.exists():
+        return "found nothing"
+    if not folder.is_dir():
+        return "found a file"
+    if (folder / "manifest.json").is_file():
+        return "found a bundle"
+    if (folder / "model.safetensors").is_file() and (folder / "settings.toml").is_file():
+        return f"found a run; export it: transferry export {shlex.quote(str(folder))} --out BUNDLE"
+    if (folder / "config.json").is_file():
+        return (
+            "found a folder of Hugging Face or fairseq; import it first: transferry import "
+            f"{shlex.quote(str(folder))} --out RUN"
+        )
+    return "found another folder"
 
 
 @contextmanager

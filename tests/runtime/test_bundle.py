@@ -132,8 +132,21 @@ def test_tokenizer_that_nobody_vouches_for_is_missed_all_the_same(folder: Path) 
 
 
 def test_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"manifest\.json is no file.*`transferry export`"):
-        Bundle.load(tmp_path)
+    kinds = {"absent": "nothing", "file": "a file", "other": "another folder"}
+    (tmp_path / "file").touch()
+    for name, files in {
+        "other": (),
+        "run": ("model.safetensors", "settings.toml", "config.json"),
+        "theirs": ("model.safetensors", "config.json"),
+    }.items():
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).touch()
+    kinds["run"] = r"a run; export it: transferry export \S+run --out"
+    kinds["theirs"] = r"a folder of Hugging Face .*: transferry import \S+theirs --out"
+    for name, found in kinds.items():
+        with pytest.raises(InputError, match=rf"{name}: expected a bundle, .*, found {found}"):
+            Bundle.load(tmp_path / name)
 
 
 def test_another_format_is_refused_with_both_versions(folder: Path) -> None:
