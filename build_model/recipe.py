@@ -25,7 +25,12 @@ from transferry.build_model.evaluation import Evaluation
 from transferry.build_model.presets import PRESETS, Preset
 from transferry.build_model.text import MaskedWindows, Windows, read_text
 from transferry.build_model.train import Trainer, Validation, require_fitting
-from transferry.build_model.vocabulary import cut_encoding, train_bpe
+from transferry.build_model.vocabulary import (
+    cut_encoding,
+    require_encoding,
+    require_vocabulary,
+    train_bpe,
+)
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.tokenizer.byte_pair import (
     PASSAGES,
@@ -130,6 +135,12 @@ class Recipe:
                 f"--{unfit[0]} and architecture {architecture} exclude each other; use "
                 f"--{', --'.join(wanted)}"
             )
+        valid = [f"valid_{name}" for name in (*sides, "text") if name not in wanted]
+        if unfit := [name for name in valid if options[name] is not None]:
+            raise UsageError(
+                f"{unfit[0]} has no effect on architecture {architecture}: use "
+                f"{' or '.join(f'valid_{name}' for name in wanted)}, or leave it out"
+            )
         if options["encoding"] is not None and options["vocabulary_size"] is not None:
             raise UsageError(
                 f"--encoding {options['encoding']} and --vocabulary-size "
@@ -179,6 +190,11 @@ class Recipe:
         model_config = self.preset.model_config(1, **self.model_changes)
         train_config = self.preset.train_config(**self.train_changes)
         require_fitting(model_config, train_config)
+        if self.encoding is not None:
+            require_encoding(self.encoding)
+        if self.vocabulary_size is not None:
+            masked = model_config.architecture == "encoder-only"
+            require_vocabulary(self.vocabulary_size, PASSAGES if masked else SOURCES)
         return model_config, train_config
 
     def follow(
@@ -214,17 +230,18 @@ class Recipe:
         self, folder: Path, process: Process, resume: bool, say: Callable[[str], None]
     ) -> Trainer:
         corpus = folder / "corpus"
+        fresh = None if resume else self.configs()  # before the text, which takes its time
         if process.rank == 0 and not resume and self.train is None:
             write_corpus(corpus)
         process.wait()
-        if resume:
+        if fresh is not None:
+            model_config, train_config = fresh
+        else:
             model_config, stored = checkpoint.load_config(folder)
             ends = {"max_steps", "max_minutes"} & self.train_changes.keys()
             train_config = TrainConfig.from_dict(
                 stored.to_dict() | {name: self.train_changes[name] for name in ends}
             )
-        else:
-            model_config, train_config = self.configs()
         tokenizer = Tokenizer.load(folder) if resume else None
         longest = min(model_config.max_positions, train_config.batch_tokens)
         if model_config.architecture == "encoder-decoder":

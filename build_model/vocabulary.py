@@ -15,6 +15,19 @@ from transferry.runtime.tokenizer.patterns import WORD_PATTERN
 ENCODINGS = ("cl100k_base", "o200k_base")
 
 
+def require_vocabulary(size: int, special: SpecialTokens) -> int:
+    """Returns the number of special tokens.
+
+    Raises:
+        UsageError: The size is too small for them and the 256 single bytes.
+    """
+    reserved = max(special.ids()) + 1
+    smallest = reserved + len(SINGLE_BYTES)
+    expected = f"at least {smallest} ({reserved} special tokens and 256 single bytes)"
+    require(size >= smallest, "vocabulary_size", expected, size)
+    return reserved
+
+
 def train_bpe(
     lines: Iterable[str], vocabulary_size: int, special: SpecialTokens = SOURCES
 ) -> Tokenizer:
@@ -29,10 +42,7 @@ def train_bpe(
     Raises:
         UsageError: The size is too small for the special ids and the 256 single bytes.
     """
-    reserved = max(special.ids()) + 1
-    smallest = reserved + len(SINGLE_BYTES)
-    expected = f"at least {smallest} ({reserved} special tokens and 256 single bytes)"
-    require(vocabulary_size >= smallest, "vocabulary_size", expected, vocabulary_size)
+    reserved = require_vocabulary(vocabulary_size, special)
     trained = HuggingFaceTokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -108,6 +118,11 @@ def byte_of_character() -> dict[str, int]:
     }
 
 
+def require_encoding(name: str) -> None:
+    """Raises UsageError for the name of no encoding."""
+    require(name in ENCODINGS, "encoding", f"one of {', '.join(ENCODINGS)}", repr(name))
+
+
 def cut_encoding(name: str, lines: Iterable[str], special: SpecialTokens = SOURCES) -> Tokenizer:
     """Cuts a tiktoken encoding down to the tokens that the corpus uses.
 
@@ -115,7 +130,7 @@ def cut_encoding(name: str, lines: Iterable[str], special: SpecialTokens = SOURC
         UsageError: The encoding is unknown.
         InputError: tiktoken has the ranks neither in its cache nor from the network.
     """
-    require(name in ENCODINGS, "encoding", f"one of {', '.join(ENCODINGS)}", repr(name))
+    require_encoding(name)
     try:
         encoding = tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:
