@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import random
 import signal
 import time
@@ -355,7 +356,8 @@ class Trainer:
         minutes = f"{spent:.1f} of {limit:g} min" if limit else ""
         notes = (f"epoch {progress.epoch}", self._train_loss, minutes, doing)
         note = ", ".join(filter(None, notes))
-        self._show("training", progress.step, config.max_steps or None, note)
+        left = 60 * max(limit - spent, 0.0) if limit else math.inf
+        self._show("training", progress.step, config.max_steps or None, note, left)
 
     def _resumed(self) -> str:
         """Says how far the interrupted training came, and what ends this one."""

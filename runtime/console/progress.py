@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from transferry.runtime.console.commands import COMMAND_LINE, log_line, logs_json
+from transferry.runtime.console.commands import COMMAND_LINE
 from transferry.runtime.errors import BadRowsError
 from transferry.runtime.jobs.formats.remote_file import RemoteFile
+from transferry.runtime.logs import as_logged, logs_json
 from transferry.runtime.outputs import STANDARD_STREAM
 from transferry.runtime.stopping import at_stop
 from transferry.runtime.tables import printable
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 # Seconds between two lines of progress, between two updates of a bar, and of the time over which a
 # rate is taken: rows come in batches, and the first ones say little of the rest.
 LOG_EVERY, SHOW_EVERY, WINDOW = 30.0, 0.2, 30.0
+# Share of the total from which on the rest is estimated before a window is full, and the least
+# width of a bar: notes that leave it no room are not shown.
+ENOUGH, LEAST_BAR = 0.01, 6
 # Options of a single call, which OUT.settings.toml does not repeat.
 OF_ONE_CALL = ("quiet", "force", "as_json", "dry_run")
 
@@ -41,9 +46,7 @@ def say(line: str, **fields: Any) -> None:
         line: The message.
         **fields: What it says, for a log of JSON.
     """
-    line = printable(line)
-    if logs_json():
-        line = log_line(line, **fields)
+    line = as_logged(printable(line), **fields)
     if (bars := sys.modules.get("tqdm")) and sys.stderr.isatty():
         bars.tqdm.write(line, file=sys.stderr)  # above the bar that is on the screen
     else:
@@ -84,7 +87,14 @@ class Progress:
         self._shown = 0.0
         self._samples: deque[tuple[float, int]] = deque()
 
-    def show(self, phase: str, done: int, total: int | None = None, note: str = "") -> None:
+    def show(
+        self,
+        phase: str,
+        done: int,
+        total: int | None = None,
+        note: str = "",
+        seconds_left: float = math.inf,
+    ) -> None:
         """Shows a state, unless the last one was shown a moment ago.
 
         Args:
@@ -92,6 +102,7 @@ class Progress:
             done: Units that are done.
             total: Units in total; None if nobody knows.
             note: What else there is to say.
+            seconds_left: Time until a limit ends the phase.
         """
         now = time.monotonic()
         if phase != self.phase:
@@ -106,15 +117,15 @@ class Progress:
         if now - self._shown < self._every and not last:
             return
         self._shown = now
-        told = [*self._pace(now, done, total), *filter(None, [note])]
+        told = [*self._pace(now, done, total, seconds_left), *filter(None, [note])]
         if self._terminal:
-            self._draw(done, total, printable(", ".join(told)))
+            self._draw(done, total, printable(", ".join(told)).split(", "))
         else:
             share = "" if not total else f" of {total:,} ({100 * done // total} %)"
             line = f"{phase}: " + ", ".join([f"{done:,}{share}", *told])
             say(line, phase=phase, done=done, total=total)
 
-    def _pace(self, now: float, done: int, total: int | None) -> Iterator[str]:
+    def _pace(self, now: float, done: int, total: int | None, seconds_left: float) -> Iterator[str]:
         """Yields the rate of the last half minute, and the time that is left at that rate."""
         began, first = self._samples[0]
         if now - began < 1 or done <= first:
@@ -122,11 +133,14 @@ class Progress:
         rate = (done - first) / (now - began)
         if self.unit:
             yield f"{rate:,.0f} {self.unit}/s" if rate >= 10 else f"{rate:.1f} {self.unit}/s"
-        if total is not None and total > done:
-            left = timedelta(seconds=round((total - done) / rate))
+        # The first rows of a batch say little of the rest.
+        enough = total is not None and (done - first >= ENOUGH * total or now - began >= WINDOW / 2)
+        seconds = (total - done) / rate if total is not None and enough else math.inf
+        if 0 < (seconds := min(seconds, seconds_left)) < math.inf:
+            left = timedelta(seconds=round(seconds))
             yield f"{str(left).removeprefix('0:')} left"
 
-    def _draw(self, done: int, total: int | None, told: str) -> None:
+    def _draw(self, done: int, total: int | None, told: list[str]) -> None:
         from tqdm import tqdm
 
         if self._bar is None:
@@ -141,7 +155,12 @@ class Progress:
                 mininterval=0,
                 bar_format=f"{bar}{counts}{{postfix}}",
             )
-        self._bar.set_postfix_str(told, refresh=False)
+        counted = len(f"{self.phase} 100 %  {done:,}") + (len(f" of {total:,}") if total else 0)
+        room = (self._bar.format_dict["ncols"] or 80) - counted - LEAST_BAR
+        # Notes go first, then the rate; the time that is left comes last.
+        while told and sum(len(word) + 2 for word in told) > room:
+            told.pop(0 if told[-1].endswith(" left") else -1)
+        self._bar.set_postfix_str(", ".join(told), refresh=False)
         self._bar.n = done
         self._bar.refresh()
 
