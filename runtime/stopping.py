@@ -14,6 +14,8 @@ import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from transferry.runtime.logs import as_logged
+
 EXIT_CODE = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -49,8 +51,8 @@ def stop(number: int, frame: FrameType | None) -> None:
             with contextlib.suppress(OSError):
                 if note := _undo.pop()():
                     notes.append(note)
-        said = f"interrupted{': ' if notes else ''}{'; '.join(notes)}\n"
-        os.write(2, said.encode(errors="replace"))
+        said = as_logged(f"interrupted{': ' if notes else ''}{'; '.join(notes)}", "error")
+        os.write(2, f"{said}\n".encode(errors="replace"))
     finally:
         os._exit(EXIT_CODE)
 

@@ -501,7 +501,7 @@ def test_help_needs_nothing_heavy() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["train --builtin --out run", "export run --out bundle", "verify {} --checkpoint run"],
+    ["train --builtin --out run", "export {} --out bundle", "verify {} --checkpoint run"],
 )
 def test_a_host_without_torch_says_what_to_install(bundle_folder: Path, command: str) -> None:
     arguments = command.format(bundle_folder).split()

@@ -1,6 +1,7 @@
 """Jobs as a person or a scheduler runs them: stopped, resumed, in partitions, merged."""
 
 import json
+import math
 import os
 import re
 import shlex
@@ -227,6 +228,22 @@ def test_the_rate_is_that_of_the_last_half_minute(monkeypatch: pytest.MonkeyPatc
     assert said[-1] == "merging: 5, 0.1 rows/s"
 
 
+def test_estimates_are_of_enough_rows_and_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, said = [100.0], list[str]()
+    monkeypatch.setattr("transferry.runtime.console.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(showing, "LOG_EVERY", 0.0)
+    monkeypatch.setattr(showing, "say", lambda line, **fields: said.append(line))
+    shown = showing.Progress("rows")
+    for rows, seconds_left in ((0, math.inf), (1, math.inf), (256, math.inf), (512, 5.0)):
+        shown.show("rows", rows, 3000, "", seconds_left)
+        clock[0] += 4
+    assert said[1:] == [
+        "rows: 1 of 3,000 (0 %), 0.2 rows/s",
+        "rows: 256 of 3,000 (8 %), 32 rows/s, 01:26 left",
+        "rows: 512 of 3,000 (17 %), 43 rows/s, 00:05 left",
+    ]
+
+
 def test_messages_may_be_lines_of_json(
     bundle_folder: Path, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,3 +259,5 @@ def test_messages_may_be_lines_of_json(
     (error,) = map(json.loads, refused.stderr.splitlines())
     assert error["level"] == "error"
     assert "absent.txt" in error["message"]
+    (error,) = map(json.loads, call("run", "--bean", "4").stderr.splitlines())
+    assert error["message"].startswith("No such option '--bean'. Did you mean '--beam'?\nTry")

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
-import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import click
 
-from transferry.runtime.console.memory import out_of_memory, require_memory
+from transferry.runtime.console.memory import TORCH_COMMANDS, out_of_memory, require_memory
 from transferry.runtime.errors import InputError, TransferryError, UsageError, install_command
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, is_url
+from transferry.runtime.logs import as_logged, log_line, logs_json
 from transferry.runtime.outputs import STANDARD_STREAM, require_apart, require_own
 from transferry.runtime.settings import foreign_settings, shown
 from transferry.runtime.stopping import EXIT_CODE
@@ -90,16 +88,16 @@ class Failure(click.ClickException):
             super().show(file)
 
 
-def logs_json() -> bool:
-    """Whether messages on stderr are lines of JSON: TRANSFERRY_LOG=json."""
-    return os.environ.get("TRANSFERRY_LOG") == "json"
-
-
-def log_line(message: str, level: str = "info", **fields: Any) -> str:
-    """Returns a message as a line of JSON, with the time in UTC."""
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    record = {"time": now, "level": level, "message": message, **fields}
-    return json.dumps(record, ensure_ascii=False)
+@contextlib.contextmanager
+def _as_failures() -> Iterator[None]:
+    """Turns wrong usage that click found into a message of two lines, without the usage."""
+    try:
+        yield
+    except click.exceptions.NoArgsIsHelpError:
+        raise
+    except click.UsageError as error:
+        hint = f"\nTry '{error.ctx.command_path} --help' for help." if error.ctx else ""
+        raise Failure(f"{error.format_message()}{hint}", error.exit_code) from error
 
 
 class CheckedCommand(click.Command):
@@ -129,6 +127,8 @@ class CheckedCommand(click.Command):
             if isinstance(kind, FilePath) and value is not None:
                 paths = value if isinstance(value, tuple) else (value,)
                 local = [path for path in paths if isinstance(path, Path)]
+                if isinstance(parameter, click.Argument) and ctx.info_name in TORCH_COMMANDS:
+                    _require_there(local)
                 inputs += () if kind.writes else local
                 outputs += [(path, kind) for path in local if kind.writes]
         # Settings that a command wrote are read, and may be written again beside the same output.
@@ -145,6 +145,13 @@ class CheckedCommand(click.Command):
             if kind.foreign is not None:
                 require_own(path, kind.foreign)
         return super().invoke(ctx)
+
+
+def _require_there(inputs: Iterable[Path]) -> None:
+    """Raises InputError for an argument that is missing, before torch is imported."""
+    for path in inputs:
+        if not path.exists():
+            raise InputError(f"{path}: cannot be read: No such file or directory.")
 
 
 def _require_text(parameter: click.Parameter, value: str) -> None:
@@ -179,6 +186,11 @@ class Commands(click.Group):
                 with formatter.section(heading):
                     formatter.write_dl(rows, col_spacing=4)
 
+    def make_context(self, *arguments: Any, **settings: Any) -> click.Context:
+        """Parses the options of the group."""
+        with _as_failures():
+            return super().make_context(*arguments, **settings)
+
     def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
         """Keeps the command line for the hint on how to continue an interrupted job."""
         context.meta[COMMAND_LINE] = shlex.join(["transferry", *arguments])
@@ -188,7 +200,8 @@ class Commands(click.Group):
         """Runs the command."""
         try:
             require_memory(shlex.split(context.meta[COMMAND_LINE])[1:])
-            return super().invoke(context)
+            with _as_failures():
+                return super().invoke(context)
         except TransferryError as error:
             message = str(error)
             if isinstance(error, UsageError):
@@ -207,7 +220,8 @@ class Commands(click.Group):
                 raise
             raise Failure(str(told), told.exit_code) from error
         except KeyboardInterrupt as error:
-            click.echo(f"interrupted{': ' if error.args else ''}{error}", err=True)
+            said = f"interrupted{': ' if error.args else ''}{error}"
+            click.echo(as_logged(said, "error"), err=True)
             context.exit(EXIT_CODE)
 
 

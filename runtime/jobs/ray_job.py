@@ -200,7 +200,8 @@ class RayRunner(Runner):
                 own = {"num_cpus": workers * cores + 1, "include_dashboard": False}
             terminated = signal.getsignal(signal.SIGTERM)
             try:
-                self._ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **own)
+                with _hushed():
+                    self._ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **own)
             except ConnectionError as error:
                 raise InputError(f"there is no Ray cluster at {address}: {error}") from error
             except Exception as error:
@@ -225,6 +226,19 @@ class RayRunner(Runner):
         finally:
             if begun:
                 self._ray.shutdown()
+
+
+@contextlib.contextmanager
+def _hushed() -> Iterator[None]:
+    """Drops what C++ code writes to stderr: Ray says there at which level it logs."""
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
 
 
 @contextlib.contextmanager

@@ -177,6 +177,7 @@ def test_a_killed_driver_loses_no_finished_chunk(fast_bundle_folder: Path, tmp_p
     )
     assert resumed.returncode == 0, resumed.stderr
     assert "this run computes the rest" in resumed.stderr
+    assert "logging.cc" not in resumed.stderr
     record = json.loads(resumed.stdout)
     assert (record["rows"], record["resumed"]) == (300, 1)
     assert len(content(out)) == 30
