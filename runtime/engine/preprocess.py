@@ -195,6 +195,21 @@ def checked_texts(texts: Iterable[Any]) -> Iterator[Any]:
     return map(_checked_text, texts)
 
 
+def checked_pairs(pairs: Iterable[Any]) -> Iterator[Any]:
+    """Yields pairs of texts as they are; a string of two letters is none.
+
+    Raises:
+        UsageError: As `checked_texts`, or something else than a pair.
+    """
+
+    def checked(pair: Any) -> Any:
+        if type(pair) is not tuple or len(pair) != 2:
+            raise UsageError(f"expected pairs, such as (text, target), found {shown(pair)}")
+        return pair
+
+    return map(checked, checked_texts(pairs))
+
+
 def _checked_text(text: Any) -> Any:
     source, *others = text if type(text) is tuple and text else (text,)
     for one in (source, *(other for other in others if other is not None)):

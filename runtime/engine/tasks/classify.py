@@ -16,6 +16,7 @@ from transferry.runtime.engine.preprocess import (
     LongRows,
     Preprocessor,
     check_long_rows,
+    checked_pairs,
     checked_texts,
     too_long,
 )
@@ -131,7 +132,7 @@ def rank(
         UsageError: The bundle has no such head, or `long_rows` is "split".
     """
     task = _Rank(engine, long_rows)
-    return engine.map(checked_texts(pairs), task.prepare, task.compute, engine.encoders)
+    return engine.map(checked_pairs(pairs), task.prepare, task.compute, engine.encoders)
 
 
 def tag(

@@ -16,7 +16,7 @@ from transferry.runtime.engine.preprocess import (
     InLanguages,
     LongRows,
     check_long_rows,
-    checked_texts,
+    checked_pairs,
     in_languages,
     too_long,
 )
@@ -92,7 +92,7 @@ def score(
     decoders = engine.decoders
     check_long_rows(long_rows, "score")
     task = _Score(engine, decoders[0].has_encoder, long_rows)
-    given = checked_texts(pairs)
+    given = checked_pairs(pairs)
     if source_language is not None or target_language is not None:
         named = source_language, target_language, engine.bundle.tokenizer.special
         in_languages((), *named)  # before the first row is read

@@ -520,3 +520,5 @@ def test_pairs_are_several_too(bundle_folder: Path) -> None:
         score(translator, "five")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="texts must be strings, found 5"):
         list(score(translator, [("five", 5)]))  # type: ignore[list-item]
+    with pytest.raises(UsageError, match=r"expected pairs, .*, found 'ab'"):
+        list(score(translator, ["ab"]))  # type: ignore[list-item]
