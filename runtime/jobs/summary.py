@@ -125,10 +125,11 @@ class Summary(Tally):
         """Returns the progress as one line."""
         seconds = max(self.seconds, 1e-9)
         repeated = f"{self.repeated:,} repeated, " if self.repeated else ""
+        # Vectors and labels have no tokens.
+        rate = f", {self.target_tokens / seconds:,.0f} tokens/s" if self.target_tokens else ""
         return (
             f"{counted(self.rows, 'row')} in {self.seconds:,.1f} s, {repeated}"
-            f"{counted(self.bad_rows, 'error')}, {self.rows / seconds:,.0f} rows/s, "
-            f"{self.target_tokens / seconds:,.0f} tokens/s"
+            f"{counted(self.bad_rows, 'error')}, {self.rows / seconds:,.0f} rows/s{rate}"
         )
 
     @classmethod

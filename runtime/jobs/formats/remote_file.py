@@ -82,21 +82,28 @@ def _told(url: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:  # fsspec names the package that opens the scheme
-        raise UsageError(f"{url} cannot be opened: {error}") from error
+        reason = f"{url} cannot be opened ({_brief(error)}); {install_command('remote')}"
+        raise UsageError(reason) from error
     except ValueError as error:  # an unknown scheme
         raise UsageError(f"{url} cannot be opened: {error}") from error
     except FileNotFoundError as error:
         # Over http this may also be a server that does not answer.
-        reason = f": {_brief(error.__cause__)}" if error.__cause__ is not None else ""
+        if (cause := error.__cause__) is not None and isinstance(cause, OSError):
+            raise _unreachable(url, cause) from error
+        reason = f": {_brief(cause)}" if cause is not None else ""
         raise InputError(f"{url}: there is no such file{reason}") from error
     except Exception as error:
         # Each back end has exceptions of its own, whose packages need not be installed.
         if not _of_a_back_end(error):
             raise
-        raise InputError(
-            f"{url}: cannot be read: {_brief(error)}. Check the connection and the credentials, "
-            "then run the command again"
-        ) from error
+        raise _unreachable(url, error) from error
+
+
+def _unreachable(url: str, error: BaseException) -> InputError:
+    return InputError(
+        f"{url}: cannot be read: {_brief(error)}. Check the connection and the credentials, "
+        "then run the command again"
+    )
 
 
 def _brief(error: BaseException) -> str:

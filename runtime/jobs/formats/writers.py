@@ -64,6 +64,12 @@ ROW_GROUP = 4096
 _AS_SPACE = {ord(letter): " " for letter in "\t\r\n"}
 
 
+def _endings(task: TaskName) -> str:
+    """Lists the endings of names that choose a format of a task."""
+    endings = {"text": "txt", "openai": "jsonl"}
+    return ", ".join(dict.fromkeys(f".{endings.get(name, name)}" for name in FORMATS[task]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowWriter(ABC):
     """Writes records in one format. The same records give the same bytes, however they are split.
@@ -143,7 +149,7 @@ def open_writer(
     if format is None and not known and not _TEXT_NAME.fullmatch(name):
         raise UsageError(
             f"{path}: there is no output format {name}; let the name end in one of "
-            f"{', '.join(f'.{each}' for each in FORMATS[task])}, or choose with --format"
+            f"{_endings(task)}, or choose with --format"
         )
     default = name if known else "text" if "text" in FORMATS[task] or task == "embed" else "jsonl"
     format = format or cast(OutputFormat, default)

@@ -159,7 +159,7 @@ def test_urls_are_read_as_they_stream_in(
 def test_a_server_that_is_gone_is_told(server: str) -> None:
     gone = "http://127.0.0.1:9/rows.txt"
     with pytest.raises(
-        InputError, match=r"rows.txt: there is no such file: Cannot connect to host"
+        InputError, match=r"rows.txt: cannot be read: Cannot connect to host.* Check the connection"
     ):
         texts(gone)
 
