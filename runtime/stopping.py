@@ -14,8 +14,6 @@ import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from transferry.runtime.logs import as_logged
-
 EXIT_CODE = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -23,6 +21,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 Undo = Callable[[], str | None]
 _undo: list[Undo] = []
 _stopping = False
+_format: Callable[[str], str] = str
+
+
+def format_with(format: Callable[[str], str]) -> None:
+    """Sets how the last message is formatted, such as a line of JSON."""
+    global _format
+    _format = format
 
 
 def handle_signals() -> None:
@@ -51,7 +56,7 @@ def stop(number: int, frame: FrameType | None) -> None:
             with contextlib.suppress(OSError):
                 if note := _undo.pop()():
                     notes.append(note)
-        said = as_logged(f"interrupted{': ' if notes else ''}{'; '.join(notes)}", "error")
+        said = _format(f"interrupted{': ' if notes else ''}{'; '.join(notes)}")
         os.write(2, f"{said}\n".encode(errors="replace"))
     finally:
         os._exit(EXIT_CODE)

@@ -149,8 +149,8 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
             fit.
         UsageError: The tokenizer's library is not installed, or an adapter is for another kind.
     """
-    if (found := what_is(folder)).startswith(("found a bundle", "found a run")):
-        raise InputError(f"{folder}: expected a folder of Hugging Face, Marian or fairseq, {found}")
+    if (lies := what_is(folder)).startswith(("found a bundle", "found a run")):
+        raise InputError(f"{folder}: expected a folder of Hugging Face, Marian or fairseq, {lies}")
     adapter = Adapter(adapter_folder) if adapter_folder is not None else None
     for pattern, read in TOOLKITS.items():
         if not (folder / CONFIG).exists() and any(folder.glob(pattern)):

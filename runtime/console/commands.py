@@ -19,11 +19,10 @@ import click
 from transferry.runtime.console.memory import TORCH_COMMANDS, out_of_memory, require_memory
 from transferry.runtime.errors import InputError, TransferryError, UsageError, install_command
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, is_url
-from transferry.runtime.logs import as_logged, log_line, logs_json
 from transferry.runtime.outputs import STANDARD_STREAM, require_apart, require_own
 from transferry.runtime.settings import foreign_settings, shown
-from transferry.runtime.stopping import EXIT_CODE
-from transferry.runtime.tables import printable
+from transferry.runtime.stopping import EXIT_CODE, format_with
+from transferry.runtime.tables import as_logged, log_line, logs_json, printable
 
 # Options that were renamed; the former name still works, also in a --config file.
 FORMER_NAMES = {"opinions": "cross-check", "shard": "partition", "shard-rows": "chunk-rows"}
@@ -173,6 +172,7 @@ class Commands(click.Group):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
+        format_with(partial(as_logged, level="error"))
         self.context_settings = {"max_content_width": 100, "token_normalize_func": current_name}
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

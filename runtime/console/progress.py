@@ -20,10 +20,9 @@ import click
 from transferry.runtime.console.commands import COMMAND_LINE
 from transferry.runtime.errors import BadRowsError
 from transferry.runtime.jobs.formats.remote_file import RemoteFile
-from transferry.runtime.logs import as_logged, logs_json
 from transferry.runtime.outputs import STANDARD_STREAM
 from transferry.runtime.stopping import at_stop
-from transferry.runtime.tables import printable
+from transferry.runtime.tables import as_logged, logs_json, printable
 
 if TYPE_CHECKING:
     from transferry.runtime.jobs.job import Job
