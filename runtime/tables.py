@@ -1,11 +1,7 @@
 """Plain-text tables for terminals and logs."""
 
-import json
-import os
 import re
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from typing import Any
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -32,20 +28,3 @@ def printable(text: str) -> str:
     Names in a bundle, a checkpoint or an input come from outside.
     """
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
-
-
-def logs_json() -> bool:
-    """Whether messages on stderr are lines of JSON: TRANSFERRY_LOG=json."""
-    return os.environ.get("TRANSFERRY_LOG") == "json"
-
-
-def log_line(message: str, level: str = "info", **fields: Any) -> str:
-    """Returns a message as a line of JSON, with the time in UTC."""
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    record = {"time": now, "level": level, "message": message, **fields}
-    return json.dumps(record, ensure_ascii=False)
-
-
-def as_logged(message: str, level: str = "info", **fields: Any) -> str:
-    """Returns a message as it is printed on stderr."""
-    return log_line(message, level, **fields) if logs_json() else message

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from transferry.runtime.console.commands import COMMAND_LINE
+from transferry.runtime.console.logs import as_logged, logs_json
 from transferry.runtime.errors import BadRowsError
 from transferry.runtime.jobs.formats.remote_file import RemoteFile
 from transferry.runtime.outputs import STANDARD_STREAM
 from transferry.runtime.stopping import at_stop
-from transferry.runtime.tables import as_logged, logs_json, printable
+from transferry.runtime.tables import printable
 
 if TYPE_CHECKING:
     from transferry.runtime.jobs.job import Job
