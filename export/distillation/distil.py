@@ -270,7 +270,7 @@ def _choose(
     targets = None if references is None else [pair.target for pair in references]
     total = None if targets is None else len(targets)
     taught, report = distilled(
-        out / run_folder.ANSWERS, targets, lambda number: show("choosing", number, total)
+        out / run_folder.ANSWERS, targets, lambda number: show("choosing answers", number, total)
     )
     say(f"distilled pairs: {report}")
     if targets is not None:

@@ -98,9 +98,11 @@ class Task:
             )
         if options.task == "score":
             if engine.decoder.has_encoder is (options.target is None):
-                need = "needs --target" if options.target is None else "takes no --target"
+                remedy = "name the texts to score with" if options.target is None else "leave out"
                 architecture = engine.bundle.manifest.architecture
-                raise UsageError(f"{engine.bundle.folder} is {architecture} and {need}")
+                raise UsageError(
+                    f"{engine.bundle.folder}: the model is {architecture}; {remedy} --target"
+                )
             return cls(
                 lambda engine, pairs, first: engine.score(pairs, long_rows=long_rows),
                 spoken,
