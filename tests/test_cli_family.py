@@ -160,7 +160,10 @@ def test_scores_of_the_wrong_kind(
     bundle_folder: Path, writer_bundle_folder: Path, reader_bundle_folder: Path, lines: Path
 ) -> None:
     result = call("score", bundle_folder, lines)
-    assert (result.exit_code, "encoder-decoder; name the texts to score with --target" in result.stderr) == (2, True)
+    assert (
+        result.exit_code,
+        "encoder-decoder; name the texts to score with --target" in result.stderr,
+    ) == (2, True)
     result = call("score", writer_bundle_folder, lines, "--target", lines)
     assert (result.exit_code, "decoder-only; leave out --target" in result.stderr) == (2, True)
     result = call("score", reader_bundle_folder, lines)
