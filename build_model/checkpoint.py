@@ -156,7 +156,7 @@ def _read_config(
 ) -> tuple[ModelConfig, TrainConfig | None, dict[str, Any], HeadSettings | None]:
     path = folder / CONFIG
     if not path.exists():
-        raise InputError(f"{folder}: expected a run, with its {CONFIG}, {what_is(folder)}")
+        raise InputError(f"{path} is missing: expected a run, {what_is(folder)}")
     record = read_document(path, dict[str, Any], REMEDY)
     try:
         if "model_type" in record:

@@ -507,7 +507,7 @@ class Bundle:
 def _manifest_of(folder: Path) -> bytes:
     if not (folder / MANIFEST).is_file():
         raise InputError(
-            f"{folder}: expected a bundle, the folder that `transferry export` wrote, "
+            f"{folder}: expected a bundle, with the {MANIFEST} that `transferry export` wrote, "
             f"{what_is(folder)}"
         )
     with open_inside(folder, MANIFEST) as file:

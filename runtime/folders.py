@@ -22,7 +22,8 @@ def what_is(folder: Path) -> str:
         return "found a file"
     if (folder / "manifest.json").is_file():
         return "found a bundle"
-    if (folder / "model.safetensors").is_file() and (folder / "settings.toml").is_file():
+    of_run = (folder / name for name in ("checkpoints", "settings.toml"))
+    if (folder / "model.safetensors").is_file() and any(each.exists() for each in of_run):
         return f"found a run; export it: transferry export {shlex.quote(str(folder))} --out BUNDLE"
     if (folder / "config.json").is_file():
         return (

@@ -24,6 +24,15 @@ Once = Callable[[str, Callable[[Path], object]], Path]
 
 
 @contextmanager
+def translations_kept() -> Iterator[None]:
+    """The exporter parses each operator's translation once, not again for each graph."""
+    with pytest.MonkeyPatch.context() as patch:
+        operators = functools.cache(onnxscript_apis.get_torchlib_ops)
+        patch.setattr(onnxscript_apis, "get_torchlib_ops", operators)
+        yield
+
+
+@contextmanager
 def traced_once(once: Once) -> Iterator[None]:
     """Traces each graph of a variant once in a run of the suite, and fills in each model's weights.
 
@@ -60,9 +69,6 @@ def traced_once(once: Once) -> Iterator[None]:
         return exported
 
     with pytest.MonkeyPatch.context() as patch:
-        # The exporter parses the source of every operator's translation again for each graph.
-        operators = functools.cache(onnxscript_apis.get_torchlib_ops)
-        patch.setattr(onnxscript_apis, "get_torchlib_ops", operators)
         for name in ("export_graphs", "export_fused_graphs"):
             patch.setattr(variants, name, exporter(vars(variants)[name]))
         yield

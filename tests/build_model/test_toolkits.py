@@ -421,7 +421,7 @@ def test_a_damaged_folder_of_marian_is_refused(tmp_path: Path) -> None:
     write(**{name: weights[name] * np.float32("nan")})
     refused(f"finite numbers in the tensor {name}")
     write(**{name: weights[name].astype(np.int8)})
-    refused(f"the tensor {name}, found int8: the weights are quantised")
+    refused(f"found int8 in the tensor {name}: they are quantised")
     write(other=weights[name])
     refused("the tensor other is unknown")
     write(**{name: np.array([print], dtype=object)})
@@ -719,7 +719,7 @@ def test_from_their_folder_to_answers(
     lines, bundle = tmp_path / "lines.txt", tmp_path / "bundle"
     lines.write_text("the cat sat\nStraße 日本 yes\n", encoding="utf-8")
     done("import", tmp_path / "theirs", "--out", tmp_path / "run")
-    done("export", tmp_path / "run", "--out", bundle, "--text", lines)
+    done("export", tmp_path / "run", "--out", bundle, "--text", lines, "--variant", "portable")
     out = tmp_path / "answers.txt"
     assert call("run", bundle, lines, "-o", out, "--beam", "2").exit_code == 0
     assert set(out.read_text(encoding="utf-8").split()) <= {*WORDS, "<unk>"}

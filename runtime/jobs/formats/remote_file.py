@@ -87,8 +87,9 @@ def _told(url: str) -> Iterator[None]:
     except ValueError as error:  # an unknown scheme
         raise UsageError(f"{url} cannot be opened: {error}") from error
     except FileNotFoundError as error:
-        # Over http this may also be a server that does not answer.
-        if (cause := error.__cause__) is not None and isinstance(cause, OSError):
+        # Over http this may also be a server that does not answer, so without a response.
+        cause = error.__cause__
+        if isinstance(cause, OSError) and getattr(cause, "response", None) is None:
             raise _unreachable(url, cause) from error
         reason = f": {_brief(cause)}" if cause is not None else ""
         raise InputError(f"{url}: there is no such file{reason}") from error

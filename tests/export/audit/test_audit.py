@@ -311,7 +311,7 @@ def test_a_function_is_the_reference(linear: Callable[[float], Path]) -> None:
     ("arguments", "code", "message"),
     [
         ("empty --reference run", 3, "expected model.onnx"),
-        ("absent --reference run", 3, "expected a folder of ONNX graphs"),
+        ("absent --reference run", 3, "absent: cannot be read: No such file"),
         ("graphs --reference absent", 3, "expected a folder that `transferry import` reads"),
         ("graphs --reference run --atol 1e-3", 2, "--atol needs --plant"),
         ("graphs", 2, "Missing option '--reference'"),

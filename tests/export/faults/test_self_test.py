@@ -228,6 +228,7 @@ def test_honest_copy_of_each_variant_passes(
     assert not gate.check(honest.folder)
 
 
+@pytest.mark.parametrize("variant_gate", ["cpu-fp32", "cpu-int8"], indirect=True)
 def test_random_faults_that_change_an_answer_are_caught(
     variant_gate: tuple[Gate, BundleCopy, Path], all_variants: Bundle
 ) -> None:

@@ -137,21 +137,21 @@ def test_answers_without_scores_are_the_same(engine: Engine, texts: list[str]) -
     ],
     ids=["greedy", "greedy without scores", "beam"],
 )
-def test_a_thousand_real_rows_in_place_are_the_same_bit_for_bit(
+def test_real_rows_in_place_are_the_same_bit_for_bit(
     fast_bundle_folder: Path, corpus_dir: Path, options: GenerationOptions
 ) -> None:
     """Scores as well, whether a row is alone or among many; tokens as the portable variant's."""
     lines = list(read_lines(corpus_dir / "multi30k" / "test_2016_flickr.en.gz"))
     assert len(lines) == 1000
-    # Cut, since the small test model has few positions.
-    real_texts = [line[:40] for line in lines]
+    # Cut, since the small test model has few positions; a third, since this takes long.
+    real_texts = [line[:40] for line in lines[::3]]
     found = []
     order = list(range(len(real_texts)))
     for number, (variant, rows) in enumerate(
         [("cpu-fp32", 64), ("cpu-fp32", 1), ("portable", 64), ("portable", 7)]
     ):
         random.Random(number).shuffle(order)
-        batches = BatchOptions(rows=rows * options.beam, window=300)
+        batches = BatchOptions(rows=rows * options.beam, window=100)
         engine = Engine.load(fast_bundle_folder, variant=variant, replicas=2, batches=batches)
         results = list(engine.generate((real_texts[index] for index in order), options))
         assert [result.source for result in results] == [real_texts[index] for index in order]
