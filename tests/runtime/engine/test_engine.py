@@ -162,7 +162,7 @@ def test_real_rows_in_place_are_the_same_bit_for_bit(
     assert [i for i in order if repr(portable[i]) != repr(few[i])] == []
     tokens = [answers([each[i] for i in range(len(order))]) for each in (many, portable)]
     assert tokens[0] == tokens[1]
-    assert len({row[0] for row in tokens[0]}) > 100, "the answers must tell rows apart"
+    assert len({row[0] for row in tokens[0]}) > len(order) / 10, "the answers must tell rows apart"
 
 
 def test_bad_rows_are_errors_of_their_own(engine: Engine, texts: list[str]) -> None:
