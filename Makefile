@@ -24,12 +24,13 @@ READY := .venv/.ready
 
 setup: $(READY)
 
+# --no-compile: of 15,000 modules most are never imported, and compiling takes half a minute.
 $(READY): pyproject.toml
 	@command -v "$(PYTHON)" >/dev/null || { echo "transferry needs Python 3.11 or later, found no $(PYTHON): install it, or name one with: make $(or $(MAKECMDGOALS),setup) PYTHON=/path/to/python" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "transferry needs Python 3.11 or later, $(PYTHON) is $$("$(PYTHON)" --version 2>&1): name another with: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.12" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make environments: sudo apt install python$$("$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv" >&2; exit 1; }
 	test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS) --editable ".[export,dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile $(PIP_FLAGS) --editable ".[export,dev]"
 	mkdir -p .typing && ln -sfn .. .typing/transferry
 	touch $@
 

@@ -77,7 +77,7 @@ class Effort:
         config, tokens = model.config, JUDGED_WORK / parameters(model)
         quarter = tokens / 4
         positions = _between(16, quarter / SIZES_COST, config.max_positions)
-        longest = _between(16, quarter / JUDGED_COST / 8, LONGEST_ANSWER)
+        longest = _between(8, quarter / JUDGED_COST / 8, LONGEST_ANSWER)
         return cls(
             positions,
             config.vocabulary_size + config.source_vocabulary <= quarter,
