@@ -106,6 +106,8 @@ class Precision(TorchFunctionMode):
             return self._converted(func(*args, **kwargs))
         if self.dtype == torch.float32 or func.__name__ == "__get__":  # such as x.shape
             return func(*args, **kwargs)
+        if func is Tensor.new_zeros:  # of a whole embedding only the type is read
+            return func(*args, **{"dtype": self.dtype, **kwargs})
         kwargs = {name: self._converted(value) for name, value in kwargs.items()}
         return func(*map(self._converted, args), **kwargs)
 

@@ -1,6 +1,7 @@
 """Another precision without a copy gives what a copy gives, of every kind of model."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,3 +97,17 @@ def test_inputs_are_rounded_by_block_and_row() -> None:
     torch.testing.assert_close(found, wanted)
     assert round_blocks(x, 0.2, 4)[0, 1] == 1.0
     assert round_to(torch.tensor([-9.0, 0.26, 9.0]), 0.5, 0.0, -2, 3).tolist() == [-1.0, 0.5, 1.5]
+
+
+def test_new_zeros_convert_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache is made from the embedding, which of a large model takes 500 MB in float64."""
+    model, converted = random_model("a writer"), list[torch.Size]()
+
+    def convert(self: Precision, value: Any) -> Any:
+        converted.append(value.shape)
+        return value
+
+    monkeypatch.setattr(Precision, "_converted", convert)
+    with Precision(model, torch.float64):
+        (past, *_) = model.empty_past(2)
+    assert (past[0].dtype, past[0].shape[2], converted) == (torch.float64, 0, [])
