@@ -160,6 +160,7 @@ def test_half_precision_answers_nearly_alike(tmp_path: Path) -> None:
 def test_of_a_large_model_export_tells_a_loss_and_verify_judges(
     checkpoint: Checkpoint, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(effort, "RECORDED_LENGTH", 4)
     made = partial(export_bundle, checkpoint, texts=texts[:4], variants=["cpu-int4"])
     with pytest.raises(ParityError, match="Equivalent choices"):
         made(tmp_path / "small")
@@ -171,6 +172,6 @@ def test_of_a_large_model_export_tells_a_loss_and_verify_judges(
     assert len(told) == 1
     assert "too few answers" in told[0]
     model = open_model(bundle, bundle.variant("cpu-int4"), SessionOptions())
-    report = verify_against(checkpoint, bundle, model, texts[:40])
+    report = verify_against(checkpoint, bundle, model, texts[:16])
     assert not report.passed
     assert all("Equivalent choices" in fault or "hoice" in fault for fault in report.faults)
