@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -73,6 +74,8 @@ class RunWeights:
             return table, COMPUTED
         if (scale := self._kv_scales.get(name)) is not None:
             return scale, 0.0
+        if (width := re.fullmatch(r"zeros_(\d+)", name)) is not None:
+            return torch.zeros(1, int(width[1])), 0.0
         base, _, kind = name.removesuffix(".column").rpartition(".")
         weight = self._weights.get(base)
         if weight is None:
