@@ -14,16 +14,26 @@ from transferry.runtime.files import temporary_name, unwritable
 from transferry.runtime.stopping import at_stop
 
 
+def is_bundle(folder: Path) -> bool:
+    """Whether a folder has the manifest of a bundle, which need not be in order."""
+    return (folder / "manifest.json").is_file()
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder has the files of a run, which need not be in order."""
+    of_run = (folder / name for name in ("checkpoints", "settings.toml"))
+    return (folder / "model.safetensors").is_file() and any(each.exists() for each in of_run)
+
+
 def what_is(folder: Path) -> str:
     """Says what lies where a folder of another kind is expected, and how to go on from there."""
     if not folder.exists():
         return "found nothing"
     if not folder.is_dir():
         return "found a file"
-    if (folder / "manifest.json").is_file():
+    if is_bundle(folder):
         return "found a bundle"
-    of_run = (folder / name for name in ("checkpoints", "settings.toml"))
-    if (folder / "model.safetensors").is_file() and any(each.exists() for each in of_run):
+    if is_run(folder):
         return f"found a run; export it: transferry export {shlex.quote(str(folder))} --out BUNDLE"
     if (folder / "config.json").is_file():
         return (

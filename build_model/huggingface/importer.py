@@ -28,7 +28,7 @@ from transferry.build_model.toolkits.sentence_transformers import (
 )
 from transferry.build_model.toolkits.source import Source
 from transferry.runtime.errors import InputError, UsageError, require
-from transferry.runtime.folders import replace_folder, staged_folder, what_is
+from transferry.runtime.folders import is_bundle, is_run, replace_folder, staged_folder, what_is
 from transferry.runtime.settings import MOST, HeadSettings
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
@@ -149,8 +149,9 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
             fit.
         UsageError: The tokenizer's library is not installed, or an adapter is for another kind.
     """
-    if (lies := what_is(folder)).startswith(("found a bundle", "found a run")):
-        raise InputError(f"{folder}: expected a folder of Hugging Face, Marian or fairseq, {lies}")
+    if is_bundle(folder) or is_run(folder):
+        expected = "a folder of Hugging Face, Marian or fairseq"
+        raise InputError(f"{folder}: expected {expected}, {what_is(folder)}")
     adapter = Adapter(adapter_folder) if adapter_folder is not None else None
     for pattern, read in TOOLKITS.items():
         if not (folder / CONFIG).exists() and any(folder.glob(pattern)):

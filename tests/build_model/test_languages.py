@@ -69,7 +69,6 @@ def mbart50_of_config(folder: Path) -> None:
     path.write_text(json.dumps(settings))
 
 
-NAMED_ELSEWHERE = ("mBART-50, named elsewhere",)
 # Writer, model type, and three languages, the first of them the folder's own.
 Kind = tuple[Callable[[Path], None], str, list[str]]
 NLLB, MBART, M2M = ["eng_Latn", "deu_Latn", "zho_Hans"], ["en_XX", "de_DE", "zh_CN"], ["en", "de"]
@@ -92,7 +91,7 @@ def imported(kind: str, folder: Path) -> tuple[Drawn, Any]:
     theirs.mkdir()
     write(theirs)
     size = {"M2M-100": 250, "WMT 21": 150}.get(kind, 480)
-    said = {"tokenizer_class": "MBart50Tokenizer"} if kind in NAMED_ELSEWHERE else {}
+    said = {"tokenizer_class": "MBart50Tokenizer"} if write is mbart50_of_config else {}
     drawn = Drawn(model_type, 0, theirs, size, depth=1, rewrite=lambda record: record.update(said))
     import_checkpoint(theirs, folder / "run")
     return drawn, transformers.AutoTokenizer.from_pretrained(theirs)
