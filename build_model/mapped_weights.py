@@ -65,12 +65,6 @@ class MappedWeights:
         if sys.platform != "win32":
             self._map.madvise(mmap.MADV_DONTNEED)
 
-    def end_phase(self) -> None:
-        """Returns what a phase of work has left: pages, cycles of objects, free heap."""
-        self.release()
-        gc.collect()
-        _glibc("malloc_trim", 0)  # it keeps free memory between blocks in use
-
 
 @contextmanager
 def large_blocks_returned() -> Iterator[None]:
@@ -84,6 +78,12 @@ def large_blocks_returned() -> Iterator[None]:
         yield
     finally:
         _glibc("mallopt", THRESHOLD, 32 << 20)
+
+
+def return_memory() -> None:
+    """Returns what a phase of work has left: cycles of objects, free heap between blocks in use."""
+    gc.collect()
+    _glibc("malloc_trim", 0)
 
 
 def _glibc(name: str, *arguments: int) -> None:

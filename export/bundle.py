@@ -14,13 +14,18 @@ from typing import Any
 import onnx
 
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.build_model.mapped_weights import MappedWeights, large_blocks_returned
+from transferry.build_model.mapped_weights import (
+    MappedWeights,
+    large_blocks_returned,
+    return_memory,
+)
 from transferry.build_model.transformer import Transformer
 from transferry.export.backends.backends import ReferenceBackend
 from transferry.export.backends.one_layer import check_one_layer
 from transferry.export.backends.plain_decoder import plain_model
 from transferry.export.claims.claims import default_generation
 from transferry.export.graphs.external_data import Places, write_graphs
+from transferry.export.graphs.graph import Traces
 from transferry.export.graphs.one_graph import require_one_graph
 from transferry.export.optimise.calibration import CALIBRATION, Calibration
 from transferry.export.optimise.calibration import calibrate as calibrate_model
@@ -33,6 +38,7 @@ from transferry.export.parity.effort import (
     recorded_sources,
 )
 from transferry.export.parity.oracle import Oracle
+from transferry.export.precision import KEPT
 from transferry.export.variants import (
     PORTABLE,
     RECIPES,
@@ -62,7 +68,10 @@ from transferry.runtime.sealed_folder import FileRecord
 
 ANSWER_LENGTH = 64  # most tokens of an answer that an encoder-decoder is calibrated on
 LARGE = 1 << 28  # parameters: 1 GiB in float32
-MAPPED = 1 << 26  # bytes of weights from which on they are mapped
+# Bytes of weights from which on they are mapped: reading mapped weights again and again takes a
+# sixth of the time of an export, and a smaller model is kept in float64, too.
+MAPPED = KEPT // 2
+MUCH = 1 << 26  # bytes of weights from which on what a phase leaves in memory is freed
 TOO_FEW = "on too few answers to tell it from chance: verify the variant before you deploy it"
 MADE_BY = ("transferry", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu")
 
@@ -111,7 +120,7 @@ def export_bundle(
         recipe_of(name, calibrated=bool(calibrate))
     model = checkpoint.model
     with staged_folder(out) as folder, contextlib.ExitStack() as large:
-        if 4 * parameters(model) >= MAPPED:
+        if 4 * parameters(model) > MAPPED:
             large.enter_context(large_blocks_returned())
             model.mapped = model.mapped or MappedWeights(model.parameters(), folder.parent)
         calibration = None
@@ -122,9 +131,10 @@ def export_bundle(
         variants = list(dict.fromkeys([PORTABLE, *variants]))
         described: dict[str, Variant] = {}
         written: dict[Path, Places] = {}
+        traces = Traces()
         for name in variants:
             say(f"exporting variant {name}")
-            graphs = make_variant(model, name, calibration)
+            graphs = make_variant(model, name, calibration, traces)
             if one_graph and name == PORTABLE:
                 say("composing the search as one graph")
                 special = checkpoint.tokenizer.special
@@ -136,6 +146,7 @@ def export_bundle(
             described[name] = describe(name, graphs)
             del graphs
             end_phase(model)
+        del traces
         checkpoint.tokenizer.save(folder)
         say("recording reference answers of torch")
         _reference(checkpoint, texts).save(folder / REFERENCE)
@@ -161,9 +172,10 @@ def export_bundle(
 
 
 def end_phase(model: Transformer) -> None:
-    """Frees what a phase of the export has left in memory, where the model is large."""
-    if model.mapped is not None:
-        model.mapped.end_phase()
+    """Frees what a phase of the export has left in memory, where that is much."""
+    model.release()
+    if 4 * parameters(model) >= MUCH:
+        return_memory()
 
 
 def verify_variant(

@@ -21,6 +21,7 @@ from transferry.runtime.decoding.decoder import StepOutput, Tensors, longer
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Floats = NDArray[np.floating[Any]]
+KEPT_TOKENS = 512  # of a source whose state is kept
 MOVES = 8  # of hidden states, to learn how far rounding moves a head
 
 
@@ -49,6 +50,7 @@ class TorchDecoder:
         self.has_encoder = bool(model.config.encoder_layers)
         self.encoder = TorchEncoder(model, precision)
         self._precision = precision or _own_precision(model)
+        self._begun: tuple[Any, TorchState] | None = None  # the last source and its state
 
     @classmethod
     def oracle(cls, model: Transformer) -> TorchDecoder:
@@ -60,8 +62,15 @@ class TorchDecoder:
     @torch.inference_mode()
     def start(self, source: Ids, mask: Mask) -> TorchState:
         """Encodes the source; see `Decoder.start`."""
+        key = source.shape, source.tobytes(), mask.tobytes()
+        if self._begun is not None and self._begun[0] == key:
+            return self._begun[1]
         with self._precision:
-            return self._start(source, mask)
+            state = self._start(source, mask)
+        # One text is searched in several ways. The state of a large model would take memory.
+        kept = source.size <= KEPT_TOKENS and self.model.mapped is None
+        self._begun = (key, state) if kept else None
+        return state
 
     def _start(self, source: Ids, mask: Mask) -> TorchState:
         tokens, mask_tensor = _on_device(self.model, source, mask)

@@ -12,7 +12,7 @@ import torch
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.export.graphs.fused import export_fused_graphs
-from transferry.export.graphs.graph import CELL, Graph
+from transferry.export.graphs.graph import CELL, Graph, Traces
 from transferry.export.graphs.one_beam_graph import BeamComposer
 from transferry.export.graphs.one_graph import Composer, require_one_graph
 from transferry.export.graphs.portable import export_graphs
@@ -84,7 +84,10 @@ def recipe_of(name: str, *, calibrated: bool) -> Recipe:
 
 
 def make_variant(
-    model: Transformer, name: str, calibration: Calibration | None = None
+    model: Transformer,
+    name: str,
+    calibration: Calibration | None = None,
+    traces: Traces | None = None,
 ) -> dict[str, Graph]:
     """Exports the graphs of a variant by name, and optimises them if its recipe says so.
 
@@ -92,13 +95,17 @@ def make_variant(
         model: The model in float32, in eval mode.
         name: One of `RECIPES`.
         calibration: Required for an int8 variant.
+        traces: Of the model's variants exported before; they share what they trace.
 
     Raises:
         UsageError: There is no such variant, or an int8 variant is not calibrated.
         ParityError: A linear layer was not fused, or an attention does not read integers.
     """
     recipe = recipe_of(name, calibrated=calibration is not None)
-    graphs = _fused_graphs(model, name, calibration) if recipe.fused else export_graphs(model)
+    if recipe.fused:
+        graphs = _fused_graphs(model, name, calibration, traces)
+    else:
+        graphs = export_graphs(model, traces=traces)
     return {key: graph.at(f"{recipe.prefix}{graph.spec.file}") for key, graph in graphs.items()}
 
 
@@ -149,7 +156,7 @@ def describe(name: str, graphs: Mapping[str, Graph]) -> Variant:
 
 
 def _fused_graphs(
-    model: Transformer, name: str, calibration: Calibration | None
+    model: Transformer, name: str, calibration: Calibration | None, traces: Traces | None
 ) -> dict[str, Graph]:
     precision, on_cpu = RECIPES[name].precision, RECIPES[name].providers == ("cpu",)
     kernels: Kernels = FloatKernels(with_relu=on_cpu)
@@ -163,7 +170,10 @@ def _fused_graphs(
     elif precision != "float32":
         model = copy.deepcopy(model).to(getattr(torch, precision))
     decoder, cache_type = bool(model.config.decoder_layers), "int8" if scales else None
-    graphs = export_fused_graphs(model, cache_type) if decoder else export_graphs(model)
+    if decoder:
+        graphs = export_fused_graphs(model, cache_type, traces)
+    else:
+        graphs = export_graphs(model, traces=traces)
     linears = 0
     for graph in graphs.values():
         linears += Fusion(graph, kernels).run()

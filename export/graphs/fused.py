@@ -24,6 +24,7 @@ from transferry.export.graphs.graph import (
     Graph,
     Module,
     Specs,
+    Traces,
     cache_specs,
     export_modules,
     flatten,
@@ -211,7 +212,9 @@ def _in_place(kind: str, buffer: Tensor, *inputs: Tensor, **attributes: Any) -> 
     )
 
 
-def export_fused_graphs(model: Transformer, cache_type: str | None = None) -> dict[str, Graph]:
+def export_fused_graphs(
+    model: Transformer, cache_type: str | None = None, traces: Traces | None = None
+) -> dict[str, Graph]:
     """Exports the graphs of a fused variant, before any rewriting.
 
     Biases and logits are float32 in every precision, so that the host handles one type only; the
@@ -221,6 +224,7 @@ def export_fused_graphs(model: Transformer, cache_type: str | None = None) -> di
         model: Encoder-decoder or decoder-only, in eval mode and in the variant's precision.
         cache_type: Element type of the stored cache. Default: the model's precision, which
             "encoder" and "decoder" keep in either case.
+        traces: Of variants exported before.
     """
     config = model.config
     precision = str(model.embedding.weight.dtype).removeprefix("torch.")
@@ -304,4 +308,4 @@ def export_fused_graphs(model: Transformer, cache_type: str | None = None) -> di
             (spec("write", "int64", "batch"), *fresh, *source_state),
             stored("placed", "batch", "source"),
         )
-    return export_modules(modules, FUSED_OPSET)
+    return export_modules(modules, FUSED_OPSET, traces)

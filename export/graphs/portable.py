@@ -18,6 +18,7 @@ from transferry.build_model.transformer import Transformer
 from transferry.export.graphs.graph import (
     Graph,
     Module,
+    Traces,
     cache_specs,
     export_modules,
     flatten,
@@ -72,12 +73,15 @@ class SelectGraph(nn.Module):
         return tuple(tensor.index_select(0, rows) for tensor in state)
 
 
-def export_graphs(model: Transformer, names: Sequence[str] | None = None) -> dict[str, Graph]:
+def export_graphs(
+    model: Transformer, names: Sequence[str] | None = None, traces: Traces | None = None
+) -> dict[str, Graph]:
     """Exports the graphs of the portable variant: standard ONNX operators only, float32.
 
     Args:
         model: The model, in eval mode.
         names: Default: all graphs of the architecture (`runtime.bundle.GRAPHS`).
+        traces: Of variants exported before.
     """
     config = model.config
     cache = partial(cache_specs, config)
@@ -113,4 +117,5 @@ def export_graphs(model: Transformer, names: Sequence[str] | None = None) -> dic
             cache("selected", "selected", "length"),
         ),
     }
-    return export_modules({name: modules[name] for name in names or GRAPHS[config.architecture]})
+    chosen = {name: modules[name] for name in names or GRAPHS[config.architecture]}
+    return export_modules(chosen, traces=traces)

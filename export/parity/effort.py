@@ -27,8 +27,8 @@ from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.parity.compare import Case
 
 # Products of tokens and parameters: of the recorded answers, and of what an int8 variant is judged
-# on. 100 million parameters then take about half a minute and a minute of two cores.
-RECORDED_WORK = 6e10
+# on. 100 million parameters then take about 10 and 40 seconds of two cores for each variant.
+RECORDED_WORK = 2e10
 JUDGED_WORK = 2e11
 
 Item = TypeVar("Item")
@@ -36,7 +36,7 @@ Item = TypeVar("Item")
 RECORDED_SOURCES = 8
 RECORDED_LENGTH = 64
 JUDGED_ROWS = 64
-LONGEST_ANSWER = 256
+SHORTEST_ANSWER, LONGEST_ANSWER = 8, 256
 # The fewest tokens of answers whose share of wrong choices says something of the variant: one in
 # fifty may be wrong.
 JUDGED_TOKENS = 500
@@ -77,7 +77,7 @@ class Effort:
         config, tokens = model.config, JUDGED_WORK / parameters(model)
         quarter = tokens / 4
         positions = _between(16, quarter / SIZES_COST, config.max_positions)
-        longest = _between(8, quarter / JUDGED_COST / 8, LONGEST_ANSWER)
+        longest = _between(SHORTEST_ANSWER, quarter / JUDGED_COST / 8, LONGEST_ANSWER)
         return cls(
             positions,
             config.vocabulary_size + config.source_vocabulary <= quarter,
@@ -85,8 +85,9 @@ class Effort:
             _between(4, quarter / JUDGED_COST / longest, JUDGED_ROWS),
             _between(16, quarter / BATCH_COST, batches.rows),
             anew=False,
-            # Each reads every weight several times, however few its tokens are.
-            most_cases=max(8, int(quarter / 8)),
+            # Each reads every weight about five times, however few its tokens are; that takes as
+            # long as computing some 30 tokens.
+            most_cases=max(8, int(quarter / 32)),
             loss=quarter / JUDGED_COST >= JUDGED_TOKENS,
         )
 
@@ -131,13 +132,16 @@ ALL = Effort()
 def recorded_length(model: Transformer) -> int:
     """Returns the most tokens of a recorded answer."""
     tokens = RECORDED_WORK / parameters(model)
-    return _between(8, tokens / RECORDED_SOURCES / RECORDED_COST, RECORDED_LENGTH)
+    tokens /= RECORDED_SOURCES * RECORDED_COST
+    return _between(SHORTEST_ANSWER, tokens, RECORDED_LENGTH)
 
 
 def recorded_sources(model: Transformer, sources: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     """Returns the first sources that are short enough to be recorded, or the shortest ones."""
-    most = max(16, RECORDED_WORK / parameters(model) / RECORDED_SOURCES / 2)
-    return first_short(sources, [len(source) for source in sources], most, RECORDED_SOURCES)
+    tokens = RECORDED_WORK / parameters(model)
+    most = max(16, tokens / RECORDED_SOURCES / 2)
+    count = _between(4, tokens / RECORDED_COST / SHORTEST_ANSWER, RECORDED_SOURCES)
+    return first_short(sources, [len(source) for source in sources], most, count)
 
 
 def first_short(

@@ -111,11 +111,11 @@ class Oracle:
         self.special = special
         self.tolerance = tolerance
         self.done = done
-        self.trained = self.reference = TorchDecoder(model)
-        self.exact = TorchDecoder.oracle(model)
-        self.others: list[TorchDecoder] = []
-        if sides := integer_sides(model, precision, calibration):
-            self.reference, self.exact, *self.others = sides
+        self.trained = TorchDecoder(model)
+        sides = integer_sides(model, precision, calibration)
+        if not sides:
+            sides = [self.trained, TorchDecoder.oracle(model)]
+        self.reference, self.exact, *self.others = sides
         self.failed: list[Case] = []
         self.compared: frozenset[str] | None = None
         # By source, tokens and how they were ranked: searches share many answers.

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.layers import sinusoidal_positions
 from transferry.build_model.transformer import greedy
+from transferry.export import torch_model
 from transferry.export.parity.cases import random_case
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.decoding.options import GenerationOptions
@@ -54,6 +55,19 @@ def test_steps_give_what_the_model_gives(
     np.testing.assert_allclose(
         np.concatenate(found, axis=1), logits_of_model(oracle, case), rtol=0, atol=1e-12
     )
+
+
+def test_the_same_source_is_read_once(
+    oracle: TorchDecoder, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = oracle.start(case.source, case.mask)
+    assert oracle.start(case.source.copy(), case.mask.copy()) is state
+    shorter = case.mask.copy()
+    shorter[0, -1] = not shorter[0, -1]
+    assert oracle.start(case.source, shorter) is not state
+    monkeypatch.setattr(torch_model, "KEPT_TOKENS", case.source.size - 1)
+    long = oracle.start(case.source, case.mask)
+    assert oracle.start(case.source, case.mask) is not long
 
 
 def test_oracle_is_a_float64_copy(checkpoint: Checkpoint, case: Case) -> None:
