@@ -15,7 +15,7 @@ from torch import Tensor
 
 from transferry.build_model.attention import KeyValues
 from transferry.build_model.transformer import Transformer
-from transferry.export.precision import KEPT, Precision
+from transferry.export.precision import FLOAT64, KEPT, Precision
 from transferry.runtime.decoding.decoder import StepOutput, Tensors, longer
 
 Ids = NDArray[np.int64]
@@ -55,7 +55,7 @@ class TorchDecoder:
     @classmethod
     def oracle(cls, model: Transformer) -> TorchDecoder:
         """Returns a decoder in float64: of a copy, or of the same weights where they are large."""
-        if 8 * sum(each.numel() for each in model.parameters()) > KEPT:
+        if FLOAT64 * sum(each.numel() for each in model.parameters()) > KEPT:
             return cls(model, Precision(model, torch.float64))
         return cls(copy.deepcopy(model).double())
 
