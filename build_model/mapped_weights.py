@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import mmap
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import nn
 
 PAGE = mmap.PAGESIZE  # every weight begins a page, as pages are what is released
-THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
 class MappedWeights:
@@ -64,29 +60,3 @@ class MappedWeights:
         """Takes all pages out of the process's memory; a no-op on Windows."""
         if sys.platform != "win32":
             self._map.madvise(mmap.MADV_DONTNEED)
-
-
-@contextmanager
-def large_blocks_returned() -> Iterator[None]:
-    """Meanwhile glibc returns every freed block of 1 MiB or more to the system.
-
-    By itself it soon keeps blocks of up to 32 MiB. Opening a session of 651 MiB of weights, each of
-    16 to 46 MiB, then took 870 MiB in place of 678. What is computed is the same.
-    """
-    _glibc("mallopt", THRESHOLD, 1 << 20)
-    try:
-        yield
-    finally:
-        _glibc("mallopt", THRESHOLD, 32 << 20)
-
-
-def return_memory() -> None:
-    """Returns what a phase of work has left: cycles of objects, free heap between blocks in use."""
-    gc.collect()
-    _glibc("malloc_trim", 0)
-
-
-def _glibc(name: str, *arguments: int) -> None:
-    """Calls a function of glibc's allocator; of another one, nothing."""
-    if sys.platform == "linux" and (function := getattr(ctypes.CDLL(None), name, None)):
-        function(*arguments)

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from transferry.build_model import checkpoint
+from transferry.build_model.allocator import freed_memory_kept
 from transferry.build_model.config import ModelConfig, TrainConfig
 from transferry.build_model.data import Batch, Example, collate, token_batches
 from transferry.build_model.distributed import Process
@@ -190,7 +191,7 @@ class Trainer:
             checkpoint.save_config(self.folder, self.model.config, self.config)
         self.process.wait()
         metrics = Metrics(self.folder, self.progress.step) if leader else None
-        with self._signals():
+        with self._signals(), freed_memory_kept():
             self._loop(metrics)
             if self.progress.step not in self.progress.scores:
                 self._validate(metrics)

@@ -13,12 +13,9 @@ from typing import Any
 
 import onnx
 
+from transferry.build_model.allocator import large_blocks_returned, return_memory
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.build_model.mapped_weights import (
-    MappedWeights,
-    large_blocks_returned,
-    return_memory,
-)
+from transferry.build_model.mapped_weights import MappedWeights
 from transferry.build_model.transformer import Transformer
 from transferry.export.backends.backends import ReferenceBackend
 from transferry.export.backends.one_layer import check_one_layer

@@ -285,13 +285,14 @@ def verify(bundle_folder: Path, **options: Any) -> None:
 
         report = verify_recorded(bundle, open_model(bundle, variant, session))
     else:
-        from transferry.build_model.checkpoint import load_checkpoint, load_samples
-        from transferry.export.parity.cases import fitting
-        from transferry.export.verify import verify_against
-
-        trained = load_checkpoint(checkpoint)
-        kept = fitting(load_samples(checkpoint), trained.tokenizer, trained.model.config)
         with progress(options["quiet"]) as show_phase:
+            show_phase("loading torch and the run", 0, 1)
+            from transferry.build_model.checkpoint import load_checkpoint, load_samples
+            from transferry.export.parity.cases import fitting
+            from transferry.export.verify import verify_against
+
+            trained = load_checkpoint(checkpoint)
+            kept = fitting(load_samples(checkpoint), trained.tokenizer, trained.model.config)
             report = verify_against(
                 trained,
                 bundle,

@@ -223,7 +223,8 @@ def test_tasks_that_cannot_be(
     assert message in result.stderr
 
 
-def test_a_translator_neither_embeds_nor_fills_in(bundle_folder: Path, lines: Path) -> None:
-    result = call("run", bundle_folder, lines, "--task", "fill-mask")
+@pytest.mark.parametrize("task", ["embed", "fill-mask", "classify", "tag"])
+def test_a_translator_only_generates(task: str, bundle_folder: Path, lines: Path) -> None:
+    result = call("run", bundle_folder, lines, "--task", task)
     assert result.exit_code == 2
-    assert "neither embeds nor fills in; its task is generate" in result.stderr
+    assert "whose task is generate; all other tasks need an encoder-only one" in result.stderr

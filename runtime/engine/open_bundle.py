@@ -248,8 +248,8 @@ class OpenBundle:
         if not encoders:
             raise UsageError(
                 f"{self.bundle.folder} holds a model of architecture "
-                f"{self.bundle.manifest.architecture}, which neither embeds nor fills in; its task "
-                "is generate"
+                f"{self.bundle.manifest.architecture}, whose task is generate; all other tasks "
+                "need an encoder-only one"
             )
         return encoders
 

@@ -184,5 +184,5 @@ def test_a_prefix_that_does_not_fit_is_an_error_of_its_row(engine: Engine) -> No
 
 
 def test_an_encoder_s_tasks_are_refused(engine: Engine) -> None:
-    with pytest.raises(UsageError, match="architecture decoder-only, which neither embeds nor"):
+    with pytest.raises(UsageError, match="architecture decoder-only, whose task is generate"):
         _ = engine.encoder

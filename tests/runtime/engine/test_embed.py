@@ -71,5 +71,5 @@ def test_long_rows_are_cut_short_and_say_so(engine: Engine) -> None:
 
 
 def test_a_decoder_embeds_nothing(bundle_folder: Path) -> None:
-    with pytest.raises(UsageError, match="encoder-decoder, which neither embeds nor fills in"):
+    with pytest.raises(UsageError, match="encoder-decoder, whose task is generate; all other"):
         embed(Engine.load(bundle_folder), ["a"])

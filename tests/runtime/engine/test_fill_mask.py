@@ -94,5 +94,5 @@ def test_a_long_word_for_a_mask_makes_no_text_too_long(engine: Engine) -> None:
 def test_refusals(engine: Engine, bundle_folder: Path) -> None:
     with pytest.raises(UsageError, match="top must be at least 1, found 0"):
         fill_mask(engine, [], top=0)
-    with pytest.raises(UsageError, match="neither embeds nor fills in"):
+    with pytest.raises(UsageError, match="all other tasks need an encoder-only one"):
         fill_mask(Engine.load(bundle_folder), [])
