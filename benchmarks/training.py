@@ -40,6 +40,7 @@ from transferry.runtime.errors import TransferryError
 from transferry.runtime.tables import table
 
 PLAIN = "plain"
+PAPERS = ["mini", "small", "base", "big"]  # presets of the layers that torch.nn.Transformer has
 HEADER = ("side", "target tokens/s", "ratio", "processor")
 
 
@@ -153,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--preset", default="mini")
+    parser.add_argument("--preset", default="mini", choices=PAPERS)
     parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=5)

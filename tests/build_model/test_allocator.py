@@ -9,13 +9,15 @@ import pytest
 
 # A process of its own: pytest's has freed blocks of its own, and parameters set by other tests.
 PROGRAM = """
+import resource
 import sys
 from pathlib import Path
 import torch
 from transferry.build_model import allocator
 
 def mebibytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
 
 def kept(size):
     "Resident memory that a freed tensor of float32 leaves, in MiB."
