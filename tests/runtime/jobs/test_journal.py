@@ -254,18 +254,23 @@ def test_a_lock_that_was_removed_while_it_was_opened_is_none(
     """Another job ends, and removes the folder, between the opening and the locking."""
     import fcntl
 
-    flock, calls = fcntl.flock, list[Any]()
+    file = folder / LOCK
+    flock, removed, locked = fcntl.flock, list[Path](), list[int]()
 
-    def late(*arguments: Any) -> None:
-        if not calls:
-            (folder / LOCK).unlink()
-        calls.append(arguments)
-        flock(*arguments)
+    def late(descriptor: int, operation: int) -> None:
+        # filelock also locks files of its own, to see whether the file system can.
+        if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
+            if not removed:
+                file.unlink()
+                removed.append(file)
+            locked.append(descriptor)
+        flock(descriptor, operation)
 
     monkeypatch.setattr("fcntl.flock", late)
     with Journal.locked(folder):
-        assert len(calls) == 2
-        assert (folder / LOCK).exists()
+        assert removed
+        assert len(locked) == 2
+        assert os.path.samestat(os.fstat(locked[-1]), file.stat())
 
 
 def test_a_killed_process_locks_nothing(tmp_path: Path) -> None:
