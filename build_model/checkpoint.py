@@ -39,7 +39,6 @@ from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 FORMAT = 1
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-STATE = "state.safetensors"
 SAMPLES = "samples.json"
 REMEDY = "train again, or restore the file"
 # Types of the weights of a run: float32 has every number of the other two, which are half as large.

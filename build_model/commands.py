@@ -130,15 +130,18 @@ def train(context: click.Context, /, **options: Any) -> None:
     settings.toml.
     """
     from transferry.build_model import run_folder
-    from transferry.build_model.distributed import leader
     from transferry.build_model.recipe import Recipe
 
     out, resume, quiet = options["out"], options["resume"], options["quiet"]
     if resume:
         options = run_folder.recall(out, options, explicit(context))
         check_settings(context, out / run_folder.SETTINGS)
-    recipe, leads = Recipe.from_options(options), leader()
+    recipe, leads = Recipe.from_options(options), run_folder.leader()
+    if not resume:
+        recipe.configs()
     with run_folder.training(out, force=options["force"], resume=resume, leads=leads):
+        from transferry.build_model.follow import follow  # loads torch, which takes seconds
+
         remember = partial(run_folder.remember, out, options)
         if leads and not resume:
             remember()
@@ -146,8 +149,8 @@ def train(context: click.Context, /, **options: Any) -> None:
         if resume:
             talk(run_folder.recalled(out, options))
         with progress(quiet or not leads, "steps") as show:
-            marks = recipe.follow(
-                out, device=device, resume=resume, say=talk, show=show, begun=remember
+            marks = follow(
+                recipe, out, device=device, resume=resume, say=talk, show=show, begun=remember
             )
     if marks is not None:
         say(f"{marks}; {out}")

@@ -480,3 +480,12 @@ class TrainConfig(_JsonConfig):
             falling = max(1, self.max_steps - self.warmup_steps)
             return self.peak_learning_rate * max(0.0, min(warm, (self.max_steps - step) / falling))
         return self.peak_learning_rate * min(warm, 1.0 / math.sqrt(warm))
+
+
+def require_fitting(model: ModelConfig, config: TrainConfig) -> None:
+    """Raises UsageError for settings that have no effect on a model of this shape."""
+    pairs = model.architecture == "encoder-decoder"
+    expected = "0 unless the model is an encoder-decoder, which is trained on whole texts"
+    require(pairs or not config.bpe_dropout, "bpe_dropout", expected, config.bpe_dropout)
+    expected = "0 where dropout is 0, with which both readings of a batch are the same"
+    require(model.dropout > 0 or not config.r_drop, "r_drop", expected, config.r_drop)

@@ -12,11 +12,6 @@ import torch.distributed
 from transferry.runtime.errors import ProviderError, require
 
 
-def leader() -> bool:
-    """Whether this process writes files and output; true without torchrun."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 @dataclass(frozen=True)
 class Process:
     """This process's place in the group.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import shlex
 import shutil
@@ -12,13 +13,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from transferry.build_model.checkpoint import STATE
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.outputs import foreign_member, require_own
 from transferry.runtime.settings import foreign_settings, read_settings, write_settings
 from transferry.runtime.stopping import at_stop, held
 
 SETTINGS = "settings.toml"
+STATE = "state.safetensors"  # what --resume continues from
 # Where the files of a run that is being replaced are kept, in its folder.
 FORMER = ".former"
 # Every run has one of these settings: trained runs the first, imported ones the second.
@@ -41,6 +42,11 @@ OF_ONE_CALL = {"out", "resume", "force", "device", "quiet"}
 MAY_CHANGE = {"max_steps", "max_minutes", "max_errors", "teacher"} | {
     f"{prefix}{name}" for prefix in ("", "valid_") for name in ("source", "target", "pairs", "text")
 }
+
+
+def leader() -> bool:
+    """Whether this process writes files and output; true without torchrun."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def check_folder(out: Path, *, force: bool, resumable: bool = False) -> bool:

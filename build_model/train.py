@@ -29,15 +29,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from transferry.build_model import checkpoint
 from transferry.build_model.allocator import freed_memory_kept
-from transferry.build_model.config import ModelConfig, TrainConfig
+from transferry.build_model.config import ModelConfig, TrainConfig, require_fitting
 from transferry.build_model.data import Batch, Example, collate, token_batches
 from transferry.build_model.distributed import Process
 from transferry.build_model.evaluation import Evaluation, cross_entropy, divergence, evaluate
 from transferry.build_model.metrics import Metrics
+from transferry.build_model.run_folder import STATE
 from transferry.build_model.text import Windows
 from transferry.build_model.transformer import Transformer
 from transferry.build_model.vocabulary import MergeDropout
-from transferry.runtime.errors import InputError, require
+from transferry.runtime.errors import InputError
 from transferry.runtime.stopping import SIGNALS
 from transferry.runtime.tokenizer.byte_pair import Tokenizer
 
@@ -97,15 +98,6 @@ def fingerprint(examples: Iterable[Example]) -> str:
     for example in examples:
         digest.update(json.dumps(example).encode())
     return digest.hexdigest()
-
-
-def require_fitting(model: ModelConfig, config: TrainConfig) -> None:
-    """Raises UsageError for settings that have no effect on a model of this shape."""
-    pairs = model.architecture == "encoder-decoder"
-    expected = "0 unless the model is an encoder-decoder, which is trained on whole texts"
-    require(pairs or not config.bpe_dropout, "bpe_dropout", expected, config.bpe_dropout)
-    expected = "0 where dropout is 0, with which both readings of a batch are the same"
-    require(model.dropout > 0 or not config.r_drop, "r_drop", expected, config.r_drop)
 
 
 class Trainer:
@@ -418,7 +410,7 @@ class Trainer:
             "progress": json.dumps(dataclasses.asdict(self.progress)),
             "data": self.fingerprint,
         }
-        checkpoint.save_tensors(self.folder / checkpoint.STATE, tensors, record)
+        checkpoint.save_tensors(self.folder / STATE, tensors, record)
 
     def _clear(self) -> None:
         """Creates the folder and removes the weights of an earlier training."""
@@ -426,7 +418,7 @@ class Trainer:
         try:
             checkpoints.mkdir(parents=True, exist_ok=True)
             for path in (
-                self.folder / checkpoint.STATE,
+                self.folder / STATE,
                 self.folder / checkpoint.WEIGHTS,
                 *checkpoints.glob("*.safetensors"),
             ):
@@ -437,7 +429,7 @@ class Trainer:
             ) from error
 
     def _restore(self) -> None:
-        path = self.folder / checkpoint.STATE
+        path = self.folder / STATE
         if not path.exists():
             raise InputError(f"{path} is missing, so there is nothing to resume; {START_OVER}")
         tensors, record = checkpoint.load_tensors(path)

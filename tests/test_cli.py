@@ -499,6 +499,27 @@ def test_help_needs_nothing_heavy() -> None:
     assert done.stdout.count("Usage: ") == 1 + len(names)
 
 
+def test_mistakes_are_told_before_torch_is_loaded(bundle_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    train = ["train", "--builtin", "--out", str(tmp_path / "run")]
+    mistakes = {
+        "--max-steps must be": [*train, "--max-steps", "-1"],
+        "--d-model must be a multiple of heads": [*train, "--heads", "3"],
+        "--r-drop must be": [*train, "--dropout", "0", "--r-drop", "1"],
+        "--vocabulary-size must be": [*train, "--vocabulary-size", "5"],
+        "give --source and --target": ["train", "--out", str(tmp_path / "run")],
+        "full is not empty": [*train[:-1], str(tmp_path / "full")],
+        "--dropout must be": ["distil", str(bundle_folder), *train[2:], "--dropout", "2"],
+        "--beam must be": ["verify", str(bundle_folder), "--checkpoint", "run", "--beam", "0"],
+    }
+    done = run_without(("torch",), *mistakes.values())
+    assert done.returncode == 2
+    for line, mistake in zip(done.stderr.splitlines(), mistakes, strict=True):
+        assert mistake in line
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     "command",
     ["train --builtin --out run", "export {} --out bundle", "verify {} --checkpoint run"],

@@ -19,12 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from transferry.build_model import checkpoint, run_folder
+from transferry.build_model import run_folder
 from transferry.build_model.config import IMPORTED_FIELDS, ModelConfig, TrainConfig
 from transferry.build_model.data import Pair
 from transferry.build_model.distributed import Process
 from transferry.build_model.evaluation import Evaluation
+from transferry.build_model.follow import follow, read_files
 from transferry.build_model.recipe import PairFiles, Recipe
+from transferry.export.distillation.commands import OF_JOB
 from transferry.export.distillation.pairs import distilled, write_pairs
 from transferry.runtime.bundle import MANIFEST, Bundle
 from transferry.runtime.console.progress import progress, teller
@@ -42,9 +44,8 @@ from transferry.runtime.tokenizer.byte_pair import SOURCES, Tokenizer
 Show = Callable[..., None]
 
 CORPUS = ("source", "target", "pairs")
-# Fields of SessionOptions and of JobOptions that are options of a distillation.
+# Fields of SessionOptions that are options of a distillation.
 SESSION = ("runtime", "provider", "threads", "optimisation")
-OF_JOB = ("source_language", "target_language", "chunk_rows", "max_errors")
 # Fields of ModelConfig that are none: a student is an encoder-decoder, sized by its tokenizer.
 NOT_OF_STUDENT = ("vocabulary_size", "architecture", *IMPORTED_FIELDS)
 
@@ -110,10 +111,10 @@ def distil(
                 _answer(out, corpus, references, chosen, n_best, show, say)
                 _choose(out, recipe, references, show, say)
         (out / run_folder.ROWS).unlink(missing_ok=True)
-        resume = (out / checkpoint.STATE).exists()
+        resume = (out / run_folder.STATE).exists()
         with progress(quiet, "steps") as show:
-            scores = recipe.follow(
-                out, device=device, resume=resume, say=say, show=show, begun=remember
+            scores = follow(
+                recipe, out, device=device, resume=resume, say=say, show=show, begun=remember
             )
     assert scores is not None  # this is the only process
     return scores
@@ -224,7 +225,7 @@ def _has_pairs(out: Path, recipe: Recipe) -> bool:
 
 
 def _read(corpus: PairFiles, say: Callable[[str], None]) -> list[Pair]:
-    pairs, report = corpus.read(skip_bad=True)
+    pairs, report = read_files(corpus, skip_bad=True)
     say(f"pairs to distil: {report}")
     return pairs
 

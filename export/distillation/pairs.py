@@ -13,7 +13,7 @@ from typing import Any, Literal
 from sacrebleu.metrics.bleu import BLEU
 
 from transferry.build_model.data import Pair, ReadReport
-from transferry.build_model.recipe import hold_out
+from transferry.build_model.follow import hold_out
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import atomic_file, read_lines
 

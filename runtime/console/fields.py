@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 
-from transferry.runtime.settings import field_helps
+from transferry.runtime.settings import check_value, field_helps, field_types
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -85,7 +85,12 @@ def fields_as_options(
 
     def declared(field: dataclasses.Field[Any]) -> Callable[[Any], Any]:
         hint, text, flag = hints[field.name], helps[field.name], field.name.replace("_", "-")
-        made = partial(click.option, cls=PanelOption, panel=headings.get(field.name, panel))
+        made = partial(
+            click.option,
+            cls=PanelOption,
+            panel=headings.get(field.name, panel),
+            callback=partial(_in_range, config, field.name),
+        )
         if NoneType in get_args(hint):
             (hint,) = (kind for kind in get_args(hint) if kind is not NoneType)
         several = get_origin(hint) is tuple
@@ -109,6 +114,15 @@ def fields_as_options(
 
     fields = [field for field in dataclasses.fields(config) if field.name not in leave_out]
     return together(*map(declared, fields))
+
+
+def _in_range(
+    config: type[Any], name: str, context: click.Context, parameter: click.Parameter, value: Any
+) -> Any:
+    """Checks an option at once: before a command loads torch or reads a file."""
+    if value not in (None, ()):
+        check_value(name, value, field_types(config)[name])
+    return value
 
 
 def given(

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from transferry.build_model import recipe as recipe_module
+from transferry.build_model import follow as following
 from transferry.build_model.checkpoint import load_checkpoint, load_samples
 from transferry.build_model.data import BadPair, Pair
 from transferry.build_model.distributed import Process
 from transferry.build_model.evaluation import Evaluation
+from transferry.build_model.follow import hold_out
 from transferry.build_model.metrics import Metrics
 from transferry.build_model.presets import Preset
-from transferry.build_model.recipe import PairFiles, Recipe, hold_out
+from transferry.build_model.recipe import PairFiles, Recipe
 from transferry.build_model.train import Trainer
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, SpecialTokens, Tokenizer
@@ -68,7 +69,7 @@ def recipe(pairs: PairFiles, **changes: Any) -> Recipe:
 def follow(what: Recipe, folder: Path, *, resume: bool = False) -> tuple[Evaluation | None, str]:
     """Runs it; returns the marks and what was said."""
     said: list[str] = []
-    marks = what.follow(folder, device="cpu", resume=resume, say=said.append)
+    marks = following.follow(what, folder, device="cpu", resume=resume, say=said.append)
     return marks, "\n".join(said)
 
 
@@ -172,7 +173,7 @@ def test_a_named_encoding_is_cut_to_both_sides(
         given.append((name, lines, special))
         return Tokenizer("bytes", r".", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 
-    monkeypatch.setattr(recipe_module, "cut_encoding", cut)
+    monkeypatch.setattr(following, "cut_encoding", cut)
     what = recipe(write_pairs(tmp_path), encoding="o200k_base", train_changes=dict(max_steps=1))
     follow(what, tmp_path / "run")
     [(name, lines, special)] = given
@@ -195,7 +196,7 @@ def test_the_built_in_corpus_lies_in_the_run(
                 lines = [f"{language} {word}" for word in WORDS * 5][:count]
                 (folder / f"{name}.{language}").write_text("\n".join(lines) + "\n")
 
-    monkeypatch.setattr(recipe_module, "write_corpus", write_corpus)
+    monkeypatch.setattr(following, "write_corpus", write_corpus)
     folder = tmp_path / "run"
     what = recipe(write_pairs(tmp_path), train=None, valid=None, train_changes=dict(max_steps=2))
     for resume in (False, True):
