@@ -169,7 +169,7 @@ def inspect(bundle_folder: Path, trusted_key: Path | None, graphs: bool, as_json
     from transferry.runtime.bundle import Bundle
     from transferry.runtime.parity.certificate import describe
     from transferry.runtime.parity.signature import load_public_key
-    from transferry.runtime.tables import table
+    from transferry.runtime.tables import facts
 
     bundle = Bundle.load(bundle_folder)
     rows = describe(bundle, load_public_key(trusted_key) if trusted_key else None)
@@ -179,8 +179,10 @@ def inspect(bundle_folder: Path, trusted_key: Path | None, graphs: bool, as_json
         show(json.dumps(record, indent=1))
         return
     show(bundle.manifest.to_text() if graphs else bundle.manifest.summary())
-    certificates = table(CERTIFICATE, rows) if rows else "no certificate; see verify --certify"
-    show(f"\n{certificates}")
+    show("" if rows else "\nno certificate; see verify --certify")
+    for date, against, cell, count, signature, worth in rows:
+        told = f"{date} against {against}, {count} rows, {signature}: {worth}"
+        show(facts([("certificate", told), ("", cell)]))
 
 
 @main.command(

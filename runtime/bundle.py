@@ -43,7 +43,7 @@ from transferry.runtime.sealed_folder import (
     open_inside,
 )
 from transferry.runtime.settings import HeadSettings
-from transferry.runtime.tables import table
+from transferry.runtime.tables import facts, table
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 
 FORMAT = 9
@@ -317,8 +317,7 @@ class Manifest:
             for variant in self.variants.values()
         ]
         head = ("variant", "computes in", "for", "graphs")
-        facts = "\n".join(f"{name:<12}{value}" for name, value in rows)
-        return f"{facts}\n\n{table(head, variants)}"
+        return f"{facts(rows)}\n\n{table(head, variants)}"
 
     def to_text(self) -> str:
         """Returns the whole manifest as text for people."""

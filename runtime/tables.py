@@ -1,7 +1,10 @@
 """Plain-text tables for terminals and logs."""
 
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
+
+WIDTH = 80  # columns of a narrow terminal
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -13,6 +16,28 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in texts
     )
+
+
+def wrapped(text: str, first: str = "", rest: str = "  ") -> str:
+    """Wraps prose before column 80, between words alone.
+
+    Args:
+        text: Any text.
+        first: What its first line begins with.
+        rest: What its other lines begin with.
+    """
+    return textwrap.fill(
+        *(text, WIDTH),
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> str:
+    """Formats named values, each wrapped beside its name; a name may be empty."""
+    return "\n".join(wrapped(value, f"{name:<12}", " " * 12) for name, value in rows)
 
 
 # Controls of a terminal, half surrogates, and marks that turn the direction of what follows; but

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -226,7 +227,7 @@ class TestVerifyInspectDoctor:
     ) -> None:
         result = call("verify", bundle_folder, "--checkpoint", run_folder, "--text", lines)
         assert result.exit_code == 0
-        assert "beam 4: 12 of 12 rows as torch's" in result.stdout
+        assert re.search(r"^beam 4 +12 +12 ", result.stdout, re.M)
         assert result.stdout.startswith("PASSED")
         assert result.stderr == ""
 

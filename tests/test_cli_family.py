@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_a_decoder_alone_from_nothing_to_answers(book: Path, tmp_path: Path) -> 
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("the\n\nthe first of\n")
     verified = done("verify", bundle, "--checkpoint", run, "--text", book.with_name("book.txt"))
-    assert "beam 4: 200 of 200 rows as torch's" in verified.stdout
+    assert re.search(r"^beam 4 +200 +200 ", verified.stdout, re.M)
     done("verify", bundle)
     answered = call("run", bundle, prompts, "-o", out, "--max-length", "5")
     assert answered.exit_code == 6  # for the empty prompt, which is an error on its own row
@@ -75,7 +76,7 @@ def test_an_encoder_alone_from_nothing_to_vectors(book: Path, tmp_path: Path) ->
     short = tmp_path / "short.txt"
     short.write_text("the first\nanother one\n")
     verified = done("verify", bundle, "--checkpoint", run, "--text", short)
-    assert "fill-mask: 2 of 2 rows as torch's" in verified.stdout
+    assert re.search(r"^fill-mask +2 +2\b", verified.stdout, re.M)
     done("verify", bundle)
     vectors = tmp_path / "vectors.npy"
     done("run", bundle, short, "--task", "embed", "-o", vectors)

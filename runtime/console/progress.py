@@ -143,6 +143,8 @@ class Progress:
     def _draw(self, done: int, total: int | None, told: list[str]) -> None:
         from tqdm import tqdm
 
+        # What the terminal shows of Ctrl-C must not begin a new line, or the bar would stay twice.
+        columns = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - len("^C") - 1
         if self._bar is None:
             tqdm.monitor_interval = 0  # no thread of its own
             counts = "{n:,} of {total:,}" if total is not None else "{n:,}"
@@ -151,12 +153,13 @@ class Progress:
                 total=total,
                 desc=self.phase,
                 file=sys.stderr,
-                dynamic_ncols=True,
+                ncols=columns,
                 mininterval=0,
                 bar_format=f"{bar}{counts}{{postfix}}",
             )
+        self._bar.ncols = columns
         counted = len(f"{self.phase} 100 %  {done:,}") + (len(f" of {total:,}") if total else 0)
-        room = (self._bar.format_dict["ncols"] or 80) - counted - LEAST_BAR
+        room = columns - counted - LEAST_BAR
         # Notes go first, then the rate; the time that is left comes last.
         while told and sum(len(word) + 2 for word in told) > room:
             told.pop(0 if told[-1].endswith(" left") else -1)

@@ -421,7 +421,7 @@ def confidence(rows: int) -> str:
     All Right?): the upper end of the 95 % confidence interval is 1 - 0.05 ** (1 / rows).
     """
     most = 100 * (1 - 0.05 ** (1 / rows))
-    return f"with 95 % confidence, less than {most:.2g} % of rows like these are answered wrongly"
+    return f"with 95 % confidence, under {most:.2g} % of rows like these are wrong"
 
 
 def setting_text(value: Any) -> str:

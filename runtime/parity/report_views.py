@@ -13,7 +13,6 @@ from transferry.runtime.parity.compare import STAGES, Comparison
 from transferry.runtime.parity.report import (
     FIRST_DIFFERENCES,
     FIRST_FAULTS,
-    Decisions,
     Difference,
     ParityReport,
     Stage,
@@ -21,9 +20,8 @@ from transferry.runtime.parity.report import (
     setting_text,
     worst_ratio,
 )
-from transferry.runtime.tables import table
+from transferry.runtime.tables import WIDTH, table, wrapped
 
-WIDTH = 100
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -54,8 +52,10 @@ def _lines(report: ParityReport) -> Iterator[str]:
             told = "What the files declare", "so"
         yield f"{told[0]}: {held} {told[1]}"
         yield from wrong
-    for item in report.decisions:
-        yield _search(item, report)
+    if report.decisions:
+        if report.claims or any(item.fault for item in report.comparisons):
+            yield ""
+        yield from (_searches(report), "")
     yield from _differences(report)
     if report.passed and (most := max((item.rows for item in report.decisions), default=0)):
         yield f"{most:,} rows: {confidence(most)}"
@@ -70,7 +70,7 @@ def _lines(report: ParityReport) -> Iterator[str]:
         yield from _planted(report)
     shown = {k: v for k, v in report.settings.items() if not k.endswith("_sha256")}
     settings = "; ".join(f"{name} {setting_text(value)}" for name, value in shown.items())
-    yield from ("", textwrap.fill(f"Settings: {settings}", WIDTH, subsequent_indent="  "))
+    yield from ("", wrapped(f"Settings: {settings}"))
     if command := _next_command(report):
         yield f"Next: {command}"
 
@@ -93,24 +93,25 @@ def _row(stage: Stage) -> tuple[str, ...]:
     return stage.name, f"{stage.tensors:,}", *errors, result
 
 
-def _search(item: Decisions, report: ParityReport) -> str:
-    """Returns counts that add up to the rows."""
-    differing = item.rows - item.identical - len(item.ties) - len(item.tolerated)
-    wrong = sum(difference.wrong_score for difference in item.defects)
-    right = item.identical - wrong
-    counts = [f"{item.search}: {right:,} of {item.rows:,} rows as torch's"]
-    if item.ties:
-        counts.append(f"{len(item.ties):,} tie{'s' if len(item.ties) > 1 else ''}")
-    if item.tolerated:
-        counts.append(f"{len(item.tolerated):,} within the precision's tolerance")
-    if differing:
-        counts.append(f"{differing:,} with other tokens")
-    if wrong:
-        counts.append(f"{wrong:,} with its tokens and a wrong score")
-    if item.score_ratio:
-        limit = f"{report.tolerance.factor:g}"
-        counts.append(f"score error {scaled(item.score_ratio)} times torch's own (limit {limit})")
-    return ", ".join(counts)
+def _searches(report: ParityReport) -> str:
+    """Returns a table of the searches, whose counts add up to the rows of each."""
+    counts = []
+    for item in report.decisions:
+        wrong = sum(difference.wrong_score for difference in item.defects)
+        same, ties, tolerated = item.identical - wrong, len(item.ties), len(item.tolerated)
+        other = item.rows - item.identical - ties - tolerated
+        counts.append((item.rows, same, ties, tolerated, other, wrong))
+    header = ("rows", "as torch's", "ties", "tolerated", "other tokens", "wrong score")
+    errors = [item.score_ratio for item in report.decisions]
+    # What happened in no search has no column.
+    shown = [n for n in range(len(header)) if n < 2 or any(count[n] for count in counts)]
+    rows = [
+        # A search without scores has no error of them.
+        (item.search, *(f"{count[n]:,}" for n in shown), scaled(error) if error else "")
+        for item, count, error in zip(report.decisions, counts, errors, strict=True)
+    ]
+    limit = f"error (limit {report.tolerance.factor:g})"
+    return table(("search", *(header[n] for n in shown), limit), rows)
 
 
 def _differences(report: ParityReport) -> Iterator[str]:
