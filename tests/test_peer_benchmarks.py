@@ -48,6 +48,18 @@ def test_generate_of_transformers_gives_the_engines_tokens(
         assert cell["peers"]["transformers"]["same"] == "8/8"
 
 
+def test_llama_cpp_reads_what_is_written_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    options = ("--prompts", "3,9", "--new-tokens", "5")
+    measured(generators, "llama", tmp_path, monkeypatch, *options)
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for cell in record["cells"]:
+        assert cell["peers"]["llama.cpp f32"]["same"] == "8/8"
+
+
 def test_the_peers_give_the_engines_vectors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
