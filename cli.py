@@ -190,11 +190,18 @@ def inspect(bundle_folder: Path, trusted_key: Path | None, graphs: bool, as_json
 Examples:
   transferry page bundles/ende --out site
   transferry page bundles/ende --out site --title "English to German" --no-webgpu
+  transferry page bundles/ende --out site --variant portable-int8
 """
 )
 @click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
 @option("--out", type=OUTPUT, required=True, help="Folder of the site.")
 @option("--title", default="", help="Heading of the page. Default: the name of BUNDLE.")
+@option(
+    "--variant",
+    type=click.Choice(["portable", "portable-int8"]),
+    default="portable",
+    help="Graphs of the page; portable-int8 has a quarter of the size.",
+)
 @option(
     "--onnxruntime-web",
     "runtime",
@@ -207,17 +214,15 @@ Examples:
     help="Use WebGPU in browsers that have it.",
 )
 @FORCE
-def page(
-    bundle_folder: Path, out: Path, title: str, runtime: Path | None, webgpu: bool, force: bool
-) -> None:
+def page(bundle_folder: Path, out: Path, **options: Any) -> None:
     """Write a static site that runs BUNDLE in the browser.
 
-    The site holds the portable graphs, onnxruntime-web and a page, and asks no other host for
+    The site holds the graphs of a variant, onnxruntime-web and a page, and asks no other host for
     anything. Serve the folder on https or on localhost; after the first visit it works offline.
     """
     from transferry.runtime.page.site import write_site
 
-    site = write_site(bundle_folder, out, title=title, runtime=runtime, webgpu=webgpu, force=force)
+    site = write_site(bundle_folder, out, **options)
     say(f"{out}: {site.summary()}\ntry it with: python -m http.server --directory {out}")
 
 

@@ -56,7 +56,7 @@ from transferry.runtime.ort.cuda import cuda_obstacle
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import Provider, SessionOptions
 from transferry.runtime.outputs import foreign_member, require_own
-from transferry.runtime.parity.compare import INTEGERS, Tolerance
+from transferry.runtime.parity.compare import ROUNDED, Tolerance
 from transferry.runtime.parity.one_graph import OneGraph
 from transferry.runtime.parity.recorded import Reference, check_reference
 from transferry.runtime.parity.report import ParityReport
@@ -151,7 +151,7 @@ def export_bundle(
             path, precision = folder / reference_file(RECIPES[name]), RECIPES[name].precision
             if calibration is not None and precision == "int8":
                 calibration.save(path.with_name(CALIBRATION))
-            if precision in INTEGERS:
+            if precision in ROUNDED:
                 _reference(checkpoint, texts, precision, calibration).save(path)
             end_phase(model)
         bundle = Bundle(folder, _manifest(checkpoint, described, folder), checkpoint.tokenizer)
@@ -194,7 +194,7 @@ def verify_variant(
         return
     large = checkpoint if parameters(checkpoint.model) > LARGE else None
     check_bundle(bundle, variant, large=large).require()
-    if variant.precision not in INTEGERS:
+    if variant.precision not in ROUNDED:
         return
     # Few bits are judged by what they do to answers, as `verify` does.
     model = open_model(bundle, variant, SessionOptions())

@@ -30,10 +30,11 @@ from transferry.export.optimise.screening import (
     segment_maxima_graph,
 )
 from transferry.export.optimise.top_k import top_k_graph
+from transferry.export.optimise.weight_only import store_in_int8
 from transferry.runtime.bundle import ONE_GRAPH, REFERENCE, CacheSpec, Variant
 from transferry.runtime.bundle import PORTABLE as PORTABLE
 from transferry.runtime.errors import ParityError, UsageError
-from transferry.runtime.parity.compare import INTEGERS
+from transferry.runtime.parity.compare import ROUNDED, WEIGHT_ONLY
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 EMBEDDING = "model.embedding.weight"
@@ -59,6 +60,7 @@ class Recipe:
 
 RECIPES = {
     PORTABLE: Recipe("float32", ("cpu", "cuda"), "portable/", fused=False),
+    "portable-int8": Recipe(WEIGHT_ONLY, ("cpu",), "portable-int8/", fused=False),
     "cpu-fp32": Recipe("float32", ("cpu",), "portable/fused-"),
     "cpu-int8": Recipe("int8", ("cpu",), "cpu-int8/"),
     "cpu-int4": Recipe("int4", ("cpu",), "cpu-int4/"),
@@ -106,6 +108,9 @@ def make_variant(
         graphs = _fused_graphs(model, name, calibration, traces)
     else:
         graphs = export_graphs(model, traces=traces)
+        if recipe.precision == WEIGHT_ONLY:
+            for graph in graphs.values():
+                store_in_int8(graph.model.graph, model, model.release)
     return {key: graph.at(f"{recipe.prefix}{graph.spec.file}") for key, graph in graphs.items()}
 
 
@@ -129,7 +134,7 @@ def add_one_graph(
 
 def reference_file(recipe: Recipe) -> str:
     """Returns the file of the answers that a variant is compared with, inside the bundle."""
-    return f"{recipe.prefix}{REFERENCE}" if recipe.precision in INTEGERS else REFERENCE
+    return f"{recipe.prefix}{REFERENCE}" if recipe.precision in ROUNDED else REFERENCE
 
 
 def describe(name: str, graphs: Mapping[str, Graph]) -> Variant:

@@ -58,7 +58,7 @@ Size = Annotated[int, Meta(ge=1, le=1 << 40)]
 # What the runtime handles, and no other: numpy would read "O" as pointers into memory.
 ElementType = Annotated[str, Meta(pattern=r"^(bool|u?int8|int32|int64|b?float16|float32)\Z")]
 StoredType = Annotated[str, Meta(pattern=r"^(int8|int32|float32)\Z")]
-Precision = Annotated[str, Meta(pattern=r"^(float32|float16|bfloat16|int8|int4)\Z")]
+Precision = Annotated[str, Meta(pattern=r"^(float32|float16|bfloat16|int8|int4|int8-weights)\Z")]
 Provider = Annotated[str, Meta(pattern=r"^(cpu|cuda)\Z")]
 Architecture = Annotated[str, Meta(pattern=r"^(encoder-decoder|decoder-only|encoder-only)\Z")]
 

@@ -189,6 +189,12 @@ def bundle_folder(run_folder: Path, once: Once, traced_once: None) -> Path:
 
 
 @pytest.fixture(scope="session")
+def weight_only_bundle_folder(run_folder: Path, once: Once, traced_once: None) -> Path:
+    """The bundle of `run_folder` with its weights in int8 too."""
+    return once("weight-only", lambda folder: make_bundle(run_folder, folder, "portable-int8"))
+
+
+@pytest.fixture(scope="session")
 def writer_run_folder(once: Once) -> Path:
     """A run of a decoder alone, made as Llama is."""
     options: dict[str, Any] = dict(

@@ -25,7 +25,7 @@ from transferry.runtime.decoding.options import (
 )
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError, TransferryError, UsageError
-from transferry.runtime.parity.compare import INTEGERS, Case, Tolerance, Truth, compare
+from transferry.runtime.parity.compare import ROUNDED, Case, Tolerance, Truth, compare
 from transferry.runtime.parity.recorded import RecordedSearch, Reference
 from transferry.runtime.parity.report import Claim
 
@@ -116,8 +116,7 @@ def _variant_problems(variant: Variant, config: ModelConfig) -> Iterator[str]:
     yield _unequal("providers", recipe.providers, tuple(variant.providers))
     cache = None
     if config.decoder_layers:
-        integers = recipe.precision in INTEGERS
-        kept = "float32" if integers else recipe.precision
+        kept = "float32" if recipe.precision in ROUNDED else recipe.precision
         if recipe.precision == "int8" and has_int8_cache(config):
             kept = "int8"
         cache = recipe.fused, kept, "state" if config.recurrent else "columns"

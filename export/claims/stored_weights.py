@@ -27,7 +27,7 @@ from transferry.export.optimise.weight_int8 import quantised
 from transferry.export.parity.simulated_integers import ATTENTIONS
 from transferry.export.variants import RECIPES
 from transferry.runtime.bundle import Bundle, Variant
-from transferry.runtime.parity.compare import INTEGERS
+from transferry.runtime.parity.compare import ROUNDED, WEIGHT_ONLY
 from transferry.runtime.parity.report import Claim
 
 WEIGHTS = "weights"  # name of the claim
@@ -43,10 +43,10 @@ class RunWeights:
         self, model: Transformer, precision: str, calibration: Calibration | None = None
     ) -> None:
         """Takes the trained model, the variant's precision, and the calibration if that is int8."""
-        self._calibration = calibration
+        self._calibration, self._pairs = calibration, precision != WEIGHT_ONLY
         if calibration is not None:
             model = fold_kv_scales(model, calibration.kv_scales)
-        elif precision not in ("float32", *INTEGERS):
+        elif precision not in ("float32", *ROUNDED):
             model = copy.deepcopy(model).to(getattr(torch, precision))
         self._root = math.sqrt(model.config.d_head)
         self._weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
@@ -82,16 +82,17 @@ class RunWeights:
             return None
         if kind in ("int8", "scales"):
             if self._integers[0] != base:
-                self._integers = base, [*map(torch.from_numpy, quantised(weight.numpy()))]
-            found = self._integers[1][kind == "scales"]
-            return (found[:, None] if name.endswith(".column") else found), 0.0
+                found = quantised(weight.numpy(), pairs=self._pairs)
+                self._integers = base, [*map(torch.from_numpy, found)]
+            part = self._integers[1][kind == "scales"]
+            return (part[:, None] if name.endswith(".column") else part), 0.0
         if kind in ("blocks", "block_scales", "divided_scales"):
             if self._blocks[0] != base:
                 packed = blocks(weight.numpy(), bits_of(base))
                 both = packed.packed(), packed.scales
                 self._blocks = base, [*map(torch.from_numpy, both)]
-            found = self._blocks[1][kind != "blocks"]
-            return (found / self._root if kind == "divided_scales" else found), 0.0
+            part = self._blocks[1][kind != "blocks"]
+            return (part / self._root if kind == "divided_scales" else part), 0.0
         return self._input(base, kind)
 
     def _input(self, base: str, kind: str) -> tuple[Tensor, float] | None:

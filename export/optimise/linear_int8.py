@@ -99,11 +99,13 @@ def parameter(weight: ir.Value) -> str:
     return str(weight.name).removeprefix("model.")
 
 
-def quantised_weight(graph: ir.Graph, weight: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Returns a weight's integers and scales as initializers of the graph."""
+def quantised_weight(
+    graph: ir.Graph, weight: ir.Value, *, pairs: bool = True
+) -> tuple[ir.Value, ir.Value]:
+    """Returns a weight's integers and scales as initializers of the graph; see `quantised`."""
     name = parameter(weight)
     if f"{name}.int8" not in graph.initializers:
-        integers, scales = quantised(array_of(weight))
+        integers, scales = quantised(array_of(weight), pairs=pairs)
         register(graph, f"{name}.int8", integers)
         register(graph, f"{name}.scales", scales)
     return graph.initializers[f"{name}.int8"], graph.initializers[f"{name}.scales"]

@@ -70,10 +70,16 @@ def blocks(weight: NDArray[np.float32], bits: int) -> Blocks:
     return Blocks(integers, scales[..., 0], inputs, bits)
 
 
-def block_weights(model: Transformer) -> Iterator[tuple[str, Blocks]]:
-    """Yields what an int4 variant stores in blocks: linear layers and embeddings, by name."""
+def matrices(model: Transformer) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Yields the weights of linear layers and embeddings `[outputs, inputs]`, by name."""
     for name, parameter in model.named_parameters():
         layer, _, part = name.rpartition(".")
         linear = part == "weight" and isinstance(model.get_submodule(layer), nn.Linear)
         if linear or name in WIDE:
-            yield name, blocks(parameter.detach().float().cpu().numpy(), bits_of(name))
+            yield name, parameter.detach().float().cpu().numpy()
+
+
+def block_weights(model: Transformer) -> Iterator[tuple[str, Blocks]]:
+    """Yields what an int4 variant stores in blocks, by name."""
+    for name, weight in matrices(model):
+        yield name, blocks(weight, bits_of(name))

@@ -14,7 +14,9 @@ LARGEST_PAIR = 128
 BLOCK = 1 << 20
 
 
-def quantised(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+def quantised(
+    weight: NDArray[np.float32], *, pairs: bool = True
+) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Rounds each row to int8, symmetrically: `weight` is about `scales[:, None] * integers`.
 
     The scale is the finest at which no integer leaves -127..127 and no two neighbours of a row,
@@ -23,6 +25,7 @@ def quantised(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np
 
     Args:
         weight: `[outputs, inputs]`
+        pairs: Limit the sum of neighbours too; without, the product must be of floats.
 
     Returns:
         Integers `[outputs, inputs]` int8, and scales `[outputs]`; scale 1 for a row of zeros.
@@ -32,18 +35,21 @@ def quantised(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np
     rows = max(1, BLOCK // max(1, inputs))
     for first in range(0, outputs, rows):
         block = slice(first, first + rows)
-        integers[block], scales[block] = _quantised(weight[block])
+        integers[block], scales[block] = _quantised(weight[block], pairs)
     return integers, scales
 
 
-def _quantised(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+def _quantised(
+    weight: NDArray[np.float32], limits_pairs: bool
+) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     outputs, inputs = weight.shape
     pairs = np.zeros((outputs, -(-inputs // 2), 2), np.float64)
     pairs.reshape(outputs, -1)[:, :inputs] = weight
-    single = np.abs(pairs).max(axis=(1, 2)) / LARGEST
-    # Rounding adds at most one half to each of the two.
-    double = np.abs(pairs.sum(axis=2)).max(axis=1) / (LARGEST_PAIR - 1)
-    scales = np.maximum(single, double)
+    scales = np.abs(pairs).max(axis=(1, 2)) / LARGEST
+    if limits_pairs:
+        # Rounding adds at most one half to each of the two.
+        double = np.abs(pairs.sum(axis=2)).max(axis=1) / (LARGEST_PAIR - 1)
+        scales = np.maximum(scales, double)
     scales = np.where(scales > 0, scales, 1).astype(np.float32)
     integers = np.rint(weight / scales[:, None].astype(np.float64))
     return np.clip(integers, -LARGEST, LARGEST).astype(np.int8), scales

@@ -87,7 +87,9 @@ class Oracle:
         reference: What the tokens are compared with: `trained`, or torch rounding as an int8
             variant does.
         exact: The same in float64, the oracle that errors are measured against.
-        others: The same where it rounds otherwise; see `integer_sides`. None of a float variant.
+        others: The same where it rounds otherwise; see `integer_sides`. None where no input is
+            rounded.
+        rounds: Whether these sides have other weights than `trained`.
         failed: The cases in which a tensor was wrong, in order.
         compared: Names of the tensors to compare; None for all.
     """
@@ -104,8 +106,8 @@ class Oracle:
     ) -> None:
         """Calls `done` with the rows or cases of each batch.
 
-        With a precision of integers, and the calibration where that is int8, all sides round as
-        that variant does.
+        With a precision that rounds weights, and the calibration where that is int8, all sides
+        round as that variant does.
         """
         self.config = model.config
         self.special = special
@@ -113,6 +115,7 @@ class Oracle:
         self.done = done
         self.trained = TorchDecoder(model)
         sides = integer_sides(model, precision, calibration)
+        self.rounds = bool(sides)
         if not sides:
             sides = [self.trained, TorchDecoder.oracle(model)]
         self.reference, self.exact, *self.others = sides
@@ -190,7 +193,7 @@ class Oracle:
                 self.failed.append(case)
             comparisons += compared
             # What int8 loses is what it loses of the model as trained.
-            trained = observe(self.trained, case) if self.others else sides[1]
+            trained = observe(self.trained, case) if self.rounds else sides[1]
             for number, row in enumerate(batch):
                 logits = (tensors["logits"][number] for tensors in (*sides[:2], found, trained))
                 forcing.add(pairs[row][1], *logits)
@@ -357,7 +360,7 @@ class Oracle:
             (sides, least), given = self._sides(case), observe(encoder, case)
             expected = truth(case, *sides, least=least)
             comparisons += compare(case, expected, given, self.tolerance, self.compared)
-            trained = observe(self.trained.encoder, case) if self.others else sides[1]
+            trained = observe(self.trained.encoder, case) if self.rounds else sides[1]
             self.done(1)
             choices = [
                 tensors["logits"][0, places] if fills else chosen_from(tensors, head)
@@ -479,7 +482,7 @@ class TextParity:
             options, chosen = self.options(name), sources[::every]
             tally = oracle.search(model, called, chosen, options, batches)
             self.best[name] = [tally.best[row] for row in sorted(tally.best)]
-            if oracle.others and name in RECORDED:
+            if oracle.rounds and name in RECORDED:
                 trained = oracle.trained_answers(chosen, options)
                 pairs = zip(trained, self.best[name], strict=True)
                 self.best[name] = [(wanted[0], found) for wanted, (_, found) in pairs]

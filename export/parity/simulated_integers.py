@@ -10,7 +10,7 @@ export's own functions; the operators, their order and their constants are not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -21,10 +21,11 @@ from transferry.build_model.attention import KeyValues, MultiHeadAttention, Rota
 from transferry.build_model.transformer import Transformer
 from transferry.export.optimise.calibration import Activation, Calibration
 from transferry.export.optimise.kv_scales import LARGEST, KVScales, fold_kv_scales
-from transferry.export.optimise.weight_blocks import BLOCK, block_weights
+from transferry.export.optimise.weight_blocks import BLOCK, block_weights, matrices
 from transferry.export.optimise.weight_int8 import quantised
 from transferry.export.precision import Precision, Rounded, round_blocks, round_to
 from transferry.export.torch_model import Floats, TorchDecoder, TorchState
+from transferry.runtime.parity.compare import WEIGHT_ONLY
 
 # Half of the width, in steps, of the border between two integers: a value in it may be rounded to
 # either side. The largest integer, 127 steps, with an error of 2^-20, twice what reports show.
@@ -47,6 +48,8 @@ def integer_sides(
 ) -> list[TorchDecoder]:
     """Returns torch rounding as a variant does, on each of `SIDES`; of a float variant none.
 
+    Where only weights are rounded, on the first two of them.
+
     Args:
         model: The trained model.
         precision: Of the variant.
@@ -58,6 +61,12 @@ def integer_sides(
         return [
             TorchDecoder(model, Precision(model, dtype, rounded, shift, kept[dtype]))
             for dtype, shift in SIDES
+        ]
+    if precision == WEIGHT_ONLY:
+        rounded = dict(_weights_alone(model))
+        return [
+            TorchDecoder(model, Precision(model, dtype, rounded, kept=kept[dtype]))
+            for dtype, _ in SIDES[:2]  # no input is rounded, so none lies at a border
         ]
     if calibration is None:
         return []
@@ -85,6 +94,14 @@ def _blocks(model: Transformer) -> dict[str, Rounded]:
         found[name] = Rounded(integers, scales[..., None], weight.inputs, rounding)
         model.release()
     return found
+
+
+def _weights_alone(model: Transformer) -> Iterator[tuple[str, Rounded]]:
+    """Yields the weights of a variant that rounds nothing else, by the parameters' names."""
+    for name, weight in matrices(model):
+        integers, scales = map(torch.from_numpy, quantised(weight, pairs=False))
+        yield name, Rounded(integers, scales[:, None], weight.shape[1], _unrounded)
+        model.release()
 
 
 def _rows(model: Transformer, activations: Mapping[str, Activation]) -> dict[str, Rounded]:

@@ -10,6 +10,7 @@ from sacrebleu.metrics.bleu import BLEU as CorpusBLEU
 from sacrebleu.significance import PairedTest, Result
 
 from transferry.runtime.decoding.hypothesis import Hypothesis
+from transferry.runtime.parity.compare import WEIGHT_ONLY
 from transferry.runtime.parity.report import AGREEMENT, BLEU, TaskMetric
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
@@ -37,6 +38,7 @@ BUDGETS = {
     "float16": TaskBudget(0.001, 0.1, 0.001, 0.1),
     "bfloat16": TaskBudget(0.01, 0.3, 0.01, 1.0),
     "int8": TaskBudget(0.02, 0.3, 0.02, 2.0),
+    WEIGHT_ONLY: TaskBudget(0.02, 0.3, 0.02, 2.0),
     "int4": TaskBudget(0.05, 1.0, 0.05, 3.0),
 }
 

@@ -54,15 +54,18 @@ export class Graph {
     const graph = await read(spec.file);
     const weights = weightsOf(spec.file);
     const stored = Object.hasOwn(bundle.manifest.files, weights) ? await read(weights) : null;
+    // Weights of 8 bits are converted once, not in every run.
+    const session = { ...options.extra?.session, disable_quant_qdq: "1" };
+    options = { ...options, extra: { ...options.extra, session } };
     const native = !ort.env.versions?.web && bundle.source instanceof FolderSource;
     // onnxruntime-node takes no weights from memory; it finds them beside the graph.
-    const session = native
+    const opened = native
       ? await ort.InferenceSession.create(`${bundle.source.folder}/${spec.file}`, options)
       : await ort.InferenceSession.create(graph, {
           ...options,
           externalData: stored ? [{ path: "weights.bin", data: stored }] : [],
         });
-    return new Graph(session, spec);
+    return new Graph(opened, spec);
   }
 
   /** Returns the specification of the first tensor of a role; undefined without one. */

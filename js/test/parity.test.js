@@ -28,11 +28,12 @@ for (const name of ["onnxruntime-node", "onnxruntime-web"]) {
   test(`${name} gives the records of Python`, { skip }, async (context) => {
     const session = name.endsWith("web") ? { executionProviders: ["wasm"] } : {};
     const engines = new Map();
-    for (const { bundle, task, options, texts, records } of cases.answers) {
-      await context.test(`${task} ${JSON.stringify(options)}`, async () => {
-        if (!engines.has(bundle)) engines.set(bundle, await Engine.load(bundle, { ort, session }));
+    for (const { bundle, variant, task, options, texts, records } of cases.answers) {
+      await context.test(`${task} ${JSON.stringify(options)}, ${variant}`, async () => {
+        const key = `${bundle} ${variant}`;
+        if (!engines.has(key)) engines.set(key, await Engine.load(bundle, { ort, session, variant }));
         const found = [];
-        for await (const record of engines.get(bundle)[METHODS[task] ?? task](texts, options)) found.push(record);
+        for await (const record of engines.get(key)[METHODS[task] ?? task](texts, options)) found.push(record);
         assert.equal(found.length, records.length);
         records.forEach((record, row) => {
           const plain = JSON.parse(JSON.stringify(found[row], (_, value) => (ArrayBuffer.isView(value) ? [...value] : value)));

@@ -234,6 +234,9 @@ def _create(
     # Idle threads spin between the operators of a run, where waking them would cost more than the
     # operator, but not between runs, where the search needs the core.
     settings.add_session_config_entry("session.force_spinning_stop", "1")
+    # Weights stored in int8 for products in float32 are converted once, when a graph is opened. No
+    # graph has pairs of QuantizeLinear and DequantizeLinear that onnxruntime could make one.
+    settings.add_session_config_entry("session.disable_quant_qdq", "1")
     settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     _share_arena()
     settings.add_session_config_entry("session.use_env_allocators", "1")

@@ -1,7 +1,7 @@
 """A static site that runs a bundle in the browser: its files, copied into one folder.
 
-The site is the package of `js/`, the page of `js/page`, onnxruntime-web, and the portable graphs of
-the bundle. It asks no other host for anything.
+The site is the package of `js/`, the page of `js/page`, onnxruntime-web, and the graphs of a
+variant with standard operators. It asks no other host for anything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from transferry.runtime.bundle import MANIFEST, Bundle, Variant
+from transferry.runtime.bundle import MANIFEST, PORTABLE, Bundle, Variant
 from transferry.runtime.documents import read_document
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.folders import replace_folder, staged_folder
@@ -30,7 +30,8 @@ WEBGPU = (
     *("ort.webgpu.min.mjs", "ort-wasm-simd-threaded.asyncify.mjs"),
     "ort-wasm-simd-threaded.asyncify.wasm",
 )
-VARIANT = "portable"
+# Of standard operators alone.
+VARIANTS = (PORTABLE, "portable-int8")
 # Of the page itself: replaced in service-worker.js.
 FILES, GPU_FILES, VERSION = '"FILES"', '"GPU_FILES"', "VERSION"
 SERVICE_WORKER, SETTINGS = "service-worker.js", "site.json"
@@ -73,6 +74,7 @@ def write_site(
     out: Path,
     *,
     title: str = "",
+    variant: str = PORTABLE,
     runtime: Path | None = None,
     webgpu: bool = True,
     force: bool = False,
@@ -83,22 +85,28 @@ def write_site(
         bundle_folder: The bundle.
         out: Folder of the site.
         title: Heading of the page. Default: the name of the bundle's folder.
+        variant: One of `VARIANTS`.
         runtime: Folder that holds onnxruntime-web, or node_modules around it. Default: that of
             `find_runtime`.
         webgpu: Whether browsers with WebGPU use it; their answers may differ by rounding.
         force: Replace a site in `out`.
 
     Raises:
-        UsageError: `out` exists, or onnxruntime-web is not found.
+        UsageError: `out` exists, onnxruntime-web is not found, or the bundle has no such variant.
         InputError: The bundle is damaged, or the site cannot be written.
     """
     require_new(out, force=force)
     require_apart([out], [bundle_folder])
     dist = find_runtime(runtime, (*WASM, *(WEBGPU if webgpu else ())))
     bundle = Bundle.load(bundle_folder)
-    variant = bundle.variant(VARIANT)
-    files = _model_files(bundle, variant)
-    standing = certified(bundle, variant)
+    if variant not in VARIANTS:
+        raise UsageError(
+            f"a page runs variant {' or '.join(VARIANTS)}, whose operators are standard, not "
+            f"{variant}; choose one of them"
+        )
+    chosen = bundle.variant(variant)
+    files = _model_files(bundle, chosen)
+    standing = certified(bundle, chosen)
     with staged_folder(out) as folder:
         for name in (*WASM, *(WEBGPU if webgpu else ())):
             _copy(dist / name, folder / "onnxruntime" / name)
@@ -108,7 +116,8 @@ def write_site(
             _copy(path, folder / path.name)
         for name in files:
             _copy(bundle.folder / name, folder / "bundle" / name)
-        settings = site_settings(bundle, title or bundle.folder.resolve().name, standing, webgpu)
+        heading = title or bundle.folder.resolve().name
+        settings = site_settings(bundle, variant, heading, standing, webgpu)
         settings["files"] = [name for name, _ in _contents(folder)]
         text = json.dumps(settings, ensure_ascii=False, indent=1)
         (folder / SETTINGS).write_text(f"{text}\n", encoding="utf-8")
@@ -191,7 +200,7 @@ def certified(bundle: Bundle, variant: Variant) -> tuple[str, ...]:
 
 
 def site_settings(
-    bundle: Bundle, title: str, standing: tuple[str, ...], webgpu: bool
+    bundle: Bundle, variant: str, title: str, standing: tuple[str, ...], webgpu: bool
 ) -> dict[str, Any]:
     """Returns the content of site.json, which page.js and worker.js read."""
     encodes = bundle.manifest.architecture == "encoder-only"
@@ -200,11 +209,11 @@ def site_settings(
     label, placeholder = WORDS[task]
     return {
         "title": title,
-        "about": f"{bundle.manifest.architecture}, {VARIANT} graphs, in this browser alone",
+        "about": f"{bundle.manifest.architecture}, {variant} graphs, in this browser alone",
         "input": label,
         "placeholder": placeholder,
         "task": task,
-        "variant": VARIANT,
+        "variant": variant,
         "generation": {},
         "webgpu": webgpu,
         "standing": [*standing, f"Manifest sha256 {bundle.sha256}."],

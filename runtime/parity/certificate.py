@@ -30,6 +30,7 @@ from transferry.runtime.hardware import instruction_sets
 from transferry.runtime.ort.cuda import cuda_compute_capability
 from transferry.runtime.ort.graph_runner import RUNTIMES, runtime_of
 from transferry.runtime.ort.session import SessionOptions, provider_settings, tf32
+from transferry.runtime.parity.compare import WEIGHT_ONLY
 from transferry.runtime.parity.report import ParityReport
 from transferry.runtime.parity.signature import PrivateKey, PublicKey
 from transferry.runtime.parity.statement import (
@@ -423,9 +424,14 @@ def fastest(bundle: Bundle, options: SessionOptions, trusted: PublicKey | None =
     named = bundle.manifest.variants.values()
     runs = runtime_of(options).runs
     variants = [each for each in named if options.provider in each.providers and runs(each)]
-    # Fewer bits are faster, though 4 only with one row; so is a variant for this provider alone.
+    # Fewer bits are faster, though 4 only with one row, and weights that are converted to float32
+    # never; so is a variant for this provider alone.
+    order = ("int4", "float32", WEIGHT_ONLY)
     variants.sort(
-        key=lambda one: (one.exact, one.precision == "int4", len(one.providers), not one.in_place)
+        key=lambda one: (
+            order.index(one.precision) + 1 if one.precision in order else 0,
+            *(len(one.providers), not one.in_place),
+        )
     )
     for status in ("verified", "elsewhere"):
         for variant in variants:

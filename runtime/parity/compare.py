@@ -19,13 +19,17 @@ from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEnc
 from transferry.runtime.errors import InputError
 
 INTEGERS = ("int8", "int4")  # precisions whose products are of integers, by their weights
-# Distance from 1 to the next number. A variant of integers is compared with torch that rounds to
-# the same ones; between these roundings both compute in float32.
+# Products in float32 of weights that are stored in int8.
+WEIGHT_ONLY = "int8-weights"
+# Precisions whose answers are compared with those of torch with the same rounding.
+ROUNDED = (*INTEGERS, WEIGHT_ONLY)
+# Distance from 1 to the next number. A variant with rounded weights is compared with torch that
+# rounds to the same integers; between these roundings both compute in float32.
 EPSILONS = {
     "float32": 2.0**-23,
     "float16": 2.0**-10,
     "bfloat16": 2.0**-7,
-    **dict.fromkeys(INTEGERS, 2.0**-23),
+    **dict.fromkeys(ROUNDED, 2.0**-23),
 }
 # Largest budgets of the precisions in which one rounding is a large part of them.
 MOST = {"float16": 2.0**-3, "bfloat16": 0.5, **dict.fromkeys(INTEGERS, 2.0)}

@@ -194,18 +194,22 @@ def write_cases(
 
 
 def answers_of(
-    folder: Path, task: str, options: dict[str, Any], texts: Sequence[Any]
+    folder: Path,
+    task: str,
+    options: dict[str, Any],
+    texts: Sequence[Any],
+    variant: str = "portable",
 ) -> dict[str, Any]:
     """Returns the records of Python for js/test to compare."""
     method = task.replace("-", "_")
-    with Engine.load(folder, variant="portable") as engine:
+    with Engine.load(folder, variant=variant) as engine:
         rows = [(text, None) for text in texts]
         pairs = task == "score" and not engine.decoder.has_encoder
         found = getattr(engine, method)(rows if pairs else texts, **options)
         records = [each.record(options.get("n_best", 1)) for each in found]
     options = {"longRows" if name == "long_rows" else name: options[name] for name in options}
-    case = {"bundle": str(folder), "task": task, "texts": texts, "records": records}
-    return {**case, "options": options}
+    case = {"bundle": str(folder), "variant": variant, "task": task, "options": options}
+    return {**case, "texts": texts, "records": records}
 
 
 def seal(folder: Path, vocabulary: int) -> None:

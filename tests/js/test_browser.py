@@ -29,13 +29,20 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     made.close()
 
 
-@pytest.mark.parametrize("fixture", ["bundle_folder", "writer_bundle_folder"])
+@pytest.mark.parametrize(
+    ("fixture", "variant"),
+    [
+        ("bundle_folder", "portable"),
+        ("writer_bundle_folder", "portable"),
+        ("weight_only_bundle_folder", "portable-int8"),
+    ],
+)
 def test_the_page_answers_as_run_and_then_offline(
-    fixture: str, tmp_path: Path, browser: Chromium, request: pytest.FixtureRequest
+    fixture: str, variant: str, tmp_path: Path, browser: Chromium, request: pytest.FixtureRequest
 ) -> None:
     bundle_folder: Path = request.getfixturevalue(fixture)
-    write_site(bundle_folder, tmp_path / "site", webgpu=False)
-    with Engine.load(bundle_folder, variant="portable") as engine:
+    write_site(bundle_folder, tmp_path / "site", variant=variant, webgpu=False)
+    with Engine.load(bundle_folder, variant=variant) as engine:
         wanted = [each.text for each in engine.generate(LINES, long_rows="truncate")]
     assert any(wanted)
     with served(tmp_path / "site") as url:

@@ -49,7 +49,12 @@ def compared(tmp_path: Path, answers: list[dict[str, Any]]) -> set[str]:
 
 @needs_node
 @needs_packages
-def test_generated_records(tmp_path: Path, bundle_folder: Path, writer_bundle_folder: Path) -> None:
+def test_generated_records(
+    tmp_path: Path,
+    bundle_folder: Path,
+    writer_bundle_folder: Path,
+    weight_only_bundle_folder: Path,
+) -> None:
     answers = [
         answers_of(folder, "generate", {"max_length": 8, **options}, TEXTS)
         for folder, options in product((bundle_folder, writer_bundle_folder), SEARCHES)
@@ -59,6 +64,10 @@ def test_generated_records(tmp_path: Path, bundle_folder: Path, writer_bundle_fo
         answers_of(bundle_folder, "score", {}, pairs),
         answers_of(bundle_folder, "score", {"long_rows": "truncate"}, pairs),
         answers_of(writer_bundle_folder, "score", {}, [*TEXTS, "e"]),
+        *(
+            answers_of(weight_only_bundle_folder, "generate", options, TEXTS, "portable-int8")
+            for options in ({"max_length": 8}, {"max_length": 8, "beam": 4})
+        ),
     ]
     assert compared(tmp_path, answers) == {"empty", "too-long", "too-short"}
 
