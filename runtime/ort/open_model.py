@@ -46,8 +46,8 @@ def open_model(bundle: Bundle, variant: Variant, options: SessionOptions) -> Mod
     """
     if not runtime_of(options).runs(variant):
         raise UsageError(
-            f"runtime {options.runtime} runs variant {PORTABLE} alone, not {variant.name}, whose "
-            f"operators are onnxruntime's; choose --variant {PORTABLE}"
+            f"runtime {options.runtime} runs variant {PORTABLE} alone, not {variant.name}; choose "
+            f"--variant {PORTABLE}"
         )
     return model_class(variant)(bundle, variant, options)
 
