@@ -130,6 +130,8 @@ class LlamaCppModel:
         options.n_seq_max, options.kv_unified = rows, False
         options.n_ctx = rows * -(-length // 256) * 256
         options.n_batch = rows * length
+        if kind == "f32":  # where its own choice is a cache in float16
+            options.type_k = options.type_v = llama_cpp.GGML_TYPE_F32
         options.n_threads = options.n_threads_batch = usable_cores()
         self._context = llama_cpp.llama_init_from_model(self._model, options)
         if not self._context:

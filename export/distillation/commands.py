@@ -16,6 +16,7 @@ from transferry.build_model.commands import (
     validation_pairs_options,
 )
 from transferry.build_model.presets import PRESETS
+from transferry.export.distillation.options import OF_JOB
 from transferry.runtime.console.commands import command
 from transferry.runtime.console.fields import fields_as_options, together
 from transferry.runtime.console.options import (
@@ -36,7 +37,6 @@ STUDENTS = [
     if preset.model.get("architecture", "encoder-decoder") == "encoder-decoder"
 ]
 TEACHER = "Teacher"
-OF_JOB = ("source_language", "target_language", "chunk_rows", "max_errors")
 teacher_options = together(
     option(
         "--beam",

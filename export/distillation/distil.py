@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from transferry.build_model import run_folder
-from transferry.build_model.config import IMPORTED_FIELDS, ModelConfig, TrainConfig
+from transferry.build_model.config import ModelConfig, TrainConfig
 from transferry.build_model.data import Pair
 from transferry.build_model.distributed import Process
 from transferry.build_model.evaluation import Evaluation
 from transferry.build_model.follow import follow, read_files
 from transferry.build_model.recipe import PairFiles, Recipe
-from transferry.export.distillation.commands import OF_JOB
+from transferry.export.distillation.options import CORPUS, NOT_OF_STUDENT, OF_JOB, SESSION
 from transferry.export.distillation.pairs import distilled, write_pairs
 from transferry.runtime.bundle import MANIFEST, Bundle
 from transferry.runtime.console.progress import progress, teller
@@ -42,12 +42,6 @@ from transferry.runtime.settings import read_made, read_settings
 from transferry.runtime.tokenizer.byte_pair import SOURCES, Tokenizer
 
 Show = Callable[..., None]
-
-CORPUS = ("source", "target", "pairs")
-# Fields of SessionOptions that are options of a distillation.
-SESSION = ("runtime", "provider", "threads", "optimisation")
-# Fields of ModelConfig that are none: a student is an encoder-decoder, sized by its tokenizer.
-NOT_OF_STUDENT = ("vocabulary_size", "architecture", *IMPORTED_FIELDS)
 
 
 def distil(

@@ -87,8 +87,7 @@ class Oracle:
         reference: What the tokens are compared with: `trained`, or torch rounding as an int8
             variant does.
         exact: The same in float64, the oracle that errors are measured against.
-        others: The same where it rounds otherwise; see `integer_sides`. None where no input is
-            rounded.
+        others: The same where it rounds inputs otherwise, if it does; see `integer_sides`.
         rounds: Whether these sides have other weights than `trained`.
         failed: The cases in which a tensor was wrong, in order.
         compared: Names of the tensors to compare; None for all.
@@ -106,8 +105,7 @@ class Oracle:
     ) -> None:
         """Calls `done` with the rows or cases of each batch.
 
-        With a precision that rounds weights, and the calibration where that is int8, all sides
-        round as that variant does.
+        All sides round as a variant of that precision does; one of int8 has a calibration.
         """
         self.config = model.config
         self.special = special
@@ -116,8 +114,7 @@ class Oracle:
         self.trained = TorchDecoder(model)
         sides = integer_sides(model, precision, calibration)
         self.rounds = bool(sides)
-        if not sides:
-            sides = [self.trained, TorchDecoder.oracle(model)]
+        sides = sides or [self.trained, TorchDecoder.oracle(model)]
         self.reference, self.exact, *self.others = sides
         self.failed: list[Case] = []
         self.compared: frozenset[str] | None = None

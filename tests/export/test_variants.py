@@ -90,7 +90,8 @@ def test_screening_adds_the_lm_head_in_int8(all_variants: Bundle, bundle: Bundle
 def test_unknown_variants_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     for name in ("cpu-fp16", "", "PORTABLE"):
         with pytest.raises(
-            UsageError, match=r"expected one of portable, cpu-fp32, cpu-int8, cpu-int4, cuda"
+            UsageError,
+            match=r"one of portable, portable-int8, cpu-fp32, cpu-int8, cpu-int4, cuda",
         ):
             make_variant(checkpoint.model, name)
         with pytest.raises(UsageError, match=f"there is no variant {name!r}"):

@@ -29,7 +29,7 @@ def small(weight_only_bundle_folder: Path) -> Bundle:
 
 def stored(bundle: Bundle, name: str) -> dict[str, onnx.TensorProto]:
     """The initializers of a variant, whose operators are all standard."""
-    found = {}
+    found: dict[str, onnx.TensorProto] = {}
     for graph in bundle.variant(name).graphs.values():
         model = onnx.load(bundle.graph(graph))
         assert {each.domain for each in model.opset_import} == {""}
