@@ -424,15 +424,9 @@ def fastest(bundle: Bundle, options: SessionOptions, trusted: PublicKey | None =
     named = bundle.manifest.variants.values()
     runs = runtime_of(options).runs
     variants = [each for each in named if options.provider in each.providers and runs(each)]
-    # Fewer bits are faster, though 4 only with one row, and weights that are converted to float32
-    # never; so is a variant for this provider alone.
-    order = ("int4", "float32", WEIGHT_ONLY)
-    variants.sort(
-        key=lambda one: (
-            order.index(one.precision) + 1 if one.precision in order else 0,
-            *(len(one.providers), not one.in_place),
-        )
-    )
+    # Fewer bits are faster, but 4 with one row alone; so is a variant for this provider alone.
+    slow = {"int4": 1, "float32": 2, WEIGHT_ONLY: 3}
+    variants.sort(key=lambda v: (slow.get(v.precision, 0), len(v.providers), not v.in_place))
     for status in ("verified", "elsewhere"):
         for variant in variants:
             if standing(bundle, variant, options, trusted).status == status:
