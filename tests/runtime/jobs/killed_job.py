@@ -5,6 +5,7 @@ Usage: python -m tests.runtime.jobs.killed_job FOLDER NAME EVERY; FOLDER holds t
 the output's, and one step in EVERY is tried. The last line that it prints is the number of steps.
 """
 
+import contextlib
 import functools
 import io
 import json
@@ -123,8 +124,11 @@ def clear(folder: Path) -> None:
 
 if __name__ == "__main__":
     folder, name, every = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    if name.endswith(".parquet"):
-        import pyarrow.parquet  # noqa: F401 - once, and not in each child
+    if name.endswith(".parquet"):  # once, and not in each child
+        import pyarrow.parquet  # noqa: F401
+
+        with contextlib.suppress(ImportError):
+            import pandas  # noqa: F401 - which pyarrow loads where it is installed
     INPUT = (folder / "input.txt").read_bytes()
     ROWS = len(INPUT.splitlines())
     counted = folder.parent / "steps"
