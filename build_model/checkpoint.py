@@ -28,19 +28,16 @@ import torch
 from torch import Tensor
 
 from transferry.build_model.config import ModelConfig, TrainConfig
+from transferry.build_model.run_folder import CONFIG, FORMAT, REMEDY, read_config
 from transferry.build_model.transformer import Transformer
 from transferry.runtime.documents import checked, read_document
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.files import atomic_file, open_regular, sha256
-from transferry.runtime.folders import what_is
 from transferry.runtime.settings import HeadSettings
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 
-FORMAT = 1
-CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 SAMPLES = "samples.json"
-REMEDY = "train again, or restore the file"
 # Types of the weights of a run: float32 has every number of the other two, which are half as large.
 STORED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -153,18 +150,8 @@ def load_config(folder: Path) -> tuple[ModelConfig, TrainConfig]:
 def _read_config(
     folder: Path,
 ) -> tuple[ModelConfig, TrainConfig | None, dict[str, Any], HeadSettings | None]:
-    path = folder / CONFIG
-    if not path.exists():
-        raise InputError(f"{path} is missing: expected a run, {what_is(folder)}")
-    record = read_document(path, dict[str, Any], REMEDY)
+    path, record = folder / CONFIG, read_config(folder)
     try:
-        if "model_type" in record:
-            raise InputError(f"{folder}: expected a run, {what_is(folder)}")
-        if record["format"] != FORMAT:
-            raise InputError(
-                f"{path} must have format {FORMAT}, found {record['format']!r}; use the version "
-                "of transferry that wrote it"
-            )
         train, head = record["train"], record.get("head")
         return (
             ModelConfig.from_dict(record["model"]),

@@ -13,13 +13,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from transferry.runtime.documents import read_document
 from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.folders import what_is
 from transferry.runtime.outputs import foreign_member, require_own
 from transferry.runtime.settings import foreign_settings, read_settings, write_settings
 from transferry.runtime.stopping import at_stop, held
 
+CONFIG = "config.json"
 SETTINGS = "settings.toml"
 STATE = "state.safetensors"  # what --resume continues from
+FORMAT = 1  # of config.json
+REMEDY = "train again, or restore the file"
 # Where the files of a run that is being replaced are kept, in its folder.
 FORMER = ".former"
 # Every run has one of these settings: trained runs the first, imported ones the second.
@@ -80,6 +85,26 @@ def foreign_run(out: Path) -> str:
     if foreign_settings(path) or MARKS.isdisjoint(read_settings(path)):
         return "is not a run"
     return foreign_member(out, lambda name: bool(OWN.fullmatch(name.removeprefix(f"{FORMER}/"))))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Reads config.json of a run, without a look at what it says of the model.
+
+    Raises:
+        InputError: The folder is no run, the file is damaged, or it has another format version.
+    """
+    path = folder / CONFIG
+    if not path.exists():
+        raise InputError(f"{path} is missing: expected a run, {what_is(folder)}")
+    record = read_document(path, dict[str, Any], REMEDY)
+    if "model_type" in record:
+        raise InputError(f"{folder}: expected a run, {what_is(folder)}")
+    if record.get("format") != FORMAT:
+        raise InputError(
+            f"{path} must have format {FORMAT}, found {record.get('format', 'none')!r}; use the "
+            "version of transferry that wrote it"
+        )
+    return record
 
 
 def resumable(out: Path) -> bool:

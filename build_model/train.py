@@ -34,7 +34,7 @@ from transferry.build_model.data import Batch, Example, collate, token_batches
 from transferry.build_model.distributed import Process
 from transferry.build_model.evaluation import Evaluation, cross_entropy, divergence, evaluate
 from transferry.build_model.metrics import Metrics
-from transferry.build_model.run_folder import STATE
+from transferry.build_model.run_folder import CONFIG, STATE
 from transferry.build_model.text import Windows
 from transferry.build_model.transformer import Transformer
 from transferry.build_model.vocabulary import MergeDropout
@@ -449,7 +449,7 @@ class Trainer:
                     moments[kind] = tensor.to(self.process.device)
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             raise InputError(
-                f"{path} does not fit {self.folder / checkpoint.CONFIG}: "
+                f"{path} does not fit {self.folder / CONFIG}: "
                 f"{checkpoint.first_mismatch(error)}; {START_OVER}"
             ) from error
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import onnx
 
@@ -20,6 +18,7 @@ from transferry.build_model.transformer import Transformer
 from transferry.export.backends.backends import ReferenceBackend
 from transferry.export.backends.one_layer import check_one_layer
 from transferry.export.backends.plain_decoder import plain_model
+from transferry.export.bundle_folder import require_replaceable
 from transferry.export.claims.claims import default_generation
 from transferry.export.graphs.external_data import Places, write_graphs
 from transferry.export.graphs.graph import Traces
@@ -36,31 +35,21 @@ from transferry.export.parity.effort import (
 )
 from transferry.export.parity.oracle import Oracle
 from transferry.export.precision import KEPT
-from transferry.export.variants import (
-    PORTABLE,
-    RECIPES,
-    add_one_graph,
-    describe,
-    make_variant,
-    recipe_of,
-    reference_file,
-)
+from transferry.export.recipes import RECIPES, recipe_of, reference_file
+from transferry.export.variants import add_one_graph, describe, make_variant
 from transferry.export.verify import Done, verify_against
-from transferry.runtime.bundle import MANIFEST, REFERENCE, Bundle, Manifest, Variant
+from transferry.runtime.bundle import MANIFEST, PORTABLE, REFERENCE, Bundle, Manifest, Variant
 from transferry.runtime.decoding.options import options_of_json
-from transferry.runtime.documents import read_document
-from transferry.runtime.errors import InputError, ParityError, UsageError
+from transferry.runtime.errors import ParityError
 from transferry.runtime.files import atomic_file, sha256
 from transferry.runtime.folders import replace_folder, staged_folder
 from transferry.runtime.ort.cuda import cuda_obstacle
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import Provider, SessionOptions
-from transferry.runtime.outputs import foreign_member, require_own
 from transferry.runtime.parity.compare import ROUNDED, Tolerance
 from transferry.runtime.parity.one_graph import OneGraph
 from transferry.runtime.parity.recorded import Reference, check_reference
 from transferry.runtime.parity.report import ParityReport
-from transferry.runtime.parity.statement import FOLDER
 from transferry.runtime.sealed_folder import FileRecord
 
 ANSWER_LENGTH = 64  # most tokens of an answer that an encoder-decoder is calibrated on
@@ -217,29 +206,6 @@ def verify_variant(
 
 def _of_variant(done: Done, variant: str, phase: str, finished: int, total: int) -> None:
     done(f"{phase} {variant}", finished, total)
-
-
-def require_replaceable(out: Path, *, force: bool) -> None:
-    """Raises UsageError for a folder that exists, with `force` for one that is no bundle."""
-    if out.exists() and not force:
-        raise UsageError(f"{out} exists already; add --force to replace it, or name another folder")
-    require_own(out, foreign_bundle)
-
-
-def foreign_bundle(folder: Path) -> str:
-    """Returns what is wrong with a folder that should be a bundle; "" if nothing is."""
-    try:
-        record = read_document(folder / MANIFEST, dict[str, Any], "")
-    except InputError:
-        record = {}
-    # Of any format: an older bundle is replaced too.
-    kinds = {"format": int, "model": dict, "variants": dict, "files": dict}
-    if not all(isinstance(record.get(name), kind) for name, kind in kinds.items()):
-        return "exists and is no bundle"
-    own = {MANIFEST, *record["files"]}
-    return foreign_member(
-        folder, lambda name: name in own or re.fullmatch(rf"{FOLDER}/[^/]+\.json", name) is not None
-    )
 
 
 def check_graphs(bundle: Bundle) -> None:

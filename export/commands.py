@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -41,9 +41,6 @@ from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.files import require_writable
 from transferry.runtime.jobs.options import token_or_text
 from transferry.runtime.outputs import foreign_replay
-
-if TYPE_CHECKING:
-    pass
 
 REPLAY = FilePath("", foreign=foreign_replay)
 CERTIFICATE, COMPARISON = "Certificate", "Comparison"
@@ -175,13 +172,20 @@ def export(
     A bundle holds graphs, weights, tokenizer and reference answers. If a graph's answers differ
     from torch's, nothing is written and the exit code is 4.
     """
-    from transferry.build_model.checkpoint import load_checkpoint, load_samples
-    from transferry.export.bundle import export_bundle, require_replaceable
+    from transferry.build_model.run_folder import read_config
+    from transferry.export.bundle_folder import require_replaceable
+    from transferry.export.recipes import recipe_of
     from transferry.runtime.files import read_lines
 
     if one_graph_beam > 1 and not one_graph:
         raise UsageError("--one-graph-beam is the number of beams of --one-graph; add that too")
+    for name in variants:
+        recipe_of(name, calibrated=calibrate is not None)
     require_replaceable(out, force=force)
+    read_config(run_folder)
+    from transferry.build_model.checkpoint import load_checkpoint, load_samples
+    from transferry.export.bundle import export_bundle
+
     with progress(quiet) as show_phase:
         bundle = export_bundle(
             load_checkpoint(run_folder),
@@ -260,6 +264,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     require_option(options, "checkpoint", for_options=of_torch, reason=reason)
     require_option(options, "text", for_options=["target"], reason="what it translates")
     require_option(options, "certify", for_options=["sign"], reason="it signs the certificate")
+    from transferry.build_model.run_folder import read_config
     from transferry.export.report.write import write_report
     from transferry.runtime.bundle import Bundle
     from transferry.runtime.files import read_lines
@@ -269,6 +274,8 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     from transferry.runtime.parity import statement
     from transferry.runtime.parity.signature import load_private_key
 
+    if checkpoint:
+        read_config(checkpoint)
     if date:
         statement.check_date(date)
     key = load_private_key(options["sign"]) if options["sign"] else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,58 +30,13 @@ from transferry.export.optimise.screening import (
 )
 from transferry.export.optimise.top_k import top_k_graph
 from transferry.export.optimise.weight_only import store_in_int8
-from transferry.runtime.bundle import ONE_GRAPH, REFERENCE, CacheSpec, Variant
-from transferry.runtime.bundle import PORTABLE as PORTABLE
-from transferry.runtime.errors import ParityError, UsageError
-from transferry.runtime.parity.compare import ROUNDED, WEIGHT_ONLY
+from transferry.export.recipes import RECIPES, recipe_of, reference_file
+from transferry.runtime.bundle import ONE_GRAPH, CacheSpec, Variant
+from transferry.runtime.errors import ParityError
+from transferry.runtime.parity.compare import WEIGHT_ONLY
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 EMBEDDING = "model.embedding.weight"
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a variant is made.
-
-    Attributes:
-        precision: Of weights and arithmetic, as in the manifest.
-        providers: Providers that the variant is made for.
-        prefix: Beginning of its files' names. Graphs that share weights lie in one folder, since
-            onnxruntime refuses weights outside the graph's folder.
-        fused: Linear layers fused and the cache in place; else standard operators only.
-    """
-
-    precision: str
-    providers: tuple[str, ...]
-    prefix: str
-    fused: bool = True
-
-
-RECIPES = {
-    PORTABLE: Recipe("float32", ("cpu", "cuda"), "portable/", fused=False),
-    "portable-int8": Recipe(WEIGHT_ONLY, ("cpu",), "portable-int8/", fused=False),
-    "cpu-fp32": Recipe("float32", ("cpu",), "portable/fused-"),
-    "cpu-int8": Recipe("int8", ("cpu",), "cpu-int8/"),
-    "cpu-int4": Recipe("int4", ("cpu",), "cpu-int4/"),
-    "cuda-fp16": Recipe("float16", ("cuda",), "cuda-fp16/"),
-    "cuda-bf16": Recipe("bfloat16", ("cuda",), "cuda-bf16/"),
-}
-
-
-def recipe_of(name: str, *, calibrated: bool) -> Recipe:
-    """Returns the recipe of a variant.
-
-    Raises:
-        UsageError: There is no such variant, or an int8 variant is not calibrated.
-    """
-    if name not in RECIPES:
-        raise UsageError(f"there is no variant {name!r}; expected one of {', '.join(RECIPES)}")
-    if RECIPES[name].precision == "int8" and not calibrated:
-        raise UsageError(
-            f"variant {name} is calibrated on text like that it will run on; add it with "
-            "--calibrate FILE"
-        )
-    return RECIPES[name]
 
 
 def make_variant(
@@ -130,11 +84,6 @@ def add_one_graph(
     given = graphs, special, generation, config.max_positions
     composer = Composer(*given) if beam == 1 else BeamComposer(*given, beam=beam)
     graphs[ONE_GRAPH] = composer.graph()
-
-
-def reference_file(recipe: Recipe) -> str:
-    """Returns the file of the answers that a variant is compared with, inside the bundle."""
-    return f"{recipe.prefix}{REFERENCE}" if recipe.precision in ROUNDED else REFERENCE
 
 
 def describe(name: str, graphs: Mapping[str, Graph]) -> Variant:

@@ -37,8 +37,8 @@ from transferry.export.parity.served import REPLICAS
 from transferry.export.parity.task_metrics import BUDGETS, TaskBudget, token_agreement, translation
 from transferry.export.parity.text_scores import compare_scores
 from transferry.export.parity.walk import walk
-from transferry.export.variants import PORTABLE, RECIPES
-from transferry.runtime.bundle import Bundle
+from transferry.export.recipes import RECIPES
+from transferry.runtime.bundle import PORTABLE, Bundle
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.options import generation_options, suppressing
 from transferry.runtime.engine.engine import Engine

@@ -477,6 +477,8 @@ def open_arrays(content: bytes, origin: str, what: str, remedy: str) -> Iterator
     import numpy as np  # here, so that `transferry --help` does not load it
 
     try:
+        if not zipfile.is_zipfile(io.BytesIO(content)):  # numpy would speak of pickles
+            raise ValueError("no whole .npz archive")
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             size = sum(member.file_size for member in file.zip.infolist())
             if size > max(EXPANSION * len(content), SMALL_ARCHIVE):

@@ -58,9 +58,9 @@ ROOMS = {
         *("bundle", "ort", "doctor", "parity", "page", "engine", "jobs", "console"),
     ),
     "export": (
-        *("graphs", "precision", "torch_model", "optimise", "variants", "parity", "claims"),
-        *("backends", "debug", "faults", "report", "verify", "audit", "bundle", "distillation"),
-        "commands",
+        *("recipes", "graphs", "precision", "torch_model", "optimise", "variants", "parity"),
+        *("claims", "backends", "debug", "faults", "report", "verify", "audit"),
+        *("bundle_folder", "bundle", "distillation", "commands"),
     ),
 }
 MAX_MODULES = 12  # in a folder, __init__.py left out

@@ -500,9 +500,13 @@ def test_help_needs_nothing_heavy() -> None:
     assert done.stdout.count("Usage: ") == 1 + len(names)
 
 
-def test_mistakes_are_told_before_torch_is_loaded(bundle_folder: Path, tmp_path: Path) -> None:
+def test_mistakes_are_told_before_torch_is_loaded(
+    run_folder: Path, bundle_folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
+    run, bundle = str(run_folder), str(bundle_folder)
+    export = ["export", run, "--out", str(tmp_path / "bundle")]
     train = ["train", "--builtin", "--out", str(tmp_path / "run")]
     mistakes = {
         "--max-steps must be": [*train, "--max-steps", "-1"],
@@ -511,8 +515,14 @@ def test_mistakes_are_told_before_torch_is_loaded(bundle_folder: Path, tmp_path:
         "--vocabulary-size must be": [*train, "--vocabulary-size", "5"],
         "give --source and --target": ["train", "--out", str(tmp_path / "run")],
         "full is not empty": [*train[:-1], str(tmp_path / "full")],
-        "--dropout must be": ["distil", str(bundle_folder), *train[2:], "--dropout", "2"],
-        "--beam must be": ["verify", str(bundle_folder), "--checkpoint", "run", "--beam", "0"],
+        "--dropout must be": ["distil", bundle, *train[2:], "--dropout", "2"],
+        "--beam must be": ["verify", bundle, "--checkpoint", run, "--beam", "0"],
+        "expected a run, found a bundle": ["verify", bundle, "--checkpoint", bundle],
+        "expected a run, found another folder": ["export", str(tmp_path / "full"), *export[2:]],
+        "there is no variant": [*export, "--variant", "cpu-int5"],
+        "is calibrated on text": [*export, "--variant", "cpu-int8"],
+        "exists already": [*export[:3], bundle],
+        "is not the replay of a fault": ["replay", f"{bundle}/manifest.json"],
     }
     done = run_without(("torch",), *mistakes.values())
     assert done.returncode == 2
@@ -523,10 +533,16 @@ def test_mistakes_are_told_before_torch_is_loaded(bundle_folder: Path, tmp_path:
 
 @pytest.mark.parametrize(
     "command",
-    ["train --builtin --out run", "export {} --out bundle", "verify {} --checkpoint run"],
+    [
+        "train --builtin --out run",
+        "export {run} --out bundle",
+        "verify {bundle} --checkpoint {run}",
+    ],
 )
-def test_a_host_without_torch_says_what_to_install(bundle_folder: Path, command: str) -> None:
-    arguments = command.format(bundle_folder).split()
+def test_a_host_without_torch_says_what_to_install(
+    run_folder: Path, bundle_folder: Path, command: str
+) -> None:
+    arguments = command.format(run=run_folder, bundle=bundle_folder).split()
     done = run_without(("torch",), arguments)
     assert (done.returncode, done.stdout) == (2, "")
     needed = f"Error: {arguments[0]} needs torch, which is not installed; "

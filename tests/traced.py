@@ -13,7 +13,8 @@ import pytest
 import torch
 from onnx_ir.tensor_adapters import TorchTensor
 from torch import nn
-from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[attr-defined]
+from torch._export import utils as _utils
+from torch.onnx._internal.exporter import _registration
 
 from transferry.export import variants
 from transferry.export.graphs import graph as graphs
@@ -25,10 +26,12 @@ Once = Callable[[str, Callable[[Path], object]], Path]
 
 @contextmanager
 def translations_kept() -> Iterator[None]:
-    """The exporter parses each operator's translation once, not again for each graph."""
+    """The exporter looks for operators and their translations once, not again for each graph."""
+    registry = functools.cache(_registration.ONNXRegistry.from_torchlib)
     with pytest.MonkeyPatch.context() as patch:
-        operators = functools.cache(onnxscript_apis.get_torchlib_ops)
-        patch.setattr(onnxscript_apis, "get_torchlib_ops", operators)
+        patch.setattr(_registration.ONNXRegistry, "from_torchlib", staticmethod(registry))
+        # No test registers an operator in C++, for which this looks.
+        patch.setattr(_utils, "_materialize_cpp_cia_ops", lambda: None)
         yield
 
 

@@ -14,10 +14,13 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from transferry.export.audit.layout import BITS, PRODUCTS, GraphFile, Layout
+from transferry.export.audit.model import Observable
 from transferry.export.faults.bundle_copy import add, constant, replace
+from transferry.export.faults.self_test import rounding_of
+from transferry.export.parity.oracle import Oracle
 from transferry.runtime.errors import InputError, TransferryError
 from transferry.runtime.folders import temporary_folder
-from transferry.runtime.parity.compare import Comparison
+from transferry.runtime.parity.compare import Case, Comparison, compare, observe
 from transferry.runtime.parity.report import Claim, Decisions, PlantedFault
 
 Checks = Callable[[Layout], Iterator[Claim | Decisions | list[Comparison]]]
@@ -226,6 +229,7 @@ def self_test(
     layout: Layout,
     checks: Checks,
     answers: Answers,
+    changes: Callable[[Layout], bool],
     atol: float | None,
     done: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[PlantedFault]:
@@ -235,17 +239,18 @@ def self_test(
         layout: Honest graphs; they are copied, never changed.
         checks: Yields the results of the checks of graphs.
         answers: Returns what graphs give on the input that a tolerance is usually tried on.
+        changes: Whether graphs that pass the checks answer otherwise than the honest ones.
         atol: The user's own tolerance of these answers; None if there is none.
         done: Called with the number of faults finished and of all faults.
 
     Returns:
-        The faults; with a tolerance, where it was planted ends with whether that would have passed.
+        The faults; with a tolerance, whether that would have let them pass.
 
     Raises:
         InputError: The graphs take no fault.
     """
     planted: list[PlantedFault] = []
-    honest = answers(layout)
+    honest = answers(layout) if atol is not None else []
     last = layout.step or layout.decoder
     with temporary_folder() as made:
         for number, (kind, plant) in enumerate(FAULTS.items(), start=1):
@@ -257,19 +262,48 @@ def self_test(
             where = plant(model, target)
             if where is not None:
                 _save(model, target.path)
-                caught, found = _first_failure(copied, checks), None
-                with contextlib.suppress(TransferryError):
-                    found = answers(copied)
-                distance = _distance(honest, found)
+                caught = _first_failure(copied, checks)
+                fault = PlantedFault(kind, where, bool(caught) or changes(copied), caught)
                 if atol is not None:
-                    word = "passes" if distance <= atol else "fails"
-                    where += f" (largest difference {distance:.1e}: {word} atol {atol:g})"
-                planted.append(PlantedFault(kind, where, bool(caught) or distance > 0, caught))
+                    found = None
+                    with contextlib.suppress(TransferryError):
+                        found = answers(copied)
+                    distance = _distance(honest, found)
+                    fault = changed(fault, difference=distance, tolerated=distance <= atol)
+                planted.append(fault)
             shutil.rmtree(folder)
             done(number, len(FAULTS))
     if not planted:
         raise InputError(f"{layout.decoder.path}: no fault can be planted in these graphs")
     return planted
+
+
+def answers_otherwise(
+    oracle: Oracle,
+    honest: Observable,
+    found: Callable[[], Observable],
+    cases: Sequence[Case],
+    precision: str,
+) -> bool:
+    """Whether a model's numbers differ from the honest one's by more than rounding.
+
+    Args:
+        oracle: Tells how much torch rounds.
+        honest: The honest graphs.
+        found: Opens the others.
+        cases: Inputs that the checks do not use.
+        precision: Precision of the graphs.
+    """
+    rounding = rounding_of(precision)
+    try:
+        model = found()
+        for case in cases:
+            wanted = changed(oracle.truth(case), oracle=observe(honest, case))
+            if any(item.fault for item in compare(case, wanted, observe(model, case), rounding)):
+                return True
+    except TransferryError:
+        return True
+    return False
 
 
 def _distance(honest: Sequence[NDArray[Any]], found: Sequence[NDArray[Any]] | None) -> float:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transferry.build_model.checkpoint import CONFIG, REMEDY, Checkpoint, load_checkpoint
+from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.huggingface.importer import import_checkpoint
+from transferry.build_model.run_folder import CONFIG, REMEDY
 from transferry.runtime.documents import read_document
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.folders import temporary_folder

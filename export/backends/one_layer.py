@@ -20,8 +20,8 @@ from transferry.export.backends.plain_decoder import plain_model
 from transferry.export.graphs.external_data import write_graphs
 from transferry.export.parity.cases import cross_check_cases
 from transferry.export.parity.oracle import Oracle
-from transferry.export.variants import PORTABLE, describe, make_variant
-from transferry.runtime.bundle import Bundle, Manifest
+from transferry.export.variants import describe, make_variant
+from transferry.runtime.bundle import PORTABLE, Bundle, Manifest
 from transferry.runtime.files import sha256
 from transferry.runtime.parity.compare import Comparison, Tolerance
 from transferry.runtime.sealed_folder import FileRecord

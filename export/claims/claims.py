@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from transferry.build_model.checkpoint import CONFIG, Checkpoint
+from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.config import ModelConfig
+from transferry.build_model.run_folder import CONFIG
 from transferry.export.optimise.kv_scales import has_int8_cache
 from transferry.export.parity.oracle import Oracle
-from transferry.export.variants import RECIPES, reference_file
+from transferry.export.recipes import RECIPES, reference_file
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.decoding.options import (
     GenerationOptions,

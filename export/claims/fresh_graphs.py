@@ -18,7 +18,8 @@ from transferry.build_model.transformer import Transformer
 from transferry.export.graphs.external_data import SMALLEST
 from transferry.export.graphs.graph import Graph
 from transferry.export.optimise.calibration import Calibration
-from transferry.export.variants import RECIPES, add_one_graph, make_variant
+from transferry.export.recipes import RECIPES
+from transferry.export.variants import add_one_graph, make_variant
 from transferry.runtime.bundle import ONE_GRAPH, Bundle, Variant
 from transferry.runtime.parity.one_graph import beams_of
 from transferry.runtime.parity.report import Claim

@@ -25,7 +25,7 @@ from transferry.export.optimise.kv_scales import fold_kv_scales
 from transferry.export.optimise.weight_blocks import bits_of, blocks
 from transferry.export.optimise.weight_int8 import quantised
 from transferry.export.parity.simulated_integers import ATTENTIONS
-from transferry.export.variants import RECIPES
+from transferry.export.recipes import RECIPES
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.parity.compare import ROUNDED, WEIGHT_ONLY
 from transferry.runtime.parity.report import Claim

@@ -21,14 +21,22 @@ from numpy.typing import NDArray
 from transferry.build_model.transformer import Transformer
 from transferry.export.debug.replay import Replay, extract
 from transferry.export.debug.served_graph import MOST_SHOWN, ServedGraph, align
-from transferry.export.debug.traced_program import TracedProgram, trace, value_error
+from transferry.export.debug.traced_program import TracedProgram, trace
 from transferry.export.graphs.graph import Graph, flatten
 from transferry.export.torch_model import TorchDecoder, TorchEncoder, TorchState, moved_heads
 from transferry.runtime.bundle import Bundle, GraphSpec, Variant
 from transferry.runtime.decoding.decoder import Tensors
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.compare import Case, Tolerance, Truth, compare, meaningful, truth
+from transferry.runtime.parity.compare import (
+    Case,
+    Tolerance,
+    Truth,
+    compare,
+    meaningful,
+    truth,
+    value_error,
+)
 from transferry.runtime.parity.report import Origin
 
 Arrays = dict[str, NDArray[Any]]

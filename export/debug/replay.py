@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from onnx import external_data_helper, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from transferry.export.debug.traced_program import value_error
 from transferry.runtime.documents import parse_document
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import atomic_file, open_arrays, read_bytes
 from transferry.runtime.ort.external_files import external_files
 from transferry.runtime.ort.session import Optimisation, SessionOptions, open_session
 from transferry.runtime.outputs import foreign_replay, require_own
+from transferry.runtime.parity.compare import value_error
 from transferry.runtime.parity.report import Origin
 from transferry.runtime.tables import table
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.export import ExportedProgram
@@ -22,7 +21,7 @@ from transferry.build_model import attention, layers, transformer
 from transferry.build_model.transformer import Transformer
 from transferry.export.graphs.graph import Graph
 from transferry.export.graphs.portable import export_graphs
-from transferry.runtime.parity.compare import relative_error
+from transferry.runtime.parity.compare import value_error
 
 PACKAGE = Path(transformer.__file__).parents[1]
 TRACED = ("build_model", "export")  # packages with traced code
@@ -152,29 +151,6 @@ class TracedProgram:
         settings: Any = map_aggregate(node.kwargs, filled)
         assert callable(node.target)
         return node.target(*arguments, **settings)
-
-
-def value_error(
-    found: NDArray[Any], oracle: NDArray[Any], mask: NDArray[np.bool_] | None = None
-) -> float:
-    """Returns the error of a value: `relative_error` where both are finite.
-
-    Equal infinities, as in masks, count as equal, and so do two NaN. Another shape, or infinity on
-    one side only, is an infinite error, and so is any difference of integers or booleans.
-    """
-    if found.shape != oracle.shape:
-        return np.inf
-    mask = np.ones(oracle.shape, np.bool_) if mask is None else mask
-    if oracle.dtype.kind != "f":
-        return 0.0 if (found == oracle).all(where=mask) else np.inf
-    finite = np.isfinite(found) & np.isfinite(oracle)
-    same = (found == oracle) | (np.isnan(found) & np.isnan(oracle))
-    if not (finite | same).all(where=mask):
-        return np.inf
-    zero = np.zeros((), np.float64)
-    return relative_error(
-        np.where(finite, found, zero), np.where(finite, oracle, zero), finite & mask
-    )
 
 
 def trace(model: Transformer, name: str) -> Graph:

@@ -41,8 +41,7 @@ from transferry.export.parity.cases import (
 from transferry.export.parity.one_graph import check_one_graph
 from transferry.export.parity.oracle import Oracle, TextParity
 from transferry.export.parity.searches import BRIEF
-from transferry.export.variants import PORTABLE
-from transferry.runtime.bundle import ONE_GRAPH, Bundle
+from transferry.runtime.bundle import ONE_GRAPH, PORTABLE, Bundle
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError, ParityError, ProviderError, TransferryError
 from transferry.runtime.folders import temporary_folder
@@ -246,8 +245,7 @@ class Gate:
         larger than rounding in the variant's precision, or if it chooses another token where there
         is no tie.
         """
-        precision = EPSILONS[self._honest.variant.precision] / EPSILONS["float32"]
-        rounding = Tolerance(ROUNDING * precision, EPSILONS["float32"])
+        rounding = rounding_of(self._honest.variant.precision)
         try:
             bundle = Bundle.load(folder)
             if whole:
@@ -320,6 +318,11 @@ class Gate:
             )
             for left, right in pairs
         )
+
+
+def rounding_of(precision: str) -> Tolerance:
+    """Returns what two models of a precision may be apart if both compute the same."""
+    return Tolerance(ROUNDING * EPSILONS[precision] / EPSILONS["float32"], EPSILONS["float32"])
 
 
 def brief_sweep(config: ModelConfig, rows: int) -> list[Case]:

@@ -7,7 +7,7 @@ takes minutes, and `verify` does the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -57,7 +57,7 @@ class Effort:
         rows: Most rows of text.
         batch_rows: Most rows that are computed at once; None for those that are served.
         anew: Whether the graphs and the recorded answers of the bundle are made again.
-        most_cases: Most cases of random tokens; None for all.
+        most_cases: Most cases of random tokens beside those of the vocabulary; None for all.
         loss: Whether what reduced precision loses in answers is limited. Of few answers, a loss
             cannot be told from chance.
     """
@@ -102,21 +102,18 @@ class Effort:
             rows: Rows of the largest batch.
             singles: Whether the cases of single tokens are among them.
         """
-        found = list(self._cases(config, sources, rows))
-        found += single_tokens(config) if singles else []
+        longest = min(config.max_positions, self.positions or config.max_positions)
+        shorter = replace(config, max_positions=longest)
+        found = [
+            *sizes(shorter),
+            *lengths(shorter, [source[:longest] for source in sources]),
+            *largest_batches(config, rows),
+            *(single_tokens(config) if singles else ()),
+        ]
         most = min(len(found), self.most_cases or len(found))
-        return [found[number * len(found) // most] for number in range(most)]
-
-    def _cases(
-        self, config: ModelConfig, sources: Sequence[Sequence[int]], rows: int
-    ) -> Iterator[Case]:
-        most = config.max_positions
-        shorter = replace(config, max_positions=min(most, self.positions or most))
-        yield from sizes(shorter)
-        if self.vocabulary:
-            yield from vocabulary(config)
-        yield from lengths(shorter, [source[: shorter.max_positions] for source in sources])
-        yield from largest_batches(config, rows)
+        chosen = [found[number * len(found) // most] for number in range(most)]
+        # None of these is left out: each feeds tokens that no other does.
+        return [*chosen, *(vocabulary(config) if self.vocabulary else ())]
 
     def texts(self, checkpoint: Checkpoint, texts: Sequence[str]) -> list[str]:
         """Returns the texts that are judged: the first short ones that fit the model."""

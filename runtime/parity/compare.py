@@ -198,6 +198,29 @@ def relative_error(
     return distance / unit if unit else distance
 
 
+def value_error(
+    found: NDArray[Any], oracle: NDArray[Any], mask: NDArray[np.bool_] | None = None
+) -> float:
+    """Returns the error of a value: `relative_error` where both are finite.
+
+    Equal infinities, as in masks, count as equal, and so do two NaN. Another shape, or infinity on
+    one side only, is an infinite error, and so is any difference of integers or booleans.
+    """
+    if found.shape != oracle.shape:
+        return np.inf
+    mask = np.ones(oracle.shape, np.bool_) if mask is None else mask
+    if oracle.dtype.kind != "f":
+        return 0.0 if (found == oracle).all(where=mask) else np.inf
+    finite = np.isfinite(found) & np.isfinite(oracle)
+    same = (found == oracle) | (np.isnan(found) & np.isnan(oracle))
+    if not (finite | same).all(where=mask):
+        return np.inf
+    zero = np.zeros((), np.float64)
+    return relative_error(
+        np.where(finite, found, zero), np.where(finite, oracle, zero), finite & mask
+    )
+
+
 def _largest(tensor: NDArray[Any], mask: NDArray[np.bool_]) -> float:
     if mask.all():  # the selection costs more than the rest
         return float(np.abs(tensor).max(initial=0.0))

@@ -283,12 +283,17 @@ class PlantedFault:
         changes_answer: Whether any output changed by more than rounding; a fault that changes
             none may pass.
         caught_by: The check that failed, such as "loading" or "later step"; empty if all passed.
+        difference: Largest difference from the right outputs on one input on which exporters
+            commonly try a tolerance; None if it was not measured.
+        tolerated: Whether the user's own tolerance lets that pass; None if there is none.
     """
 
     kind: str
     planted: str
     changes_answer: bool
     caught_by: str
+    difference: float | None = None
+    tolerated: bool | None = None
 
     @property
     def passed(self) -> bool:

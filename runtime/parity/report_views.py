@@ -148,16 +148,22 @@ def _planted(report: ParityReport) -> Iterator[str]:
     changing = [item for item in report.self_test if item.changes_answer]
     caught = sum(bool(item.caught_by) for item in changing)
     yield f"{caught} of {len(changing)} faults that change an answer were caught"
-    rows = [
-        (
-            item.kind,
-            item.planted,
-            "yes" if item.changes_answer else "no",
-            item.caught_by or ("MISSED" if item.changes_answer else "passes"),
-        )
-        for item in report.self_test
-    ]
-    yield table(("planted fault", "where", "changes an answer", "caught by"), rows)
+    measured = any(item.difference is not None for item in report.self_test)
+    columns = ["planted fault", "caught by"]
+    if measured:
+        columns += ["off by", "atol"]
+    rows = []
+    for item in report.self_test:
+        missed = "MISSED" if item.changes_answer else "changes no answer"
+        row = [item.kind, item.caught_by or missed]
+        if measured:
+            told = "" if item.difference is None else f"{item.difference:.1e}"
+            row += [told, {True: "passes", False: "fails", None: ""}[item.tolerated]]
+        rows.append(row)
+    yield table(columns, rows)
+    for item in report.self_test:
+        if not item.passed:
+            yield wrapped(f"Not caught: {item.kind}: {item.planted}")
 
 
 def _next_command(report: ParityReport) -> str:

@@ -18,7 +18,8 @@ from transferry.export.graphs.external_data import ALIGNMENT, WEIGHTS, write_gra
 from transferry.export.parity import effort
 from transferry.export.parity.cases import random_case
 from transferry.export.parity.oracle import Oracle
-from transferry.export.variants import RECIPES, make_variant
+from transferry.export.recipes import RECIPES
+from transferry.export.variants import make_variant
 from transferry.export.verify import verify_against
 from transferry.runtime.bundle import Bundle, CacheSpec
 from transferry.runtime.errors import ParityError, UsageError

@@ -29,7 +29,7 @@ from transferry.runtime.parity.recorded import verify
 PATIENCE = 120.0
 # Commands that load torch take seconds; of these the short run tries fewer moments.
 TORCH = {
-    "train": "train --pairs pairs.tsv --valid-pairs pairs.tsv --vocabulary-size 300 --d-model 16 "
+    "train": "train --pairs pairs.tsv --valid-pairs valid.tsv --vocabulary-size 300 --d-model 16 "
     "--encoder-layers 1 --decoder-layers 1 --heads 2 --d-ff 32 --batch-tokens 256 --max-steps 12 "
     "--validate-every 4 --save-every 2 --max-positions 128 --out new",
     "import": "import gpt2 --out new",
@@ -133,7 +133,9 @@ def place(run_folder: Path, bundle_folder: Path, tmp_path_factory: pytest.TempPa
     (place.folder / "npm").mkdir()
     for name in (*WASM, *WEBGPU):
         (place.folder / "npm" / name).write_text(name)
-    (place.folder / "pairs.tsv").write_text("".join("\t".join(pair) + "\n" for pair in pairs))
+    for name, count in (("pairs", 100), ("valid", 10)):
+        table = "".join("\t".join(pair) + "\n" for pair in pairs[:count])
+        (place.folder / f"{name}.tsv").write_text(table)
     for part in (1, 2):
         place.finish(f"run bundle lines.txt -o {part}.jsonl --partition {part}/2")
     report = verify(place.folder / "bundle").to_dict()

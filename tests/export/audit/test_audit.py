@@ -148,13 +148,24 @@ def test_the_self_test_tells_what_a_tolerance_would_have_missed(
     record = json.loads(done.stdout)
     planted = {item["kind"]: item for item in record["self_test"]}
     assert all(item["passed"] and item["changes_answer"] for item in planted.values()), planted
-    assert "passes atol 0.001" in planted["swapped cache rows"]["planted"]
-    assert "fails atol 0.001" in planted["two columns of a weight swapped"]["planted"]
-    missed = sum("passes atol" in item["planted"] for item in planted.values())
+    assert planted["swapped cache rows"]["difference"] == 0
+    assert planted["swapped cache rows"]["tolerated"]
+    assert not planted["two columns of a weight swapped"]["tolerated"]
+    missed = sum(item["tolerated"] for item in planted.values())
     told = f"0.001 would have missed {missed} of {len(planted)} planted faults"
     assert record["settings"]["atol"] == told
     assert told in files["html"].read_text()
     assert 'classname="transferry.claims"' in files["xml"].read_text()
+
+
+def test_faults_that_the_checks_miss_are_told(
+    writer: Path, writer_run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transferry.export.audit.planted._first_failure", lambda *_: "")
+    report = audit(writer, read_layout(writer), load_checkpoint(writer_run_folder), [], plant=True)
+    assert not report.passed
+    harmless = {item.kind for item in report.self_test if not item.changes_answer}
+    assert harmless == {"another declared shape"}
 
 
 def test_names_of_a_toml_file(writer: Path, writer_run_folder: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import sha256
 from transferry.runtime.ort.session import SessionOptions, open_session
-from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.parity.compare import Tolerance, value_error
 from transferry.runtime.parity.report import Origin
 
 Array = NDArray[Any]
@@ -430,7 +430,7 @@ def test_the_program_in_float64_is_the_oracle(pair: tuple[Transformer, Bundle]) 
                 assert kinds == ("float64", "float32") or exact.dtype.kind != "f"
             for value, output in zip(traced.outputs, spec.outputs, strict=True):
                 exact, _ = kept[value]
-                assert program.value_error(exact, call.truth.oracle[output.name]) < 1e-13
+                assert value_error(exact, call.truth.oracle[output.name]) < 1e-13
                 # Two float32 computations of one graph, so no closer than any two that pass.
                 assert errors[value] <= Tolerance().budget(call.truth.errors[output.name])
 

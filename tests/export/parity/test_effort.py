@@ -9,6 +9,7 @@ from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.export.parity import effort
+from transferry.export.parity.cases import vocabulary
 from transferry.export.parity.effort import (
     LONGEST_ANSWER,
     RECORDED_LENGTH,
@@ -68,6 +69,14 @@ def test_the_larger_the_model_the_less_is_checked() -> None:
     lengths = [recorded_length(model) for model in models]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[-1] == 8
+
+
+def test_no_token_is_left_out_where_cases_are(checkpoint: Checkpoint) -> None:
+    config = checkpoint.model.config
+    few = Effort(most_cases=8).cases(config, [], 16, True)
+    every = vocabulary(config)
+    assert few[8:]
+    assert [case.name for case in few[8:]] == [case.name for case in every]
 
 
 def test_what_is_checked_takes_about_the_same_work() -> None:

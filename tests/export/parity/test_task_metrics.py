@@ -12,9 +12,9 @@ import pytest
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.parity.task_metrics import token_agreement, translation
-from transferry.export.variants import PORTABLE, RECIPES
+from transferry.export.recipes import RECIPES
 from transferry.export.verify import verify_against
-from transferry.runtime.bundle import MANIFEST, Bundle
+from transferry.runtime.bundle import MANIFEST, PORTABLE, Bundle
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.errors import InputError
 from transferry.runtime.files import sha256
