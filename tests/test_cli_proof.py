@@ -271,7 +271,7 @@ def test_a_fault_is_traced_to_its_module_and_shown_again(
     result = call("verify", bundle, "--checkpoint", other, "--report", tmp_path / "report.html")
     assert result.exit_code == 4
     assert "does not answer as torch does" in result.stderr
-    assert "exceeds the budget" in result.stdout
+    assert "exceeds the budget" in " ".join(result.stdout.split())
     assert result.stdout.startswith("FAILED: ")
     place = "the fault begins in decoder.1.feed_forward.inner (build_model/layers.py:"
     assert place in result.stdout

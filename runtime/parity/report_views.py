@@ -22,6 +22,8 @@ from transferry.runtime.parity.report import (
 )
 from transferry.runtime.tables import WIDTH, table, wrapped
 
+# Limits from here on say nothing in units of torch's rounding; errors are shares of them.
+SHARES = 1_000
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -38,10 +40,11 @@ def _lines(report: ParityReport) -> Iterator[str]:
     yield ""
     if report.origin is not None:
         yield from (str(report.origin), "")
-    header = ("stage", "tensors", "worst error", "torch's own", _times(report), "result")
-    yield from (table(header, [_row(stage) for stage in report.stages()]), "")
+    unit = "times torch's" if report.tolerance.factor < SHARES else "of the limit"
+    header = ("stage", "tensors", "worst error", "torch's own", _limited(report, unit), "result")
+    yield from (table(header, [_row(report, stage) for stage in report.stages()]), "")
     wrong = [f"{i.case}: {i.tensor}: {i.fault}" for i in report.comparisons if i.fault]
-    yield from (f"  {line}" for line in wrong[:FIRST_FAULTS])
+    yield from (wrapped(line, "  ", "    ") for line in wrong[:FIRST_FAULTS])
     if (rest := len(wrong) - FIRST_FAULTS) > 0:
         yield f"  and {rest:,} more; --json lists them"
     if report.claims:
@@ -62,7 +65,7 @@ def _lines(report: ParityReport) -> Iterator[str]:
     yield from map(str, report.task_metrics)
     if report.cross_check:
         yield from ("", "Other runtimes, which do not decide the verdict:")
-        rows = [(i.runtime, *_row(stage)) for i in report.cross_check for stage in i.stages]
+        rows = [(i.runtime, *_row(report, stage)) for i in report.cross_check for stage in i.stages]
         yield table(("runtime", *header), rows)
         yield from (f"{item.runtime}: {item.absent}" for item in report.cross_check if item.absent)
     if report.self_test:
@@ -75,8 +78,15 @@ def _lines(report: ParityReport) -> Iterator[str]:
         yield f"Next: {command}"
 
 
-def _times(report: ParityReport) -> str:
-    return f"times torch's (limit {report.tolerance.factor:g})"
+def _limited(report: ParityReport, unit: str) -> str:
+    factor = report.tolerance.factor
+    return f"{unit} (limit {factor:g})" if factor < SHARES else unit
+
+
+def _error(report: ParityReport, ratio: float) -> str:
+    """Returns an error in units of torch's own, or as a share of a limit far above that."""
+    factor = report.tolerance.factor
+    return scaled(ratio) if factor < SHARES else f"{100 * ratio / factor:,.2g} %"
 
 
 def scaled(ratio: float) -> str:
@@ -87,9 +97,9 @@ def scaled(ratio: float) -> str:
     return f"{round(ratio, digits):,.0f}"
 
 
-def _row(stage: Stage) -> tuple[str, ...]:
+def _row(report: ParityReport, stage: Stage) -> tuple[str, ...]:
     result = f"{stage.faults:,} of {stage.tensors:,} FAILED" if stage.faults else "ok"
-    errors = f"{stage.error:.1e}", f"{stage.reference_error:.1e}", scaled(stage.ratio)
+    errors = f"{stage.error:.1e}", f"{stage.reference_error:.1e}", _error(report, stage.ratio)
     return stage.name, f"{stage.tensors:,}", *errors, result
 
 
@@ -107,11 +117,11 @@ def _searches(report: ParityReport) -> str:
     shown = [n for n in range(len(header)) if n < 2 or any(count[n] for count in counts)]
     rows = [
         # A search without scores has no error of them.
-        (item.search, *(f"{count[n]:,}" for n in shown), scaled(error) if error else "")
+        (item.search, *(f"{count[n]:,}" for n in shown), _error(report, error) if error else "")
         for item, count, error in zip(report.decisions, counts, errors, strict=True)
     ]
-    limit = f"error (limit {report.tolerance.factor:g})"
-    return table(("search", *(header[n] for n in shown), limit), rows)
+    unit = "error" if report.tolerance.factor < SHARES else "error, of the limit"
+    return table(("search", *(header[n] for n in shown), _limited(report, unit)), rows)
 
 
 def _differences(report: ParityReport) -> Iterator[str]:
