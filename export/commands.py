@@ -51,7 +51,9 @@ def beside_bundle(
 ) -> Path | None:
     """Returns the default of --replay, which is written where torch is compared with."""
     if path is None and context.params.get("checkpoint") is not None:
-        return Path(f"{context.params['bundle_folder'].absolute()}.fault.npz")
+        folder: Path = context.params["bundle_folder"]
+        named = folder if folder.name not in ("", "..") else folder.resolve()
+        return named.with_name(f"{named.name}.fault.npz")
     return path
 
 

@@ -8,10 +8,12 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from tests.commands import call, done
 from tests.runtime.parity.keys import key_files, model_signing
+from transferry.export.commands import beside_bundle, verify
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.portable_decoder import PortableDecoder
@@ -357,3 +359,15 @@ def test_what_a_page_needs_is_told_before_the_work(
     refused = call(command, tmp_path, "--report", tmp_path / "a.html", *reference)
     assert refused.exit_code == 2
     assert "needs jinja2, which is not installed" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("bundle", "file"),
+    [("bundles/ende", "bundles/ende.fault.npz"), ("ende/", "ende.fault.npz"), (".", None)],
+)
+def test_a_fault_is_saved_beside_the_bundle(bundle: str, file: str | None) -> None:
+    context = click.Context(verify)
+    context.params = {"bundle_folder": Path(bundle), "checkpoint": Path("run")}
+    here = Path.cwd()
+    expected = Path(file) if file else here.with_name(f"{here.name}.fault.npz")
+    assert beside_bundle(context, verify.params[0], None) == expected
