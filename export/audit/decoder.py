@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from transferry.build_model.config import ModelConfig
 from transferry.export.audit.layout import Layout
-from transferry.export.audit.session import Arrays, ForeignGraph
+from transferry.export.audit.session import Arrays, ForeignGraph, require_shape
 from transferry.runtime.decoding.decoder import StepOutput, Tensors
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.errors import InputError
@@ -43,6 +43,15 @@ class ForeignState:
     past: Arrays | None = field(default=None)
 
 
+def _require_cache(cache: Arrays, rows: int) -> None:
+    for name, value in cache.items():
+        if value.ndim != 4 or len(value) != rows:
+            raise InputError(
+                f"expected what continues {name} of shape [{rows}, heads, past, width], found "
+                f"{list(value.shape)}"
+            )
+
+
 class ForeignDecoder:
     """Runs foreign graphs that generate."""
 
@@ -64,17 +73,20 @@ class ForeignDecoder:
         """
         self.vocabulary_size, self.padding, self._pad_id = config.vocabulary_size, padding, pad_id
         self._sizes = config.kv_heads or config.heads, config.d_head
+        self._d_model = config.d_model
         self.has_encoder = layout.encoder is not None
         opened = [ForeignGraph(graph, options) for graph in layout.graphs]
         self.graphs = opened
         self._encoder = opened[0] if layout.encoder else None
         self._first = opened[1 if layout.encoder else 0]
         self._later = opened[-1] if layout.step else self._first
-        if "logits" not in self._first.graph.outputs:
-            raise InputError(
-                f"{layout.decoder.path}: expected an output logits, found "
-                f"{', '.join(layout.decoder.outputs) or 'none'}; name it with --names"
-            )
+        if self._encoder is not None:
+            self._encoder.require(("tokens", "mask"), ("hidden",))
+            steps = ["tokens", "states", "states_mask", "use_cache"]
+        else:
+            steps = ["tokens", "mask", "positions", "use_cache"]
+        for graph in {self._first, self._later}:
+            graph.require(steps, ("logits",), cache=self._first.graph.past)
 
     def padded(self, padding: Padding) -> ForeignDecoder:
         """Returns the same decoder with padding on a side; the sessions are shared."""
@@ -90,7 +102,8 @@ class ForeignDecoder:
             return ForeignState(rows, mask[:, :0])
         ids, mask = self._pad(rows)
         found, _ = self._encoder.run({"tokens": ids, "mask": mask}, {})
-        states = found.get("hidden", next(iter(found.values()), None))
+        states = found["hidden"]
+        require_shape("hidden", states, (*ids.shape, self._d_model))
         return ForeignState([()] * len(rows), mask, states)
 
     def _pad(self, rows: Sequence[Sequence[int]]) -> tuple[Ids, Mask]:
@@ -120,9 +133,9 @@ class ForeignDecoder:
         inputs = self._inputs(ids, mask, state)
         inputs["use_cache"] = np.zeros(1, np.bool_)
         found, past = self._first.run(inputs, self._first.empty(len(ids), *self._sizes))
+        _require_cache(past, len(ids))
         logits = found["logits"]
-        if logits.shape[:2] != ids.shape:
-            raise InputError(f"expected logits of {list(ids.shape)}, found {list(logits.shape)}")
+        require_shape("logits", logits, (*ids.shape, self.vocabulary_size))
         ends = mask.shape[1] - np.argmax(mask[:, ::-1], axis=1)  # of each row, padding excluded
         places = ends[:, None] - tokens.shape[1] + np.arange(tokens.shape[1])
         logits = np.take_along_axis(logits, places[..., None], axis=1)
@@ -151,6 +164,8 @@ class ForeignDecoder:
                 for name, value in grown.items()
             }
         logits = found["logits"]
+        require_shape("logits", logits, (*tokens.shape, self.vocabulary_size))
+        _require_cache(grown, len(tokens))
         return logits, replace(state, rows=rows, mask=mask, past={**state.past, **grown})
 
     def _inputs(self, ids: Ids, mask: Mask, state: ForeignState) -> dict[str, NDArray[Any]]:

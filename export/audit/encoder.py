@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from transferry.build_model.config import ModelConfig
 from transferry.export.audit.layout import Layout
-from transferry.export.audit.session import ForeignGraph
-from transferry.runtime.errors import InputError
+from transferry.export.audit.session import ForeignGraph, require_shape
 from transferry.runtime.ort.session import SessionOptions
+
+READS = ("tokens", "mask", "positions", "segments")
 
 
 class ForeignEncoder:
@@ -30,11 +31,7 @@ class ForeignEncoder:
         # The logits of a classifier are those of its head.
         self._names = {"logits": "head"} if config.has_head else {}
         self.gives = {self._names.get(name, name) for name in layout.decoder.outputs}
-        if not self.gives:
-            raise InputError(
-                f"{layout.decoder.path}: expected an output logits or last_hidden_state, found "
-                "none; name it with --names"
-            )
+        self._graph.require(READS, ("logits", "hidden", "head"))
 
     def encode(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
         """Encodes padded token ids; see `ObservableEncoder.encode`."""
@@ -49,4 +46,14 @@ class ForeignEncoder:
             before = np.pad(ends, ((0, 0), (1, 0)))[:, :-1]
             inputs["segments"] = np.minimum(before, self._config.segments - 1)
         found, _ = self._graph.run(inputs, {})
-        return {self._names.get(name, name): value for name, value in found.items()}
+        named = {self._names.get(name, name): value for name, value in found.items()}
+        for name, value in named.items():
+            require_shape(name, value, self._shape(name, source))
+        return named
+
+    def _shape(self, name: str, source: NDArray[np.int64]) -> tuple[int, ...]:
+        config = self._config
+        if name == "head":
+            of_text = source.shape[:1] if config.pooling else source.shape
+            return (*of_text, config.d_head_output)
+        return (*source.shape, config.vocabulary_size if name == "logits" else config.d_model)

@@ -323,8 +323,13 @@ def described(path: Path) -> GraphFile:
     past: dict[str, str] = {}
     for value in graph.inputs:
         name = str(value.name)
-        if name in INPUTS:
-            inputs[INPUTS[name]] = name
+        if (role := INPUTS.get(name)) in inputs:
+            raise InputError(
+                f"{path} reads {inputs[str(role)]} and {name}: encoder and decoder in one graph "
+                "are not audited; export them apart (optimum: without --monolith)"
+            )
+        if role is not None:
+            inputs[role] = name
         elif name.startswith(f"{PAST}.") and (after := name.replace(PAST, PRESENT, 1)):
             past[name] = after if after in outputs else ""
         else:

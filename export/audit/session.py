@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ TYPES = {
     "tensor(bool)": "bool",
     **{f"tensor({name})": name for name in ("int64", "int32", "int8", "uint8")},
 }
+FLOATS = ("tensor(float)", "tensor(float16)", "tensor(double)")
 # onnxruntime's own errors share no base class below Exception.
 ERRORS = (
     native.Fail,
@@ -32,6 +33,12 @@ ERRORS = (
     RuntimeError,
     ValueError,
 )
+
+
+def require_shape(name: str, array: NDArray[Any], shape: tuple[int, ...]) -> None:
+    """Raises InputError for an output of another shape than the reference gives."""
+    if array.shape != shape:
+        raise InputError(f"expected {name} of shape {list(shape)}, found {list(array.shape)}")
 
 
 class ForeignGraph:
@@ -69,6 +76,38 @@ class ForeignGraph:
             )
         self.lies: dict[str, str] = {}
         self.past = [name for name in graph.past if name in self._inputs]
+
+    def require(
+        self, reads: Collection[str], gives: Collection[str] = (), cache: Collection[str] = ()
+    ) -> None:
+        """Checks that a graph fits the reference, before it is run.
+
+        Args:
+            reads: Meanings of the inputs that there is something for.
+            gives: Meanings of outputs of which it must have one.
+            cache: Inputs of a cache that there is something for.
+
+        Raises:
+            InputError: It reads something else, gives none of them, or gives integers.
+        """
+        path = self.graph.path
+        if "tokens" not in self.graph.inputs:
+            raise InputError(f"{path}: expected an input of tokens; name it with --names")
+        known = {name for role, name in self.graph.inputs.items() if role in reads} | {*cache}
+        if unknown := [name for name in self._inputs if name not in known]:
+            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            raise InputError(
+                f"{path} reads {unknown[0]}{more}, for which the reference has nothing; name the "
+                "reference that the graphs were made from, or export all of them anew"
+            )
+        if gives and not {*gives} & {*self.graph.outputs}:
+            raise InputError(
+                f"{path}: expected an output {' or '.join(gives)}, found "
+                f"{', '.join(self.graph.outputs) or 'none'}; name it with --names"
+            )
+        for name in self.graph.outputs.values():
+            if (kind := self._outputs[name].type) not in FLOATS:
+                raise InputError(f"{path}: expected floats in output {name}, found {kind}")
 
     def takes(self, role: str) -> bool:
         """Whether there is an input of a meaning."""

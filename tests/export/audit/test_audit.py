@@ -386,3 +386,19 @@ def test_random_cases_are_padded_on_the_side_that_is_named(
     """The graph reads padding on the right alone."""
     report = audited(writer, writer_run_folder, ("left",))
     assert any(fault.startswith("batch 7, source") for fault in report.faults), report.faults
+
+
+def test_graphs_of_another_kind_are_refused(
+    writer: Path, reader_run_folder: Path, run_folder: Path, tmp_path: Path
+) -> None:
+    done = call("audit", writer, "--reference", reader_run_folder)
+    assert done.exit_code == 3
+    assert "reads past_key_values.0.key and " in done.stderr
+    assert "more, for which the reference has nothing" in done.stderr
+    model = ir.load(writer / "model.onnx")
+    whole = ir.Value(name="decoder_input_ids", type=ir.TensorType(ir.DataType.INT64))
+    model.graph.inputs.append(whole)
+    saved(model, tmp_path / "model.onnx")
+    done = call("audit", tmp_path, "--reference", run_folder)
+    assert done.exit_code == 3
+    assert "reads input_ids and decoder_input_ids" in done.stderr
