@@ -85,7 +85,7 @@ class ForeignDecoder:
             steps = ["tokens", "states", "states_mask", "use_cache"]
         else:
             steps = ["tokens", "mask", "positions", "use_cache"]
-        for graph in {self._first, self._later}:
+        for graph in dict.fromkeys([self._first, self._later]):
             graph.require(steps, ("logits",), cache=self._first.graph.past)
 
     def padded(self, padding: Padding) -> ForeignDecoder:
