@@ -177,7 +177,7 @@ def export(
     from transferry.build_model.run_folder import read_config
     from transferry.export.bundle_folder import require_replaceable
     from transferry.export.recipes import recipe_of
-    from transferry.runtime.files import read_lines
+    from transferry.runtime.files import some_lines
 
     if one_graph_beam > 1 and not one_graph:
         raise UsageError("--one-graph-beam is the number of beams of --one-graph; add that too")
@@ -185,6 +185,8 @@ def export(
         recipe_of(name, calibrated=calibrate is not None)
     require_replaceable(out, force=force)
     read_config(run_folder)
+    texts = some_lines(text) if text else None
+    typical = some_lines(calibrate) if calibrate else []
     from transferry.build_model.checkpoint import load_checkpoint, load_samples
     from transferry.export.bundle import export_bundle
 
@@ -192,9 +194,9 @@ def export(
         bundle = export_bundle(
             load_checkpoint(run_folder),
             out,
-            texts=list(read_lines(text)) if text is not None else load_samples(run_folder),
+            texts=load_samples(run_folder) if texts is None else texts,
             variants=variants,
-            calibrate=list(read_lines(calibrate)) if calibrate is not None else (),
+            calibrate=typical,
             one_graph=one_graph_beam if one_graph else 0,
             force=force,
             say=teller(quiet),
@@ -269,7 +271,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     from transferry.build_model.run_folder import read_config
     from transferry.export.report.write import write_report
     from transferry.runtime.bundle import Bundle
-    from transferry.runtime.files import read_lines
+    from transferry.runtime.files import some_lines
     from transferry.runtime.ort.open_model import open_model
     from transferry.runtime.ort.session import SessionOptions
     from transferry.runtime.parity import certificate as certificates
@@ -278,6 +280,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
 
     if checkpoint:
         read_config(checkpoint)
+    texts, targets = (some_lines(path) if path else None for path in (text, target))
     if date:
         statement.check_date(date)
     key = load_private_key(options["sign"]) if options["sign"] else None
@@ -306,8 +309,8 @@ def verify(bundle_folder: Path, **options: Any) -> None:
                 trained,
                 bundle,
                 open_model(bundle, variant, session),
-                list(read_lines(text)) if text else kept,
-                list(read_lines(target)) if target else None,
+                kept if texts is None else texts,
+                targets,
                 cross_check=options["cross_check"],
                 plant_faults=options["self_test"],
                 replay=options["replay"],
@@ -457,9 +460,10 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
     from transferry.export.audit.layout import Layout, read_layout, read_whole
     from transferry.export.audit.reference import load_reference, named_function
     from transferry.export.report.write import write_report
-    from transferry.runtime.files import read_lines
+    from transferry.runtime.files import some_lines
     from transferry.runtime.ort.session import SessionOptions
 
+    texts = some_lines(options["text"]) if options["text"] else []
     session = SessionOptions(**given(options, SessionOptions))
     planted = {"plant": options["plant"], "atol": options["atol"]}
     with progress(options["quiet"]) as show_phase:
@@ -487,7 +491,7 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
                 graphs,
                 layout,
                 load_reference(Path(reference)),
-                list(read_lines(options["text"])) if options["text"] else [],
+                texts,
                 session=session,
                 precision=options["precision"],
                 paddings=options["paddings"],

@@ -60,6 +60,17 @@ def read_lines(path: Path | str) -> Iterator[str]:
         yield decode_line(line, path, number)
 
 
+def some_lines(path: Path | str) -> list[str]:
+    """Reads all lines of a file as `read_lines` does.
+
+    Raises:
+        InputError: As there, or the file is empty, so that nothing would be compared.
+    """
+    if lines := list(read_lines(path)):
+        return lines
+    raise InputError(f"{path}: expected at least one line, found none; give another file")
+
+
 def read_raw_lines(path: Path | str | Stored, *, keep_ends: bool = False) -> Iterator[bytes]:
     r"""Streams the lines as bytes, for readers that continue after a line that is not UTF-8.
 

@@ -371,3 +371,23 @@ def test_a_fault_is_saved_beside_the_bundle(bundle: str, file: str | None) -> No
     here = Path.cwd()
     expected = Path(file) if file else here.with_name(f"{here.name}.fault.npz")
     assert beside_bundle(context, verify.params[0], None) == expected
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "export {run} --out {out} --text {empty}",
+        "export {run} --out {out} --variant cpu-int8 --calibrate {empty}",
+        "verify {bundle} --checkpoint {run} --text {empty}",
+        "audit {bundle} --reference {run} --text {empty}",
+    ],
+)
+def test_text_without_a_line_proves_nothing(
+    run_folder: Path, bundle_folder: Path, tmp_path: Path, command: str
+) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    given = {"run": run_folder, "bundle": bundle_folder, "out": tmp_path / "out", "empty": empty}
+    found = call(*command.format(**given).split())
+    assert found.exit_code == 3
+    assert "expected at least one line, found none" in found.stderr

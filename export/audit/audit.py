@@ -509,8 +509,8 @@ def made(
     kept = effort.texts(checkpoint, texts)
     if texts and not kept:
         raise InputError(
-            f"expected text of at most {config.max_positions} tokens a line, found none of "
-            f"{len(texts)} lines that fits; shorten them"
+            f"expected lines of 1 to {config.max_positions} tokens, found none among "
+            f"{len(texts)}; give other text"
         )
     sources = [source_of(text, tokenizer, config, row) for row, text in enumerate(kept, start=1)]
     return Audit(checkpoint, oracle, sources, effort, paddings or default_paddings(checkpoint))

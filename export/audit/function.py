@@ -115,6 +115,12 @@ class FunctionAudit:
                     yield [Comparison(*nothing, fault=str(error))]
                     continue
                 oracle = _call(exact, given, list(found), torch.float64)
+                if not any(each.size for each in oracle.values()):
+                    shapes = ", ".join(str(list(each.shape)) for each in oracle.values())
+                    raise InputError(
+                        f"{name}: expected outputs with numbers to compare, found shapes {shapes}; "
+                        "return inputs of at least one row"
+                    )
                 own = _call(self.module, given, list(found), torch.float32)
                 yield [
                     self._compare(name, each, found[each], oracle[each], own[each])

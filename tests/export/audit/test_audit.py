@@ -16,7 +16,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from tests.commands import call
-from tests.export.audit.graphs import decoder_with_past, masked_model, saved
+from tests.export.audit.graphs import decoder_with_past, linear_layer, masked_model, saved
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.export.audit.audit import audit, made, tolerance_of
 from transferry.export.audit.layout import GraphFile, read_layout, read_whole
@@ -402,3 +402,13 @@ def test_graphs_of_another_kind_are_refused(
     done = call("audit", tmp_path, "--reference", run_folder)
     assert done.exit_code == 3
     assert "reads input_ids and decoder_input_ids" in done.stderr
+
+
+def test_inputs_without_rows_prove_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear_layer(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    source = Path("linear.py").read_text().replace("torch.arange(20.0)", "torch.ones(0)")
+    Path("rowless.py").write_text(source.replace("reshape(5, 4)", "reshape(0, 4)"))
+    done = call("audit", "linear.onnx", "--reference", "rowless:audited")
+    assert done.exit_code == 3
+    assert "return inputs of at least one row" in done.stderr
