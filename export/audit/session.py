@@ -78,7 +78,7 @@ class ForeignGraph:
         self.past = [name for name in graph.past if name in self._inputs]
 
     def require(
-        self, reads: Collection[str], gives: Collection[str] = (), cache: Collection[str] = ()
+        self, reads: Collection[str], gives: Collection[str], cache: Collection[str] = ()
     ) -> None:
         """Checks that a graph fits the reference, before it is run.
 
@@ -100,7 +100,7 @@ class ForeignGraph:
                 f"{path} reads {unknown[0]}{more}, for which the reference has nothing; name the "
                 "reference that the graphs were made from, or export all of them anew"
             )
-        if gives and not {*gives} & {*self.graph.outputs}:
+        if not {*gives} & {*self.graph.outputs}:
             raise InputError(
                 f"{path}: expected an output {' or '.join(gives)}, found "
                 f"{', '.join(self.graph.outputs) or 'none'}; name it with --names"

@@ -40,8 +40,8 @@ def _lines(report: ParityReport) -> Iterator[str]:
     yield ""
     if report.origin is not None:
         yield from (str(report.origin), "")
-    unit = "times torch's" if report.tolerance.factor < SHARES else "of the limit"
-    header = ("stage", "tensors", "worst error", "torch's own", _limited(report, unit), "result")
+    unit = _limited(report, "times torch's", "of the limit")
+    header = ("stage", "tensors", "worst error", "torch's own", unit, "result")
     yield from (table(header, [_row(report, stage) for stage in report.stages()]), "")
     wrong = [f"{i.case}: {i.tensor}: {i.fault}" for i in report.comparisons if i.fault]
     yield from (wrapped(line, "  ", "    ") for line in wrong[:FIRST_FAULTS])
@@ -78,9 +78,10 @@ def _lines(report: ParityReport) -> Iterator[str]:
         yield f"Next: {command}"
 
 
-def _limited(report: ParityReport, unit: str) -> str:
+def _limited(report: ParityReport, unit: str, share: str) -> str:
+    """Returns the heading of errors in the unit, or as shares; see `_error`."""
     factor = report.tolerance.factor
-    return f"{unit} (limit {factor:g})" if factor < SHARES else unit
+    return f"{unit} (limit {factor:g})" if factor < SHARES else share
 
 
 def _error(report: ParityReport, ratio: float) -> str:
@@ -120,8 +121,8 @@ def _searches(report: ParityReport) -> str:
         (item.search, *(f"{count[n]:,}" for n in shown), _error(report, error) if error else "")
         for item, count, error in zip(report.decisions, counts, errors, strict=True)
     ]
-    unit = "error" if report.tolerance.factor < SHARES else "error, of the limit"
-    return table(("search", *(header[n] for n in shown), _limited(report, unit)), rows)
+    unit = _limited(report, "error", "error, of the limit")
+    return table(("search", *(header[n] for n in shown), unit), rows)
 
 
 def _differences(report: ParityReport) -> Iterator[str]:
