@@ -17,6 +17,7 @@ from transferry.export.graphs.one_graph import Composer, require_one_graph
 from transferry.export.graphs.portable import export_graphs
 from transferry.export.graphs.rewriting import drop_unused
 from transferry.export.optimise.calibration import Calibration
+from transferry.export.optimise.encoder_attention import attentions_to_fuse, fuse_attentions
 from transferry.export.optimise.fusion import FloatKernels, Fusion, Kernels
 from transferry.export.optimise.kv_cache_int8 import quantise_cache
 from transferry.export.optimise.kv_scales import KVScales, fold_kv_scales
@@ -129,8 +130,11 @@ def _fused_graphs(
     else:
         graphs = export_graphs(model, traces=traces)
     linears = 0
-    for graph in graphs.values():
+    for key, graph in graphs.items():
         linears += Fusion(graph, kernels).run()
+        if key == "encoder" and on_cpu:
+            expected, found = attentions_to_fuse(model.config), fuse_attentions(graph)
+            _require_all(name, "attentions of the encoder in one operator", expected, found)
         if precision == "int8":
             quantise_embedding(graph.model.graph, EMBEDDING)
         elif precision == "int4":

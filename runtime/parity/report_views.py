@@ -87,7 +87,10 @@ def _limited(report: ParityReport, unit: str, share: str) -> str:
 def _error(report: ParityReport, ratio: float) -> str:
     """Returns an error in units of torch's own, or as a share of a limit far above that."""
     factor = report.tolerance.factor
-    return scaled(ratio) if factor < SHARES else f"{100 * ratio / factor:,.2g} %"
+    if factor < SHARES:
+        return scaled(ratio)
+    share = 100 * ratio / factor
+    return f"{share:.2g} %" if share < 10 else f"{scaled(share)} %"
 
 
 def scaled(ratio: float) -> str:

@@ -135,13 +135,17 @@ def test_text_shows_what_failed_and_how_to_see_it_again() -> None:
     assert text.endswith("\nNext: transferry replay 'f 1.npz'")
 
 
-def test_errors_are_shares_of_a_limit_far_above_rounding() -> None:
-    wide = replace(report(comparison()), tolerance=Tolerance(2.0**20))
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [(2.5e-5, "0.0025"), (0.0421, "4.2"), (0.42, "42"), (8.4, "840"), (math.inf, "inf")],
+)
+def test_errors_are_shares_of_a_limit_far_above_rounding(share: float, shown: str) -> None:
+    wide = replace(report(comparison(error=share * 2e-6)), tolerance=Tolerance(2.0**20))
     text = report_text(wide)
     assert "of the limit" in text
     assert "times torch's" not in text
     (line,) = (line for line in text.splitlines() if line.startswith("first step"))
-    assert line.split()[-3:-1] == [f"{100 * wide.stages()[0].ratio / 2**20:,.2g}", "%"]
+    assert line.split()[-3:-1] == [shown, "%"]
 
 
 @pytest.mark.parametrize(
