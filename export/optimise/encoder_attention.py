@@ -63,9 +63,14 @@ def _fuse(softmax: ir.Node, graph: ir.Graph, biases: dict[ir.Value, ir.Value]) -
         return False
     tape = ir.tape.Tape()
     heads, d_head = size(argument(scores, 0), 1), size(argument(scores, 0), 3)
-    last = constant(graph, "width", [heads * d_head])
-    shape = tape.op("Concat", [tape.op("Shape", [graph.inputs[0]]), last], {"axis": 0})
-    inputs = [tape.op("Reshape", [value, shape]) for value in split]
+    width, kind = heads * d_head, product.outputs[0].type
+    last = constant(graph, "width", [width])
+    sizes = tape.op("Concat", [tape.op("Shape", [graph.inputs[0]]), last], {"axis": 0})
+
+    def of_width() -> ir.Value:
+        return ir.Value(shape=ir.Shape(["batch", "source", width]), type=kind)
+
+    inputs = [tape.op("Reshape", [value, sizes], output=of_width()) for value in split]
     if bias not in biases:
         biases[bias] = bias
         if bias.shape is not None and bias.shape[2] == 1:
@@ -79,9 +84,8 @@ def _fuse(softmax: ir.Node, graph: ir.Graph, biases: dict[ir.Value, ir.Value]) -
         [*inputs, biases[bias]],
         # The query is scaled already.
         {"q_num_heads": heads, "kv_num_heads": heads, "scale": 1.0},
+        output=of_width(),
     )
-    attended.type = product.outputs[0].type
-    attended.shape = ir.Shape(["batch", "length", heads * d_head])
     graph.insert_before(product, tape.nodes)
     # What reads it reshapes it, into a matrix, and its numbers are in the same order.
     joined.outputs[0].replace_all_uses_with(attended)
