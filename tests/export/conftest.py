@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.conftest import Once, make_run
 from tests.sealed import records
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
+from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.export import bundle as exporting
 from transferry.export import variants
@@ -207,3 +208,23 @@ def screened(monkeypatch: pytest.MonkeyPatch) -> None:
 def all_variants(export_all: Callable[[Path], Bundle], once: Once) -> Bundle:
     """The bundle of `export_all`. Copy it before changing anything in it."""
     return Bundle.load(once("all-variants", export_all))
+
+
+def random_reader(**changes: Any) -> Transformer:
+    """An encoder of two layers of two heads, whose weights depend on the seed alone."""
+    shape: dict[str, Any] = dict(
+        architecture="encoder-only",
+        vocabulary_size=40,
+        d_model=16,
+        heads=2,
+        encoder_layers=2,
+        decoder_layers=0,
+        d_ff=24,
+        max_positions=24,
+    )
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**(shape | changes)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.2)
+    return model.eval()

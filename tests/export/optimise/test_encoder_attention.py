@@ -4,11 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.export.conftest import written
-from transferry.build_model.config import ModelConfig
-from transferry.build_model.transformer import Transformer
+from tests.export.conftest import random_reader, written
 from transferry.export.bundle import check_graphs
 from transferry.export.optimise import encoder_attention
 from transferry.export.parity.cases import random_case
@@ -19,26 +16,6 @@ from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance
 from transferry.runtime.tokenizer.byte_pair import PASSAGES
-
-
-def random_model(**changes: Any) -> Transformer:
-    """An encoder of two layers of two heads, whose weights depend on the seed alone."""
-    shape: dict[str, Any] = dict(
-        architecture="encoder-only",
-        vocabulary_size=40,
-        d_model=16,
-        heads=2,
-        encoder_layers=2,
-        decoder_layers=0,
-        d_ff=24,
-        max_positions=24,
-    )
-    torch.manual_seed(0)
-    model = Transformer(ModelConfig(**(shape | changes)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape) * 0.2)
-    return model.eval()
 
 
 @pytest.mark.parametrize(
@@ -55,7 +32,7 @@ def random_model(**changes: Any) -> Transformer:
 def test_an_encoder_of_fused_attentions_answers_as_torch(
     changes: dict[str, Any], fused: int, tmp_path: Path
 ) -> None:
-    model = random_model(**changes)
+    model = random_reader(**changes)
     graphs = make_variant(model, "cpu-fp32")
     operators = [node.op_type for node in graphs["encoder"].model.graph]
     assert operators.count("Attention") == fused
@@ -76,11 +53,11 @@ def test_an_encoder_of_fused_attentions_answers_as_torch(
 def test_an_attention_written_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_attention, "KEYS_IN_HEADS", [0, 2, 1, 3])
     with pytest.raises(ParityError, match=r"cpu-fp32: expected 2 attentions of the enc.*found 0"):
-        make_variant(random_model(), "cpu-fp32")
+        make_variant(random_reader(), "cpu-fp32")
 
 
 def test_a_variant_for_a_gpu_keeps_what_every_provider_has() -> None:
-    graphs = make_variant(random_model(), "cuda-fp16")
+    graphs = make_variant(random_reader(), "cuda-fp16")
     operators = {node.op_type for node in graphs["encoder"].model.graph}
     assert "Softmax" in operators
     assert "Attention" not in operators

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.export.conftest import written
+from tests.export.conftest import random_reader, written
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.build_model.config import ModelConfig
 from transferry.build_model.transformer import Transformer
 from transferry.export.graphs.graph import Graph, export_graph
 from transferry.export.graphs.rewriting import drop_unused, register
@@ -32,34 +31,12 @@ Graphs = dict[str, Graph]
 Made = tuple[Transformer, Graphs, Model]
 
 
-def pre_norm_reader() -> Transformer:
-    """GELU by tanh, and a norm before each sublayer instead of after it."""
-    torch.manual_seed(0)
-    model = Transformer(
-        ModelConfig(
-            vocabulary_size=40,
-            d_model=16,
-            heads=4,
-            encoder_layers=1,
-            decoder_layers=0,
-            d_ff=24,
-            max_positions=24,
-            architecture="encoder-only",
-            norm_order="pre",
-            activation="gelu-tanh",
-        )
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape) * 0.2)
-    return model.eval()
-
-
 @pytest.fixture(scope="module", params=["both", "writer", "reader", "pre-norm reader"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """A model of each architecture, its fused variant, and the opened variant."""
     if request.param == "pre-norm reader":
-        model = pre_norm_reader()
+        # GELU by tanh, and a norm before each sublayer instead of after it.
+        model = random_reader(heads=4, encoder_layers=1, norm_order="pre", activation="gelu-tanh")
     else:
         run = {"both": "run_folder"}.get(request.param, f"{request.param}_run_folder")
         model = load_checkpoint(request.getfixturevalue(run)).model
