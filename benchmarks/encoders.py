@@ -43,6 +43,7 @@ from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.embed import embed
 from transferry.runtime.errors import InputError, TransferryError
 from transferry.runtime.hardware import usable_cores
+from transferry.runtime.ort.openvino_runner import openvino_core
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.tables import table
 
@@ -195,7 +196,7 @@ def open_openvino(model: Path, bundle: Bundle) -> dict[str, Embedding]:
 
     graph = openvino.convert_model(Hidden(model), example_input=Hidden.EXAMPLE)
     settings = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
-    compiled = openvino.Core().compile_model(graph, "CPU", settings)
+    compiled = openvino_core().compile_model(graph, "CPU", settings)
 
     def means(ids: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[np.float32]:
         return mean(compiled([ids, mask])[0], mask)

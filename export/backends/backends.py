@@ -25,7 +25,7 @@ from onnx.reference import ReferenceEvaluator
 from transferry.export.graphs.external_data import WEIGHTS
 from transferry.runtime.bundle import Bundle, Variant
 from transferry.runtime.errors import ProviderError
-from transferry.runtime.ort.openvino_runner import PRECISION, openvino_module
+from transferry.runtime.ort.openvino_runner import PRECISION, openvino_core, openvino_version
 
 Arrays = Sequence[NDArray[Any]]
 
@@ -91,9 +91,8 @@ class OpenVinoBackend(Backend):
 
     def __init__(self, bundle: Bundle, variant: Variant) -> None:
         """Compiles every graph; see `Backend`."""
-        openvino = openvino_module()
-        self.name = f"OpenVINO {openvino.__version__.split('-')[0]}"
-        core = openvino.Core()
+        self.name = f"OpenVINO {openvino_version()}"
+        core = openvino_core()
         self._compiled = {
             name: core.compile_model(str(bundle.graph(graph)), "CPU", dict(self._SETTINGS))
             for name, graph in variant.steps.items()

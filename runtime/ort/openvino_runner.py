@@ -26,6 +26,9 @@ PRECISION: Mapping[str, Any] = {
     "EXECUTION_MODE_HINT": "ACCURACY",
 }
 
+_opening = threading.Lock()
+_core: Any = None
+
 
 def openvino_module() -> Any:
     """Imports OpenVINO.
@@ -40,6 +43,24 @@ def openvino_module() -> Any:
     return openvino
 
 
+def openvino_core() -> Any:
+    """Returns the only Core of this process, which lives as long as the process.
+
+    A Core has the thread that loads its first model handle signals on a stack of the Core's, and
+    when it is destroyed brings back the stack of before: that of another Core, perhaps gone by
+    then. With OpenVINO 2026.4 the next Ctrl-C after two that are destroyed in the order of their
+    making is a segmentation fault.
+
+    Raises:
+        ProviderError: OpenVINO is not installed.
+    """
+    global _core
+    with _opening:
+        if _core is None:
+            _core = openvino_module().Core()
+        return _core
+
+
 def openvino_version() -> str:
     """Returns the version of OpenVINO; raises ProviderError if it is not installed."""
     return str(openvino_module().__version__).split("-")[0]
@@ -52,10 +73,9 @@ def compiled_in_float32(path: Path, **settings: Any) -> Any:
         ProviderError: OpenVINO is not installed, or computes in another precision here.
         RuntimeError: It cannot compile the graph.
     """
-    openvino = openvino_module()
-    compiled = openvino.Core().compile_model(str(path), "CPU", {**PRECISION, **settings})
+    compiled = openvino_core().compile_model(str(path), "CPU", {**PRECISION, **settings})
     precision = compiled.get_property("INFERENCE_PRECISION_HINT")
-    if precision != openvino.Type.f32:
+    if precision != openvino_module().Type.f32:
         raise ProviderError(
             f"OpenVINO was told to compute in float32, but computes in {precision.get_type_name()};"
             " choose --runtime onnxruntime"

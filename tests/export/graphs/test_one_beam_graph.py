@@ -21,6 +21,7 @@ from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import pad_sources, search
 from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.openvino_runner import openvino_core
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.parity.compare import Tolerance
@@ -42,9 +43,9 @@ def in_onnxruntime(path: Path) -> Run:
 
 
 def in_openvino(path: Path) -> Run:
-    openvino = pytest.importorskip("openvino", reason="openvino is not installed")
+    pytest.importorskip("openvino", reason="openvino is not installed")
     settings = {"INFERENCE_PRECISION_HINT": "f32"}
-    compiled = openvino.Core().compile_model(str(path), "CPU", settings)
+    compiled = openvino_core().compile_model(str(path), "CPU", settings)
 
     def run(feeds: dict[str, Any]) -> Any:
         found = compiled(feeds)

@@ -14,6 +14,7 @@ from transferry.runtime.bundle import ONE_GRAPH, Bundle
 from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import pad_sources, search
 from transferry.runtime.errors import UsageError
+from transferry.runtime.ort.openvino_runner import openvino_core
 from transferry.runtime.parity.recorded import verify
 
 OPTIONS = GenerationOptions(max_length=20)
@@ -69,11 +70,11 @@ def test_onnxruntime_gives_torch_s_answers(
 def test_openvino_gives_torch_s_answers(
     exported: tuple[Checkpoint, Bundle, list[list[int]]],
 ) -> None:
-    openvino = pytest.importorskip("openvino", reason="openvino is not installed")
+    pytest.importorskip("openvino", reason="openvino is not installed")
     checkpoint, bundle, sources = exported
     path = bundle.graph(bundle.variant().graphs[ONE_GRAPH])
     settings = {"INFERENCE_PRECISION_HINT": "f32"}
-    compiled = openvino.Core().compile_model(str(path), "CPU", settings)
+    compiled = openvino_core().compile_model(str(path), "CPU", settings)
     found = compiled(feeds_of(checkpoint, sources))
     outputs = [found[name] for name in ("tokens", "lengths", "log_probabilities")]
     assert answers(outputs) == expected(checkpoint, sources)

@@ -1,6 +1,8 @@
 """OpenVINO as a served runtime: onnxruntime's answers, its promises, and refusals."""
 
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,13 +185,43 @@ def test_another_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             given.extend(arguments)
             return compiled
 
-    module = SimpleNamespace(Core=Core, Type=SimpleNamespace(f32="f32"))
+    module = SimpleNamespace(Type=SimpleNamespace(f32="f32"))
     monkeypatch.setattr(openvino_runner, "openvino_module", lambda: module)
+    monkeypatch.setattr(openvino_runner, "openvino_core", Core)
     with pytest.raises(ProviderError, match="told to compute in float32, but computes in bf16"):
         compiled_in_float32(Path("graph.onnx"))
     path, device, settings = given
     assert (path, device) == ("graph.onnx", "CPU")
     assert settings["INFERENCE_PRECISION_HINT"] == "f32"
+
+
+def test_a_signal_is_handled_when_engines_are_gone(bundle_folder: Path) -> None:
+    """A stack for signals that OpenVINO had freed ended the process with SIGSEGV."""
+    script = """
+import faulthandler, gc, signal, sys
+faulthandler.enable()
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.ort.session import SessionOptions
+
+engines = [Engine.load(sys.argv[1], SessionOptions(runtime="openvino")) for _ in range(2)]
+print(sum(len(row.hypotheses) for each in engines for row in each.generate(["a b"])))
+while engines:
+    del engines[0]
+    gc.collect()
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(bundle_folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        # A shell starts background jobs, this test run perhaps, with SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert (result.stdout.split(), result.returncode) == (["2", "interrupted"], 0), result.stderr
 
 
 def test_another_variant_is_refused(fast_bundle_folder: Path) -> None:
