@@ -42,8 +42,9 @@ test: setup
 types: setup
 	$(BIN)/mypy
 
+# With --dist loadfile, pytest-xdist waits for ever for the tests of a worker that has ended.
 tests: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile --max-worker-restart 0
 
 fuzz: setup
 	FUZZ=long OMP_NUM_THREADS=1 $(BIN)/pytest -n auto tests/fuzz

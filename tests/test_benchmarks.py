@@ -382,8 +382,6 @@ def test_a_side_is_measured_without_what_it_does_not_need(
 import sys
 sys.path.insert(0, sys.argv[1])
 import footprint
-from runtimes import measure, sides_of
-from sides import BATCH_ROWS, Side
 footprint.Side(*sys.argv[2:]).open()
 print(*{name.split(".")[0] for name in sys.modules})
 """
