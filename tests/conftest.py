@@ -32,6 +32,21 @@ def pytest_configure() -> None:
     gc.set_threshold(100_000, 50, 1000)
 
 
+def pytest_collection_finish() -> None:
+    keep_what_is_there()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        keep_what_is_there()
+
+
+def keep_what_is_there() -> None:
+    """Training and export collect unused objects when they end: not among those that stay."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "corpus_dir" in getattr(item, "fixturenames", ()):

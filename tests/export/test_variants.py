@@ -165,6 +165,9 @@ def test_of_a_large_model_export_tells_a_loss_and_verify_judges(
 ) -> None:
     monkeypatch.setattr(effort, "RECORDED_LENGTH", 4)
     monkeypatch.setattr(exporting, "PORTABLE", "cpu-int4")  # no other is traced
+    # It is the answers to the texts that are judged.
+    case = random_case(checkpoint.model.config, 2, 3, 1, seed=0)
+    monkeypatch.setattr(effort.Effort, "cases", lambda *_: [case])
     made = partial(export_bundle, checkpoint, texts=texts[:4])
     with pytest.raises(ParityError, match="Equivalent choices"):
         made(tmp_path / "small")

@@ -100,6 +100,8 @@ def test_rows_of_the_largest_batch_are_verified(
     first: int,
 ) -> None:
     """By the tensors of a case, and by the answers of the path that serves."""
+    # Finding the module at fault traces the model anew.
+    monkeypatch.setattr("transferry.export.verify.localise", lambda *_: None)
     copy = BundleCopy(all_variants, all_variants.variant(name), tmp_path / "copy")
     double_from_row(copy, first)
     copy.seal()
