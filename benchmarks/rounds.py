@@ -35,12 +35,21 @@ def interleaved(
     return times
 
 
-def fastest(work: Mapping[Setting, Callable[[], object]], repeats: int = 3) -> Setting:
-    """Warms up and times all settings; returns the one with the shortest time."""
+def fastest(
+    work: Mapping[Setting, Callable[[], object]], repeats: int = 3, slack: float = 0.0
+) -> Setting:
+    """Warms up and times all settings; returns the fastest.
+
+    Args:
+        work: Work of each setting.
+        repeats: Timed runs of each.
+        slack: Return the first setting that takes at most this share longer than the fastest.
+    """
     for function in work.values():
         function()
-    times = interleaved(work, repeats, quiet=True)
-    return min(times, key=lambda setting: min(times[setting]))
+    rounds = interleaved(work, repeats, quiet=True)
+    times = {setting: min(values) for setting, values in rounds.items()}
+    return next(s for s in times if times[s] <= (1 + slack) * min(times.values()))
 
 
 def compare(

@@ -296,6 +296,9 @@ def test_the_fastest_setting_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # The first run only warms up, and one slow repeat does not count.
     assert fastest({32: work([0.1, 3, 3, 3]), 64: work([9, 9, 2, 9])}) == 64
+    close = {16: [1, 2.1], 32: [1, 2.03], 64: [1, 2.0]}
+    for slack, chosen in ((0.0, 64), (0.02, 32), (0.1, 16)):
+        assert fastest({rows: work([*times]) for rows, times in close.items()}, 1, slack) == chosen
 
 
 def test_ratios_are_of_medians_and_of_rounds() -> None:

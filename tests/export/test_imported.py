@@ -1,7 +1,8 @@
 """Every imported model that generates: from its folder to the engine's answers.
 
-A type goes through one variant and with one layer in `make test`, through both and with three with
-EXAMPLES=…, since tracing takes most of the time.
+Tracing takes most of the time. So in `make test` those types that differ most go through one
+variant each, with one layer; with EXAMPLES=… all go through both, with three. Every type is compared
+in torch by `test_model_types.py`, and every option of theirs is exported by `test_family.py`.
 """
 
 import json
@@ -22,10 +23,11 @@ from transferry.runtime.engine.engine import Engine
 
 THOROUGH = "EXAMPLES" in os.environ
 KINDS = [*encoder_decoder.FAMILIES, *decoder_only.FAMILIES]
+SHORT = ["marian", "bart", "m2m_100", "t5", "gpt2", "llama", "gemma3_text", "gpt_neox", "opt"]
 VARIANTS = ("cpu-fp32", "portable")
 CASES = [
     (kind, variant)
-    for number, kind in enumerate(KINDS)
+    for number, kind in enumerate(KINDS if THOROUGH else SHORT)
     for variant in (VARIANTS if THOROUGH else [VARIANTS[number % 2]])
 ]
 TEXTS = ["the cat sat on the mat", "Straße", "日本 über"]

@@ -8,7 +8,7 @@ SLOW = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.d
 
 # The short run tries the same examples each time, so that a red suite is the change's fault.
 settings.register_profile(
-    "short", max_examples=6, derandomize=True, deadline=None, suppress_health_check=SLOW
+    "short", max_examples=4, derandomize=True, deadline=None, suppress_health_check=SLOW
 )
 settings.register_profile(
     "long",

@@ -195,6 +195,7 @@ def test_another_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings["INFERENCE_PRECISION_HINT"] == "f32"
 
 
+@pytest.mark.usefixtures("installed")
 def test_a_signal_is_handled_when_engines_are_gone(bundle_folder: Path) -> None:
     """A stack for signals that OpenVINO had freed ended the process with SIGSEGV."""
     script = """
