@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -396,6 +399,34 @@ print(*{name.split(".")[0] for name in sys.modules})
     other = {"engine": "ctranslate2", "ctranslate2": "onnxruntime"}[name]
     assert loaded.isdisjoint({"torch", "onnx", "transformers", other})
     assert {"engine": "onnxruntime", "ctranslate2": "ctranslate2"}[name] in loaded
+
+
+def test_versions_of_onnxruntime_answer_in_processes_of_their_own(
+    bundle_folder: Path, tmp_path: Path
+) -> None:
+    text, other = tmp_path / "text.txt", tmp_path / "other"
+    text.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
+    # A version that says another number.
+    installed, begin = Path(onnxruntime.__file__), other / "onnxruntime" / "__init__.py"
+    shutil.copytree(installed.parent, begin.parent, copy_function=os.symlink)
+    begin.unlink()
+    begin.write_text(installed.read_text() + "\n__version__ = 'other'\n")
+    options = ["--rows", "4", "--rounds", "1", "--variant", "portable", "--max-length", "20"]
+    script = CHECKOUT / "benchmarks" / "versions.py"
+    result = subprocess.run(
+        [sys.executable, str(script), str(bundle_folder), str(text), str(other), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    record = json.loads(result.stdout.splitlines()[-1])
+    assert (record["same"], record["rows"]) == (4, 4)
+    assert set(record["ratio_of_times"]) == {"other"}
+    versions = {
+        name: side["versions"]["onnxruntime"] for name, side in record["environment"].items()
+    }
+    assert versions == {"installed": onnxruntime.__version__, "other": "other"}
 
 
 def test_throughput_ends_in_a_line_of_json(

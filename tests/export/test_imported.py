@@ -1,8 +1,8 @@
 """Every imported model that generates: from its folder to the engine's answers.
 
 Tracing takes most of the time. So in `make test` those types that differ most go through one
-variant each, with one layer; with EXAMPLES=… all go through both, with three. Every type is compared
-in torch by `test_model_types.py`, and every option of theirs is exported by `test_family.py`.
+variant each, with one layer; with EXAMPLES=… all go through both, with three. Every type is
+compared in torch by `test_model_types.py`, and every option is exported by `test_family.py`.
 """
 
 import json
