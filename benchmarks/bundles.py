@@ -41,26 +41,35 @@ def work_of(
     ]
 
 
-def main() -> None:
-    """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("text", type=Path)
-    parser.add_argument("bundles", nargs="+", metavar="BUNDLE")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `opened`, and the number of rounds."""
     parser.add_argument("--variant")
     parser.add_argument("--beam", type=int, default=1)
     parser.add_argument("--rows", type=int, default=500)
     parser.add_argument("--batch-rows", type=int)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--max-length", type=int, default=100)
+
+
+def opened(
+    bundle: Path | str, texts: Sequence[str], arguments: argparse.Namespace
+) -> Callable[[], list[Row]]:
+    """Opens a bundle; returns what embeds or answers all texts."""
+    options = GenerationOptions(beam=arguments.beam, max_length=arguments.max_length)
+    batches = BatchOptions(rows=arguments.batch_rows) if arguments.batch_rows else None
+    return work_of(Engine.load(bundle, variant=arguments.variant, batches=batches), texts, options)
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("text", type=Path)
+    parser.add_argument("bundles", nargs="+", metavar="BUNDLE")
+    add_options(parser)
     arguments = parser.parse_args()
 
     texts = read_sentences(arguments.text, arguments.rows)
-    options = GenerationOptions(beam=arguments.beam, max_length=arguments.max_length)
-    batches = BatchOptions(rows=arguments.batch_rows) if arguments.batch_rows else None
-    work = {
-        name: work_of(Engine.load(name, variant=arguments.variant, batches=batches), texts, options)
-        for name in arguments.bundles
-    }
+    work = {name: opened(name, texts, arguments) for name in arguments.bundles}
     rows = {name: run() for name, run in work.items()}  # also warms up
     times = interleaved(work, arguments.rounds)
     first, tokens = arguments.bundles[0], {name: sum(n for n, _ in rows[name]) for name in rows}

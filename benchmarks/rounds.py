@@ -49,7 +49,8 @@ def fastest(
         function()
     rounds = interleaved(work, repeats, quiet=True)
     times = {setting: min(values) for setting, values in rounds.items()}
-    return next(s for s in times if times[s] <= (1 + slack) * min(times.values()))
+    longest = (1 + slack) * min(times.values())
+    return next(setting for setting, seconds in times.items() if seconds <= longest)
 
 
 def compare(

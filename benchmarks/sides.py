@@ -20,10 +20,10 @@ if TYPE_CHECKING:  # a side must not load the other's libraries
 # Rows per batch to try. For the engine a row is a hypothesis, for CTranslate2 a sentence, as in
 # their own options.
 BATCH_ROWS = {"engine": (64, 128, 192, 256, 384, 512, 768), "ctranslate2": (8, 16, 32, 64, 128)}
+CUDA_BATCH_ROWS = (256, 512, 1024, 2048, 4096)
 # A batch that is less than this share slower is preferred if it is smaller: it takes less memory,
 # and differences of this size are noise.
 SLACK = 0.02
-CUDA_BATCH_ROWS = (256, 512, 1024, 2048, 4096)
 # Arguments: texts, options of the search, rows per batch.
 Answering = Callable[[Sequence[str], GenerationOptions, int], list[Answer]]
 

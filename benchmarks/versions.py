@@ -20,13 +20,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bundles import work_of
+from bundles import add_options, opened
 from environment import environment
 from rounds import compare, interleaved
 from sentences import read_sentences
-from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.decoding.options import GenerationOptions
-from transferry.runtime.engine.engine import Engine
 
 
 class Version:
@@ -63,10 +60,7 @@ class Version:
 
 def answer(arguments: argparse.Namespace) -> None:
     """Is the process: prints its environment, and then the rows for each line of stdin."""
-    batches = BatchOptions(rows=arguments.batch_rows) if arguments.batch_rows else None
-    engine = Engine.load(arguments.bundle, variant=arguments.variant, batches=batches)
-    options = GenerationOptions(beam=arguments.beam, max_length=arguments.max_length)
-    work = work_of(engine, read_sentences(arguments.text, arguments.rows), options)
+    work = opened(arguments.bundle, read_sentences(arguments.text, arguments.rows), arguments)
     sys.stdin.readline()
     print(json.dumps(environment()), flush=True)
     for _ in sys.stdin:
@@ -101,12 +95,7 @@ def main() -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("other", type=Path, metavar="FOLDER")
-    parser.add_argument("--variant")
-    parser.add_argument("--beam", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=500)
-    parser.add_argument("--batch-rows", type=int)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--max-length", type=int, default=100)
+    add_options(parser)
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     (answer if arguments.answer else measure)(arguments)
