@@ -118,7 +118,7 @@ class BeamStrategy(Strategy):
         normalised = ~np.isnan(normaliser).reshape(-1, width)
         failed = (~normalised & (totals > -np.inf)).any(axis=1)
         totals, parents, tokens = candidates(totals, self.count)
-        excess = np.take_along_axis(self.excess[sentences], parents, axis=1)
+        excess = self.excess[sentences[:, None], parents]
         parents += np.arange(len(sentences))[:, None] * width
 
         exists = totals > -np.inf
@@ -132,17 +132,15 @@ class BeamStrategy(Strategy):
                 ends[place] = self.stopped(row, row // beam, int(tokens[place]))
         at_limit = self.lengths[sentences] + 1 == self.limits[sentences]
         complete = np.where(at_limit[:, None], exists, ends)[:, :beam]
-        place = complete.nonzero()
-        found = (
-            sentences[place[0]],
-            rows[parents[place]],
-            tokens[place],
-            totals[place],
-            excess[place],
-            ends[place],
-        )
-        for one in zip(*(each.tolist() for each in found), strict=True):
-            self._add(*one)
+        for place in zip(*complete.nonzero(), strict=True):
+            self._add(
+                int(sentences[place[0]]),
+                int(rows[parents[place]]),
+                int(tokens[place]),
+                float(totals[place]),
+                float(excess[place]),
+                bool(ends[place]),
+            )
 
         order = np.argsort(ends, axis=1, kind="stable")[:, :beam]
         going_on = np.arange(len(sentences))[:, None], order
@@ -295,9 +293,10 @@ def _contenders(
         Rows and tokens, sorted by row and then token; none with a logit of minus infinity.
     """
     lowest = np.finfo(allowed.dtype).min
+    absent = ~np.isfinite(offsets)
     with np.errstate(invalid="ignore", over="ignore"):
         reach = maxima.maxima + offsets[:, None]
-        reach[~np.isfinite(offsets)] = -np.inf
+        reach[absent] = -np.inf
         reach = reach.reshape(len(allowed) // width, -1)
         kth = reach.shape[1] - count
         threshold = np.full(len(allowed), -np.inf)  # where all are needed
@@ -307,6 +306,6 @@ def _contenders(
         rounding = 2 * np.finfo(np.float64).eps * (np.abs(threshold) + np.abs(offsets))
         enough = np.maximum(threshold - offsets - rounding, lowest)
     # Nothing reaches NaN, not even infinity.
-    enough[~np.isfinite(offsets)] = np.nan
+    enough[absent] = np.nan
     # In the logits' precision: no number lies between the exact threshold and the nearest one.
     return maxima.reaching(allowed, enough.astype(allowed.dtype))

@@ -52,13 +52,17 @@ class SegmentMaxima:
         row, segment = np.divmod(np.flatnonzero(self.maxima >= least[:, None]), segments)
         # The segments after the whole ones are single tokens.
         whole, length = vocabulary // self.length, self.length
-        single = segment >= whole
-        single_row, single_token = row[single], segment[single] + whole * (length - 1)
-        row, segment = row[~single], segment[~single]
+        single_row = single_token = row[:0]
+        if segments > whole:
+            single = segment >= whole
+            single_row, single_token = row[single], segment[single] + whole * (length - 1)
+            row, segment = row[~single], segment[~single]
         found = logits[:, : whole * length].reshape(rows, whole, length)[row, segment]
         place, offset = np.divmod(np.flatnonzero(found >= least[row, None]), length)
-        row = np.concatenate([row[place], single_row])
-        token = np.concatenate([segment[place] * length + offset, single_token])
+        row, token = row[place], segment[place] * length + offset
+        if not len(single_row):
+            return row, token
+        row, token = np.concatenate([row, single_row]), np.concatenate([token, single_token])
         order = np.argsort(row, kind="stable")
         return row[order], token[order]
 

@@ -70,7 +70,9 @@ class SamplingStrategy(Strategy):
         else:
             # Like the log-sum-exp, the maximum is finite if all scores of a row are usable.
             gains = logits.max(axis=1)
-        usable = np.isfinite(gains) & np.isfinite(allowed[chosen])
+        usable = np.isfinite(gains)
+        if restricted:
+            usable &= np.isfinite(allowed[chosen])
         return self._follow(rows, tokens, usable, gains)
 
     def choose_top_k(self, top_k: TopK, rows: NDArray[np.int64]) -> Choice:
@@ -99,15 +101,18 @@ class SamplingStrategy(Strategy):
         growing = ~self.ended[rows]
         self.counts[rows] += growing
         self.totals[rows] += np.where(growing, gains, 0.0)
-        self.failed[rows] |= growing & ~usable
-        at_limit = self.lengths[sentences] + 1 == self.limits[sentences]
         ends = self.is_end(tokens)
         if self.stops:
             for place in np.flatnonzero(growing & usable & ~ends).tolist():
                 row = int(rows[place])
                 self.at_stop[row] = self.stopped(row, row // self.width, int(tokens[place]))
-        self.ended[rows] |= ends | at_limit | ~usable | self.at_stop[rows]
-        return Choice(rows, np.arange(len(rows)), tokens)
+            ends |= self.at_stop[rows]
+        ends |= self.lengths[sentences] + 1 == self.limits[sentences]
+        if not usable.all():
+            self.failed[rows] |= growing & ~usable
+            ends |= ~usable
+        self.ended[rows] |= ends
+        return Choice(rows, None, tokens)
 
     def hypotheses(self, sentence: int) -> list[Hypothesis]:
         """Returns all outputs of a sentence; see `Strategy.hypotheses`."""

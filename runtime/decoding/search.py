@@ -35,11 +35,14 @@ from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 Decode: TypeAlias = Callable[[Iterable[int]], str]
 
-# Ended rows leave once they are this share of all. Leaving copies the cache of all others (or moves
-# as many rows as leave, where rows share a cache), staying wastes a row of every step. A quarter
-# bounds both: at most a third of the useful work is wasted, and a batch of n rows that drains
-# copies its cache at most log(n) / log(4/3) times (64 rows: 14).
+# Ended rows leave once they are this share of a step. Leaving copies the cache of all others (or
+# moves as many rows as leave, where rows share a cache), staying wastes a row of every step. A
+# quarter bounds both: at most a third of the useful work is wasted, and a batch of n rows that
+# drains copies its cache at most log(n) / log(4/3) times (64 rows: 14).
 LEAVING_SHARE = 0.25
+# What a step costs besides its rows, in rows. The rows of a small batch thus stay longer: they cost
+# little, and a new number of rows costs as much as a step.
+STEP_ROWS = 8
 
 
 def search(
@@ -178,10 +181,11 @@ class _Batch(Generic[State, Key]):
     def step(self) -> None:
         """Lengthens every output by one token."""
         strategy = self.strategy
-        sentences = self.rows // strategy.width
-        lengths = strategy.lengths[sentences]
-        active = [processor for processor in self.processors if processor.active(lengths)]
-        top = None
+        active, top = [], None
+        if self.processors:
+            sentences = self.rows // strategy.width
+            lengths = strategy.lengths[sentences]
+            active = [processor for processor in self.processors if processor.active(lengths)]
         if strategy.top is not None and not active:
             top = min(strategy.top, self.decoder.vocabulary_size)
         output, self.state = self.decoder.step(
@@ -214,23 +218,26 @@ class _Batch(Generic[State, Key]):
 
     def drop_ended(self) -> None:
         """Prepares the rows of the next step; ended rows may leave first."""
-        choice, width = self.choice, self.strategy.width
+        choice, width, stepped = self.choice, self.strategy.width, len(self.rows)
+        self.rows, parents, self.tokens = choice.rows, choice.parents, choice.tokens
         ended = self.strategy.ended[choice.rows]
-        if self.decoder.shares_cache:
+        if self.decoder.shares_cache and width > 1:
             ended = ended.reshape(-1, width).all(axis=1).repeat(width)
-        staying = np.arange(len(ended))
         if self._due(ended):
             staying = _closed_up(ended) if self.decoder.shares_cache else np.flatnonzero(~ended)
-        parents = choice.parents[staying]
-        if len(parents) and not np.array_equal(parents, np.arange(len(self.rows))):
+            self.rows, self.tokens = choice.rows[staying], choice.tokens[staying]
+            parents = staying if parents is None else parents[staying]
+        if parents is None or not len(parents):
+            return
+        if not np.array_equal(parents, np.arange(stepped)):
             self.state = self.decoder.select(self.state, parents)
-        self.rows, self.tokens = choice.rows[staying], choice.tokens[staying]
 
     def _due(self, ended: NDArray[np.bool_]) -> bool:
         """Whether the rows that have ended are to leave now."""
-        if not ended.any():
-            return False
-        if ended.mean() >= LEAVING_SHARE:
+        count, rows = int(np.count_nonzero(ended)), len(ended)
+        if count in (0, rows):
+            return count > 0
+        if count >= LEAVING_SHARE * (rows + STEP_ROWS):
             return True
         if not self.decoder.shares_cache and isinstance(self.strategy, BeamStrategy):
             return True  # beams change places, which copies the cache anyway

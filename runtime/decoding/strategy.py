@@ -46,12 +46,13 @@ class Choice:
 
     Attributes:
         rows: Their rows of `Strategy.tokens` `[rows]`.
-        parents: Rows of the stepped state that they continue `[rows]`.
+        parents: Rows of the stepped state that they continue `[rows]`; None where each continues
+            itself.
         tokens: Their next tokens `[rows]`.
     """
 
     rows: NDArray[np.int64]
-    parents: NDArray[np.int64]
+    parents: NDArray[np.int64] | None
     tokens: NDArray[np.int64]
 
 
@@ -96,7 +97,11 @@ class Strategy(ABC):
 
     def is_end(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Returns which tokens end an output, in the shape of `tokens`."""
-        found: NDArray[np.bool_] = (tokens[..., None] == self.ends).any(axis=-1)
+        found: NDArray[np.bool_]
+        if len(self.ends) == 1:
+            found = tokens == self.ends
+        else:
+            found = (tokens[..., None] == self.ends).any(axis=-1)
         return found
 
     def stopped(self, row: int, sentence: int, token: int) -> bool:
@@ -147,8 +152,8 @@ class Strategy(ABC):
         """
         sentences = choice.rows // self.width
         lengths = self.lengths[sentences]
-        parents = rows[choice.parents]
-        if not np.array_equal(parents, choice.rows):
+        if choice.parents is not None:
+            parents = rows[choice.parents]
             longest = int(lengths.max())
             self.tokens[choice.rows, :longest] = self.tokens[parents, :longest]
         self.tokens[choice.rows, lengths] = choice.tokens

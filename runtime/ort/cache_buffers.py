@@ -73,15 +73,21 @@ class CacheBuffers:
             if spec.role == role
         ]
 
-    def cells(self, columns: Integers) -> Integers:
+    def cells(self, columns: Integers, former: Integers | None = None) -> Integers:
         """Returns slot, head and column of the cells in columns `[slots, new]`.
+
+        Args:
+            columns: `[slots, new]`.
+            former: The cells of as many other columns, which are changed and returned.
 
         Returns:
             `[slots, new, kv_heads, 3]`.
         """
-        cells = np.empty((*columns.shape, self._kv_heads, 3), np.int64)
-        cells[..., 0] = np.arange(len(columns))[:, None, None]
-        cells[..., 1] = np.arange(self._kv_heads)
+        cells = former
+        if cells is None:
+            cells = np.empty((*columns.shape, self._kv_heads, 3), np.int64)
+            cells[..., 0] = np.arange(len(columns))[:, None, None]
+            cells[..., 1] = np.arange(self._kv_heads)
         cells[..., 2] = columns[..., None]
         return cells
 

@@ -70,6 +70,7 @@ class FusedState:
         held: Position of the token in a column, where a row attends to it `[slots, capacity]`.
         prompt: Tokens of the prompt in a slot `[slots]`.
         padding: Padding after that prompt, up to the longest in its batch `[slots]`.
+        gapless: Whether each slot has one row, whose history fills the first columns.
         calls: Steps bound to these buffers, by tokens of a slot, whether it is a single token with
             no gap before it, and the buffer of the hidden states.
     """
@@ -82,6 +83,7 @@ class FusedState:
     held: Integers
     prompt: Integers
     padding: Integers
+    gapless: bool
     calls: dict[tuple[int, bool, int], BoundCall] = field(default_factory=dict)
 
 
@@ -194,6 +196,7 @@ class FusedDecoder(SlotDecoder):
             held=np.zeros((slots, 0), np.int64),
             prompt=np.zeros(slots, np.int64),
             padding=np.zeros(slots, np.int64),
+            gapless=True,
         )
         if self.has_encoder or not length:
             return state
@@ -209,37 +212,38 @@ class FusedDecoder(SlotDecoder):
     ) -> tuple[StepOutput, FusedState]:
         """Reads target tokens and scores those that may follow; see `Decoder.step`."""
         slots, width = state.positions.shape
-        new = tokens.shape[1]
-        columns = unused_columns(state.bias, width * new)
+        new, positions = tokens.shape[1], state.positions
+        if new > 1:
+            positions = (positions[:, :, None] + np.arange(new)).reshape(slots, -1)
+        # What this finds in a cache without gaps are the positions.
+        columns = positions if state.gapless else unused_columns(state.bias, width * new)
         state = self._with_room(state, columns)
         # Row `row` of a slot writes its `new` tokens side by side, after those of the rows before.
         own = columns.reshape(slots, width, new)
-        bias = np.repeat(state.bias, new, axis=1).reshape(slots, width, new, -1)
+        # Copies, which the last token's row is a view of.
+        bias = state.bias[:, :, None].repeat(new, axis=2)
         slot, row = np.arange(slots)[:, None], np.arange(width)
         for token in range(new):
             bias[slot, row, token:, own[:, :, token]] = 0
-        positions = (state.positions[:, :, None] + np.arange(new)).reshape(slots, -1)
         held = state.held.copy()
         held[slot, columns] = positions
         hidden = self.lm_head.hidden(tokens.size)
-        # One token a slot, and its history fills the first columns: only an int8 cache asks.
-        single = self._int8 and width * new == 1 and np.array_equal(columns, positions)
+        single = self._int8 and state.gapless and new == 1
         # Another thread has other memory, and this one's may have grown.
         key = width * new, single, id(hidden.buffer)
         if key not in state.calls:
             state.calls[key] = self._bind(state, width * new, single, hidden)
-        state.calls[key].run(
+        call = state.calls[key]
+        call.run(
             target=tokens.reshape(slots, -1),
             positions=positions,
-            cells=self._buffers.cells(columns),
+            cells=self._buffers.cells(columns, call.changing["cells"][0]),
             bias=bias.reshape(slots, 1, width * new, -1),
             **({"columns": held} if self._windows else {}),
         )
-        output = self.lm_head.scores(tokens.size, top=top, normalise=normalise)
-        if output.logits is not None:
-            output = replace(output, logits=output.logits.reshape(*tokens.shape, -1))
-        positions = state.positions + new
-        return output, replace(state, bias=bias[:, :, -1], positions=positions, held=held)
+        output = self.lm_head.scores(tokens.shape, top=top, normalise=normalise)
+        after = replace(state, bias=bias[:, :, -1], positions=state.positions + new, held=held)
+        return output, after
 
     def select(self, state: FusedState, rows: Integers) -> FusedState:
         """Takes rows of the state; see `Decoder.select`.
@@ -250,8 +254,9 @@ class FusedDecoder(SlotDecoder):
         chosen, shape = _grouped(rows, width)
         bias = state.bias.reshape(slots * width, -1)[rows].reshape(*shape, -1)
         positions = state.positions.reshape(-1)[rows].reshape(shape)
+        gapless = state.gapless and shape[1] == 1
         if np.array_equal(chosen, np.arange(slots)):
-            return replace(state, bias=bias, positions=positions)
+            return replace(state, bias=bias, positions=positions, gapless=gapless)
         taken = replace(
             state,
             source_bias=state.source_bias[chosen],
@@ -260,6 +265,7 @@ class FusedDecoder(SlotDecoder):
             held=state.held[chosen],
             prompt=state.prompt[chosen],
             padding=state.padding[chosen],
+            gapless=gapless,
             calls={},
         )
         if state.past and _closes_up(chosen):
@@ -388,9 +394,10 @@ class FusedDecoder(SlotDecoder):
             capacity: Columns of the new cache, enough for all that rows attend to.
         """
         room = state.bias.shape[-1]
-        more = (0, max(0, capacity - room))
-        bias = np.pad(state.bias[..., :capacity], ((0, 0), (0, 0), more), constant_values=-np.inf)
-        held = np.pad(state.held[:, :capacity], ((0, 0), more))
+        bias = np.full((*state.bias.shape[:-1], capacity), -np.inf, np.float32)
+        held = np.zeros((len(slots), capacity), np.int64)
+        kept = slice(min(room, capacity))
+        bias[..., kept], held[:, kept] = state.bias[..., kept], state.held[:, kept]
         past = (
             self._buffers.gather(state.past, slots, room, capacity)
             if room
@@ -439,9 +446,7 @@ class RecurrentDecoder(SlotDecoder):
             single = width == 1
             state.calls[key] = self._bound(state, hidden, present, changing, single=single)
         state.calls[key].run(target=tokens.reshape(slots, width), rows=state.rows)
-        output = self.lm_head.scores(tokens.size, top=top, normalise=normalise)
-        if output.logits is not None:
-            output = replace(output, logits=output.logits.reshape(*tokens.shape, -1))
+        output = self.lm_head.scores(tokens.shape, top=top, normalise=normalise)
         rows = np.arange(tokens.size).reshape(slots, width)
         return output, replace(state, past=state.spare, spare=state.past, rows=rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -27,12 +28,14 @@ class _Workspace(threading.local):
 
     Attributes:
         hidden: Hidden states of the last step, on the device `[rows, d_model]`.
+        views: The first rows of it, by their number.
         logits: `[rows, vocabulary]`, exact or approximate.
         calls: Graphs bound to these buffers, by name, rows and k.
     """
 
     def __init__(self) -> None:
         self.hidden: OrtValue | None = None
+        self.views: dict[int, BufferView] = {}
         self.logits = np.empty((0, 0), np.float32)
         self.calls: dict[tuple[str, int, int], BoundCall] = {}
 
@@ -62,29 +65,39 @@ class LMHead:
     def hidden(self, rows: int) -> BufferView:
         """Returns the buffer for the hidden states of this thread's next step over `rows` rows."""
         own, decoder = self._own, self._runners["decoder"]
+        if rows in own.views:
+            return own.views[rows]
         if own.hidden is None or rows > own.hidden.shape()[0]:
             width = int(decoder.graph.tensor("hidden").shape[-1])
             own.calls.clear()
+            own.views.clear()
             own.hidden = decoder.zeros("hidden", (rows, width))
-        return BufferView(own.hidden, 0, rows)
+        view = own.views[rows] = BufferView(own.hidden, 0, rows)
+        return view
 
-    def scores(self, rows: int, *, top: int | None = None, normalise: bool = False) -> StepOutput:
+    def scores(
+        self, shape: tuple[int, ...], *, top: int | None = None, normalise: bool = False
+    ) -> StepOutput:
         """Scores the hidden states of the last step; see `Decoder.step`.
 
-        Returns:
-            Logits `[1, rows, vocabulary]`, or the top k.
+        Args:
+            shape: Of the tokens that it read `[rows, target]`.
+            top: As there.
+            normalise: As there.
         """
+        rows = math.prod(shape)
         if top is not None and self._top_k:
             return StepOutput(top_k=self._ranked(rows, top))
         if top == 1 and not normalise and self.screened is not None:
             tokens = self.screened.argmax(*self._approximate(rows))
             return StepOutput(top_k=TopK(np.maximum(tokens, 0)[:, None], tokens >= 0))
         logits = self._run("lm_head", rows)["logits"]
+        by_token = logits.reshape(*shape, -1)
         if not normalise or self._runners["exp_sums"].on_device:
-            return StepOutput(logits[None])
+            return StepOutput(by_token)
         found = self._run("exp_sums", rows)
         maxima = SegmentMaxima(found["segment_maxima"], SEGMENT)
-        return StepOutput(logits[None], None, _log_of_sums(found["exp_sums"], logits), maxima)
+        return StepOutput(by_token, None, _log_of_sums(found["exp_sums"], logits), maxima)
 
     def screen(self, rows: int) -> tuple[Floats, Floats, SegmentMaxima] | None:
         """Returns the arguments of `ScreenedArgmax.argmax`, or None without a screen."""
@@ -110,27 +123,28 @@ class LMHead:
         The next run of the graph overwrites them; exact and approximate logits share a buffer.
         """
         own = self._own
+        if (name, rows, k) in own.calls:
+            return own.calls[name, rows, k].run()
         hidden = self.hidden(rows)
         if name != "top_k" and rows > len(own.logits):
             own.calls.clear()
             own.logits = np.empty((hidden.buffer.shape()[0], self.vocabulary_size), np.float32)
-        if (name, rows, k) not in own.calls:
-            runner, logits = self._runners[name], own.logits[:rows]
-            read: dict[str, Bindable] = {"hidden": hidden}
-            if name in ("exp_sums", "segment_maxima"):
-                read["logits"] = runner.value(logits)  # on the CPU: a view
-            if name == "top_k":
-                read["count"] = OrtValue.ortvalue_from_numpy(np.array([k]))  # read on the host
-            written = {"logits": logits, "approximate_logits": logits}
-            for spec in runner.graph.outputs:
-                size = spec.shape[-1] if isinstance(spec.shape[-1], int) else k
-                shape = (rows, size) if len(spec.shape) > 1 else (rows,)
-                written.setdefault(spec.role, np.empty(shape, spec.type))
-            own.calls[name, rows, k] = runner.bind(
-                fixed={spec.role: [read[spec.role]] for spec in runner.graph.inputs},
-                host={spec.role: written[spec.role] for spec in runner.graph.outputs},
-            )
-        return own.calls[name, rows, k].run()
+        runner, logits = self._runners[name], own.logits[:rows]
+        read: dict[str, Bindable] = {"hidden": hidden}
+        if name in ("exp_sums", "segment_maxima"):
+            read["logits"] = runner.value(logits)  # on the CPU: a view
+        if name == "top_k":
+            read["count"] = OrtValue.ortvalue_from_numpy(np.array([k]))  # read on the host
+        written = {"logits": logits, "approximate_logits": logits}
+        for spec in runner.graph.outputs:
+            size = spec.shape[-1] if isinstance(spec.shape[-1], int) else k
+            shape = (rows, size) if len(spec.shape) > 1 else (rows,)
+            written.setdefault(spec.role, np.empty(shape, spec.type))
+        call = own.calls[name, rows, k] = runner.bind(
+            fixed={spec.role: [read[spec.role]] for spec in runner.graph.inputs},
+            host={spec.role: written[spec.role] for spec in runner.graph.outputs},
+        )
+        return call.run()
 
 
 def _log_of_sums(sums: Floats, logits: Floats) -> NDArray[np.float64]:
@@ -139,9 +153,9 @@ def _log_of_sums(sums: Floats, logits: Floats) -> NDArray[np.float64]:
     The graph does not subtract the largest logit first. Where float32 cannot hold its sum, the
     row is computed again the slow, safe way.
     """
-    if sums.min() > SMALLEST_SUM and sums.max() < LARGEST_SUM:
-        return np.log(sums, dtype=np.float64)
     extreme = ~((sums > SMALLEST_SUM) & (sums < LARGEST_SUM))
+    if not extreme.any():
+        return np.log(sums, dtype=np.float64)
     result = np.empty(len(sums))
     result[extreme] = log_sum_exp(logits[extreme])
     result[~extreme] = np.log(sums[~extreme], dtype=np.float64)

@@ -672,7 +672,7 @@ def test_ranked_tokens_of_a_beam_that_does_not_exist_are_none() -> None:
 # Leaving the batch
 
 
-def test_ended_rows_leave_the_batch_in_quarters() -> None:
+def test_ended_rows_leave_the_batch_once_they_are_a_quarter_of_a_step() -> None:
     def model(source: Tokens, history: Tokens) -> Logits:
         """Source (n,) gives n tokens."""
         return peak(EOS if len(history) == source[0] else 3, 20.0)
@@ -680,8 +680,9 @@ def test_ended_rows_leave_the_batch_in_quarters() -> None:
     decoder = FakeDecoder(model, 5)
     results = run(decoder, [(n,) for n in range(8)], GenerationOptions(max_length=20))
     assert [len(hypotheses[0].tokens) for hypotheses in results] == list(range(8))
-    assert decoder.rows_stepped == [8, 8, 6, 6, 4, 3, 2, 1]
-    assert decoder.selected == [[2, 3, 4, 5, 6, 7], [2, 3, 4, 5], [1, 2, 3], [1, 2], [1]]
+    # Four of a step that costs as much as 8 + 8 rows, then three of one of 4 + 8.
+    assert decoder.rows_stepped == [8, 8, 8, 8, 4, 4, 4, 1]
+    assert decoder.selected == [[4, 5, 6, 7], [3]]
 
 
 def test_ended_sentences_leave_a_beam_search_at_once() -> None:
@@ -833,15 +834,15 @@ def counted(lengths: Sequence[int], max_length: int = 9) -> list[Request[int]]:
     return [Request(key, (length,), max_length) for key, length in enumerate(lengths)]
 
 
-def test_whole_sentences_leave_in_quarters_where_rows_share_a_cache() -> None:
+def test_whole_sentences_leave_where_rows_share_a_cache() -> None:
     decoder = SentenceFake(tokens_given, 5)
     stream(decoder, counted(range(8)), GenerationOptions(max_length=9), 8)
-    assert decoder.rows_stepped == [8, 8, 6, 6, 4, 3, 2, 1]
+    assert decoder.rows_stepped == [8, 8, 8, 8, 4, 4, 4, 1]
 
     decoder = SentenceFake(tokens_given, 5)
     stream(decoder, counted(range(7)), GenerationOptions(beam=2, max_length=9), 7)
     # Source (n,) ends for the second time in step n + 2.
-    assert decoder.rows_stepped == [7, 14, 14, 10, 10, 6, 4, 2]
+    assert decoder.rows_stepped == [7, 14, 14, 14, 8, 8, 4, 4]
 
     # Of three samples of each some end before the others, and are stepped on.
     decoder = SentenceFake(random_model(12, end=1.0), 12)
@@ -866,7 +867,7 @@ def test_what_ends_at_its_greatest_length_is_stepped_no_further() -> None:
 def test_a_batch_ends_before_the_next_begins(kind: type[FakeDecoder]) -> None:
     decoder = kind(tokens_given, 5)
     stream(decoder, counted([1, 1, 2, 1]), GenerationOptions(max_length=9), 2)
-    assert decoder.rows_stepped == [2, 2, 2, 2, 1]
+    assert decoder.rows_stepped == [2, 2, 2, 2, 2]
 
 
 def test_no_sentence_waits_for_one_that_is_not_there_yet() -> None:

@@ -146,7 +146,7 @@ def test_sums_and_segment_maxima_are_those_of_numpy(fast_bundle_folder: Path) ->
 
     def scored(logits: Logits) -> tuple[NDArray[np.float64], SegmentMaxima]:
         runners["lm_head"] = ChosenLogits(variant.graphs["lm_head"], logits)
-        output = LMHead(bundle, variant, runners).scores(len(logits), normalise=True)
+        output = LMHead(bundle, variant, runners).scores((1, len(logits)), normalise=True)
         assert output.log_sum_exp is not None and output.maxima is not None
         return output.log_sum_exp, output.maxima
 
