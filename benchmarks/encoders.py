@@ -58,7 +58,7 @@ PACKAGES = (
     *("sentence-transformers", "optimum-onnx", "optimum-intel", "fastembed"),
 )
 # Rows per batch to try.
-BATCH_ROWS = (8, 16, 32, 64)
+BATCH_ROWS = (2, 4, 8, 16, 32, 64)
 
 
 def layouts() -> list[tuple[int, int]]:

@@ -109,6 +109,27 @@ def fitting(lengths: Iterable[int], rows: int, tokens: int) -> int:
     return count
 
 
+def blocks(mask: NDArray[np.bool_], tokens: int) -> Iterator[tuple[slice, int]]:
+    """Cuts a batch into blocks of neighbouring rows, within a limit on tokens.
+
+    Args:
+        mask: True at tokens, False at padding, which follows them `[rows, columns]`.
+        tokens: Limit on the rows of a block times its longest; a single row may exceed it.
+
+    Yields:
+        The rows of a block, and its columns: those of its longest row, a multiple of `UNIT` where
+        the batch has as many.
+    """
+    lengths = mask.sum(axis=1).tolist()
+    first = 0
+    while first < len(lengths):
+        count = fitting(lengths[first:], len(lengths), tokens)
+        block = slice(first, first + count)
+        longest = max(lengths[block])
+        yield block, min(-(-longest // UNIT) * UNIT, mask.shape[1])
+        first += count
+
+
 def length_batches(lengths: Sequence[int], rows: int, tokens: int) -> list[list[int]]:
     """Groups indices by length, longest first, so that the last batches are quick to finish.
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.bundle import Role
+from transferry.runtime.decoding.batching import blocks
 from transferry.runtime.ort.graph_runner import BufferView, GraphRunner
 
 # Sources and caches have a multiple of this many columns: onnxruntime's product of one row with a
@@ -91,19 +92,17 @@ class CacheBuffers:
         cells[..., 2] = columns[..., None]
         return cells
 
-    def encode(self, source: Integers, mask: NDArray[np.bool_], sentences: int) -> list[BufferView]:
+    def encode(self, source: Integers, mask: NDArray[np.bool_], tokens: int) -> list[BufferView]:
         """Encodes sources into buffers of cross keys and values.
 
         Args:
             source: Padded token ids `[rows, source]`.
             mask: True at tokens `[rows, source]`.
-            sentences: Number of sentences to encode at once.
+            tokens: Limit on the tokens to encode at once, padding counted.
         """
         encoder, place = self._runners["encoder"], self._runners["place"]
         cross = self.zeros("cross", len(source), padded(source.shape[1]))
-        for first in range(0, len(source), sentences):
-            block = slice(first, first + sentences)
-            length = int(mask[block].sum(axis=1).max())
+        for block, length in blocks(mask, tokens):
             encoded = encoder.run(
                 {
                     "source": [encoder.value(source[block, :length])],
@@ -111,8 +110,8 @@ class CacheBuffers:
                 },
                 "cross",
             )
-            count = len(source[block])
-            views = [buffer.view(first, count) for buffer in cross]
+            count = block.stop - block.start
+            views = [buffer.view(block.start, count) for buffer in cross]
             write = place.value(np.zeros(count, np.int64))
             place.run(
                 {"write": [write], "fresh": encoded, "state": views}, in_place={"placed": views}

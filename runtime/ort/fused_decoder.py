@@ -21,6 +21,7 @@ from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.shared_prompts import shared_prompts
 from transferry.runtime.ort.cache_buffers import UNIT, CacheBuffers, padded, unused_columns
+from transferry.runtime.ort.encoder import ENCODER_TOKENS
 from transferry.runtime.ort.graph_runner import (
     Bindable,
     BoundCall,
@@ -31,9 +32,6 @@ from transferry.runtime.ort.graph_runner import (
 from transferry.runtime.ort.lm_head import LMHead
 from transferry.runtime.ort.session import Provider, SessionOptions
 
-# Sentences that the encoder reads at once: of similar length, so that little is padding, and on the
-# CPU few enough for their hidden states to stay in its cache.
-ENCODER_SENTENCES: dict[Provider, int] = {"cpu": 32, "cuda": 256}
 # Columns that a cache may have beyond those in use: every step reads all of them, but making the
 # cache shorter copies it.
 SPARE_COLUMNS = 8 * UNIT
@@ -142,7 +140,7 @@ class SlotDecoder:
         """Returns cross of the sources; none without an encoder."""
         if not self.has_encoder:
             return []
-        return self._buffers.encode(source, mask, ENCODER_SENTENCES[self.options.provider])
+        return self._buffers.encode(source, mask, ENCODER_TOKENS[self.options.provider])
 
     def _bound(
         self,

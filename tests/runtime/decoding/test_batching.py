@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from transferry.runtime.decoding.batching import (
+    UNIT,
     BatchOptions,
+    blocks,
     fitting,
     length_batches,
     widened,
@@ -83,6 +85,22 @@ def test_what_fits_goes_by_the_longest_so_far() -> None:
     assert fitting(count(1), rows=3, tokens=100) == 3
     assert fitting([50, 1], rows=8, tokens=9) == 1
     assert fitting([], rows=8, tokens=9) == fitting([1], rows=0, tokens=9) == 0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_blocks_hold_all_tokens_of_every_row(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 30, rng.integers(1, 40))
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    found = list(blocks(mask, 60))
+    assert [row for rows, _ in found for row in range(rows.start, rows.stop)] == [
+        *range(len(lengths))
+    ]
+    for rows, columns in found:
+        longest = int(lengths[rows].max())
+        assert longest <= columns < longest + UNIT
+        assert columns % UNIT == 0 or columns == mask.shape[1]
+        assert rows.stop - rows.start == 1 or (rows.stop - rows.start) * longest <= 60
 
 
 def test_no_rows_are_no_batches() -> None:
