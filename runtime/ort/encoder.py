@@ -13,9 +13,9 @@ from transferry.runtime.decoding.batching import BatchOptions, blocks
 from transferry.runtime.ort.graph_runner import describe, runtime_of
 from transferry.runtime.ort.session import Provider, SessionOptions
 
-# Tokens that an encoder reads at once: on the CPU few enough for their hidden states, four times as
-# wide in a feed-forward layer, to stay in its cache.
-ENCODER_TOKENS: dict[Provider, int] = {"cpu": 512, "cuda": 1 << 13}
+# Tokens of sources or prompts that are read at once: on the CPU few enough for their hidden states,
+# four times as wide in a feed-forward layer, to stay in its cache.
+PASS_TOKENS: dict[Provider, int] = {"cpu": 512, "cuda": 1 << 13}
 
 EncoderOutput = Literal["hidden", "head", "logits"]
 
@@ -31,7 +31,7 @@ class EncoderModel:
             InputError: The graph cannot be opened.
         """
         self.variant, self.options = variant, options
-        self.batches = BatchOptions(tokens=ENCODER_TOKENS[options.provider])
+        self.batches = BatchOptions(tokens=PASS_TOKENS[options.provider])
         graph = variant.graphs["encoder"]
         self.outputs = tuple(
             name
@@ -63,7 +63,7 @@ class EncoderModel:
         """
         outputs = self.outputs if outputs is None else outputs
         runner, found = self._runner, dict[str, NDArray[np.floating[Any]]]()
-        for rows, columns in blocks(mask, ENCODER_TOKENS[self.options.provider]):
+        for rows, columns in blocks(mask, PASS_TOKENS[self.options.provider]):
             part = source[rows, :columns], mask[rows, :columns]
             inputs = {
                 role: [runner.value(each)]

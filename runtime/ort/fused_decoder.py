@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.bundle import Bundle, Role, Variant
-from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.decoding.batching import BatchOptions, blocks
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.shared_prompts import shared_prompts
 from transferry.runtime.ort.cache_buffers import UNIT, CacheBuffers, padded, unused_columns
-from transferry.runtime.ort.encoder import ENCODER_TOKENS
+from transferry.runtime.ort.encoder import PASS_TOKENS
 from transferry.runtime.ort.graph_runner import (
     Bindable,
     BoundCall,
@@ -140,7 +140,7 @@ class SlotDecoder:
         """Returns cross of the sources; none without an encoder."""
         if not self.has_encoder:
             return []
-        return self._buffers.encode(source, mask, ENCODER_TOKENS[self.options.provider])
+        return self._buffers.encode(source, mask, PASS_TOKENS[self.options.provider])
 
     def _bound(
         self,
@@ -347,26 +347,28 @@ class FusedDecoder(SlotDecoder):
         begin: int = 0,
     ) -> None:
         """Reads prompts into buffers that hold the columns before `begin`."""
-        rows, length = source.shape
-        capacity = padded(length)
-        columns = np.tile(np.arange(length), (rows, 1))
-        seen = np.zeros((rows, length - begin, capacity), np.bool_)
+        length = source.shape[1]
+        capacity, decoder = padded(length), self._decoder
         causal = np.tril(np.ones((length, length), np.bool_))[begin:]
-        seen[:, :, :length] = causal & mask[:, None, :]
-        # Padding attends to its own column: a softmax over no column would be NaN.
-        seen[:, :, :length] |= np.eye(length, dtype=np.bool_)[begin:]
-        decoder, new = self._decoder, columns[:, begin:]
-        held = np.pad(columns, ((0, 0), (0, capacity - length)))
-        inputs = {
-            "target": [decoder.value(source[:, begin:])],
-            "positions": [decoder.value(new)],
-            "cells": [decoder.value(self._buffers.cells(new))],
-            "bias": [decoder.value(np.where(seen, 0, -np.inf).astype(np.float32)[:, None])],
-            "past": past,
-            **({"single": [decoder.value(np.array(False))]} if self._int8 else {}),
-            **({"columns": [decoder.value(held)]} if self._windows else {}),
-        }
-        decoder.run(inputs, in_place={"present": past})
+        for rows, _ in blocks(mask[:, begin:], PASS_TOKENS[self.options.provider]):
+            count = rows.stop - rows.start
+            views = [each.view(rows.start, count) for each in past]
+            columns = np.tile(np.arange(length), (count, 1))
+            seen = np.zeros((count, length - begin, capacity), np.bool_)
+            seen[:, :, :length] = causal & mask[rows, None, :]
+            # Padding attends to its own column: a softmax over no column would be NaN.
+            seen[:, :, :length] |= np.eye(length, dtype=np.bool_)[begin:]
+            new, held = columns[:, begin:], np.pad(columns, ((0, 0), (0, capacity - length)))
+            inputs = {
+                "target": [decoder.value(source[rows, begin:])],
+                "positions": [decoder.value(new)],
+                "cells": [decoder.value(self._buffers.cells(new))],
+                "bias": [decoder.value(np.where(seen, 0, -np.inf).astype(np.float32)[:, None])],
+                "past": views,
+                **({"single": [decoder.value(np.array(False))]} if self._int8 else {}),
+                **({"columns": [decoder.value(held)]} if self._windows else {}),
+            }
+            decoder.run(inputs, in_place={"present": views})
 
     def _with_room(self, state: FusedState, columns: Integers) -> FusedState:
         """Returns a state whose cache has the columns to be written next, and few unused ones."""

@@ -7,7 +7,7 @@ import pytest
 
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.search import pad_sources
-from transferry.runtime.ort.encoder import ENCODER_TOKENS, EncoderModel
+from transferry.runtime.ort.encoder import PASS_TOKENS, EncoderModel
 from transferry.runtime.ort.graph_runner import GraphRunner
 from transferry.runtime.ort.session import SessionOptions
 
@@ -25,14 +25,14 @@ def test_rows_of_many_blocks_are_those_of_each_alone(
 
     def counted(runner: GraphRunner, inputs: dict[str, list[object]], *outputs: str) -> object:
         runs.append(inputs["source"][0].shape()[0])  # type: ignore[attr-defined]
-        return run(runner, inputs, *outputs)  # type: ignore[arg-type]
+        return run(runner, inputs, *outputs)
 
     with monkeypatch.context() as patch:
         patch.setattr(GraphRunner, "run", counted)
         found = model.encode(source, mask)
     assert sum(runs) == 60
     assert len(runs) > 2
-    assert max(runs) * 4 <= ENCODER_TOKENS["cpu"]
+    assert max(runs) * 4 <= PASS_TOKENS["cpu"]
     assert set(found) == set(model.outputs)
     for row, tokens in enumerate(sources):
         alone = model.encode(*pad_sources([tokens], 0))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from transferry.runtime.bundle import Bundle
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.ort.cache_buffers import UNIT, padded
-from transferry.runtime.ort.encoder import ENCODER_TOKENS
+from transferry.runtime.ort.encoder import PASS_TOKENS
 from transferry.runtime.ort.fused_decoder import (
     AHEAD_CELLS,
     SPARE_COLUMNS,
@@ -123,7 +123,7 @@ def test_memory_that_grew_is_where_an_older_state_goes_on(decoder: FusedDecoder)
 def test_more_sources_than_are_encoded_at_once(decoder: FusedDecoder) -> None:
     rng = np.random.default_rng(8)
     sources = [rng.integers(3, 350, 1 + n % 42).tolist() for n in range(67)]
-    assert sum(map(len, sources)) > 2 * ENCODER_TOKENS["cpu"]
+    assert sum(map(len, sources)) > 2 * PASS_TOKENS["cpu"]
     ((logits,), _) = fed(decoder, np.full((67, 1), 7), started(decoder, sources))
     for row, source in enumerate(sources):
         ((alone,), _) = fed(decoder, np.full((1, 1), 7), started(decoder, [source]))
