@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import random
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -189,7 +190,7 @@ def unigram(t: Any, *, scheme: str = "always", words: bool = False, **model: Any
     split = t.pre_tokenizers.WhitespaceSplit()
     made.pre_tokenizer = t.pre_tokenizers.Sequence([split, blanks]) if words else blanks
     made.decoder = t.decoders.Metaspace("▁", prepend_scheme=scheme)
-    made.add_special_tokens(["<s>", "</s>", t.AddedToken("<mask>", lstrip=True)])
+    made.add_special_tokens(["<s>", "</s>", "<fim-prefix>", t.AddedToken("<mask>", lstrip=True)])
     return made
 
 
@@ -299,6 +300,8 @@ def test_ids_of_a_tokenizer_json(tmp_path: Path) -> None:
 
 # --- SentencePiece --------------------------------------------------------------------------------
 
+DRAWN_LETTERS = "ab0-▁é"
+
 
 def single(**options: Any) -> ThirdPartyTokenizer:
     special = SpecialTokens(2, 1, 2, before=(1,), after=())
@@ -321,6 +324,36 @@ def pair(kind: type[SentencePiecePair]) -> ThirdPartyTokenizer:
     made = kind({**files, "target_vocab.json": tables[1]}, SPECIAL, 700)
     made.cleans = kind is SentencePieceTables
     return made
+
+
+def drawn(seed: int, **options: Any) -> ThirdPartyTokenizer:
+    """Pieces with few different scores, of which some are unused and some user-defined."""
+    proto = pytest.importorskip("sentencepiece.sentencepiece_model_pb2").ModelProto()
+    proto.ParseFromString(spm(**options))
+    rng = random.Random(seed)
+    kinds = type(proto.pieces[0])
+    del proto.pieces[3:]  # of the unknown, begin and end token
+    texts = dict.fromkeys(DRAWN_LETTERS)
+    texts |= dict.fromkeys(
+        "".join(rng.choices(DRAWN_LETTERS, k=rng.randint(2, 4))) for _ in range(40)
+    )
+    for text in texts:
+        kind = rng.choices([kinds.NORMAL, kinds.UNUSED, kinds.USER_DEFINED], [8, 1, 1])[0]
+        proto.pieces.add(piece=text, score=rng.choice([-2.1, -1.3, -0.7, -0.3, 0.1]), type=kind)
+    files = {"sentencepiece.model": proto.SerializeToString()}
+    return SentencePieceTokenizer(files, SpecialTokens(2, 1, 2, before=(1,), after=()), 700)
+
+
+@needs_node
+def test_ids_of_drawn_sentencepiece_models(tmp_path: Path) -> None:
+    """Where sums are equal, their rounding decides, and the order in which they are compared."""
+    made = {f"unigram {seed}": drawn(seed) for seed in range(12)}
+    made |= {f"bpe {seed}": drawn(seed, model_type="bpe") for seed in range(12)}
+    rng = random.Random(0)
+    texts = ["".join(rng.choices([*DRAWN_LETTERS, " "], k=rng.randint(1, 24))) for _ in range(300)]
+    ids = [ids_case(tmp_path / name, each, texts) for name, each in made.items()]
+    printed = npm_test(write_cases(tmp_path / "cases.json", [], ids))
+    assert printed.count("- 300 texts") == len(made)
 
 
 @needs_node

@@ -203,7 +203,7 @@ export function expressionOf(pattern) {
 /** Returns an expression that matches any of these texts, the longest first. */
 export function literal(...texts) {
   const longest = [...texts].sort((one, other) => other.length - one.length);
-  return new RegExp(longest.map((text) => text.replace(/[\\^$.*+?()[\]{}|/-]/g, "\\$&")).join("|"), "gu");
+  return new RegExp(longest.map((text) => text.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&")).join("|"), "gu");
 }
 
 /** Returns the end of a text's beginning without the white space at its end. */

@@ -41,6 +41,12 @@ export class SentencePieceModel {
     return this.#reserved.get(piece) ?? this.#textual.get(piece) ?? this.unknown;
   }
 
+  /** Returns the id of a piece of a text, where an unused one that cannot be taken apart is unknown. */
+  #used(piece) {
+    const id = this.id(piece);
+    return this.isType(id, "unused") ? this.unknown : id;
+  }
+
   isType(id, type) {
     return this.pieces[id]?.type === TYPES[type];
   }
@@ -51,7 +57,7 @@ export class SentencePieceModel {
     const table = { pieces: this.pieces, ids: this.#textual, unknown: this.unknown };
     const found = this.#model.unigram
       ? unigramPieces(normalised, table)
-      : mergedPieces(normalised, table, this.#userDefined).map((piece) => [piece, this.id(piece)]);
+      : mergedPieces(normalised, table, this.#userDefined).map((piece) => [piece, this.#used(piece)]);
     const made = [];
     let joins = false;
     for (const [piece, id] of found) {

@@ -5,7 +5,6 @@ import { bytesIn } from "../utf8.js";
 import { TYPES } from "./model_file.js";
 
 const UNKNOWN_PENALTY = 10;
-const SMALLEST_NORMAL = 2 ** -126;
 
 /**
  * Returns the likeliest pieces with their ids (`EncodeOptimized` of unigram_model.cc), in float32.
@@ -16,12 +15,11 @@ const SMALLEST_NORMAL = 2 ** -126;
 export function unigramPieces(text, { pieces, ids, unknown }) {
   const normal = pieces.filter(({ type }) => type === TYPES.normal);
   const least = normal.reduce((smallest, { score }) => Math.min(smallest, score), Infinity);
-  const most = normal.reduce((largest, { score }) => Math.max(largest, score), SMALLEST_NORMAL);
   const longest = pieces.reduce((size, { piece }) => Math.max(size, piece.length), 0);
   const size = text.length;
   const [scores, starts, chosen] = [new Float32Array(size + 1), new Int32Array(size + 1).fill(-1), []];
   const consider = (start, end, score, id) => {
-    const sum = score + scores[start];
+    const sum = Math.fround(score + scores[start]);
     if (starts[end] >= 0 && !(sum > scores[end])) return;
     [scores[end], starts[end], chosen[end]] = [sum, start, id];
   };
@@ -31,8 +29,8 @@ export function unigramPieces(text, { pieces, ids, unknown }) {
     for (let end = start + 1; end <= Math.min(size, start + longest); end++) {
       const id = ids.get(text.slice(start, end));
       if (id === undefined || pieces[id].type === TYPES.unused) continue;
-      // A user-defined piece is always chosen.
-      const bonus = () => bytesIn(text.slice(start, end)) * most - 0.1;
+      // The longer a user-defined piece, the better.
+      const bonus = () => Math.fround(0.1 * (bytesIn(text.slice(start, end)) - 1));
       consider(start, end, pieces[id].type === TYPES.userDefined ? bonus() : pieces[id].score, id);
       single ||= end - start === one;
     }
