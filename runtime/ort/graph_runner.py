@@ -178,7 +178,7 @@ class GraphRunner:
             InputError: onnxruntime cannot run the graph on these inputs.
         """
         binding = self._bound(inputs, host or {}, in_place or {})
-        for name in (name for role in outputs for name in self._names[role]):
+        for name in (name for role in outputs for name in self._names.get(role, ())):
             binding.bind_output(name, self._device, self._device_id)
         self.run_bound(binding)
         bound = len(host or {}) + sum(map(len, (in_place or {}).values()))
