@@ -153,7 +153,7 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._tokenizer.encode(_well_formed(text), add_special_tokens=False).ids
         return ids
 
     def places(self, text: str) -> list[Place]:
@@ -162,7 +162,8 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         As `gather_pre_entities` of transformers: WordPiece marks what continues a word, and so does
         a piece of another length than its characters; elsewhere a blank begins one.
         """
-        found, model = self._tokenizer.encode(text, add_special_tokens=False), self._word_model
+        text, model = _well_formed(text), self._word_model
+        found = self._tokenizer.encode(text, add_special_tokens=False)
         unknown = model.unk_id
         if model.unk_token is not None:
             unknown = self._tokenizer.token_to_id(model.unk_token)
@@ -182,7 +183,9 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
 
     def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
         """Token ids of each text; the library uses all cores."""
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch(
+            list(map(_well_formed, texts)), add_special_tokens=False
+        )
         return [encoding.ids for encoding in encodings]
 
     def encode_pieces(self, pieces: Pieces) -> list[int]:
@@ -254,7 +257,7 @@ class SentencePieceTokenizer(ThirdPartyTokenizer):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
-        ids: list[int] = self._model.encode(text)
+        ids: list[int] = self._model.encode(_well_formed(text))
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -323,13 +326,13 @@ class SentencePiecePair(ThirdPartyTokenizer):
 
     def _source_ids(self, text: str) -> list[int]:
         unknown = self._ids[self.unknown]
-        pieces = self._source.encode(text, out_type=str)
+        pieces = self._source.encode(_well_formed(text), out_type=str)
         return [self._textual.get(piece, unknown) for piece in pieces]
 
     def encode_target(self, text: str) -> list[int]:
         """Token ids of a target, split by the model of the target language."""
         unknown = self._target_ids[self.unknown]
-        pieces = self._target.encode(text, out_type=str)
+        pieces = self._target.encode(_well_formed(text), out_type=str)
         return [self._target_textual.get(piece, unknown) for piece in pieces]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -424,3 +427,12 @@ KINDS: Mapping[str, type[ThirdPartyTokenizer]] = {
         *(SentencePiecePair, SentencePieceTables),
     )
 }
+
+
+def _well_formed(text: str) -> str:
+    """Replaces halves of surrogate pairs by U+FFFD, as tiktoken does: the libraries refuse them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

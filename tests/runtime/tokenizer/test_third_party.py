@@ -154,6 +154,16 @@ def test_ids_without_a_text_decode_to_nothing(kind: str) -> None:
 
 
 @kinds
+def test_half_of_a_surrogate_pair_is_a_replacement_character(kind: str) -> None:
+    made = MAKE[kind]()
+    for text in ("a \ud800 b", "\udc00"):
+        expected = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        assert made.encode(text) == made.encode(expected)
+        assert made.encode_target(text) == made.encode_target(expected)
+        assert made.encode_batch([text]) == made.encode_batch([expected])
+
+
+@kinds
 @pytest.mark.parametrize("text", ["</s>", "[SEP]", "a[SEP]", "<unk>", "<s> a"])
 def test_what_looks_special_is_text(kind: str, text: str) -> None:
     tokenizer = MAKE[kind]()
