@@ -401,6 +401,18 @@ print(*{name.split(".")[0] for name in sys.modules})
     assert {"engine": "onnxruntime", "ctranslate2": "ctranslate2"}[name] in loaded
 
 
+def printed(script: str, *arguments: Path | str) -> list[str]:
+    """Runs a benchmark as a process; returns the lines that it prints, the last of them JSON."""
+    result = subprocess.run(
+        [sys.executable, str(CHECKOUT / "benchmarks" / script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
 def test_versions_of_onnxruntime_answer_in_processes_of_their_own(
     bundle_folder: Path, tmp_path: Path
 ) -> None:
@@ -412,15 +424,7 @@ def test_versions_of_onnxruntime_answer_in_processes_of_their_own(
     begin.unlink()
     begin.write_text(installed.read_text() + "\n__version__ = 'other'\n")
     options = ["--rows", "4", "--rounds", "1", "--variant", "portable", "--max-length", "20"]
-    script = CHECKOUT / "benchmarks" / "versions.py"
-    result = subprocess.run(
-        [sys.executable, str(script), str(bundle_folder), str(text), str(other), *options],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    record = json.loads(result.stdout.splitlines()[-1])
+    record = json.loads(printed("versions.py", bundle_folder, text, other, *options)[-1])
     assert (record["same"], record["rows"]) == (4, 4)
     assert set(record["ratio_of_times"]) == {"other"}
     versions = {
@@ -435,16 +439,9 @@ def test_throughput_ends_in_a_line_of_json(
     pytest.importorskip("ctranslate2", reason="of the extra peers, which is not installed")
     text = tmp_path / "text.txt"
     text.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
-    script = CHECKOUT / "benchmarks" / "throughput.py"
     options = ["--rows", "6", "--quick", "--beams", "1", "--fixed-length", "12", "--batches", "2"]
-    result = subprocess.run(
-        [sys.executable, str(script), str(run_folder), str(bundle_folder), str(text), *options],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    record = json.loads(result.stdout.splitlines()[-1])
+    lines = printed("throughput.py", run_folder, bundle_folder, text, *options)
+    record = json.loads(lines[-1])
     tuned, held = record["cells"]
     for cell in (tuned, held):
         assert cell["same_tokens"] == {"engine portable and ctranslate2 float32": "6/6"}
@@ -453,7 +450,7 @@ def test_throughput_ends_in_a_line_of_json(
     assert [side["batch_rows"] for side in held["settings"].values()] == [2, 2]
     assert set(record["ratio"]) == {"portable, beam 1", "portable, beam 1, 2 sentences"}
     # Two rows of speed, four of costs.
-    assert sum(line.endswith(processor()) for line in result.stdout.splitlines()) == 6
+    assert sum(line.endswith(processor()) for line in lines) == 6
 
 
 @pytest.mark.parametrize("beam", [1, 3])

@@ -17,9 +17,9 @@ from transferry.runtime.settings import MOST, check_value
 Item = TypeVar("Item")
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-# Sources are padded to a multiple of this many columns: onnxruntime's product of one row with a
-# matrix sums its last one to three terms in another order, so that padding would otherwise change
-# the last bits; and a source of one token would be computed by a kernel of its own.
+# Sources and caches are padded to a multiple of this many columns: onnxruntime's product of one row
+# with a matrix sums its last one to three terms in another order, so that padding would otherwise
+# change the last bits; and a source of one token would be computed by a kernel of its own.
 UNIT = 4
 # Prompts are padded to a multiple of this many columns: later tokens come after the padding, and a
 # softmax adds its terms into as many sums as a vector has lanes, by their columns.
@@ -48,6 +48,11 @@ class BatchOptions:
             value = getattr(self, name)
             check_value(f"batch {name}", value, Annotated[int, msgspec.Meta(le=MOST)])
             require(value >= 1, f"batch {name}", "at least 1", value)
+
+
+def padded(columns: int) -> int:
+    """Rounds a number of columns up to a multiple of `UNIT`."""
+    return -(-columns // UNIT) * UNIT
 
 
 def widened(array: NDArray[Scalar], unit: int, limit: int | None = None) -> NDArray[Scalar]:
@@ -126,7 +131,7 @@ def blocks(mask: NDArray[np.bool_], tokens: int) -> Iterator[tuple[slice, int]]:
         count = fitting(lengths[first:], len(lengths), tokens)
         block = slice(first, first + count)
         longest = max(lengths[block])
-        yield block, min(-(-longest // UNIT) * UNIT, mask.shape[1])
+        yield block, min(padded(longest), mask.shape[1])
         first += count
 
 

@@ -9,20 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.bundle import Role
-from transferry.runtime.decoding.batching import blocks
+from transferry.runtime.decoding.batching import blocks, padded
 from transferry.runtime.ort.graph_runner import BufferView, GraphRunner
 
-# Sources and caches have a multiple of this many columns: onnxruntime's product of one row with a
-# matrix sums its last one to three terms in another order, so that padding would otherwise change
-# the last bits.
-UNIT = 4
-
 Integers = NDArray[np.int64]
-
-
-def padded(columns: int) -> int:
-    """Rounds a number of columns up to that of a buffer."""
-    return -(-columns // UNIT) * UNIT
 
 
 def unused_columns(bias: NDArray[np.floating[Any]], count: int) -> Integers:

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.bundle import Bundle, Role, Variant
-from transferry.runtime.decoding.batching import BatchOptions, blocks
+from transferry.runtime.decoding.batching import UNIT, BatchOptions, blocks, padded
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.shared_prompts import shared_prompts
-from transferry.runtime.ort.cache_buffers import UNIT, CacheBuffers, padded, unused_columns
+from transferry.runtime.ort.cache_buffers import CacheBuffers, unused_columns
 from transferry.runtime.ort.encoder import PASS_TOKENS
 from transferry.runtime.ort.graph_runner import (
     Bindable,

@@ -13,8 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 from transferry.runtime.bundle import Bundle
+from transferry.runtime.decoding.batching import UNIT, padded
 from transferry.runtime.decoding.search import pad_sources
-from transferry.runtime.ort.cache_buffers import UNIT, padded
 from transferry.runtime.ort.encoder import PASS_TOKENS
 from transferry.runtime.ort.fused_decoder import (
     AHEAD_CELLS,
