@@ -67,7 +67,7 @@ def windowed(bias: Tensor, distance: Tensor, window: int, queries: Tensor | None
         return bias
     far = distance.abs() >= window
     if queries is not None:
-        far = far & queries[:, :, None]
+        far = torch.logical_and(far, queries[:, :, None])
     return bias.masked_fill(far if far.dim() == 2 else far[:, None], -math.inf)
 
 
@@ -154,7 +154,7 @@ def attend(query: Tensor, memory: KeyValues, bias: Tensor | None, softcap: float
     if bias is not None:
         scores = scores + bias
     heads_out = torch.softmax(scores, dim=-1) @ values
-    return heads_out.flatten(1, 2) if grouped else heads_out
+    return heads_out.reshape(batch, heads, queries, d_head) if grouped else heads_out
 
 
 class MultiHeadAttention(nn.Module):
@@ -188,7 +188,7 @@ class MultiHeadAttention(nn.Module):
         if norm is None:
             return x
         heads: Tensor = norm(x.reshape(x.shape[0], x.shape[1], -1, norm.weight.shape[0]))  # type: ignore[index, arg-type]
-        return heads.flatten(2)
+        return heads.reshape(x.shape)
 
     def project(self, x: Tensor, rotation: Rotation | None = None) -> KeyValues:
         """Returns the keys and values of x [batch, length, d_model]."""
@@ -222,5 +222,5 @@ class MultiHeadAttention(nn.Module):
         query = self._split(self.normed(self.query(x), self.query_norm) / self.divisor)
         turned = rotation.turn(query) if rotation else query
         heads = attend(turned, memory, bias, self.softcap)
-        joined: Tensor = self.output(heads.transpose(1, 2).flatten(2))
+        joined: Tensor = self.output(heads.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
         return joined

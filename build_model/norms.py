@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalises the last dimension of x [..., width]."""
         weight = self.weight + 1 if self.offset else self.weight
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * weight
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * weight
 
 
 def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:

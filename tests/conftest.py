@@ -1,12 +1,10 @@
 """What all tests share: the corpus, what a test of CUDA needs, and models and their bundles."""
 
-import contextlib
 import fcntl
 import gc
 import os
 import random
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -169,17 +167,6 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
         return folder
 
     return once
-
-
-@pytest.fixture(scope="session", autouse=True)
-def translations_kept() -> Iterator[None]:
-    """Saves 0.4 s a graph, wherever a test that was collected needs torch."""
-    with contextlib.ExitStack() as stack:
-        if "torch" in sys.modules:
-            from tests import traced
-
-            stack.enter_context(traced.translations_kept())
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """Stands for the exporter's tracing: takes seconds, and depends on shapes alone, not on weights."""
 
 import copy
-import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +12,6 @@ import pytest
 import torch
 from onnx_ir.tensor_adapters import TorchTensor
 from torch import nn
-from torch._export import utils as _utils
-from torch.onnx._internal.exporter import _registration
 
 from transferry.export import variants
 from transferry.export.graphs import graph as graphs
@@ -22,17 +19,6 @@ from transferry.export.graphs.graph import OPSET, Graph, export_graph
 from transferry.runtime.bundle import GraphSpec
 
 Once = Callable[[str, Callable[[Path], object]], Path]
-
-
-@contextmanager
-def translations_kept() -> Iterator[None]:
-    """The exporter looks for operators and their translations once, not again for each graph."""
-    registry = functools.cache(_registration.ONNXRegistry.from_torchlib)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_registration.ONNXRegistry, "from_torchlib", staticmethod(registry))
-        # No test registers an operator in C++, for which this looks.
-        patch.setattr(_utils, "_materialize_cpp_cia_ops", lambda: None)
-        yield
 
 
 @contextmanager

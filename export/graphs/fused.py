@@ -68,7 +68,7 @@ class CellOfEach(CellState):
     def continued(self, forget: Tensor, given: Tensor, longest: int) -> tuple[Tensor, CellState]:
         """See `CellState.continued`; the state has the shape of the tokens."""
         cells = given + forget * self.cell
-        return cells, CellState(cells.flatten(0, 1))
+        return cells, CellState(cells.reshape(-1, cells.shape[-1]))
 
 
 class FusedDecoderGraph(ModelGraph):

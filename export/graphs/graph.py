@@ -17,8 +17,10 @@ import onnx_ir as ir
 import onnxscript.optimizer
 import torch
 from onnx_ir.tensor_adapters import TorchTensor
+from onnxscript.onnx_opset import opset20
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.onnx._internal.exporter import _fx_passes
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from transferry.build_model.attention import KeyValues
@@ -43,6 +45,16 @@ SIZES = {
     "columns": 12,
 }
 CELL = ".cell"  # how the names of a recurrent decoder's states end
+# What the exporter drops from a program: checks of sizes and types while torch runs it.
+_CHECKS = (
+    torch.ops.aten._assert_async.default,
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+)
+_decompose = _fx_passes.decompose_with_registry
+_from_torchlib = ONNXRegistry.from_torchlib
 
 Specs = tuple[TensorSpec, ...]
 # A module with its inputs and outputs.
@@ -197,6 +209,7 @@ def export_graph(module: nn.Module, spec: GraphSpec, opset: int = OPSET) -> Grap
         _silenced(),
         _rarely_collected(),
         patch.object(ONNXRegistry, "from_torchlib", staticmethod(_translations)),
+        patch.object(_fx_passes, "decompose_with_registry", _decomposed),
         torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
     ):
         program = torch.onnx.export(
@@ -216,9 +229,34 @@ def export_graph(module: nn.Module, spec: GraphSpec, opset: int = OPSET) -> Grap
     return Graph(program.model, spec, program.exported_program)
 
 
-# For each graph the exporter would parse the source of all its translations of operators again: a
-# fifth of the time of a trace.
-_translations = functools.cache(ONNXRegistry.from_torchlib)
+@functools.cache
+def _translations(opset_version: int) -> ONNXRegistry:
+    """Returns the exporter's translations of operators, and one more.
+
+    For each graph it would parse the source of all of them again, a fifth of the time of a trace.
+    """
+    registry = _from_torchlib(opset_version)
+    registry.register_op(torch.ops.aten.to.dtype, _cast)
+    return registry
+
+
+def _cast(
+    tensor: Any, dtype: int, non_blocking: bool = False, copy: bool = False, memory_format: int = 0
+) -> Any:
+    return opset20.Cast(tensor, to=dtype)
+
+
+def _decomposed(program: ExportedProgram, registry: ONNXRegistry) -> ExportedProgram:
+    """Takes a program apart only where an operator has no translation.
+
+    For this the exporter traces a program once more, which is half of the time, and finds nothing
+    to take apart in most of ours: build_model avoids `flatten`, whose translation has more nodes,
+    and operators without one. No operator that writes in place has one.
+    """
+    targets = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    if all(registry.is_registered(each) or each in _CHECKS for each in targets):
+        return program
+    return _decompose(program, registry)
 
 
 def _should_fold(node: ir.Node) -> bool | None:

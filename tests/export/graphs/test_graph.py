@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
@@ -127,3 +128,33 @@ def test_collection_is_rare_only_while_a_graph_is_traced(monkeypatch: pytest.Mon
     Traces().graph(Watching(2.0, 3.0), SPEC, OPSET)
     assert seen[0] != before
     assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_program_is_taken_apart_only_where_it_must(
+    in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart, decompose = [], graphs._decompose
+
+    def counted(*arguments: Any) -> Any:
+        apart.append(arguments)
+        return decompose(*arguments)
+
+    class Other(Scaled):
+        def forward(self, hidden: Tensor) -> Tensor:
+            scaled = torch.softmax(hidden.half().float() * self.scale, dim=-1).reshape(-1, WIDTH)
+            return scaled.add_(self.bias) if in_place else scaled + self.bias
+
+    monkeypatch.setattr(graphs, "_decompose", counted)
+    module = Other(2.0, 3.0)
+    graph = graphs.export_graph(module, SPEC)
+    assert len(apart) == in_place
+    monkeypatch.setattr(graphs, "_decomposed", decompose)
+    whole = graphs.export_graph(module, SPEC)
+    kinds = [[node.op_type for node in each.model.graph] for each in (graph, whole)]
+    assert kinds[0] == kinds[1]
+    session = onnxruntime.InferenceSession(ir.to_proto(graph.model).SerializeToString())
+    hidden = np.random.default_rng(0).normal(size=(3, WIDTH)).astype(np.float32)
+    (found,) = session.run(None, {"hidden": hidden})
+    with torch.no_grad():
+        np.testing.assert_allclose(found, module(torch.tensor(hidden)).numpy(), atol=1e-6)
