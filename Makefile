@@ -18,6 +18,10 @@ DEMO ?= build/demo
 BIN := .venv/bin
 READY := .venv/.ready
 
+# Where the environment forbids Python to keep compiled modules, each command would compile torch
+# anew: 7 seconds of importing in place of 2.
+export PYTHONDONTWRITEBYTECODE =
+
 # `tests` is a folder too.
 .PHONY: setup test types tests fuzz demo docs sessions js clean
 .DELETE_ON_ERROR:
