@@ -125,8 +125,9 @@ def execute(command: str) -> tuple[int, str]:
             "-c",
             f'transferry() {{ {shlex.quote(sys.executable)} -m transferry "$@"; }}; {command}',
         ],
-        # Else a full disk under standard output fails once only.
-        env=os.environ | {"PYTHONUNBUFFERED": ""},
+        # Else a full disk under standard output fails once only, and Python keeps, for all commands
+        # that follow, what it could write of a compiled module.
+        env=os.environ | {"PYTHONUNBUFFERED": "", "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -262,8 +262,12 @@ def fill(source: Path, limited: Callable[[], contextlib.AbstractContextManager[N
 
 
 @pytest.mark.parametrize("limit", [0, 10, 100, 400, 600, 700, 1100])
-def test_a_file_that_may_not_grow(source: Path, limit: int) -> None:
+def test_a_file_that_may_not_grow(
+    source: Path, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The job file, a part, the journal, the output, and what lies beside it."""
+    # Else Python would keep what it could write of a compiled module.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     @contextlib.contextmanager
     def limited() -> Iterator[None]:
