@@ -69,9 +69,13 @@ def test_where_nothing_lies_at_a_border_int8_is_as_exact_as_float32(
 
 def test_longer_texts_cross_borders_and_pass(int8_oracle: Oracle, all_variants: Bundle) -> None:
     model = open_model(all_variants, all_variants.variant(INT8), SessionOptions())
-    comparisons = int8_oracle.numbers(model, sizes(int8_oracle.config))
-    assert not [item for item in comparisons if item.fault]
-    assert max(item.error for item in comparisons) > 1e-3
+    # On no kind of rounding does a value cross in each set of cases; in three of four one does.
+    for seed in range(0, 1000, 100):
+        comparisons = int8_oracle.numbers(model, sizes(int8_oracle.config, seed=seed))
+        assert not [item for item in comparisons if item.fault]
+        if max(item.error for item in comparisons) > 1e-3:
+            return
+    pytest.fail("no value crossed a border: the texts are too short")
 
 
 def test_other_sides_agree_only_where_nothing_lies_at_a_border(int8_oracle: Oracle) -> None:
