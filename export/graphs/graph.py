@@ -45,14 +45,6 @@ SIZES = {
     "columns": 12,
 }
 CELL = ".cell"  # how the names of a recurrent decoder's states end
-# What the exporter drops from a program: checks of sizes and types while torch runs it.
-_CHECKS = (
-    torch.ops.aten._assert_async.default,
-    torch.ops.aten._assert_async.msg,
-    torch.ops.aten._assert_scalar.default,
-    torch.ops.aten._assert_tensor_metadata.default,
-    torch.ops.aten.sym_constrain_range_for_size.default,
-)
 _decompose = _fx_passes.decompose_with_registry
 _from_torchlib = ONNXRegistry.from_torchlib
 
@@ -253,8 +245,9 @@ def _decomposed(program: ExportedProgram, registry: ONNXRegistry) -> ExportedPro
     to take apart in most of ours: build_model avoids `flatten`, whose translation has more nodes,
     and operators without one. No operator that writes in place has one.
     """
+    _fx_passes.remove_assertion_nodes(program.graph_module)  # as the exporter does afterwards
     targets = {node.target for node in program.graph.nodes if node.op == "call_function"}
-    if all(registry.is_registered(each) or each in _CHECKS for each in targets):
+    if all(map(registry.is_registered, targets)):
         return program
     return _decompose(program, registry)
 

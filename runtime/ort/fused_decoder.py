@@ -349,15 +349,15 @@ class FusedDecoder(SlotDecoder):
         """Reads prompts into buffers that hold the columns before `begin`."""
         length = source.shape[1]
         capacity, decoder = padded(length), self._decoder
-        causal = np.tril(np.ones((length, length), np.bool_))[begin:]
+        # Padding attends to its own column: a softmax over no column would be NaN.
+        own = np.eye(length, dtype=np.bool_)[begin:]
+        causal = np.tril(np.ones_like(own), begin)
         for rows, _ in blocks(mask[:, begin:], PASS_TOKENS[self.options.provider]):
             count = rows.stop - rows.start
             views = [each.view(rows.start, count) for each in past]
             columns = np.tile(np.arange(length), (count, 1))
             seen = np.zeros((count, length - begin, capacity), np.bool_)
-            seen[:, :, :length] = causal & mask[rows, None, :]
-            # Padding attends to its own column: a softmax over no column would be NaN.
-            seen[:, :, :length] |= np.eye(length, dtype=np.bool_)[begin:]
+            seen[:, :, :length] = causal & mask[rows, None, :] | own
             new, held = columns[:, begin:], np.pad(columns, ((0, 0), (0, capacity - length)))
             inputs = {
                 "target": [decoder.value(source[rows, begin:])],

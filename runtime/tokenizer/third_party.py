@@ -203,7 +203,7 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         text = "".join(
             piece if isinstance(piece, str) else mark + added[piece].content for piece in pieces
         )
-        found = tokenizer.encode(text, add_special_tokens=False).ids
+        found = tokenizer.encode(_well_formed(text), add_special_tokens=False).ids
         return [ids.get(token, token) for token in found]
 
     def _chat_tokenizer(self, mark: str) -> tuple[Any, dict[int, int]]:

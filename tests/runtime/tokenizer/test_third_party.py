@@ -161,6 +161,7 @@ def test_half_of_a_surrogate_pair_is_a_replacement_character(kind: str) -> None:
         assert made.encode(text) == made.encode(expected)
         assert made.encode_target(text) == made.encode_target(expected)
         assert made.encode_batch([text]) == made.encode_batch([expected])
+        assert made.encode_pieces([text]) == made.encode_pieces([expected])
 
 
 @kinds
