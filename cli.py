@@ -41,9 +41,9 @@ from transferry.runtime.console.options import (
     require_one_stream,
 )
 from transferry.runtime.console.progress import run_job, say, show, show_summary
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.errors import ProviderError
-from transferry.runtime.jobs.options import JobOptions
+from transferry.runtime.jobs.job_options import JobOptions
 
 CERTIFICATE = ("date", "against", "cell", "rows", "signature", "worth")
 
@@ -166,9 +166,9 @@ Examples:
 @option("--json", "as_json", is_flag=True, help="Print the manifest and certificates as JSON.")
 def inspect(bundle_folder: Path, trusted_key: Path | None, graphs: bool, as_json: bool) -> None:
     """Show the contents of BUNDLE, after checking the hash of every file."""
-    from transferry.runtime.bundle import Bundle
-    from transferry.runtime.parity.certificate import describe
-    from transferry.runtime.parity.signature import load_public_key
+    from transferry.runtime.bundle.bundle import Bundle
+    from transferry.runtime.proof.certificate import describe
+    from transferry.runtime.proof.signature import load_public_key
     from transferry.runtime.tables import facts
 
     bundle = Bundle.load(bundle_folder)

@@ -20,7 +20,7 @@ from environment import environment
 from rounds import compare, interleaved
 from sentences import engine_answers, read_sentences
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.embed import embed
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sentences import Answer, require_fields
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.errors import UsageError
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 

@@ -10,8 +10,8 @@ from typing import Any
 from rounds import compare, interleaved
 from sentences import search_options
 from sides import Tuned
-from transferry.build_model.metrics import PLOT_STYLE
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.build_model.train.metrics import PLOT_STYLE
+from transferry.runtime.decoding.generation_options import GenerationOptions
 
 BATCHES = (1, 4, 16, 64, 128, 256)
 LENGTHS = (8, 16, 32, 64, 128)

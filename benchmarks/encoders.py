@@ -37,7 +37,7 @@ from environment import environment, processor
 from rounds import compare, fastest, interleaved
 from sentences import read_sentences
 from throughput import numbers
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.embed import embed

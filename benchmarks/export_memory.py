@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import import_memory
-from transferry.build_model.huggingface.importer import import_checkpoint
+from transferry.build_model.importing.huggingface.importer import import_checkpoint
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 PEAK = "5"  # what, written to clear_refs, resets VmHWM (man 5 proc)

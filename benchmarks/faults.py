@@ -28,15 +28,15 @@ from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.faults.fault import Fault
 from transferry.export.faults.random_faults import random_faults
 from transferry.export.faults.self_test import Gate, faults_of
-from transferry.export.parity.cases import source_of
+from transferry.export.oracle.cases import source_of
 from transferry.export.verify import PLANTED_ROWS, verify_against
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.fill_mask import fill_mask
 from transferry.runtime.errors import InputError, TransferryError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.tables import table
 
 SCORE = 1e-3  # nats a score may move by rounding; int8 moves further

@@ -19,7 +19,9 @@ from typing import Any
 
 from sentences import search_options
 from sides import Side
-from transferry.runtime.bundle import MANIFEST, Bundle, Variant
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.manifest import MANIFEST
+from transferry.runtime.bundle.specs import Variant
 
 STATUS = Path("/proc/self/status")
 

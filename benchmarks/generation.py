@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
-from transferry.build_model.transformer import greedy
+from transferry.build_model.model.transformer import greedy
 from transferry.runtime.decoding.batching import BatchOptions, length_batches
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.files import read_lines
 from transferry.runtime.hardware import usable_cores
+from transferry.runtime.io.lines import read_lines
 
 
 def torch_loop(

@@ -35,7 +35,7 @@ from rounds import compare, fastest, interleaved
 from sentences import read_sentences
 from throughput import numbers
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, TransferryError
 from transferry.runtime.hardware import usable_cores

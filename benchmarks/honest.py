@@ -21,9 +21,9 @@ import torch
 
 from sentences import read_sentences
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
-from transferry.build_model.transformer import Transformer
+from transferry.build_model.model.transformer import Transformer
 from transferry.export.bundle import export_bundle
-from transferry.export.parity.cases import fitting
+from transferry.export.oracle.cases import fitting
 from transferry.export.verify import verify_against
 from transferry.runtime.errors import TransferryError
 from transferry.runtime.ort.open_model import open_model

@@ -17,8 +17,8 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from transferry.build_model.formats.tensors import meta
-from transferry.build_model.formats.writer import tensor_writer
+from transferry.build_model.importing.formats.tensors import meta
+from transferry.build_model.importing.formats.writer import tensor_writer
 
 WIDTH, INNER, VOCABULARY = 1024, 2816, 32000
 # What the measured process runs; it prints bytes before and after. Not ru_maxrss, which a process
@@ -26,7 +26,7 @@ WIDTH, INNER, VOCABULARY = 1024, 2816, 32000
 WORK = """
 import re, sys
 from pathlib import Path
-from transferry.build_model.huggingface.importer import import_checkpoint
+from transferry.build_model.importing.huggingface.importer import import_checkpoint
 def peak():
     found = re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) * 1024

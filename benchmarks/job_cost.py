@@ -24,13 +24,13 @@ from typing import Any
 
 from rounds import compare, interleaved
 from sentences import read_sentences
-from transferry.build_model.metrics import PLOT_STYLE
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.build_model.train.metrics import PLOT_STYLE
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import TransferryError
 from transferry.runtime.hardware import cpu_name, usable_cores
 from transferry.runtime.jobs.job import Job
-from transferry.runtime.jobs.options import JobOptions
+from transferry.runtime.jobs.job_options import JobOptions
 
 # Share of the memory curve before the buffers have seen their longest rows.
 WARM_UP = 0.2

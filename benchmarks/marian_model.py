@@ -15,11 +15,11 @@ import torch
 
 from sentences import Answer, require_fields
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.build_model.huggingface.encoder_decoder import MARIAN
-from transferry.build_model.huggingface.tables import ACTIVATIONS, NoPlace
-from transferry.build_model.transformer import greedy
+from transferry.build_model.importing.huggingface.encoder_decoder import MARIAN
+from transferry.build_model.importing.huggingface.tables import ACTIVATIONS, NoPlace
+from transferry.build_model.model.transformer import greedy
 from transferry.runtime.decoding.batching import length_batches
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.errors import UsageError
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer

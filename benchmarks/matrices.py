@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime import InferenceSession, OrtValue
 
-from transferry.build_model.config import ModelConfig
+from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.ort.session import SessionOptions, open_session
 
 # Counts of matrices by shape `[in, out]`.

@@ -44,7 +44,7 @@ from rounds import compare, fastest, interleaved
 from sentences import Answer, read_sentences, search_options
 from sides import Answering, Side
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import TransferryError, UsageError
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.session import Provider

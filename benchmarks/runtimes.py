@@ -22,7 +22,8 @@ from environment import environment
 from rounds import compare, interleaved
 from sentences import read_sentences, search_options
 from sides import Side
-from transferry.runtime.bundle import PORTABLE, Bundle
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import PORTABLE
 from transferry.runtime.errors import TransferryError
 from transferry.runtime.ort.openvino_runner import openvino_version
 from transferry.runtime.tables import table

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from rounds import interleaved
 from sentences import read_sentences
-from transferry.runtime.bundle import Bundle
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.fused_decoder import FusedDecoder

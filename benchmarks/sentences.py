@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import read_lines
+from transferry.runtime.io.lines import read_lines
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
 if TYPE_CHECKING:
-    from transferry.build_model.config import ModelConfig
+    from transferry.build_model.model.config import ModelConfig
     from transferry.runtime.engine.engine import Engine
 
 

@@ -24,7 +24,7 @@ from environment import environment, processor
 from rounds import compare, interleaved
 from sentences import read_sentences
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, ParityError, TransferryError
 from transferry.runtime.tables import table

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rounds import fastest
 from sentences import Answer, engine_answers
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.hardware import usable_cores
 
 if TYPE_CHECKING:  # a side must not load the other's libraries

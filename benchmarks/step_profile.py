@@ -29,11 +29,12 @@ import onnxruntime
 
 from matrices import least_seconds, matrices, multiply_adds
 from sentences import read_sentences, search_options
-from transferry.build_model.config import ModelConfig
-from transferry.runtime.bundle import Bundle, Variant
+from transferry.build_model.model.config import ModelConfig
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding import search as search_module
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import GenerationResult
 from transferry.runtime.errors import TransferryError, UsageError

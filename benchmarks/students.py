@@ -29,7 +29,7 @@ from sentences import read_sentences, search_options
 from sides import Side
 from throughput import compute_type
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle.bundle import Bundle
 
 BASE = "teacher"
 

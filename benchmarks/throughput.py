@@ -32,7 +32,7 @@ from rounds import compare, interleaved
 from sentences import Answer, fixed_sentences, read_sentences, search_options
 from sides import Side, Tuned
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import InputError, TransferryError, UsageError
 from transferry.runtime.tables import table
 

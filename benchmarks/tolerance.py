@@ -2,7 +2,7 @@
 
     python benchmarks/tolerance.py RUN BUNDLE [RUN BUNDLE ...] [--seeds 5] [--longest 64]
 
-The measurement behind the default of `runtime.parity.compare.Tolerance.factor`: the ratios of each
+The measurement behind the default of `runtime.proof.compare.Tolerance.factor`: the ratios of each
 tensor's error to torch's error, over seeds of the sweep. The last line is JSON.
 """
 
@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.export.parity.cases import sweep
-from transferry.export.parity.oracle import Oracle
-from transferry.runtime.bundle import Bundle
+from transferry.export.oracle.cases import sweep
+from transferry.export.oracle.oracle import Oracle
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.proof.compare import Tolerance
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ from typing import Any
 
 from rounds import compare, interleaved
 from sentences import read_sentences
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions

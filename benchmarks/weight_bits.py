@@ -21,7 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime import InferenceSession, SessionOptions
 
 from rounds import compare, interleaved
-from transferry.export.optimise.weight_blocks import BLOCK, blocks
+from transferry.export.rewrite.weight_blocks import BLOCK, blocks
 
 MICROSOFT = "com.microsoft"
 ROWS_PER_ROUND = 256

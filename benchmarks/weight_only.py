@@ -15,7 +15,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle.bundle import Bundle
 
 JS = Path(__file__).resolve().parents[1] / "js"
 # By name: the variant, and whether what js/ asks of onnxruntime is undone.

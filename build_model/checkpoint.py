@@ -27,13 +27,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from transferry.build_model.config import ModelConfig, TrainConfig
-from transferry.build_model.run_folder import CONFIG, FORMAT, REMEDY, read_config
-from transferry.build_model.transformer import Transformer
-from transferry.runtime.documents import checked, read_document
+from transferry.build_model.checkpoint_folder import CONFIG, FORMAT, REMEDY, read_config
+from transferry.build_model.model.config import ModelConfig, TrainConfig
+from transferry.build_model.model.transformer import Transformer
+from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import atomic_file, open_regular, sha256
-from transferry.runtime.settings import HeadSettings
+from transferry.runtime.io.atomic import atomic_file
+from transferry.runtime.io.documents import checked, read_document
+from transferry.runtime.io.whole import open_regular, sha256
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 
 WEIGHTS = "model.safetensors"

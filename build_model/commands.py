@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from transferry.build_model.config import IMPORTED_FIELDS, ModelConfig, TrainConfig
-from transferry.build_model.presets import PRESETS
+from transferry.build_model.model.config import IMPORTED_FIELDS, ModelConfig, TrainConfig
+from transferry.build_model.train.presets import PRESETS
 from transferry.runtime.console.commands import command
 from transferry.runtime.console.fields import Command, fields_as_options, together
 from transferry.runtime.console.options import (
@@ -129,8 +129,8 @@ def train(context: click.Context, /, **options: Any) -> None:
     single ones. The run folder holds the weights, the tokenizer, metrics.jsonl, curves.png and
     settings.toml.
     """
-    from transferry.build_model import run_folder
-    from transferry.build_model.recipe import Recipe
+    from transferry.build_model import checkpoint_folder as run_folder
+    from transferry.build_model.train.recipe import Recipe
 
     out, resume, quiet = options["out"], options["resume"], options["quiet"]
     if resume:
@@ -140,7 +140,7 @@ def train(context: click.Context, /, **options: Any) -> None:
     if not resume:
         recipe.configs()
     with run_folder.training(out, force=options["force"], resume=resume, leads=leads):
-        from transferry.build_model.follow import follow  # loads torch, which takes seconds
+        from transferry.build_model.train.follow import follow
 
         remember = partial(run_folder.remember, out, options)
         if leads and not resume:
@@ -176,7 +176,7 @@ def import_(huggingface: Path, out: Path, adapter: Path | None, force: bool, qui
     FOLDER holds config.json, weights and the tokenizer. Features that cannot be converted are named
     and refused; see docs/import.md, which lists the model types.
     """
-    from transferry.build_model.huggingface.importer import import_checkpoint
+    from transferry.build_model.importing.huggingface.importer import import_checkpoint
 
     told = teller(quiet)
     with progress(quiet) as show:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from transferry.build_model.huggingface import decoder_only, encoder_decoder, encoder_only
+from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder, encoder_only
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "docs" / "import.md"]

@@ -11,46 +11,49 @@ from pathlib import Path
 
 import onnx
 
-from transferry.build_model.allocator import large_blocks_returned, return_memory
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.build_model.mapped_weights import MappedWeights
-from transferry.build_model.transformer import Transformer
-from transferry.export.backends.backends import ReferenceBackend
-from transferry.export.backends.one_layer import check_one_layer
-from transferry.export.backends.plain_decoder import plain_model
+from transferry.build_model.model.mapped_weights import MappedWeights
+from transferry.build_model.model.transformer import Transformer
+from transferry.build_model.train.allocator import large_blocks_returned, return_memory
+from transferry.export.blame.backends import ReferenceBackend
+from transferry.export.blame.one_layer import check_one_layer
+from transferry.export.blame.plain_decoder import plain_model
 from transferry.export.bundle_folder import require_replaceable
-from transferry.export.claims.claims import default_generation
-from transferry.export.graphs.external_data import Places, write_graphs
-from transferry.export.graphs.graph import Traces
-from transferry.export.graphs.one_graph import require_one_graph
-from transferry.export.optimise.calibration import CALIBRATION, Calibration
-from transferry.export.optimise.calibration import calibrate as calibrate_model
-from transferry.export.parity.cases import fitting, random_sources, room, source_of
-from transferry.export.parity.effort import (
+from transferry.export.checks.claims import default_generation
+from transferry.export.oracle.cases import fitting, random_sources, room, source_of
+from transferry.export.oracle.effort import (
     RECORDED_SOURCES,
     Effort,
     parameters,
     recorded_length,
     recorded_sources,
 )
-from transferry.export.parity.oracle import Oracle
+from transferry.export.oracle.oracle import Oracle
 from transferry.export.precision import KEPT
 from transferry.export.recipes import RECIPES, recipe_of, reference_file
+from transferry.export.rewrite.calibration import CALIBRATION, Calibration
+from transferry.export.rewrite.calibration import calibrate as calibrate_model
+from transferry.export.trace.graph import Traces
+from transferry.export.trace.greedy_graph import require_one_graph
+from transferry.export.trace.store import Places, write_graphs
 from transferry.export.variants import add_one_graph, describe, make_variant
 from transferry.export.verify import Done, verify_against
-from transferry.runtime.bundle import MANIFEST, PORTABLE, REFERENCE, Bundle, Manifest, Variant
-from transferry.runtime.decoding.options import options_of_json
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.manifest import MANIFEST, Manifest
+from transferry.runtime.bundle.specs import PORTABLE, REFERENCE, Variant
+from transferry.runtime.decoding.generation_options import options_of_json
 from transferry.runtime.errors import ParityError
-from transferry.runtime.files import atomic_file, sha256
-from transferry.runtime.folders import replace_folder, staged_folder
+from transferry.runtime.io.atomic import atomic_file
+from transferry.runtime.io.folders import replace_folder, staged_folder
+from transferry.runtime.io.sealed_folder import FileRecord
+from transferry.runtime.io.whole import sha256
 from transferry.runtime.ort.cuda import cuda_obstacle
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import Provider, SessionOptions
-from transferry.runtime.parity.compare import ROUNDED, Tolerance
-from transferry.runtime.parity.one_graph import OneGraph
-from transferry.runtime.parity.recorded import Reference, check_reference
-from transferry.runtime.parity.report import ParityReport
-from transferry.runtime.sealed_folder import FileRecord
+from transferry.runtime.proof.compare import ROUNDED, Tolerance
+from transferry.runtime.proof.one_graph import OneGraph
+from transferry.runtime.proof.recorded import Reference, check_reference
+from transferry.runtime.proof.report import ParityReport
 
 ANSWER_LENGTH = 64  # most tokens of an answer that an encoder-decoder is calibrated on
 LARGE = 1 << 28  # parameters: 1 GiB in float32

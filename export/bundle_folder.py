@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from transferry.runtime.bundle import MANIFEST
-from transferry.runtime.documents import read_document
+from transferry.runtime.bundle.manifest import MANIFEST
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.outputs import foreign_member, require_own
-from transferry.runtime.parity.statement import FOLDER
+from transferry.runtime.io.documents import read_document
+from transferry.runtime.io.outputs import foreign_member, require_own
+from transferry.runtime.proof.envelope import FOLDER
 
 
 def require_replaceable(out: Path, *, force: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from transferry.export.report.options import (
+from transferry.export.report.proof_options import (
     PAGE,
     REPORT,
     page_file,
@@ -36,11 +36,11 @@ from transferry.runtime.console.options import (
     session_options,
 )
 from transferry.runtime.console.progress import progress, say, show, teller
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.errors import ParityError, UsageError
-from transferry.runtime.files import require_writable
-from transferry.runtime.jobs.options import token_or_text
-from transferry.runtime.outputs import foreign_replay
+from transferry.runtime.io.atomic import require_writable
+from transferry.runtime.io.outputs import foreign_replay
+from transferry.runtime.jobs.job_options import token_or_text
 
 REPLAY = FilePath("", foreign=foreign_replay)
 CERTIFICATE, COMPARISON = "Certificate", "Comparison"
@@ -174,10 +174,10 @@ def export(
     A bundle holds graphs, weights, tokenizer and reference answers. If a graph's answers differ
     from torch's, nothing is written and the exit code is 4.
     """
-    from transferry.build_model.run_folder import read_config
+    from transferry.build_model.checkpoint_folder import read_config
     from transferry.export.bundle_folder import require_replaceable
     from transferry.export.recipes import recipe_of
-    from transferry.runtime.files import some_lines
+    from transferry.runtime.io.lines import some_lines
 
     if one_graph_beam > 1 and not one_graph:
         raise UsageError("--one-graph-beam is the number of beams of --one-graph; add that too")
@@ -268,15 +268,16 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     require_option(options, "checkpoint", for_options=of_torch, reason=reason)
     require_option(options, "text", for_options=["target"], reason="what it translates")
     require_option(options, "certify", for_options=["sign"], reason="it signs the certificate")
-    from transferry.build_model.run_folder import read_config
+    from transferry.build_model.checkpoint_folder import read_config
     from transferry.export.report.write import write_report
-    from transferry.runtime.bundle import Bundle
-    from transferry.runtime.files import some_lines
+    from transferry.runtime.bundle.bundle import Bundle
+    from transferry.runtime.engine.choose import fastest
+    from transferry.runtime.io.lines import some_lines
     from transferry.runtime.ort.open_model import open_model
     from transferry.runtime.ort.session import SessionOptions
-    from transferry.runtime.parity import certificate as certificates
-    from transferry.runtime.parity import statement
-    from transferry.runtime.parity.signature import load_private_key
+    from transferry.runtime.proof import certificate as certificates
+    from transferry.runtime.proof import envelope as statement
+    from transferry.runtime.proof.signature import load_private_key
 
     if checkpoint:
         read_config(checkpoint)
@@ -288,19 +289,19 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     if date:
         require_writable(bundle_folder / "certificates")
     named = options["variant"]
-    variant = bundle.variant(named) if named else certificates.fastest(bundle, session)
+    variant = bundle.variant(named) if named else fastest(bundle, session)
     if date and not force:
         strength: certificates.Strength = "run" if checkpoint else "recorded"
         certificates.require_no_stronger(bundle, variant, session, strength, bool(key))
     if checkpoint is None:
-        from transferry.runtime.parity.recorded import verify_recorded
+        from transferry.runtime.proof.recorded import verify_recorded
 
         report = verify_recorded(bundle, open_model(bundle, variant, session))
     else:
         with progress(options["quiet"]) as show_phase:
             show_phase("loading torch and the run", 0, 1)
             from transferry.build_model.checkpoint import load_checkpoint, load_samples
-            from transferry.export.parity.cases import fitting
+            from transferry.export.oracle.cases import fitting
             from transferry.export.verify import verify_against
 
             trained = load_checkpoint(checkpoint)
@@ -371,7 +372,7 @@ def replay(fault: Path) -> None:
     They run on the same input, as served and in onnx's reference evaluator, to tell a graph bug
     from a runtime bug. Exits with 4 while the served graph is wrong.
     """
-    from transferry.export.debug.replay import replay as run_again
+    from transferry.export.blame.replay import replay as run_again
 
     result = run_again(fault)
     show(result.to_text())
@@ -453,14 +454,14 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
     """
     if options["atol"] is not None and not options["plant"]:
         raise UsageError("--atol needs --plant: it is tried on planted faults")
-    from transferry.export.audit.audit import audit as audited
-    from transferry.export.audit.audit import tolerance_of
-    from transferry.export.audit.ctranslate2_model import CTranslate2Folder, is_ctranslate2
-    from transferry.export.audit.function import FunctionAudit
-    from transferry.export.audit.layout import Layout, read_layout, read_whole
-    from transferry.export.audit.reference import load_reference, named_function
+    from transferry.export.audit import audit as audited
+    from transferry.export.audit import tolerance_of
+    from transferry.export.audit_function import FunctionAudit
     from transferry.export.report.write import write_report
-    from transferry.runtime.files import some_lines
+    from transferry.export.subject.ctranslate2_model import CTranslate2Folder, is_ctranslate2
+    from transferry.export.subject.layout import Layout, read_layout, read_whole
+    from transferry.export.subject.reference import load_reference, named_function
+    from transferry.runtime.io.lines import some_lines
     from transferry.runtime.ort.session import SessionOptions
 
     texts = some_lines(options["text"]) if options["text"] else []

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from transferry.build_model.transformer import Transformer
+from transferry.build_model.model.transformer import Transformer
 
 # Converted weights are kept of a model that takes no more than this many bytes in float64: of
 # 134 million parameters.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transferry.runtime.bundle import PORTABLE, REFERENCE
+from transferry.runtime.bundle.specs import PORTABLE, REFERENCE
 from transferry.runtime.errors import UsageError
-from transferry.runtime.parity.compare import ROUNDED, WEIGHT_ONLY
+from transferry.runtime.proof.compare import ROUNDED, WEIGHT_ONLY
 
 
 @dataclass(frozen=True)

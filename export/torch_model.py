@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from transferry.build_model.attention import KeyValues
-from transferry.build_model.transformer import Transformer
+from transferry.build_model.model.attention import KeyValues
+from transferry.build_model.model.transformer import Transformer
 from transferry.export.precision import FLOAT64, KEPT, Precision
 from transferry.runtime.decoding.decoder import StepOutput, Tensors, longer
 

@@ -8,33 +8,33 @@ from typing import Any
 
 import torch
 
-from transferry.build_model.config import ModelConfig
-from transferry.build_model.transformer import Transformer
-from transferry.export.graphs.fused import export_fused_graphs
-from transferry.export.graphs.graph import CELL, Graph, Traces
-from transferry.export.graphs.one_beam_graph import BeamComposer
-from transferry.export.graphs.one_graph import Composer, require_one_graph
-from transferry.export.graphs.portable import export_graphs
-from transferry.export.graphs.rewriting import drop_unused
-from transferry.export.optimise.calibration import Calibration
-from transferry.export.optimise.encoder_attention import attentions_to_fuse, fuse_attentions
-from transferry.export.optimise.fusion import FloatKernels, Fusion, Kernels
-from transferry.export.optimise.kv_cache_int8 import quantise_cache
-from transferry.export.optimise.kv_scales import KVScales, fold_kv_scales
-from transferry.export.optimise.linear_int4 import Int4Kernels, look_up_blocks
-from transferry.export.optimise.linear_int8 import Int8Kernels, quantise_embedding
-from transferry.export.optimise.screening import (
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.transformer import Transformer
+from transferry.export.recipes import RECIPES, recipe_of, reference_file
+from transferry.export.rewrite.calibration import Calibration
+from transferry.export.rewrite.encoder_attention import attentions_to_fuse, fuse_attentions
+from transferry.export.rewrite.fusion import FloatKernels, Fusion, Kernels
+from transferry.export.rewrite.kv_cache_int8 import quantise_cache
+from transferry.export.rewrite.kv_scales import KVScales, fold_kv_scales
+from transferry.export.rewrite.linear_int4 import Int4Kernels, look_up_blocks
+from transferry.export.rewrite.linear_int8 import Int8Kernels, quantise_embedding
+from transferry.export.rewrite.screening import (
     SMALLEST_VOCABULARY,
     approximate_graph,
     screen_tensors,
     segment_maxima_graph,
 )
-from transferry.export.optimise.top_k import top_k_graph
-from transferry.export.optimise.weight_only import store_in_int8
-from transferry.export.recipes import RECIPES, recipe_of, reference_file
-from transferry.runtime.bundle import ONE_GRAPH, CacheSpec, Variant
+from transferry.export.rewrite.top_k import top_k_graph
+from transferry.export.rewrite.weight_only import store_in_int8
+from transferry.export.trace.beam_graph import BeamComposer
+from transferry.export.trace.editing import drop_unused
+from transferry.export.trace.graph import CELL, Graph, Traces
+from transferry.export.trace.greedy_graph import Composer, require_one_graph
+from transferry.export.trace.in_place import export_fused_graphs
+from transferry.export.trace.portable import export_graphs
+from transferry.runtime.bundle.specs import ONE_GRAPH, CacheSpec, Variant
 from transferry.runtime.errors import ParityError
-from transferry.runtime.parity.compare import WEIGHT_ONLY
+from transferry.runtime.proof.compare import WEIGHT_ONLY
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 EMBEDDING = "model.embedding.weight"

@@ -14,40 +14,38 @@ import onnx
 import torch
 
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.export.backends.cross_check import RUNTIMES, run_cross_check
-from transferry.export.claims.claims import (
+from transferry.export.blame.cross_check import RUNTIMES, run_cross_check
+from transferry.export.blame.localise import localise
+from transferry.export.checks.claims import (
     default_generation,
     manifest_claims,
     recorded_claim,
     require_exported_from,
 )
-from transferry.export.claims.fresh_graphs import fresh_graphs, graphs_claim
-from transferry.export.claims.stored_weights import weights_claim
-from transferry.export.debug.localise import localise
+from transferry.export.checks.graphs import fresh_graphs, graphs_claim
+from transferry.export.checks.positions import walk
+from transferry.export.checks.scores import compare_scores
+from transferry.export.checks.task_metrics import BUDGETS, TaskBudget, token_agreement, translation
+from transferry.export.checks.weights import weights_claim
+from transferry.export.checks.whole_search import check_one_graph
 from transferry.export.faults.self_test import self_test
-from transferry.export.optimise.calibration import Calibration
-from transferry.export.parity.cases import (
-    random_sources,
-    source_of,
-)
-from transferry.export.parity.effort import ALL, Effort
-from transferry.export.parity.one_graph import check_one_graph
-from transferry.export.parity.oracle import Oracle, TextParity
-from transferry.export.parity.served import REPLICAS
-from transferry.export.parity.task_metrics import BUDGETS, TaskBudget, token_agreement, translation
-from transferry.export.parity.text_scores import compare_scores
-from transferry.export.parity.walk import walk
+from transferry.export.oracle.cases import random_sources, source_of
+from transferry.export.oracle.effort import ALL, Effort
+from transferry.export.oracle.oracle import Oracle, TextParity
+from transferry.export.oracle.served import REPLICAS
 from transferry.export.recipes import RECIPES
-from transferry.runtime.bundle import PORTABLE, Bundle
+from transferry.export.rewrite.calibration import Calibration
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import PORTABLE
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.decoding.options import generation_options, suppressing
+from transferry.runtime.decoding.generation_options import generation_options, suppressing
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import Model
-from transferry.runtime.parity.compare import INTEGERS, Tolerance
-from transferry.runtime.parity.one_graph import OneGraph
-from transferry.runtime.parity.report import Decisions, Origin, ParityReport, TaskMetric
+from transferry.runtime.proof.compare import INTEGERS, Tolerance
+from transferry.runtime.proof.one_graph import OneGraph
+from transferry.runtime.proof.report import Decisions, Origin, ParityReport, TaskMetric
 
 SAMPLED = 4  # one row in so many is sampled and scored too: little differs from greedy search
 PLANTED_ROWS = 4  # of the searches of the self-test

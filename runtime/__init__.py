@@ -9,10 +9,11 @@ from importlib import import_module
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from transferry.runtime.bundle import Bundle
+    from transferry.runtime.bundle.bundle import Bundle
     from transferry.runtime.decoding.batching import BatchOptions
-    from transferry.runtime.decoding.options import GenerationOptions
+    from transferry.runtime.decoding.generation_options import GenerationOptions
     from transferry.runtime.engine.engine import Engine
+    from transferry.runtime.engine.open_bundle import verify
     from transferry.runtime.engine.preprocess import InLanguages
     from transferry.runtime.engine.result import GenerationResult, Results, RowError
     from transferry.runtime.engine.tasks.classify import (
@@ -32,9 +33,8 @@ if TYPE_CHECKING:
         UsageError,
     )
     from transferry.runtime.jobs.job import Job
-    from transferry.runtime.jobs.options import JobOptions
+    from transferry.runtime.jobs.job_options import JobOptions
     from transferry.runtime.ort.session import SessionOptions
-    from transferry.runtime.parity.recorded import verify
     from transferry.runtime.tokenizer.byte_pair import Tokenizer
 else:
 
@@ -75,17 +75,17 @@ __all__ = [
 _MODULES = {
     "BadRowsError": "errors",
     "BatchOptions": "decoding.batching",
-    "Bundle": "bundle",
+    "Bundle": "bundle.bundle",
     "ClassifiedResult": "engine.tasks.classify",
     "EmbeddingResult": "engine.tasks.embed",
     "Engine": "engine.engine",
     "FilledMaskResult": "engine.tasks.fill_mask",
-    "GenerationOptions": "decoding.options",
+    "GenerationOptions": "decoding.generation_options",
     "GenerationResult": "engine.result",
     "InLanguages": "engine.preprocess",
     "InputError": "errors",
     "Job": "jobs.job",
-    "JobOptions": "jobs.options",
+    "JobOptions": "jobs.job_options",
     "ParityError": "errors",
     "ProviderError": "errors",
     "RankedResult": "engine.tasks.classify",
@@ -97,5 +97,5 @@ _MODULES = {
     "Tokenizer": "tokenizer.byte_pair",
     "TransferryError": "errors",
     "UsageError": "errors",
-    "verify": "parity.recorded",
+    "verify": "engine.open_bundle",
 }

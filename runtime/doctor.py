@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.errors import install_command
-from transferry.runtime.folders import temporary_folder
 from transferry.runtime.hardware import instruction_sets, usable_cores
+from transferry.runtime.io.folders import temporary_folder
 from transferry.runtime.tables import table
 
 # y = a b, float32 `[n, n]`, opset 17, IR version 8. Serialised, because the runtime does not need

@@ -8,14 +8,14 @@ import re
 import textwrap
 import tomllib
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import atomic_file, read_bytes
+from transferry.runtime.io.atomic import atomic_file
+from transferry.runtime.io.whole import read_bytes
 
 MADE = "made"
 # What numpy, torch and onnxruntime count with everywhere.
@@ -33,50 +33,6 @@ _WORDS: dict[object, str] = {
     bool | str: "true, false or text",
     bool | Literal["never"]: "true, false or never",
 }
-
-
-# How tokens with labels are joined to entities; see `runtime/engine/tasks/entities.py`.
-Aggregation = Literal["none", "simple", "first", "average", "max"]
-
-
-@dataclass(frozen=True)
-class HeadSettings:
-    """What the head of an encoder-only model is for, and how texts are read for it.
-
-    Attributes:
-        task: "embed" makes a vector of a text, "classify" scores labels of a text or of a pair of
-            texts, "tag" scores labels of each token.
-        labels: Names of the scores; none for vectors.
-        probabilities: What makes probabilities of scores: "softmax" where one label is right,
-            "sigmoid" where each is for itself, "none" where scores are the answer (regression).
-        rank: What makes the score of a pair of its only label.
-        longest: Tokens that rows are cut to, special tokens included; 0 means that they are not.
-        prompts: Texts that may be put before each text, by name.
-        default_prompt: Name of that which is put there unless told otherwise; may be empty.
-    """
-
-    task: Literal["embed", "classify", "tag"]
-    labels: tuple[str, ...] = ()
-    probabilities: Literal["softmax", "sigmoid", "none"] = "none"
-    rank: Literal["sigmoid", "none"] = "none"
-    longest: Whole = 0
-    prompts: Mapping[str, str] = field(default_factory=dict)
-    default_prompt: str = ""
-
-    def prompt(self, name: str | None) -> str:
-        """Returns the text to put before each text.
-
-        Args:
-            name: Name of a prompt; the default one if None.
-
-        Raises:
-            UsageError: There is no prompt of that name.
-        """
-        name = self.default_prompt if name is None else name
-        if name and name not in self.prompts:
-            known = ", ".join(self.prompts) or "none"
-            raise UsageError(f"prompt must be one of the bundle's: {known}; found {shown(name)}")
-        return self.prompts[name] if name else ""
 
 
 def read_settings(path: Path) -> dict[str, Any]:

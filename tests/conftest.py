@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.doctor import check_cuda
-from transferry.runtime.settings import HeadSettings
 from transferry.runtime.tokenizer.byte_pair import (
     PASSAGES,
     PROMPTS,
@@ -86,10 +86,10 @@ def make_run(
     import torch
 
     from transferry.build_model import checkpoint
-    from transferry.build_model.config import ModelConfig, TrainConfig
-    from transferry.build_model.corpus import builtin_pairs
-    from transferry.build_model.transformer import Transformer
-    from transferry.build_model.vocabulary import train_bpe
+    from transferry.build_model.model.config import ModelConfig, TrainConfig
+    from transferry.build_model.model.transformer import Transformer
+    from transferry.build_model.train.corpus import builtin_pairs
+    from transferry.build_model.train.vocabulary import train_bpe
 
     (folder / "checkpoints").mkdir(parents=True)
     pairs = builtin_pairs(300, seed=0)
@@ -130,7 +130,7 @@ def make_run(
 
 def make_bundle(run: Path, folder: Path, *variants: str, one_graph: int = 0) -> Path:
     from transferry.build_model.checkpoint import load_checkpoint, load_samples
-    from transferry.build_model.corpus import builtin_pairs
+    from transferry.build_model.train.corpus import builtin_pairs
     from transferry.export.bundle import export_bundle
 
     export_bundle(

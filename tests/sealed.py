@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from transferry.runtime.files import sha256
-from transferry.runtime.sealed_folder import FileRecord
+from transferry.runtime.io.sealed_folder import FileRecord
+from transferry.runtime.io.whole import sha256
 
 
 def records(folder: Path) -> dict[str, FileRecord]:

@@ -21,7 +21,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.fuzz.models import gpt2
-from tests.runtime.parity.keys import key_files, pem
+from tests.runtime.proof.keys import key_files, pem
 from transferry.cli import main
 from transferry.runtime.doctor import check_cuda
 
@@ -74,7 +74,7 @@ def spoils(*bad_inputs: str) -> Callable[[Spoiler], Spoiler]:
 def place(
     run_folder: Path, bundle_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    from transferry.build_model.corpus import builtin_pairs
+    from transferry.build_model.train.corpus import builtin_pairs
 
     shutil.copytree(run_folder, tmp_path / "run")
     shutil.copytree(bundle_folder, tmp_path / "bundle")
@@ -265,7 +265,7 @@ def empty_line(place: Path) -> None:
 def interrupt(place: Path) -> None:
     """Leaves a job of which the first of two chunks is finished."""
     from transferry.runtime.jobs.job import Job
-    from transferry.runtime.jobs.options import JobOptions
+    from transferry.runtime.jobs.job_options import JobOptions
     from transferry.runtime.jobs.summary import Summary
 
     def stop(summary: Summary) -> None:
@@ -469,7 +469,7 @@ def change_nothing(place: Path) -> None:
 
 
 def certify(place: Path, *options: str) -> Path:
-    from transferry.runtime.parity.statement import FOLDER
+    from transferry.runtime.proof.envelope import FOLDER
 
     result = CliRunner().invoke(main, ["verify", "bundle", "--certify", "2026-11-21", *options])
     assert result.exit_code == 0
@@ -512,7 +512,7 @@ def certify_signed(place: Path) -> None:
 
 @spoils("signed certificate that was changed")
 def change_signed(place: Path) -> None:
-    from transferry.runtime.parity.statement import Envelope
+    from transferry.runtime.proof.envelope import Envelope
 
     path = certify(place, "--sign", str(key_files(place)[0]))
     envelope = Envelope.parse(path.read_bytes())
@@ -541,7 +541,7 @@ def make_encrypted_key(place: Path) -> None:
 
 @spoils("certificate of other files")
 def remake(place: Path) -> None:
-    from transferry.runtime.files import sha256
+    from transferry.runtime.io.whole import sha256
 
     path = certify(place)
     weights = place / "bundle" / "portable" / "weights.bin"

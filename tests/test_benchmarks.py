@@ -29,12 +29,12 @@ from sentences import Answer, engine_answers, fixed_sentences, search_options
 from sides import BATCH_ROWS, Side
 from step_profile import Clock, by_operator, by_stage, open_engine, read_trace
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
-from transferry.build_model.config import ModelConfig
-from transferry.build_model.corpus import builtin_pairs
-from transferry.build_model.transformer import Transformer
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.transformer import Transformer
+from transferry.build_model.train.corpus import builtin_pairs
 from transferry.export.torch_model import TorchDecoder
-from transferry.runtime.bundle import Bundle
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import search
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError

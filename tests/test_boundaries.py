@@ -20,13 +20,13 @@ MAX_LINES = 520
 # Training shares these with the runtime: it reads the same files, raises the same errors, keeps
 # its settings in the same way and writes the very tokenizer that the runtime reads.
 SHARED = (
-    *("runtime.errors", "runtime.files", "runtime.documents", "runtime.folders"),
-    *("runtime.outputs", "runtime.settings", "runtime.stopping", "runtime.tokenizer"),
+    *("runtime.errors", "runtime.io", "runtime.settings", "runtime.stopping"),
+    *("runtime.tokenizer", "runtime.bundle.head"),
 )
 # The modules that hold commands and what they share: click is theirs alone.
 COMMAND_LINE = (
     *("cli", "build_model.commands", "export.commands", "export.distillation.commands"),
-    *("export.report.options", "runtime.console"),
+    *("export.report.proof_options", "runtime.console"),
 )
 # What each part of the project may import of the project besides itself.
 PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
@@ -35,7 +35,7 @@ PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
     "export": ("build_model", "runtime"),
     "export.commands": ("build_model", "runtime"),
     "export.distillation.commands": ("build_model", "runtime"),
-    "export.report.options": ("build_model", "runtime"),
+    "export.report.proof_options": ("build_model", "runtime"),
     "build_model": SHARED,
     "build_model.commands": (*SHARED, "runtime.console"),
     "runtime": (),
@@ -44,22 +44,12 @@ PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
 # The rooms of a package, leaf first: each may import those before it, and none that comes after.
 ROOMS = {
     "runtime": (
-        *(
-            "errors",
-            "stopping",
-            "remote_file",
-            "files",
-            "documents",
-            "folders",
-            "outputs",
-            "settings",
-        ),
-        *("tables", "hardware", "sealed_folder", "tokenizer", "decoding"),
-        *("bundle", "ort", "doctor", "parity", "page", "engine", "jobs", "console"),
+        *("errors", "stopping", "hardware", "io", "settings", "tables", "tokenizer", "decoding"),
+        *("bundle", "ort", "doctor", "proof", "page", "engine", "jobs", "console"),
     ),
     "export": (
-        *("recipes", "graphs", "precision", "torch_model", "optimise", "variants", "parity"),
-        *("claims", "backends", "debug", "faults", "report", "verify", "audit"),
+        *("recipes", "trace", "precision", "torch_model", "rewrite", "variants", "oracle"),
+        *("subject", "checks", "blame", "faults", "report", "verify", "audit", "audit_function"),
         *("bundle_folder", "bundle", "distillation", "commands"),
     ),
 }
@@ -70,7 +60,7 @@ RUNTIME_LIBRARIES = STANDARD_LIBRARY | {
 }
 # What a part of the runtime may use where it is installed.
 OPTIONAL_LIBRARIES = {
-    "runtime.files": frozenset({"zstandard"}),
+    "runtime.io.lines": frozenset({"zstandard"}),
     "runtime.jobs.formats.writers": frozenset({"pyarrow"}),
     "runtime.jobs.formats.cells": frozenset({"pyarrow"}),
     "runtime.jobs.formats.columnar": frozenset({"pyarrow"}),
@@ -78,7 +68,7 @@ OPTIONAL_LIBRARIES = {
     "runtime.jobs.ray_job": frozenset({"pyarrow", "ray"}),
     "runtime.engine.preprocess": frozenset({"sentencex"}),
     "runtime.ort.openvino_runner": frozenset({"openvino"}),
-    "runtime.parity.signature": frozenset({"cryptography"}),
+    "runtime.proof.signature": frozenset({"cryptography"}),
     "runtime.tokenizer.chat_worker": frozenset({"jinja2"}),
     "runtime.tokenizer.third_party": frozenset({"tokenizers", "sentencepiece"}),
 }
@@ -204,28 +194,36 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("runtime/engine/engine.py", "def f():\n    import onnx.helper", "imports onnx"),
         ("runtime/engine/engine.py", "import click", "imports click"),
         ("runtime/engine/engine.py", "from transferry.export import graphs", "transferry.export"),
-        ("runtime/engine/engine.py", "import transferry.build_model.config", "build_model"),
+        ("runtime/engine/engine.py", "import transferry.build_model.model.config", "build_model"),
         ("runtime/engine/engine.py", "from transferry import cli", "imports transferry.cli"),
         ("runtime/engine/engine.py", "from .errors import InputError", "relative import"),
         ("runtime/engine/engine.py", "from runtime.errors import InputError", "bare name"),
         ("runtime/engine/engine.py", "from transferry.runtime.jobs import job", "runtime.jobs"),
         ("runtime/engine/engine.py", "from transferry.runtime import Engine", "runtime"),
-        ("runtime/decoding/search.py", "import transferry.runtime.bundle", "runtime.bundle"),
+        ("runtime/decoding/search.py", "import transferry.runtime.bundle.bundle", "runtime.bundle"),
         ("runtime/jobs/job.py", "from transferry.runtime.console import progress", "console"),
         ("runtime/console/progress.py", "import numpy", "imports numpy"),
         ("runtime/tokenizer/byte_pair.py", "import onnxruntime", "imports onnxruntime"),
         ("runtime/tokenizer/byte_pair.py", "import tokenizers", "imports tokenizers"),
         ("runtime/tokenizer/third_party.py", "import onnxruntime", "imports onnxruntime"),
         ("runtime/tokenizer/byte_pair.py", "from transferry.runtime import engine", "engine"),
-        ("build_model/huggingface/a.py", "from transferry.runtime.bundle import B", "bundle"),
-        ("build_model/train.py", "from transferry.runtime.engine.engine import E", "engine"),
-        ("build_model/train.py", "from transferry.runtime import engine", "runtime.engine"),
-        ("build_model/train.py", "from transferry import runtime", "imports transferry.runtime"),
-        ("build_model/train.py", "from transferry.export import graphs", "transferry.export"),
-        ("build_model/train.py", "import onnxruntime as ort", "imports onnxruntime"),
-        ("export/graphs/portable.py", "from transferry.cli import main", "transferry.cli"),
-        ("export/graphs/portable.py", "from transferry.export import bundle", "export.bundle"),
-        ("export/graphs/portable.py", "import click", "imports click"),
+        (
+            "build_model/importing/huggingface/a.py",
+            "from transferry.runtime.bundle.bundle import B",
+            "bundle",
+        ),
+        ("build_model/train/loop.py", "from transferry.runtime.engine.engine import E", "engine"),
+        ("build_model/train/loop.py", "from transferry.runtime import engine", "runtime.engine"),
+        (
+            "build_model/train/loop.py",
+            "from transferry import runtime",
+            "imports transferry.runtime",
+        ),
+        ("build_model/train/loop.py", "from transferry.export import graphs", "transferry.export"),
+        ("build_model/train/loop.py", "import onnxruntime as ort", "imports onnxruntime"),
+        ("export/trace/portable.py", "from transferry.cli import main", "transferry.cli"),
+        ("export/trace/portable.py", "from transferry.export import bundle", "export.bundle"),
+        ("export/trace/portable.py", "import click", "imports click"),
         ("__init__.py", "import numpy", "imports numpy"),
         ("__init__.py", "from transferry.export import verify", "transferry.export"),
         ("cli.py", "import numpy", "imports numpy"),
@@ -243,18 +241,24 @@ def test_a_planted_breach_is_caught(tmp_path: Path, place: str, line: str, breac
     ("place", "line"),
     [
         ("cli.py", "import click\nfrom transferry.runtime.console import progress"),
-        ("cli.py", "def run():\n    from transferry.export.graphs.portable import export"),
-        ("export/graphs/portable.py", "import onnx, torch\nimport transferry.runtime.engine"),
-        ("export/graphs/portable.py", "from transferry.build_model.train import train"),
-        ("export/bundle.py", "from transferry.export.graphs import portable"),
-        ("build_model/train.py", "import torch\nfrom transferry.runtime import errors, files"),
-        ("build_model/train.py", "from transferry.runtime.tokenizer.byte_pair import Tokenizer"),
-        ("build_model/huggingface/a.py", "from transferry.runtime.tokenizer import third_party"),
+        ("cli.py", "def run():\n    from transferry.export.trace.portable import export"),
+        ("export/trace/portable.py", "import onnx, torch\nimport transferry.runtime.engine"),
+        ("export/trace/portable.py", "from transferry.build_model.train.loop import train"),
+        ("export/bundle.py", "from transferry.export.trace import portable"),
+        ("build_model/train/loop.py", "import torch\nfrom transferry.runtime import errors, io"),
+        (
+            "build_model/train/loop.py",
+            "from transferry.runtime.tokenizer.byte_pair import Tokenizer",
+        ),
+        (
+            "build_model/importing/huggingface/a.py",
+            "from transferry.runtime.tokenizer import third_party",
+        ),
         ("runtime/console/progress.py", "import click\nfrom transferry.runtime.jobs import job"),
         ("runtime/tokenizer/third_party.py", "import tokenizers, sentencepiece"),
         ("runtime/engine/engine.py", "import onnxruntime\nfrom transferry.runtime import errors"),
         ("runtime/jobs/job.py", "from transferry.runtime.engine.engine import Engine"),
-        ("runtime/tokenizer/byte_pair.py", "import json\nfrom transferry.runtime import files"),
+        ("runtime/tokenizer/byte_pair.py", "import json\nfrom transferry.runtime import io"),
     ],
 )
 def test_what_is_allowed_passes(tmp_path: Path, place: str, line: str) -> None:
@@ -264,9 +268,14 @@ def test_what_is_allowed_passes(tmp_path: Path, place: str, line: str) -> None:
 
 def plant(root: Path, place: str, line: str) -> None:
     modules = (
-        *("__init__.py", "cli.py", "build_model/train.py", "build_model/huggingface/a.py"),
-        *("export/graphs/portable.py", "export/bundle.py", "runtime/bundle.py"),
-        *("runtime/errors.py", "runtime/files.py", "runtime/tokenizer/byte_pair.py"),
+        *(
+            "__init__.py",
+            "cli.py",
+            "build_model/train/loop.py",
+            "build_model/importing/huggingface/a.py",
+        ),
+        *("export/trace/portable.py", "export/bundle.py", "runtime/bundle/bundle.py"),
+        *("runtime/errors.py", "runtime/io/lines.py", "runtime/tokenizer/byte_pair.py"),
         *("runtime/tokenizer/third_party.py", "runtime/decoding/search.py"),
         *("runtime/engine/engine.py", "runtime/jobs/job.py", "runtime/console/progress.py"),
     )
@@ -356,8 +365,8 @@ def run_python(script: str) -> str:
 # compares runtimes with each other.
 KNOW_RUNTIMES = {
     *("runtime/ort/session.py", "runtime/ort/graph_runner.py", "runtime/ort/openvino_runner.py"),
-    *("runtime/doctor.py", "runtime/console/options.py", "export/backends/backends.py"),
-    "export/graphs/one_graph.py",  # why an operator is another
+    *("runtime/doctor.py", "runtime/console/options.py", "export/blame/backends.py"),
+    "export/trace/greedy_graph.py",  # why an operator is another
 }
 
 

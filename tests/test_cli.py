@@ -36,7 +36,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve sentences, a line each."""
-    from transferry.build_model.corpus import builtin_pairs
+    from transferry.build_model.train.corpus import builtin_pairs
 
     path = tmp_path_factory.mktemp("lines") / "lines.txt"
     sources = [pair.source for pair in builtin_pairs(12, seed=7)]
@@ -47,7 +47,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The options that train on forty pairs."""
-    from transferry.build_model.corpus import builtin_pairs
+    from transferry.build_model.train.corpus import builtin_pairs
 
     folder = tmp_path_factory.mktemp("pairs")
     for name, count, seed in (("train", 40, 1), ("valid", 4, 2)):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.commands import call, done
-from transferry.build_model.corpus import builtin_pairs
+from transferry.build_model.train.corpus import builtin_pairs
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 

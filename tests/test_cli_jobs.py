@@ -15,7 +15,7 @@ import pytest
 
 from tests.commands import call, done
 from tests.runtime.jobs.helpers import read_records
-from transferry.build_model.corpus import builtin_pairs
+from transferry.build_model.train.corpus import builtin_pairs
 from transferry.runtime.console import progress as showing
 
 

@@ -143,7 +143,7 @@ def test_the_config_of_a_run_is_checked_before_any_work(
 def test_a_pipe_without_a_writer_is_not_waited_for(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transferry.runtime.files.PIPE_SECONDS", 0.1)
+    monkeypatch.setattr("transferry.runtime.io.lines.PIPE_SECONDS", 0.1)
     os.mkfifo("pipe")
     refused = call("run", "bundle", "pipe", "-o", "new.jsonl")
     assert refused.exit_code == 3

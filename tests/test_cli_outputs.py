@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands import call, done
 from tests.test_bad_input import snapshot
-from transferry.build_model.corpus import builtin_pairs
+from transferry.build_model.train.corpus import builtin_pairs
 
 TINY = ["--preset", "tiny", "--d-model", "16", "--heads", "2", "--encoder-layers", "1"]
 TINY += ["--decoder-layers", "1", "--d-ff", "16", "--max-steps", "1", "--vocabulary-size", "300"]
@@ -144,7 +144,7 @@ def test_a_training_that_cannot_begin_leaves_the_former_run(place: Path, given: 
 def test_a_training_that_stops_before_it_can_be_resumed_leaves_the_former_run(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transferry.build_model.train import Trainer
+    from transferry.build_model.train.loop import Trainer
 
     def stop(*arguments: object, **named: object) -> None:
         raise KeyboardInterrupt

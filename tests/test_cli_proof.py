@@ -12,13 +12,13 @@ import click
 import pytest
 
 from tests.commands import call, done
-from tests.runtime.parity.keys import key_files, model_signing
+from tests.runtime.proof.keys import key_files, model_signing
 from transferry.export.commands import beside_bundle, verify
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.portable_decoder import PortableDecoder
-from transferry.runtime.parity.certificate import LEAST_ROWS
-from transferry.runtime.parity.signature import load_public_key
+from transferry.runtime.proof.certificate import LEAST_ROWS
+from transferry.runtime.proof.signature import load_public_key
 
 DATE = "2026-11-21"
 
@@ -179,7 +179,7 @@ def test_from_a_signature_to_a_result_that_cites_its_key(
 def test_a_key_is_read_before_the_work_begins(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transferry.runtime.bundle import Bundle
+    from transferry.runtime.bundle.bundle import Bundle
 
     def opened(folder: Path) -> None:
         raise AssertionError("opened the bundle before the key")
@@ -275,7 +275,7 @@ def test_a_fault_is_traced_to_its_module_and_shown_again(
     assert "does not answer as torch does" in result.stderr
     assert "exceeds the budget" in " ".join(result.stdout.split())
     assert result.stdout.startswith("FAILED: ")
-    place = "the fault begins in decoder.1.feed_forward.inner (build_model/layers.py:"
+    place = "the fault begins in decoder.1.feed_forward.inner (build_model/model/layers.py:"
     assert place in result.stdout
     fault = tmp_path / "bundle.fault.npz"
     assert f"transferry replay {fault}" in result.stdout

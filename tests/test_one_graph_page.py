@@ -10,8 +10,9 @@ from pathlib import Path
 import onnxruntime
 import pytest
 
-from transferry.runtime.bundle import ONE_GRAPH, Bundle
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import ONE_GRAPH
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import search
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions

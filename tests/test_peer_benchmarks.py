@@ -12,10 +12,10 @@ import encoders
 import generators
 import shapes
 from environment import processor
-from tests.build_model.test_huggingface import save
+from tests.build_model.importing.test_huggingface import save
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.build_model.corpus import builtin_pairs
-from transferry.build_model.huggingface.importer import import_checkpoint
+from transferry.build_model.importing.huggingface.importer import import_checkpoint
+from transferry.build_model.train.corpus import builtin_pairs
 from transferry.export.bundle import export_bundle
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 

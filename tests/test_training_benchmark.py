@@ -9,9 +9,9 @@ import torch
 
 import training
 from environment import processor
-from transferry.build_model.corpus import builtin_pairs
-from transferry.build_model.data import Batch
-from transferry.build_model.presets import PRESETS
+from transferry.build_model.train.corpus import builtin_pairs
+from transferry.build_model.train.data import Batch
+from transferry.build_model.train.presets import PRESETS
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from onnx_ir.tensor_adapters import TorchTensor
 from torch import nn
 
 from transferry.export import variants
-from transferry.export.graphs import graph as graphs
-from transferry.export.graphs.graph import OPSET, Graph, export_graph
-from transferry.runtime.bundle import GraphSpec
+from transferry.export.trace import graph as graphs
+from transferry.export.trace.graph import OPSET, Graph, export_graph
+from transferry.runtime.bundle.specs import GraphSpec
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 

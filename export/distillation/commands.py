@@ -15,7 +15,7 @@ from transferry.build_model.commands import (
     training_pairs_options,
     validation_pairs_options,
 )
-from transferry.build_model.presets import PRESETS
+from transferry.build_model.train.presets import PRESETS
 from transferry.export.distillation.options import OF_JOB
 from transferry.runtime.console.commands import command
 from transferry.runtime.console.fields import fields_as_options, together
@@ -29,7 +29,7 @@ from transferry.runtime.console.options import (
 )
 from transferry.runtime.console.progress import say
 from transferry.runtime.errors import UsageError
-from transferry.runtime.jobs.options import JobOptions
+from transferry.runtime.jobs.job_options import JobOptions
 
 STUDENTS = [
     name
@@ -90,7 +90,7 @@ def distil(context: click.Context, /, **options: Any) -> None:
     references too. Unusable pairs and rows that hold an error are dropped and counted. The answers
     and the pairs are kept in RUN/distilled. The same command continues an interrupted run.
     """
-    from transferry.build_model import run_folder
+    from transferry.build_model import checkpoint_folder as run_folder
     from transferry.export.distillation.distil import distil as distilled
 
     out = options["out"]

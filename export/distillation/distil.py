@@ -19,25 +19,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from transferry.build_model import run_folder
-from transferry.build_model.config import ModelConfig, TrainConfig
-from transferry.build_model.data import Pair
-from transferry.build_model.distributed import Process
-from transferry.build_model.evaluation import Evaluation
-from transferry.build_model.follow import follow, read_files
-from transferry.build_model.recipe import PairFiles, Recipe
+from transferry.build_model import checkpoint_folder as run_folder
+from transferry.build_model.model.config import ModelConfig, TrainConfig
+from transferry.build_model.train.data import Pair
+from transferry.build_model.train.distributed import Process
+from transferry.build_model.train.evaluation import Evaluation
+from transferry.build_model.train.follow import follow, read_files
+from transferry.build_model.train.recipe import PairFiles, Recipe
 from transferry.export.distillation.options import CORPUS, NOT_OF_STUDENT, OF_JOB, SESSION
 from transferry.export.distillation.pairs import distilled, write_pairs
-from transferry.runtime.bundle import MANIFEST, Bundle
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.manifest import MANIFEST
 from transferry.runtime.console.progress import progress, teller
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import atomic_file, sha256
+from transferry.runtime.io.atomic import atomic_file
+from transferry.runtime.io.outputs import STANDARD_STREAM
+from transferry.runtime.io.whole import sha256
 from transferry.runtime.jobs.job import Job
-from transferry.runtime.jobs.options import JobOptions
+from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.outputs import STANDARD_STREAM
 from transferry.runtime.settings import read_made, read_settings
 from transferry.runtime.tokenizer.byte_pair import SOURCES, Tokenizer
 

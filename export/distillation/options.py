@@ -1,6 +1,6 @@
 """Options of a distillation, by what they belong to."""
 
-from transferry.build_model.config import IMPORTED_FIELDS
+from transferry.build_model.model.config import IMPORTED_FIELDS
 
 CORPUS = ("source", "target", "pairs")
 # Fields of SessionOptions and of JobOptions that are options of a distillation.

@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 from sacrebleu.metrics.bleu import BLEU
 
-from transferry.build_model.data import Pair, ReadReport
-from transferry.build_model.follow import hold_out
+from transferry.build_model.train.data import Pair, ReadReport
+from transferry.build_model.train.follow import hold_out
 from transferry.runtime.errors import InputError
-from transferry.runtime.files import atomic_file, read_lines
+from transferry.runtime.io.atomic import atomic_file
+from transferry.runtime.io.lines import read_lines
 
 # What the last token of a whole answer was; others were cut off at the longest.
 WHOLE = ("end", "stop")

@@ -16,12 +16,14 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from transferry.build_model.config import ModelConfig
-from transferry.export.graphs.external_data import SMALLEST, store
-from transferry.runtime.bundle import MANIFEST, ONE_GRAPH, Bundle, Variant
+from transferry.build_model.model.config import ModelConfig
+from transferry.export.trace.store import SMALLEST, store
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.manifest import MANIFEST
+from transferry.runtime.bundle.specs import ONE_GRAPH, Variant
 from transferry.runtime.errors import InputError
-from transferry.runtime.files import sha256
-from transferry.runtime.sealed_folder import FileRecord
+from transferry.runtime.io.sealed_folder import FileRecord
+from transferry.runtime.io.whole import sha256
 
 PLANTED = "planted.bin"  # the changed weights, beside the graphs; the others stay in their file
 Change = Callable[[NDArray[Any]], NDArray[Any]]

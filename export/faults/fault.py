@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from transferry.build_model.config import ModelConfig
+from transferry.build_model.model.config import ModelConfig
 from transferry.export.faults.bundle_copy import BundleCopy
 
 Given = TypeVar("Given")

@@ -13,8 +13,8 @@ import onnx_ir as ir
 from transferry.export.faults.bundle_copy import BundleCopy, add, constant, replace
 from transferry.export.faults.fault import Fault, Faults, given
 from transferry.export.faults.variant_faults import variant_faults
-from transferry.runtime.bundle import ONE_GRAPH
-from transferry.runtime.parity.one_graph import beams_of
+from transferry.runtime.bundle.specs import ONE_GRAPH
+from transferry.runtime.proof.one_graph import beams_of
 
 FAULTS = Faults()
 GREEDY = ("padding of ended rows scored", "forced first tokens not scored")

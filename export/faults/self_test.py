@@ -15,22 +15,22 @@ from functools import cached_property
 from pathlib import Path
 
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.build_model.config import ModelConfig
-from transferry.export.claims.claims import (
+from transferry.build_model.model.config import ModelConfig
+from transferry.export.checks.claims import (
     default_generation,
     manifest_claims,
     recorded_claim,
     require_exported_from,
 )
-from transferry.export.claims.fresh_graphs import GRAPHS, fresh_graphs, graphs_claim
-from transferry.export.claims.stored_weights import WEIGHTS, weights_claim
+from transferry.export.checks.graphs import GRAPHS, fresh_graphs, graphs_claim
+from transferry.export.checks.weights import WEIGHTS, weights_claim
+from transferry.export.checks.whole_search import check_one_graph
 from transferry.export.faults import graph_faults, weight_faults
 from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.faults.fault import Fault, rare_tokens
 from transferry.export.faults.one_graph_faults import one_graph_faults
 from transferry.export.faults.variant_faults import variant_faults
-from transferry.export.optimise.calibration import Calibration
-from transferry.export.parity.cases import (
+from transferry.export.oracle.cases import (
     largest_batches,
     lengths,
     random_case,
@@ -39,17 +39,18 @@ from transferry.export.parity.cases import (
     sizes,
     vocabulary,
 )
-from transferry.export.parity.one_graph import check_one_graph
-from transferry.export.parity.oracle import Oracle, TextParity
-from transferry.export.parity.searches import BRIEF
-from transferry.runtime.bundle import ONE_GRAPH, PORTABLE, Bundle
+from transferry.export.oracle.oracle import Oracle, TextParity
+from transferry.export.oracle.searches import BRIEF
+from transferry.export.rewrite.calibration import Calibration
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import ONE_GRAPH, PORTABLE
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError, ParityError, ProviderError, TransferryError
-from transferry.runtime.folders import temporary_folder
+from transferry.runtime.io.folders import temporary_folder
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions, open_session, require_provider
-from transferry.runtime.parity.compare import (
+from transferry.runtime.proof.compare import (
     EPSILONS,
     INTEGERS,
     STAGES,
@@ -60,10 +61,10 @@ from transferry.runtime.parity.compare import (
     compare,
     observe,
 )
-from transferry.runtime.parity.divergence import ExpectedAnswers, Explainer, Tally
-from transferry.runtime.parity.one_graph import OneGraph
-from transferry.runtime.parity.report import Decisions, PlantedFault
-from transferry.runtime.parity.self_consistency import self_consistency
+from transferry.runtime.proof.divergence import ExpectedAnswers, Explainer, Tally
+from transferry.runtime.proof.one_graph import OneGraph
+from transferry.runtime.proof.report import Decisions, PlantedFault
+from transferry.runtime.proof.self_consistency import self_consistency
 
 FAULTS: tuple[Fault, ...] = (*weight_faults.FAULTS, *graph_faults.FAULTS)
 LONGEST_ANSWER = 32

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from transferry.export.faults.bundle_copy import BundleCopy, add, constant, replace
 from transferry.export.faults.fault import Fault
-from transferry.runtime.bundle import TensorSpec
+from transferry.runtime.bundle.specs import TensorSpec
 
 SMALL = 1.01  # factor of what is made wrong
 LARGE = 2.0  # the same of what is only good to a bound

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from transferry.build_model.transformer import Transformer
+from transferry.build_model.model.transformer import Transformer
 from transferry.export.faults.bundle_copy import BundleCopy, Change
 from transferry.export.faults.fault import Faults, first, given, last, rare_tokens, stack, tables
-from transferry.runtime.bundle import MANIFEST
-from transferry.runtime.parity.compare import Truth
-from transferry.runtime.parity.recorded import Reference
+from transferry.runtime.bundle.manifest import MANIFEST
+from transferry.runtime.proof.compare import Truth
+from transferry.runtime.proof.recorded import Reference
 from transferry.runtime.tokenizer.special_tokens import SETTINGS_FILE, read_settings
 
 RANKS_FILE = "ranks.tiktoken"

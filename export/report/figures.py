@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
-from transferry.build_model.metrics import PLOT_STYLE
+from transferry.build_model.train.metrics import PLOT_STYLE
 
 # matplotlib knows no CSS: it draws in unique colours, which are then replaced.
 _PLACEHOLDERS = {

@@ -17,12 +17,7 @@ from transferry.export.report import figures, heat_map
 from transferry.export.report.answers import side_by_side
 from transferry.export.report.heat_map import LAYER
 from transferry.runtime.errors import InputError
-from transferry.runtime.parity.report import (
-    FIRST_DIFFERENCES,
-    FIRST_FAULTS,
-    SCHEMA,
-    setting_text,
-)
+from transferry.runtime.proof.report import FIRST_DIFFERENCES, FIRST_FAULTS, SCHEMA, setting_text
 
 WORST = 20
 MOST_FAILED = 100

@@ -19,8 +19,8 @@ import click
 from transferry.runtime.console.logs import as_logged, log_line, logs_json
 from transferry.runtime.console.memory import TORCH_COMMANDS, out_of_memory, require_memory
 from transferry.runtime.errors import InputError, TransferryError, UsageError, install_command
+from transferry.runtime.io.outputs import STANDARD_STREAM, require_apart, require_own
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, is_url
-from transferry.runtime.outputs import STANDARD_STREAM, require_apart, require_own
 from transferry.runtime.settings import foreign_settings, shown
 from transferry.runtime.stopping import EXIT_CODE, format_with
 from transferry.runtime.tables import printable

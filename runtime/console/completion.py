@@ -8,7 +8,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from transferry.runtime.errors import InputError
-from transferry.runtime.files import atomic_file
+from transferry.runtime.io.atomic import atomic_file
 
 NAME, VARIABLE = "transferry", "_TRANSFERRY_COMPLETE"
 # Where each shell looks by itself, below the home folder; zsh only if its fpath names the folder.

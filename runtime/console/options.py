@@ -27,8 +27,8 @@ from transferry.runtime.console.fields import (
     together,
 )
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.jobs.options import JobOptions, RayOptions
-from transferry.runtime.outputs import STANDARD_STREAM
+from transferry.runtime.io.outputs import STANDARD_STREAM
+from transferry.runtime.jobs.job_options import JobOptions, RayOptions
 from transferry.runtime.settings import (
     check_value,
     read_settings,

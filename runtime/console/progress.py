@@ -20,8 +20,8 @@ import click
 from transferry.runtime.console.commands import COMMAND_LINE
 from transferry.runtime.console.logs import as_logged, logs_json
 from transferry.runtime.errors import BadRowsError
+from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.jobs.formats.remote_file import RemoteFile
-from transferry.runtime.outputs import STANDARD_STREAM
 from transferry.runtime.stopping import at_stop
 from transferry.runtime.tables import printable
 

@@ -57,7 +57,7 @@ class _Data(io.FileIO):
 
         from transferry.runtime.console.commands import Failure
         from transferry.runtime.errors import InputError
-        from transferry.runtime.files import unwritable
+        from transferry.runtime.io.atomic import unwritable
 
         if error.errno == errno.EPIPE:  # as `head` does, which wanted no more
             return Exit(READER_LEFT)

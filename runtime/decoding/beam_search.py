@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.decoding.decoder import StepOutput, TopK
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import (
     FAILED,
     FinishReason,
@@ -16,7 +17,6 @@ from transferry.runtime.decoding.hypothesis import (
     ranked,
 )
 from transferry.runtime.decoding.logits import SegmentMaxima, log_sum_exp
-from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.stop_strings import StopStrings
 from transferry.runtime.decoding.strategy import Choice, Request, Strategy
 

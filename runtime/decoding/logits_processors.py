@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.logits import log_sum_exp
-from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.strategy import Request
 
 Floats = NDArray[np.floating[Any]]

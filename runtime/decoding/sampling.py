@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.decoding.decoder import StepOutput, TopK
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import FAILED, Hypothesis, length_normalised, ranked
 from transferry.runtime.decoding.logits import log_sum_exp
-from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.stop_strings import StopStrings
 from transferry.runtime.decoding.strategy import Choice, Request, Strategy
 

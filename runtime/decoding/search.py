@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from transferry.runtime.decoding.beam_search import BeamStrategy
 from transferry.runtime.decoding.decoder import Decoder, State
+from transferry.runtime.decoding.generation_options import TOKEN_IDS, GenerationOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.decoding.logits_processors import (
@@ -26,7 +27,6 @@ from transferry.runtime.decoding.logits_processors import (
     prompts_of,
     restrict,
 )
-from transferry.runtime.decoding.options import TOKEN_IDS, GenerationOptions
 from transferry.runtime.decoding.sampling import SamplingStrategy
 from transferry.runtime.decoding.stop_strings import StopStrings
 from transferry.runtime.decoding.strategy import Key, Request, Strategy

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.decoding.decoder import StepOutput, TopK
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
-from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.stop_strings import StopStrings
 
 Key = TypeVar("Key")

@@ -8,8 +8,8 @@ from transferry.runtime.engine.tasks.embed import embed
 from transferry.runtime.engine.tasks.fill_mask import fill_mask
 from transferry.runtime.engine.tasks.generate import generate
 from transferry.runtime.engine.tasks.score import score
-from transferry.runtime.parity.recorded import verify_recorded
-from transferry.runtime.parity.report import ParityReport
+from transferry.runtime.proof.recorded import verify_recorded
+from transferry.runtime.proof.report import ParityReport
 
 
 class Engine(OpenBundle):

@@ -10,13 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from transferry.runtime.bundle import Bundle, Variant
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.decoding.options import (
+from transferry.runtime.decoding.generation_options import (
     GenerationOptions,
     generation_options,
     suppressing,
 )
+from transferry.runtime.engine.choose import fastest
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
     LongRows,
@@ -44,17 +46,16 @@ from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import Model, ServedDecoder, open_model
 from transferry.runtime.ort.session import Few, SessionOptions
-from transferry.runtime.parity.certificate import (
+from transferry.runtime.proof.certificate import (
     Certificate,
     Strength,
-    fastest,
     require_search,
     require_standing,
     standing,
 )
-from transferry.runtime.parity.recorded import verify_recorded
-from transferry.runtime.parity.report import ParityReport
-from transferry.runtime.parity.signature import PublicKey, load_public_key
+from transferry.runtime.proof.recorded import verify_recorded
+from transferry.runtime.proof.report import ParityReport
+from transferry.runtime.proof.signature import PublicKey, load_public_key
 from transferry.runtime.settings import check_value, shown
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
@@ -124,7 +125,7 @@ class OpenBundle:
         Args:
             folder: The bundle.
             options: Provider, threads per replica, and how onnxruntime runs the graphs.
-            variant: Name of the variant. Default: chosen by `certificate.fastest`.
+            variant: Name of the variant. Default: chosen by `choose.fastest`.
             device_ids: GPUs; all of them share the rows. Default: that of `options`.
             replicas: Concurrent batches per device. Default: on the CPU the cores divided by
                 threads, on CUDA one. Two replicas of one thread are faster than one of two
@@ -431,3 +432,26 @@ def _covered(
         )
     batches = batches or default
     return replace(batches, rows=min(batches.rows, most))
+
+
+def verify(
+    folder: Path, *, variant: str | None = None, options: SessionOptions | None = None
+) -> ParityReport:
+    """Opens a bundle and compares it with its own recorded answers.
+
+    Args:
+        folder: The bundle.
+        variant: Name of the variant; by default the one that is served (see `fastest`).
+        options: How to open it; by default on the CPU.
+
+    Returns:
+        The report; `ParityReport.require` raises ParityError unless it passed.
+
+    Raises:
+        InputError: The bundle is damaged.
+        UsageError: It has no such variant.
+        ProviderError: The provider cannot run here.
+    """
+    bundle, options = Bundle.load(folder), options or SessionOptions()
+    chosen = fastest(bundle, options) if variant is None else bundle.variant(variant)
+    return verify_recorded(bundle, open_model(bundle, chosen, options))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.preprocess import InLanguages, LongRows
 from transferry.runtime.engine.result import GenerationResult, RowResult
@@ -25,9 +25,9 @@ from transferry.runtime.engine.tasks.generate import PIECE
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.compare import INT8_STEP, INTEGERS, Tolerance, Truth
-from transferry.runtime.parity.divergence import Explainer
-from transferry.runtime.parity.recorded import Reference, check_reference
+from transferry.runtime.proof.compare import INT8_STEP, INTEGERS, Tolerance, Truth
+from transferry.runtime.proof.divergence import Explainer
+from transferry.runtime.proof.recorded import Reference, check_reference
 
 
 class Canary:

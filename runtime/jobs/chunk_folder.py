@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from transferry.runtime.errors import InputError
-from transferry.runtime.files import TEMPORARY, durable_file, read_bytes
+from transferry.runtime.io.atomic import TEMPORARY, durable_file
+from transferry.runtime.io.whole import read_bytes
 from transferry.runtime.jobs.journal import CHUNKS, JOB, Chunk, Fingerprint, Journal
 from transferry.runtime.jobs.summary import Summary
 

@@ -13,17 +13,13 @@ from itertools import islice, tee
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import RowError, RowResult
 from transferry.runtime.errors import InputError, TransferryError, UsageError
-from transferry.runtime.files import (
-    durable_file,
-    require_writable,
-    sha256,
-    standard_output,
-    unwritable,
-)
+from transferry.runtime.io.atomic import durable_file, require_writable, standard_output, unwritable
+from transferry.runtime.io.outputs import STANDARD_STREAM, require_own
+from transferry.runtime.io.whole import sha256
 from transferry.runtime.jobs.canary import Canary
 from transferry.runtime.jobs.formats.readers import (
     named_format,
@@ -35,6 +31,7 @@ from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source
 from transferry.runtime.jobs.formats.rows import InputRow, hash_rows
 from transferry.runtime.jobs.formats.sources import expand
 from transferry.runtime.jobs.formats.writers import open_writer
+from transferry.runtime.jobs.job_options import JobOptions, fraction
 from transferry.runtime.jobs.journal import (
     JOB_FORMAT,
     Chunk,
@@ -42,7 +39,6 @@ from transferry.runtime.jobs.journal import (
     differences,
     hash_of_hashes,
 )
-from transferry.runtime.jobs.options import JobOptions, fraction
 from transferry.runtime.jobs.output_files import (
     BESIDE,
     FOLDER,
@@ -54,7 +50,6 @@ from transferry.runtime.jobs.output_files import (
 )
 from transferry.runtime.jobs.summary import Summary, Tally, read_summary
 from transferry.runtime.jobs.tasks import Task, tally_of
-from transferry.runtime.outputs import STANDARD_STREAM, require_own
 from transferry.runtime.settings import shown, to_toml
 from transferry.runtime.stopping import at_stop
 

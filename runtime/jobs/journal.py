@@ -27,9 +27,10 @@ from typing import Any, BinaryIO, Self
 import msgspec
 from filelock import FileLock, Timeout
 
-from transferry.runtime.documents import decode, read_document
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import TEMPORARY, durable_file, read_bytes, sha256, sync_folder
+from transferry.runtime.io.atomic import TEMPORARY, durable_file, sync_folder
+from transferry.runtime.io.documents import decode, read_document
+from transferry.runtime.io.whole import read_bytes, sha256
 from transferry.runtime.jobs.summary import Tally
 from transferry.runtime.stopping import at_stop, held
 

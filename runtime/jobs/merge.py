@@ -10,16 +10,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import atomic_file, require_writable, sha256, standard_output
+from transferry.runtime.io.atomic import atomic_file, require_writable, standard_output
+from transferry.runtime.io.outputs import STANDARD_STREAM, require_own
+from transferry.runtime.io.whole import sha256
 from transferry.runtime.jobs.formats.columnar import opened_parquet
 from transferry.runtime.jobs.formats.readers import named_format
 from transferry.runtime.jobs.formats.rows import RowReader
 from transferry.runtime.jobs.formats.writers import RowWriter, open_writer
+from transferry.runtime.jobs.job_options import fraction
 from transferry.runtime.jobs.journal import JOB_FORMAT, differences, hash_output
-from transferry.runtime.jobs.options import fraction
 from transferry.runtime.jobs.output_files import check_output, foreign_output
 from transferry.runtime.jobs.summary import Summary, read_summary, summary_path
-from transferry.runtime.outputs import STANDARD_STREAM, require_own
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from transferry.runtime.errors import InputError
+from transferry.runtime.io.outputs import STANDARD_STREAM, foreign_file, require_apart, require_own
 from transferry.runtime.jobs.journal import CHUNKS, JOB, JOURNAL, hash_output
 from transferry.runtime.jobs.summary import read_summary
-from transferry.runtime.outputs import (
-    STANDARD_STREAM,
-    foreign_file,
-    require_apart,
-    require_own,
-)
 from transferry.runtime.settings import foreign_settings
 
 # What is written beside the output, by its name.

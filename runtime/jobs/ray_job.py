@@ -26,23 +26,23 @@ from typing import Any, cast
 
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, TransferryError, UsageError, install_command
-from transferry.runtime.files import sync_folder
-from transferry.runtime.folders import replace_folder
 from transferry.runtime.hardware import usable_cores
+from transferry.runtime.io.atomic import sync_folder
+from transferry.runtime.io.folders import replace_folder
+from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.jobs.chunk_folder import LOOK_EVERY, ChunkFolder
 from transferry.runtime.jobs.formats.columnar import ParquetReader
 from transferry.runtime.jobs.formats.readers import read_rows
 from transferry.runtime.jobs.formats.rows import InputRow
 from transferry.runtime.jobs.job import RESTORE, Inputs, Job, Runner, open_sources
+from transferry.runtime.jobs.job_options import JobOptions, RayOptions
 from transferry.runtime.jobs.journal import (
     Chunk,
     Journal,
     differences,
     hash_of_hashes,
 )
-from transferry.runtime.jobs.options import JobOptions, RayOptions
 from transferry.runtime.jobs.summary import Summary, Tally, read_summary
-from transferry.runtime.outputs import STANDARD_STREAM
 from transferry.runtime.stopping import raising
 
 EXTENSIONS = {"text": "txt"}

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from transferry.runtime.documents import checked, read_document
 from transferry.runtime.errors import InputError
+from transferry.runtime.io.documents import checked, read_document
 
 
 def counted(number: int, noun: str) -> str:

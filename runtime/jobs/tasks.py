@@ -8,7 +8,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.preprocess import InLanguages, LongRows
 from transferry.runtime.engine.prompts import Prompt
@@ -18,7 +18,7 @@ from transferry.runtime.engine.tasks.embed import default_long_rows, embedding_w
 from transferry.runtime.engine.tasks.score import ScoreResult
 from transferry.runtime.errors import UsageError
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader
-from transferry.runtime.jobs.options import JobOptions, token_or_text
+from transferry.runtime.jobs.job_options import JobOptions, token_or_text
 from transferry.runtime.jobs.summary import Tally
 
 # Tasks of heads.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transferry.runtime.bundle import Role
+from transferry.runtime.bundle.specs import Role
 from transferry.runtime.decoding.batching import blocks, padded
 from transferry.runtime.ort.graph_runner import BufferView, GraphRunner
 

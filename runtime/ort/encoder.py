@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from transferry.runtime.bundle import Bundle, Variant
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.batching import BatchOptions, blocks
 from transferry.runtime.ort.graph_runner import describe, runtime_of
 from transferry.runtime.ort.session import Provider, SessionOptions

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transferry.runtime.bundle import Bundle, Role, Variant
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import Role, Variant
 from transferry.runtime.decoding.batching import UNIT, BatchOptions, blocks, padded
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.shared_prompts import shared_prompts

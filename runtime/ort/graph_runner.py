@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from onnxruntime import OrtValue
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from transferry.runtime.bundle import PORTABLE, REMEDY, Bundle, GraphSpec, Role, Variant
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.manifest import REMEDY
+from transferry.runtime.bundle.specs import PORTABLE, GraphSpec, Role, Variant
 from transferry.runtime.errors import AllocationError, InputError
 from transferry.runtime.hardware import cpu_name, instruction_sets, usable_cores
 from transferry.runtime.ort.external_files import external_files

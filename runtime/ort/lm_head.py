@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from onnxruntime import OrtValue
 
-from transferry.runtime.bundle import Bundle, Variant
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.decoder import StepOutput, TopK
 from transferry.runtime.decoding.logits import SEGMENT, SegmentMaxima, log_sum_exp
 from transferry.runtime.ort.graph_runner import Bindable, BoundCall, BufferView, GraphRunner

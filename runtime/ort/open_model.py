@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from transferry.runtime.bundle import PORTABLE, Bundle, Variant
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import PORTABLE, Variant
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import ObservableDecoder
 from transferry.runtime.errors import UsageError

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transferry.runtime.bundle import REMEDY, Bundle, GraphSpec
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.manifest import REMEDY
+from transferry.runtime.bundle.specs import GraphSpec
 from transferry.runtime.errors import InputError, ProviderError, install_command
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.external_files import external_files

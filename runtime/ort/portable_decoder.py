@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transferry.runtime.bundle import Bundle, Variant
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.batching import LANES, UNIT, BatchOptions, widened
 from transferry.runtime.decoding.decoder import StepOutput, longer
 from transferry.runtime.decoding.shared_prompts import shared_prompts

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from transferry.runtime.bundle import MANIFEST, PORTABLE, Bundle, Variant
-from transferry.runtime.documents import read_document
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.manifest import MANIFEST
+from transferry.runtime.bundle.specs import PORTABLE, Variant
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.folders import replace_folder, staged_folder
-from transferry.runtime.outputs import foreign_member, require_apart, require_own
-from transferry.runtime.parity.certificate import certificates
+from transferry.runtime.io.documents import read_document
+from transferry.runtime.io.folders import replace_folder, staged_folder
+from transferry.runtime.io.outputs import foreign_member, require_apart, require_own
+from transferry.runtime.proof.certificate import certificates
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "js"
 # Folders of the package; others hold its tests, the page, and what npm installs.

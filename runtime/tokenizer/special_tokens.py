@@ -10,9 +10,10 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import msgspec
 
-from transferry.runtime.documents import parse_document
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import atomic_file, read_bytes
+from transferry.runtime.io.atomic import atomic_file
+from transferry.runtime.io.documents import parse_document
+from transferry.runtime.io.whole import read_bytes
 from transferry.runtime.settings import shown
 from transferry.runtime.tokenizer.chat import (
     TEMPLATE_FILE,

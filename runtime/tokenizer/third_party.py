@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Self
 
 import msgspec
 
-from transferry.runtime.documents import decode
 from transferry.runtime.errors import InputError, UsageError, install_command
+from transferry.runtime.io.documents import decode
 from transferry.runtime.tokenizer.chat import PRIVATE_USE, Pieces
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, Place, SpecialTokens
 

@@ -21,8 +21,8 @@ from transferry.build_model.checkpoint import (
     save_config,
     save_tensors,
 )
-from transferry.build_model.config import ModelConfig, TrainConfig
-from transferry.build_model.transformer import Transformer
+from transferry.build_model.model.config import ModelConfig, TrainConfig
+from transferry.build_model.model.transformer import Transformer
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
 

@@ -15,21 +15,22 @@ from torch import Tensor
 from tests.conftest import Once, make_run
 from tests.sealed import records
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
-from transferry.build_model.config import ModelConfig
-from transferry.build_model.transformer import Transformer
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.transformer import Transformer
 from transferry.export import bundle as exporting
 from transferry.export import variants
 from transferry.export.bundle import export_bundle
-from transferry.export.graphs.external_data import write_graphs
-from transferry.export.graphs.graph import Graph
-from transferry.export.optimise.calibration import Calibration, Histogram, LinearObserver
-from transferry.export.optimise.kv_scales import KVRanges, fold_kv_scales
-from transferry.export.parity.oracle import Oracle
+from transferry.export.oracle.oracle import Oracle
+from transferry.export.rewrite.calibration import Calibration, Histogram, LinearObserver
+from transferry.export.rewrite.kv_scales import KVRanges, fold_kv_scales
+from transferry.export.trace.graph import Graph
+from transferry.export.trace.store import write_graphs
 from transferry.export.variants import describe
-from transferry.runtime.bundle import Bundle, Manifest
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.manifest import Manifest
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, Tokenizer
 
 BYTES = Tokenizer("bytes", r"\S+|\s+", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})

@@ -15,15 +15,17 @@ import onnx_ir as ir
 import pytest
 
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.build_model.transformer import Transformer
+from transferry.build_model.model.transformer import Transformer
 from transferry.export import bundle as export
 from transferry.export import variants
 from transferry.export.bundle import check_bundle, check_graphs, export_bundle
-from transferry.export.graphs.graph import Graph
-from transferry.runtime.bundle import MANIFEST, REFERENCE, Bundle
+from transferry.export.trace.graph import Graph
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.manifest import MANIFEST
+from transferry.runtime.bundle.specs import REFERENCE
 from transferry.runtime.errors import InputError, ParityError, UsageError
-from transferry.runtime.parity.compare import Tolerance
-from transferry.runtime.parity.recorded import Reference
+from transferry.runtime.proof.compare import Tolerance
+from transferry.runtime.proof.recorded import Reference
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -38,7 +40,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the export record short searches."""
-    monkeypatch.setattr("transferry.export.parity.effort.RECORDED_LENGTH", 4)
+    monkeypatch.setattr("transferry.export.oracle.effort.RECORDED_LENGTH", 4)
 
 
 @pytest.fixture

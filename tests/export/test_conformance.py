@@ -12,25 +12,25 @@ import torch
 from numpy.typing import NDArray
 
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.build_model.corpus import builtin_pairs
+from transferry.build_model.train.corpus import builtin_pairs
 from transferry.export import bundle as exporting
 from transferry.export import variants
-from transferry.export.backends.backends import ReferenceBackend
-from transferry.export.backends.plain_decoder import PlainDecoder
+from transferry.export.blame.backends import ReferenceBackend
+from transferry.export.blame.plain_decoder import PlainDecoder
 from transferry.export.bundle import export_bundle
 from transferry.export.torch_model import TorchDecoder
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.decoder import ObservableDecoder, StepOutput
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.logits import SegmentMaxima, log_sum_exp
-from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import pad_sources, search, search_stream
 from transferry.runtime.decoding.shared_prompts import shared_prompts
 from transferry.runtime.decoding.strategy import Request
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.compare import relative_error
+from transferry.runtime.proof.compare import relative_error
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 SPECIAL = SpecialTokens(0, 1, 2)

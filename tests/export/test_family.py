@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.export.conftest import written
-from transferry.build_model.config import ModelConfig
-from transferry.build_model.evaluation import cross_entropy
-from transferry.build_model.transformer import Transformer
-from transferry.export.parity.cases import random_case
-from transferry.export.parity.oracle import Oracle
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.transformer import Transformer
+from transferry.build_model.train.evaluation import cross_entropy
+from transferry.export.oracle.cases import random_case
+from transferry.export.oracle.oracle import Oracle
 from transferry.export.variants import make_variant
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.tokenizer.byte_pair import SOURCES
 
 SHAPE: dict[str, Any] = dict(

@@ -12,11 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.build_model.test_huggingface import marian_vocabulary
-from tests.build_model.test_model_types import Drawn, byte_level_tokenizer, exact, transformers
+from tests.build_model.importing.test_huggingface import marian_vocabulary
+from tests.build_model.importing.test_model_types import (
+    Drawn,
+    byte_level_tokenizer,
+    exact,
+    transformers,
+)
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.build_model.huggingface import decoder_only, encoder_decoder
-from transferry.build_model.huggingface.importer import import_checkpoint
+from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder
+from transferry.build_model.importing.huggingface.importer import import_checkpoint
 from transferry.export import bundle as exporting
 from transferry.export.bundle import export_bundle
 from transferry.runtime.engine.engine import Engine
@@ -57,7 +62,7 @@ def test_the_engine_answers_as_generate_does(
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     import_checkpoint(folder, run)
     monkeypatch.setattr(exporting, "PORTABLE", variant)  # no other is traced
-    monkeypatch.setattr("transferry.export.parity.effort.RECORDED_LENGTH", 4)
+    monkeypatch.setattr("transferry.export.oracle.effort.RECORDED_LENGTH", 4)
     export_bundle(load_checkpoint(run), tmp_path / "bundle")
     engine = Engine.load(tmp_path / "bundle")
     assert list(engine.bundle.manifest.variants) == [variant]

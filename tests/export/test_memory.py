@@ -20,7 +20,7 @@ PEAK = """
 import ctypes, dataclasses, gc, json, re, sys
 from pathlib import Path
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.build_model.transformer import Transformer
+from transferry.build_model.model.transformer import Transformer
 from transferry.export import bundle, precision, torch_model
 
 def memory(name):

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.export.test_family import OTHERS, config_of
-from transferry.build_model.transformer import Transformer
+from transferry.build_model.model.transformer import Transformer
 from transferry.export import precision, torch_model
-from transferry.export.parity.cases import random_case
+from transferry.export.oracle.cases import random_case
 from transferry.export.precision import Precision, Rounded, round_blocks, round_to
 from transferry.export.torch_model import TorchDecoder
-from transferry.runtime.parity.compare import observe
+from transferry.runtime.proof.compare import observe
 
 KINDS = {
     **OTHERS,

@@ -9,21 +9,22 @@ import torch
 
 from transferry import Engine
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.build_model.config import ModelConfig
-from transferry.build_model.recurrence import SSRU, CellState, scanned
-from transferry.build_model.transformer import Transformer, greedy
-from transferry.build_model.vocabulary import train_bpe
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.recurrence import SSRU, CellState, scanned
+from transferry.build_model.model.transformer import Transformer, greedy
+from transferry.build_model.train.vocabulary import train_bpe
 from transferry.export.faults.bundle_copy import BundleCopy, add, constant, replace
-from transferry.export.optimise.calibration import Calibration
-from transferry.export.parity.cases import random_case
-from transferry.export.parity.oracle import Oracle
+from transferry.export.oracle.cases import random_case
+from transferry.export.oracle.oracle import Oracle
+from transferry.export.rewrite.calibration import Calibration
 from transferry.export.verify import verify_against
-from transferry.runtime.bundle import Bundle, CacheSpec
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import CacheSpec
 from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.compare import Tolerance
-from transferry.runtime.parity.report_views import report_text
+from transferry.runtime.proof.compare import Tolerance
+from transferry.runtime.proof.views import report_text
 
 TOKENIZER = train_bpe(["the cat sat on the mat", "die Katze saß auf der Matte"], 280)
 VARIANTS = ("portable", "cpu-fp32", "cpu-int8", "cpu-int4")

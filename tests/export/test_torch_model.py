@@ -8,15 +8,15 @@ import torch
 from numpy.typing import NDArray
 
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.build_model.layers import sinusoidal_positions
-from transferry.build_model.transformer import greedy
+from transferry.build_model.model.layers import sinusoidal_positions
+from transferry.build_model.model.transformer import greedy
 from transferry.export import torch_model
-from transferry.export.parity.cases import random_case
+from transferry.export.oracle.cases import random_case
 from transferry.export.torch_model import TorchDecoder
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import pad_sources, search
 from transferry.runtime.ort.portable_decoder import PortableDecoder
-from transferry.runtime.parity.compare import Case
+from transferry.runtime.proof.compare import Case
 from transferry.runtime.tokenizer.byte_pair import SOURCES
 
 LENGTH = 30

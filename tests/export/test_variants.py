@@ -11,23 +11,24 @@ import torch
 
 from tests.export.conftest import written
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
-from transferry.build_model.config import ModelConfig
-from transferry.build_model.transformer import Transformer
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.transformer import Transformer
 from transferry.export import bundle as exporting
 from transferry.export.bundle import check_graphs, export_bundle
-from transferry.export.graphs.external_data import ALIGNMENT, WEIGHTS, write_graphs
-from transferry.export.parity import effort
-from transferry.export.parity.cases import random_case
-from transferry.export.parity.oracle import Oracle
+from transferry.export.oracle import effort
+from transferry.export.oracle.cases import random_case
+from transferry.export.oracle.oracle import Oracle
 from transferry.export.recipes import RECIPES
+from transferry.export.trace.store import ALIGNMENT, WEIGHTS, write_graphs
 from transferry.export.variants import make_variant
 from transferry.export.verify import verify_against
-from transferry.runtime.bundle import Bundle, CacheSpec
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import CacheSpec
 from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.ort.cuda import cuda_obstacle
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.tokenizer.byte_pair import SOURCES
 
 FUSED = {"encoder", "decoder", "lm_head", "exp_sums", "select", "gather", "move", "place"}

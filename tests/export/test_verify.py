@@ -14,23 +14,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
-from transferry.build_model.config import ModelConfig
-from transferry.build_model.corpus import builtin_pairs
-from transferry.build_model.transformer import Transformer
-from transferry.build_model.vocabulary import train_bpe
-from transferry.export.parity.cases import random_case, sizes, sweep
-from transferry.export.parity.oracle import Oracle
-from transferry.export.parity.teacher_forcing import TeacherForcing
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.transformer import Transformer
+from transferry.build_model.train.corpus import builtin_pairs
+from transferry.build_model.train.vocabulary import train_bpe
+from transferry.export.oracle.cases import random_case, sizes, sweep
+from transferry.export.oracle.oracle import Oracle
+from transferry.export.oracle.teacher_forcing import TeacherForcing
 from transferry.export.torch_model import TorchDecoder, TorchEncoder
 from transferry.export.verify import verify_against
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.errors import InputError
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.portable_decoder import PortableDecoder, PortableState
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.compare import Case, Comparison, Tolerance
-from transferry.runtime.parity.report import Decisions, ParityReport
+from transferry.runtime.proof.compare import Case, Comparison, Tolerance
+from transferry.runtime.proof.report import Decisions, ParityReport
 from transferry.runtime.tokenizer.byte_pair import PROMPTS, SpecialTokens
 
 Array = NDArray[Any]

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transferry.build_model.corpus import builtin_pairs
+from transferry.build_model.train.corpus import builtin_pairs
 
 
 def gpt2(folder: Path) -> None:

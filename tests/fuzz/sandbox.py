@@ -91,9 +91,9 @@ def command(asked: dict[str, Any], said: Path) -> None:
     """Becomes a command."""
     from transferry.__main__ import main
     from transferry.build_model.checkpoint import load_checkpoint, load_samples
-    from transferry.runtime.bundle import Bundle
+    from transferry.runtime.bundle.bundle import Bundle
     from transferry.runtime.errors import TransferryError
-    from transferry.runtime.parity.recorded import Reference
+    from transferry.runtime.proof.recorded import Reference
     from transferry.runtime.tables import printable
 
     os.chdir(asked["folder"])

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
-from transferry.export.audit.audit import audit
-from transferry.export.audit.layout import INPUTS, OUTPUTS, PAST, PRESENT, read_layout
-from transferry.export.parity.effort import Effort
+from transferry.export.audit import audit
+from transferry.export.oracle.effort import Effort
+from transferry.export.subject.layout import INPUTS, OUTPUTS, PAST, PRESENT, read_layout
 from transferry.runtime.errors import InputError
 
 CACHES = [f"{layer}.{name}" for layer in (0, 1) for name in ("decoder.key", "encoder.key", "key")]

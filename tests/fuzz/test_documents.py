@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from tests.fuzz.models import ODD, gpt2
 from tests.fuzz.sandbox import LOAD, MEMORY, SECONDS, Sandbox
-from transferry.build_model.corpus import builtin_pairs
-from transferry.runtime.files import sha256
+from transferry.build_model.train.corpus import builtin_pairs
+from transferry.runtime.io.whole import sha256
 
 # Done; refused as input; and where an answer or a certificate no longer is what it must be.
 EXIT_CODES = {0, 3, 4}

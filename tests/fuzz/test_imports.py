@@ -17,35 +17,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tests.build_model import (
+from tests.build_model.importing import (
     test_adapters,
     test_chat_import,
     test_heads,
     test_languages,
     test_toolkits,
 )
-from tests.build_model.test_huggingface import bert_vocabulary, sentencepiece_model
-from tests.build_model.test_model_types import (
+from tests.build_model.importing.test_huggingface import bert_vocabulary, sentencepiece_model
+from tests.build_model.importing.test_model_types import (
     TYPES,
     Drawn,
     byte_level_tokenizer,
     transformers,
 )
-from tests.build_model.test_separate_vocabularies import write as write_marian
+from tests.build_model.importing.test_separate_vocabularies import write as write_marian
 from tests.fuzz.models import ODD
 from tests.fuzz.sandbox import Sandbox
 from tests.fuzz.test_documents import Place, mutations, places, replaced, require_survived
-from transferry.build_model.config import ModelConfig
-from transferry.build_model.huggingface.folder import Checkpoint, Settings
-from transferry.build_model.huggingface.generation import (
+from transferry.build_model.importing.huggingface.folder import Checkpoint, Settings
+from transferry.build_model.importing.huggingface.generation import (
     SAME_TOKENS,
     SEARCH_SETTINGS,
     TOKENS,
     generation_defaults,
 )
-from transferry.build_model.huggingface.importer import FAMILIES
-from transferry.build_model.toolkits.sentence_transformers import read_sentence_transformers
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.build_model.importing.huggingface.importer import FAMILIES
+from transferry.build_model.importing.toolkits.sentence_transformers import (
+    read_sentence_transformers,
+)
+from transferry.build_model.model.config import ModelConfig
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.errors import TransferryError
 
 torch = pytest.importorskip("torch")

@@ -22,12 +22,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transferry.build_model.checkpoint import load_config
-from transferry.build_model.config import ModelConfig, TrainConfig
+from transferry.build_model.model.config import ModelConfig, TrainConfig
 from transferry.cli import main
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.decoding.options import GenerationOptions, generation_options
+from transferry.runtime.decoding.generation_options import GenerationOptions, generation_options
 from transferry.runtime.errors import TransferryError, UsageError
-from transferry.runtime.jobs.options import JobOptions, RayOptions
+from transferry.runtime.jobs.job_options import JobOptions, RayOptions
 from transferry.runtime.settings import to_toml
 
 # A hang has no end; an export on a busy machine takes its time.
@@ -89,7 +89,7 @@ def place(
     run_folder: Path, bundle_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
     """Some of everything; a note in each folder keeps it from being replaced."""
-    from transferry.build_model.corpus import builtin_pairs
+    from transferry.build_model.train.corpus import builtin_pairs
 
     folder = tmp_path_factory.mktemp("place")
     for name, source in (("run", run_folder), ("bundle", bundle_folder)):

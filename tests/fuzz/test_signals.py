@@ -21,12 +21,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.commands import done
-from tests.export.audit.graphs import linear_layer
+from tests.export.subject.graphs import linear_layer
 from tests.fuzz.models import gpt2
-from transferry.build_model.corpus import builtin_pairs
-from transferry.runtime.files import sha256
+from transferry.build_model.train.corpus import builtin_pairs
+from transferry.runtime.engine.open_bundle import verify
+from transferry.runtime.io.whole import sha256
 from transferry.runtime.page.site import WASM, WEBGPU
-from transferry.runtime.parity.recorded import verify
 
 # What a test waits for at most where a defect would have it wait for ever, in seconds.
 PATIENCE = 120.0

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import Once, make_bundle, make_run
 from tests.js.test_tokenizers import word_piece
-from transferry.runtime.settings import HeadSettings
+from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 from transferry.runtime.tokenizer.third_party import HuggingFaceTokenizer
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from transferry.runtime.bundle import FORMAT, MANIFEST, Bundle, Manifest
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.manifest import FORMAT, MANIFEST, Manifest
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import sha256
+from transferry.runtime.io.sealed_folder import FileRecord
+from transferry.runtime.io.whole import sha256
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.sealed_folder import FileRecord
 
 Record = dict[str, Any]
 

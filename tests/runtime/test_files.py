@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from transferry.runtime.errors import InputError
-from transferry.runtime.files import TEMPORARY, atomic_file, read_lines, sha256, unwritable
+from transferry.runtime.io.atomic import TEMPORARY, atomic_file, unwritable
+from transferry.runtime.io.lines import read_lines
+from transferry.runtime.io.whole import sha256
 
 # Characters at which str.splitlines would cut a sentence in two.
 SEPARATORS = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\rh"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from transferry.runtime.bundle.head import Aggregation, HeadSettings
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.engine.open_bundle import OpenBundle
 from transferry.runtime.engine.preprocess import (
@@ -26,7 +27,6 @@ from transferry.runtime.engine.tasks.entities import Tag, tags_of
 from transferry.runtime.engine.worker_pool import WorkItem
 from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.encoder import EncoderModel
-from transferry.runtime.settings import Aggregation, HeadSettings
 from transferry.runtime.tokenizer.special_tokens import Place
 
 Floats = NDArray[np.float64]

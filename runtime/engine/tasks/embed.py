@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.engine.open_bundle import OpenBundle
 from transferry.runtime.engine.preprocess import (
@@ -21,7 +22,7 @@ from transferry.runtime.engine.preprocess import (
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
 from transferry.runtime.engine.worker_pool import WorkItem
 from transferry.runtime.ort.encoder import EncoderModel, EncoderOutput
-from transferry.runtime.settings import MOST, HeadSettings
+from transferry.runtime.settings import MOST
 
 Pooling = Literal["mean", "first"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from transferry.runtime.settings import Aggregation
+from transferry.runtime.bundle.head import Aggregation
 from transferry.runtime.tokenizer.special_tokens import Place
 
 Floats = NDArray[np.float64]

@@ -9,9 +9,9 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.logits_processors import beginning
-from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search_stream
 from transferry.runtime.decoding.shared_prompts import copied_tokens
 from transferry.runtime.decoding.stop_strings import StopStrings

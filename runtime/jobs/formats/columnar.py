@@ -12,7 +12,7 @@ from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.jobs.formats.cells import to_json
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source
 from transferry.runtime.jobs.formats.rows import Fields, InputRow, RowReader, unique
-from transferry.runtime.jobs.options import InputFormat
+from transferry.runtime.jobs.job_options import InputFormat
 
 _BATCH_BYTES = 1 << 23
 _MOST_BATCH_ROWS = 1024

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, cast, get_args
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import Compression, read_raw_lines
+from transferry.runtime.io.lines import Compression, read_raw_lines
 from transferry.runtime.jobs.formats.cells import decoded
 from transferry.runtime.jobs.formats.columnar import ArrowReader, ParquetReader
 from transferry.runtime.jobs.formats.openai_batch import Request, parse_request
 from transferry.runtime.jobs.formats.remote_file import Source
 from transferry.runtime.jobs.formats.rows import Fields, InputRow, Languages, RowReader, unique
 from transferry.runtime.jobs.formats.sources import Series
-from transferry.runtime.jobs.options import InputFormat
+from transferry.runtime.jobs.job_options import InputFormat
 
 # Characters in a CSV field: a longer one was opened by a quotation mark that nothing closes.
 MOST_FIELD = 1 << 24

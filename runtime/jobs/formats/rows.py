@@ -13,7 +13,7 @@ from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError
 from transferry.runtime.jobs.formats.cells import as_text, to_json
 from transferry.runtime.jobs.formats.remote_file import Source
-from transferry.runtime.jobs.options import InputFormat
+from transferry.runtime.jobs.job_options import InputFormat
 
 Fields = dict[str, Any]
 Languages = tuple[str | None, str | None]

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from transferry.runtime.documents import read_document
 from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.io.documents import read_document
+from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source, is_url
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader
-from transferry.runtime.outputs import STANDARD_STREAM
 
 # In the folder that `save_to_disk` of Hugging Face datasets writes: its files, or its splits.
 STATE, SPLITS = "state.json", "dataset_dict.json"

@@ -19,13 +19,13 @@ import numpy as np
 
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import Compression, packed, read_blocks
+from transferry.runtime.io.lines import Compression, packed, read_blocks
 from transferry.runtime.jobs.formats.cells import as_text, json_value
 from transferry.runtime.jobs.formats.columnar import import_pyarrow, opened_parquet
 from transferry.runtime.jobs.formats.openai_batch import response_line
 from transferry.runtime.jobs.formats.readers import named_format
 from transferry.runtime.jobs.formats.rows import InputRow, RowReader
-from transferry.runtime.jobs.options import OutputFormat, TaskName
+from transferry.runtime.jobs.job_options import OutputFormat, TaskName
 
 Record = Mapping[str, Any]
 _Kind = Literal["text", "integer", "float", "boolean", "json", "vector"]

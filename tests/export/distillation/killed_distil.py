@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.runtime.jobs.killed_job import forked
-from transferry.build_model.metrics import Metrics
-from transferry.build_model.train import Trainer
+from transferry.build_model.train.loop import Trainer
+from transferry.build_model.train.metrics import Metrics
 from transferry.export.distillation import distil as distillation
 from transferry.export.distillation import pairs
 from transferry.runtime.jobs.journal import Journal

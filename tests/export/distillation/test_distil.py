@@ -17,9 +17,9 @@ import torch
 from tests.commands import call, done
 from tests.export.distillation.killed_distil import STUDENT
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.build_model.corpus import builtin_pairs
-from transferry.build_model.metrics import Metrics
-from transferry.build_model.train import Trainer
+from transferry.build_model.train.corpus import builtin_pairs
+from transferry.build_model.train.loop import Trainer
+from transferry.build_model.train.metrics import Metrics
 from transferry.export.distillation import distil as distillation
 from transferry.export.distillation.distil import distil
 from transferry.runtime.engine.engine import Engine

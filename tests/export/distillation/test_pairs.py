@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import sacrebleu
 
-from transferry.build_model.data import Pair, ReadReport, read_pair_file
+from transferry.build_model.train.data import Pair, ReadReport, read_pair_file
 from transferry.export.distillation.pairs import (
     DistilledPair,
     best_hypothesis,

@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
-from transferry.build_model.transformer import Transformer
+from transferry.build_model.model.transformer import Transformer
 from transferry.export.faults.bundle_copy import BundleCopy, add, replace
 from transferry.export.faults.fault import Fault, rare_tokens
 from transferry.export.faults.self_test import FAULTS, brief_sweep, faults_of
-from transferry.export.parity.cases import sizes, vocabulary
-from transferry.export.parity.oracle import Oracle
-from transferry.runtime.bundle import Bundle
+from transferry.export.oracle.cases import sizes, vocabulary
+from transferry.export.oracle.oracle import Oracle
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.errors import InputError
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.compare import Tolerance
+from transferry.runtime.proof.compare import Tolerance
 
 ARCHITECTURES = ("", "writer_", "reader_")
 Pair = tuple[Checkpoint, Bundle]

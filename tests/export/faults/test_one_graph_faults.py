@@ -6,19 +6,20 @@ from pathlib import Path
 import pytest
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
-from transferry.export.claims.fresh_graphs import GRAPHS
-from transferry.export.claims.stored_weights import WEIGHTS
+from transferry.export.checks.graphs import GRAPHS
+from transferry.export.checks.weights import WEIGHTS
 from transferry.export.faults import self_test as module
 from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.faults.fault import Fault
 from transferry.export.faults.one_graph_faults import one_graph_faults
 from transferry.export.faults.self_test import Gate, self_test
-from transferry.export.parity.cases import source_of
-from transferry.runtime.bundle import ANSWERS, Bundle
+from transferry.export.oracle.cases import source_of
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import ANSWERS
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.compare import Tolerance
-from transferry.runtime.parity.report import Claim
+from transferry.runtime.proof.compare import Tolerance
+from transferry.runtime.proof.report import Claim
 
 Side = tuple[Checkpoint, Bundle, list[list[int]]]
 LIMIT = Tolerance()

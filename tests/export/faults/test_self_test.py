@@ -12,21 +12,21 @@ import pytest
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.export import variants
 from transferry.export.bundle import export_bundle
-from transferry.export.claims.stored_weights import WEIGHTS
+from transferry.export.checks.weights import WEIGHTS
 from transferry.export.faults import self_test as module
 from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.faults.fault import Fault
 from transferry.export.faults.random_faults import random_faults
 from transferry.export.faults.self_test import FAULTS, FELL_BACK, Gate, faults_of, self_test
-from transferry.export.parity.cases import source_of
-from transferry.runtime.bundle import Bundle
+from transferry.export.oracle.cases import source_of
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import InputError, ParityError
-from transferry.runtime.files import sha256
+from transferry.runtime.io.whole import sha256
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.compare import Tolerance
-from transferry.runtime.parity.report import Claim, ParityReport, PlantedFault
-from transferry.runtime.parity.report_views import report_text
+from transferry.runtime.proof.compare import Tolerance
+from transferry.runtime.proof.report import Claim, ParityReport, PlantedFault
+from transferry.runtime.proof.views import report_text
 
 Side = tuple[Checkpoint, Bundle, list[list[int]]]
 HARMLESS = {

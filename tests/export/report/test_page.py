@@ -21,8 +21,8 @@ from transferry.export.report.answers import AFTER, BEFORE, side_by_side
 from transferry.export.report.page import render_page
 from transferry.export.report.write import write_page
 from transferry.runtime.errors import InputError
-from transferry.runtime.parity.compare import Comparison, Tolerance
-from transferry.runtime.parity.report import (
+from transferry.runtime.proof.compare import Comparison, Tolerance
+from transferry.runtime.proof.report import (
     CrossCheck,
     Decisions,
     Difference,
@@ -91,7 +91,7 @@ def failed() -> ParityReport:
         ],
         origin=Origin(
             *("decoder", "batch 1, past 9", "val_7", "decoder.2.rotary"),
-            *("build_model/transformer.py:214", "Cos", "off by 3e-3", "replays/0.npz"),
+            *("build_model/model/transformer.py:214", "Cos", "off by 3e-3", "replays/0.npz"),
             code="angles = table[positions]",
         ),
         self_test=[
@@ -184,7 +184,11 @@ def test_a_failed_report_shows_everything() -> None:
     joined = _joined(shown.text)
     for told in (
         *("do not deploy it", "fault 0 is bad", "and 5 more", "6 of 11 tensors failed"),
-        *("decoder.2.rotary", "build_model/transformer.py:214", "transferry replay replays/0.npz"),
+        *(
+            "decoder.2.rotary",
+            "build_model/model/transformer.py:214",
+            "transferry replay replays/0.npz",
+        ),
         *("angles = table[positions]", "10 checks failed", "1,500 ×", "decoder layer 0"),
         *("48 of 50", "1 tie, 1 wrong", "1 row with the right tokens and a wrong score"),
         *("1 row has wrong tokens", "1 row has the right tokens with a wrong score"),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.logits_processors import (
     ForcedPrefix,
     History,
@@ -16,7 +17,6 @@ from transferry.runtime.decoding.logits_processors import (
     prompts_of,
     restrict,
 )
-from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.strategy import Request
 
 EOS = 2

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
-from transferry.build_model.corpus import builtin_pairs
-from transferry.build_model.transformer import continue_greedily
-from transferry.runtime.bundle import Bundle
+from transferry.build_model.model.transformer import continue_greedily
+from transferry.build_model.train.corpus import builtin_pairs
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import search
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import GenerationResult

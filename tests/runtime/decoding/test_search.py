@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from transferry.runtime.decoding.beam_search import BeamStrategy, best_candidates, best_of_top_k
 from transferry.runtime.decoding.decoder import StepOutput, TopK
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import FAILED, Hypothesis
 from transferry.runtime.decoding.logits import SEGMENT, SegmentMaxima, log_sum_exp, top_k
-from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.sampling import Sampler, draw_uniforms
 from transferry.runtime.decoding.search import search, search_stream
 from transferry.runtime.decoding.strategy import Request

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transferry.build_model.corpus import builtin_pairs
-from transferry.runtime.bundle import Bundle
+from transferry.build_model.train.corpus import builtin_pairs
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import LANES, BatchOptions
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.decoding.shared_prompts import (
     SharedPrompts,
@@ -20,7 +20,7 @@ from transferry.runtime.decoding.shared_prompts import (
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import GenerationResult
 from transferry.runtime.jobs.job import Job
-from transferry.runtime.jobs.options import JobOptions
+from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
 

@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.logits_processors import (
     History,
     build_logits_processors,
     prompts_of,
     restrict,
 )
-from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.sampling import Sampler
 from transferry.runtime.decoding.search import search
 from transferry.runtime.decoding.strategy import Request

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transferry.build_model.corpus import builtin_pairs
+from transferry.build_model.train.corpus import builtin_pairs
 from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import RowError, RowResult
 from transferry.runtime.engine.tasks import score as scoring

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.build_model.corpus import builtin_pairs
+from transferry.build_model.train.corpus import builtin_pairs
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.embed import embed

@@ -15,20 +15,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from transferry.build_model.corpus import builtin_pairs
-from transferry.runtime.bundle import Bundle, Variant
+from transferry.build_model.train.corpus import builtin_pairs
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import FinishReason
-from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import GenerationResult, RowError, TextHypothesis, join
 from transferry.runtime.engine.tasks.generate import PIECE
 from transferry.runtime.engine.tasks.score import score
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.files import read_lines
 from transferry.runtime.hardware import usable_cores
+from transferry.runtime.io.lines import read_lines
 from transferry.runtime.ort.portable_decoder import PortableDecoder, PortableState
 from transferry.runtime.ort.session import SessionOptions
 
@@ -379,7 +380,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 from transferry.runtime.ort import session
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.worker_pool import WorkQueue
 
 rows, limit = map(int, sys.argv[1:])

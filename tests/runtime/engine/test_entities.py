@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.build_model.test_tokenizer_classes import imported, write_folder
-from tests.build_model.test_tokenizers import SEEDS, transformers
+from tests.build_model.importing.test_tokenizer_classes import imported, write_folder
+from tests.build_model.importing.test_tokenizers import SEEDS, transformers
+from transferry.runtime.bundle.head import Aggregation
 from transferry.runtime.engine.tasks.entities import tags_of
-from transferry.runtime.settings import Aggregation
 
 LABELS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC", "MISC", "X-LOC")
 TEXTS = [

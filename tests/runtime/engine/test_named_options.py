@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.commands import call, done
-from transferry.runtime.decoding.options import GenerationOptions, generation_options
+from transferry.runtime.decoding.generation_options import GenerationOptions, generation_options
 from transferry.runtime.decoding.search import search
 from transferry.runtime.decoding.stop_strings import StopStrings
 from transferry.runtime.engine.engine import Engine

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from transferry.build_model.corpus import builtin_pairs
-from transferry.build_model.vocabulary import train_bpe
+from transferry.build_model.train.corpus import builtin_pairs
+from transferry.build_model.train.vocabulary import train_bpe
 from transferry.runtime.engine.preprocess import Preprocessor, check_long_rows, sentences
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import UsageError

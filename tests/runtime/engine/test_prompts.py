@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import GenerationResult
 from transferry.runtime.errors import UsageError

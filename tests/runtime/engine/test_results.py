@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from transferry import Engine, GenerationOptions, GenerationResult, UsageError
-from transferry.build_model.corpus import builtin_pairs
+from transferry.build_model.train.corpus import builtin_pairs
 
 # A random model would say one token again and again.
 GREEDY = GenerationOptions(max_length=12, no_repeat_ngram=1)

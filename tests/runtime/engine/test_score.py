@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.build_model.corpus import builtin_pairs
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.build_model.train.corpus import builtin_pairs
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.score import ScoreResult, score

@@ -8,11 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import GenerationResult, Results, RowError, TextHypothesis
 from transferry.runtime.jobs.job import Job
-from transferry.runtime.jobs.options import JobOptions
+from transferry.runtime.jobs.job_options import JobOptions
 
 
 class Echo(Engine):

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from transferry.runtime.decoding.decoder import StepOutput
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.preprocess import LongRows
 from transferry.runtime.engine.result import GenerationResult, RowError
 from transferry.runtime.errors import ParityError
 from transferry.runtime.jobs.canary import Canary
 from transferry.runtime.jobs.job import Job
-from transferry.runtime.jobs.options import JobOptions
+from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 

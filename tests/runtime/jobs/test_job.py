@@ -14,10 +14,10 @@ import pytest
 from tests.runtime.jobs.helpers import Echo, contents, make_job, names, read_records, run
 from transferry.runtime.engine import open_bundle
 from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.jobs.job import Job
-from transferry.runtime.jobs.options import JobOptions
+from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.jobs.summary import Summary
-from transferry.runtime.outputs import STANDARD_STREAM
 
 LINES = ["eins zwei", "", "drei", "Straße \u2028 東京"]
 AS_TEXT = "EINS ZWEI\n\nDREI\nSTRASSE   東京\n"

@@ -12,8 +12,8 @@ import pytest
 from tests.runtime.jobs.helpers import Echo, contents, make_job, read_records, run
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.job import Job
+from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.jobs.merge import merge
-from transferry.runtime.jobs.options import JobOptions
 
 ROWS = 11
 

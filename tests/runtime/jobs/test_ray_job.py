@@ -20,13 +20,13 @@ import pytest
 from tests.commands import call, done
 from tests.runtime.jobs import helpers
 from tests.runtime.jobs.helpers import Echo, computed_rows, make_job, run, write_rows
-from transferry.build_model.corpus import builtin_pairs
+from transferry.build_model.train.corpus import builtin_pairs
 from transferry.runtime.engine.result import GenerationResult, Results, RowError
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.chunk_folder import ChunkFolder
 from transferry.runtime.jobs.job import Job
+from transferry.runtime.jobs.job_options import JobOptions, RayOptions
 from transferry.runtime.jobs.merge import merge
-from transferry.runtime.jobs.options import JobOptions, RayOptions
 from transferry.runtime.jobs.ray_job import (
     ENVIRONMENT,
     MOST_TRIES,

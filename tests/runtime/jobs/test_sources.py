@@ -17,7 +17,7 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.formats.readers import open_inputs
 from transferry.runtime.jobs.formats.sources import expand
 from transferry.runtime.jobs.job import Job
-from transferry.runtime.jobs.options import JobOptions
+from transferry.runtime.jobs.job_options import JobOptions
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
 pytest.importorskip("fsspec", reason="fsspec is an optional extra")

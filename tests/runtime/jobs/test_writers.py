@@ -21,7 +21,7 @@ from transferry.runtime.jobs.formats import writers
 from transferry.runtime.jobs.formats.readers import open_reader
 from transferry.runtime.jobs.formats.rows import RowReader
 from transferry.runtime.jobs.formats.writers import FORMATS, Record, RowWriter, open_writer
-from transferry.runtime.jobs.options import TaskName
+from transferry.runtime.jobs.job_options import TaskName
 
 zstandard = pytest.importorskip("zstandard", reason="zstandard is an optional extra")
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from transferry.build_model.corpus import builtin_pairs
-from transferry.runtime.bundle import Bundle
-from transferry.runtime.decoding.options import GenerationOptions
+from transferry.build_model.train.corpus import builtin_pairs
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.recorded import verify_recorded
+from transferry.runtime.proof.recorded import verify_recorded
 
 pytestmark = pytest.mark.cuda
 

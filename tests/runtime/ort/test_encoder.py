@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.ort.encoder import PASS_TOKENS, EncoderModel
 from transferry.runtime.ort.graph_runner import GraphRunner

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import UNIT, padded
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.ort.encoder import PASS_TOKENS

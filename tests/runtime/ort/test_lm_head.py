@@ -10,9 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.conftest import make_bundle
-from transferry.runtime.bundle import Bundle, GraphSpec
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import GraphSpec
+from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.logits import SegmentMaxima, log_sum_exp
-from transferry.runtime.decoding.options import GenerationOptions
 from transferry.runtime.decoding.search import search
 from transferry.runtime.ort.fused_decoder import FusedDecoder
 from transferry.runtime.ort.graph_runner import open_graphs

@@ -11,21 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transferry.build_model.corpus import builtin_pairs
-from transferry.runtime.bundle import Bundle
+from transferry.build_model.train.corpus import builtin_pairs
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.engine.choose import fastest
 from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.open_bundle import verify
 from transferry.runtime.errors import InputError, ParityError, ProviderError, UsageError
 from transferry.runtime.jobs.job import Job
-from transferry.runtime.jobs.options import JobOptions
+from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.ort import openvino_runner
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.openvino_runner import compiled_in_float32
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.parity.certificate import Cell, certify, fastest, standing
-from transferry.runtime.parity.recorded import verify, verify_recorded
+from transferry.runtime.proof.certificate import Cell, certify, standing
+from transferry.runtime.proof.recorded import verify_recorded
 
 TEXTS = ["a man in a red shirt", "two dogs", "the quick brown fox runs over the field"]
 OPENVINO = SessionOptions(runtime="openvino")

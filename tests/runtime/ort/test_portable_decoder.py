@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import InputError
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
@@ -81,7 +81,7 @@ def test_a_process_that_may_have_no_more_memory_is_told_so(bundle_folder: Path) 
 import resource
 from pathlib import Path
 import numpy as np
-from transferry.runtime.bundle import Bundle
+from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import AllocationError
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions

@@ -1,0 +1,266 @@
+"""The folder of a run: created, refused or replaced; the options of its command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.io.documents import read_document
+from transferry.runtime.io.folders import what_is
+from transferry.runtime.io.outputs import foreign_member, require_own
+from transferry.runtime.settings import foreign_settings, read_settings, write_settings
+from transferry.runtime.stopping import at_stop, held
+
+CONFIG = "config.json"
+SETTINGS = "settings.toml"
+STATE = "state.safetensors"  # what --resume continues from
+FORMAT = 1  # of config.json
+REMEDY = "train again, or restore the file"
+# Where the files of a run that is being replaced are kept, in its folder.
+FORMER = ".former"
+# Every run has one of these settings: trained runs the first, imported ones the second.
+MARKS = frozenset({"preset", "huggingface"})
+# What training and import write into a run.
+OWN = re.compile(
+    r"settings\.toml|(config|samples|tokenizer|huggingface|vocab)\.json|metrics\.jsonl|curves\.png"
+    r"|(model|state|checkpoints/\d+)\.safetensors|corpus/(train|valid|test)\.(en|de)"
+    r"|ranks\.tiktoken|sentencepiece\.model|(source|target)\.spm|chat_template\.jinja"
+    r"|distilled/((rows|answers|pairs|valid)\.jsonl|answers\.jsonl\.(summary\.json|job/[^/]+))"
+)
+# What `transferry distil` keeps in a run.
+DISTILLED = "distilled"
+ROWS, ANSWERS, PAIRS, VALID = (
+    f"{DISTILLED}/{name}.jsonl" for name in ("rows", "answers", "pairs", "valid")
+)
+# Options that a run does not store, and options that may change on --resume: the end of the
+# training, the limit for errors of a teacher, and the places of files.
+OF_ONE_CALL = {"out", "resume", "force", "device", "quiet"}
+MAY_CHANGE = {"max_steps", "max_minutes", "max_errors", "teacher"} | {
+    f"{prefix}{name}" for prefix in ("", "valid_") for name in ("source", "target", "pairs", "text")
+}
+
+
+def leader() -> bool:
+    """Whether this process writes files and output; true without torchrun."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def check_folder(out: Path, *, force: bool, resumable: bool = False) -> bool:
+    """Returns whether a folder holds a run to be replaced.
+
+    Args:
+        out: The folder, which need not exist.
+        force: Replace a run.
+        resumable: The command has --resume.
+
+    Raises:
+        UsageError: The folder is not empty and `force` is off, or it holds something else.
+        InputError: The path is a file.
+    """
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out}: cannot be created: it is a file; choose another folder")
+    if not out.is_dir() or not any(out.iterdir()):
+        return False
+    if not force:
+        resume = "continue it with --resume, or " if resumable else ""
+        raise UsageError(f"{out} is not empty; {resume}replace it with --force")
+    require_own(out, foreign_run)
+    return True
+
+
+def foreign_run(out: Path) -> str:
+    """Returns what is wrong with a folder that should be a run; "" if nothing is."""
+    kept = out / FORMER / SETTINGS
+    path = kept if kept.exists() else out / SETTINGS
+    # Other programs also write settings.toml.
+    if foreign_settings(path) or MARKS.isdisjoint(read_settings(path)):
+        return "is not a run"
+    return foreign_member(out, lambda name: bool(OWN.fullmatch(name.removeprefix(f"{FORMER}/"))))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Reads config.json of a run, without a look at what it says of the model.
+
+    Raises:
+        InputError: The folder is no run, the file is damaged, or it has another format version.
+    """
+    path = folder / CONFIG
+    if not path.exists():
+        raise InputError(f"{path} is missing: expected a run, {what_is(folder)}")
+    record = read_document(path, dict[str, Any], REMEDY)
+    if "model_type" in record:
+        raise InputError(f"{folder}: expected a run, {what_is(folder)}")
+    if record.get("format") != FORMAT:
+        raise InputError(
+            f"{path} must have format {FORMAT}, found {record.get('format', 'none')!r}; use the "
+            "version of transferry that wrote it"
+        )
+    return record
+
+
+def resumable(out: Path) -> bool:
+    """Whether the run has something to continue from: a state, or answers of a teacher."""
+    return any((out / name).exists() for name in (STATE, ANSWERS, f"{ANSWERS}.job"))
+
+
+@contextmanager
+def training(
+    out: Path, *, force: bool, resume: bool, leads: bool = True, command: str = "train"
+) -> Iterator[None]:
+    """Makes an empty folder for a run; when resuming, uses the folder as it is.
+
+    The files of a run that is replaced are kept until the new one can be resumed. After an earlier
+    error they come back, or the folder is removed, so that a second attempt needs no --force.
+
+    Args:
+        out: The folder.
+        force: Replace a run.
+        resume: Continue the run in the folder.
+        leads: Whether this process looks after the folder; one of several does.
+        command: The command, for the message that tells how to continue.
+
+    Raises:
+        UsageError: The folder is not empty and `force` is off, or it holds something else.
+        InputError: The folder cannot be created.
+        KeyboardInterrupt: The training was interrupted; the message says how to continue it.
+    """
+    existed, former, fresh = out.exists(), out / FORMER, leads and not resume
+
+    def end() -> str | None:
+        if resumable(out):
+            return f"continue with: transferry {command} --out {shlex.quote(str(out))} --resume"
+        if fresh:
+            _clear(out, keep=former)
+            if former.exists():
+                _move(former, out)
+            for folder in [former] if existed else [former, out]:
+                shutil.rmtree(folder, ignore_errors=True)
+        return None
+
+    with ExitStack() as stack:
+        with held():
+            if fresh:
+                _begin(out, former, force=force)
+            stack.enter_context(at_stop(end))
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(*filter(None, [end()])) from error
+        except BaseException:
+            end()
+            raise
+    if leads:
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def _begin(out: Path, former: Path, *, force: bool) -> None:
+    """Creates the folder of a training, with the files of the run that it replaces set aside."""
+    try:
+        replaces = check_folder(out, force=force, resumable=True)
+        out.mkdir(parents=True, exist_ok=True)
+        if replaces:
+            _set_aside(out, former)
+    except OSError as error:
+        raise InputError(
+            f"{out}: cannot be created: {error.strerror}; choose another folder"
+        ) from error
+
+
+def _set_aside(out: Path, former: Path) -> None:
+    """Moves the files of a run into its folder `former`, which a kill may have left."""
+    if resumable(out) and (former / SETTINGS).exists():
+        shutil.rmtree(former, ignore_errors=True)
+    if (former / SETTINGS).exists():  # the files beside it are of a training that made nothing
+        _clear(out, keep=former)
+        return
+    former.mkdir(exist_ok=True)
+    _move(out, former)
+
+
+def _move(folder: Path, target: Path) -> None:
+    # The settings last: where they are, everything is.
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == SETTINGS):
+        if path != target:
+            path.rename(target / path.name)
+
+
+def _clear(folder: Path, *, keep: Path) -> None:
+    for path in folder.iterdir():
+        if path == keep:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def remember(
+    out: Path, options: Mapping[str, Any], made: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Writes RUN/settings.toml with the command's options, and with what else explains the run."""
+    chosen = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in options.items()
+        if name not in OF_ONE_CALL
+    }
+    version = {"version": importlib.metadata.version("transferry")}
+    write_settings(out / SETTINGS, chosen, {**version, **made})
+
+
+def recall(
+    out: Path, options: dict[str, Any], given: Mapping[str, Any], command: str = "train"
+) -> dict[str, Any]:
+    """Returns the options for continuing a run: the stored ones, except those that may change.
+
+    Args:
+        out: The run.
+        options: All options of the resuming command.
+        given: Those of them that the user gave.
+        command: The resuming command.
+
+    Raises:
+        UsageError: A given option would change the run, or another command made it.
+        InputError: There is no run to continue.
+    """
+    if given.get("force"):
+        raise UsageError("--resume and --force exclude each other: continue a run or replace it")
+    stored = read_settings(out / SETTINGS)
+    if "huggingface" in stored:
+        raise UsageError(
+            f"{out} was imported, so it has no training to continue; start a new training"
+        )
+    if (maker := "distil" if "teacher" in stored else "train") != command:
+        raise UsageError(
+            f"{out} was made by {maker}; continue it with: transferry {maker} --out "
+            f"{shlex.quote(str(out))} --resume"
+        )
+    for name, value in given.items():
+        if name not in OF_ONE_CALL | MAY_CHANGE and value != stored.get(name):
+            flag = f"--{name.replace('_', '-')}"
+            found = f"found {flag} {value}; leave it out to resume"
+            if value is None:
+                found = "found it left out; give it again"
+            raise UsageError(
+                f"the run was started with {flag} {stored.get(name, 'left out')}, {found}, or "
+                "start over with --force"
+            )
+    return options | stored | dict(given)
+
+
+def recalled(out: Path, options: Mapping[str, Any]) -> str:
+    """Returns a line on the settings with which a run is continued."""
+    told = (
+        f"--{name.replace('_', '-')}{'' if value is True else f' {shlex.quote(str(value))}'}"
+        for name, value in options.items()
+        if name not in OF_ONE_CALL and value is not None and value is not False
+    )
+    return f"settings of {out / SETTINGS}: {' '.join(told)}"

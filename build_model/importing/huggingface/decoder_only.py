@@ -1,0 +1,440 @@
+"""Decoder-only model types of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transferry.build_model.importing.huggingface.folder import Settings
+from transferry.build_model.importing.huggingface.rope import SLIDING, read_rotary
+from transferry.build_model.importing.huggingface.tables import (
+    ACTIVATIONS,
+    BUFFER,
+    GATES,
+    Family,
+    Table,
+    conv1d,
+    heads_of_three,
+    layer_types,
+    parts,
+    same_heads,
+    without_first,
+)
+from transferry.build_model.model.config import ModelConfig
+
+
+def _gpt2_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """GPT-2 (Radford et al. 2019)."""
+    config.only("add_cross_attention", False)
+    same_heads(config, "n_head")
+    d_model = config.whole("n_embd")
+    return ModelConfig(
+        vocabulary_size=config.whole("vocab_size"),
+        d_model=d_model,
+        heads=config.whole("n_head"),
+        encoder_layers=0,
+        decoder_layers=config.whole("n_layer"),
+        d_ff=config.whole("n_inner", 4 * d_model),
+        max_positions=config.whole("n_positions"),
+        norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
+        architecture="decoder-only",
+        norm_order="pre",
+        positions="learned",
+        activation=config.choice("activation_function", ACTIVATIONS, "gelu_new"),
+        tied=config.flag("tie_word_embeddings", True),
+        scale_embedding=False,
+        attention_divisor=0.0 if config.flag("scale_attn_weights", True) else 1.0,
+        divide_by_layer=config.flag("scale_attn_by_inverse_layer_idx", False),
+    )
+
+
+GPT2: Table = {
+    "wte.weight": "embedding.weight",
+    "wpe.weight": "positions",
+    "h.#.ln_1.*": "decoder.#.self_residual.norm.*",
+    "h.#.attn.c_attn.*": conv1d(
+        "decoder.#.self_attention.query.*",
+        "decoder.#.self_attention.key.*",
+        "decoder.#.self_attention.value.*",
+    ),
+    "h.#.attn.c_proj.*": conv1d("decoder.#.self_attention.output.*"),
+    "h.#.ln_2.*": "decoder.#.feed_forward_residual.norm.*",
+    "h.#.mlp.c_fc.*": conv1d("decoder.#.feed_forward.inner.*"),
+    "h.#.mlp.c_proj.*": conv1d("decoder.#.feed_forward.outer.*"),
+    "ln_f.*": "decoder_norm.*",
+    "lm_head.weight": "output.weight",
+    # Causal mask, saved by older versions of transformers.
+    "h.#.attn.bias": BUFFER,
+    "h.#.attn.masked_bias": BUFFER,
+}
+
+
+# --- Llama and its kin ----------------------------------------------------------------------------
+
+
+def _llama_fields(config: Settings, longest: int = 2048) -> dict[str, Any]:
+    """Returns what all of them say alike, but for positions and biases."""
+    d_model, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
+    width = config.whole("head_dim", d_model // max(1, heads))
+    return dict(
+        vocabulary_size=config.whole("vocab_size"),
+        d_model=d_model,
+        heads=heads,
+        head_width=0 if width * heads == d_model else width,
+        encoder_layers=0,
+        decoder_layers=config.whole("num_hidden_layers"),
+        d_ff=config.whole("intermediate_size"),
+        max_positions=config.whole("max_position_embeddings", longest),
+        norm_epsilon=config.number("rms_norm_eps", 1e-6),
+        architecture="decoder-only",
+        norm="rms",
+        norm_order="pre",
+        positions="rotary",
+        activation=config.choice("hidden_act", GATES, "silu"),
+        key_value_heads=config.whole("num_key_value_heads", heads),
+        tied=config.flag("tie_word_embeddings", False),
+        bias=False,
+        scale_embedding=False,
+    )
+
+
+def _rotary_fields(config: Settings, fields: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Returns the fields with those of rotary positions."""
+    d_head = fields["head_width"] or fields["d_model"] // max(1, fields["heads"])
+    return fields | read_rotary(config, d_head, fields["max_positions"], **options).fields()
+
+
+def _attention_biases(config: Settings) -> dict[str, bool]:
+    bias = config.flag("attention_bias", False)
+    return {"query_key_value_bias": bias, "attention_output_bias": bias}
+
+
+def _windows(
+    config: Settings,
+    fields: dict[str, Any],
+    default: int,
+    sliding: list[bool] | None = None,
+    *,
+    always: bool = False,
+) -> tuple[int, ...]:
+    """Returns the window of each layer; `always` if layers with one differ in more than that."""
+    window = config.whole("sliding_window", config.unless_null("sliding_window", default))
+    slides = [True] * fields["decoder_layers"] if sliding is None else sliding
+    # A text may lie within the window of all layers alike, of which nothing is seen then.
+    unseen = all(slides) and window >= fields["max_positions"] and not always
+    if not any(slides) or not window or unseen:
+        return ()
+    return tuple(window if each else 0 for each in slides)
+
+
+def _llama_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """Llama (Touvron et al. 2023), to 3.3."""
+    fields = _rotary_fields(config, _llama_fields(config))
+    return ModelConfig(
+        **fields | _attention_biases(config), feed_forward_bias=config.flag("mlp_bias", False)
+    )
+
+
+def _mistral_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """Mistral (Jiang et al. 2023): Llama with a window in every layer, or none."""
+    config.only("layer_types", None)
+    fields = _rotary_fields(config, _llama_fields(config, 4096 * 32))
+    return ModelConfig(**fields, windows=_windows(config, fields, 4096))
+
+
+def _qwen2_fields(config: Settings) -> dict[str, Any]:
+    fields = _rotary_fields(config, _llama_fields(config, 32768))
+    first, layers = config.whole("max_window_layers", 28), fields["decoder_layers"]
+    sliding = layer_types(config, layers, [each >= first for each in range(layers)])
+    if not config.flag("use_sliding_window", False):
+        config.get("sliding_window")
+        return fields
+    return fields | {"windows": _windows(config, fields, 4096, sliding)}
+
+
+def _qwen2_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """Qwen 2 and 2.5 (Yang et al. 2024): biases of queries, keys and values."""
+    return ModelConfig(**_qwen2_fields(config), query_key_value_bias=True)
+
+
+def _qwen3_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """Qwen 3 (Yang et al. 2025): norms of queries and keys."""
+    config.values.setdefault("head_dim", 128)
+    fields = _qwen2_fields(config) | _attention_biases(config)
+    return ModelConfig(**fields, query_key_norm="head")
+
+
+def _phi3_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """Phi 3 (Abdin et al. 2024): Llama with matrices that hold several."""
+    config.only("head_dim", None)
+    # Both are older names of the same.
+    renamed = {"su": "longrope", "yarn": "longrope"}
+    for name, value in (("rms_norm_eps", 1e-5), ("original_max_position_embeddings", 4096)):
+        config.values.setdefault(name, value)
+    fields = _llama_fields(config, 4096)
+    fields = _rotary_fields(config, fields, share_key="partial_rotary_factor", renamed=renamed)
+    config.get("original_max_position_embeddings")
+    return ModelConfig(**fields, windows=_windows(config, fields, 0))
+
+
+def _olmo2_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """OLMo 2 (OLMo Team 2024): norms after the sublayers, and of all queries and keys."""
+    fields = _rotary_fields(config, _llama_fields(config)) | {"norm_order": "res-post"}
+    fields |= {"norm_epsilon": config.number("rms_norm_eps", 1e-5)} | _attention_biases(config)
+    return ModelConfig(**fields, query_key_norm="all")
+
+
+def _smollm3_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """SmolLM 3 (Bakouch et al. 2025): every fourth layer does not turn queries and keys."""
+    fields = _llama_fields(config, 32768)
+    fields = _rotary_fields(config, fields, base=2_000_000.0)
+    layers, every = fields["decoder_layers"], config.whole("no_rope_layer_interval", 4)
+    turns = config.get("no_rope_layers", [(each + 1) % max(1, every) for each in range(layers)])
+    if not isinstance(turns, list) or len(turns) != layers:
+        config.refuse("no_rope_layers", turns, f"0 or 1 for each of {layers} layers")
+    unrotated = tuple(number for number, turn in enumerate(turns) if not turn)
+    sliding = layer_types(config, layers, [not turn for turn in turns])
+    slides = config.flag("use_sliding_window", False)
+    windows = _windows(config, fields, 0, sliding if slides else [False] * layers)
+    return ModelConfig(
+        **fields | _attention_biases(config) | {"tied": config.flag("tie_word_embeddings", True)},
+        feed_forward_bias=config.flag("mlp_bias", False),
+        unrotated=unrotated,
+        windows=windows,
+    )
+
+
+def _gemma_fields(config: Settings, longest: int, every: int) -> dict[str, Any]:
+    """Returns what Gemma 2 and 3 say alike; of so many layers the last has no window."""
+    config.only("use_bidirectional_attention", False)
+    activation = config.choice("hidden_activation", GATES, "gelu_pytorch_tanh")
+    config.get("hidden_act")  # of older files, and not followed by transformers
+    for name, value in (("head_dim", 256), ("num_key_value_heads", 4)):
+        config.values.setdefault(name, value)
+    config.values.setdefault("tie_word_embeddings", True)
+    fields = _llama_fields(config, longest) | _attention_biases(config)
+    layers = fields["decoder_layers"]
+    sliding = layer_types(config, layers, [(each + 1) % every != 0 for each in range(layers)])
+    return fields | dict(
+        activation=activation,
+        norm_order="sandwich",
+        norm_offset=True,
+        scale_embedding=True,
+        attention_divisor=config.number("query_pre_attn_scalar", 256) ** 0.5,
+        windows=_windows(config, fields, 4096, sliding, always=True),
+    )
+
+
+def _gemma2_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """Gemma 2 (Gemma Team 2024)."""
+    fields = _rotary_fields(config, _gemma_fields(config, 8192, 2))
+    return ModelConfig(
+        **fields,
+        attention_softcap=_softcap(config, "attn_logit_softcapping", 50.0),
+        output_softcap=_softcap(config, "final_logit_softcapping", 30.0),
+    )
+
+
+def _softcap(config: Settings, name: str, default: float) -> float:
+    return config.number(name, config.unless_null(name, default))
+
+
+def _gemma3_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """Gemma 3 (Gemma Team 2025), its text model."""
+    every = config.whole("sliding_window_pattern", 6)
+    fields = _gemma_fields(config, 131072, max(1, every))
+    d_head, longest = fields["head_width"], fields["max_positions"]
+    d_head = d_head or fields["d_model"] // fields["heads"]
+    parameters = config.get("rope_parameters")
+    nested = isinstance(parameters, dict) and isinstance(parameters.get(SLIDING), dict)
+    own = config if nested else Settings(config.path, {})
+    base = config.number("rope_local_base_freq", 10000.0)
+    local = read_rotary(
+        own, d_head, longest, kind=SLIDING, base=base, base_key="rope_local_base_freq"
+    )
+    if local.scale != 1.0:
+        config.refuse("rope_parameters", config.get("rope_parameters"), "no yarn in sliding layers")
+    fields = _rotary_fields(config, fields, base=1_000_000.0)
+    return ModelConfig(
+        **fields,
+        query_key_norm="head",
+        window_rotary_rates=local.rates if any(fields["windows"]) else (),
+        # transformers reads attn_logit_softcapping and does not use it.
+        output_softcap=_softcap(config, "final_logit_softcapping", 0.0),
+    )
+
+
+LLAMA: Table = {
+    "embed_tokens.weight": "embedding.weight",
+    "layers.#.input_layernorm.weight": "decoder.#.self_residual.norm.weight",
+    "layers.#.self_attn.q_proj.*": "decoder.#.self_attention.query.*",
+    "layers.#.self_attn.k_proj.*": "decoder.#.self_attention.key.*",
+    "layers.#.self_attn.v_proj.*": "decoder.#.self_attention.value.*",
+    "layers.#.self_attn.o_proj.*": "decoder.#.self_attention.output.*",
+    "layers.#.self_attn.q_norm.weight": "decoder.#.self_attention.query_norm.weight",
+    "layers.#.self_attn.k_norm.weight": "decoder.#.self_attention.key_norm.weight",
+    "layers.#.post_attention_layernorm.weight": "decoder.#.feed_forward_residual.norm.weight",
+    "layers.#.mlp.gate_proj.*": "decoder.#.feed_forward.gate.*",
+    "layers.#.mlp.up_proj.*": "decoder.#.feed_forward.inner.*",
+    "layers.#.mlp.down_proj.*": "decoder.#.feed_forward.outer.*",
+    "norm.weight": "decoder_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+PHI3: Table = {
+    **LLAMA,
+    "layers.#.self_attn.qkv_proj.weight": parts(
+        lambda config: [config.heads * config.d_head, *[config.kv_heads * config.d_head] * 2],
+        *(f"decoder.#.self_attention.{name}.weight" for name in ("query", "key", "value")),
+    ),
+    "layers.#.mlp.gate_up_proj.weight": parts(
+        lambda config: [config.d_ff] * 2,
+        *(f"decoder.#.feed_forward.{name}.weight" for name in ("gate", "inner")),
+    ),
+}
+
+OLMO2: Table = {
+    **LLAMA,
+    "layers.#.post_attention_layernorm.weight": "decoder.#.self_residual.norm.weight",
+    "layers.#.post_feedforward_layernorm.weight": "decoder.#.feed_forward_residual.norm.weight",
+}
+
+GEMMA: Table = {
+    **LLAMA,
+    "layers.#.post_attention_layernorm.weight": "decoder.#.self_residual.outer_norm.weight",
+    "layers.#.pre_feedforward_layernorm.weight": "decoder.#.feed_forward_residual.norm.weight",
+    "layers.#.post_feedforward_layernorm.weight": (
+        "decoder.#.feed_forward_residual.outer_norm.weight"
+    ),
+}
+
+# --- GPT-NeoX and OPT -----------------------------------------------------------------------------
+
+
+def _gpt_neox_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """GPT-NeoX (Black et al. 2022), so Pythia."""
+    d_model, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
+    longest, d_head = config.whole("max_position_embeddings", 2048), d_model // max(1, heads)
+    rotary = read_rotary(
+        config, d_head, longest, base_key="rotary_emb_base", share=0.25, share_key="rotary_pct"
+    )
+    return ModelConfig(
+        vocabulary_size=config.whole("vocab_size"),
+        d_model=d_model,
+        heads=heads,
+        encoder_layers=0,
+        decoder_layers=config.whole("num_hidden_layers"),
+        d_ff=config.whole("intermediate_size"),
+        norm_epsilon=config.number("layer_norm_eps", 1e-5),
+        architecture="decoder-only",
+        norm_order="pre",
+        positions="rotary",
+        activation=config.choice("hidden_act", ACTIVATIONS, "gelu"),
+        tied=config.flag("tie_word_embeddings", False),
+        scale_embedding=False,
+        parallel=config.flag("use_parallel_residual", True),
+        query_key_value_bias=config.flag("attention_bias", True),
+        attention_output_bias=config.flag("attention_bias", True),
+        **rotary.fields(),
+    )
+
+
+GPT_NEOX: Table = {
+    "embed_in.weight": "embedding.weight",
+    "layers.#.input_layernorm.*": "decoder.#.self_residual.norm.*",
+    "layers.#.post_attention_layernorm.*": "decoder.#.feed_forward_residual.norm.*",
+    "layers.#.attention.query_key_value.*": heads_of_three(
+        *(f"decoder.#.self_attention.{name}.*" for name in ("query", "key", "value"))
+    ),
+    "layers.#.attention.dense.*": "decoder.#.self_attention.output.*",
+    "layers.#.mlp.dense_h_to_4h.*": "decoder.#.feed_forward.inner.*",
+    "layers.#.mlp.dense_4h_to_h.*": "decoder.#.feed_forward.outer.*",
+    "final_layer_norm.*": "decoder_norm.*",
+    "embed_out.weight": "output.weight",
+    # Masks, saved by older versions of transformers.
+    "layers.#.attention.bias": BUFFER,
+    "layers.#.attention.masked_bias": BUFFER,
+}
+
+
+def _opt_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """OPT (Zhang et al. 2022)."""
+    d_model, before = config.whole("hidden_size"), config.flag("do_layer_norm_before", True)
+    width = config.whole("word_embed_proj_dim", d_model)
+    return ModelConfig(
+        vocabulary_size=config.whole("vocab_size"),
+        d_model=d_model,
+        heads=config.whole("num_attention_heads"),
+        encoder_layers=0,
+        decoder_layers=config.whole("num_hidden_layers"),
+        d_ff=config.whole("ffn_dim"),
+        max_positions=config.whole("max_position_embeddings", 2048),
+        architecture="decoder-only",
+        norm_order="pre" if before else "post",
+        final_norm=not config.flag("_remove_final_layer_norm", False),
+        positions="learned",
+        activation=config.choice("activation_function", ACTIVATIONS, "relu"),
+        tied=config.flag("tie_word_embeddings", True),
+        bias=config.flag("enable_bias", True),
+        norm_bias=True,
+        scale_embedding=False,
+        embedding_width=0 if width == d_model else width,
+    )
+
+
+def _opt_norms(config: ModelConfig) -> dict[str, Tensor]:
+    """Norms without weights (layer_norm_elementwise_affine) as those with weights of one."""
+    names = [
+        f"decoder.{number}.{part}_residual.norm"
+        for number in range(config.decoder_layers)
+        for part in ("self", "feed_forward")
+    ]
+    names += ["decoder_norm"] if config.norm_order == "pre" and config.final_norm else []
+    made = {"weight": torch.ones, "bias": torch.zeros}
+    return {f"{name}.{part}": make(config.d_model) for name in names for part, make in made.items()}
+
+
+OPT: Table = {
+    "embed_tokens.weight": "embedding.weight",
+    "embed_positions.weight": without_first(2, "positions"),
+    "project_in.weight": "embedding_projection.weight",
+    "project_out.weight": "output_projection.weight",
+    "layers.#.self_attn.q_proj.*": "decoder.#.self_attention.query.*",
+    "layers.#.self_attn.k_proj.*": "decoder.#.self_attention.key.*",
+    "layers.#.self_attn.v_proj.*": "decoder.#.self_attention.value.*",
+    "layers.#.self_attn.out_proj.*": "decoder.#.self_attention.output.*",
+    "layers.#.self_attn_layer_norm.*": "decoder.#.self_residual.norm.*",
+    "layers.#.fc1.*": "decoder.#.feed_forward.inner.*",
+    "layers.#.fc2.*": "decoder.#.feed_forward.outer.*",
+    "layers.#.final_layer_norm.*": "decoder.#.feed_forward_residual.norm.*",
+    "final_layer_norm.*": "decoder_norm.*",
+    "lm_head.weight": "output.weight",
+}
+
+FAMILIES = {
+    "gpt2": Family("GPT-2, DistilGPT-2", _gpt2_shape, GPT2, ("transformer.",)),
+    "llama": Family(
+        "Llama 1 to 3.3, SmolLM 2, TinyLlama",
+        _llama_shape,
+        LLAMA,
+        ("model.",),
+    ),
+    "mistral": Family("Mistral 7B", _mistral_shape, LLAMA, ("model.",)),
+    "qwen2": Family("Qwen 2, 2.5", _qwen2_shape, LLAMA, ("model.",)),
+    "qwen3": Family("Qwen 3, dense", _qwen3_shape, LLAMA, ("model.",)),
+    "phi3": Family("Phi 3, Phi 4", _phi3_shape, PHI3, ("model.",)),
+    "gemma2": Family("Gemma 2", _gemma2_shape, GEMMA, ("model.",)),
+    "gemma3_text": Family("Gemma 3, text", _gemma3_shape, GEMMA, ("model.",)),
+    "olmo2": Family("OLMo 2", _olmo2_shape, OLMO2, ("model.",)),
+    "smollm3": Family("SmolLM 3", _smollm3_shape, LLAMA, ("model.",)),
+    "gpt_neox": Family("GPT-NeoX, Pythia", _gpt_neox_shape, GPT_NEOX, ("gpt_neox.",)),
+    "opt": Family(
+        "OPT",
+        _opt_shape,
+        OPT,
+        ("model.decoder.", "decoder."),
+        _opt_norms,
+    ),
+}

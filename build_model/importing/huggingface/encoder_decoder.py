@@ -1,0 +1,341 @@
+"""Encoder-decoder model types of transformers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from transferry.build_model.importing.huggingface.folder import Settings
+from transferry.build_model.importing.huggingface.tables import (
+    ACTIVATIONS,
+    BUFFER,
+    GATES,
+    Family,
+    NoPlace,
+    Table,
+    flat,
+    same_heads,
+    without_first,
+)
+from transferry.build_model.model.config import ModelConfig
+
+
+def _shared_fields(config: Settings, names: set[str], activation: str) -> dict[str, Any]:
+    """Returns what all but T5 say alike."""
+    same_heads(config, "encoder_attention_heads")
+    heads, d_ff = (config.whole(f"decoder_{name}") for name in ("attention_heads", "ffn_dim"))
+    own = config.whole("encoder_attention_heads"), config.whole("encoder_ffn_dim")
+    size, tied = config.whole("vocab_size"), config.flag("tie_word_embeddings", True)
+    # An untied model of transformers 5 has an embedding of each side.
+    apart = not tied and any(name.endswith("encoder.embed_tokens.weight") for name in names)
+    return dict(
+        vocabulary_size=size,
+        source_vocabulary_size=size if apart else 0,
+        d_model=config.whole("d_model"),
+        heads=heads,
+        encoder_heads=0 if own[0] == heads else own[0],
+        encoder_layers=config.whole("encoder_layers"),
+        decoder_layers=config.whole("decoder_layers"),
+        d_ff=d_ff,
+        encoder_d_ff=0 if own[1] == d_ff else own[1],
+        max_positions=config.whole("max_position_embeddings", 1024),
+        positions="learned",
+        activation=config.choice("activation_function", ACTIVATIONS, activation),
+        tied=tied,
+    )
+
+
+def _marian_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """MarianMT (Junczys-Dowmunt et al. 2018): the paper's Transformer with another activation."""
+    # Marian supports these, transformers' MarianMTModel does not.
+    for name in ("normalize_before", "normalize_embedding", "add_final_layer_norm"):
+        config.only(name, False)
+    config.only("static_position_embeddings", True)
+    fields = _shared_fields(config, names, "gelu")
+    source = fields["vocabulary_size"]
+    target = config.whole("decoder_vocab_size", source)
+    shared = config.flag("share_encoder_decoder_embeddings", True)
+    if shared and target != source:
+        config.refuse("decoder_vocab_size", target, f"vocab_size ({source}) where they are shared")
+    # Marian's sinusoids have all sines before all cosines, and transformers keeps them as float32
+    # numbers whatever the model computes in. A table holds exactly these numbers, our formula would
+    # give others.
+    return ModelConfig(
+        **fields
+        | {"vocabulary_size": target}
+        | ({} if shared else {"source_vocabulary_size": source}),
+        scale_embedding=config.flag("scale_embedding", False),
+        output_bias=True,
+    )
+
+
+def marian_positions(config: ModelConfig) -> dict[str, Tensor]:
+    """Table of transformers' MarianSinusoidalPositionalEmbedding: float64, rounded to float32."""
+    width = config.d_model
+    rates = np.power(10000, 2 * (np.arange(width) // 2) / width)
+    angles = np.arange(config.max_positions)[:, None] / rates
+    table = np.concatenate([np.sin(angles[:, 0::2]), np.cos(angles[:, 1::2])], axis=1)
+    return {"positions": torch.from_numpy(table.astype(np.float32))}
+
+
+LAYERS: Table = {
+    f"{stack}.layers.#.{theirs}": f"{stack}.#.{ours}"
+    for stack in ("encoder", "decoder")
+    for theirs, ours in {
+        "self_attn.q_proj.*": "self_attention.query.*",
+        "self_attn.k_proj.*": "self_attention.key.*",
+        "self_attn.v_proj.*": "self_attention.value.*",
+        "self_attn.out_proj.*": "self_attention.output.*",
+        "self_attn_layer_norm.*": "self_residual.norm.*",
+        "encoder_attn.q_proj.*": "cross_attention.query.*",
+        "encoder_attn.k_proj.*": "cross_attention.key.*",
+        "encoder_attn.v_proj.*": "cross_attention.value.*",
+        "encoder_attn.out_proj.*": "cross_attention.output.*",
+        "encoder_attn_layer_norm.*": "cross_residual.norm.*",
+        "fc1.*": "feed_forward.inner.*",
+        "fc2.*": "feed_forward.outer.*",
+        "final_layer_norm.*": "feed_forward_residual.norm.*",
+    }.items()
+}
+
+EMBEDDINGS: Table = {
+    "shared.weight": "embedding.weight",
+    # The embedding itself, where both stacks share it.
+    "encoder.embed_tokens.weight": "source_embedding.weight",
+    "decoder.embed_tokens.weight": "embedding.weight",
+    "lm_head.weight": "output.weight",
+    "final_logits_bias": flat("output_bias"),
+}
+MARIAN: Table = {
+    **LAYERS,
+    **EMBEDDINGS,
+    "encoder.embed_positions.weight": "positions",
+    "decoder.embed_positions.weight": "positions",
+}
+
+
+def _pegasus_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """PEGASUS (Zhang et al. 2020): pre-norm, with Marian's table of positions."""
+    for name in ("normalize_before", "add_final_layer_norm", "static_position_embeddings"):
+        config.only(name, True)
+    config.only("normalize_embedding", False)
+    scaled = config.flag("scale_embedding", False)
+    fields = _shared_fields(config, names, "gelu") | {
+        "norm_order": "pre",
+        "scale_embedding": scaled,
+    }
+    return ModelConfig(**fields, output_bias=True)
+
+
+PEGASUS: Table = {
+    **MARIAN,
+    "encoder.layer_norm.*": "encoder_norm.*",
+    "decoder.layer_norm.*": "decoder_norm.*",
+}
+
+
+def _bart_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """BART (Lewis et al. 2020)."""
+    return ModelConfig(**_bart_fields(config, names, pre=False))
+
+
+def _mbart_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """MBART (Liu et al. 2020): BART with norms before the sublayers."""
+    return ModelConfig(**_bart_fields(config, names, pre=True))
+
+
+def _bart_fields(config: Settings, names: set[str], *, pre: bool) -> dict[str, Any]:
+    # Older files say what BartModel and MBartModel do anyway.
+    for name in ("normalize_before", "add_final_layer_norm"):
+        config.only(name, pre)
+    config.only("normalize_embedding", True)
+    config.only("static_position_embeddings", False)
+    return _shared_fields(config, names, "gelu") | dict(
+        norm_order="pre" if pre else "post",
+        scale_embedding=config.flag("scale_embedding", False),
+        embedding_norm=True,
+        separate_positions=True,
+        output_bias=True,
+    )
+
+
+BART: Table = {
+    **LAYERS,
+    **EMBEDDINGS,
+    "encoder.embed_positions.weight": without_first(2, "source_positions"),
+    "decoder.embed_positions.weight": without_first(2, "positions"),
+    "encoder.layernorm_embedding.*": "source_embedding_norm.*",
+    "decoder.layernorm_embedding.*": "embedding_norm.*",
+}
+MBART: Table = {
+    **BART,
+    "encoder.layer_norm.*": "encoder_norm.*",
+    "decoder.layer_norm.*": "decoder_norm.*",
+}
+
+
+def _m2m_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """M2M-100 (Fan et al. 2021) and NLLB (NLLB Team 2022): pre-norm, with a table of positions."""
+    # Positions begin after that of padding, which is 1 in fairseq's vocabularies.
+    config.only("pad_token_id", 1)
+    scaled = config.flag("scale_embedding", True)
+    fields = _shared_fields(config, names, "relu") | {
+        "norm_order": "pre",
+        "scale_embedding": scaled,
+    }
+    return ModelConfig(**fields)
+
+
+def m2m_positions(config: ModelConfig) -> dict[str, Tensor]:
+    """Table of transformers' M2M100SinusoidalPositionalEmbedding: float32 throughout."""
+    half = config.d_model // 2
+    rates = torch.exp(torch.arange(half).float() * -(math.log(10000) / (half - 1)))
+    angles = torch.arange(2, config.max_positions + 2).float()[:, None] * rates
+    return {"positions": torch.cat([angles.sin(), angles.cos()], dim=1)}
+
+
+M2M: Table = {
+    **LAYERS,
+    **EMBEDDINGS,
+    "encoder.layer_norm.*": "encoder_norm.*",
+    "decoder.layer_norm.*": "decoder_norm.*",
+    # Positions, saved by older versions of transformers.
+    "encoder.embed_positions.weights": BUFFER,
+    "decoder.embed_positions.weights": BUFFER,
+}
+
+
+def _t5_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """T5 (Raffel et al. 2020), so T5 1.1, Flan-T5 and mT5."""
+    activations = ACTIVATIONS | {f"gated-{name}": unit for name, unit in GATES.items()}
+    # The first of these means the tanh form, whatever it says.
+    activations["gated-gelu"] = "geglu-tanh"
+    same_heads(config, "num_heads")
+    multilingual = config.get("model_type") == "mt5"
+    default = "gated-gelu" if multilingual else "relu"
+    d_model, heads = config.whole("d_model"), config.whole("num_heads")
+    width, layers = config.whole("d_kv", 64), config.whole("num_layers")
+    activation = config.choice("feed_forward_proj", activations, default)
+    unit = config.get("feed_forward_proj", default)
+    # What transformers writes beside it, and follows where it differs.
+    config.only("dense_act_fn", "gelu_new" if unit == "gated-gelu" else unit.split("-")[-1])
+    config.only("is_gated_act", unit.startswith("gated-"))
+    # T5 1.1 does not scale its output, as the file's tie_word_embeddings says; mT5 never does.
+    scaled = config.flag("tie_word_embeddings", True)
+    scaled = config.flag("scale_decoder_outputs", scaled) and not multilingual
+    return ModelConfig(
+        vocabulary_size=config.whole("vocab_size"),
+        d_model=d_model,
+        heads=heads,
+        head_width=0 if width * heads == d_model else width,
+        encoder_layers=layers,
+        decoder_layers=config.whole("num_decoder_layers", layers),
+        d_ff=config.whole("d_ff"),
+        max_positions=config.whole("n_positions", 512),
+        norm_epsilon=config.number("layer_norm_epsilon", 1e-6),
+        norm="rms",
+        norm_order="pre",
+        positions="none",
+        activation=activation,
+        tied="lm_head.weight" not in names,
+        bias=False,
+        scale_embedding=False,
+        attention_divisor=1.0,
+        relative_buckets=config.whole("relative_attention_num_buckets", 32),
+        relative_distance=config.whole("relative_attention_max_distance", 128),
+        scale_output=scaled,
+    )
+
+
+T5: Table = {
+    "shared.weight": "embedding.weight",
+    "encoder.embed_tokens.weight": "embedding.weight",
+    "decoder.embed_tokens.weight": "embedding.weight",
+    "lm_head.weight": "output.weight",
+    **{
+        f"{stack}.block.#.layer.{number}.{theirs}": f"{stack}.#.{ours}"
+        for stack, numbers in {"encoder": (0, None, 1), "decoder": (0, 1, 2)}.items()
+        for number, kind, part in zip(
+            numbers,
+            ("SelfAttention", "EncDecAttention", "DenseReluDense"),
+            ("self", "cross", "feed_forward"),
+            strict=True,
+        )
+        if number is not None
+        for theirs, ours in {
+            **{
+                f"{kind}.{theirs}.weight": f"{part}_attention.{ours}.weight"
+                for theirs, ours in {"q": "query", "k": "key", "v": "value", "o": "output"}.items()
+            },
+            f"{kind}.wi.weight": "feed_forward.inner.weight",
+            f"{kind}.wi_0.weight": "feed_forward.gate.weight",
+            f"{kind}.wi_1.weight": "feed_forward.inner.weight",
+            f"{kind}.wo.weight": "feed_forward.outer.weight",
+            "layer_norm.weight": f"{part}_residual.norm.weight",
+        }.items()
+    },
+    **{
+        f"{stack}.block.#.layer.0.SelfAttention.relative_attention_bias.weight": (
+            f"{stack}_distance.weight"
+        )
+        for stack in ("encoder", "decoder")
+    },
+    # transformers has one in the first layer of cross-attention that nobody reads.
+    "decoder.block.#.layer.1.EncDecAttention.relative_attention_bias.weight": NoPlace("unused"),
+    "encoder.final_layer_norm.weight": "encoder_norm.weight",
+    "decoder.final_layer_norm.weight": "decoder_norm.weight",
+}
+
+
+def _no_bias(config: ModelConfig) -> dict[str, Tensor]:
+    """The bias of the output, which a file may lack and which is 0 then."""
+    return {"output_bias": torch.zeros(config.vocabulary_size)}
+
+
+def _marian_computes(config: ModelConfig) -> dict[str, Tensor]:
+    return marian_positions(config) | _no_bias(config)
+
+
+FAMILIES = {
+    "marian": Family(
+        "opus-mt",
+        _marian_shape,
+        MARIAN,
+        ("model.",),
+        _marian_computes,
+    ),
+    "pegasus": Family(
+        "PEGASUS",
+        _pegasus_shape,
+        PEGASUS,
+        ("model.",),
+        _marian_computes,
+    ),
+    "bart": Family(
+        "BART",
+        _bart_shape,
+        BART,
+        ("model.",),
+        _no_bias,
+    ),
+    "mbart": Family(
+        "mBART, mBART-50",
+        _mbart_shape,
+        MBART,
+        ("model.",),
+        _no_bias,
+    ),
+    "m2m_100": Family(
+        "M2M-100, NLLB-200",
+        _m2m_shape,
+        M2M,
+        ("model.",),
+        m2m_positions,
+    ),
+    "t5": Family("T5, T5 1.1, Flan-T5", _t5_shape, T5, ()),
+    "mt5": Family("mT5", _t5_shape, T5, ()),
+}

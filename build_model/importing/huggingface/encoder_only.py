@@ -1,0 +1,434 @@
+"""Encoder-only model types of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+from transferry.build_model.importing.huggingface.folder import Settings
+from transferry.build_model.importing.huggingface.rope import SLIDING, read_rotary
+from transferry.build_model.importing.huggingface.tables import (
+    ACTIVATIONS,
+    GATES,
+    Classifier,
+    Family,
+    NoPlace,
+    Table,
+    first_row_into,
+    layer_types,
+    parts,
+    same_heads,
+    without_first,
+)
+from transferry.build_model.model.config import HeadActivation, ModelConfig
+from transferry.runtime.bundle.head import HeadSettings
+
+BERT_HEAD = "cls.predictions.bias"
+
+
+def _bert_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """BERT (Devlin et al. 2019); without a masked language model head for embedding only."""
+    config.only("position_embedding_type", "absolute")
+    config.only("is_decoder", False)
+    config.only("add_cross_attention", False)
+    head = BERT_HEAD in names
+    return ModelConfig(
+        vocabulary_size=config.whole("vocab_size"),
+        d_model=config.whole("hidden_size"),
+        heads=config.whole("num_attention_heads"),
+        encoder_layers=config.whole("num_hidden_layers"),
+        decoder_layers=0,
+        d_ff=config.whole("intermediate_size"),
+        max_positions=config.whole("max_position_embeddings", 512),
+        norm_epsilon=config.number("layer_norm_eps", 1e-12),
+        architecture="encoder-only",
+        positions="learned",
+        activation=config.choice("hidden_act", ACTIVATIONS, "gelu"),
+        tied=config.flag("tie_word_embeddings", True) or not head,
+        scale_embedding=False,
+        embedding_norm=True,
+        output_transform=head,
+        output_bias=head,
+        lm_head=head,
+    )
+
+
+BERT: Table = {
+    "embeddings.word_embeddings.weight": "embedding.weight",
+    "embeddings.position_embeddings.weight": "positions",
+    # A text is a single segment of type 0, whose vector is added to every position.
+    "embeddings.token_type_embeddings.weight": first_row_into("positions", "token types"),
+    "embeddings.LayerNorm.*": "embedding_norm.*",
+    "encoder.layer.#.attention.self.query.*": "encoder.#.self_attention.query.*",
+    "encoder.layer.#.attention.self.key.*": "encoder.#.self_attention.key.*",
+    "encoder.layer.#.attention.self.value.*": "encoder.#.self_attention.value.*",
+    "encoder.layer.#.attention.output.dense.*": "encoder.#.self_attention.output.*",
+    "encoder.layer.#.attention.output.LayerNorm.*": "encoder.#.self_residual.norm.*",
+    "encoder.layer.#.intermediate.dense.*": "encoder.#.feed_forward.inner.*",
+    "encoder.layer.#.output.dense.*": "encoder.#.feed_forward.outer.*",
+    "encoder.layer.#.output.LayerNorm.*": "encoder.#.feed_forward_residual.norm.*",
+    "cls.predictions.transform.dense.*": "output_transform.linear.*",
+    "cls.predictions.transform.LayerNorm.*": "output_transform.norm.*",
+    "cls.predictions.decoder.weight": "output.weight",
+    "cls.predictions.decoder.bias": "output_bias",
+    BERT_HEAD: "output_bias",
+    "cls.seq_relationship.*": NoPlace("next-sentence head"),
+    "pooler.dense.*": NoPlace("pooler"),
+}
+
+
+# --- RoBERTa, XLM-R, DistilBERT, ELECTRA and MPNet -----------------------------------------------
+
+
+def _masked_fields(config: Settings, *, head: bool) -> dict[str, Any]:
+    """Returns what all of them say alike in BERT's words."""
+    config.only("position_embedding_type", "absolute")
+    config.only("is_decoder", False)
+    config.only("add_cross_attention", False)
+    return dict(
+        vocabulary_size=config.whole("vocab_size"),
+        d_model=config.whole("hidden_size"),
+        heads=config.whole("num_attention_heads"),
+        encoder_layers=config.whole("num_hidden_layers"),
+        decoder_layers=0,
+        d_ff=config.whole("intermediate_size"),
+        max_positions=config.whole("max_position_embeddings", 512),
+        norm_epsilon=config.number("layer_norm_eps", 1e-12),
+        architecture="encoder-only",
+        positions="learned",
+        activation=config.choice("hidden_act", ACTIVATIONS, "gelu"),
+        # Whatever the rest has.
+        output_activation="gelu",
+        tied=config.flag("tie_word_embeddings", True) or not head,
+        scale_embedding=False,
+        embedding_norm=True,
+        output_transform=head,
+        output_bias=head,
+        lm_head=head,
+    )
+
+
+def _roberta_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """RoBERTa (Liu et al. 2019) and XLM-R (Conneau et al. 2020)."""
+    fields = _masked_fields(config, head="lm_head.dense.weight" in names)
+    # Positions begin after that of padding.
+    config.only("pad_token_id", 1)
+    return ModelConfig(**fields | {"max_positions": fields["max_positions"] - 2})
+
+
+ROBERTA: Table = {
+    **BERT,
+    "embeddings.position_embeddings.weight": without_first(2, "positions"),
+    "lm_head.dense.*": "output_transform.linear.*",
+    "lm_head.layer_norm.*": "output_transform.norm.*",
+    "lm_head.decoder.weight": "output.weight",
+    "lm_head.decoder.bias": "output_bias",
+    "lm_head.bias": "output_bias",
+}
+
+
+def _mpnet_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """MPNet (Song et al. 2020): with a bias of distances."""
+    fields = _masked_fields(config, head="lm_head.dense.weight" in names)
+    config.only("pad_token_id", 1)
+    # transformers computes with 32, whatever the table has.
+    config.only("relative_attention_num_buckets", 32)
+    return ModelConfig(
+        **fields | {"max_positions": fields["max_positions"] - 2},
+        relative_buckets=32,
+        relative_distance=128,
+    )
+
+
+MPNET: Table = {
+    **{name: place for name, place in ROBERTA.items() if "token_type" not in name},
+    **{
+        f"encoder.layer.#.attention.attn.{theirs}.*": f"encoder.#.self_attention.{ours}.*"
+        for theirs, ours in {"q": "query", "k": "key", "v": "value", "o": "output"}.items()
+    },
+    "encoder.layer.#.attention.LayerNorm.*": "encoder.#.self_residual.norm.*",
+    "encoder.relative_attention_bias.weight": "encoder_distance.weight",
+}
+
+
+def _distilbert_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """DistilBERT (Sanh et al. 2019)."""
+    head = "vocab_transform.weight" in names
+    same_heads(config, "n_heads")
+    return ModelConfig(
+        vocabulary_size=config.whole("vocab_size"),
+        d_model=config.whole("dim", 768),
+        heads=config.whole("n_heads", 12),
+        encoder_layers=config.whole("n_layers", 6),
+        decoder_layers=0,
+        d_ff=config.whole("hidden_dim", 3072),
+        max_positions=config.whole("max_position_embeddings", 512),
+        norm_epsilon=1e-12,
+        architecture="encoder-only",
+        positions="learned",
+        activation=config.choice("activation", ACTIVATIONS, "gelu"),
+        tied=config.flag("tie_word_embeddings", True) or not head,
+        scale_embedding=False,
+        embedding_norm=True,
+        output_transform=head,
+        output_bias=head,
+        lm_head=head,
+    )
+
+
+DISTILBERT: Table = {
+    "embeddings.word_embeddings.weight": "embedding.weight",
+    "embeddings.position_embeddings.weight": "positions",
+    "embeddings.LayerNorm.*": "embedding_norm.*",
+    **{
+        f"transformer.layer.#.{theirs}.*": f"encoder.#.{ours}.*"
+        for theirs, ours in {
+            "attention.q_lin": "self_attention.query",
+            "attention.k_lin": "self_attention.key",
+            "attention.v_lin": "self_attention.value",
+            "attention.out_lin": "self_attention.output",
+            "sa_layer_norm": "self_residual.norm",
+            "ffn.lin1": "feed_forward.inner",
+            "ffn.lin2": "feed_forward.outer",
+            "output_layer_norm": "feed_forward_residual.norm",
+        }.items()
+    },
+    "vocab_transform.*": "output_transform.linear.*",
+    "vocab_layer_norm.*": "output_transform.norm.*",
+    "vocab_projector.weight": "output.weight",
+    "vocab_projector.bias": "output_bias",
+}
+
+
+def _electra_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """ELECTRA (Clark et al. 2020): a narrow embedding; of the generator with its head."""
+    fields = _masked_fields(config, head="generator_predictions.dense.weight" in names)
+    width = config.whole("embedding_size", fields["d_model"])
+    narrow = width != fields["d_model"]
+    return ModelConfig(**fields, embedding_width=width if narrow else 0, project_sum=narrow)
+
+
+ELECTRA: Table = {
+    **BERT,
+    "embeddings_project.*": "embedding_projection.*",
+    "generator_predictions.dense.*": "output_transform.linear.*",
+    "generator_predictions.LayerNorm.*": "output_transform.norm.*",
+    "generator_lm_head.weight": "output.weight",
+    "generator_lm_head.bias": "output_bias",
+    "discriminator_predictions.dense.*": NoPlace("discriminator head"),
+    "discriminator_predictions.dense_prediction.*": NoPlace("discriminator head"),
+}
+
+# --- ModernBERT ----------------------------------------------------------------------------------
+
+
+def _modernbert_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """ModernBERT (Warner et al. 2024): pre-norm, gated, rotary, with windows."""
+    head = "head.dense.weight" in names
+    d_model, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
+    layers, longest = config.whole("num_hidden_layers"), config.whole("max_position_embeddings")
+    every = max(1, config.whole("global_attn_every_n_layers", 3))
+    sliding = layer_types(config, layers, [each % every != 0 for each in range(layers)])
+    window, d_head = config.whole("local_attention", 128) // 2 + 1, d_model // max(1, heads)
+    near = read_rotary(config, d_head, longest, kind=SLIDING, base_key="local_rope_theta")
+    far = read_rotary(config, d_head, longest, base=160000.0, base_key="global_rope_theta")
+    if near.scale != 1.0:
+        config.refuse("rope_parameters", config.get("rope_parameters"), "no yarn in sliding layers")
+    biases: dict[str, Any] = {
+        ours: config.flag(theirs, False)
+        for ours, theirs in {
+            "query_key_value_bias": "attention_bias",
+            "attention_output_bias": "attention_bias",
+            "feed_forward_bias": "mlp_bias",
+            "norm_bias": "norm_bias",
+            "output_transform_bias": "classifier_bias",
+        }.items()
+    }
+    return ModelConfig(
+        vocabulary_size=config.whole("vocab_size"),
+        d_model=d_model,
+        heads=heads,
+        encoder_layers=layers,
+        decoder_layers=0,
+        d_ff=config.whole("intermediate_size"),
+        norm_epsilon=config.number("norm_eps", 1e-5),
+        architecture="encoder-only",
+        norm_order="pre",
+        first_norm=False,
+        positions="rotary",
+        activation=config.choice("hidden_activation", GATES, "gelu"),
+        output_activation=config.choice("classifier_activation", ACTIVATIONS, "gelu"),
+        tied=config.flag("tie_word_embeddings", True) or not head,
+        bias=False,
+        scale_embedding=False,
+        embedding_norm=True,
+        output_transform=head,
+        output_bias=head and config.flag("decoder_bias", True),
+        lm_head=head,
+        windows=tuple(window if slides else 0 for slides in sliding) if any(sliding) else (),
+        window_rotary_rates=near.rates if any(sliding) else (),
+        **biases,
+        **far.fields(),
+    )
+
+
+MODERNBERT: Table = {
+    "embeddings.tok_embeddings.weight": "embedding.weight",
+    "embeddings.norm.*": "embedding_norm.*",
+    "layers.#.attn_norm.*": "encoder.#.self_residual.norm.*",
+    "layers.#.attn.Wqkv.*": parts(
+        lambda config: [config.d_model] * 3,
+        *(f"encoder.#.self_attention.{name}.*" for name in ("query", "key", "value")),
+    ),
+    "layers.#.attn.Wo.*": "encoder.#.self_attention.output.*",
+    "layers.#.mlp_norm.*": "encoder.#.feed_forward_residual.norm.*",
+    "layers.#.mlp.Wi.*": parts(
+        lambda config: [config.d_ff] * 2,
+        *(f"encoder.#.feed_forward.{name}.*" for name in ("gate", "inner")),
+    ),
+    "layers.#.mlp.Wo.*": "encoder.#.feed_forward.outer.*",
+    "final_norm.*": "encoder_norm.*",
+    "head.dense.*": "output_transform.linear.*",
+    "head.norm.*": "output_transform.norm.*",
+    "decoder.weight": "output.weight",
+    "decoder.bias": "output_bias",
+}
+
+# --- Classification -------------------------------------------------------------------------------
+
+# What makes probabilities of scores, by problem_type.
+PROBLEMS: dict[str, Literal["softmax", "sigmoid", "none"]] = {
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+    "regression": "none",
+}
+# Of a cross-encoder, under the names that folders give them.
+RANKS: dict[str, Literal["sigmoid", "none"]] = {
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+    "torch.nn.modules.linear.Identity": "none",
+}
+
+
+def _labels(config: Settings) -> tuple[str, ...]:
+    """Names of the scores; transformers names those without names LABEL_0, LABEL_1, ..."""
+    named = config.get("id2label")
+    config.get("label2id")
+    count = config.whole("num_labels", len(named) if isinstance(named, dict) else 2)
+    # transformers makes names anew where there are more or fewer than scores.
+    if named is None or (isinstance(named, dict) and len(named) != count):
+        return tuple(f"LABEL_{number}" for number in range(count))
+    texts = named.values() if isinstance(named, dict) else ()
+    ids = {str(number) for number in range(len(texts))}
+    if not texts or set(named) != ids or not all(isinstance(each, str) for each in texts):
+        config.refuse("id2label", named, "names of the labels 0, 1, 2 and so on")
+    return tuple(named[str(number)] for number in range(len(named)))
+
+
+def _rank(config: Settings) -> Literal["sigmoid", "none"]:
+    """What CrossEncoder of sentence-transformers makes the score of a pair with."""
+    former = config.get("sbert_ce_default_activation_function")
+    said = config.get("sentence_transformers", {})
+    name = said.get("activation_fn", former) if isinstance(said, dict) else said
+    if name is None:
+        return "sigmoid"
+    if name not in RANKS:
+        config.refuse("sentence_transformers", said or former, " or ".join(RANKS))
+    return RANKS[name]
+
+
+def _classifier(
+    dense: str,
+    last: str = "classifier",
+    activation: HeadActivation = "tanh",
+    *,
+    width: str = "hidden_size",
+    modern: bool = False,
+) -> Callable[[Settings], Classifier | None]:
+    """Returns how a type's heads are read.
+
+    Args:
+        dense: Name of the first of the two layers that score a text.
+        last: Name of the second.
+        activation: Of the first.
+        width: Setting of the width of the hidden states.
+        modern: Its first layer scores tokens too, and has a norm, as in ModernBERT.
+    """
+
+    def read(config: Settings) -> Classifier | None:
+        task = _task(config)
+        if task is None:
+            return None
+        labels, two = _labels(config), task == "classify" or modern
+        unit, bias, pooling = activation, True, "first"
+        names = {last if task == "classify" else "classifier": int(two)}
+        if two:
+            names[dense] = 0
+        table = {f"{theirs}.*": f"head.layers.{ours}.linear.*" for theirs, ours in names.items()}
+        if modern:
+            unit = cast(HeadActivation, config.choice("classifier_activation", ACTIVATIONS, "gelu"))
+            bias = config.flag("classifier_bias", False)
+            table["head.norm.*"] = "head.layers.0.norm.*"
+            if task == "classify":
+                pooling = config.choice(
+                    "classifier_pooling", {"cls": "first", "mean": "mean"}, "cls"
+                )
+        fields: dict[str, Any] = {
+            "lm_head": False,
+            "output_transform": False,
+            "output_bias": False,
+            "tied": True,
+            "pooling": (pooling,) if task == "classify" else (),
+            "head_widths": (*[config.whole(width, 768)] * two, len(labels)),
+            "head_activations": (*[unit] * two, "none"),
+            "head_biases": (*[bias] * two, True),
+            "head_norm": modern,
+        }
+        settings = HeadSettings("tag", labels, "softmax")
+        if task == "classify":
+            usual = "regression" if len(labels) == 1 else "single_label_classification"
+            problem = config.choice("problem_type", PROBLEMS, usual)
+            settings = HeadSettings("classify", labels, problem, _rank(config))
+        return Classifier(fields, table, settings)
+
+    return read
+
+
+def _task(config: Settings) -> Literal["classify", "tag"] | None:
+    classes = config.get("architectures")
+    name = str(classes[0]) if isinstance(classes, list) and classes else ""
+    if name.endswith("ForSequenceClassification"):
+        return "classify"
+    return "tag" if name.endswith("ForTokenClassification") else None
+
+
+PROJECTED = _classifier("classifier.dense", "classifier.out_proj")
+TYPES = "embeddings.token_type_embeddings.weight"
+FAMILIES = {
+    "bert": Family(
+        "BERT",
+        *(_bert_shape, BERT, ("bert.",)),
+        classifier=_classifier("pooler.dense"),
+        segments=TYPES,
+    ),
+    "roberta": Family("RoBERTa", _roberta_shape, ROBERTA, ("roberta.",), classifier=PROJECTED),
+    "xlm-roberta": Family(
+        "XLM-RoBERTa", _roberta_shape, ROBERTA, ("roberta.",), classifier=PROJECTED
+    ),
+    "distilbert": Family(
+        "DistilBERT",
+        *(_distilbert_shape, DISTILBERT, ("distilbert.",)),
+        classifier=_classifier("pre_classifier", activation="relu", width="dim"),
+    ),
+    "electra": Family(
+        "ELECTRA",
+        *(_electra_shape, ELECTRA, ("electra.",)),
+        classifier=_classifier("classifier.dense", "classifier.out_proj", "gelu"),
+        segments=TYPES,
+    ),
+    "mpnet": Family("MPNet", _mpnet_shape, MPNET, ("mpnet.",), classifier=PROJECTED),
+    "modernbert": Family(
+        "ModernBERT",
+        *(_modernbert_shape, MODERNBERT, ("model.",)),
+        classifier=_classifier("head.dense", modern=True),
+    ),
+}

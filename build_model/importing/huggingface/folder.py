@@ -1,0 +1,257 @@
+"""A checkpoint folder of `save_pretrained`: settings by name, tensors one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transferry.build_model.importing.formats.tensors import DAMAGED, Tensors
+from transferry.build_model.importing.formats.weight_files import instead, open_weights
+from transferry.runtime.errors import InputError
+from transferry.runtime.io.documents import MOST_JSON, read_document
+from transferry.runtime.io.whole import read_bytes
+from transferry.runtime.settings import shown
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+
+REMEDY = DAMAGED
+# Sizes of which lists are made before the shape of a model is checked.
+MOST_SIZE = 1 << 24
+# Where a checkpoint may be within the folder of a training or of a download.
+INNER = ("*", "snapshots/*", "*/snapshots/*")
+
+Value = TypeVar("Value")
+
+
+class Settings:
+    """A JSON file of settings; unsupported values raise an error with the key.
+
+    null counts as absent, as in transformers. What was asked for is remembered, so that nothing of
+    a file is left out in silence.
+    """
+
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        self.path = path
+        self.values = dict(values)
+        self._asked: set[str] = set()
+        self._left: dict[str, Any] = {}
+
+    @classmethod
+    def read(cls, path: Path, *, required: bool = True) -> Settings:
+        """Reads a file; one that is not required and absent is empty.
+
+        Raises:
+            InputError: The file is missing or no JSON object.
+        """
+        absent = not required and not path.exists()
+        return cls(path, {} if absent else read_document(path, dict[str, Any], REMEDY))
+
+    def unread(self) -> dict[str, Any]:
+        """Returns the settings without effect: not asked for, or left; without null."""
+        unasked = {
+            name: value
+            for name, value in self.values.items()
+            if value is not None and name not in self._asked
+        }
+        return unasked | self._left
+
+    def leave(self, name: str, value: Any) -> None:
+        """Lists a value among the settings without effect, though it was asked for."""
+        self._left[name] = value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns a setting unchecked."""
+        self._asked.add(name)
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def unless_null(self, name: str, default: Value) -> Value | int:
+        """Returns the default of a setting for which null is not the default but 0."""
+        return 0 if name in self.values else default
+
+    def whole(self, name: str, default: int | None = None, most: int = MOST_SIZE) -> int:
+        """Returns a whole number of at least 0.
+
+        Raises:
+            InputError: The value is another, beyond `most`, or missing without a default.
+        """
+        value = self.get(name, default)
+        if type(value) is not int or value < 0:
+            raise InputError(f"{self.path}: {name} must be a whole number, found {value!r}")
+        if value > most:
+            raise InputError(f"{self.path}: {name} must be at most {most}, found {shown(value)}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """Returns a number.
+
+        Raises:
+            InputError: The value is no number.
+        """
+        value = self.get(name, default)
+        if type(value) not in (int, float):
+            raise InputError(f"{self.path}: {name} must be a number, found {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Returns a bool.
+
+        Raises:
+            InputError: The value is no bool.
+        """
+        value = self.get(name, default)
+        if type(value) is not bool:
+            raise InputError(f"{self.path}: {name} must be true or false, found {value!r}")
+        return value
+
+    def choice(self, name: str, choices: Mapping[str, Value], default: str) -> Value:
+        """Returns the value of the chosen key.
+
+        Raises:
+            InputError: The setting is not a key of `choices`.
+        """
+        value = self.get(name, default)
+        if not isinstance(value, str) or value not in choices:
+            self.refuse(name, value, " or ".join(choices))
+        return choices[value]
+
+    def only(self, name: str, *supported: Any) -> None:
+        """Raises for a setting that is present and not supported."""
+        value = self.get(name, supported[0])
+        if not any(type(value) is type(other) and value == other for other in supported):
+            self.refuse(name, value, " or ".join(map(json.dumps, supported)))
+
+    def refuse(self, name: str, found: Any, supported: str) -> None:
+        """Raises the error for an unsupported setting."""
+        raise InputError(
+            f"{self.path}: {name} is {_as_json(found)}, which cannot be imported; supported: "
+            f"{supported}"
+        )
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, default=str)
+    except (ValueError, RecursionError):  # YAML may hold a list that contains itself
+        return repr(value)
+
+
+class Checkpoint:
+    """A folder with config.json and the weights in one file or several.
+
+    Attributes:
+        folder: The folder.
+        config: config.json.
+        generation: generation_config.json, empty if absent.
+        tokenizer: tokenizer_config.json, empty if absent.
+        special_tokens: special_tokens_map.json, empty if absent.
+        notes: What the tokenizer does otherwise than its files say, for the summary.
+        segments: Of the tokens of a pair of texts, as the tokenizer numbers them; set by it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the settings.
+
+        Raises:
+            InputError: config.json is missing, or a settings file is not a JSON object.
+        """
+        self.folder = folder
+        if not (folder / CONFIG).is_file():
+            raise InputError(f"{folder / CONFIG} is missing; {_elsewhere(folder)}")
+        self.config = Settings.read(folder / CONFIG)
+        self.generation = Settings.read(folder / GENERATION, required=False)
+        self.tokenizer = Settings.read(folder / TOKENIZER_CONFIG, required=False)
+        self.special_tokens = Settings.read(folder / SPECIAL_TOKENS, required=False)
+        self.notes: list[str] = []
+        self.segments: list[int] = []
+
+    def token(self, name: str, default: int | None = None) -> int:
+        """Returns a token id, of several end tokens the first; see `tokens`.
+
+        Raises:
+            InputError: The token is missing without a default, or there are several that do not
+                end outputs.
+        """
+        found = self.tokens(name)
+        if len(found) > 1 and name != "eos_token_id":
+            self.generation.refuse(name, found, "one token")
+        if found:
+            return found[0]
+        if default is None:
+            raise InputError(
+                f"{self.config.path}: expected {name}, found none; add the id of that token"
+            )
+        return default
+
+    def tokens(self, name: str) -> list[int]:
+        """Returns token ids; generation_config.json takes precedence, as in `generate`.
+
+        Raises:
+            InputError: A value is no id.
+        """
+        for settings in (self.generation, self.config):
+            value = settings.get(name, [])
+            if name == "pad_token_id" and value == -1:
+                continue  # none, in the first files of Llama
+            found = value if isinstance(value, list) else [value]
+            for token in found:
+                if type(token) is not int or token < 0:
+                    raise InputError(f"{settings.path}: {name} must be an id, found {token!r}")
+            if found:
+                return list(dict.fromkeys(found))
+        return []
+
+    def names(self) -> set[str]:
+        """Returns the names of all tensors.
+
+        Raises:
+            InputError: A file is missing or damaged.
+        """
+        return set(self.tensors().shapes)
+
+    def tensors(self) -> Tensors:
+        """Returns the tensors.
+
+        Raises:
+            InputError: There are no weights that can be read, or an index is malformed.
+        """
+        return open_weights(self.folder)
+
+
+def _elsewhere(folder: Path) -> str:
+    """Says where the checkpoint is, or what to do to have one."""
+    if folder.is_file():
+        return f"{folder} is a file; name the folder that holds it"
+    if not folder.is_dir():
+        return (
+            "there is no such folder. Download a model of Hugging Face first: "
+            "hf download MODEL --local-dir FOLDER"
+        )
+    if found := instead(folder):
+        return found
+    # Of a training, or of the cache of Hugging Face.
+    inner = [each for depth in INNER for each in sorted(folder.glob(f"{depth}/{CONFIG}"))]
+    if inner := [each for each in inner if b'"model_type"' in read_bytes(each, MOST_JSON)]:
+        return f"there is one in {inner[-1].parent}; import that folder"
+    return "expected a folder that save_pretrained of transformers wrote"
+
+
+def require_plain(config: Settings) -> None:
+    """Refuses a checkpoint whose weights are quantised.
+
+    Raises:
+        InputError: config.json says so.
+    """
+    for name in ("quantization_config", "compression_config"):
+        if (found := config.get(name)) is not None:
+            kind = found.get("quant_method") if isinstance(found, dict) else None
+            raise InputError(
+                f"{config.path}: {name} is {kind or _as_json(found)}: the weights are quantised, "
+                "which cannot be imported. Import the checkpoint from before the quantisation, or "
+                "load this one with transformers, dequantize() it and use save_pretrained"
+            )

@@ -1,0 +1,296 @@
+"""What generation_config.json asks of `generate`, as defaults of generation of a bundle.
+
+Every key of transformers' GenerationConfig is treated here: it becomes a field of
+GenerationOptions, changes no token, or is left out and told with its value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from transferry.build_model.importing.huggingface.folder import CONFIG, Checkpoint, Settings
+from transferry.build_model.model.config import ModelConfig
+
+# transformers' own defaults where they differ from ours (_get_default_generation_params).
+NEW_TOKENS, TOP_K = 20, 50
+# Limit of max_length of GenerationOptions, which build_model does not know itself.
+LONGEST = 1_000_000
+# Fields of sampling, with the values that change nothing.
+OF_SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+# Values of fields that need not be said; build_model does not know GenerationOptions itself.
+PLAIN: Mapping[str, Any] = {
+    **OF_SAMPLING,
+    "sample": False,
+    "beam": 1,
+    "n_best": 1,
+    "length_penalty": 1.0,
+    "early_stopping": True,
+    "min_length": 0,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram": 0,
+    "prompt_ngrams": False,
+    "renormalise": False,
+    "stop": (),
+    "suppress": (),
+    "suppress_sequences": (),
+    "suppress_begin": (),
+    "forced_end": (),
+}
+
+# Keys that become fields. Those of `_simple` say which, the others are read one by one.
+CARRIED = (
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "early_stopping"),
+    *("do_sample", "num_beams", "num_return_sequences", "length_penalty", "stop_strings"),
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
+    *("no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
+    *("forced_bos_token_id", "forced_eos_token_id", "renormalize_logits"),
+)
+# Keys of the tokenizer; see `vocabularies`.
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+# Keys that decide how or how fast the same tokens come, or what is returned beside them.
+# remove_invalid_values only hides an error of the model.
+SAME_TOKENS = (
+    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "use_mtp"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
+    *("return_dict_in_generate", "remove_invalid_values", "compile_config", "disable_compile"),
+    *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+    *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind"),
+    *("target_lookbehind", "prompt_lookup_num_tokens", "max_matching_ngram_size"),
+    *("speculation_type", "low_memory", "prefill_chunk_size", "continuous_batching_config"),
+    *("transformers_version", "_from_model_config", "_commit_hash"),
+)
+# Keys that change tokens in a way that transferry does not have, with the value that changes none.
+UNSUPPORTED: Mapping[str, Any] = {
+    "assistant_ensemble_weight": None,
+    "constraints": None,
+    "diversity_penalty": 0.0,
+    "dola_layers": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None,
+    "force_words_ids": None,
+    "guidance_scale": 1.0,
+    "max_time": None,
+    "num_beam_groups": 1,
+    "penalty_alpha": None,
+    "sequence_bias": None,
+    "token_healing": False,
+    "top_h": None,
+    "watermarking_config": None,
+}
+SEARCH_SETTINGS = (*CARRIED, *UNSUPPORTED)
+
+Fields = dict[str, Any]
+
+
+def generation_defaults(checkpoint: Checkpoint, shape: ModelConfig) -> tuple[Fields, Fields]:
+    """Returns fields of GenerationOptions that search as `generate` does without options.
+
+    As in transformers, generation_config.json replaces the settings of config.json as a whole; a
+    folder of before there was such a file has them in config.json.
+
+    Args:
+        checkpoint: The folder.
+        shape: Shape of its model, with a decoder.
+
+    Returns:
+        The fields; and the settings that are left out, with value and reason.
+
+    Raises:
+        InputError: A value has another type or range than its setting.
+    """
+    settings, left_out = checkpoint.config, Fields()
+    if checkpoint.generation.path.exists():
+        settings = checkpoint.generation
+        for name in SEARCH_SETTINGS:
+            old, value = checkpoint.config.get(name), settings.get(name)
+            if old is not None and old != value and old != UNSUPPORTED.get(name):
+                left_out[f"config.json: {name}"] = f"{json.dumps(old)} (of before the other file)"
+    reader = _Reader(settings, shape, checkpoint.tokens("eos_token_id"), left_out)
+    return reader.fields(), left_out
+
+
+class _Reader:
+    """Reads settings of one file.
+
+    Attributes:
+        left_out: What is not carried, with value and reason.
+    """
+
+    def __init__(
+        self, settings: Settings, shape: ModelConfig, ends: list[int], left_out: Fields
+    ) -> None:
+        self.settings, self.shape, self.ends, self.left_out = settings, shape, ends, left_out
+        self.has_encoder = bool(shape.encoder_layers)
+
+    def fields(self) -> Fields:
+        """Returns the fields of GenerationOptions that the file asks for."""
+        settings = self.settings
+        fields: Fields = {
+            "early_stopping": settings.choice(
+                "early_stopping", {"true": True, "false": False, "never": "never"}, "false"
+            )
+            if isinstance(settings.get("early_stopping"), str)
+            else settings.flag("early_stopping", False)
+        }
+        fields |= self._lengths() | self._search() | self._rules() | self._tokens()
+        for least, most in (("min_length", "max_length"), ("min_total_length", "max_total_length")):
+            if fields.get(least, 0) > fields.get(most, fields["max_length"]):
+                # Such answers have the maximal length.
+                fields[least] = fields.get(most, fields["max_length"])
+                new = settings.get("min_new_tokens")
+                name = "min_length" if new is None else "min_new_tokens"
+                self._leave(name, settings.get(name), "limited to max_length")
+        for name, nothing in UNSUPPORTED.items():
+            if (value := settings.get(name)) not in (None, nothing):
+                self._leave(name, value, "not supported: the answers may differ from generate's")
+        for name in (*TOKENS, *SAME_TOKENS):
+            settings.get(name)
+        if settings.path.name != CONFIG:
+            for name, value in settings.unread().items():
+                self._leave(name, value, "unknown")
+        return {
+            name: value
+            for name, value in fields.items()
+            if name not in PLAIN or value != PLAIN[name]
+        }
+
+    def _leave(self, name: str, value: Any, reason: str) -> None:
+        self.left_out[name] = f"{json.dumps(value)} ({reason})"
+
+    def _whole(self, name: str) -> int | None:
+        # Limits may be as good as none.
+        return None if self.settings.get(name) is None else self.settings.whole(name, most=1 << 63)
+
+    def _count(self, name: str) -> int | None:
+        if (value := self._whole(name)) == 0:
+            self.settings.refuse(name, value, "at least 1")
+        return value
+
+    def _number(self, name: str, default: float, low: float, high: float) -> float:
+        value = self.settings.number(name, default)
+        if not low <= value <= high:
+            self.settings.refuse(name, value, f"numbers from {low:g} to {high:g}")
+        return value
+
+    def _lengths(self) -> Fields:
+        """Lengths; those of transformers count the prompt, or the begin token of a decoder."""
+        fields: Fields = {}
+        longest, new = self._count("max_length"), self._count("max_new_tokens")
+        if new is not None and longest is not None:
+            self._leave("max_length", longest, "max_new_tokens takes its place")
+        if new is None and longest is None:
+            new = min(NEW_TOKENS, self.shape.max_positions - self.has_encoder)
+        if new is None and longest is not None:
+            new = longest - 1 if self.has_encoder else longest
+            if not self.has_encoder:
+                fields["max_total_length"] = longest
+        assert new is not None
+        if new < 1:
+            self.settings.refuse("max_length", longest, "at least 2, the begin token counted")
+        if new > self.shape.max_positions:
+            reason = f"limited to the {self.shape.max_positions} positions of the model"
+            self._leave("max_length" if longest == new else "max_new_tokens", new, reason)
+        fields["max_length"] = min(new, self.shape.max_positions, LONGEST)
+        least, new = self._whole("min_length"), self._whole("min_new_tokens")
+        if new is not None:
+            fields["min_length"] = new
+            if least:
+                self._leave("min_length", least, "min_new_tokens takes its place")
+        elif least:
+            key = "min_length" if self.has_encoder else "min_total_length"
+            fields[key] = least - self.has_encoder
+        return fields
+
+    def _search(self) -> Fields:
+        """Beams or samples."""
+        settings, number = self.settings, self._number
+        sample, beam = settings.flag("do_sample", False), self._count("num_beams") or 1
+        several = self._count("num_return_sequences") or 1
+        if not sample and several > beam:
+            self._leave("num_return_sequences", several, f"limited to num_beams, {beam}")
+            several = beam
+        fields: Fields = {
+            "sample": sample,
+            "beam": 1 if sample else beam,
+            "n_best": several,
+            "length_penalty": number("length_penalty", 1.0, 0.0, 10.0),
+        }
+        if not sample:
+            for name, off in OF_SAMPLING.items():
+                value = settings.get(name)
+                if value is not None and value not in (off, {"top_k": TOP_K}.get(name)):
+                    self._leave(name, value, "no effect without do_sample")
+            return fields
+        chosen: Fields = {
+            "temperature": number("temperature", 1.0, 1e-6, 1e6),
+            "top_k": settings.whole("top_k", TOP_K),
+            "top_p": number("top_p", 1.0, 1e-9, 1.0),
+            "min_p": number("min_p", 0.0, 0.0, 1.0),
+            "typical_p": number("typical_p", 1.0, 1e-9, 1.0),
+        }
+        if beam > 1:
+            self._leave("num_beams", beam, "beams are not sampled; do_sample is kept")
+        return fields | chosen
+
+    def _rules(self) -> Fields:
+        """Rules that rate or forbid tokens."""
+        settings = self.settings
+        size = settings.whole("no_repeat_ngram_size", 0)
+        stop = settings.get("stop_strings", [])
+        stop = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+            settings.refuse("stop_strings", stop, "a text or a list of texts")
+        return {
+            "repetition_penalty": self._number("repetition_penalty", 1.0, 1e-3, 1e3),
+            "no_repeat_ngram": size,
+            "prompt_ngrams": bool(size),
+            "renormalise": settings.flag("renormalize_logits", False),
+            "stop": tuple(stop),
+        }
+
+    def _tokens(self) -> Fields:
+        """Tokens that are forced or forbidden."""
+        words = self.settings.get("bad_words_ids", [])
+        if not isinstance(words, list) or not all(
+            isinstance(word, list) and word and self._known(word) for word in words
+        ):
+            self.settings.refuse("bad_words_ids", words, f"lists of {self._supported}")
+        # transformers lets end tokens be: an answer could never end.
+        single = {word[0] for word in words if len(word) == 1} - set(self.ends)
+        fields: Fields = {
+            "suppress": tuple(sorted(single | set(self._ids("suppress_tokens")))),
+            "suppress_sequences": tuple(tuple(word) for word in words if len(word) > 1),
+            "suppress_begin": self._ids("begin_suppress_tokens"),
+            "forced_end": self._ids("forced_eos_token_id"),
+        }
+        begin = self._ids("forced_bos_token_id")
+        # As of a GenerationConfig that transformers makes of config.json.
+        old = self.settings.path.name == CONFIG or self.settings.get("_from_model_config")
+        if self.settings.flag("force_bos_token_to_be_generated", False) and old:
+            begin = self._ids("bos_token_id")
+        if begin:
+            if self.has_encoder and len(begin) == 1:
+                fields["forced_begin"] = begin[0]
+            else:
+                self._leave("forced_bos_token_id", begin, "no effect on prompts of several tokens")
+        return fields
+
+    @property
+    def _supported(self) -> str:
+        return f"ids from 0 to {self.shape.vocabulary_size - 1}"
+
+    def _known(self, ids: list[Any]) -> bool:
+        return all(type(one) is int and 0 <= one < self.shape.vocabulary_size for one in ids)
+
+    def _ids(self, name: str) -> tuple[int, ...]:
+        """Returns the ids of a setting that is one id or a list of them."""
+        value = self.settings.get(name, [])
+        ids = value if isinstance(value, list) else [value]
+        if not self._known(ids):
+            self.settings.refuse(name, value, self._supported)
+        return tuple(ids)

@@ -1,0 +1,343 @@
+"""Import of a checkpoint: read, converted, and written as a run whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from transferry.build_model import checkpoint as run
+from transferry.build_model import checkpoint_folder as run_folder
+from transferry.build_model.importing.formats.lora import Adapter
+from transferry.build_model.importing.formats.writer import tensor_writer
+from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder, encoder_only
+from transferry.build_model.importing.huggingface.folder import (
+    CONFIG,
+    GENERATION,
+    Checkpoint,
+    require_plain,
+)
+from transferry.build_model.importing.huggingface.generation import generation_defaults
+from transferry.build_model.importing.huggingface.tables import Family
+from transferry.build_model.importing.huggingface.vocabularies import TOKENIZERS
+from transferry.build_model.importing.huggingface.weights import Converted, adapted, convert_weights
+from transferry.build_model.importing.toolkits.fairseq import read_fairseq
+from transferry.build_model.importing.toolkits.marian import read_marian
+from transferry.build_model.importing.toolkits.sentence_transformers import (
+    MODULES,
+    SentenceModules,
+    read_sentence_transformers,
+)
+from transferry.build_model.importing.toolkits.source import Source
+from transferry.build_model.model.config import ModelConfig
+from transferry.runtime.bundle.head import HeadSettings
+from transferry.runtime.errors import InputError, UsageError, require
+from transferry.runtime.io.folders import is_bundle, is_run, replace_folder, staged_folder, what_is
+from transferry.runtime.settings import MOST
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
+
+FAMILIES: Mapping[str, Family] = {
+    **encoder_decoder.FAMILIES,
+    **decoder_only.FAMILIES,
+    **encoder_only.FAMILIES,
+}
+MOST_SHOWN = 40  # characters of a setting in the summary
+
+# Readers of what is no folder of transformers, by a file that tells.
+TOOLKITS: Mapping[str, Callable[[Path], Source]] = {
+    "*.npz": read_marian,
+    "dict.*txt": read_fairseq,
+}
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A checkpoint, converted.
+
+    Attributes:
+        kind: Its model_type.
+        config: Shape of our model.
+        weights: Its weights, to be written, and what was left out.
+        tokenizer: Its tokenizer.
+        generation: Fields of GenerationOptions that become the bundle's defaults.
+        ignored: Settings of `generate` that do not, with value and reason.
+        notes: What else the user has to know, a line each.
+        unused: Settings that nothing here reads, by file.
+        head: What the head of an encoder-only model is for; None if it has none.
+    """
+
+    kind: str
+    config: ModelConfig
+    weights: Converted
+    tokenizer: AnyTokenizer
+    generation: dict[str, Any]
+    ignored: dict[str, Any]
+    notes: Sequence[str] = ()
+    unused: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    head: HeadSettings | None = None
+
+    def to_text(self) -> str:
+        """Summary for the user."""
+        left_out, computed = self.weights.left_out, self.weights.computed
+        imported = self.weights.parameters - sum(computed.values())
+        lines = [
+            f"{self.kind}, {self.config.architecture}: imported {imported:,} of "
+            f"{imported + sum(left_out.values()):,} parameters"
+        ]
+        lines += self.notes
+        if left_out:
+            counts = ", ".join(f"{what} {count:,}" for what, count in left_out.items())
+            lines.append(f"left out: {counts}")
+        if computed:
+            counts = ", ".join(f"{what} {count:,}" for what, count in computed.items())
+            lines.append(f"computed: {counts}")
+        if not self.config.lm_head:
+            tasks = ["embed"]
+            if self.head is not None and self.head.task != "embed":
+                tasks.append(self.head.task)
+                tasks += ["rank"] * (tasks[-1] == "classify" and len(self.head.labels) == 1)
+            which = " and ".join(tasks) + (" works" if len(tasks) == 1 else " work")
+            lines.append(f"no masked language model head: only --task {which}")
+        if self.head is not None:
+            lines.append(_describe(self.head, self.config))
+        if self.generation:
+            kept = ", ".join(f"{name} {value}" for name, value in self.generation.items())
+            lines.append(f"generation defaults: {kept}")
+        if self.ignored:
+            names = ", ".join(f"{name} {value}" for name, value in self.ignored.items())
+            lines.append(f"left out of the settings of generate: {names}")
+        if self.unused:
+            files = (
+                f"{file}: {', '.join(f'{name} {_short(value)}' for name, value in values.items())}"
+                for file, values in self.unused.items()
+            )
+            lines.append(f"not used: {'; '.join(files)}")
+        return "\n".join(lines)
+
+
+def _describe(head: HeadSettings, config: ModelConfig) -> str:
+    parts = [f"head for --task {head.task}"]
+    if head.labels:
+        parts.append(f"labels {_cut_short(', '.join(head.labels))}")
+    if config.pooling:
+        parts.append(f"pooling {' and '.join(config.pooling)}")
+    if config.head_widths:
+        parts.append(f"layers of width {', '.join(map(str, config.head_widths))}")
+    if config.unit_length:
+        parts.append("length 1")
+    if head.longest:
+        parts.append(f"rows cut to {head.longest} tokens")
+    if head.prompts:
+        default = f" (default {head.default_prompt})" if head.default_prompt else ""
+        parts.append(f"prompts {' '.join(head.prompts)}{default}")
+    return ", ".join(parts)
+
+
+def _short(value: Any) -> str:
+    return _cut_short(json.dumps(value, ensure_ascii=False))
+
+
+def _cut_short(text: str) -> str:
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+
+
+def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Imported:
+    """Reads a folder of transformers, Marian or fairseq, but for the numbers of tensors.
+
+    Args:
+        folder: The folder.
+        adapter_folder: Folder of an adapter that PEFT wrote, merged into the weights.
+
+    Raises:
+        InputError: A file is missing or damaged, a setting is unsupported, or a tensor does not
+            fit.
+        UsageError: The tokenizer's library is not installed, or an adapter is for another kind.
+    """
+    if is_bundle(folder) or is_run(folder):
+        expected = "a folder of Hugging Face, Marian or fairseq"
+        raise InputError(f"{folder}: expected {expected}, {what_is(folder)}")
+    adapter = Adapter(adapter_folder) if adapter_folder is not None else None
+    for pattern, read in TOOLKITS.items():
+        if not (folder / CONFIG).exists() and any(folder.glob(pattern)):
+            require(adapter is None, "--adapter", f"left out for {folder}", adapter_folder)
+            return _of_toolkit(read(folder))
+    sentence = read_sentence_transformers(folder)
+    checkpoint = Checkpoint(folder if sentence is None else sentence.transformer)
+    config = checkpoint.config
+    if config.get("model_type") is None:
+        raise InputError(
+            f"{config.path}: model_type must be named, found none; add that of the model's kind, "
+            'such as "model_type": "bert"'
+        )
+    kind = config.choice("model_type", {name: name for name in FAMILIES}, "")
+    if sentence is not None and kind not in encoder_only.FAMILIES:
+        config.refuse("model_type", kind, f"{' or '.join(encoder_only.FAMILIES)} with {MODULES}")
+    require_plain(config)
+    family, files = FAMILIES[kind], [config, checkpoint.tokenizer]
+    head: HeadSettings | None = None
+    notes: list[str] = []
+    try:
+        shape = family.shape(config, checkpoint.names())
+        if sentence is not None and sentence.settings.task == "embed":
+            shape, head = replace(shape, **sentence.fields), sentence.settings
+            family = replace(family, table={**family.table, **sentence.table})
+        elif (classifier := family.classifier(config)) is not None:
+            shape, head = replace(shape, **classifier.fields), classifier.settings
+            family = replace(family, table={**family.table, **classifier.table})
+    except UsageError as error:
+        raise InputError(f"{config.path}: {error}") from error
+    ends = checkpoint.tokens("eos_token_id") if shape.decoder_layers else []
+    if ends and max(ends) >= shape.vocabulary_size:
+        said = checkpoint.generation.get("eos_token_id") is not None
+        path = checkpoint.generation.path if said else config.path
+        raise InputError(
+            f"{path}: eos_token_id must be below vocab_size, {shape.vocabulary_size}, found "
+            f"{max(ends)}; set it to the id of the token that ends a text"
+        )
+    tokenizer = TOKENIZERS[kind](checkpoint, shape)
+    if head is not None and head.task == "classify":
+        family, shape = _with_segments(family, shape, checkpoint, tokenizer)
+    if sentence is not None:
+        head = _cut(sentence, head, checkpoint, shape, tokenizer)
+        files = [*sentence.files, *files]
+    generation: dict[str, Any] = {}
+    ignored: dict[str, Any] = {}
+    if shape.decoder_layers:
+        if not ends:
+            ends = [tokenizer.special.eos_id]
+            notes.append(
+                f"no eos_token_id in {CONFIG}: outputs end with {ends[0]}, the tokenizer's"
+            )
+        elif (
+            checkpoint.generation.path.exists()
+            and checkpoint.generation.get("eos_token_id") is None
+        ):
+            notes.append(f"no eos_token_id in {GENERATION}: outputs end with that of {CONFIG}")
+        tokenizer.special = replace(tokenizer.special, more_ends=tuple(ends[1:]))
+        generation, ignored = generation_defaults(checkpoint, shape)
+    tensors = checkpoint.tensors()
+    if sentence is not None:
+        tensors = sentence.tensors(tensors)
+    if adapter is not None:
+        tensors = adapted(family, shape, tensors, adapter)
+    weights = convert_weights(family, shape, tensors, str(folder))
+    notes += [] if adapter is None else [adapter.describe()]
+    notes += [f"tokenizer: {note}" for note in checkpoint.notes]
+    unused = {
+        _relative(settings.path, folder): values
+        for settings in (*files, checkpoint.special_tokens)
+        if (values := settings.unread())
+    }
+    found = (kind, shape, weights, tokenizer, generation, ignored)
+    return Imported(*found, notes, unused, head)
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name
+
+
+def _with_segments(
+    family: Family, shape: ModelConfig, checkpoint: Checkpoint, tokenizer: AnyTokenizer
+) -> tuple[Family, ModelConfig]:
+    """Lets a model tell the two texts of a pair apart, if it was trained to.
+
+    Raises:
+        InputError: The tokenizer numbers the segments otherwise than by what ends the first one.
+    """
+    kinds = checkpoint.config.whole("type_vocab_size", 2) if family.segments else 0
+    if kinds < 2 or not any(checkpoint.segments):
+        return family, shape
+    special, found = tokenizer.special, checkpoint.segments
+    first = len(special.wrap(tokenizer.encode("a")))
+    if (
+        len(special.after) != 1
+        or special.between != special.after
+        or found != [0] * first + [1] * (len(found) - first)
+    ):
+        raise InputError(
+            f"{checkpoint.folder}: the tokenizer joins a pair as segments {found}, which cannot be "
+            "imported; supported: each text and what ends it is a segment"
+        )
+    table = {**family.table, family.segments: "segment_embedding.weight"}
+    shape = replace(shape, segments=kinds, segment_end=special.after[0])
+    return replace(family, table=table), shape
+
+
+def _cut(
+    sentence: SentenceModules,
+    head: HeadSettings | None,
+    checkpoint: Checkpoint,
+    shape: ModelConfig,
+    tokenizer: AnyTokenizer,
+) -> HeadSettings:
+    """Returns how texts are read, with the length that sentence-transformers cuts them to.
+
+    Raises:
+        InputError: Texts are lower-cased first, and the tokenizer does not do so; or a
+            cross-encoder has no head.
+    """
+    if head is None:
+        checkpoint.config.refuse(
+            "architectures", checkpoint.config.get("architectures"), "…ForSequenceClassification"
+        )
+    assert head is not None
+    if sentence.lower and tokenizer.encode("A É") != tokenizer.encode("a é"):
+        raise InputError(
+            f"{checkpoint.folder}: do_lower_case is true, but its tokenizer tells upper from lower "
+            "case, which cannot be imported; lower-case the texts, and set it to false"
+        )
+    longest = sentence.settings.longest or checkpoint.tokenizer.number("model_max_length", MOST)
+    rank = sentence.settings.rank
+    return replace(head, longest=int(min(longest, shape.max_positions)), rank=rank)
+
+
+def _of_toolkit(source: Source) -> Imported:
+    weights = convert_weights(source.family, source.config, source.tensors)
+    return Imported(
+        source.kind,
+        source.config,
+        weights,
+        source.tokenizer,
+        dict(source.generation),
+        dict(source.ignored),
+        (source.note,) if source.note else (),
+    )
+
+
+def import_checkpoint(
+    folder: Path,
+    out: Path,
+    *,
+    adapter: Path | None = None,
+    force: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+    show: Callable[[str, int, int], None] = lambda *state: None,
+) -> None:
+    """Imports a checkpoint as a run, which export accepts like a trained one.
+
+    Args:
+        folder: Folder that `save_pretrained` of transformers wrote, or of Marian or fairseq.
+        out: The run.
+        adapter: Folder of an adapter that PEFT wrote, merged into the weights.
+        force: Replace an existing run.
+        say: Receives the summary.
+        show: See `Converted.write`.
+
+    Raises:
+        InputError: As `read_checkpoint`; a tensor is not finite; or the run cannot be written.
+        UsageError: `out` is not empty and `force` is off, or it holds something else than a run.
+    """
+    run_folder.check_folder(out, force=force)
+    with staged_folder(out) as staged:  # before the long reading
+        imported = read_checkpoint(folder, adapter)
+        run.save_config(staged, imported.config, None, imported.generation, imported.head)
+        imported.tokenizer.save(staged)
+        with tensor_writer(staged / run.WEIGHTS, imported.weights.shapes) as file:
+            imported.weights.write(file, show)
+        own = {} if adapter is None else {"adapter": adapter}
+        run_folder.remember(staged, {"huggingface": folder} | own)
+        run_folder.check_folder(out, force=force)  # again, since the weights took their time
+        replace_folder(staged, out)
+    say(imported.to_text())

@@ -1,0 +1,245 @@
+"""Rotary positions of config.json: the rates that its scaling gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transferry.build_model.importing.huggingface.folder import Settings
+from transferry.build_model.model.layers import rotary_rates
+from transferry.runtime.errors import InputError
+from transferry.runtime.settings import shown
+
+# Kinds of scaling that are told apart by the length of a text, which a cache of keys cannot follow.
+# Within the first length they are those of every text.
+DYNAMIC, LONGROPE = "dynamic", "longrope"
+# Layers with a window, and others.
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions.
+
+    Attributes:
+        base: Base of the rates, theta.
+        rates: Radians per position of each pair of features that turns.
+        scale: Factor of the cosines and sines.
+        longest: Positions for which they hold.
+        plain: Whether the base says all.
+    """
+
+    base: float
+    rates: tuple[float, ...]
+    scale: float
+    longest: int
+    plain: bool
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields of ModelConfig."""
+        shape: dict[str, Any] = {"rotary_base": self.base, "max_positions": self.longest}
+        return (
+            shape
+            if self.plain
+            else shape | {"rotary_rates": self.rates, "rotary_scale": self.scale}
+        )
+
+
+def read_rotary(
+    config: Settings,
+    d_head: int,
+    longest: int,
+    *,
+    kind: str = FULL,
+    base: float = 10000.0,
+    base_key: str = "rope_theta",
+    share: float = 1.0,
+    share_key: str | None = None,
+    renamed: Mapping[str, str] | None = None,
+) -> Rotary:
+    """Reads rope_scaling, rope_parameters (since transformers 5) and what older files say outside.
+
+    Args:
+        config: config.json.
+        d_head: Width of a head.
+        longest: max_position_embeddings.
+        kind: The layers, where each kind of them has settings of its own.
+        base: Base where the file names none.
+        base_key: Its name outside.
+        share: Share of the features that turn, where the file names none.
+        share_key: Its name outside; without one, the model type turns all features.
+        renamed: Kinds of scaling that mean another one in this model type.
+
+    Raises:
+        InputError: A setting is unsupported.
+    """
+    found = _section(config, kind)
+    try:
+        base = found.number("rope_theta", config.number(base_key, base))
+        if share_key is not None:
+            share = found.number("partial_rotary_factor", config.number(share_key, share))
+        elif (part := found.number("partial_rotary_factor", share)) != share:
+            # transformers turns all features of such a type, or fails where they are scaled.
+            config.leave("partial_rotary_factor", part)
+        return _rotary(config, found, d_head, longest, base, share, renamed or {})
+    except (ArithmeticError, ValueError) as error:
+        raise InputError(
+            f"{config.path}: expected settings of rotary positions that can be computed, found "
+            f"{shown(found.values)}: {error}; correct them"
+        ) from error
+
+
+def _rotary(
+    config: Settings,
+    found: Settings,
+    d_head: int,
+    longest: int,
+    base: float,
+    share: float,
+    renamed: Mapping[str, str],
+) -> Rotary:
+    older = found.get("type", "default")
+    scaling = found.get("rope_type", older)
+    if not isinstance(scaling, str):
+        found.refuse("rope_type", scaling, "the name of a kind of scaling")
+    scaling = renamed.get(scaling, scaling)
+    width = int(d_head * share)
+    if not 0 < width <= d_head or base <= 1.0:
+        found.refuse("partial_rotary_factor", share, "a share of a head, and a base above 1")
+    rates, scale = [1.0 / base ** (even / width) for even in range(0, width, 2)], 1.0
+    if scaling not in SCALINGS and scaling not in ("default", DYNAMIC, LONGROPE):
+        found.refuse("rope_type", scaling, f"default, {DYNAMIC}, {LONGROPE}, {', '.join(SCALINGS)}")
+    found.get("finetuned")  # of YaRN's own files, and without effect here
+    if scaling == DYNAMIC:
+        config.leave("rope_scaling.factor", found.get("factor"))
+    original = longest
+    if scaling not in ("default", DYNAMIC, "linear"):
+        # Phi 3 says it outside, and that counts.
+        original = config.whole(
+            "original_max_position_embeddings",
+            found.whole("original_max_position_embeddings", longest),
+        )
+        found.get("original_max_position_embeddings")
+    if scaling == LONGROPE:
+        rates, scale = _longrope(rates, found, original, longest)
+        if original < longest:
+            kept = f"{longest:,}, of which {original:,} are kept"
+            config.leave("max_position_embeddings", kept)
+            longest = original
+    elif scaling in SCALINGS:
+        rates, scale = SCALINGS[scaling](rates, found, _Context(base, width, original, longest))
+    for name, value in found.unread().items():
+        found.refuse(name, value, f"nothing of that name with {scaling}")
+    plain = rates == rotary_rates(d_head, base) and scale == 1.0
+    return Rotary(base, tuple(rates), scale, longest, plain)
+
+
+def _section(config: Settings, kind: str) -> Settings:
+    """Returns the settings of a kind of layer; the older name counts where there are both."""
+    found: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        values = config.get(name, {})
+        if not isinstance(values, dict):
+            config.refuse(name, values, "null or an object")
+        found = values or found
+    own = found.get(kind, found)
+    return Settings(config.path, own if isinstance(own, dict) else {})
+
+
+@dataclass(frozen=True)
+class _Context:
+    base: float
+    width: int
+    original: int
+    longest: int
+
+
+def _linear(rates: list[float], found: Settings, context: _Context) -> tuple[list[float], float]:
+    """Positions divided by a factor (Chen et al. 2023)."""
+    factor = _factor(found)
+    return [rate / factor for rate in rates], 1.0
+
+
+def _llama3(rates: list[float], found: Settings, context: _Context) -> tuple[list[float], float]:
+    """Llama 3.1: long waves slowed down, short ones not, those between in proportion.
+
+    meta-llama/llama-models, models/llama3/model.py, apply_scaling.
+    """
+    factor = _factor(found)
+    low, high = found.number("low_freq_factor", 1.0), found.number("high_freq_factor", 4.0)
+    if high <= low:
+        found.refuse("high_freq_factor", high, f"more than low_freq_factor, {low}")
+
+    def scaled(rate: float) -> float:
+        turns = context.original * rate / (2 * math.pi)
+        smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
+        return (1 - smooth) * rate / factor + smooth * rate
+
+    return [scaled(rate) for rate in rates], 1.0
+
+
+def _yarn(rates: list[float], found: Settings, context: _Context) -> tuple[list[float], float]:
+    """YaRN (Peng et al. 2023), sections 3.2 to 3.4."""
+    factor = found.number("factor", context.longest / context.original)
+    fast, slow = found.number("beta_fast", 32.0), found.number("beta_slow", 1.0)
+    whole = found.flag("truncate", True)
+
+    def pair(turns: float) -> float:
+        """The pair of features that turns so often over the original length."""
+        length = context.original / (turns * 2 * math.pi)
+        return context.width * math.log(length) / (2 * math.log(context.base))
+
+    first, last = pair(fast or 32.0), pair(slow or 1.0)
+    if whole:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, context.width - 1)
+    last += 0.001 if first == last else 0
+    ramps = [min(1.0, max(0.0, (number - first) / (last - first))) for number in range(len(rates))]
+    scaled = [
+        rate / factor * ramp + rate * (1 - ramp) for rate, ramp in zip(rates, ramps, strict=True)
+    ]
+    scale = found.number("attention_factor", 0.0)
+    one, other = found.number("mscale", 0.0), found.number("mscale_all_dim", 0.0)
+    if not scale and one and other:
+        scale = _growth(factor, one) / _growth(factor, other)
+    return scaled, scale or _growth(factor)
+
+
+def _growth(factor: float, share: float = 1.0) -> float:
+    """Peng et al. (2023), eq. 22: 1 / sqrt(t) = 0.1 ln(s) + 1."""
+    return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _longrope(
+    rates: Sequence[float], found: Settings, original: int, longest: int
+) -> tuple[list[float], float]:
+    """LongRoPE (Ding et al. 2024) within the original length: each rate has a factor of its own."""
+    factors = found.get("short_factor")
+    found.get("long_factor")
+    if (
+        not isinstance(factors, list)
+        or len(factors) != len(rates)
+        or not all(type(each) in (int, float) and each > 0 for each in factors)
+    ):
+        found.refuse("short_factor", factors, f"{len(rates)} numbers above 0")
+    factor = found.number("factor", longest / max(1, original))
+    scale = found.number("attention_factor", 0.0)
+    if not scale:
+        scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return [rate / each for rate, each in zip(rates, factors, strict=True)], scale
+
+
+def _factor(found: Settings) -> float:
+    factor = found.number("factor", 0.0)
+    if factor <= 0:
+        found.refuse("factor", factor, "a number above 0")
+    return factor
+
+
+SCALINGS: dict[str, Callable[[list[float], Settings, _Context], tuple[list[float], float]]] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -1,0 +1,164 @@
+"""What the tables of model types are made of: a row for each tensor, and what becomes of it.
+
+In a table "#" stands for a layer's number and "*" for weight or bias. A value is the name of our
+tensor, a `Move` if the tensor changes, or `NoPlace` if our model has no such tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transferry.build_model.importing.huggingface.folder import Settings
+from transferry.build_model.importing.huggingface.rope import FULL, SLIDING
+from transferry.build_model.model.config import GATED, Activation, ModelConfig
+from transferry.runtime.bundle.head import HeadSettings
+
+
+@dataclass(frozen=True)
+class Move:
+    """A tensor that changes in the conversion.
+
+    Attributes:
+        ours: Names of our tensors, in order.
+        change: Converts their tensor to ours, which the shape of our model may determine.
+        adds: If the result is added to another tensor's: what it is, for the report.
+        turned: Whether their matrix is [in, out].
+    """
+
+    ours: tuple[str, ...]
+    change: Callable[[Tensor, ModelConfig], tuple[Tensor, ...]] = lambda tensor, config: (tensor,)
+    adds: str = ""
+    turned: bool = False
+
+
+@dataclass(frozen=True)
+class NoPlace:
+    """A tensor that our model does not have.
+
+    Attributes:
+        what: What it belongs to, for the report; empty for constants.
+    """
+
+    what: str = ""
+
+
+Table = Mapping[str, str | Move | NoPlace]
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """The head of a sequence or token classification.
+
+    Attributes:
+        fields: Fields of ModelConfig.
+        table: Our tensors by theirs.
+        settings: What it is for.
+    """
+
+    fields: Mapping[str, Any]
+    table: Table
+    settings: HeadSettings
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model type.
+
+    Attributes:
+        models: Models of this type, as people call them.
+        shape: Makes the ModelConfig from config.json and the names of all tensors.
+        table: Our tensors by theirs.
+        prefixes: Prefixes of the names, of which the first that fits is dropped.
+        computes: Tensors that a formula gives if the file lacks them.
+        classifier: Returns the head that config.json speaks of, None if it has none.
+        segments: Name of the vectors of segments; empty if the type does not tell them apart.
+    """
+
+    models: str
+    shape: Callable[[Settings, set[str]], ModelConfig]
+    table: Table
+    prefixes: tuple[str, ...]
+    computes: Callable[[ModelConfig], dict[str, Tensor]] = field(default=lambda config: {})
+    classifier: Callable[[Settings], Classifier | None] = field(default=lambda config: None)
+    segments: str = ""
+
+
+def conv1d(*ours: str) -> Move:
+    """Weight of GPT-2's Conv1D, `[in, out]`; may concatenate several matrices."""
+    return Move(ours, lambda tensor, config: tensor.t().tensor_split(len(ours)), turned=True)
+
+
+def first_row_into(ours: str, what: str) -> Move:
+    """Adds the first row to every row of our tensor."""
+    left_out = f"{what} (the first is in the {ours})"
+    return Move((ours,), lambda tensor, config: (tensor[:1],), left_out)
+
+
+def parts(sizes: Callable[[ModelConfig], list[int]], *ours: str) -> Move:
+    """Several matrices in one, the outputs of one after those of the other."""
+    return Move(ours, lambda tensor, config: torch.split(tensor, sizes(config)))
+
+
+def heads_of_three(*ours: str) -> Move:
+    """Queries, keys and values of one head after those of the other, as in GPT-NeoX."""
+
+    def change(tensor: Tensor, config: ModelConfig) -> tuple[Tensor, ...]:
+        by_head = tensor.reshape(config.heads, 3, config.d_head, *tensor.shape[1:])
+        return tuple(each.flatten(0, 1) for each in by_head.unbind(1))
+
+    return Move(ours, change)
+
+
+def without_first(count: int, ours: str) -> Move:
+    """Rows after the first few, which stand for positions that no token has."""
+    return Move((ours,), lambda tensor, config: (tensor[count:],))
+
+
+def flat(ours: str) -> Move:
+    """`[1, n]` to `[n]`."""
+    return Move((ours,), lambda tensor, config: (tensor.flatten(),))
+
+
+BUFFER = NoPlace()
+# The embedding of both sides, which nobody uses where each has its own.
+SHARED = "shared.weight"
+
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu-tanh",
+    "gelu_fast": "gelu-tanh",
+    "gelu_pytorch_tanh": "gelu-tanh",
+    "gelu_python_tanh": "gelu-tanh",
+    "gelu_accurate": "gelu-tanh",
+    "quick_gelu": "gelu-quick",
+    "silu": "swish",
+    "swish": "swish",
+}
+# Of the gate, where a third matrix is gated.
+GATES: dict[str, Activation] = {
+    name: unit for unit, gate in GATED.items() for name, ours in ACTIVATIONS.items() if ours == gate
+}
+
+
+def same_heads(config: Settings, name: str) -> None:
+    """Refuses another number of heads under the name that counts where there are both."""
+    if name in config.values:
+        config.only("num_attention_heads", config.whole(name))
+
+
+def layer_types(config: Settings, layers: int, default: list[bool]) -> list[bool]:
+    """Returns which layers have a window."""
+    types = config.get("layer_types")
+    if types is None:
+        return default
+    named = isinstance(types, list) and all(each in (SLIDING, FULL) for each in types)
+    if not named or len(types) != layers:
+        config.refuse("layer_types", types, f"{SLIDING} or {FULL} for each of {layers} layers")
+    return [kind == SLIDING for kind in types]

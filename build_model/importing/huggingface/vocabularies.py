@@ -1,0 +1,487 @@
+"""Tokenizers of checkpoints: GPT-2's as tiktoken ranks, others as the files of their library."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import jinja2
+import jinja2.nodes
+import msgspec
+
+from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder, encoder_only
+from transferry.build_model.importing.huggingface.folder import REMEDY, Checkpoint, Settings
+from transferry.build_model.importing.huggingface.tokenizer.fast_tokenizer import (
+    FastTokenizer,
+    added_tokens,
+    read_fast_tokenizer,
+)
+from transferry.build_model.importing.huggingface.tokenizer.table import TOKENIZER, require_files
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.train.vocabulary import byte_of_character
+from transferry.runtime.errors import InputError
+from transferry.runtime.io.documents import MOST_JSON, read_document
+from transferry.runtime.io.whole import MOST_BYTES, read_bytes
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, Tokenizer
+from transferry.runtime.tokenizer.chat import TEMPLATE_FILE, ChatTemplate
+from transferry.runtime.tokenizer.chat_worker import environment
+from transferry.runtime.tokenizer.patterns import GPT2_PATTERN
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens
+from transferry.runtime.tokenizer.third_party import (
+    HuggingFaceTokenizer,
+    SentencePiecePair,
+    SentencePieceTables,
+    SentencePieceTokenizer,
+    ThirdPartyTokenizer,
+    panics_as_errors,
+)
+
+PIECES = "tokenizer.model"
+M2M_PIECES = "sentencepiece.bpe.model"
+# Languages of M2M100Tokenizer, whose ids follow those of vocab.json.
+M2M_LANGUAGES = {
+    "m2m100": "af am ar ast az ba be bg bn br bs ca ceb cs cy da de el en es et fa ff fi fr fy ga "
+    "gd gl gu ha he hi hr ht hu hy id ig ilo is it ja jv ka kk km kn ko lb lg ln lo lt lv mg mk ml "
+    "mn mr ms my ne nl no ns oc or pa pl ps pt ro ru sd si sk sl so sq sr ss su sv sw ta th tl tn "
+    "tr uk ur uz vi wo xh yi yo zh zu",
+    "wmt21": "en ha is ja cs ru zh de",
+}
+
+
+@dataclass(frozen=True)
+class LanguageClass:
+    """A tokenizer class of transformers that marks a source with a token of its language.
+
+    Attributes:
+        pattern: What names of languages look like.
+        default: The source's language where the folder names none.
+        after: Whether the token comes after the end token, and not before the text.
+        begins: Whether an answer's language is its begin token (Liu et al. 2020, section 2.2).
+        legacy: Whether `legacy_behaviour` puts the token after the end token.
+    """
+
+    pattern: str
+    default: str
+    after: bool = False
+    begins: bool = False
+    legacy: bool = False
+
+
+LANGUAGE_CLASSES = {
+    "NllbTokenizer": LanguageClass(r"[a-z]{3}_[A-Z][a-z]{3}", "eng_Latn", legacy=True),
+    "MBartTokenizer": LanguageClass(r"[a-z]{2}_[A-Z]{2}", "en_XX", after=True, begins=True),
+    "MBart50Tokenizer": LanguageClass(r"[a-z]{2}_[A-Z]{2}", "en_XX"),
+    "M2M100Tokenizer": LanguageClass(r"[a-z]{2,3}", "en"),
+}
+# Classes where the folder names none.
+OF_LANGUAGES = {"m2m_100": "M2M100Tokenizer", "mbart": "MBartTokenizer"}
+
+
+class NamedTemplate(msgspec.Struct):
+    """One of several chat templates in tokenizer_config.json."""
+
+    name: str
+    template: str
+
+
+def marian_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
+    """Two SentencePiece models and a table of ids, or one of each side."""
+    settings, folder = checkpoint.tokenizer, checkpoint.folder
+    eos, pad = checkpoint.token("eos_token_id"), checkpoint.token("pad_token_id")
+    begin, end = checkpoint.token("decoder_start_token_id"), eos
+    kind: type[SentencePiecePair] = SentencePiecePair
+    if settings.flag("separate_vocabs", False):
+        kind = SentencePieceTables
+        path = folder / "vocab.json"
+        table = read_document(path, dict[str, int], REMEDY, most=MOST_BYTES)
+        named = str(settings.get("eos_token", "</s>"))
+        if (end := table.get(named, -1)) < 0:
+            raise InputError(f"{path}: expected an id of the end token {named}, found none")
+        if (largest := max(pad, *table.values())) >= config.source_vocabulary:
+            raise InputError(
+                f"{path}: expected ids below {config.source_vocabulary}, as many as the encoder "
+                f"embeds, found {largest}; {REMEDY}"
+            )
+    special = SpecialTokens(pad_id=pad, bos_id=begin, eos_id=eos, after=(end,))
+    require_files(folder, *kind.names)
+    files = {name: read_bytes(folder / name) for name in kind.names}
+    settings.only("sp_model_kwargs", {})
+    return _cleaning(settings, _third_party(kind, files, special, config, str(folder)))
+
+
+def _cleaning(settings: Settings, tokenizer: AnyTokenizer) -> AnyTokenizer:
+    assert isinstance(tokenizer, SentencePiecePair)
+    tokenizer.cleans = settings.flag("clean_up_tokenization_spaces", False)
+    return tokenizer
+
+
+def sequence_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
+    """tokenizer.json of an encoder-decoder; it puts the source's language where there is one."""
+    eos = checkpoint.token("eos_token_id")
+    begin = checkpoint.token("decoder_start_token_id", checkpoint.token("bos_token_id", eos))
+    special = SpecialTokens(checkpoint.token("pad_token_id", eos), begin, eos, after=())
+    name = OF_LANGUAGES.get(str(checkpoint.config.get("model_type")))
+    if name is not None:
+        declared = checkpoint.config.get("tokenizer_class", name)
+        name = str(checkpoint.tokenizer.get("tokenizer_class", declared)).removesuffix("Fast")
+    if name == "M2M100Tokenizer" and not (checkpoint.folder / TOKENIZER).exists():
+        require_files(checkpoint.folder, M2M_PIECES)
+    if name == "M2M100Tokenizer" and (checkpoint.folder / M2M_PIECES).exists():
+        return _m2m_tokenizer(checkpoint, special, config)
+    found = _read(checkpoint, config)
+    tokenizer = _unchanged(found, special, config, str(checkpoint.folder))
+    if name in LANGUAGE_CLASSES and name != "M2M100Tokenizer":
+        kind, ids = LANGUAGE_CLASSES[name], found.tokenizer.get_vocab()
+        named = [text for text in sorted(ids, key=ids.get) if re.fullmatch(kind.pattern, text)]
+        languages = {text: ids[text] for text in named}
+        end = found.id_of("eos_token")
+        tokenizer.special = _with_languages(checkpoint, tokenizer.special, kind, languages, end)
+    return tokenizer
+
+
+def _with_languages(
+    checkpoint: Checkpoint,
+    special: SpecialTokens,
+    kind: LanguageClass,
+    ids: Mapping[str, int],
+    end: int | None = None,
+) -> SpecialTokens:
+    """Adds a table of languages, and the tokens around a source in its own language.
+
+    Args:
+        checkpoint: The folder.
+        special: The special tokens so far.
+        kind: The class of the tokenizer.
+        ids: Id of each language.
+        end: End of a source. Default: that of an output.
+    """
+    settings, eos = checkpoint.tokenizer, special.eos_id if end is None else end
+    source = settings.get("src_lang", kind.default)
+    if not isinstance(source, str) or source not in ids:
+        settings.refuse("src_lang", source, ", ".join(ids))
+    after = kind.after or (kind.legacy and settings.flag("legacy_behaviour", False))
+    checkpoint.notes.append(
+        f"{len(ids)} languages, sources in {source}; others with --source-language and "
+        "--target-language"
+    )
+    return dataclasses.replace(
+        special,
+        before=() if after else (ids[source],),
+        after=(eos, ids[source]) if after else (eos,),
+        languages=ids,
+        begins_with_language=kind.begins,
+    )
+
+
+def _m2m_tokenizer(
+    checkpoint: Checkpoint, special: SpecialTokens, config: ModelConfig
+) -> AnyTokenizer:
+    """A SentencePiece model and a table of ids, whose last are those of languages."""
+    folder = checkpoint.folder
+    path = folder / "vocab.json"
+    table = read_document(path, dict[str, int], REMEDY, most=MOST_BYTES)
+    names = checkpoint.tokenizer.choice("language_codes", M2M_LANGUAGES, "m2m100")
+    languages = {name: len(table) + number for number, name in enumerate(names.split())}
+    special = _with_languages(checkpoint, special, LANGUAGE_CLASSES["M2M100Tokenizer"], languages)
+    checkpoint.tokenizer.get("num_madeup_words")  # ids without text
+    checkpoint.tokenizer.only("sp_model_kwargs", {})
+    table |= {f"__{name}__": number for name, number in languages.items()}
+    pieces = read_bytes(folder / M2M_PIECES, MOST_BYTES)
+    files = {"source.spm": pieces, "target.spm": pieces}
+    files["vocab.json"] = json.dumps(table, ensure_ascii=False).encode()
+    made = _third_party(SentencePiecePair, files, special, config, str(folder))
+    return _cleaning(checkpoint.tokenizer, made)
+
+
+def decoder_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
+    """The tokenizer of a decoder-only model: of GPT-2 as tiktoken ranks where they are equal."""
+    folder = checkpoint.folder
+    if not (folder / TOKENIZER).exists() and (folder / PIECES).exists():
+        return _sentencepiece(checkpoint, config)
+    found = _read(checkpoint, config)
+    special = found.special()
+    eos = checkpoint.token("eos_token_id", found.id_of("eos_token"))
+
+    def other(name: str) -> int:
+        # Ids that are text to the tokenizer stay text: nobody reads padding.
+        token = checkpoint.token(f"{name}_token_id", eos)
+        return token if token in special else eos
+
+    tokens = SpecialTokens(pad_id=other("pad"), bos_id=other("bos"), eos_id=eos, after=())
+    tokenizer = _unchanged(found, tokens, config, str(folder))
+    tokenizer = _as_ranks(found, tokenizer, str(folder)) or tokenizer
+    tokenizer.chat = _chat(checkpoint, found)
+    return tokenizer
+
+
+def _chat(checkpoint: Checkpoint, found: FastTokenizer) -> ChatTemplate | None:
+    """The default chat template, with the tokens that count as such only where it writes them."""
+    templates = _chat_templates(checkpoint)
+    if not templates:
+        return None
+    (origin, source), others = templates.pop("default", ("", "")), ", ".join(sorted(templates))
+    if others:
+        checkpoint.notes.append(f"chat templates left out, not being the default: {others}")
+    if not source:
+        return None
+    try:
+        tree = environment().parse(source)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise InputError(
+            f"{origin}: expected a chat template for jinja2, found an error: {error}; correct it"
+        ) from error
+    written = [node.data for node in tree.find_all(jinja2.nodes.TemplateData)]
+    constants = tree.find_all(jinja2.nodes.Const)
+    written += [node.value for node in constants if isinstance(node.value, str)]
+    listed = checkpoint.tokenizer.get("chat_control_tokens")
+    control = {
+        token.content: number
+        for number, token in found.tokenizer.get_added_tokens_decoder().items()
+        # Not white space, such as Gemma's line break, which templates write as text.
+        if token.special
+        or (
+            any(token.content in text for text in written) and not token.content.isspace()
+            if listed is None
+            else token.content in listed
+        )
+    }
+    checkpoint.notes.append("chat template kept for --chat and --messages")
+    return ChatTemplate(source, found.named, control)
+
+
+def _chat_templates(checkpoint: Checkpoint) -> dict[str, tuple[str, str]]:
+    """Returns file and source of each chat template; files take precedence, as in transformers."""
+    folder, settings = checkpoint.folder, checkpoint.tokenizer
+    files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (path := folder / TEMPLATE_FILE).exists():
+        files["default"] = path
+    if files:
+        return {name: (str(path), _source(path)) for name, path in files.items()}
+    found = settings.get("chat_template", [])
+    if isinstance(found, str):
+        found = [{"name": "default", "template": found}]
+    try:
+        named = msgspec.convert(found, list[NamedTemplate])
+    except msgspec.ValidationError:
+        settings.refuse("chat_template", found, "a text, or a list of names and templates")
+    return {each.name: (str(settings.path), each.template) for each in named}
+
+
+def _source(path: Path) -> str:
+    try:
+        return read_bytes(path, MOST_JSON).decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 ({error}); restore the file") from error
+
+
+def _read(checkpoint: Checkpoint, config: ModelConfig) -> FastTokenizer:
+    """A tokenizer whose ids the model has; the model may have more.
+
+    Raises:
+        InputError: A text may give an id that the model lacks.
+    """
+    found = read_fast_tokenizer(checkpoint)
+    try:
+        found = found.below(config.vocabulary_size)
+    except InputError as error:
+        raise InputError(f"{checkpoint.folder}: {error}") from error
+    checkpoint.notes += found.notes
+    return found
+
+
+def _as_ranks(found: FastTokenizer, tokenizer: AnyTokenizer, origin: str) -> AnyTokenizer | None:
+    """Returns a byte-level BPE that splits text as GPT-2 does as tiktoken ranks, if it can be."""
+    record = json.loads(found.tokenizer.to_str())
+    model, splitting = record["model"], record["pre_tokenizer"] or {}
+    expected = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    if (
+        model["type"] != "BPE"
+        or expected != {name: splitting.get(name) for name in expected}
+        or record["normalizer"]
+        or not all(token["special"] for token in record["added_tokens"])
+        # In a chat, such tokens take blanks away beside them.
+        or any(token["lstrip"] or token["rstrip"] for token in record["added_tokens"])
+    ):
+        return None
+    try:
+        ranks, first = ranks_of(model["vocab"], model["merges"], origin)
+        ordinary = set(range(first, first + len(ranks)))
+        if set(model["vocab"].values()) - ordinary - found.special():
+            return None  # a token that no text gives, and that has text
+        return Tokenizer(
+            "gpt2",
+            GPT2_PATTERN,
+            ranks,
+            special=tokenizer.special,
+            first_ordinary_id=first,
+            vocabulary_size=tokenizer.vocabulary_size,
+        )
+    except InputError:
+        return None
+
+
+def ranks_of(
+    vocabulary: Mapping[str, int], merges: Sequence[Sequence[str]], origin: str
+) -> tuple[dict[bytes, int], int]:
+    """Converts ids and merges to tiktoken's ranks, if both split every text alike.
+
+    tiktoken has no merges: it joins any two neighbours that form a token, lowest rank first. The
+    result is the same if ids ascend in the order of the merges and every token is reached by its
+    own merge; both are checked.
+
+    Returns:
+        The ranks, and the id of rank 0.
+
+    Raises:
+        InputError: tiktoken would split text differently.
+    """
+    byte_of = byte_of_character()
+    order = [*byte_of, *("".join(merge) for merge in merges)]
+    try:
+        ids = [vocabulary[token] for token in order]
+        tokens = [bytes(byte_of[character] for character in token) for token in order]
+    except KeyError as error:
+        raise InputError(
+            f"{origin}: expected a vocabulary with all 256 bytes and a token for each merge, "
+            f"found no {error}"
+        ) from error
+    first = min(ids)
+    # The bytes may have any order, as long as they come first.
+    if sorted(ids[:256]) + ids[256:] != list(range(first, first + len(ids))):
+        raise InputError(
+            f"{origin}: expected ids in the order of the merges, found another order; the ids "
+            "cannot serve as ranks"
+        )
+    ranks = {token: number - first for token, number in zip(tokens, ids, strict=True)}
+    for token, (left, right) in zip(tokens[256:], merges, strict=True):
+        pieces = _joined(token, ranks)
+        if [len(piece) for piece in pieces] != [len(left), len(right)]:
+            raise InputError(
+                f"{origin}: expected the merge {left} {right} to lead to its token, found {pieces} "
+                "before; tiktoken would split text differently"
+            )
+    return ranks, first
+
+
+def _joined(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
+    """BPE of a token by the ranks below its own."""
+    pieces = [token[place : place + 1] for place in range(len(token))]
+    while True:
+        pairs = [ranks.get(left + right, len(ranks)) for left, right in pairwise(pieces)]
+        lowest = min(pairs, default=len(ranks))
+        if lowest >= ranks[token]:
+            return pieces
+        place = pairs.index(lowest)
+        pieces[place : place + 2] = [pieces[place] + pieces[place + 1]]
+
+
+def _sentencepiece(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
+    """tokenizer.model, as SentencePiece reads it, which no other token can be added to."""
+    settings, path = checkpoint.tokenizer, checkpoint.folder / PIECES
+    eos = checkpoint.token("eos_token_id")
+    bos = checkpoint.token("bos_token_id", eos)
+    special = SpecialTokens(
+        checkpoint.token("pad_token_id", eos),
+        bos,
+        eos,
+        before=(bos,) if settings.flag("add_bos_token", False) else (),
+        after=(eos,) if settings.flag("add_eos_token", False) else (),
+    )
+    files = dict.fromkeys(SentencePieceTokenizer.names, read_bytes(path, MOST_BYTES))
+    tokenizer = _third_party(SentencePieceTokenizer, files, special, config, str(path))
+    assert isinstance(tokenizer, SentencePieceTokenizer)
+    if others := [text for text, token in added_tokens(checkpoint) if token >= tokenizer.pieces]:
+        raise InputError(
+            f"{path} cannot hold the added token {others[0]!r}; make a tokenizer.json: "
+            f"AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
+    if _chat_templates(checkpoint):
+        checkpoint.notes.append(f"chat template left out: it needs a {TOKENIZER}")
+    checkpoint.notes.append(
+        f"{PIECES} as SentencePiece reads it; transformers 5 may treat blanks at the beginning of "
+        "a text otherwise"
+    )
+    return tokenizer
+
+
+def bert_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
+    """tokenizer.json, or one made from vocab.txt."""
+    found = _read(checkpoint, config)
+
+    def token(name: str) -> int:
+        if (token := found.id_of(f"{name}_token")) is None:
+            text = found.named.get(f"{name}_token", f"[{name.upper()}]")
+            raise InputError(
+                f"{checkpoint.folder}: expected the {name} token {text!r} in the vocabulary, found "
+                f"none; {REMEDY}"
+            )
+        return token
+
+    special = SpecialTokens(
+        pad_id=token("pad"),
+        bos_id=token("cls"),
+        eos_id=token("sep"),
+        mask_id=token("mask") if config.output_transform else None,
+        after=(),
+    )
+    tokenizer = _unchanged(found, special, config, str(checkpoint.folder))
+    plain, special = tokenizer.encode("a"), tokenizer.special
+    pair = found.tokenizer.encode("a", "a")
+    first, second = [*special.before, *plain], [*plain, *special.after]
+    between = pair.ids[len(first) : len(pair.ids) - len(second)]
+    if between and pair.ids == [*first, *between, *second]:
+        tokenizer.special = dataclasses.replace(special, between=tuple(between))
+        checkpoint.segments = pair.type_ids if found.segments else []
+    return tokenizer
+
+
+def _unchanged(
+    found: FastTokenizer, special: SpecialTokens, config: ModelConfig, origin: str
+) -> AnyTokenizer:
+    """A tokenizer.json; the tokens that it puts around a text are found by encoding one."""
+    files = dict.fromkeys(HuggingFaceTokenizer.names, found.content)
+    plain = _third_party(HuggingFaceTokenizer, files, special, config, origin).encode("a")
+    found.tokenizer.no_truncation()
+    found.tokenizer.no_padding()
+    try:
+        with panics_as_errors():
+            whole = found.tokenizer.encode("a").ids
+    except ValueError as error:
+        raise InputError(
+            f"{origin}: expected a tokenizer that encodes texts, found another: {error}; {REMEDY}"
+        ) from error
+    for start in range(len(whole) - len(plain) + 1):
+        end = start + len(plain)
+        if plain and whole[start:end] == plain:
+            before, after = tuple(whole[:start]), tuple(whole[end:])
+            special = dataclasses.replace(special, before=before, after=after)
+            return _third_party(HuggingFaceTokenizer, files, special, config, origin)
+    raise InputError(
+        f"{origin}: expected the tokens {plain} of 'a' within special tokens, found {whole}"
+    )
+
+
+def _third_party(
+    kind: type[ThirdPartyTokenizer],
+    files: Mapping[str, bytes],
+    special: SpecialTokens,
+    config: ModelConfig,
+    origin: str,
+) -> AnyTokenizer:
+    try:
+        return kind(files, special, config.vocabulary_size)
+    except InputError as error:
+        raise InputError(f"{origin}: {error}") from error
+
+
+TOKENIZERS: Mapping[str, Callable[[Checkpoint, ModelConfig], AnyTokenizer]] = {
+    **dict.fromkeys(encoder_decoder.FAMILIES, sequence_tokenizer),
+    "marian": marian_tokenizer,
+    **dict.fromkeys(encoder_only.FAMILIES, bert_tokenizer),
+    **dict.fromkeys(decoder_only.FAMILIES, decoder_tokenizer),
+}

@@ -1,0 +1,333 @@
+"""Conversion of tensors by a family's table; errors name the tensor.
+
+Everything but the numbers is checked before any of them is read, and then one tensor at a time
+goes from file to file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from transferry.build_model.checkpoint import STORED, is_finite
+from transferry.build_model.importing.formats.lora import AdaptedTensors, Adapter
+from transferry.build_model.importing.formats.tensors import FLOATING, Tensors, meta
+from transferry.build_model.importing.huggingface.tables import (
+    BUFFER,
+    SHARED,
+    Family,
+    Move,
+    NoPlace,
+    Table,
+)
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.transformer import Transformer
+from transferry.runtime.errors import InputError
+
+# Names in the first versions of BERT.
+OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
+# Constants that versions of transformers have saved in models of any type.
+CONSTANTS = ("embeddings.position_ids", "embeddings.token_type_ids", "rotary_emb.inv_freq")
+# Parts of a quantised matrix, where config.json does not say that it is one.
+QUANTISED = (".qweight", ".qzeros", ".g_idx", ".SCB", ".weight_scale", ".absmax")
+# What a file may lack.
+FORMULAS = {"positions": "positions", "output_bias": "output bias (zeros)"}
+
+
+class Written(Protocol):
+    """Where tensors go: a dictionary, or a file."""
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        """Takes a tensor."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Returns a tensor that was taken."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What becomes of one of their tensors: our names, and how it changes."""
+
+    move: Move
+    ours: tuple[str, ...]
+
+
+@dataclass
+class Converted:
+    """Tensors of a checkpoint, converted when they are written.
+
+    Attributes:
+        shapes: Our tensors by name, without numbers, of the types that they are stored in: as in
+            the checkpoint where that is float32, bfloat16 or float16, else float32.
+        left_out: Count of numbers that have no place, by what they belong to.
+        computed: Count of numbers that a formula gives, not the file, by what they belong to.
+    """
+
+    tensors: Tensors
+    config: ModelConfig
+    shapes: dict[str, Tensor] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
+    computed: dict[str, int] = field(default_factory=dict)
+    _steps: dict[str, _Step] = field(default_factory=dict)
+    _formulas: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of our model."""
+        return sum(tensor.numel() for tensor in self.shapes.values())
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """All tensors, in memory.
+
+        Raises:
+            InputError: As `write`.
+        """
+        state: dict[str, Tensor] = {}
+        self.write(state)
+        # Not the pages of a file that may change.
+        return {name: tensor.clone() for name, tensor in state.items()}
+
+    def leave_out(self, what: str, tensor: Tensor) -> None:
+        """Counts a tensor that has no place."""
+        self.left_out[what] = self.left_out.get(what, 0) + tensor.numel()
+
+    def write(
+        self, out: Written, show: Callable[[str, int, int], None] = lambda *state: None
+    ) -> None:
+        """Reads, converts and hands on one tensor after the other.
+
+        Args:
+            out: Receives each tensor under its new name.
+            show: Called after each with the phase, the tensors done and the tensors in total.
+
+        Raises:
+            InputError: A tensor is not finite, or two that must be equal differ.
+        """
+        for ours, tensor in self._formulas.items():
+            out[ours] = tensor
+        came_from: dict[str, str] = {}
+        # What is added to another comes after it.
+        names = sorted(self._steps, key=lambda name: bool(self._steps[name].move.adds))
+        for number, name in enumerate(names):
+            show("copying tensors", number, len(names))
+            step, tensor = self._steps[name], self.tensors.read(name)
+            for ours, piece in zip(
+                step.ours, _changed(step.move, tensor, self.config), strict=True
+            ):
+                kept = piece.to(self.shapes[ours].dtype)
+                if not is_finite(kept):
+                    raise InputError(
+                        f"{self.tensors.origin}: expected finite numbers in the tensor {name}, "
+                        "found NaN or infinity; the file is damaged, or the training failed"
+                    )
+                if step.move.adds:
+                    out[ours] = out[ours] + kept
+                elif ours not in came_from:
+                    out[ours], came_from[ours] = kept.contiguous(), name
+                elif not torch.equal(out[ours], kept):
+                    raise InputError(
+                        f"{self.tensors.origin}: expected equal tensors {came_from[ours]} and "
+                        f"{name}, but they differ; only models that share them can be imported"
+                    )
+        show("copying tensors", len(names), len(names))
+
+
+def convert_weights(
+    family: Family, config: ModelConfig, tensors: Tensors, origin: str = ""
+) -> Converted:
+    """Plans the conversion of a checkpoint to the state of our model.
+
+    Args:
+        family: Table of the conversion.
+        config: Shape of our model.
+        tensors: Tensors of any floating type. float64 is rounded to float32.
+        origin: Name of the checkpoint for errors.
+
+    Raises:
+        InputError: A tensor is unknown, missing, of another shape or not floating.
+    """
+    origin = origin or tensors.origin
+    expected = _shapes(config)
+    converted = Converted(tensors, config)
+    quantised = [name for name in tensors.shapes if name.endswith(QUANTISED)]
+    for name, tensor in tensors.shapes.items():
+        plain = _without(family.prefixes, name)
+        if plain == SHARED and config.source_vocabulary_size:
+            converted.leave_out("embedding that neither side uses", tensor)
+            continue
+        move, layer = _place(family.table, plain)
+        if move is None:
+            if quantised:
+                raise _is_quantised(origin, f"the tensor {quantised[0]}")
+            raise InputError(
+                f"{origin}: the tensor {name} is unknown; it belongs to another model than that of "
+                "config.json, or to a head that cannot be imported"
+            )
+        if isinstance(move, NoPlace):
+            if move.what:
+                converted.leave_out(move.what, tensor)
+            continue
+        if tensor.dtype not in FLOATING:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise _is_quantised(origin, f"{kind} in the tensor {name}")
+        pieces = _pieces(move, layer, tensor, config)
+        for ours, piece in pieces:
+            if ours not in expected:
+                raise InputError(
+                    f"{origin}: the tensor {name} has no place in the model of config.json; take "
+                    "both from one checkpoint"
+                )
+            shape = [1, *expected[ours][1:]] if move.adds else expected[ours]
+            if list(piece.shape) != shape:
+                raise InputError(
+                    f"{origin}: the tensor {name} of shape {list(tensor.shape)} does not fit: by "
+                    f"config.json {ours} must have the shape {shape}, found {list(piece.shape)}"
+                )
+            kept = tensor.dtype if tensor.dtype in STORED and not move.adds else torch.float32
+            known = converted.shapes.get(ours)
+            # A sum, or one of two types, is float32.
+            same = known is None or known.dtype == kept
+            converted.shapes[ours] = meta(expected[ours], kept if same else torch.float32)
+        if move.adds:
+            converted.leave_out(move.adds, tensor)
+        converted._steps[name] = _Step(move, tuple(ours for ours, _ in pieces))
+    for ours, tensor in family.computes(config).items():
+        if ours not in converted.shapes:
+            converted.shapes[ours] = meta(tensor.shape, tensor.dtype)
+            converted._formulas[ours] = tensor
+            what = FORMULAS.get(ours, "norms (ones and zeros)")
+            converted.computed[what] = converted.computed.get(what, 0) + tensor.numel()
+    _require_all(family, expected, converted, origin)
+    return converted
+
+
+def adapted(family: Family, config: ModelConfig, tensors: Tensors, adapter: Adapter) -> Tensors:
+    """Merges an adapter into a checkpoint's tensors.
+
+    Raises:
+        InputError: The adapter belongs to another model, or changes one of two weights that the
+            model shares.
+    """
+
+    def move_of(name: str) -> Move | NoPlace | None:
+        return _place(family.table, _without(family.prefixes, name))[0]
+
+    def turned(name: str) -> bool:
+        move = move_of(name)
+        # Norms and biases of such a layer are in the same row of the table.
+        return isinstance(move, Move) and move.turned and name.endswith("weight")
+
+    merged = AdaptedTensors(tensors, adapter, lambda name: _without(family.prefixes, name), turned)
+    shared = [
+        name
+        for name in merged.touched
+        if isinstance(move := move_of(name), Move)
+        and set(move.ours) & {"embedding.weight", "output.weight"}
+    ]
+    if config.tied and len(shared) == 1:
+        raise InputError(
+            f"{adapter.tensors.origin}: it changes {shared[0]}, which the model shares between "
+            "embedding and output, and not the other; only models that share them can be imported"
+        )
+    return merged
+
+
+def _is_quantised(origin: str, found: str) -> InputError:
+    return InputError(
+        f"{origin}: expected floating-point weights, found {found}: they are quantised. Import the "
+        "checkpoint from before the quantisation"
+    )
+
+
+def _require_all(
+    family: Family, expected: Mapping[str, list[int]], converted: Converted, origin: str
+) -> None:
+    made = {
+        ours for step in converted._steps.values() if not step.move.adds for ours in step.ours
+    } | converted._formulas.keys()
+    missing = [_theirs(family, ours) for ours in expected if ours not in made]
+    missing += [
+        name
+        for name, place in family.table.items()
+        if isinstance(place, Move) and place.adds and place.adds not in converted.left_out
+    ]
+    if missing:
+        more = f" and {len(missing) - 1} more are" if missing[1:] else " is"
+        raise InputError(
+            f"{origin}: the tensor {missing[0]}{more} missing; the file is cut short, or of "
+            "another model than that of config.json"
+        )
+
+
+def _shapes(config: ModelConfig) -> dict[str, list[int]]:
+    """Name and shape of each tensor of our model, without allocating it."""
+    with torch.device("meta"):
+        state = Transformer(config).state_dict()
+    return {name: list(tensor.shape) for name, tensor in state.items()}
+
+
+def _place(table: Table, name: str) -> tuple[Move | NoPlace | None, dict[str, str]]:
+    """Table entry of a tensor, and the values of its "#" and "*"."""
+    if name.endswith(CONSTANTS):
+        return BUFFER, {}
+    for old, new in OLD_NAMES.items():
+        if name.endswith(old):
+            name = name.removesuffix(old) + new
+    layer = re.search(r"\.(\d+)\.", name)
+    ending = re.search(r"\.(weight|bias)$", name)
+    meaning = {"#": layer[1] if layer else "#", "*": ending[1] if ending else "*"}
+    pattern = re.sub(r"\.\d+\.", ".#.", name, count=1)
+    place = table.get(pattern)
+    if place is None and ending:
+        place = table.get(pattern.removesuffix(ending[1]) + "*")
+    return (Move((place,)) if isinstance(place, str) else place), meaning
+
+
+def _without(prefixes: Iterable[str], name: str) -> str:
+    return next((name.removeprefix(each) for each in prefixes if name.startswith(each)), name)
+
+
+def _pieces(
+    move: Move, meaning: dict[str, str], tensor: Tensor, config: ModelConfig
+) -> list[tuple[str, Tensor]]:
+    """Our tensors from one of theirs; one of an unexpected shape is unchanged and fails later."""
+    names = [ours.replace("#", meaning["#"]).replace("*", meaning["*"]) for ours in move.ours]
+    shared = ["output.weight"] if config.tied else []
+    shared += [] if config.source_vocabulary_size else ["source_embedding.weight"]
+    names = ["embedding.weight" if name in shared else name for name in names]
+    if tensor.dim() not in (1, 2):
+        return [(names[0], tensor)]
+    try:
+        return list(zip(names, _changed(move, tensor, config), strict=True))
+    except (RuntimeError, ValueError):  # of another size than that of config.json
+        return [(names[0], tensor)]
+
+
+def _changed(move: Move, tensor: Tensor, config: ModelConfig) -> tuple[Tensor, ...]:
+    return tuple(move.change(tensor, config))
+
+
+def _theirs(family: Family, ours: str) -> str:
+    """Their name of one of our tensors."""
+    for pattern, place in family.table.items():
+        for candidate in _our_patterns(place):
+            expression = re.escape(candidate).replace("\\#", r"(?P<layer>\d+)")
+            expression = expression.replace("\\*", "(?P<ending>weight|bias)")
+            if match := re.fullmatch(expression, ours):
+                found = match.groupdict()
+                return pattern.replace("#", found.get("layer") or "#").replace(
+                    "*", found.get("ending") or "*"
+                )
+    return f"of our {ours}"
+
+
+def _our_patterns(place: str | Move | NoPlace) -> tuple[str, ...]:
+    if isinstance(place, str):
+        return (place,)
+    return place.ours if isinstance(place, Move) else ()

@@ -1,0 +1,354 @@
+"""Transformers that Marian trained: model.npz with its options, vocabularies beside it.
+
+Names and formulas are those of github.com/marian-nmt/marian-dev, src/models/transformer.h. A target
+begins with a zero vector in place of a token's embedding; here that is one more row of the
+vocabulary, which no search may choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from transferry.build_model.importing.formats.arrays import ArrayFile
+from transferry.build_model.importing.huggingface.folder import Settings
+from transferry.build_model.importing.huggingface.tables import Family, Move, Table, flat
+from transferry.build_model.importing.toolkits.source import UNKNOWN, Source, pair, split_at_blanks
+from transferry.build_model.model.config import Activation, ModelConfig
+from transferry.runtime.errors import InputError, UsageError, install_command
+from transferry.runtime.io.whole import read_bytes
+from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, SpecialTokens
+from transferry.runtime.tokenizer.third_party import SentencePieceTokenizer
+
+END = "</s>"
+OPTIONS = "special:model.yml"
+_MOST_OPTIONS = 1 << 20
+# Marian computes sinusoids of any position; ours are a table.
+LONGEST = 1024
+# Logit of the row that begins a target: of no weight beside any other, and small enough for every
+# type of numbers.
+NEVER = -100.0
+_ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "swish": "swish", "gelu": "gelu-quick"}
+# Options that must have one value, where they are given.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "transformer-decoder-autoreg": ("self-attention",),
+    "transformer-postprocess-emb": ("d", ""),
+    "transformer-attention-mask": ("default",),
+    "transformer-ffn-depth": (2,),
+    "transformer-decoder-ffn-depth": (0, 2),
+    "transformer-tied-layers": ([],),
+    "lemma-dim-emb": (0,),
+    "lemma-dependency": ("",),
+    "input-types": ([],),
+    **dict.fromkeys(
+        (
+            *("right-left", "transformer-alibi-trainable", "transformer-no-affine", "ulr"),
+            *("transformer-disable-position-embeddings", "transformer-no-bias"),
+            *("transformer-no-projection", "transformer-pool"),
+        ),
+        (False,),
+    ),
+}
+# Options that change nothing here: of the training, or of layers that are ruled out above.
+_NOT_NEEDED = (
+    *("transformer-aan-", "transformer-dim-aan", "transformer-dropout", "transformer-rnn-"),
+    *("transformer-guided-alignment-layer", "transformer-depth-scaling", "transformer-flat"),
+    *("transformer-train-position", "transformer-alibi-shift"),
+)
+_SEARCH = ("beam-size", "normalize", "word-penalty", "max-length-factor")
+
+
+def read_marian(folder: Path) -> Source:
+    """Reads a folder with a model of Marian's.
+
+    Raises:
+        InputError: A file is missing or damaged, or an option is unsupported.
+        UsageError: The tokenizer's library, or PyYAML, is not installed.
+    """
+    decoding = _decoding(folder)
+    path = _model(folder, decoding)
+    arrays = ArrayFile(path)
+    values = _yaml(arrays.text(OPTIONS, _MOST_OPTIONS), f"{path}: {OPTIONS}", typed=True)
+    options = Settings(path, values)
+    learned = "Wpos" in arrays.shapes
+    try:
+        config = _shape(options, arrays, learned)
+    except UsageError as error:
+        raise InputError(f"{path}: {error}") from error
+    tokenizer, unknown, note = _tokenizer(folder, options, decoding, config)
+    start = config.vocabulary_size - 1
+    suppress = (start,) if decoding.flag("allow-unk", False) else (unknown, start)
+    return Source(
+        kind="marian",
+        family=Family("Marian", lambda settings, names: config, _table(config), (), _computed),
+        config=config,
+        tensors=arrays,
+        tokenizer=tokenizer,
+        generation={"suppress": tuple(sorted(suppress))},
+        ignored={name: decoding.get(name) for name in _SEARCH if decoding.get(name) is not None},
+        note=note,
+    )
+
+
+def _decoding(folder: Path) -> Settings:
+    """Options of marian-decoder, beside the model."""
+    names = ["decoder.yml", *(path.name for path in sorted(folder.glob("*.decoder.yml")))]
+    for path in (folder / name for name in names):
+        if path.exists():
+            content = read_bytes(path, _MOST_OPTIONS).decode(errors="replace")
+            return Settings(path, _yaml(content, str(path), typed=True))
+    return Settings(folder / names[0], {})
+
+
+def _model(folder: Path, decoding: Settings) -> Path:
+    named = decoding.get("models", [])
+    if not isinstance(named, list) or len(named) > 1:
+        decoding.refuse("models", named, "one model, not an ensemble")
+    found = [folder / Path(str(name)).name for name in named] or sorted(
+        path for path in folder.glob("*.npz") if not path.name.endswith(".optimizer.npz")
+    )
+    if (folder / "model.npz") in found:
+        return folder / "model.npz"
+    if len(found) != 1:
+        names = ", ".join(path.name for path in found) or "none"
+        raise InputError(f"{folder}: expected one model, found {names}; remove the others")
+    return found[0]
+
+
+def _shape(options: Settings, arrays: ArrayFile, learned: bool) -> ModelConfig:
+    options.choice("type", {"transformer": None}, "")
+    for name, supported in _ONLY.items():
+        options.only(name, *supported)
+    orders = [options.get(f"transformer-{name}", "") for name in ("preprocess", "postprocess")]
+    # A residual is added ("a") after dropout ("d"), which nothing of is left; norms are "n".
+    post = orders in (["", "dan"], ["", "an"])
+    if not post and orders not in (["n", "da"], ["n", "a"]):
+        orders_known = "'' with 'dan', or 'n' with 'da', in transformer-postprocess"
+        options.refuse("transformer-preprocess", orders, orders_known)
+    options.only("transformer-postprocess-top", *(("", "d") if post else ("", "n", "nd")))
+    shared = [options.flag(f"tied-embeddings{kind}", False) for kind in ("-all", "-src")]
+    if not any(shared):
+        options.refuse("tied-embeddings-all", False, "true: one vocabulary for source and target")
+    sizes = options.get("dim-vocabs")
+    size = options.whole("transformer-dim-ffn")
+    options.only("transformer-decoder-dim-ffn", 0, size)
+    if not isinstance(sizes, list) or len(sizes) != 2 or sizes[0] != sizes[1]:
+        options.refuse("dim-vocabs", sizes, "two equal sizes")
+    heads = options.whole("transformer-heads")
+    activation = options.choice("transformer-ffn-activation", _ACTIVATIONS, "swish")
+    for name, value in options.unread().items():
+        if name.startswith("transformer-") and not name.startswith(_NOT_NEEDED):
+            options.refuse(name, value, "none")
+    width = options.whole("dim-emb")
+    return ModelConfig(
+        vocabulary_size=_rows(arrays) + 1,
+        d_model=width,
+        heads=heads,
+        encoder_layers=options.whole("enc-depth"),
+        decoder_layers=options.whole("dec-depth"),
+        d_ff=size,
+        max_positions=arrays.shapes["Wpos"].shape[0] if learned else LONGEST,
+        norm_epsilon=1e-6,
+        norm_order="post" if post else "pre",
+        final_norm="n" in options.get("transformer-postprocess-top", ""),
+        # A table, since sines come before cosines, and rates are in another proportion.
+        positions="learned",
+        activation=activation,
+        tied=options.flag("tied-embeddings", False) or shared[0],
+        scale_embedding=not learned,
+        output_bias=True,
+    )
+
+
+def _rows(arrays: ArrayFile) -> int:
+    if "Wemb" not in arrays.shapes:
+        raise InputError(f"{arrays.origin}: expected the tensor Wemb, found none")
+    return int(arrays.shapes["Wemb"].shape[0])
+
+
+def _turned(ours: str) -> Move:
+    return Move((ours,), lambda tensor, config: (tensor.t(),), turned=True)
+
+
+def _with_start(ours: str, value: float = 0.0, *, turned: bool = False) -> Move:
+    """One more row for what a target begins with, after those of the vocabulary."""
+
+    def change(tensor: Tensor, config: ModelConfig) -> tuple[Tensor, ...]:
+        rows = tensor.t() if turned else tensor
+        return (torch.cat([rows, rows.new_full((1, *rows.shape[1:]), value)]),)
+
+    return Move((ours,), change)
+
+
+def _table(config: ModelConfig) -> Table:
+    """Our tensors by Marian's names, which count layers from 1."""
+    table: dict[str, str | Move] = {
+        "Wemb": _with_start("embedding.weight"),
+        "Wpos": "positions",
+        "decoder_ff_logit_out_W": _with_start("output.weight", turned=True),
+        "decoder_ff_logit_out_Wt": _with_start("output.weight"),
+        "decoder_ff_logit_out_b": Move(
+            ("output_bias",),
+            lambda tensor, config: (torch.cat([tensor.flatten(), tensor.new_full((1,), NEVER)]),),
+        ),
+    }
+    depths = {"encoder": config.encoder_layers, "decoder": config.decoder_layers}
+    suffix = "" if config.norm_order == "post" else "_pre"
+
+    def norm(theirs: str, ours: str, suffix: str) -> None:
+        table[f"{theirs}_ln_scale{suffix}"] = flat(f"{ours}.weight")
+        table[f"{theirs}_ln_bias{suffix}"] = flat(f"{ours}.bias")
+
+    def linear(theirs: str, letter: str, ours: str) -> None:
+        table[f"{theirs}_W{letter}"] = _turned(f"{ours}.weight")
+        table[f"{theirs}_b{letter}"] = flat(f"{ours}.bias")
+
+    for stack, depth in depths.items():
+        norm(f"{stack}_top", f"{stack}_norm", "")
+        for number in range(depth):
+            theirs, ours = f"{stack}_l{number + 1}", f"{stack}.{number}"
+            for name, own in (("self", "self"), ("context", "cross"))[: 1 + (stack == "decoder")]:
+                for letter, part in zip("qkvo", ("query", "key", "value", "output"), strict=True):
+                    linear(f"{theirs}_{name}", letter, f"{ours}.{own}_attention.{part}")
+                norm(f"{theirs}_{name}_Wo", f"{ours}.{own}_residual.norm", suffix)
+            linear(f"{theirs}_ffn", "1", f"{ours}.feed_forward.inner")
+            linear(f"{theirs}_ffn", "2", f"{ours}.feed_forward.outer")
+            norm(f"{theirs}_ffn_ffn", f"{ours}.feed_forward_residual.norm", suffix)
+    return table
+
+
+def positions(length: int, width: int) -> Tensor:
+    """Returns Marian's sinusoids, in float32 as it computes them.
+
+    All sines come before all cosines, and rates fall from 1 to exactly 1 / 10000
+    (SinusoidalPositionEmbeddings in src/tensors/cpu/tensor_operators.cpp).
+
+    Returns:
+        [length, width]
+    """
+    pairs = np.float32(width / 2)
+    step = np.log(np.float32(10000)) / (pairs - np.float32(1))
+    rates = np.exp(np.arange(width // 2, dtype=np.float32) * -step)
+    angles = np.arange(length, dtype=np.float32)[:, None] * rates
+    return torch.from_numpy(np.concatenate([np.sin(angles), np.cos(angles)], axis=1))
+
+
+def _computed(config: ModelConfig) -> dict[str, Tensor]:
+    bias = torch.zeros(config.vocabulary_size)  # with output-omit-bias
+    bias[-1] = NEVER
+    return {"positions": positions(config.max_positions, config.d_model), "output_bias": bias}
+
+
+# --- vocabularies ---------------------------------------------------------------------------------
+
+
+def _tokenizer(
+    folder: Path, options: Settings, decoding: Settings, config: ModelConfig
+) -> tuple[AnyTokenizer, int, str]:
+    """Tokenizer, id of the unknown token, and what to know of it."""
+    path = _vocabulary(folder, options, decoding)
+    start = config.vocabulary_size - 1
+    if path.suffix == ".spm":
+        return _own_pieces(path, start)
+    ids = _ids(path)
+    if len(ids) != start:
+        raise InputError(
+            f"{path}: expected {start} tokens, as many as the embedding has rows, found "
+            f"{len(ids)}; take both from one model"
+        )
+    if END not in ids or UNKNOWN not in ids:
+        raise InputError(f"{path}: expected the tokens {END} and {UNKNOWN}, found other names")
+    special = SpecialTokens(start, start, ids[END], after=(ids[END],))
+    sides = [folder / f"{side}.spm" for side in ("source", "target")]
+    if all(side.exists() for side in sides):
+        return pair(sides[0], sides[1], ids, special, start + 1), ids[UNKNOWN], ""
+    words = {token: number for token, number in ids.items() if token != END}
+    tokenizer = split_at_blanks(words, special, start + 1, str(path))
+    note = (
+        f"tokenizer: tokens of {path.name} between blanks; give text that is split like the "
+        "training data, as marian-decoder reads it"
+    )
+    return tokenizer, ids[UNKNOWN], note
+
+
+def _vocabulary(folder: Path, options: Settings, decoding: Settings) -> Path:
+    named = decoding.get("vocabs", options.get("vocabs", []))
+    names = [Path(str(each)).name for each in named] if isinstance(named, list) else []
+    found = [folder / name for name in names if (folder / name).exists()] or sorted(
+        path for pattern in ("*vocab*.yml", "*vocab*.spm") for path in folder.glob(pattern)
+    )
+    if not found:
+        raise InputError(
+            f"{folder}: expected the vocabulary {names[0] if names else 'vocab.spm or vocab.yml'}, "
+            "found none; copy it into the folder"
+        )
+    if any(read_bytes(path) != read_bytes(found[0]) for path in found[1:]):
+        raise InputError(
+            f"{folder}: expected one vocabulary for source and target, found "
+            f"{' and '.join(path.name for path in found)} that differ; only shared ones can be "
+            "imported"
+        )
+    if found[0].suffix not in (".spm", ".yml", ".yaml", ".json"):
+        raise InputError(f"{found[0]}: expected a vocabulary of kind .spm or .yml, found another")
+    return found[0]
+
+
+def _own_pieces(path: Path, start: int) -> tuple[AnyTokenizer, int, str]:
+    try:
+        import sentencepiece
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            "the tokenizer needs sentencepiece, which is not installed; "
+            f"{install_command('sentencepiece')}"
+        ) from error
+    content = read_bytes(path)
+    try:
+        model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        size, end, unknown = model.get_piece_size(), model.eos_id(), model.unk_id()
+    except (RuntimeError, ValueError) as error:
+        raise InputError(f"{path} is no SentencePiece model ({error}); restore the file") from error
+    if size != start or end < 0:
+        raise InputError(
+            f"{path}: expected {start} pieces, as many as the embedding has rows, with {END} among "
+            f"them, found {size}; take both from one model"
+        )
+    special = SpecialTokens(start, start, end, after=(end,))
+    files = dict.fromkeys(SentencePieceTokenizer.names, content)
+    return SentencePieceTokenizer(files, special, start + 1), unknown, ""
+
+
+def _ids(path: Path) -> dict[str, int]:
+    # As texts all of them: "yes", "null" and "1" are words.
+    found = _yaml(read_bytes(path).decode(errors="replace"), str(path), typed=False)
+    try:
+        ids = {token: int(number) for token, number in found.items()}
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{path}: expected an id for each token ({error})") from error
+    if sorted(ids.values()) != list(range(len(ids))):
+        raise InputError(f"{path}: expected the ids 0 to {len(ids) - 1} once each, found others")
+    return ids
+
+
+def _yaml(content: str, origin: str, *, typed: bool) -> Mapping[str, Any]:
+    """Reads a YAML mapping; untyped, every value is a text."""
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"models of Marian need PyYAML, which is not installed; {install_command('export')}"
+        ) from error
+    kinds = ("CSafeLoader", "SafeLoader") if typed else ("CBaseLoader", "BaseLoader")
+    loader = getattr(yaml, kinds[0], None) or getattr(yaml, kinds[1])
+    try:
+        found = yaml.load(content, loader)
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{origin} is not YAML ({reason}); restore the file") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{origin}: expected names and values, found {type(found).__name__}")
+    return {str(name): value for name, value in found.items()}

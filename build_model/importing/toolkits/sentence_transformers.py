@@ -1,0 +1,251 @@
+"""Folders of sentence-transformers: modules.json, and what its modules do after the Transformer.
+
+A folder lists its modules: a Transformer in the format of transformers, then Pooling, Dense and
+Normalize. They become the head of the model. A cross-encoder is a Transformer alone, which has a
+head of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from transferry.build_model.importing.formats.tensors import Tensors
+from transferry.build_model.importing.formats.weight_files import open_weights
+from transferry.build_model.importing.huggingface.encoder_only import RANKS
+from transferry.build_model.importing.huggingface.folder import REMEDY, Settings
+from transferry.build_model.model.config import HeadActivation, Pooling
+from transferry.runtime.bundle.head import HeadSettings
+from transferry.runtime.errors import InputError
+from transferry.runtime.io.documents import read_document
+from transferry.runtime.settings import shown
+
+MODULES = "modules.json"
+SETTINGS = "config_sentence_transformers.json"
+# Of the Transformer: the first that there is.
+TRANSFORMER = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+# By what a folder calls them; in this order where it says which by a flag for each.
+POOLINGS: dict[str, Pooling] = {
+    "cls": "first",
+    "max": "max",
+    "mean": "mean",
+    "mean_sqrt_len_tokens": "root-mean",
+    "weightedmean": "weighted",
+    "lasttoken": "last",
+}
+FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+ACTIVATIONS: dict[str, HeadActivation] = {
+    "torch.nn.modules.activation.Tanh": "tanh",
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+    "torch.nn.modules.activation.ReLU": "relu",
+    "torch.nn.modules.activation.GELU": "gelu",
+    "torch.nn.modules.activation.SiLU": "swish",
+    "torch.nn.modules.linear.Identity": "none",
+}
+# Tokens of a row: one and those around it. The tokenizers cut to fewer in ways of their own.
+LEAST = 3
+LONGEST_NAME = 99  # of a folder; file systems take 255 bytes
+IN_ORDER = "Transformer, Pooling, any number of Dense, Normalize or none"
+
+
+@dataclass
+class SentenceModules:
+    """The modules of a folder, but for the numbers of its tensors.
+
+    Attributes:
+        transformer: Folder of the Transformer.
+        fields: Fields of ModelConfig that describe the head.
+        dense: Tensors of the Dense modules, in order.
+        settings: How texts are read; `longest` as the folder says, if it does.
+        lower: Whether texts are lower-cased before the tokenizer reads them.
+        files: All settings that were read.
+    """
+
+    transformer: Path
+    fields: dict[str, Any]
+    dense: list[Tensors]
+    settings: HeadSettings
+    lower: bool
+    files: list[Settings] = field(default_factory=list)
+
+    @property
+    def table(self) -> dict[str, str]:
+        """Our tensors by those of `tensors`."""
+        return {
+            f"{_dense(number)}.linear.*": f"head.layers.{number}.linear.*"
+            for number in range(len(self.dense))
+        }
+
+    def tensors(self, transformer: Tensors) -> Tensors:
+        """Returns the tensors of all modules."""
+        return _AllTensors(transformer, self.dense) if self.dense else transformer
+
+
+class _AllTensors(Tensors):
+    """Those of the Transformer, and of each Dense with its number in front."""
+
+    def __init__(self, transformer: Tensors, dense: list[Tensors]) -> None:
+        self.origin, self._transformer = transformer.origin, transformer
+        self._dense = {
+            f"{_dense(number)}.{name}": (tensors, name)
+            for number, tensors in enumerate(dense)
+            for name in tensors.shapes
+        }
+
+    @property
+    def shapes(self) -> Mapping[str, Tensor]:
+        """See Tensors."""
+        dense = {name: file.shapes[theirs] for name, (file, theirs) in self._dense.items()}
+        return {**self._transformer.shapes, **dense}
+
+    def read(self, name: str) -> Tensor:
+        """See Tensors."""
+        if name in self._dense:
+            file, theirs = self._dense[name]
+            return file.read(theirs)
+        return self._transformer.read(name)
+
+
+def _dense(number: int) -> str:
+    # No digits between dots, which stand for the number of a layer.
+    return f"dense{number}"
+
+
+def read_sentence_transformers(folder: Path) -> SentenceModules | None:
+    """Reads the modules of a folder; None if it has no modules.json.
+
+    Raises:
+        InputError: A file is missing or damaged, or a module or setting is not supported.
+    """
+    if not (folder / MODULES).exists():
+        return None
+    listed = read_document(folder / MODULES, list[dict[str, Any]], REMEDY)
+    modules = [_module(folder, entry) for entry in listed]
+    # What it drops in training it keeps in use.
+    modules = [(kind, place) for kind, place in modules if kind != "Dropout"]
+    kinds = [kind for kind, _ in modules]
+    texts = Settings.read(folder / SETTINGS, required=False)
+    if texts.values.get("model_type") == "CrossEncoder" and kinds == ["Transformer"]:
+        return _cross_encoder(modules[0][1], texts)
+    layers = kinds[2:-1] if kinds[-1:] == ["Normalize"] else kinds[2:]
+    if kinds[:2] != ["Transformer", "Pooling"] or set(layers) - {"Dense"}:
+        raise InputError(
+            f"{folder / MODULES}: the modules are {', '.join(kinds) or 'none'}, which cannot be "
+            f"imported; supported: {IN_ORDER}"
+        )
+    texts.only("model_type", "SentenceTransformer")
+    reading = _reading(modules[0][1], "feature-extraction")
+    files = [texts, reading]
+    fields: dict[str, Any] = {"unit_length": kinds[-1] == "Normalize"}
+    widths: list[int] = []
+    activations: list[HeadActivation] = []
+    biases: list[bool] = []
+    dense: list[Tensors] = []
+    for kind, place in modules[1:]:
+        settings = Settings.read(place / "config.json", required=kind != "Normalize")
+        files.append(settings)
+        if kind == "Pooling":
+            fields["pooling"] = _pooling(settings)
+        if kind == "Dense":
+            settings.only("use_residual", False)
+            widths.append(settings.whole("out_features"))
+            settings.whole("in_features")
+            activations.append(
+                settings.choice("activation_function", ACTIVATIONS, next(iter(ACTIVATIONS)))
+            )
+            biases.append(settings.flag("bias", True))
+            dense.append(open_weights(place))
+        for name in ("module_input_name", "module_output_name"):
+            settings.only(name, "sentence_embedding")
+    fields |= {
+        "head_widths": tuple(widths),
+        "head_activations": tuple(activations),
+        "head_biases": tuple(biases),
+    }
+    longest, lower = _longest(reading), reading.flag("do_lower_case", False)
+    head = _settings(texts, longest)
+    return SentenceModules(modules[0][1], fields, dense, head, lower, files)
+
+
+def _cross_encoder(transformer: Path, texts: Settings) -> SentenceModules:
+    texts.only("model_type", "CrossEncoder")
+    texts.only("prompts", {})
+    reading = _reading(transformer, "sequence-classification")
+    longest, lower = _longest(reading), reading.flag("do_lower_case", False)
+    rank = texts.choice("activation_fn", RANKS, next(iter(RANKS)))
+    head = HeadSettings("classify", rank=rank, longest=longest)
+    return SentenceModules(transformer, {}, [], head, lower, [texts, reading])
+
+
+def _reading(folder: Path, task: str) -> Settings:
+    """Returns how the Transformer reads texts."""
+    found = [folder / name for name in TRANSFORMER if (folder / name).exists()]
+    reading = Settings.read(found[0]) if found else Settings(folder / TRANSFORMER[0], {})
+    for name in ("tokenizer_args", "processor_kwargs", "processing_kwargs"):
+        reading.only(name, {})
+    reading.only("transformer_task", task)
+    return reading
+
+
+def _longest(reading: Settings) -> int:
+    """Returns max_seq_length; 0 without one."""
+    if reading.get("max_seq_length") is None:
+        return 0
+    if (longest := reading.whole("max_seq_length")) < LEAST:
+        reading.refuse("max_seq_length", longest, f"at least {LEAST}")
+    return longest
+
+
+def _module(folder: Path, entry: Mapping[str, Any]) -> tuple[str, Path]:
+    """Returns class and folder of a module.
+
+    Raises:
+        InputError: It is a class of somebody else's, or lies outside of the folder.
+    """
+    name, path = entry.get("type"), entry.get("path", "")
+    if not isinstance(name, str) or not name.startswith("sentence_transformers."):
+        raise InputError(
+            f"{folder / MODULES}: expected modules of sentence_transformers, found {name!r}; code "
+            "of others is not run"
+        )
+    named = isinstance(path, str) and len(path) <= LONGEST_NAME and "\0" not in path
+    if not named or Path(path).name != path:
+        raise InputError(f"{folder / MODULES}: expected folders in {folder}, found {shown(path)}")
+    return name.rpartition(".")[2], folder / path
+
+
+def _pooling(settings: Settings) -> tuple[Pooling, ...]:
+    flags = [kind for name, kind in FLAGS.items() if settings.flag(name, False)]
+    named = settings.get("pooling_mode", flags or ["mean"])
+    kinds = named if isinstance(named, list) else [named]
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in POOLINGS:
+            settings.refuse("pooling_mode", kind, " or ".join(POOLINGS))
+    # A prompt is a part of the text, as it is by default.
+    settings.only("include_prompt", True)
+    settings.get("word_embedding_dimension", settings.get("embedding_dimension"))
+    return tuple(POOLINGS[kind] for kind in kinds)
+
+
+def _settings(texts: Settings, longest: int) -> HeadSettings:
+    prompts = texts.get("prompts", {})
+    if not isinstance(prompts, dict) or not all(isinstance(each, str) for each in prompts.values()):
+        texts.refuse("prompts", prompts, "texts by name")
+    default = texts.get("default_prompt_name", "")
+    if default and (not isinstance(default, str) or default not in prompts):
+        texts.refuse("default_prompt_name", default, f"a name of prompts: {', '.join(prompts)}")
+    return HeadSettings("embed", longest=longest, prompts=prompts, default_prompt=default)

@@ -1,0 +1,1 @@
+"""The reference model, as in the papers; clarity before speed."""

@@ -1,0 +1,226 @@
+"""Multi-head scaled dot-product attention (Vaswani et al. 2017, section 3.2) and its masks."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.norms import make_norm
+
+
+class KeyValues(NamedTuple):
+    """What attention reads: one key and one value a position and head.
+
+    Attributes:
+        keys: [batch, kv_heads, length, d_head]
+        values: [batch, kv_heads, length, d_head]
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def append(self, newer: KeyValues) -> KeyValues:
+        """Returns self followed by `newer` along the length."""
+        return KeyValues(
+            torch.cat([self.keys, newer.keys], dim=2), torch.cat([self.values, newer.values], dim=2)
+        )
+
+
+class Past(Protocol):
+    """What takes up the keys and values of new positions: a cache that grows, or one in place."""
+
+    def append(self, newer: KeyValues) -> KeyValues:
+        """Returns what the new positions read: earlier keys and values, and their own."""
+        ...
+
+
+def padding_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns M of the attention formula for padding: 0 at a token, minus infinity elsewhere.
+
+    Args:
+        mask: [batch, length] bool, True at a token.
+        dtype: The floating type of the scores.
+
+    Returns:
+        [batch, 1, 1, length], broadcast over heads and queries.
+    """
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return bias.masked_fill(~mask, -math.inf)[:, None, None, :]
+
+
+def windowed(bias: Tensor, distance: Tensor, window: int, queries: Tensor | None = None) -> Tensor:
+    """Returns M that hides also what is `window` or more positions away; 0 hides nothing.
+
+    Args:
+        bias: M, broadcastable to [batch, heads, queries, length].
+        distance: Of each query to each key, [queries, length] or [batch, queries, length] int64.
+        window: Positions that a token sees to either side, itself included.
+        queries: [batch, queries] bool, False at padding, to whose window there may be no token: it
+            sees all, since a softmax over nothing would be NaN. None where each sees itself.
+    """
+    if not window:
+        return bias
+    far = distance.abs() >= window
+    if queries is not None:
+        far = torch.logical_and(far, queries[:, :, None])
+    return bias.masked_fill(far if far.dim() == 2 else far[:, None], -math.inf)
+
+
+def causal_bias(
+    past: int, length: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Returns M that hides the future: query i, at position past + i, sees positions up to it.
+
+    Args:
+        past: Positions that lie before the queries, in the cache.
+        length: Number of queries.
+        dtype: The floating type of the scores.
+        device: Where the scores are.
+
+    Returns:
+        [length, past + length]
+    """
+    positions = torch.arange(past + length, device=device)
+    hidden = positions[None, :] > positions[past:, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill(hidden, -math.inf)
+
+
+class Rotation(NamedTuple):
+    """The angles by which rotary positions turn queries and keys.
+
+    Attributes:
+        cosines: [positions, turned] or [batch, 1, positions, turned], turned features of d_head
+        sines: Likewise.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+
+    def at(self, positions: Tensor) -> Rotation:
+        """Returns the rows of a table for positions [length] or [batch, length]."""
+        rows = Rotation(F.embedding(positions, self.cosines), F.embedding(positions, self.sines))
+        if positions.dim() == 1:
+            return rows
+        return Rotation(rows.cosines[:, None], rows.sines[:, None])
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Turns the pairs (x_i, x_(i + turned / 2)) of x [batch, heads, length, d_head].
+
+        Su et al. (2021), eq. 34, in the order of features that GPT-NeoX and Llama use.
+        """
+        turned = self.cosines.shape[-1]
+        if turned < x.shape[-1]:
+            return torch.cat([self.turn(x[..., :turned]), x[..., turned:]], dim=-1)
+        first, second = x.chunk(2, dim=-1)
+        return x * self.cosines + torch.cat([-second, first], dim=-1) * self.sines
+
+
+def softcapped(x: Tensor, cap: float) -> Tensor:
+    """Returns cap * tanh(x / cap), which stays below the cap; x itself where the cap is 0.
+
+    Gemma Team (2024), section 2, "Logit soft-capping".
+    """
+    return cap * torch.tanh(x / cap) if cap else x
+
+
+def attend(query: Tensor, memory: KeyValues, bias: Tensor | None, softcap: float = 0.0) -> Tensor:
+    """Dot-product attention: softmax(Q K^T + M) V, eq. 1 of the paper with Q scaled already.
+
+    Args:
+        query: [batch, heads, queries, d_head], divided by sqrt(d_head).
+        memory: Keys and values, [batch, kv_heads, length, d_head] each; where there are fewer of
+            their heads, each serves as many neighbouring heads of the query.
+        bias: M, broadcastable to [batch, heads, queries, length]; None where all is seen.
+        softcap: See `softcapped`, for Q K^T.
+
+    Returns:
+        [batch, heads, queries, d_head]
+    """
+    keys, values = memory
+    heads, kv_heads = query.shape[1], keys.shape[1]
+    grouped = heads != kv_heads
+    if grouped:
+        # A dimension for the group, over which keys and values are broadcast and not copied.
+        batch, _, queries, d_head = query.shape
+        query = query.reshape(batch, kv_heads, heads // kv_heads, queries, d_head)
+        keys, values = keys[:, :, None], values[:, :, None]
+        bias = bias if bias is None or bias.dim() == 2 else bias[:, None]
+    scores = softcapped(query @ keys.transpose(-2, -1), softcap)
+    if bias is not None:
+        scores = scores + bias
+    heads_out = torch.softmax(scores, dim=-1) @ values
+    return heads_out.reshape(batch, heads, queries, d_head) if grouped else heads_out
+
+
+class MultiHeadAttention(nn.Module):
+    """Concat(head_1, ..., head_h) W_O with head_i = Attention(Q W_Q, K W_K, V W_V).
+
+    Keys and values are made by `project` and passed in, so that self-attention, self-attention
+    over a cache and cross-attention are one `forward`.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
+        super().__init__()
+        self.d_head, self.divisor = config.d_head, config.divisor(layer)
+        self.softcap = config.attention_softcap
+        wide, narrow = config.heads * config.d_head, config.kv_heads * config.d_head
+        bias = config.has_bias("query_key_value")
+        self.query = nn.Linear(config.d_model, wide, bias=bias)
+        self.key = nn.Linear(config.d_model, narrow, bias=bias)
+        self.value = nn.Linear(config.d_model, narrow, bias=bias)
+        self.output = nn.Linear(wide, config.d_model, bias=config.has_bias("attention_output"))
+        self.query_norm, self.key_norm = None, None
+        if (kind := config.query_key_norm) != "none":
+            self.query_norm = make_norm(config, config.d_head if kind == "head" else wide)
+            self.key_norm = make_norm(config, config.d_head if kind == "head" else narrow)
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[batch, length, heads * d_head] -> [batch, heads, length, d_head]."""
+        return x.reshape(x.shape[0], x.shape[1], -1, self.d_head).transpose(1, 2)
+
+    def normed(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """Normalises each head of x [batch, length, heads * d_head], or all together."""
+        if norm is None:
+            return x
+        heads: Tensor = norm(x.reshape(x.shape[0], x.shape[1], -1, norm.weight.shape[0]))  # type: ignore[index, arg-type]
+        return heads.reshape(x.shape)
+
+    def project(self, x: Tensor, rotation: Rotation | None = None) -> KeyValues:
+        """Returns the keys and values of x [batch, length, d_model]."""
+        keys = self._split(self.normed(self.key(x), self.key_norm))
+        return KeyValues(
+            rotation.turn(keys) if rotation else keys,
+            self._split(self.value(x)),
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: KeyValues,
+        bias: Tensor | None,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        """Lets every position of x look at `memory`.
+
+        Args:
+            x: [batch, queries, d_model]
+            memory: Keys and values, [batch, kv_heads, length, d_head] each.
+            bias: M, broadcastable to [batch, heads, queries, length], or None.
+            rotation: The angles of the queries' positions, where positions are rotary.
+
+        Returns:
+            [batch, queries, d_model]
+        """
+        # Scaling the query instead of the scores is the same product over fewer elements. Scaled
+        # before it is split into heads, since onnxruntime would draw a factor right before a
+        # product into it, and leaves its fast kernel for a single query then.
+        query = self._split(self.normed(self.query(x), self.query_norm) / self.divisor)
+        turned = rotation.turn(query) if rotation else query
+        heads = attend(turned, memory, bias, self.softcap)
+        joined: Tensor = self.output(heads.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
+        return joined

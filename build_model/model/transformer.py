@@ -1,0 +1,473 @@
+"""The Transformer of "Attention Is All You Need" (Vaswani et al. 2017) and its descendants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from transferry.build_model.model.attention import (
+    KeyValues,
+    Past,
+    Rotation,
+    causal_bias,
+    padding_bias,
+    softcapped,
+    windowed,
+)
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.layers import (
+    Head,
+    Layer,
+    OutputTransform,
+    RelativeBias,
+    rotary_angles,
+    rotary_rates,
+    sinusoidal_positions,
+)
+from transferry.build_model.model.mapped_weights import MappedWeights
+from transferry.build_model.model.norms import make_norm
+from transferry.build_model.model.recurrence import CellState
+
+
+class Transformer(nn.Module):
+    """Encoder and decoder, or one of them; the shape is the config's.
+
+    Source and target share one embedding. The cache of the decoder is a value: `decode` takes the
+    past and returns the present.
+
+    Attributes:
+        config: The shape.
+        mapped: The file that holds the weights; None if they are in memory.
+    """
+
+    mapped: MappedWeights | None = None
+    config: ModelConfig
+    positions: Tensor
+    cosines: Tensor
+    sines: Tensor
+    window_cosines: Tensor
+    window_sines: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary_size, config.d_embedding)
+        wide, narrow = config.d_model, config.d_embedding
+        self.embedding_projection = (
+            nn.Linear(narrow, wide, bias=config.project_sum) if narrow != wide else None
+        )
+        source = config.source_vocabulary_size
+        self.source_embedding = nn.Embedding(source, narrow) if source else None
+        first = config.d_positions
+        self.embedding_norm = make_norm(config, first) if config.embedding_norm else None
+        own_norm = config.embedding_norm and config.separate_positions
+        self.source_embedding_norm = make_norm(config) if own_norm else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.encoder = nn.ModuleList(
+            Layer(config.encoder_config(), number, cross=False)
+            for number in range(config.encoder_layers)
+        )
+        self.decoder = nn.ModuleList(
+            Layer(config, number, cross=bool(config.encoder_layers))
+            for number in range(config.decoder_layers)
+        )
+        final = config.norm_order != "post" and config.final_norm
+        self.encoder_norm = make_norm(config) if final and config.encoder_layers else None
+        self.decoder_norm = make_norm(config) if final and config.decoder_layers else None
+        self.output_transform = OutputTransform(config) if config.output_transform else None
+        projected = narrow != wide and not config.output_transform and config.lm_head
+        self.output_projection = nn.Linear(wide, narrow, False) if projected else None
+        own = config.lm_head and not config.tied
+        self.output = nn.Linear(narrow, config.vocabulary_size, bias=False) if own else None
+        self.head = Head(config) if config.has_head else None
+        kinds = config.segments
+        self.segment_embedding = nn.Embedding(kinds, config.d_positions) if kinds else None
+        self.output_bias = (
+            nn.Parameter(torch.zeros(config.vocabulary_size)) if config.output_bias else None
+        )
+        self.encoder_distance, self.decoder_distance = None, None
+        if config.relative_buckets and config.encoder_layers:
+            self.encoder_distance = RelativeBias(config.encoder_config(), both_ways=True)
+        if config.relative_buckets and config.decoder_layers:
+            self.decoder_distance = RelativeBias(config, both_ways=False)
+        self.source_positions = None
+        if config.positions == "learned":
+            self.positions = nn.Parameter(torch.empty(config.max_positions, first))
+            if config.separate_positions:
+                self.source_positions = nn.Parameter(torch.empty_like(self.positions))
+        for name, table in self.tables().items():
+            self.register_buffer(name, table.to(torch.get_default_dtype()), persistent=False)
+        self._initialise()
+
+    def tables(self) -> dict[str, Tensor]:
+        """The positions that are a formula and no weights, in float64."""
+        config = self.config
+        if config.positions == "sinusoidal":
+            return {"positions": sinusoidal_positions(config.max_positions, config.d_positions)}
+        if config.positions == "rotary":
+            rates = config.rotary_rates or rotary_rates(config.d_head, config.rotary_base)
+            angles = rotary_angles(config.max_positions, rates, config.rotary_scale)
+            tables = angles._asdict()
+            if config.window_rotary_rates:
+                angles = rotary_angles(config.max_positions, config.window_rotary_rates)
+                tables |= {f"window_{name}": table for name, table in angles._asdict().items()}
+            return tables
+        return {}
+
+    def _initialise(self) -> None:
+        """Xavier (Glorot and Bengio 2010, eq. 16); W_Q, W_K and W_V as parts of one matrix.
+
+        The smaller query, key and value are what keeps a post-norm encoder alive: with the full
+        gain, attention outweighs the residual, and within 2,500 steps at a rate of 4e-3 every
+        position of the encoder had become the same vector (docs/training.md).
+        """
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                part = name.rpartition(".")[2] in ("query", "key", "value")
+                nn.init.xavier_uniform_(module.weight, gain=0.5**0.5 if part else 1.0)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        # Times sqrt(d_model) in `embed` this makes entries of variance 1, as large as positions;
+        # without that factor GPT-2's 0.02.
+        scaled = self.config.scale_embedding
+        for embedding in (self.embedding, self.source_embedding, self.segment_embedding):
+            if embedding is not None:
+                std = self.config.d_model**-0.5 if scaled else 0.02
+                nn.init.normal_(embedding.weight, std=std)
+        for table in (getattr(self, "positions", None), self.source_positions):
+            if isinstance(table, nn.Parameter):
+                nn.init.normal_(table, std=1.0 if scaled else 0.02)
+
+    def release(self) -> None:
+        """Takes what was read of mapped weights out of memory."""
+        if self.mapped is not None:
+            self.mapped.release()
+
+    def double(self) -> Transformer:
+        """Turns the model into its float64 oracle: tables are made anew, not widened."""
+        super().double()
+        for name, table in self.tables().items():
+            setattr(self, name, table.to(self.embedding.weight.device))
+        return self
+
+    def embed(self, tokens: Tensor, positions: Tensor | None, *, source: bool = False) -> Tensor:
+        """Embedding(token) * sqrt(d_model) + PE(position), sections 3.4 and 3.5 of the paper.
+
+        Args:
+            tokens: [batch, length] int64
+            positions: [length] or [batch, length] int64; None leaves them out.
+            source: Whether the encoder reads them.
+
+        Returns:
+            [batch, length, d_model]
+        """
+        embedding, norm, table = self.embedding, self.embedding_norm, None
+        if source:
+            embedding = self.source_embedding or embedding
+            norm, table = self.source_embedding_norm or norm, self.source_positions
+        x: Tensor = embedding(tokens)
+        late = self.config.project_sum
+        if self.embedding_projection is not None and not late:
+            x = self.embedding_projection(x)
+        if self.config.scale_embedding:
+            x = x * math.sqrt(self.config.d_model)
+        if positions is not None and self.config.positions in ("sinusoidal", "learned"):
+            # Not self.positions[positions], of which the exporter makes a copy and a GatherND.
+            x = x + F.embedding(positions, self.positions if table is None else table)
+        if self.segment_embedding is not None:
+            # Of the tokens after the first end of a segment; the ends belong to what they end.
+            ends = (tokens == self.config.segment_end).long()
+            before = ends.cumsum(dim=1) - ends
+            x = x + self.segment_embedding(before.clamp(max=self.config.segments - 1))
+        if norm is not None:
+            x = norm(x)
+        if self.embedding_projection is not None and late:
+            x = self.embedding_projection(x)
+        embedded: Tensor = self.dropout(x)
+        return embedded
+
+    def _rotations(self, positions: Tensor, layers: int) -> list[Rotation | None]:
+        """Returns what turns queries and keys at positions, for each layer."""
+        config = self.config
+        if config.positions != "rotary":
+            return [None] * layers
+        turn = near = Rotation(self.cosines, self.sines).at(positions)
+        if config.window_rotary_rates:
+            near = Rotation(self.window_cosines, self.window_sines).at(positions)
+        return [
+            None if number in config.unrotated else near if config.window(number) else turn
+            for number in range(layers)
+        ]
+
+    def _biases(
+        self,
+        bias: Tensor,
+        positions: Tensor,
+        columns: Tensor,
+        relative: RelativeBias | None,
+        layers: int,
+        queries: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Returns M for each layer: with relative positions, without what no window shows.
+
+        Args:
+            bias: M, where neither windows nor distances matter.
+            positions: Of the queries, [queries] or [batch, queries] int64.
+            columns: Of the keys, [length] or [batch, length] int64.
+            relative: What distances add.
+            layers: Number of layers.
+            queries: As for `windowed`.
+        """
+        if not self.config.looks_at_columns:
+            return [bias] * layers
+        distance = positions[..., :, None] - columns[..., None, :]
+        if relative is not None:
+            bias = bias + relative(-distance)
+        if not self.config.windows:
+            return [bias] * layers
+        by_window = {
+            window: windowed(bias, distance, window, queries) for window in set(self.config.windows)
+        }
+        return [by_window[window] for window in self.config.windows]
+
+    def encode(self, source: Tensor, source_mask: Tensor) -> Tensor:
+        """Encodes the source.
+
+        Args:
+            source: [batch, source] int64
+            source_mask: [batch, source] bool, True at a token, False at padding.
+
+        Returns:
+            [batch, source, d_model]; rows at padding mean nothing.
+        """
+        positions = torch.arange(source.shape[1], device=source.device)
+        x, layers = self.embed(source, positions, source=True), len(self.encoder)
+        bias = padding_bias(source_mask, x.dtype)
+        relative = self.encoder_distance
+        biases = self._biases(bias, positions, positions, relative, layers, source_mask)
+        rotations = self._rotations(positions, layers)
+        for layer, bias, rotation in zip(self.encoder, biases, rotations, strict=True):
+            x, _ = layer(x, bias, rotation=rotation)
+        return x if self.encoder_norm is None else self.encoder_norm(x)
+
+    def cross(self, encoded: Tensor) -> list[KeyValues]:
+        """Returns each decoder layer's keys and values of the encoded source, made once."""
+        return [layer.cross_attention.project(encoded) for layer in self.decoder]  # type: ignore[union-attr, operator]
+
+    def empty_past(self, batch: int) -> list[KeyValues] | list[CellState]:
+        """Returns the cache before the first target position: length 0 in every layer.
+
+        The state of an SSRU is zero.
+        """
+        weight = self.embedding.weight
+        if self.config.recurrent:
+            cell = weight.new_zeros(batch, 1, 1, self.config.d_model)
+            return [CellState(cell) for _ in self.decoder]
+        nothing = weight.new_zeros(batch, self.config.kv_heads, 0, self.config.d_head)
+        return [KeyValues(nothing, nothing) for _ in self.decoder]
+
+    def decode(
+        self,
+        target: Tensor,
+        mask: Tensor,
+        cross: Sequence[KeyValues],
+        past: Sequence[KeyValues] | Sequence[CellState],
+    ) -> tuple[Tensor, list[Any]]:
+        """Runs the decoder over new target positions.
+
+        Args:
+            target: [batch, target] int64, the tokens that follow the past.
+            mask: Of the source, [batch, source] bool, True at a token; where there is no encoder
+                of the past, [batch, past]. Padding takes up room in the past but no position, so
+                that texts of unequal length may be padded where they end and then go on.
+            cross: A decoder layer's keys and values of the source, from `cross`; empty where
+                there is no encoder.
+            past: A decoder layer's keys and values of earlier positions; `empty_past` at first.
+
+        Returns:
+            Logits [batch, target, vocabulary], and the present, which is the next call's past.
+        """
+        if self.config.recurrent:
+            cross_bias = padding_bias(mask, self.embedding.weight.dtype)
+            x, present = self.decode_at(target, None, None, None, cross_bias, cross, past)
+            return self.logits(x), present
+        length, new = past[0][0].shape[2], target.shape[1]
+        positions = torch.arange(new, device=target.device)
+        columns = torch.arange(length + new, device=target.device)
+        if not cross and self.config.looks_at_columns:
+            earlier = mask.cumsum(dim=1) - 1
+            columns = torch.cat([earlier, positions + mask.sum(dim=1, keepdim=True)], dim=1)
+        positions = positions + (length if cross else mask.sum(dim=1, keepdim=True))
+        dtype = self.embedding.weight.dtype
+        bias = causal_bias(length, new, dtype, target.device)
+        cross_bias = padding_bias(mask, dtype)
+        if not cross:
+            bias = bias + F.pad(cross_bias, (0, new))
+        x, present = self.decode_at(target, positions, columns, bias, cross_bias, cross, past)
+        return self.logits(x), present
+
+    def decode_at(
+        self,
+        target: Tensor,
+        positions: Tensor | None,
+        columns: Tensor | None,
+        bias: Tensor | None,
+        cross_bias: Tensor | None,
+        cross: Sequence[KeyValues],
+        past: Sequence[Past] | Sequence[CellState],
+    ) -> tuple[Tensor, list[Any]]:
+        """Runs the decoder over target tokens wherever they stand and whatever they see.
+
+        Args:
+            target: [batch, target] int64
+            positions: Of the tokens, [target] or [batch, target] int64; None, as the next
+                two, where the decoder is recurrent.
+            columns: Positions of all keys, [present] or [batch, present] int64; read where the
+                config has windows or relative positions.
+            bias: M of self-attention, broadcastable to [batch, heads, target, present].
+            cross_bias: M of cross-attention, broadcastable to [batch, heads, target, source];
+                not used where there is no encoder.
+            cross: As for `decode`.
+            past: What takes up each layer's new keys and values; see `Past`.
+
+        Returns:
+            What `logits` projects [batch, target, d_model], and the present.
+        """
+        x = self.embed(target, positions)
+        layers = len(self.decoder)
+        rotations: list[Rotation | None] = [None] * layers
+        biases: list[Tensor | None] = [None] * layers
+        if positions is not None and columns is not None and bias is not None:
+            rotations = self._rotations(positions, layers)
+            biases = [*self._biases(bias, positions, columns, self.decoder_distance, layers)]
+        presents = []
+        for number, (layer, layer_past) in enumerate(zip(self.decoder, past, strict=True)):
+            layer_cross = cross[number] if cross else None
+            rotation, own_bias = rotations[number], biases[number]
+            x, present = layer(x, own_bias, layer_past, layer_cross, cross_bias, rotation)
+            presents.append(present)
+        if self.decoder_norm is not None:
+            x = self.decoder_norm(x)
+        return x / math.sqrt(x.shape[-1]) if self.config.scale_output else x, presents
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Projects x [batch, length, d_model] to scores [batch, length, vocabulary]."""
+        if self.output_transform is not None:
+            x = self.output_transform(x)
+        if self.output_projection is not None:
+            x = self.output_projection(x)
+        weight = self.embedding.weight if self.output is None else self.output.weight
+        return softcapped(F.linear(x, weight, self.output_bias), self.config.output_softcap)
+
+    def answers(self, source: Tensor, source_mask: Tensor) -> dict[str, Tensor]:
+        """Returns what an encoder-only model gives, as far as it has the parts.
+
+        Args:
+            source: [batch, source] int64
+            source_mask: [batch, source] bool, True at a token, False at padding.
+
+        Returns:
+            "hidden" [batch, source, d_model], "head" as `Head.forward`, and "logits" [batch,
+            source, vocabulary], those at position t of the token there.
+        """
+        hidden = self.encode(source, source_mask)
+        found = {"hidden": hidden}
+        if self.head is not None:
+            found["head"] = self.head(hidden, source_mask)
+        if self.config.lm_head:
+            found["logits"] = self.logits(hidden)
+        return found
+
+    def forward(self, source: Tensor, source_mask: Tensor, target: Tensor) -> Tensor:
+        """Scores every position at once, as training does.
+
+        Args:
+            source: [batch, source] int64; of no length where there is no encoder.
+            source_mask: [batch, source] bool, True at a token.
+            target: [batch, target] int64, what the decoder reads; not used where there is none.
+                Padding at the end needs no mask: no earlier position sees it.
+
+        Returns:
+            Logits [batch, target, vocabulary], those at position t of the token at t + 1; of an
+            encoder alone the last of `answers`.
+        """
+        if not self.decoder:
+            return list(self.answers(source, source_mask).values())[-1]
+        cross = self.cross(self.encode(source, source_mask)) if self.encoder else []
+        return self.decode(target, source_mask, cross, self.empty_past(target.shape[0]))[0]
+
+
+@torch.inference_mode()
+def greedy(
+    model: Transformer,
+    source: Tensor,
+    source_mask: Tensor,
+    *,
+    bos_id: int,
+    eos_id: int,
+    max_length: int,
+    use_cache: bool = True,
+    check: Callable[[], None] = lambda: None,
+) -> list[list[int]]:
+    """The plainest generation loop; without the cache it is the independent oracle of the search.
+
+    Args:
+        model: The model, in eval mode.
+        source: [batch, source] int64
+        source_mask: [batch, source] bool, True at a token.
+        bos_id: The token that every target begins with.
+        eos_id: The token that ends a target.
+        max_length: Largest number of generated tokens.
+        use_cache: False scores the whole target anew for each token.
+        check: Called before each token.
+
+    Returns:
+        The generated tokens of each row, the ending `eos_id` left out.
+    """
+    cross = model.cross(model.encode(source, source_mask))
+    nothing = past = model.empty_past(source.shape[0])
+    target = torch.full((source.shape[0], 1), bos_id, device=source.device)
+    ended = torch.zeros(source.shape[0], dtype=torch.bool, device=source.device)
+    while target.shape[1] <= max_length and not ended.all():
+        check()
+        if use_cache:
+            logits, past = model.decode(target[:, -1:], source_mask, cross, past)
+        else:
+            logits, _ = model.decode(target, source_mask, cross, nothing)
+        chosen = logits[:, -1].argmax(dim=-1)
+        ended = ended | (chosen == eos_id)
+        target = torch.cat([target, chosen[:, None]], dim=1)
+    rows = target[:, 1:].tolist()
+    return [row[: row.index(eos_id)] if eos_id in row else row for row in rows]
+
+
+@torch.inference_mode()
+def continue_greedily(
+    model: Transformer, prompt: Sequence[int], *, eos_id: int, max_length: int
+) -> list[int]:
+    """`greedy` of a decoder-only model: one text, no cache, no padding.
+
+    Args:
+        model: The model, in eval mode.
+        prompt: At least one token.
+        eos_id: The token that ends a text.
+        max_length: Largest number of generated tokens.
+
+    Returns:
+        The generated tokens, the ending `eos_id` left out.
+    """
+    nothing = torch.zeros(1, 0, dtype=torch.bool, device=model.embedding.weight.device)
+    tokens = list(prompt)
+    for _ in range(max_length):
+        target = torch.tensor([tokens], device=nothing.device)
+        logits, _ = model.decode(target, nothing, [], model.empty_past(1))
+        chosen = int(logits[0, -1].argmax())
+        if chosen == eos_id:
+            break
+        tokens.append(chosen)
+    return tokens[len(prompt) :]

@@ -1,0 +1,1 @@
+"""Training: data, vocabulary, the loop, and its recipe."""

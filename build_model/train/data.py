@@ -1,0 +1,306 @@
+"""Parallel text: files to pairs to token ids; batches of token ids."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.io.lines import decode_line, read_raw_lines
+from transferry.runtime.tokenizer.byte_pair import Tokenizer
+
+MAX_CHARACTERS = 10_000
+
+
+class Pair(NamedTuple):
+    """A text and its translation."""
+
+    source: str
+    target: str
+
+
+class Example(NamedTuple):
+    """Token ids of one training example; a side that the architecture lacks is empty.
+
+    Attributes:
+        source: Input of the encoder.
+        target: Label of each position; the padding id where there is none.
+        target_input: Input of the decoder at each position.
+    """
+
+    source: list[int]
+    target: list[int]
+    target_input: list[int]
+
+    def target_tokens(self, pad_id: int) -> int:
+        """Number of target tokens, padding excluded."""
+        return len(self.target) - self.target.count(pad_id)
+
+
+class Batch(NamedTuple):
+    """Examples as tensors, padded with `pad_id` to the longest.
+
+    Attributes:
+        source: `[batch, source]` int64
+        source_mask: `[batch, source]` bool, True for tokens.
+        target_input: `[batch, target]` int64, input of the decoder.
+        target_output: `[batch, target]` int64, labels.
+    """
+
+    source: Tensor
+    source_mask: Tensor
+    target_input: Tensor
+    target_output: Tensor
+
+
+@dataclass(frozen=True)
+class ReadReport:
+    """Numbers of pairs that were read, kept, and dropped by reason."""
+
+    read: int
+    kept: int
+    dropped: Mapping[str, int]
+
+    def __str__(self) -> str:
+        dropped = "".join(f", {count} {reason}" for reason, count in self.dropped.items())
+        return f"{self.kept:,} of {self.read:,} kept{dropped}"
+
+
+class BadPair(InputError):
+    """An unusable pair; skipped pairs are counted by `reason`."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+Raw = TypeVar("Raw")
+Made = TypeVar("Made")
+
+
+def read_pairs(
+    source: Path, target: Path, *, skip_bad: bool = False, max_characters: int = MAX_CHARACTERS
+) -> tuple[list[Pair], ReadReport]:
+    """Reads two files of lines, each line the translation of the other file's.
+
+    Args:
+        source: File of texts, plain or gzip.
+        target: File of their translations.
+        skip_bad: Drop and count unusable pairs instead of raising at the first.
+        max_characters: Limit for the length of a line.
+
+    Raises:
+        InputError: The files have different numbers of lines, or no pair remains.
+        BadPair: A line is empty, too long or not UTF-8, and `skip_bad` is off.
+    """
+
+    def pair(number: int, lines: tuple[bytes, bytes]) -> Pair:
+        return Pair(
+            _check(_decode(lines[0], source, number), source, number, max_characters),
+            _check(_decode(lines[1], target, number), target, number, max_characters),
+        )
+
+    return _sift(_lines_of_both(source, target), pair, skip_bad, f"{source} and {target}")
+
+
+def read_pair_file(
+    path: Path, *, skip_bad: bool = False, max_characters: int = MAX_CHARACTERS
+) -> tuple[list[Pair], ReadReport]:
+    """Reads one file of pairs, TSV or JSON lines by its suffix, plain or gzip.
+
+    `.tsv`: source, tab, target. `.jsonl`: `{"source": "...", "target": "..."}`.
+
+    Args:
+        path: The file.
+        skip_bad: Drop and count unusable pairs instead of raising at the first.
+        max_characters: Limit for the length of each side.
+
+    Raises:
+        InputError: The suffix is another, or no pair remains.
+        BadPair: A line is malformed, or a side is empty, too long or not UTF-8, and `skip_bad`
+            is off.
+    """
+    suffix = Path(path.name.removesuffix(".gz")).suffix
+    if suffix not in _PARSERS:
+        raise InputError(
+            f"{path}: expected a name ending in .tsv, .jsonl, .tsv.gz or .jsonl.gz. For two files "
+            "of lines, give one as the source and one as the target."
+        )
+    parse = _PARSERS[suffix]
+
+    def pair(number: int, line: bytes) -> Pair:
+        try:
+            sides = parse(_decode(line, path, number))
+        except (ValueError, RecursionError) as error:
+            raise BadPair("malformed", f"{path}, line {number}: {error}.") from error
+        return Pair(*(_check(side, path, number, max_characters) for side in sides))
+
+    return _sift(read_raw_lines(path), pair, skip_bad, str(path))
+
+
+def encode_pairs(
+    pairs: Iterable[Pair], tokenizer: Tokenizer, max_tokens: int, *, skip_bad: bool = False
+) -> tuple[list[Example], ReadReport]:
+    """Encodes pairs as token ids.
+
+    Args:
+        pairs: The texts.
+        tokenizer: Tokenizer of both sides.
+        max_tokens: Limit for the tokens of a side, the end token included.
+        skip_bad: Drop and count pairs that are too long instead of raising at the first.
+
+    Raises:
+        InputError: No pair remains.
+        BadPair: A side is too long, and `skip_bad` is off.
+    """
+    special = tokenizer.special
+
+    def example(number: int, pair: Pair) -> Example:
+        source = special.wrap(tokenizer.encode(pair.source))
+        target = [*tokenizer.encode(pair.target), special.eos_id]
+        for text, ids in zip(pair, (source, target), strict=True):
+            if len(ids) > max_tokens:
+                raise BadPair(
+                    "too many tokens",
+                    f"pair {number}: expected at most {max_tokens} tokens, found {len(ids)} in "
+                    f"{text[:60]!r}. Shorten it, or skip bad pairs.",
+                )
+        return Example(source, target, [special.bos_id, *target[:-1]])
+
+    return _sift(pairs, example, skip_bad, "the pairs")
+
+
+def token_batches(
+    examples: Sequence[Example], max_tokens: int, *, seed: int, epoch: int
+) -> list[list[int]]:
+    """Groups examples of similar length into batches, in random order.
+
+    Args:
+        examples: The examples.
+        max_tokens: Limit for rows times longest side, padding included.
+        seed: With `epoch`, determines the batches.
+        epoch: Number of the pass over the data.
+
+    Returns:
+        Indices into `examples`, each exactly once.
+
+    Raises:
+        UsageError: A single example exceeds `max_tokens`.
+    """
+    lengths = np.array([max(len(example.source), len(example.target)) for example in examples])
+    if lengths.max() > max_tokens:
+        raise UsageError(
+            f"batch_tokens must be at least {lengths.max()}, the length of the longest example, "
+            f"found {max_tokens}; raise it or drop long pairs"
+        )
+    generator = np.random.Generator(np.random.PCG64([seed, epoch]))
+    order = np.lexsort((generator.random(len(lengths)), lengths))
+    batches: list[list[int]] = [[]]
+    for index in order.tolist():
+        # Lengths ascend, so the new example is the longest of its batch.
+        if (len(batches[-1]) + 1) * lengths[index] > max_tokens:
+            batches.append([])
+        batches[-1].append(index)
+    return [batches[number] for number in generator.permutation(len(batches))]
+
+
+def collate(examples: Sequence[Example], pad_id: int, device: torch.device | str) -> Batch:
+    """Pads examples and stacks them into tensors."""
+
+    def pad(rows: Iterable[list[int]]) -> Tensor:
+        tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
+        return pad_sequence(tensors, batch_first=True, padding_value=pad_id).to(device)
+
+    source = pad(example.source for example in examples)
+    return Batch(
+        source=source,
+        source_mask=source != pad_id,
+        target_input=pad(example.target_input for example in examples),
+        target_output=pad(example.target for example in examples),
+    )
+
+
+def _lines_of_both(source: Path, target: Path) -> Iterator[tuple[bytes, bytes]]:
+    """Lines of two files in parallel."""
+    counts = [0, 0]
+    for lines in zip_longest(read_raw_lines(source), read_raw_lines(target)):
+        counts = [count + (line is not None) for count, line in zip(counts, lines, strict=True)]
+        if counts[0] == counts[1]:
+            yield lines
+    if counts[0] != counts[1]:
+        raise InputError(
+            f"expected as many lines in the source as in the target, found {counts[0]} in "
+            f"{source} and {counts[1]} in {target}. Each line must translate the other file's."
+        )
+
+
+def _sift(
+    pairs: Iterable[Raw], make: Callable[[int, Raw], Made], skip_bad: bool, origin: str
+) -> tuple[list[Made], ReadReport]:
+    """Converts every pair; bad ones raise, or are dropped and counted."""
+    made: list[Made] = []
+    dropped: Counter[str] = Counter()
+    number = 0
+    for number, pair in enumerate(pairs, start=1):
+        try:
+            made.append(make(number, pair))
+        except BadPair as error:
+            if not skip_bad:
+                raise
+            dropped[error.reason] += 1
+    if not made:
+        raise InputError(f"{origin}: expected at least one usable pair, found none in {number}.")
+    return made, ReadReport(number, len(made), dict(dropped))
+
+
+def _decode(line: bytes, path: Path, number: int) -> str:
+    try:
+        return decode_line(line, path, number)
+    except InputError as error:
+        raise BadPair("invalid UTF-8", str(error)) from error
+
+
+def _check(text: str, path: Path, number: int, max_characters: int) -> str:
+    if not text.strip():
+        raise BadPair(
+            "empty",
+            f"{path}, line {number}: expected text, found nothing. Fill or remove the pair.",
+        )
+    if len(text) > max_characters:
+        raise BadPair(
+            "too many characters",
+            f"{path}, line {number}: expected at most {max_characters} characters, "
+            f"found {len(text)}. Shorten it, or skip bad pairs.",
+        )
+    return text
+
+
+def _parse_tsv(line: str) -> tuple[str, str]:
+    columns = line.split("\t")
+    if len(columns) != 2:
+        raise ValueError(f"expected source, tab, target, found {len(columns)} columns")
+    return columns[0], columns[1]
+
+
+def _parse_json(line: str) -> tuple[str, str]:
+    try:
+        value = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    match value:
+        case {"source": str(source), "target": str(target)}:
+            # A JSON escape can be half a surrogate pair, which cannot be encoded.
+            (source + target).encode()
+            return source, target
+    raise ValueError(f'expected {{"source": "...", "target": "..."}}, found {line[:80]!r}')
+
+
+_PARSERS = {".tsv": _parse_tsv, ".jsonl": _parse_json}

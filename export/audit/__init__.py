@@ -1,1 +1,0 @@
-"""The proof for graphs that other tools wrote."""

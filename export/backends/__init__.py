@@ -1,1 +1,0 @@
-"""Other runtimes for the portable graphs, and the cross-check that asks them."""

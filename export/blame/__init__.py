@@ -1,0 +1,1 @@
+"""Cause of a failed check: the module, the operator or the runtime at fault."""

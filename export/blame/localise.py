@@ -1,0 +1,364 @@
+"""Localisation of a fault: bisection on the served graph, value by value against torch's program.
+
+Each graph is checked alone, on the oracle's state rounded to the graph's types, so that a fault of
+the encoder does not show again in the decoder. Cases without padding come first. On padded ones all
+positions are compared: values at padding are meaningless, but equal on both sides of an honest
+graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from transferry.build_model.model.transformer import Transformer
+from transferry.export.blame.replay import Replay, extract
+from transferry.export.blame.served_graph import MOST_SHOWN, ServedGraph, align
+from transferry.export.blame.traced_program import TracedProgram, trace
+from transferry.export.torch_model import TorchDecoder, TorchEncoder, TorchState, moved_heads
+from transferry.export.trace.graph import Graph, flatten
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import GraphSpec, Variant
+from transferry.runtime.decoding.decoder import Tensors
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.proof.compare import (
+    Case,
+    Tolerance,
+    Truth,
+    compare,
+    meaningful,
+    truth,
+    value_error,
+)
+from transferry.runtime.proof.report import Origin
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def localise(
+    model: Transformer,
+    bundle: Bundle,
+    variant: Variant,
+    session: SessionOptions,
+    tolerance: Tolerance,
+    cases: Sequence[Case],
+    replay: Path | None = None,
+) -> Origin | None:
+    """Finds the first value of a bundle's graphs that is wrong though its inputs are right.
+
+    Args:
+        model: The model that the bundle was exported from.
+        bundle: The bundle; nothing in its folder is changed.
+        variant: The variant.
+        session: How it is served.
+        tolerance: What passes.
+        cases: Inputs; the smallest that shows the fault is used.
+        replay: File for the operators at fault with their inputs, see `replay.replay`; if it cannot
+            be written, the origin's message says so.
+
+    Returns:
+        The origin; None if every graph agrees with torch in every case.
+
+    Raises:
+        InputError: A graph cannot be opened.
+        ProviderError: The provider cannot run here.
+    """
+    oracle = copy.deepcopy(model).double()
+    ordered = sorted(
+        cases, key=lambda case: (not case.mask.all(), case.source.size + case.target.size)
+    )
+    for name, spec in variant.steps.items():
+        served = ServedGraph(bundle.graph(spec), spec, session)
+        allowed = replace(tolerance, floor=0.0) if name == "select" else tolerance
+        for case in ordered:
+            for call in _calls(name, spec, case, TorchDecoder(model), TorchDecoder(oracle)):
+                found = served.run(call.feeds, served.outputs)
+                if faults := _faults(call, found, allowed, exact=name == "select"):
+                    fresh = trace(model, name)
+                    search = _Search(name, call, served, fresh, model, oracle, allowed)
+                    return search.origin(faults, replay)
+    return None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One run of one graph: its inputs, and its expected outputs by name."""
+
+    case: Case
+    feeds: Arrays
+    truth: Truth
+
+
+def _calls(
+    name: str, spec: GraphSpec, case: Case, reference: TorchDecoder, oracle: TorchDecoder
+) -> Iterator[_Call]:
+    """Yields the runs of a graph in a case."""
+    outputs = [tensor.name for tensor in spec.outputs]
+    if name == "encoder":
+        sides: list[Tensors] = []
+        for side in (oracle, reference):
+            if side.model.config.decoder_layers:
+                given = _flat(side.start(case.source, case.mask).cross)
+            else:
+                given = list(TorchEncoder(side.model).encode(case.source, case.mask).values())
+            sides.append(dict(zip(outputs, given, strict=True)))
+        least = 0.0
+        if oracle.model.config.has_head:
+            moved, least = moved_heads(oracle.encoder, case.mask, *sides)
+            sides += moved
+        yield _Call(case, _feeds(spec, case.source, case.mask), truth(case, *sides, least=least))
+        return
+    state = oracle.start(case.source, case.mask)
+    if case.past:
+        _, state = oracle.step(case.target[:, : case.past], state)
+    if name == "select":
+        if case.rows is not None:
+            # The host selects rows of a recurrent state.
+            past = [] if oracle.model.config.recurrent else state.past
+            for caches in filter(None, (past, state.cross)):
+                tensors = _flat(_rounded(caches, spec, oracle))
+                chosen = dict(zip(outputs, (tensor[case.rows] for tensor in tensors), strict=True))
+                feeds = _feeds(spec, case.rows, *tensors)
+                yield _Call(case, feeds, Truth(chosen, dict.fromkeys(chosen, 0.0)))
+        return
+    if case.rows is not None:
+        state = oracle.select(state, case.rows)
+    target = case.target[case.kept, case.past :]
+    sides = []
+    for side in (oracle, reference):
+        rounded = TorchState(
+            state.mask, _rounded(state.cross, spec, side), _rounded(state.past, spec, side)
+        )
+        output, after = side.step(target, rounded)
+        sides.append(dict(zip(outputs, (output.all_logits, *_flat(after.past)), strict=True)))
+    feeds = _feeds(spec, target, state.mask.numpy(), *_flat(rounded.cross), *_flat(rounded.past))
+    yield _Call(case, feeds, truth(case, *sides))
+
+
+def _feeds(spec: GraphSpec, *arrays: NDArray[Any]) -> Arrays:
+    """Returns the inputs by name, in the types of the graph."""
+    return {
+        tensor.name: np.ascontiguousarray(array, tensor.type)
+        for tensor, array in zip(spec.inputs, arrays, strict=True)
+    }
+
+
+def _faults(call: _Call, found: Tensors, tolerance: Tolerance, *, exact: bool) -> set[str]:
+    """Returns the outputs that are wrong."""
+    if exact:
+        return {
+            name for name, oracle in call.truth.oracle.items() if value_error(found[name], oracle)
+        }
+    comparisons = compare(call.case, call.truth, found, tolerance)
+    return {item.tensor for item in comparisons if item.fault}
+
+
+def _rounded(caches: Sequence[Any], spec: GraphSpec, side: TorchDecoder) -> list[Any]:
+    """Rounds caches to the type of the graph's inputs; returns them in the type of a side."""
+    kind: torch.dtype = getattr(torch, spec.inputs[-1].type)
+    own = side.model.embedding.weight.dtype
+    return [type(cache)(*(tensor.to(kind).to(own) for tensor in cache)) for cache in caches]
+
+
+def _flat(caches: Sequence[Any]) -> list[NDArray[Any]]:
+    return [tensor.numpy() for tensor in flatten(caches)]
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """Error of a value, its limit, and a description."""
+
+    error: float
+    budget: float
+    fault: str
+
+    @property
+    def right(self) -> bool:
+        return self.error <= self.budget
+
+
+class _Search:
+    """The search for the first wrong value of one run of one graph."""
+
+    def __init__(
+        self,
+        name: str,
+        call: _Call,
+        served: ServedGraph,
+        fresh: Graph,
+        model: Transformer,
+        oracle: Transformer,
+        tolerance: Tolerance,
+    ) -> None:
+        assert fresh.program is not None
+        self.name, self.call, self.served, self.tolerance = name, call, served, tolerance
+        self.program = TracedProgram(fresh.program, model, oracle)
+        self.torch_names = align(served, fresh, self.program)
+        self.inputs = list(call.feeds.values())
+        # Values shown while the fault was there, and those that hide it when shown.
+        self.known: dict[str, _Verdict] = {}
+        self.hiding: set[str] = set()
+
+    def origin(self, faults: set[str], replay: Path | None) -> Origin:
+        """Finds the origin of faulty outputs and writes the replay."""
+        if (untrue := self._traced_fault(faults)) is not None:
+            return untrue
+        wrong = self._first_wrong(min(faults, key=self.served.position))
+        right = self._nearest(wrong)
+        nodes, read = self.served.between(wrong, right)
+        verdict = self.known.get(wrong) or self._verdicts([wrong])[wrong]
+        operators = ", ".join(dict.fromkeys(node.op_type for node in nodes))
+        origin = self._at(wrong, operators, self._message(wrong, right, verdict))
+        if replay is None:
+            return origin
+        found = replace(origin, replay=str(replay))
+        inputs = {name: self._as_served(name) for name in read}
+        ((exact, single),), _ = self._kept([wrong])
+        content = extract(self.served.model, nodes, inputs, wrong, self.served.path.parent)
+        options, mask = self.served.options, self._mask(wrong, exact)
+        try:
+            Replay(found, options, content, inputs, exact, single, mask, verdict.budget).save(
+                replay
+            )
+        except (InputError, UsageError) as error:
+            # The verdict is worth more than the file.
+            return replace(origin, message=f"{origin.message}; {error}")
+        return found
+
+    def _traced_fault(self, faults: set[str]) -> Origin | None:
+        """Returns an origin if torch's program itself differs from the model."""
+        outputs = sorted(faults, key=self.served.position)
+        for name, (exact, _) in zip(outputs, self._kept(outputs)[0], strict=True):
+            expected = self.call.truth.oracle[name]
+            error = value_error(exact, expected, self._mask(name, expected))
+            if not error <= self.tolerance.budget(self.call.truth.errors[name]):
+                message = (
+                    f"the program that torch traced is off by {error:.2e} of the largest entry"
+                )
+                return self._at(name, "torch.export", message)
+        return None
+
+    def _at(self, value: str, operator: str, message: str) -> Origin:
+        place = self.program.place(self.torch_names[value])
+        case, found = self.call.case.name, (place.module, place.source, operator, message)
+        return Origin(self.name, case, value, *found, code=place.code)
+
+    def _first_wrong(self, wrong: str) -> str:
+        """Goes back from a wrong value to one whose nearest comparable values are right."""
+        while True:
+            probe = _spread(self._candidates(wrong), MOST_SHOWN - 1)
+            if not probe:
+                return wrong
+            verdicts = self._verdicts([*probe, wrong])
+            if verdicts[wrong].right:
+                # Showing the probe changed the graph: find the value that hides the fault.
+                verdicts = {}
+                for name in probe:
+                    alone = self._verdicts([name, wrong])
+                    if alone[wrong].right:
+                        self.hiding.add(name)
+                    else:
+                        verdicts |= alone
+            self.known |= verdicts
+            found = [name for name, verdict in verdicts.items() if not verdict.right]
+            wrong = min(found, key=self.served.position, default=wrong)
+
+    def _candidates(self, wrong: str) -> list[str]:
+        """Comparable values upstream of a wrong one that are not known yet, in order."""
+        comparable = self._comparable(self.served.upstream([wrong]))
+        told = {*self.known, *self.hiding, wrong}
+        right = [name for name, verdict in self.known.items() if verdict.right]
+        beyond = self._comparable(self.served.upstream(right))
+        open_ones = [name for name in comparable if name not in told and name not in beyond]
+        # A value before a right one may still be wrong, and reach the wrong one by another path.
+        return open_ones or [name for name in self._nearest(wrong) if name not in told]
+
+    def _comparable(self, places: set[int]) -> list[str]:
+        names = (name for place in sorted(places) for name in self.served.nodes[place].output)
+        return [name for name in names if name in self.torch_names]
+
+    def _nearest(self, value: str) -> list[str]:
+        """The nearest comparable values that a value is computed from."""
+        stop = self.torch_names.keys() - self.hiding - {value}
+        _, read = self.served.between(value, stop)
+        return [name for name in read if name in stop]
+
+    def _verdicts(
+        self, names: Sequence[str], served: ServedGraph | None = None
+    ) -> dict[str, _Verdict]:
+        """Shows values in one session and compares them."""
+        found = (served or self.served).run(self.call.feeds, names)
+        kept, errors = self._kept(names)
+        verdicts = {}
+        for name, (exact, _) in zip(names, kept, strict=True):
+            error = value_error(found[name], exact, self._mask(name, exact))
+            if name in self.call.truth.errors:
+                own = self.call.truth.errors[name]
+            else:
+                # On one small value torch may round almost nothing, see `compare.truth`: take the
+                # largest error on the path to it.
+                path = self._comparable(self.served.upstream([name]))
+                own = max(errors[self.torch_names[other]] for other in path)
+            budget = self.tolerance.budget(own) if exact.dtype.kind == "f" else 0.0
+            verdicts[name] = _Verdict(error, budget, _fault(found[name], exact, error, budget))
+        return verdicts
+
+    def _kept(
+        self, names: Sequence[str]
+    ) -> tuple[list[tuple[NDArray[Any], NDArray[Any]]], Mapping[str, float]]:
+        wanted = [self.torch_names[name] for name in names]
+        kept, errors = self.program.run(self.inputs, wanted)
+        return [kept[name] for name in wanted], errors
+
+    def _mask(self, name: str, tensor: NDArray[Any]) -> NDArray[np.bool_]:
+        if name in self.call.truth.oracle and self.name != "select":
+            return meaningful(self.call.case, name, tensor)
+        return np.ones(tensor.shape, np.bool_)
+
+    def _as_served(self, name: str) -> NDArray[Any]:
+        if name in self.call.feeds:
+            return self.call.feeds[name]
+        array: NDArray[Any] = self.served.run(self.call.feeds, [name])[name]
+        return array
+
+    def _message(self, wrong: str, right: Sequence[str], verdict: _Verdict) -> str:
+        text = verdict.fault
+        served, options = self.served, self.served.options
+        if options.optimisation == "disable":
+            return text
+        plain = ServedGraph(served.path, served.spec, replace(options, optimisation="disable"))
+        if self._verdicts([wrong], plain)[wrong].right:
+            text += (
+                "; it is right with optimisation disable, so onnxruntime's optimiser is at fault "
+                f"between {', '.join(right) or 'the inputs'} and {wrong}"
+            )
+        if self.hiding:
+            shown = ", ".join(sorted(self.hiding, key=served.position))
+            text += f"; it is right where {shown} is an output too, across which nothing is fused"
+        return text
+
+
+def _fault(found: NDArray[Any], oracle: NDArray[Any], error: float, budget: float) -> str:
+    if found.shape != oracle.shape:
+        return f"expected shape {list(oracle.shape)}, found {list(found.shape)}"
+    if oracle.dtype.kind != "f":
+        return f"{(found != oracle).sum()} of {oracle.size} entries are not torch's"
+    if np.isinf(error):
+        places = (np.isfinite(found) != np.isfinite(oracle)).sum()
+        return f"{places} of {oracle.size} entries are infinite or NaN on one side only"
+    return f"error {error:.2e} of the largest entry exceeds the budget {budget:.2e}"
+
+
+def _spread(names: Sequence[str], most: int) -> list[str]:
+    """Returns at most so many of the names, evenly spread."""
+    if len(names) <= most:
+        return list(names)
+    return [names[(number + 1) * len(names) // (most + 1)] for number in range(most)]

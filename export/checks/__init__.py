@@ -1,0 +1,1 @@
+"""Checks of a bundle: each compares one property with the checkpoint."""

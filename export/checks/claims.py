@@ -1,0 +1,196 @@
+"""What a bundle says of itself, made again from the run and compared.
+
+The bundle's defaults, precisions and recorded answers decide what is served and what passes, and
+both sides of a comparison read them: without the run, a wrong one would go unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, fields, replace
+from typing import Any
+
+import numpy as np
+
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.build_model.checkpoint_folder import CONFIG
+from transferry.build_model.model.config import ModelConfig
+from transferry.export.oracle.oracle import Oracle
+from transferry.export.recipes import RECIPES, reference_file
+from transferry.export.rewrite.kv_scales import has_int8_cache
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import Variant
+from transferry.runtime.decoding.generation_options import (
+    GenerationOptions,
+    generation_options,
+    options_of_json,
+)
+from transferry.runtime.decoding.search import search
+from transferry.runtime.errors import InputError, TransferryError, UsageError
+from transferry.runtime.proof.compare import ROUNDED, Case, Tolerance, Truth, compare
+from transferry.runtime.proof.recorded import RecordedSearch, Reference
+from transferry.runtime.proof.report import Claim
+
+MAX_LENGTH = 256  # where a run says nothing else
+# The record is of float64, as is what it is compared with: no rounding in float32 excuses it.
+EXACT = Tolerance(1.0)
+
+
+def require_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
+    """Requires that a bundle has the shape and the tokenizer of a run.
+
+    Raises:
+        InputError: It has others.
+    """
+    config = checkpoint.model.config
+    if ModelConfig.from_dict(dict(bundle.manifest.model)) != config:
+        raise InputError(
+            f"{bundle.folder} holds a model of shape {dict(bundle.manifest.model)}, but the run "
+            f"has {config.to_dict()}; give the run that the bundle was exported from"
+        )
+    if bundle.tokenizer != checkpoint.tokenizer:
+        raise InputError(
+            f"{bundle.folder} and the run do not have the same tokenizer; give the run that the "
+            "bundle was exported from"
+        )
+
+
+def default_generation(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns the defaults of generation of a bundle of this run.
+
+    Raises:
+        InputError: The run has settings that are none of generation, or out of range.
+    """
+    longest = min(MAX_LENGTH, checkpoint.model.config.max_positions)
+    values = {"max_length": longest, **options_of_json(checkpoint.generation)}
+    try:
+        generation_options(values)
+    except UsageError as error:
+        raise InputError(f"{CONFIG} of the run cannot be used: {error}; correct it") from error
+    return values
+
+
+def manifest_claims(checkpoint: Checkpoint, bundle: Bundle) -> list[Claim]:
+    """Compares what a manifest says with the run: defaults, architecture and every variant.
+
+    Args:
+        checkpoint: The run.
+        bundle: The bundle; `require_exported_from` holds.
+    """
+    manifest, config = bundle.manifest, checkpoint.model.config
+    wanted = GenerationOptions(**default_generation(checkpoint))
+    found = GenerationOptions(**manifest.generation)
+    claims = [
+        Claim("generation defaults", "; ".join(_differences(wanted, found))),
+        Claim("architecture", _unequal("architecture", config.architecture, manifest.architecture)),
+    ]
+    if checkpoint.head is not None or manifest.head is not None:
+        claims.append(Claim("head", _unequal("head", checkpoint.head, manifest.head)))
+    for variant in manifest.variants.values():
+        problems = filter(None, _variant_problems(variant, config))
+        claims.append(Claim(f"variant {variant.name}", "; ".join(problems)))
+    return claims
+
+
+def recorded_claim(bundle: Bundle, variant: Variant, oracle: Oracle) -> Claim:
+    """Makes the recorded answers of a variant again, with its oracle, and compares."""
+    reference = Reference.of(bundle, variant)
+    problems = filter(None, _reference_problems(reference, oracle))
+    return Claim("recorded answers", next(problems, ""))
+
+
+def _unequal(name: str, wanted: object, found: object) -> str:
+    return "" if wanted == found else f"{name} is {found!r}, the run has {wanted!r}"
+
+
+def _differences(wanted: GenerationOptions, found: GenerationOptions) -> list[str]:
+    names = [field.name for field in fields(GenerationOptions)]
+    compared = (_unequal(name, getattr(wanted, name), getattr(found, name)) for name in names)
+    return [problem for problem in compared if problem]
+
+
+def _variant_problems(variant: Variant, config: ModelConfig) -> Iterator[str]:
+    recipe = RECIPES.get(variant.name)
+    if recipe is None:
+        yield f"is none of those that export makes: {', '.join(RECIPES)}"
+        return
+    yield _unequal("precision", recipe.precision, variant.precision)
+    yield _unequal("providers", recipe.providers, tuple(variant.providers))
+    cache = None
+    if config.decoder_layers:
+        kept = "float32" if recipe.precision in ROUNDED else recipe.precision
+        if recipe.precision == "int8" and has_int8_cache(config):
+            kept = "int8"
+        cache = recipe.fused, kept, "state" if config.recurrent else "columns"
+    yield _unequal("cache", cache, variant.cache and astuple(variant.cache))
+    ranks = bool(recipe.fused and cache and recipe.providers != ("cpu",))
+    yield _unequal("top_k", ranks, variant.top_k)
+    yield _unequal("reference", reference_file(recipe), variant.reference)
+
+
+def _reference_problems(reference: Reference, oracle: Oracle) -> Iterator[str]:
+    config = oracle.config
+    sources = [source for case, _ in reference.cases for source in case.source.tolist()]
+    targets = [target for case, _ in reference.cases for target in case.target.tolist()]
+    read, written = config.source_vocabulary, config.vocabulary_size
+    for rows, size in (([*sources, *reference.sources], read), (targets, written)):
+        for tokens in rows:
+            known = all(0 <= token < size for token in tokens)
+            if len(tokens) > config.max_positions or not known:
+                yield "hold a token or a length that the model does not have"
+                return
+    if not reference.cases or (config.decoder_layers and not reference.searches):
+        yield "are missing: expected cases and searches"
+    for case, truth in reference.cases:
+        yield _case_problem(case, truth, oracle)
+    for item in reference.searches:
+        yield _search_problem(item, reference.sources, oracle)
+
+
+def _wider(name: str, found: float, own: float, oracle: Oracle) -> str:
+    """Describes a recorded error of torch that is larger than rounding on any machine explains."""
+    limit = Tolerance.factor * max(own, oracle.tolerance.floor)
+    if found <= limit:
+        return ""
+    return f"{name}: torch's own error is recorded as {found:.1e}, it is {own:.1e}"
+
+
+def _case_problem(case: Case, recorded: Truth, oracle: Oracle) -> str:
+    made = oracle.truth(case)
+    exact = Truth(made.oracle, dict.fromkeys(made.oracle, 0.0), made.least)
+    if recorded.least > 4 * made.least:  # in which errors would look small
+        return f"{case.name}: the head's unit is recorded as {recorded.least:.1e}, not as the run's"
+    faults = [item for item in compare(case, exact, recorded.oracle, EXACT) if item.fault]
+    if faults:
+        return f"{case.name}: {faults[0].tensor}: {faults[0].fault}"
+    wider = (
+        _wider(f"{case.name}: {name}", recorded.errors[name], error, oracle)
+        for name, error in made.errors.items()
+    )
+    return next(filter(None, wider), "")
+
+
+def _search_problem(item: RecordedSearch, sources: Sequence[Sequence[int]], oracle: Oracle) -> str:
+    """Describes the first answer that is neither torch's nor tied with it, or a wrong score."""
+    special = oracle.special
+    try:
+        options = generation_options(options_of_json(item.options))
+        answers = search(oracle.reference, sources, options, special)
+    except TransferryError as error:
+        return f"{item.name}: {error}"
+    if not len(sources) == len(item.answers) == len(item.scores):
+        return f"{item.name}: expected answers to {len(sources)} sources"
+    recorded = item.hypotheses(special)
+    explainer = replace(oracle.explainer(oracle.exact, options), tolerance=Tolerance())
+    for row, (source, wanted, found) in enumerate(zip(sources, answers, recorded, strict=True)):
+        if [one.tokens for one in wanted] != [one.tokens for one in found]:
+            divergence = explainer.explain(source, wanted, found, row)
+            if not divergence.passes:
+                return f"{item.name}: row {row}: {divergence}"
+    scores, _ = oracle.scores(sources, recorded, options)
+    errors = [np.subtract(*both) for both in zip(item.scores, scores, strict=True)]
+    worst = float(np.max(np.abs(np.concatenate(errors)), initial=0.0)) if errors else 0.0
+    fresh = oracle.scores(sources, answers, options)[1]
+    if not worst <= fresh:
+        return f"{item.name}: a score is {worst:.1e} nats off"
+    return _wider(item.name, item.score_error, fresh, oracle)

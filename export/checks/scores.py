@@ -1,0 +1,57 @@
+"""Scores of given texts through the path that serves `score`, compared with the oracle's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from transferry.export.oracle.oracle import Oracle
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.engine.tasks.score import TOO_SHORT, Pair, score
+from transferry.runtime.proof.compare import Comparison, limited
+from transferry.runtime.proof.divergence import forced
+
+ROWS = 64  # scored by the oracle at once
+
+
+def compare_scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> list[Comparison]:
+    """Compares the log-probability of each token, in units of the largest logit.
+
+    Args:
+        oracle: The reference.
+        engine: The bundle as it is served.
+        pairs: As for `score`.
+
+    Returns:
+        A comparison for each batch of the oracle's.
+    """
+    comparisons = []
+    rows = list(enumerate(score(engine, pairs, long_rows="truncate")))
+    found = [(number, row) for number, row in rows if row.error is None]
+    for first in range(0, len(found), ROWS):
+        batch = found[first : first + ROWS]
+        name = f"text, scores of rows {batch[0][0]} to {batch[-1][0]}"
+        encoded = engine.preprocessor.encode([row.source for _, row in batch], "truncate")
+        # Of a text all tokens but the first are scored.
+        read = None if oracle.config.encoder_layers else 1
+        sources, answers = [row.ids[:read] for row in encoded], [row.tokens for _, row in batch]
+        exact, *sides = (
+            forced(side, sources, answers, oracle.special)
+            for side in (oracle.exact, oracle.reference, *oracle.others)
+        )
+        unit = max(max(row.largest for row in exact), 1.0)
+        wanted = np.concatenate([row.log_probabilities for row in exact])
+        own = max(
+            float(np.abs(np.concatenate([row.log_probabilities for row in side]) - wanted).max())
+            for side in sides
+        )
+        given = np.concatenate([row.log_probabilities for _, row in batch])
+        error, own = float(np.abs(given - wanted).max()) / unit, own / unit
+        budget = oracle.tolerance.budget(own)
+        comparisons.append(limited(name, "scores", "text", error, own, budget))
+    failed = [(number, row.error) for number, row in rows if row.error not in (None, TOO_SHORT)]
+    if failed:
+        fault = f"row {failed[0][0]} and {len(failed) - 1} more were not scored: {failed[0][1]}"
+        comparisons.append(Comparison("text", "scores", "text", np.inf, 0.0, 0.0, fault))
+    return comparisons

@@ -1,0 +1,83 @@
+"""Effect of the differences on token agreement and BLEU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sacrebleu.metrics.bleu import BLEU as CorpusBLEU
+from sacrebleu.significance import PairedTest, Result
+
+from transferry.runtime.decoding.hypothesis import Hypothesis
+from transferry.runtime.proof.compare import WEIGHT_ONLY
+from transferry.runtime.proof.report import AGREEMENT, BLEU, TaskMetric
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
+
+
+@dataclass(frozen=True)
+class TaskBudget:
+    """The largest changes that pass.
+
+    Attributes:
+        choices: Share of positions at which the preferred token may be worse than torch's.
+        bleu: Points of sacreBLEU.
+        perplexity: Relative change of the perplexity.
+        choice: How far below torch's token a preferred one may be, in nats.
+    """
+
+    choices: float
+    bleu: float
+    perplexity: float
+    choice: float
+
+
+# In float32 every different token must be a tie, so that no share of them is too large.
+BUDGETS = {
+    "float32": TaskBudget(math.inf, math.inf, math.inf, math.inf),
+    "float16": TaskBudget(0.001, 0.1, 0.001, 0.1),
+    "bfloat16": TaskBudget(0.01, 0.3, 0.01, 1.0),
+    "int8": TaskBudget(0.02, 0.3, 0.02, 2.0),
+    WEIGHT_ONLY: TaskBudget(0.02, 0.3, 0.02, 2.0),
+    "int4": TaskBudget(0.05, 1.0, 0.05, 3.0),
+}
+
+
+def token_agreement(pairs: Iterable[tuple[Hypothesis, Hypothesis]]) -> TaskMetric:
+    """Returns the share of torch's tokens that the bundle has in the same places.
+
+    It has no limit: after one choice between equally good tokens, all that follow differ.
+    """
+    same, total = 0, 0
+    for one, other in pairs:
+        same += sum(a == b for a, b in zip(one.tokens, other.tokens, strict=False))
+        total += max(len(one.tokens), len(other.tokens))
+    share = same / total if total else 1.0
+    return TaskMetric(AGREEMENT, 1.0, share, 1.0 - share, math.inf)
+
+
+def translation(
+    tokenizer: AnyTokenizer,
+    search: str,
+    pairs: Iterable[tuple[Hypothesis, Hypothesis]],
+    targets: Sequence[str],
+    budget: float,
+) -> TaskMetric:
+    """Returns the loss in sacreBLEU; a gain counts as no change.
+
+    The chance of a loss above the budget is that of a paired bootstrap of 1,000 samples (Koehn
+    2004, Statistical Significance Tests for Machine Translation Evaluation).
+    """
+    wanted, answered = (
+        [tokenizer.decode(answer.tokens) for answer in side] for side in zip(*pairs, strict=True)
+    )
+    metric = CorpusBLEU(references=[list(targets)])
+    reference, found = (metric.corpus_score(side, None).score for side in (wanted, answered))
+    loss, p_value = max(0.0, reference - found), 0.0
+    if loss > budget:
+        systems: list[tuple[str, Sequence[str]]] = [("torch", wanted), ("bundle", answered)]
+        test = PairedTest(systems, {"BLEU": metric}, None, test_type="bs", n_samples=1000)
+        found_score = test()[1]["BLEU"][1]
+        assert isinstance(found_score, Result)
+        p_value = float(found_score.p_value or 0.0)
+    return TaskMetric(f"{BLEU} {search}", reference, found, loss, budget, p_value)

@@ -1,0 +1,186 @@
+"""The weights that a bundle stores, compared with the run's: bit for bit, without running a graph.
+
+What rounding hides is seen here: one integer of a rare row, a scale off by a percent. The names are
+those that torch's exporter and `export.optimise` give.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from transferry.build_model.model.transformer import Transformer
+from transferry.export.oracle.rounding import ATTENTIONS
+from transferry.export.recipes import RECIPES
+from transferry.export.rewrite.calibration import KINDS, Calibration
+from transferry.export.rewrite.kv_scales import fold_kv_scales
+from transferry.export.rewrite.weight_blocks import bits_of, blocks
+from transferry.export.rewrite.weight_int8 import quantised
+from transferry.export.trace.store import SMALLEST
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import Variant
+from transferry.runtime.proof.compare import ROUNDED, WEIGHT_ONLY
+from transferry.runtime.proof.report import Claim
+
+WEIGHTS = "weights"  # name of the claim
+# Sines, cosines and quotients may differ by a unit in the last place between processors.
+COMPUTED = 2.0**-22
+BLOCK = 1 << 20  # entries compared at once, in float64
+
+
+class RunWeights:
+    """What a variant of a run stores, by the name of an initializer."""
+
+    def __init__(
+        self, model: Transformer, precision: str, calibration: Calibration | None = None
+    ) -> None:
+        """Takes the trained model, the variant's precision, and the calibration if that is int8."""
+        self._calibration, self._pairs = calibration, precision != WEIGHT_ONLY
+        if calibration is not None:
+            model = fold_kv_scales(model, calibration.kv_scales)
+        elif precision not in ("float32", *ROUNDED):
+            model = copy.deepcopy(model).to(getattr(torch, precision))
+        self._root = math.sqrt(model.config.d_head)
+        self._weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
+        self._tables = {
+            name: table for name, table in model.named_buffers() if name not in self._weights
+        }
+        self._kv_scales = {
+            f"scale.{role}.{number}.{kind}": getattr(scales, kind)[:, None]
+            for number in range(model.config.decoder_layers)
+            for role, attention in ATTENTIONS.items()
+            if calibration is not None
+            and (scales := calibration.kv_scales.get(f"decoder.{number}.{attention}")) is not None
+            for kind in KINDS
+        }
+        # Of the last weight alone: all of them would take as much memory as the variant.
+        self._integers: tuple[str, Sequence[Tensor]] = "", ()
+        self._blocks: tuple[str, Sequence[Tensor]] = "", ()
+        self.release = model.release
+
+    def find(self, name: str) -> tuple[Tensor, float] | None:
+        """Returns a weight and by how much of an entry it may be off, or None if there is none."""
+        if (weight := self._weights.get(name.removeprefix("model."))) is not None:
+            return weight, 0.0
+        if (table := self._tables.get(name.removeprefix("model."))) is not None:
+            return table, COMPUTED
+        if (scale := self._kv_scales.get(name)) is not None:
+            return scale, 0.0
+        if (width := re.fullmatch(r"zeros_(\d+)", name)) is not None:
+            return torch.zeros(1, int(width[1])), 0.0
+        base, _, kind = name.removesuffix(".column").rpartition(".")
+        weight = self._weights.get(base)
+        if weight is None:
+            return None
+        if kind in ("int8", "scales"):
+            if self._integers[0] != base:
+                found = quantised(weight.numpy(), pairs=self._pairs)
+                self._integers = base, [*map(torch.from_numpy, found)]
+            part = self._integers[1][kind == "scales"]
+            return (part[:, None] if name.endswith(".column") else part), 0.0
+        if kind in ("blocks", "block_scales", "divided_scales"):
+            if self._blocks[0] != base:
+                packed = blocks(weight.numpy(), bits_of(base))
+                both = packed.packed(), packed.scales
+                self._blocks = base, [*map(torch.from_numpy, both)]
+            part = self._blocks[1][kind != "blocks"]
+            return (part / self._root if kind == "divided_scales" else part), 0.0
+        return self._input(base, kind)
+
+    def _input(self, base: str, kind: str) -> tuple[Tensor, float] | None:
+        """Returns what else an integer variant stores of a linear layer."""
+        bias = self._weights.get(f"{base.removesuffix('weight')}bias")
+        found = {"divided_bias": bias / self._root if bias is not None else None}
+        activations = self._calibration.activations if self._calibration else {}
+        if (activation := activations.get(base)) is not None:
+            found |= {
+                "input_scale": torch.tensor(activation.scale),
+                "input_zero": torch.tensor(activation.zero_point, dtype=torch.uint8),
+                "divided_scale": torch.tensor(activation.scale / self._root),
+            }
+        value = found.get(kind)
+        return None if value is None else (value, COMPUTED if "divided" in kind else 0.0)
+
+
+def weights_claim(
+    model: Transformer, bundle: Bundle, variant: Variant, calibration: Calibration | None
+) -> Claim:
+    """Compares every stored weight of a variant with the run's.
+
+    Args:
+        model: The trained model.
+        bundle: The bundle; `require_exported_from` holds.
+        variant: One of its variants.
+        calibration: Of an int8 variant.
+    """
+    recipe = RECIPES.get(variant.name)
+    weights = RunWeights(model, recipe.precision if recipe else "float32", calibration)
+    problems = filter(None, _problems(weights, bundle, variant))
+    return Claim(WEIGHTS, next(problems, ""))
+
+
+def _problems(weights: RunWeights, bundle: Bundle, variant: Variant) -> Iterator[str]:
+    for name, spec in variant.graphs.items():
+        graph = ir.load(bundle.graph(spec)).graph
+        for key, value in graph.initializers.items():
+            if (tensor := value.const_value) is None:
+                continue
+            if (wanted := weights.find(key)) is not None:
+                yield _difference(f"{name}: {key}", *wanted, tensor.numpy())
+            elif tensor.nbytes >= SMALLEST:
+                yield f"{name}: {key} is no weight of the run"
+            weights.release()
+    head = variant.graphs.get("lm_head", next(iter(variant.graphs.values())))
+    for part, stored in variant.screen.items():
+        found = stored.read(bundle.files)
+        wanted = weights.find(_screened(ir.load(bundle.graph(head)).graph, part))
+        if wanted is None:
+            yield f"{part} of the screen is no weight of the run"
+        else:
+            yield _difference(f"{part} of the screen", *wanted, found)
+
+
+def _screened(head: ir.Graph, part: str) -> str:
+    """Returns the initializer's name of a part of `Variant.screen`."""
+    product = next(node for node in head if node.op_type == "Gemm")
+    weight, bias = (str(value.name) for value in (*product.inputs, product.inputs[1])[1:3] if value)
+    rounded = weight.removeprefix("model.")
+    names = {"weight": weight, "bias": bias, "quantised": f"{rounded}.int8"}
+    return names.get(part, f"{rounded}.{part}")
+
+
+def _difference(place: str, wanted: Tensor, slack: float, found: NDArray[Any]) -> str:
+    """Describes how a stored weight differs; empty if it does not."""
+    kind = str(wanted.dtype).removeprefix("torch.")
+    if str(found.dtype) != kind or found.shape != tuple(wanted.shape):
+        return (
+            f"{place}: expected {kind} {list(wanted.shape)} as in the run, "
+            f"found {found.dtype} {list(found.shape)}"
+        )
+    flat, values = wanted.reshape(-1), found.reshape(-1)
+    count, first = 0, -1
+    for begin in range(0, len(values), BLOCK):
+        block = slice(begin, begin + BLOCK)
+        # bfloat16 is no type of numpy's; float64 holds every number of every type.
+        run, stored = flat[block].double().numpy(), values[block].astype(np.float64)
+        # What is not equal to itself, NaN, is different too.
+        wrong = np.flatnonzero(~(np.abs(stored - run) <= slack * np.abs(run)))
+        if len(wrong) and first < 0:
+            first = begin + int(wrong[0])
+        count += len(wrong)
+    if not count:
+        return ""
+    at = [int(index) for index in np.unravel_index(first, found.shape)]
+    return (
+        f"{place}{at} is {float(values[first]):.9g}, the run gives {float(flat[first]):.9g}; "
+        f"{count:,} of {found.size:,} entries differ"
+    )

@@ -1,1 +1,0 @@
-"""Localisation of a fault: the traced program and the served graph, node by node."""

@@ -1,0 +1,1 @@
+"""Torch in float32 and float64: cases and expected answers."""

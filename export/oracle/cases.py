@@ -1,0 +1,225 @@
+"""Inputs of the comparisons: sizes that reveal a frozen dimension, the whole vocabulary, text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.build_model.model.config import ModelConfig
+from transferry.runtime.errors import InputError
+from transferry.runtime.proof.compare import Case
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
+
+NEW_TOKENS = 3  # fed at once in the compared step, so that its causal mask matters
+# Most logits of a case, or of a batch that is fed whole: 128 MB in float64.
+MOST_LOGITS = 1 << 24
+LARGEST_LOGITS = 1 << 26  # of the largest batch: 512 MB in float64
+MOST_TOKENS = 4096  # of a source that runs through the vocabulary
+LONGEST_ROW = 64
+SINGLE_TOKENS = 16
+
+
+def sweep(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
+    """Yields the cases of `sizes` and of `vocabulary`."""
+    yield from sizes(config, seed=seed)
+    yield from vocabulary(config, seed=seed)
+
+
+def sizes(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
+    """Yields cases that reveal a size frozen while tracing.
+
+    Batch {1, 2, 7} x source {1, 2, 13, all positions} x past {0, 1, all positions but one}; the
+    first row fills the source, the others end earlier. Without an encoder, source and target share
+    the positions, and the source may be empty: a prompt of one token. Of the batches of 7, only the
+    source of 13 has the longest past: the others would be half of the time of all cases.
+    """
+    most = config.max_positions
+    alone = not config.encoder_layers
+    sources = {0, 1, 2, 13, most - 1} if alone else {1, 2, 13, most}
+    number = 0
+    for batch in (1, 2, 7):
+        for source in sorted({min(size, most - alone) for size in sources}):
+            room = most - source if alone else most
+            pasts = {0, min(1, room - 1), room - 1} if config.decoder_layers else {0}
+            for past in sorted(pasts):
+                number += 1
+                if batch < 7 or past < 2 or source == 13:
+                    yield random_case(config, batch, source, past, seed=seed + number)
+
+
+def lengths(
+    config: ModelConfig, sources: Sequence[Sequence[int]], *, seed: int = 0
+) -> Iterator[Case]:
+    """Yields a case of each length up to 64 or that of the longest source, and of all positions.
+
+    Source and target are of that length, and the target is fed whole, as `score` does.
+    """
+    most = config.max_positions
+    longest = max([LONGEST_ROW, *map(len, sources)])
+    for length in dict.fromkeys([*range(1, min(longest, most) + 1), most]):
+        case = random_case(config, 1, length, 0, seed=seed + 2000 + length)
+        room = most if config.encoder_layers else most - case.source.shape[1]
+        fed = min(length, room, MOST_LOGITS // config.vocabulary_size)
+        generator = np.random.default_rng(seed + 2000 + length)
+        target = generator.integers(
+            config.vocabulary_size, size=(1, fed if config.decoder_layers else 0)
+        )
+        yield replace(case, name=f"source and target {length}", target=target)
+
+
+def vocabulary(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
+    """Yields cases that run through the whole vocabulary.
+
+    `sizes` draws few of the tokens of a large vocabulary, and would miss a wrong row of the
+    embedding, or a weight that few tokens use. Every token occurs once in a source or prompt; a
+    target, which costs a row of logits for each token, holds as many as fit.
+    """
+    size, most = max(config.vocabulary_size, config.source_vocabulary), config.max_positions
+    alone = not config.encoder_layers
+    generator = np.random.default_rng(seed)
+    sources, targets = (
+        np.resize(generator.permutation(each), size)
+        for each in (config.source_vocabulary, config.vocabulary_size)
+    )
+    length = max(1, min(most - alone, LONGEST_ROW))
+    piece = MOST_TOKENS if config.decoder_layers else max(length, MOST_LOGITS // size)
+    for first in range(0, size, piece):
+        tokens = sources[first : first + piece]
+        # The last row is filled up, so that no token shares its row with padding.
+        source = np.resize(tokens, (-(-len(tokens) // length), length))
+        target = np.resize(targets, (len(source), 1 if config.decoder_layers else 0))
+        if alone and most == 1:
+            source, target = source[:, :0], source
+        name = f"vocabulary {first} to {first + len(tokens) - 1}"
+        yield _unpadded(name, source, target)
+    if config.decoder_layers:
+        length = min(most, LONGEST_ROW)
+        rows = -(-min(size, MOST_LOGITS // size) // length)
+        target = np.resize(targets, (max(1, rows), length))
+        source = np.resize(sources, (len(target), 0 if alone else 1))
+        yield _unpadded("vocabulary of the target", source, target)
+
+
+def _unpadded(name: str, source: NDArray[np.int64], target: NDArray[np.int64]) -> Case:
+    return Case(name, source, np.ones(source.shape, np.bool_), target, 0)
+
+
+def single_tokens(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
+    """Yields cases of one token and one step, so small that some hold no value at a border.
+
+    There an int8 variant must be as exact as float32; see `integer_sides`.
+    """
+    for number in range(SINGLE_TOKENS):
+        yield replace(
+            random_case(config, 1, 1, 0, seed=seed + 1000 + number), name=f"single token {number}"
+        )
+
+
+def largest_batches(config: ModelConfig, rows: int, *, seed: int = 0) -> Iterator[Case]:
+    """Yields short cases of as many rows as are served at once, or as fit into memory.
+
+    In the second one every fourth sentence has ended, and the last ones take their slots.
+    """
+    columns = NEW_TOKENS if config.decoder_layers else 2
+    most = max(1, LARGEST_LOGITS // (columns * config.vocabulary_size))
+    case = random_case(config, min(rows, most), 2, 1, seed=seed)
+    yield case
+    if config.decoder_layers and len(case.source) > 1 and case.past:
+        places = np.arange(len(case.source))
+        ended = places % 4 == 1
+        left = int((~ended).sum())
+        kept, last = places[:left], places[left:]
+        kept[ended[:left]] = last[~ended[left:]]
+        yield replace(case, name=f"{case.name}, rows leave", rows=kept)
+
+
+def cross_check_cases(config: ModelConfig) -> list[Case]:
+    """Returns a few small cases for runtimes too slow for the sweep: short, padded, reordered."""
+    sizes = [(1, 1, 0), (2, 13, 0), (2, 16, 1), (3, 6, 5)]
+    if not config.encoder_layers:
+        sizes.append((2, 0, 1))  # a prompt of one token
+    return random_cases(config, sizes)
+
+
+def random_cases(
+    config: ModelConfig, sizes: Sequence[tuple[int, int, int]], *, seed: int = 0
+) -> list[Case]:
+    """Returns a random case for each batch, source and past."""
+    return [random_case(config, *size, seed=seed + number) for number, size in enumerate(sizes)]
+
+
+def random_case(config: ModelConfig, batch: int, source: int, past: int, *, seed: int) -> Case:
+    """Returns a case of random tokens; all rows but the first are of random length.
+
+    Source and past are cut to the positions that the model has.
+    """
+    most = config.max_positions
+    source = min(source, most if config.encoder_layers else most - 1)
+    room = most if config.encoder_layers else most - source
+    past = min(past, room - 1)
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(min(1, source), source, size=batch, endpoint=True)
+    lengths[0] = source
+    mask = np.arange(source) < lengths[:, None]
+    tokens = generator.integers(config.source_vocabulary, size=(batch, source))
+    new = min(NEW_TOKENS, room - past)
+    length = past + new if config.decoder_layers else 0
+    target = generator.integers(config.vocabulary_size, size=(batch, length))
+    # As in a search: beams change places; with more than two, one ends and another one splits.
+    rows = generator.permutation(batch)
+    rows[-1] = rows[0] if batch > 2 else rows[-1]
+    if batch == 2:
+        rows = np.array([1, 0])
+    name = f"batch {batch}, source {source}"
+    if not config.decoder_layers:
+        return Case(name, tokens, mask, target, past)
+    return Case(f"{name}, past {past}", tokens, mask, target, past, rows if batch > 1 else None)
+
+
+def random_sources(config: ModelConfig, rows: int) -> list[list[int]]:
+    """Returns sources of random tokens and unequal length, for searches where there is no text."""
+    case = random_case(config, rows, min(12, config.max_positions // 2), 0, seed=0)
+    return [row[mask].tolist() for row, mask in zip(case.source, case.mask, strict=True)]
+
+
+def fitting(texts: Sequence[str], tokenizer: AnyTokenizer, config: ModelConfig) -> list[str]:
+    """Returns the texts that are not empty and fit into the model's positions."""
+    most, special = config.max_positions, tokenizer.special
+    return [
+        text for text in texts if text.strip() and len(special.wrap(tokenizer.encode(text))) <= most
+    ]
+
+
+def source_of(text: str, tokenizer: AnyTokenizer, config: ModelConfig, number: int) -> list[int]:
+    """Returns the source of a line of text; the number of the line is for the error.
+
+    Without an encoder it is a prompt: the first half of the line, and no more than half of the
+    positions, to leave room for an answer.
+
+    Raises:
+        InputError: The line is empty or longer than the model's positions.
+    """
+    if not text.strip():
+        raise InputError(f"line {number} is empty, expected a sentence; leave the line out")
+    ids = tokenizer.encode(text)
+    if config.architecture == "decoder-only":
+        ids = ids[: max(1, min(len(ids), config.max_positions) // 2)]
+    source = tokenizer.special.wrap(ids)
+    if len(source) > config.max_positions:
+        raise InputError(
+            f"line {number} has {len(source)} tokens, the end token included; the model takes "
+            f"at most {config.max_positions}, so leave the line out"
+        )
+    return source
+
+
+def room(config: ModelConfig, sources: Sequence[Sequence[int]], most: int) -> int:
+    """Returns the largest number of tokens, up to `most`, that all answers may have.
+
+    The last token is never read, so that it needs no position.
+    """
+    longest = 0 if config.encoder_layers else max(map(len, sources), default=1) - 1
+    return min(most, config.max_positions - longest)

@@ -1,0 +1,172 @@
+"""torch computing as a variant of integers should: the oracle for its graphs.
+
+Simulated quantisation (Jacob et al. 2018, Quantization and Training of Neural Networks for
+Efficient Integer-Arithmetic-Only Inference, section 3): every weight, every input of a linear layer
+and, in int8, every key and value of the cache is rounded to the integers of its scale; all else is
+the reference model. A graph differs from it by rounding in float32 alone, and by what follows where
+that moves a value across the border of two integers. Scales and the rounding of weights are the
+export's own functions; the operators, their order and their constants are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from transferry.build_model.model.attention import KeyValues, MultiHeadAttention, Rotation
+from transferry.build_model.model.transformer import Transformer
+from transferry.export.precision import Precision, Rounded, round_blocks, round_to
+from transferry.export.rewrite.calibration import Activation, Calibration
+from transferry.export.rewrite.kv_scales import LARGEST, KVScales, fold_kv_scales
+from transferry.export.rewrite.weight_blocks import BLOCK, block_weights, matrices
+from transferry.export.rewrite.weight_int8 import quantised
+from transferry.export.torch_model import Floats, TorchDecoder, TorchState
+from transferry.runtime.proof.compare import WEIGHT_ONLY
+
+# Half of the width, in steps, of the border between two integers: a value in it may be rounded to
+# either side. The largest integer, 127 steps, with an error of 2^-20, twice what reports show.
+BORDER = 2.0**-13
+ATTENTIONS = {"cross": "cross_attention", "past": "self_attention"}
+LOWEST = -LARGEST - 1
+# In float32; in float64; and in float64 with every value at the border of two integers rounded
+# down, and up: the distance between them is what rounding in float32 may do, and a case in which
+# they are equal has no such value.
+SIDES = (
+    (torch.float32, 0.0),
+    (torch.float64, 0.0),
+    (torch.float64, -BORDER),
+    (torch.float64, BORDER),
+)
+
+
+def integer_sides(
+    model: Transformer, precision: str, calibration: Calibration | None
+) -> list[TorchDecoder]:
+    """Returns torch rounding as a variant does, on each of `SIDES`; of a float variant none.
+
+    Where only weights are rounded, on the first two of them.
+
+    Args:
+        model: The trained model.
+        precision: Of the variant.
+        calibration: Of an int8 variant.
+    """
+    kept: dict[torch.dtype, dict[int, Tensor]] = {dtype: {} for dtype, _ in SIDES}
+    if precision == "int4":
+        rounded = _blocks(model)
+        return [
+            TorchDecoder(model, Precision(model, dtype, rounded, shift, kept[dtype]))
+            for dtype, shift in SIDES
+        ]
+    if precision == WEIGHT_ONLY:
+        rounded = dict(_weights_alone(model))
+        return [
+            TorchDecoder(model, Precision(model, dtype, rounded, kept=kept[dtype]))
+            for dtype, _ in SIDES[:2]  # no input is rounded, so none lies at a border
+        ]
+    if calibration is None:
+        return []
+    model = fold_kv_scales(model, calibration.kv_scales)
+    for name in calibration.kv_scales:
+        # The same weights, with keys and values as the cache holds them.
+        model.get_submodule(name).__class__ = _IntegerMemory
+    rounded = _rows(model, calibration.activations)
+    return [
+        _Int8Decoder(
+            model,
+            _Int8Precision(model, dtype, rounded, shift, kept[dtype]),
+            calibration.kv_scales,
+        )
+        for dtype, shift in SIDES
+    ]
+
+
+def _blocks(model: Transformer) -> dict[str, Rounded]:
+    """Returns the weights of an int4 variant, by the parameters' names."""
+    found = {}
+    for name, weight in block_weights(model):
+        integers, scales = map(torch.from_numpy, (weight.integers, weight.scales))
+        rounding = partial(round_blocks, block=BLOCK)
+        found[name] = Rounded(integers, scales[..., None], weight.inputs, rounding)
+        model.release()
+    return found
+
+
+def _weights_alone(model: Transformer) -> Iterator[tuple[str, Rounded]]:
+    """Yields the weights of a variant that rounds nothing else, by the parameters' names."""
+    for name, weight in matrices(model):
+        integers, scales = map(torch.from_numpy, quantised(weight, pairs=False))
+        yield name, Rounded(integers, scales[:, None], weight.shape[1], _unrounded)
+        model.release()
+
+
+def _rows(model: Transformer, activations: Mapping[str, Activation]) -> dict[str, Rounded]:
+    """Returns the weights of an int8 variant, by the parameters' names."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if (activation := activations.get(name)) is None and name != "embedding.weight":
+            continue
+        integers, scales = map(torch.from_numpy, quantised(parameter.detach().cpu().numpy()))
+        # An embedding that is not tied is only looked up.
+        rounding = _unrounded if activation is None else _round_activation(activation)
+        found[name] = Rounded(integers, scales[:, None], parameter.shape[1], rounding)
+        model.release()
+    return found
+
+
+def _unrounded(x: Tensor, shift: float) -> Tensor:
+    return x
+
+
+def _round_activation(activation: Activation) -> Any:
+    zero = activation.zero_point
+    return partial(_round_with, scale=activation.scale, least=-zero, most=255 - zero)
+
+
+def _round_with(x: Tensor, shift: float, scale: float, least: int, most: int) -> Tensor:
+    return round_to(x, scale, shift, least, most)
+
+
+class _IntegerMemory(MultiHeadAttention):
+    """Attention whose keys and values are rounded to the integers of an int8 cache."""
+
+    shift = 0.0  # of the side that computes
+
+    def project(self, x: Tensor, rotation: Rotation | None = None) -> KeyValues:
+        """See `MultiHeadAttention.project`."""
+        exact = super().project(x, rotation)
+        shift = _IntegerMemory.shift
+        return KeyValues(*((each + shift).round().clamp(LOWEST, LARGEST) for each in exact))
+
+
+class _Int8Precision(Precision):
+    """Moves the values of the cache before they are rounded, as it does those of inputs."""
+
+    def __enter__(self) -> Self:
+        _IntegerMemory.shift = self.shift
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+
+class _Int8Decoder(TorchDecoder):
+    """A model with integers in its cache, as `Decoder`."""
+
+    def __init__(
+        self, model: Transformer, precision: Precision, scales: Mapping[str, KVScales]
+    ) -> None:
+        super().__init__(model, precision)
+        self._scales = scales
+
+    def tensors(self, state: TorchState) -> dict[str, Floats]:
+        """Copies cross and past to numpy, times the scales of the cache."""
+        tensors = super().tensors(state)
+        for name, integers in tensors.items():
+            role, layer, kind = name.split(".")
+            # The state of a recurrent decoder has none.
+            if scales := self._scales.get(f"decoder.{layer}.{ATTENTIONS[role]}"):
+                tensors[name] = integers * getattr(scales, kind)[:, None].cpu().numpy()
+        return tensors

@@ -1,0 +1,66 @@
+"""Answers through the path that serves: the engine's queue, replicas, and batches of full size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.decoding.decoder import Decoder
+from transferry.runtime.decoding.generation_options import GenerationOptions
+from transferry.runtime.decoding.hypothesis import Hypothesis
+from transferry.runtime.decoding.search import search_stream
+from transferry.runtime.decoding.strategy import Request
+from transferry.runtime.engine.worker_pool import Take, WorkItem, in_order
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens
+
+Item: TypeAlias = tuple[int, Sequence[int]]  # row id and source
+Answers: TypeAlias = list[list[Hypothesis]]
+
+# Two replicas share the queue, as the engine's do.
+REPLICAS = 2
+
+
+def serve(
+    decoder: Decoder[Any],
+    sources: Sequence[Sequence[int]],
+    options: GenerationOptions,
+    special: SpecialTokens,
+    batches: BatchOptions,
+    row_ids: Sequence[int],
+) -> list[Answers]:
+    """Answers sources as `Engine.generate` does, in batches of full size.
+
+    The sources are repeated until each replica has a batch of the largest size and another one
+    after it, so that rows lie in all places, and in places that were used before.
+
+    Args:
+        decoder: A variant of a bundle, opened.
+        sources: Token ids of each source.
+        options: How to generate.
+        special: The ids that pad, begin and end.
+        batches: Limits on what is computed at once.
+        row_ids: A number for each source that seeds its samples.
+
+    Returns:
+        The hypotheses of each source, once for each time that it was answered.
+    """
+    slots = max(1, batches.rows // max(options.beam, options.n_best))
+    count = max(len(sources), REPLICAS * slots + slots // 2)
+    items = [(row_ids[i % len(sources)], sources[i % len(sources)]) for i in range(count)]
+
+    def prepare(window: list[Item]) -> list[WorkItem[Item] | list[Hypothesis]]:
+        return [WorkItem(item, len(item[1])) for item in window]
+
+    def work(take: Take[Item], rows: int) -> Iterator[tuple[WorkItem[Item], list[Hypothesis]]]:
+        def requests(most: int) -> list[Request[WorkItem[Item]]]:
+            length, prefix = options.max_length, options.prefix
+            return [Request(item, item.row[1], length, prefix, item.row[0]) for item in take(most)]
+
+        yield from search_stream(decoder, requests, options, special, slots=rows)
+
+    workers: list[Any] = [work] * REPLICAS
+    answers: list[Answers] = [[] for _ in sources]
+    for place, found in enumerate(in_order(items, prepare, workers, slots, batches)):
+        answers[place % len(sources)].append(found)
+    return answers

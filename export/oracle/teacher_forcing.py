@@ -1,0 +1,131 @@
+"""Errors and margins on given answers: by position, and how clear each choice was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.runtime.bundle.head import HeadSettings
+from transferry.runtime.decoding.decoder import Tensors
+from transferry.runtime.decoding.logits import log_sum_exp
+from transferry.runtime.proof.report import (
+    CHOICES,
+    EQUIVALENT,
+    PERPLEXITY,
+    WORST_CHOICE,
+    Growth,
+    Margins,
+    TaskMetric,
+)
+
+Logits = NDArray[np.floating[Any]]
+
+# Distances of the two best tokens, in nats, two bins per decade.
+EDGES = tuple(10.0 ** (exponent / 2) for exponent in range(-14, 5))
+
+
+def chosen_from(tensors: Tensors, head: HeadSettings | None) -> NDArray[np.floating[Any]]:
+    """Returns the scores among which the labels of a row are chosen.
+
+    `[choices, options]`: of each text or token the scores of its labels; where each label is for
+    itself, of each label 0 for no and its score for yes. Empty where nothing is chosen.
+    """
+    scores = tensors["head"][0] if head is not None else np.zeros(0)
+    if head is None or head.probabilities == "none":
+        return np.zeros((0, 0))
+    if head.probabilities == "sigmoid":
+        return np.stack([np.zeros_like(scores), scores], axis=-1)
+    return scores.reshape(-1, scores.shape[-1])
+
+
+class TeacherForcing:
+    """Sums up errors and margins over rows of logits."""
+
+    def __init__(self) -> None:
+        self.errors: list[float] = []  # of the model under test, by position
+        self.own: list[float] = []  # of torch, by position
+        self.counts = np.zeros(len(EDGES) - 1, np.int64)
+        self.smallest = np.inf
+        self.error = 0.0
+        self.tokens = 0
+        self.losses = np.zeros(2)
+        self.equivalent = 0
+        self.furthest = 0.0  # in nats
+
+    def add(
+        self,
+        target: Sequence[int],
+        oracle: Logits,
+        reference: Logits,
+        found: Logits,
+        trained: Logits | None = None,
+    ) -> None:
+        """Adds a row.
+
+        Args:
+            target: `[tokens + 1]`; each token but the first is predicted from those before.
+            oracle: Logits in float64 `[positions, vocabulary]`; those after the target are ignored.
+            reference: Logits of torch in float32, likewise.
+            found: Logits of the model under test, likewise.
+            trained: Logits of the model as trained, for the metrics, likewise; by default the
+                reference's.
+        """
+        places = len(target) - 1
+        if not places:
+            return
+        exact, own, judged, meant = (
+            logits[:places].astype(np.float64)
+            for logits in (oracle, reference, found, reference if trained is None else trained)
+        )
+        largest = np.abs(exact).max()
+        for errors, logits in ((self.errors, judged), (self.own, own)):
+            worst = np.abs(logits - exact).max(axis=1)
+            if errors is self.errors:
+                self.error = float(np.maximum(self.error, worst.max()))
+            errors += [0.0] * (places - len(errors))
+            for place, value in enumerate((worst / largest).tolist()):
+                errors[place] = float(np.maximum(errors[place], value))
+        best = np.partition(exact, -2, axis=1)[:, -2:]
+        margins = best[:, 1] - best[:, 0]
+        self.smallest = min(self.smallest, float(margins.min()))
+        self.counts += np.histogram(np.clip(margins, EDGES[0], EDGES[-1]), EDGES)[0]
+        chosen = np.arange(places), list(target[1:])
+        self.tokens += places
+        self.losses += [
+            float((log_sum_exp(logits) - logits[chosen]).sum()) for logits in (meant, judged)
+        ]
+
+        preferred = judged.argmax(axis=1)
+        lost = meant.max(axis=1) - meant[np.arange(places), preferred]
+        self.equivalent += int((lost <= EQUIVALENT).sum())
+        self.furthest = float(np.maximum(self.furthest, lost.max()))
+
+    def growth(self) -> list[Growth]:
+        """Returns the error by position."""
+        return [
+            Growth(step, error, own)
+            for step, (error, own) in enumerate(zip(self.errors, self.own, strict=True))
+        ]
+
+    def margins(self) -> Margins | None:
+        """Returns the histogram of margins; None without tokens."""
+        if not self.tokens:
+            return None
+        return Margins(EDGES, self.counts.tolist(), self.smallest, self.error)
+
+    def choices(self, budget: float) -> TaskMetric:
+        """Returns the share of positions at which the preferred token is as good as the best."""
+        share = self.equivalent / self.tokens
+        return TaskMetric(CHOICES, 1.0, share, 1.0 - share, budget)
+
+    def worst_choice(self, budget: float) -> TaskMetric:
+        """Returns how far below the best token a preferred one is, in nats of the trained model."""
+        return TaskMetric(WORST_CHOICE, 0.0, self.furthest, self.furthest, budget)
+
+    def perplexity(self, budget: float) -> TaskMetric:
+        """Returns the change of the perplexity (exp of the mean loss)."""
+        reference, found = np.exp(self.losses / self.tokens).tolist()
+        return TaskMetric(PERPLEXITY, reference, found, abs(found / reference - 1), budget)

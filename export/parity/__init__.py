@@ -1,1 +1,0 @@
-"""Torch and its float64 oracle beside a bundle: cases, judgement and task metrics."""

@@ -1,0 +1,304 @@
+"""Calibration of int8: ranges of the inputs of linear layers, and KV scales."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from transferry.build_model.model.transformer import Transformer
+from transferry.export.rewrite.kv_scales import KVRanges, KVScales, fold_kv_scales, has_int8_cache
+from transferry.export.torch_model import TorchDecoder
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.manifest import REMEDY
+from transferry.runtime.bundle.specs import Variant
+from transferry.runtime.decoding.batching import length_batches
+from transferry.runtime.decoding.generation_options import GenerationOptions
+from transferry.runtime.decoding.search import pad_sources, search
+from transferry.runtime.errors import InputError
+from transferry.runtime.io.arrays import open_arrays
+from transferry.runtime.io.atomic import atomic_file
+from transferry.runtime.io.documents import parse_document
+from transferry.runtime.io.whole import read_bytes
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens
+
+CALIBRATION = "calibration.npz"  # beside the graphs of an int8 variant
+KINDS = "keys", "values"
+BINS = 2048
+CLIPS = 100  # ranges tried: equal steps up to the largest value
+BATCH = 32  # sentences searched together
+BATCH_TOKENS = 2048  # of texts that are fed together
+BATCH_LOGITS = 1 << 24  # of them: 64 MB
+# Rows, and tokens per row, of the sweep over the vocabulary.
+SWEPT_ROWS, SWEPT_LENGTH = 128, 64
+SWEPT_WORK = 4e11  # most tokens times parameters of it: of a large model ten seconds
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Quantisation of a linear layer's input to uint8: round(x / scale) + zero_point.
+
+    Attributes:
+        scale: The step, representable in float32.
+        zero_point: 0 where no input was negative, as after ReLU, else 128.
+        largest: The largest absolute value seen.
+        values: Number of values seen.
+    """
+
+    scale: float
+    zero_point: int
+    largest: float
+    values: int
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The measurements for an int8 variant.
+
+    Attributes:
+        activations: Quantisation of the inputs of linear layers by the weight's name, in a model
+            with the KV scales folded in.
+        kv_scales: KV scales by the attention's name; empty without a decoder, or where the cache
+            stays in float32.
+    """
+
+    activations: Mapping[str, Activation]
+    kv_scales: Mapping[str, KVScales]
+
+    def save(self, path: Path) -> None:
+        """Writes the measurements; the same ones give the same bytes."""
+        index = {name: asdict(each) for name, each in self.activations.items()}
+        arrays = {"activations": np.frombuffer(json.dumps(index).encode(), np.uint8)}
+        for name, scales in self.kv_scales.items():
+            for kind in KINDS:
+                arrays[f"{name}/{kind}"] = getattr(scales, kind).numpy()
+        with atomic_file(path) as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, bundle: Bundle, variant: Variant) -> Calibration:
+        """Reads the calibration of an int8 variant; raises InputError as `load` does."""
+        name = PurePosixPath(variant.reference).with_name(CALIBRATION).as_posix()
+        return cls.parse(bundle.files.read(name), str(bundle.folder / name))
+
+    @classmethod
+    def load(cls, path: Path) -> Calibration:
+        """Reads a file of `save`; raises InputError if it is missing or damaged."""
+        return cls.parse(read_bytes(path), str(path))
+
+    @classmethod
+    def parse(cls, content: bytes, origin: str) -> Calibration:
+        """Parses a file of `save`; raises InputError if it is damaged."""
+        with open_arrays(content, origin, "the calibration of a variant", REMEDY) as file:
+            kind = dict[str, Activation]
+            activations = parse_document(file["activations"].tobytes(), kind, origin, REMEDY)
+            names = [name.removesuffix("/keys") for name in file.files if name.endswith("/keys")]
+            scales = {
+                name: KVScales(*(torch.from_numpy(file[f"{name}/{kind}"]) for kind in KINDS))
+                for name in names
+            }
+            return cls(activations, scales)
+
+
+class Histogram:
+    """Counts of absolute values in a fixed number of bins, whose width is a power of two.
+
+    A value beyond the last bin joins the bins in groups of 2, 4, 8 ... The counts then equal those
+    of wide bins from the start: they do not depend on the order of the values.
+    """
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(BINS, np.int64)
+        self.top = 0.0  # end of the last bin: a power of two, or 0 while all values are 0
+        self.largest = 0.0
+        self.negative = False
+
+    def add(self, values: NDArray[np.float32]) -> None:
+        """Adds values of any shape.
+
+        Raises:
+            InputError: A value is not finite.
+        """
+        sizes = np.abs(values).ravel()
+        largest = float(sizes.max(initial=0))
+        if not math.isfinite(largest):
+            raise InputError(
+                "expected finite inputs of the linear layers, found NaN or infinity: "
+                "the model cannot be calibrated; does it pass verify?"
+            )
+        self.largest = max(self.largest, largest)
+        self.negative = self.negative or bool((values < 0).any())
+        top = math.ldexp(1.0, math.frexp(largest)[1]) if largest else 0.0
+        if top > self.top:
+            joined = min(int(top / self.top), BINS) if self.top else BINS
+            counts = self.counts.reshape(-1, joined).sum(axis=1)
+            self.counts = np.zeros(BINS, np.int64)
+            self.counts[: len(counts)] = counts
+            self.top = top
+        places = sizes.astype(np.float64) * (BINS / self.top if self.top else 0)
+        self.counts += np.bincount(places.astype(np.int64), minlength=BINS)
+
+    def activation(self) -> Activation:
+        """Returns the quantisation with the least squared error of rounding and clipping.
+
+        See Nagel et al. 2021, A White Paper on Neural Network Quantization, section 3.1, and for
+        calibration by histograms Wu et al. 2020, Integer Quantization for Deep Learning Inference.
+        """
+        values = int(self.counts.sum())
+        levels, zero_point = (127, 128) if self.negative else (255, 0)
+        if not self.largest:
+            return Activation(1.0, zero_point, 0.0, values)
+        centres = (np.arange(BINS) + 0.5) * (self.top / BINS)
+        # The widest first: argmin takes it among equal errors.
+        clips = self.largest * np.arange(CLIPS, 0, -1) / CLIPS
+        errors = []
+        for clip in clips:
+            step = clip / levels
+            rounded = np.minimum(np.rint(centres / step), levels) * step
+            errors.append(float((self.counts * (rounded - centres) ** 2).sum()))
+        clip = float(clips[np.argmin(errors)])
+        return Activation(float(np.float32(clip / levels)), zero_point, self.largest, values)
+
+
+class LinearObserver(TorchFunctionMode):
+    """Reports every product with a parameter of the model, wherever it is computed."""
+
+    def __init__(self, model: Transformer, report: Callable[[str, Tensor, Tensor], None]) -> None:
+        """Takes the callback for the parameter's name, the input and the output."""
+        super().__init__()
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.report = report
+        self._release = model.release
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Computes a function of torch and reports it if it is F.linear."""
+        output = func(*args, **(kwargs or {}))
+        if func is F.linear and (name := self.names.get(id(args[1]))) is not None:
+            self.report(name, args[0], output)
+            self._release()
+        return output
+
+
+Text = tuple[Sequence[int], Sequence[int]]  # source and target
+Counted = Tensor | EllipsisType  # a mask `[rows, length]`, or all
+
+
+@torch.inference_mode()
+def calibrate(
+    model: Transformer,
+    special: SpecialTokens,
+    sentences: Sequence[Sequence[int]],
+    max_length: int,
+) -> Calibration:
+    """Runs the model over sentences, an encoder-decoder over its own greedy answers too.
+
+    Args:
+        model: The model in float32; it is put into eval mode.
+        special: Special tokens.
+        sentences: Token ids as the model reads them, at least one each: sources for an encoder,
+            whole texts for a decoder-only model.
+        max_length: Maximum number of tokens of an answer of an encoder-decoder.
+
+    Returns:
+        KV scales, and the quantisation of the input of every linear layer; a tied LM head has the
+        name of the embedding.
+
+    Raises:
+        InputError: There is no sentence, one has no tokens, or an activation is not finite.
+    """
+    if not sentences or not all(sentences):
+        raise InputError(
+            f"expected at least one sentence to calibrate with and tokens in each, found "
+            f"{len(sentences)} sentences, {sum(not sentence for sentence in sentences)} of them "
+            "empty: give sentences like those that will be run"
+        )
+    decoder = TorchDecoder(model)
+    options = GenerationOptions(max_length=max_length)
+    # Sorted, so that their order decides no batch.
+    sentences = sorted(sentences, key=lambda sentence: (len(sentence), list(sentence)))
+    texts: list[Text] = [(sentence if model.encoder else (), sentence) for sentence in sentences]
+    for first in range(0, len(sentences) if model.encoder and model.decoder else 0, BATCH):
+        batch = sentences[first : first + BATCH]
+        found = search(decoder, batch, options, special)
+        for row, hypotheses in enumerate(found, start=first):
+            # As fed by the search: without the last token of an answer that reached max_length.
+            target = [special.bos_id, *hypotheses[0].tokens[: max_length - 1]]
+            texts[row] = sentences[row], target
+    ranges = KVRanges(model)
+    # The largest keys and values of all tokens count, and answers hold few of the tokens.
+    _run(
+        model,
+        [*texts, *vocabulary_texts(model)],
+        lambda name, _, output, counted: ranges.add(name, output[counted]),
+    )
+    scales = ranges.scales() if has_int8_cache(model.config) else {}
+    # Scaled values change the inputs of the output projections of attention.
+    inputs = collections.defaultdict[str, Histogram](Histogram)
+    _run(
+        fold_kv_scales(model, scales),
+        texts,
+        lambda name, x, _, counted: inputs[name].add(x[counted].detach().cpu().numpy()),
+    )
+    return Calibration({name: seen.activation() for name, seen in inputs.items()}, scales)
+
+
+def vocabulary_texts(model: Transformer) -> Iterator[Text]:
+    """Yields texts of tokens in random order; of a small vocabulary each token once."""
+    length = min(SWEPT_LENGTH, model.config.max_positions)
+    tokens = np.random.default_rng(0).permutation(model.config.vocabulary_size)
+    parameters = sum(each.numel() for each in model.parameters())
+    rows = max(1, min(SWEPT_ROWS, int(SWEPT_WORK / parameters / length)))
+    for first in range(0, min(rows * length, len(tokens)), length):
+        ids = tokens[first : first + length].tolist()
+        source = [token % model.config.source_vocabulary for token in ids]
+        yield source if model.encoder else (), ids
+
+
+def _run(
+    model: Transformer,
+    texts: Sequence[Text],
+    report: Callable[[str, Tensor, Tensor, Counted], None],
+) -> None:
+    """Feeds texts in batches, and reports each product with the tokens that count: no padding."""
+    device, both = model.embedding.weight.device, bool(model.encoder and model.decoder)
+    counted: Counted = ...
+
+    def observed(name: str, x: Tensor, output: Tensor) -> None:
+        # A head may read one vector of a text, in which nothing is padding.
+        report(name, x, output, counted if x.dim() == 3 else ...)
+
+    with LinearObserver(model, observed):
+        for batch in _batches(model, texts):
+            (source, source_mask), (target, mask) = (
+                map(torch.from_numpy, pad_sources(list(side), 0))
+                for side in zip(*batch, strict=True)
+            )
+            counted = ... if both else (mask if model.decoder else source_mask).to(device)
+            model(source.to(device), source_mask.to(device), target.to(device))
+
+
+def _batches(model: Transformer, texts: Sequence[Text]) -> Iterator[list[Text]]:
+    """Texts of similar length; of an encoder-decoder of equal lengths, and so without padding."""
+    groups = collections.defaultdict[tuple[int, int] | None, list[Text]](list)
+    for text in texts:
+        lengths = len(text[0]), len(text[1])
+        groups[lengths if model.encoder and model.decoder else None].append(text)
+    tokens = max(1, min(BATCH_TOKENS, BATCH_LOGITS // model.config.vocabulary_size))
+    for members in groups.values():
+        longest = [max(map(len, text)) for text in members]
+        for rows in length_batches(longest, BATCH, tokens):
+            yield [members[row] for row in rows]

@@ -1,0 +1,109 @@
+"""Linear layers in int8: signed weights with a scale per output, uint8 inputs with fixed scales.
+
+A scale measured on the current batch would make a row's result depend on its neighbours. These
+scales are measured once, on the user's text (`export.rewrite.calibration`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from transferry.export.rewrite.calibration import Activation
+from transferry.export.rewrite.fusion import Linear, find_linear
+from transferry.export.rewrite.weight_int8 import quantised
+from transferry.export.trace.editing import CONTRIB, alike, array_of, cast, register, shared
+
+
+class Int8Kernels:
+    """MatMulIntegerToFloat: (q_x - z_x) s_x (q_W s_W) + b, summed in int32, result in float32."""
+
+    def __init__(
+        self,
+        activations: Mapping[str, Activation],
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Takes the quantisation of the layers' inputs by the weights' names.
+
+        `release` is called when the weight of a layer was read.
+        """
+        self.activations, self.release = activations, release
+        self._inputs: dict[tuple[ir.Value, float], ir.Value] = {}
+
+    def emit(self, linear: Linear, x: ir.Value, graph: ir.Graph) -> Sequence[ir.Node]:
+        """See `Kernels.emit`."""
+        weight, scales = quantised_weight(graph, linear.weight)
+        self.release()
+        activation = self._activation(linear)
+        name = parameter(linear.weight)
+        scale = register(graph, f"{name}.input_scale", np.float32(activation.scale))
+        zero = register(graph, f"{name}.input_zero", np.uint8(activation.zero_point))
+        tape, key, bias = ir.tape.Tape(), (x, activation.scale), linear.bias
+        if key not in self._inputs:
+            self._inputs[key] = tape.op("QuantizeLinear", [x, scale, zero])
+        weight = transposed(tape, weight)
+        if linear.divisor != 1:
+            divided = np.float32(activation.scale / linear.divisor)
+            scale = register(graph, f"{name}.divided_scale", divided)
+            if bias is not None:
+                quotient = array_of(bias) / np.float32(linear.divisor)
+                bias = register(graph, f"{name}.divided_bias", quotient)
+        inputs = [self._inputs[key], weight, scale, scales, zero, None, bias]
+        product = tape.op("MatMulIntegerToFloat", inputs, domain=CONTRIB)
+        if linear.relu and not self._clamped(linear):
+            tape.op("Relu", [product])
+        return tape.nodes
+
+    def _activation(self, linear: Linear) -> Activation:
+        return self.activations[parameter(linear.weight)]
+
+    def _clamped(self, linear: Linear) -> bool:
+        """Whether every reader quantises the output with zero point 0, which implies ReLU."""
+        readers = [find_linear(node) for node in linear.output.consumers()]
+        return not linear.output.is_graph_output() and all(
+            reader is not None and self._activation(reader).zero_point == 0 for reader in readers
+        )
+
+
+def quantise_embedding(graph: ir.Graph, name: str) -> None:
+    """Replaces lookups in an embedding `[vocabulary, d_model]`, if the graph has it, by int8 ones.
+
+    A tied embedding shares its integers and scales with the LM head.
+    """
+    weight = graph.initializers.get(name)
+    if weight is None:
+        return
+    for node in list(weight.consumers()):
+        if node.op_type == "Gather":
+            integers, scales = quantised_weight(graph, weight)
+            column = shared(graph, f"{scales.name}.column", array_of(scales)[:, None])
+            tape, ids = ir.tape.Tape(), node.inputs[1]
+            rows = cast(tape, tape.op("Gather", [integers, ids]), ir.DataType.FLOAT)
+            product = tape.op("Mul", [rows, tape.op("Gather", [column, ids])])
+            graph.insert_before(node, tape.nodes)
+            node.outputs[0].replace_all_uses_with(alike(product, node.outputs[0]))
+            graph.remove(node, safe=True)
+
+
+def parameter(weight: ir.Value) -> str:
+    """Returns torch's name of a weight of an exported graph."""
+    return str(weight.name).removeprefix("model.")
+
+
+def quantised_weight(
+    graph: ir.Graph, weight: ir.Value, *, pairs: bool = True
+) -> tuple[ir.Value, ir.Value]:
+    """Returns a weight's integers and scales as initializers of the graph; see `quantised`."""
+    name = parameter(weight)
+    if f"{name}.int8" not in graph.initializers:
+        integers, scales = quantised(array_of(weight), pairs=pairs)
+        register(graph, f"{name}.int8", integers)
+        register(graph, f"{name}.scales", scales)
+    return graph.initializers[f"{name}.int8"], graph.initializers[f"{name}.scales"]
+
+
+def transposed(tape: ir.tape.Tape, weight: ir.Value) -> ir.Value:
+    """Transposes a matrix; onnxruntime folds that when it opens the graph."""
+    return tape.op("Transpose", [weight], {"perm": [1, 0]})

@@ -1,0 +1,185 @@
+"""Foreign graphs as a decoder for the project's search, fed as their own libraries feed them.
+
+The prompt is read whole, padded on the left or on the right, and later tokens one at a time. A
+graph without a cache reads everything again at each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.build_model.model.config import ModelConfig
+from transferry.export.subject.layout import Layout
+from transferry.export.subject.session import Arrays, ForeignGraph, require_shape
+from transferry.runtime.decoding.decoder import StepOutput, Tensors
+from transferry.runtime.decoding.search import pad_sources
+from transferry.runtime.errors import InputError
+from transferry.runtime.ort.session import SessionOptions
+
+Padding = Literal["left", "right"]
+Ids = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class ForeignState:
+    """What a step reads besides the tokens.
+
+    Attributes:
+        rows: The tokens of each row so far, without padding; of an encoder-decoder the target's.
+        mask: True at a token of the cache, or of the source `[rows, columns]`.
+        states: Hidden states of the source; None without an encoder.
+        past: The cache by the names of its inputs; None before the first step.
+    """
+
+    rows: Sequence[tuple[int, ...]]
+    mask: Mask
+    states: NDArray[Any] | None = None
+    past: Arrays | None = field(default=None)
+
+
+def _require_cache(cache: Arrays, rows: int) -> None:
+    for name, value in cache.items():
+        if value.ndim != 4 or len(value) != rows:
+            raise InputError(
+                f"expected what continues {name} of shape [{rows}, heads, past, width], found "
+                f"{list(value.shape)}"
+            )
+
+
+class ForeignDecoder:
+    """Runs foreign graphs that generate."""
+
+    shares_cache = False
+
+    def __init__(
+        self,
+        layout: Layout,
+        options: SessionOptions,
+        config: ModelConfig,
+        pad_id: int,
+        padding: Padding = "right",
+    ) -> None:
+        """Opens the graphs.
+
+        Raises:
+            ProviderError: The provider asked for cannot run here.
+            InputError: A graph cannot be opened, or gives no logits.
+        """
+        self.vocabulary_size, self.padding, self._pad_id = config.vocabulary_size, padding, pad_id
+        self._sizes = config.kv_heads or config.heads, config.d_head
+        self._d_model = config.d_model
+        self.has_encoder = layout.encoder is not None
+        opened = [ForeignGraph(graph, options) for graph in layout.graphs]
+        self.graphs = opened
+        self._encoder = opened[0] if layout.encoder else None
+        self._first = opened[1 if layout.encoder else 0]
+        self._later = opened[-1] if layout.step else self._first
+        if self._encoder is not None:
+            self._encoder.require(("tokens", "mask"), ("hidden",))
+            steps = ["tokens", "states", "states_mask", "use_cache"]
+        else:
+            steps = ["tokens", "mask", "positions", "use_cache"]
+        for graph in dict.fromkeys([self._first, self._later]):
+            graph.require(steps, ("logits",), cache=self._first.graph.past)
+
+    def padded(self, padding: Padding) -> ForeignDecoder:
+        """Returns the same decoder with padding on a side; the sessions are shared."""
+        other = object.__new__(ForeignDecoder)
+        other.__dict__.update(self.__dict__)
+        other.padding = padding
+        return other
+
+    def start(self, source: Ids, mask: Mask) -> ForeignState:
+        """Encodes the source; a prompt is read by the first step. See `Decoder.start`."""
+        rows = [tuple(row[there].tolist()) for row, there in zip(source, mask, strict=True)]
+        if self._encoder is None:
+            return ForeignState(rows, mask[:, :0])
+        ids, mask = self._pad(rows)
+        found, _ = self._encoder.run({"tokens": ids, "mask": mask}, {})
+        states = found["hidden"]
+        require_shape("hidden", states, (*ids.shape, self._d_model))
+        return ForeignState([()] * len(rows), mask, states)
+
+    def _pad(self, rows: Sequence[Sequence[int]]) -> tuple[Ids, Mask]:
+        if self.padding == "right":
+            return pad_sources(rows, self._pad_id)
+        ids, mask = pad_sources([row[::-1] for row in rows], self._pad_id)
+        return ids[:, ::-1], mask[:, ::-1]
+
+    def step(
+        self, tokens: Ids, state: ForeignState, *, top: int | None = None, normalise: bool = False
+    ) -> tuple[StepOutput, ForeignState]:
+        """Reads target tokens and returns all logits; see `Decoder.step`."""
+        if state.past is None:
+            logits, state = self._begin(tokens, state)
+            return StepOutput(logits), state
+        pieces = []
+        for column in tokens.T[..., None]:
+            logits, state = self._continue(column, state)
+            pieces.append(logits)
+        return StepOutput(np.concatenate(pieces, axis=1)), state
+
+    def _begin(self, tokens: Ids, state: ForeignState) -> tuple[NDArray[Any], ForeignState]:
+        """Reads all tokens so far, with an empty cache."""
+        rows = [(*row, *new) for row, new in zip(state.rows, tokens.tolist(), strict=True)]
+        # A target has no mask: its padding, which a graph without a cache meets, is on the right.
+        ids, mask = pad_sources(rows, self._pad_id) if self.has_encoder else self._pad(rows)
+        inputs = self._inputs(ids, mask, state)
+        inputs["use_cache"] = np.zeros(1, np.bool_)
+        found, past = self._first.run(inputs, self._first.empty(len(ids), *self._sizes))
+        _require_cache(past, len(ids))
+        logits = found["logits"]
+        require_shape("logits", logits, (*ids.shape, self.vocabulary_size))
+        ends = mask.shape[1] - np.argmax(mask[:, ::-1], axis=1)  # of each row, padding excluded
+        places = ends[:, None] - tokens.shape[1] + np.arange(tokens.shape[1])
+        logits = np.take_along_axis(logits, places[..., None], axis=1)
+        mask = state.mask if self.has_encoder else mask
+        return logits, replace(state, rows=rows, mask=mask, past=past or None)
+
+    def _continue(self, tokens: Ids, state: ForeignState) -> tuple[NDArray[Any], ForeignState]:
+        """Reads one token a row, after those of the cache."""
+        assert state.past is not None
+        rows = [(*row, *new) for row, new in zip(state.rows, tokens.tolist(), strict=True)]
+        mask = state.mask
+        if not self.has_encoder:
+            mask = np.pad(mask, ((0, 0), (0, 1)), constant_values=True)
+        inputs = self._inputs(tokens, mask, state)
+        inputs["use_cache"] = np.ones(1, np.bool_)
+        past = {
+            name: value
+            for name, value in state.past.items()
+            if name in self._later.past or name in self._later.graph.past
+        }
+        found, grown = self._later.run(inputs, past)
+        if self._first is self._later and self._encoder is not None:
+            # A merged decoder gives an empty or repeated cache of the source.
+            grown = {
+                name: state.past[name] if ".encoder." in name else value
+                for name, value in grown.items()
+            }
+        logits = found["logits"]
+        require_shape("logits", logits, (*tokens.shape, self.vocabulary_size))
+        _require_cache(grown, len(tokens))
+        return logits, replace(state, rows=rows, mask=mask, past={**state.past, **grown})
+
+    def _inputs(self, ids: Ids, mask: Mask, state: ForeignState) -> dict[str, NDArray[Any]]:
+        if state.states is not None:
+            return {"tokens": ids, "states": state.states, "states_mask": state.mask}
+        positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)[:, -ids.shape[1] :]
+        return {"tokens": ids, "mask": mask, "positions": positions}
+
+    def select(self, state: ForeignState, rows: Ids) -> ForeignState:
+        """Takes rows of the state; see `Decoder.select`."""
+        past = state.past and {name: value[rows] for name, value in state.past.items()}
+        states = None if state.states is None else state.states[rows]
+        return ForeignState([state.rows[row] for row in rows], state.mask[rows], states, past)
+
+    def tensors(self, state: ForeignState) -> Tensors:
+        """Returns nothing: a cache is a graph's own affair, and shows in the logits after it."""
+        return {}

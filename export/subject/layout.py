@@ -1,0 +1,344 @@
+"""What a folder of foreign graphs is: which graph does what, and what its tensors mean."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from transferry.runtime.errors import InputError
+from transferry.runtime.io.documents import checked
+
+# Names as optimum and the builder of onnxruntime-genai write them.
+INPUTS = {
+    "input_ids": "tokens",
+    "decoder_input_ids": "tokens",
+    "attention_mask": "mask",
+    "position_ids": "positions",
+    "token_type_ids": "segments",
+    "encoder_hidden_states": "states",
+    "encoder_attention_mask": "states_mask",
+    "use_cache_branch": "use_cache",
+}
+OUTPUTS = {
+    "logits": "logits",
+    "last_hidden_state": "hidden",
+    "token_embeddings": "hidden",
+    "sentence_embedding": "head",
+}
+ROLES = {"inputs": frozenset(INPUTS.values()), "outputs": frozenset(OUTPUTS.values())}
+CACHES = {"inputs": "past", "outputs": "present"}
+PAST, PRESENT = "past_key_values", "present"
+# Files by what they do, the first that exists; a merged decoder does both steps.
+ENCODERS = ("encoder_model.onnx",)
+DECODERS = ("decoder_model_merged.onnx", "decoder_model.onnx")
+STEPS = ("decoder_with_past_model.onnx",)
+ALONE = ("model.onnx", "decoder_model_merged.onnx", "decoder_model.onnx")
+GENAI = "genai_config.json"
+# Operators that read weights of few bits, and which input these are; `bits` says how many.
+BITS = "MatMulNBits"
+PACKED = {BITS: 1, "GatherBlockQuantized": 0}
+LINEAR = frozenset({"QuantizeLinear", "DequantizeLinear"})
+FOUR_BITS = frozenset({ir.DataType.INT4, ir.DataType.UINT4})
+# Operators whose products are of integers.
+PRODUCTS = frozenset(
+    {"MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "QLinearMatMul", "QGemm"}
+    | {"QAttention", "ConvInteger", "QLinearConv", "DynamicQuantizeLinear"}
+)
+
+
+@dataclass(frozen=True)
+class GraphFile:
+    """A foreign graph.
+
+    Attributes:
+        path: The file; external weights lie beside it.
+        inputs: Name of each input by meaning, one of `ROLES`.
+        outputs: Name of each output by meaning.
+        past: The output that continues each input of the cache, by the input's name; empty where
+            that input stays as it is. A graph of first steps may lack these inputs.
+    """
+
+    path: Path
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    past: Mapping[str, str] = field(default_factory=dict)
+
+    def of_names(self, names: Mapping[str, Mapping[str, str | list[str]]]) -> GraphFile:
+        """Returns the graph with the names of a TOML file in place of its own.
+
+        Raises:
+            InputError: The file names a tensor that the graph lacks, or an unknown meaning.
+        """
+        model = _load(self.path)
+        found = {
+            "inputs": {value.name for value in model.graph.inputs},
+            "outputs": {value.name for value in model.graph.outputs},
+        }
+        sides: dict[str, dict[str, str]] = {}
+        caches: list[list[str]] = []
+        for side, cache in CACHES.items():
+            given = dict(names.get(side, {}))
+            listed = given.pop(cache, [])
+            caches.append([listed] if isinstance(listed, str) else listed)
+            if wrong := given.keys() - ROLES[side]:
+                raise InputError(
+                    f"expected the meanings {', '.join(sorted(ROLES[side]))} under [{side}], found "
+                    f"{', '.join(sorted(wrong))}; rename them"
+                )
+            meant = {role: name for role, name in given.items() if isinstance(name, str)}
+            if several := given.keys() - meant.keys():
+                raise InputError(
+                    f"expected one name for {', '.join(sorted(several))} under [{side}], found a "
+                    "list; only a cache has several"
+                )
+            missing = [name for name in [*meant.values(), *caches[-1]] if name not in found[side]]
+            if missing:
+                raise InputError(
+                    f"{self.path} has no {side[:-1]} {missing[0]!r}; it has "
+                    f"{', '.join(sorted(map(str, found[side])))}"
+                )
+            sides[side] = meant
+        past, present = caches
+        if len(past) != len(present):
+            raise InputError(
+                f"expected as many names under past as under present, found {len(past)} and "
+                f"{len(present)}; the nth output continues the nth input"
+            )
+        return GraphFile(
+            self.path, sides["inputs"], sides["outputs"], dict(zip(past, present, strict=True))
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Foreign graphs that together are a model.
+
+    Attributes:
+        writer: Such as "optimum".
+        decoder: The only graph, or the one that reads the first tokens of an answer.
+        encoder: The encoder of an encoder-decoder.
+        step: The graph of later steps; None where `decoder` does both.
+        config: `genai_config.json`; empty if there is none.
+    """
+
+    writer: str
+    decoder: GraphFile
+    encoder: GraphFile | None = None
+    step: GraphFile | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def graphs(self) -> list[GraphFile]:
+        """All graphs, in the order in which they run."""
+        return [each for each in (self.encoder, self.decoder, self.step) if each is not None]
+
+    def precision(self) -> str:
+        """Returns the precision of the products, the lowest that a graph has."""
+        found = {each for graph in self.graphs for each in _precisions(graph.path)}
+        order = ("int4", "int8", "bfloat16", "float16")
+        return next((each for each in order if each in found), "float32")
+
+    def in_integers(self) -> float:
+        """Returns the share of the weights that integers hold, of all matrices."""
+        sizes = [_matrices(graph.path) for graph in self.graphs]
+        return sum(integers for integers, _ in sizes) / max(1, sum(map(sum, sizes)))
+
+
+def _precisions(path: Path) -> Iterator[str]:
+    model = ir.load(path)
+    for node in model.graph.all_nodes():
+        if node.op_type in PACKED:
+            yield "int8" if _bits(node) == 8 else "int4"
+        elif node.op_type in LINEAR:
+            read = node.inputs[0]
+            yield "int4" if read is not None and read.dtype in FOUR_BITS else "int8"
+        elif node.op_type in PRODUCTS:
+            yield "int8"
+    types = {"FLOAT16": "float16", "BFLOAT16": "bfloat16"}
+    for value in model.graph.initializers.values():
+        if value.const_value is not None and value.const_value.size > 1:
+            yield types.get(value.const_value.dtype.name, "float32")
+
+
+def _bits(node: ir.Node) -> int:
+    given = node.attributes.get("bits")
+    return 4 if given is None else int(given.value)
+
+
+def _matrices(path: Path) -> tuple[int, int]:
+    """Returns how many numbers the matrices of integers hold, and those of floats."""
+    model = ir.load(path)
+    packed: dict[str | None, int] = {}  # numbers in an element, by the name of the weights
+    scales: set[str | None] = set()
+    for node in model.graph.all_nodes():
+        names = [None if value is None else value.name for value in node.inputs]
+        if node.op_type in PACKED:
+            packed[names[PACKED[node.op_type]]] = 8 // _bits(node)
+            scales |= {*names[2:]}  # zero points too
+        elif node.op_type in LINEAR:
+            scales |= {*names[1:]}
+    sizes = [0, 0]
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if tensor is None or len(tensor.shape) < 2 or name in scales:
+            continue
+        if tensor.dtype.is_floating_point():
+            sizes[1] += tensor.size
+        elif name in packed and tensor.dtype not in FOUR_BITS:
+            sizes[0] += tensor.size * packed[name]
+        elif tensor.dtype in FOUR_BITS or tensor.dtype.bitwidth == 8:
+            sizes[0] += tensor.size
+    return sizes[0], sizes[1]
+
+
+def read_layout(folder: Path, names: Path | None = None, suffix: str = "") -> Layout:
+    """Finds what a folder holds, or what one graph is.
+
+    Args:
+        folder: A folder of optimum or onnxruntime-genai, or one ONNX file.
+        names: TOML file that names inputs and outputs of one graph.
+        suffix: What precedes `.onnx` in the names of the graphs, as `_quantized` does; a graph
+            without it is taken only where `suffix` is empty.
+
+    Raises:
+        InputError: There is no graph, or a graph has a tensor of unknown meaning.
+    """
+    if names is not None:
+        return _named(folder, names)
+    if folder.is_file():
+        return _one(folder, "one file", {})
+    if not folder.is_dir():
+        raise InputError(f"{folder}: expected a folder of ONNX graphs or an ONNX file, found none")
+    config: Mapping[str, Any] = {}
+    if (folder / GENAI).is_file():
+        config = _json(folder / GENAI)
+        file = config.get("model", {}).get("decoder", {}).get("filename", "model.onnx")
+        return _one(_required(folder / str(file)), "onnxruntime-genai", config)
+    encoder = _first(folder, ENCODERS, suffix)
+    decoder = _first(folder, DECODERS if encoder else ALONE, suffix)
+    if decoder is None:
+        paths = [path for part in ("", "onnx") for path in (folder / part).glob("*.onnx")]
+        files = sorted(str(path.relative_to(folder)) for path in paths)
+        expected = [name.replace(".onnx", f"{suffix}.onnx") for name in ALONE]
+        raise InputError(
+            f"{folder}: expected {' or '.join(expected)}, found "
+            f"{', '.join(files) if files else 'no ONNX file'}; choose with --suffix, or name one "
+            "file, with --names if its tensors have other names than optimum gives them"
+        )
+    if encoder is None:
+        return _one(decoder, "optimum", {})
+    step = _first(folder, STEPS, suffix)
+    graph = described(decoder)
+    split = described(step) if step is not None and "use_cache" not in graph.inputs else None
+    return Layout("optimum", graph, described(encoder), split)
+
+
+def read_whole(path: Path) -> Layout:
+    """Returns one graph, whatever its tensors mean.
+
+    Raises:
+        InputError: It is no ONNX file, or a folder without a single one.
+    """
+    files = sorted(path.glob("*.onnx")) if path.is_dir() else [path]
+    if len(files) != 1 or not files[0].is_file():
+        raise InputError(f"{path}: expected one ONNX file, found {len(files)}; name the file")
+    _load(files[0])
+    return Layout("one file", GraphFile(files[0], {}, {}))
+
+
+def _load(path: Path) -> ir.Model:
+    try:
+        return ir.load(path)
+    except Exception as error:  # onnx_ir raises protobuf's errors, which share no base class
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"{path}: expected an ONNX graph, found: {reason}; write it again"
+        ) from error
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise InputError(f"{path}: expected JSON, found {error}; write the model again") from error
+    if not isinstance(read, dict):
+        raise InputError(f"{path}: expected a JSON object; write the model again")
+    return read
+
+
+def _first(folder: Path, files: Sequence[str], suffix: str) -> Path | None:
+    names = [file.replace(".onnx", f"{suffix}.onnx") for file in files]
+    places = (folder / part / name for name in names for part in ("", "onnx"))
+    return next((path for path in places if path.is_file()), None)
+
+
+def _required(path: Path) -> Path:
+    if not path.is_file():
+        raise InputError(f"{path}: expected the graph that {GENAI} names, found none")
+    return path
+
+
+def _one(path: Path, writer: str, config: Mapping[str, Any]) -> Layout:
+    return Layout(writer, described(path), config=config)
+
+
+def _named(path: Path, names: Path) -> Layout:
+    if not path.is_file():
+        raise InputError(f"{path}: expected one ONNX file beside --names, found a folder")
+    try:
+        given = tomllib.loads(names.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{names}: expected TOML, found {error}") from error
+    remedy = "give one name, in quotation marks, for each meaning; docs/audit.md has an example"
+    given = checked(given, dict[str, dict[str, str | list[str]]], str(names), remedy)
+    if unknown := given.keys() - ROLES.keys():
+        raise InputError(
+            f"{names}: expected the tables {', '.join(ROLES)}, found "
+            f"{', '.join(sorted(unknown))}; {remedy}"
+        )
+    graph = GraphFile(path, {}, {}).of_names(given)
+    if "tokens" not in graph.inputs or not graph.outputs:
+        raise InputError(
+            f"{names}: expected tokens under [inputs] and at least one output under [outputs]; "
+            "docs/audit.md has an example"
+        )
+    return Layout("a TOML file", graph)
+
+
+def described(path: Path) -> GraphFile:
+    """Reads what the tensors of a graph mean, by the names that optimum and genai give.
+
+    Raises:
+        InputError: The file is no graph, or an input has a name without a known meaning.
+    """
+    graph = _load(path).graph
+    outputs = [str(value.name) for value in graph.outputs]
+    inputs: dict[str, str] = {}
+    past: dict[str, str] = {}
+    for value in graph.inputs:
+        name = str(value.name)
+        if (role := INPUTS.get(name)) in inputs:
+            raise InputError(
+                f"{path} reads {inputs[str(role)]} and {name}: encoder and decoder in one graph "
+                "are not audited; export them apart (optimum: without --monolith)"
+            )
+        if role is not None:
+            inputs[role] = name
+        elif name.startswith(f"{PAST}.") and (after := name.replace(PAST, PRESENT, 1)):
+            past[name] = after if after in outputs else ""
+        else:
+            raise InputError(
+                f"{path}: the meaning of input {name!r} is unknown; say it with --names"
+            )
+    meant = {OUTPUTS[name]: name for name in outputs if name in OUTPUTS}
+    # The cache that a first step begins has no input.
+    begun = {
+        name.replace(PRESENT, PAST, 1): name for name in outputs if name.startswith(f"{PRESENT}.")
+    }
+    return GraphFile(path, inputs, meant, past or begun)

@@ -1,0 +1,282 @@
+"""Beam search as one graph of standard ONNX operators.
+
+The rules are those of `runtime.decoding.beam_search`, in float32: candidates ranked by
+log-probability, then the lower beam, then the lower token; hypotheses kept by
+`log_probability / length ** length_penalty`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import onnx_ir as ir
+
+from transferry.export.trace.editing import cast
+from transferry.export.trace.graph import Graph
+from transferry.export.trace.greedy_graph import Composer
+
+
+class BeamComposer(Composer):
+    """Composes the graph, with beam search; the rows of the Loop are the beams.
+
+    A beam that does not exist has log-probability minus infinity, and so have the beams of a
+    sentence that has ended. `length_penalty` and `early_stopping` of the generation defaults are
+    kept too.
+
+    Attributes:
+        beam: Beams of a sentence, and hypotheses that the graph returns.
+    """
+
+    # The tokens of the best hypotheses lie in rows, like those of the beams.
+    carried: ClassVar[Mapping[str, tuple[str, int]]] = {
+        "target": ("int64", 2),
+        "ended": ("bool", 1),
+        "failed": ("bool", 1),
+        "past_mask": ("bool", 2),
+        "tokens": ("int64", 2),
+        "length": ("int64", 1),
+        "totals": ("float32", 2),
+        "best_tokens": ("int64", 2),
+        "best_lengths": ("int64", 2),
+        "best_totals": ("float32", 2),
+        "best_scores": ("float32", 2),
+    }
+
+    def __init__(self, *given: Any, beam: int) -> None:
+        super().__init__(*given)
+        self.beam = beam
+        self._sentences: ir.Value | None = None  # of each row of the Loop
+
+    def _part(
+        self, graph: Graph, prefix: str, feeds: Mapping[str, ir.Value]
+    ) -> tuple[list[ir.Node], list[ir.Value]]:
+        nodes, outputs = super()._part(graph, prefix, feeds)
+        if prefix == "step":  # of its rows each sentence has several: "batch" is another size here
+            for node in nodes:
+                for value in node.outputs:
+                    value.shape = None
+        return nodes, outputs
+
+    def _each_answer(self) -> tuple[str | int, ...]:
+        return ("batch", self.beam)
+
+    def _row_of_each_beam(self, value: ir.Value, batch: ir.Value) -> ir.Value:
+        main = self.main
+        if self._sentences is None:
+            zero, one = main.of(0, flat=False), main.of(1, flat=False)
+            rows = main.op("Squeeze", [main.op("Mul", [batch, main.of(self.beam)]), main.of(0)])
+            numbers = main.op("Range", [zero, rows, one])
+            self._sentences = main.op("Div", [numbers, main.of(self.beam)])
+        return main.op("Gather", [value, self._sentences], {"axis": 0})
+
+    def _begun(self, target: ir.Value, begun: ir.Value, batch: ir.Value) -> dict[str, ir.Value]:
+        main, beam = self.main, self.main.of(self.beam)
+        tokens = main.op("Slice", [target, main.of(1), main.of(1 << 40), main.of(1)])
+        first = np.full((1, self.beam), -np.inf, np.float32)
+        first[0, 0] = 0  # each sentence begins with one beam
+        totals = main.op("Constant", [], {"value": ir.tensor(first)})
+        shape = main.op("Concat", [batch, beam], {"axis": 0})
+        return {
+            "tokens": tokens,
+            "length": begun,
+            "totals": main.op("Expand", [totals, shape]),
+            "best_tokens": tokens,
+            "best_lengths": main.filled(np.int64(0), batch, beam),
+            "best_totals": main.filled(np.float32(-np.inf), batch, beam),
+            "best_scores": main.filled(np.float32(-np.inf), batch, beam),
+            "failed": main.filled(np.bool_(False), batch),
+        }
+
+    def _answers(self, results: Mapping[str, ir.Value], batch: ir.Value) -> list[ir.Value]:
+        main, found = self.main, results["best_tokens"]
+        shape = main.op("Concat", [batch, main.of(self.beam), main.size(found, 1)], {"axis": 0})
+        tokens = main.op("Reshape", [found, shape])
+        nan = main.op("Constant", [], {"value": ir.tensor(np.float32(np.nan))})
+        failed = main.op("Unsqueeze", [results["failed"], main.of(1)])
+        totals = main.op("Where", [failed, nan, results["best_totals"]])
+        return [tokens, results["best_lengths"], totals]
+
+    def _choose(
+        self,
+        given: Mapping[str, ir.Value],
+        logits: ir.Value,
+        limit: ir.Value,
+        present: Sequence[ir.Value],
+    ) -> tuple[dict[str, ir.Value], Sequence[ir.Value]]:
+        """Ranks the continuations of all beams; see `BeamStrategy._follow`."""
+        step, beam = self.step, self.beam
+        candidates, failed = self._candidates(given, logits)
+        values, parents, tokens = candidates
+        lowest = step.op("Constant", [], {"value": ir.tensor(np.finfo(np.float32).min)})
+        nothing = step.op("Constant", [], {"value": ir.tensor(np.float32(-np.inf))})
+        exists = step.op("GreaterOrEqual", [values, lowest])
+        each = step.op("Unsqueeze", [tokens, step.of(2)])
+        is_end = step.any(step.op("Equal", [each, step.of(*self.special.ends)]), 2)
+        ends = step.op("And", [exists, is_end])
+        length = step.op("Add", [given["length"], step.of(1)])
+        full = step.op("GreaterOrEqual", [length, limit])
+        # At the limit all of them are complete.
+        complete = step.op("And", [self._column(full), self._first(exists)])
+        complete = step.op("Or", [complete, self._first(ends)])
+        # Rows of the parents: those of a sentence follow each other.
+        sentence = self._numbers(step.size(values, 0))
+        base = self._column(step.op("Mul", [sentence, step.of(beam)]))
+        rows = step.op("Add", [base, parents])
+
+        penalty = np.float32(self.options.length_penalty)
+        exponent = step.op("Constant", [], {"value": ir.tensor(penalty)})
+        floats = cast(step, length, ir.DataType.FLOAT)
+        scale = step.op("Pow", [floats, exponent])
+        totals = self._first(values)
+        scores = step.op("Where", [complete, step.op("Div", [totals, scale]), nothing])
+        # Of equal scores the older hypothesis.
+        best_scores, order = step.op_multi_out(
+            "TopK",
+            [step.joined(given["best_scores"], scores), step.of(beam)],
+            {"axis": 1},
+            num_outputs=2,
+        )
+        lengths = step.op("Expand", [length, step.op("Shape", [totals])])
+        after = {
+            "length": length,
+            "best_scores": best_scores,
+            "best_totals": self._picked(step.joined(given["best_totals"], totals), order),
+            "best_lengths": self._picked(step.joined(given["best_lengths"], lengths), order),
+            "best_tokens": self._best_tokens(given, rows, tokens, base, order),
+        }
+
+        # The first candidates that do not end go on.
+        count = step.size(values, 1)
+        later = step.op("Mul", [step.integers(ends), count])
+        keys = step.op("Add", [later, self._numbers(count)])
+        _, place = step.op_multi_out(
+            "TopK", [keys, step.of(beam)], {"axis": 1, "largest": 0}, num_outputs=2
+        )
+        totals = self._picked(step.op("Where", [ends, nothing, values]), place)
+        settled = self._settled(totals, best_scores, scale, limit)
+        ended = step.op("Or", [step.op("Or", [given["ended"], full]), settled])
+        failed = step.op("Or", [given["failed"], failed])
+        ended = step.op("Or", [ended, failed])
+        column = self._column(ended)
+        row = step.op("Reshape", [self._picked(rows, place), step.of(-1)])
+        target = step.op("Reshape", [self._picked(tokens, place), step.of(-1, 1)])
+        grown = step.op("Gather", [given["tokens"], row], {"axis": 0})
+        after |= {
+            "target": target,
+            "ended": ended,
+            "failed": failed,
+            "totals": step.op("Where", [column, nothing, totals]),
+            "tokens": step.joined(grown, target),
+        }
+        if not self.has_encoder:
+            of_row = step.op("Gather", [ended, step.op("Div", [row, step.of(beam)])], {"axis": 0})
+            mask = step.op("Gather", [given["past_mask"], row], {"axis": 0})
+            after["past_mask"] = self._longer_mask({**given, "past_mask": mask}, of_row)
+        return after, [step.op("Gather", [value, row], {"axis": 0}) for value in present]
+
+    def _candidates(
+        self, given: Mapping[str, ir.Value], logits: ir.Value
+    ) -> tuple[tuple[ir.Value, ir.Value, ir.Value], ir.Value]:
+        """Finds the best ways to lengthen the beams of each sentence by one token.
+
+        Returns:
+            Log-probabilities, parent beams and tokens `[batch, candidates]`; whether the model gave
+            NaN for a beam of a sentence `[batch]`.
+        """
+        step, beam = self.step, self.beam
+        size = int(self.decoder.spec.tensor("logits").shape[-1])
+        every = step.op("LogSoftmax", [logits], {"axis": -1})
+        last = step.op("Gather", [every, step.of(-1, flat=False)], {"axis": 1})
+        # Forced first tokens; after them a step reads one token, which is scored already.
+        begun = step.op("Slice", [given["target"], step.of(1), step.of(1 << 40), step.of(1)])
+        unused = step.op("Slice", [given["target"], step.of(0), step.of(1), step.of(1)])
+        scored = step.op("Unsqueeze", [step.joined(begun, unused), step.of(2)])
+        gains = step.op("GatherElements", [every, scored], {"axis": 2})
+        forced = step.joined(
+            step.op("GreaterOrEqual", [begun, step.of(0)]),
+            step.op("Less", [unused, step.of(0)]),
+        )
+        zero = step.op("Constant", [], {"value": ir.tensor(np.float32(0))})
+        forced = step.op("Unsqueeze", [forced, step.of(2)])
+        gains = step.op("Where", [forced, gains, zero])
+        gains = step.op("ReduceSum", [gains, step.of(1, 2)], {"keepdims": 0})
+        totals = step.op("Reshape", [given["totals"], step.of(-1)])
+        totals = self._column(step.op("Add", [totals, gains]))
+
+        nothing = step.op("Constant", [], {"value": ir.tensor(np.float32(-np.inf))})
+        wrong = step.op("IsNaN", [step.op("Slice", [last, step.of(0), step.of(1), step.of(1)])])
+        values = step.op("Add", [self._allowed(last, given["tokens"]), totals])
+        values = step.op("Where", [wrong, nothing, values])
+        values = step.op("Reshape", [values, step.of(-1, beam * size)])
+        lowest = step.op("Constant", [], {"value": ir.tensor(np.finfo(np.float32).min)})
+        live = step.op("GreaterOrEqual", [given["totals"], lowest])
+        wrong = step.op("Reshape", [wrong, step.of(-1, beam)])
+        failed = step.any(step.op("And", [live, wrong]), 1)
+        count = min((1 + len(self.special.ends)) * beam, beam * size)
+        values, places = step.op_multi_out(
+            "TopK", [values, step.of(count)], {"axis": 1}, num_outputs=2
+        )
+        parents = step.op("Div", [places, step.of(size)])
+        return (values, parents, step.op("Mod", [places, step.of(size)])), failed
+
+    def _best_tokens(
+        self,
+        given: Mapping[str, ir.Value],
+        rows: ir.Value,
+        tokens: ir.Value,
+        base: ir.Value,
+        order: ir.Value,
+    ) -> ir.Value:
+        """Returns the tokens of the best hypotheses among the kept and the new ones, as rows."""
+        step, beam = self.step, self.step.of(self.beam)
+        pad = step.op("Mul", [given["target"], step.of(0)])
+        pad = step.op("Slice", [pad, step.of(0), step.of(1), step.of(1)])
+        pad = step.op("Add", [pad, step.of(self.special.pad_id)])
+        kept = step.joined(given["best_tokens"], pad)
+        parents = step.op("Reshape", [self._first(rows), step.of(-1)])
+        new = step.op("Reshape", [self._first(tokens), step.of(-1, 1)])
+        grown = step.joined(step.op("Gather", [given["tokens"], parents], {"axis": 0}), new)
+        both = step.op("Concat", [kept, grown], {"axis": 0})
+        # The new ones lie behind all kept ones.
+        behind = step.op("Sub", [step.size(kept, 0), beam])
+        is_new = step.op("GreaterOrEqual", [order, beam])
+        place = step.op("Add", [order, step.op("Mul", [step.integers(is_new), behind])])
+        place = step.op("Reshape", [step.op("Add", [base, place]), step.of(-1)])
+        return step.op("Gather", [both, place], {"axis": 0})
+
+    def _settled(
+        self, totals: ir.Value, best_scores: ir.Value, scale: ir.Value, limit: ir.Value
+    ) -> ir.Value:
+        """Whether no further hypothesis of a sentence can matter; see `BeamStrategy._settled`."""
+        step = self.step
+        worst = step.op("Slice", [best_scores, step.of(-1), step.of(1 << 40), step.of(1)])
+        worst = step.op("Squeeze", [worst, step.of(1)])
+        top = step.op("ReduceMax", [totals, step.of(1)], {"keepdims": 0})
+        if self.options.early_stopping is True:
+            lowest = step.op("Constant", [], {"value": ir.tensor(np.finfo(np.float32).min)})
+            none_left = step.op("Less", [top, lowest])
+            return step.op("Or", [none_left, step.op("GreaterOrEqual", [worst, lowest])])
+        if self.options.early_stopping == "never":
+            penalty = np.float32(self.options.length_penalty)
+            exponent = step.op("Constant", [], {"value": ir.tensor(penalty)})
+            scale = step.op("Pow", [cast(step, limit, ir.DataType.FLOAT), exponent])
+        return step.op("LessOrEqual", [step.op("Div", [top, scale]), worst])
+
+    def _column(self, value: ir.Value) -> ir.Value:
+        return self.step.op("Unsqueeze", [value, self.step.of(1)])
+
+    def _first(self, value: ir.Value) -> ir.Value:
+        """Returns the first columns, as many as there are beams."""
+        step = self.step
+        return step.op("Slice", [value, step.of(0), step.of(self.beam), step.of(1)])
+
+    def _picked(self, value: ir.Value, places: ir.Value) -> ir.Value:
+        return self.step.op("GatherElements", [value, places], {"axis": 1})
+
+    def _numbers(self, count: ir.Value) -> ir.Value:
+        """Returns 0, 1, 2, ... up to a count `[1]`."""
+        step = self.step
+        zero, one = step.of(0, flat=False), step.of(1, flat=False)
+        return step.op("Range", [zero, step.op("Squeeze", [count, step.of(0)]), one])

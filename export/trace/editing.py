@@ -1,0 +1,101 @@
+"""Edits of ONNX graphs that several rewrites share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from transferry.runtime.bundle.specs import TensorSpec
+
+CONTRIB = "com.microsoft"  # domain of onnxruntime's own operators
+
+
+def register(graph: ir.Graph, name: str, array: NDArray[Any] | np.generic) -> ir.Value:
+    """Adds an initializer to a graph."""
+    tensor = ir.tensor(np.asarray(array), name=name)
+    value = ir.Value(name=name, shape=ir.Shape(array.shape), const_value=tensor)
+    value.dtype = tensor.dtype
+    graph.register_initializer(value)
+    return value
+
+
+def shared(graph: ir.Graph, name: str, array: NDArray[Any] | np.generic) -> ir.Value:
+    """Returns the initializer of a name; adds it if there is none."""
+    return graph.initializers.get(name) or register(graph, name, array)
+
+
+def constant(graph: ir.Graph, name: str, numbers: Sequence[int]) -> ir.Value:
+    """Returns an int64 initializer `[numbers]`, shared by equal name and numbers."""
+    return shared(graph, f"{name}.{'x'.join(map(str, numbers))}", np.array(numbers, np.int64))
+
+
+def array_of(value: ir.Value) -> NDArray[Any]:
+    """Returns the content of an initializer."""
+    assert value.const_value is not None, value.name
+    return value.const_value.numpy()
+
+
+def described(value: ir.Value, spec: TensorSpec) -> ir.Value:
+    """Gives a value the name, type and shape of a spec, and returns it."""
+    value.name, value.shape = spec.name, ir.Shape(spec.shape)
+    value.type = ir.TensorType(ir.DataType.from_numpy(np.dtype(spec.type)))
+    return value
+
+
+def alike(value: ir.Value, model: ir.Value) -> ir.Value:
+    """Gives a value the type and shape of another, and returns it."""
+    value.type, value.shape = model.type, model.shape
+    return value
+
+
+def cast(tape: ir.tape.Tape, value: ir.Value, to: ir.DataType) -> ir.Value:
+    """Casts a value to another element type."""
+    return tape.op("Cast", [value], {"to": int(to)})
+
+
+def argument(node: ir.Node, index: int) -> ir.Value:
+    """Returns an input of a node that must be present."""
+    value = node.inputs[index]
+    assert value is not None, f"input {index} of {node.op_type}"
+    return value
+
+
+def only_consumer(value: ir.Value) -> ir.Node | None:
+    """Returns the node that reads a value, if exactly one does and the value is no output."""
+    consumers = list(value.consumers())
+    return consumers[0] if len(consumers) == 1 and not value.is_graph_output() else None
+
+
+def transposed_from(value: ir.Value) -> ir.Value | None:
+    """Returns the input of the Transpose that computes a value, or None."""
+    producer = value.producer()
+    return producer.inputs[0] if producer is not None and producer.op_type == "Transpose" else None
+
+
+def drop_unused(graph: ir.Graph) -> None:
+    """Drops nodes and initializers without a reader."""
+    for node in reversed(list(graph)):
+        if not any(value.is_graph_output() or list(value.uses()) for value in node.outputs):
+            graph.remove(node, safe=True)
+    for name, value in list(graph.initializers.items()):
+        if not list(value.uses()):
+            del graph.initializers[name]
+
+
+def rank(value: ir.Value) -> int:
+    """Returns the number of dimensions of a value."""
+    if value.shape is None:
+        raise ValueError(f"value {value.name!r} of the exported graph has no known shape")
+    return len(value.shape)
+
+
+def size(value: ir.Value, axis: int) -> int:
+    """Returns the size of a fixed dimension of a value."""
+    found = value.shape[axis] if value.shape is not None else None
+    if not isinstance(found, int):
+        raise ValueError(f"dimension {axis} of value {value.name!r} of the exported graph varies")
+    return found

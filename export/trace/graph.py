@@ -1,0 +1,310 @@
+"""Exported graphs: tracing of a torch module, and the description of its tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import onnx_ir as ir
+import onnxscript.optimizer
+import torch
+from onnx_ir.tensor_adapters import TorchTensor
+from onnxscript.onnx_opset import opset20
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.onnx._internal.exporter import _fx_passes
+from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+from transferry.build_model.model.attention import KeyValues
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.recurrence import CellState
+from transferry.runtime.bundle.specs import GraphSpec, Role, TensorSpec
+
+# The exporter's own opset, so that nothing is converted afterwards: 23 and later have an Attention
+# operator, whose kernel is slower than the separate products and which fewer runtimes know.
+OPSET = 20
+# Example sizes while tracing. No two dimensions of a graph share one, or torch would merge them.
+SIZES = {
+    "batch": 2,
+    "source": 7,
+    "target": 3,
+    "past": 5,
+    "length": 5,
+    "selected": 3,
+    "capacity": 11,
+    "new": 4,
+    "rows": 6,
+    "columns": 12,
+}
+CELL = ".cell"  # how the names of a recurrent decoder's states end
+_decompose = _fx_passes.decompose_with_registry
+_from_torchlib = ONNXRegistry.from_torchlib
+
+Specs = tuple[TensorSpec, ...]
+# A module with its inputs and outputs.
+Module = tuple[nn.Module, Specs, Specs]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """An exported graph and its origin.
+
+    Attributes:
+        model: The graph.
+        spec: Its entry in the manifest.
+        program: torch's traced program; most values have the same names in the graph. None where
+            the graph was read from a file.
+    """
+
+    model: ir.Model
+    spec: GraphSpec
+    program: ExportedProgram | None = None
+
+    def at(self, file: str) -> Graph:
+        """Returns the graph with another file name."""
+        return replace(self, spec=replace(self.spec, file=file))
+
+
+def spec(role: Role, dtype: str, *shape: str | int) -> TensorSpec:
+    """Returns the spec of a tensor named after its role."""
+    return TensorSpec(role, role, dtype, shape)
+
+
+def cache_specs(
+    config: ModelConfig,
+    role: Role,
+    batch: str,
+    length: str,
+    dtype: str = "float32",
+    prefix: str = "",
+) -> Specs:
+    """Returns the specs of a cache, `[batch, kv_heads, length, d_head]` for each layer."""
+    shape = (batch, config.kv_heads, length, config.d_head)
+    return tuple(
+        TensorSpec(f"{prefix}{role}.{layer}.{kind}", role, dtype, shape)
+        for layer in range(config.decoder_layers)
+        for kind in ("keys", "values")
+    )
+
+
+def state_specs(
+    config: ModelConfig, role: Role, *shape: str | int, dtype: str = "float32"
+) -> Specs:
+    """Returns the specs of a recurrent decoder's state, `[*shape, d_model]` for each layer."""
+    return tuple(
+        TensorSpec(f"{role}.{layer}{CELL}", role, dtype, (*shape, config.d_model))
+        for layer in range(config.decoder_layers)
+    )
+
+
+def flatten(caches: Sequence[KeyValues | CellState]) -> tuple[Tensor, ...]:
+    """Returns keys and values of each layer in turn, or the state of each."""
+    return tuple(tensor for cache in caches for tensor in cache)
+
+
+def pair(tensors: Sequence[Tensor]) -> list[KeyValues]:
+    """Undoes `flatten`."""
+    return [KeyValues(*both) for both in zip(tensors[::2], tensors[1::2], strict=True)]
+
+
+class Traces:
+    """Traced graphs of one model, for variants that begin with the same graph."""
+
+    def __init__(self) -> None:
+        self._traced: dict[Any, _Trace] = {}
+
+    def graph(self, module: nn.Module, spec: GraphSpec, opset: int) -> Graph:
+        """Returns what `export_graph` does; fills in the weights if the module was traced before.
+
+        Args:
+            module: A module of the model, or of a copy with some weights changed.
+            spec: As for `export_graph`.
+            opset: As for `export_graph`.
+        """
+        weights = dict(module.named_parameters()) | dict(module.named_buffers())
+        types = frozenset(weight.dtype for weight in weights.values())
+        key = type(module), types, spec.inputs, spec.outputs, opset
+        program, trace = None, self._traced.get(key)
+        if trace is None or not trace.fits(weights):
+            graph = export_graph(module, spec, opset)
+            program = graph.program
+            trace = self._traced[key] = _Trace(graph, weights)
+        # A copy the first time too: it decides the names of what is added.
+        return Graph(trace.filled(weights), spec, program)
+
+
+class _Trace:
+    """A traced graph without its weights."""
+
+    def __init__(self, graph: Graph, weights: Mapping[str, Tensor]) -> None:
+        """Copies a graph."""
+        self._model = graph.model.clone()
+        self._named = self._model.graph.initializers.keys() & weights.keys()
+        for name in self._named:  # a copy of the model would live as long
+            self._model.graph.initializers[name].const_value = None
+        # The exporter stores equal weights once, if they are small.
+        read = _weights_read(graph.program) if graph.program is not None else set()
+        most = max((weights[name].numel() for name in read - self._named), default=0)
+        self._small = {name: weights[name] for name in read if weights[name].numel() <= most}
+
+    def fits(self, weights: Mapping[str, Tensor]) -> bool:
+        """Whether tracing with these weights would store the same ones once."""
+        return all(torch.equal(weights[name], each) for name, each in self._small.items())
+
+    def filled(self, weights: Mapping[str, Tensor]) -> ir.Model:
+        """Returns the graph with weights."""
+        model = self._model.clone()
+        for name in self._named:
+            model.graph.initializers[name].const_value = TorchTensor(weights[name], name=name)
+        return model
+
+
+def _weights_read(program: ExportedProgram) -> set[str]:
+    """Returns the names of the weights that a program computes with."""
+    read = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    entries = program.graph_signature.input_specs
+    return {entry.target for entry in entries if entry.target and entry.arg.name in read}
+
+
+def export_modules(
+    modules: Mapping[str, Module], opset: int = OPSET, traces: Traces | None = None
+) -> dict[str, Graph]:
+    """Exports each module to a graph with the file name `NAME.onnx`."""
+    traces = traces or Traces()
+    return {
+        name: traces.graph(module, GraphSpec(f"{name}.onnx", inputs, outputs), opset)
+        for name, (module, inputs, outputs) in modules.items()
+    }
+
+
+def export_graph(module: nn.Module, spec: GraphSpec, opset: int = OPSET) -> Graph:
+    """Traces a module with every symbolic dimension of its inputs dynamic."""
+    dynamic = [
+        {axis: size for axis, size in enumerate(tensor.shape) if isinstance(size, str)}
+        for tensor in spec.inputs
+    ]
+    # forward(a, b, *cache) takes the shapes of *cache as one tuple; forward(a, b) has none.
+    forward = inspect.getfullargspec(module.forward)
+    fixed = len(forward.args) - 1
+    shapes = (*dynamic[:fixed], tuple(dynamic[fixed:])) if forward.varargs else tuple(dynamic)
+    # With symbolic sizes a look into the cache costs more than computing anew: the same graphs take
+    # a quarter to a third longer with it.
+    with (
+        _silenced(),
+        _rarely_collected(),
+        patch.object(ONNXRegistry, "from_torchlib", staticmethod(_translations)),
+        patch.object(_fx_passes, "decompose_with_registry", _decomposed),
+        torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
+    ):
+        program = torch.onnx.export(
+            module.eval(),
+            tuple(_example(tensor) for tensor in spec.inputs),
+            dynamic_shapes=shapes,
+            input_names=[tensor.name for tensor in spec.inputs],
+            output_names=[tensor.name for tensor in spec.outputs],
+            opset_version=opset,
+            dynamo=True,
+            optimize=False,
+            verbose=False,
+        )
+        assert program is not None
+        onnxscript.optimizer.optimize_ir(program.model, should_fold=_should_fold)
+    _strip(program.model)
+    return Graph(program.model, spec, program.exported_program)
+
+
+@functools.cache
+def _translations(opset_version: int) -> ONNXRegistry:
+    """Returns the exporter's translations of operators, and one more.
+
+    For each graph it would parse the source of all of them again, a fifth of the time of a trace.
+    """
+    registry = _from_torchlib(opset_version)
+    registry.register_op(torch.ops.aten.to.dtype, _cast)
+    return registry
+
+
+def _cast(
+    tensor: Any, dtype: int, non_blocking: bool = False, copy: bool = False, memory_format: int = 0
+) -> Any:
+    return opset20.Cast(tensor, to=dtype)
+
+
+def _decomposed(program: ExportedProgram, registry: ONNXRegistry) -> ExportedProgram:
+    """Takes a program apart only where an operator has no translation.
+
+    For this the exporter traces a program once more, which is half of the time, and finds nothing
+    to take apart in most of ours: build_model avoids `flatten`, whose translation has more nodes,
+    and operators without one. No operator that writes in place has one.
+    """
+    _fx_passes.remove_assertion_nodes(program.graph_module)  # as the exporter does afterwards
+    targets = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    if all(map(registry.is_registered, targets)):
+        return program
+    return _decompose(program, registry)
+
+
+def _should_fold(node: ir.Node) -> bool | None:
+    """Keeps weights as they are trained; onnxruntime folds these when it opens the graph.
+
+    Folding a Transpose would store a Linear's weight a second time, and the tied embedding too;
+    folding the 1 + weight of a norm would hide which weight it was.
+    """
+    weights = (each for each in node.inputs if each is not None and each.is_initializer())
+    of_weight = any(str(each.name).endswith(".weight") for each in weights)
+    return False if node.op_type == "Transpose" or (node.op_type == "Add" and of_weight) else None
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Hides the warnings of torch's exporter about its own internals."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _rarely_collected() -> Iterator[None]:
+    """Lets Python look for unused cycles of objects less often: an eighth of the time of a trace.
+
+    GPT-2's shape then takes 4 MB more.
+    """
+    thresholds = gc.get_threshold()
+    gc.set_threshold(50_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+def _example(tensor: TensorSpec) -> Tensor:
+    shape = [size if isinstance(size, int) else SIZES[size] for size in tensor.shape]
+    dtype: torch.dtype = getattr(torch, tensor.type)
+    make = torch.zeros if dtype.is_floating_point else torch.ones
+    return make(shape, dtype=dtype)
+
+
+def _strip(model: ir.Model) -> None:
+    """Drops traces of the exporting machine: stack traces, paths, names of modules."""
+    stripped: list[Any] = [model, *model.graph.inputs, *model.graph.initializers.values()]
+    for graph in (model.graph, *model.functions.values()):
+        stripped.append(graph)
+        for node in graph:
+            stripped += [node, *node.outputs]
+    for each in stripped:
+        each.doc_string = None
+        each.metadata_props.clear()

@@ -1,0 +1,117 @@
+"""The bundle on disk: a folder that describes itself. The reader owns the contract.
+
+    BUNDLE/
+      manifest.json            everything below, with sha256 and size of every other file
+      FOLDER/*.onnx            the graphs of a variant, or of several that share weights
+      FOLDER/weights.bin       their weights, stored once and shared by the graphs
+      tokenizer.json ...       the tokenizer: its settings, and the files of its kind
+      reference.npz            inputs, and what torch answered to them
+
+The runtime hard-codes no tensor name: each tensor of a graph has a role, and tensors of one role
+are matched in the order in which the manifest lists them (the i-th present is the next step's i-th
+past). See docs/bundle.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from transferry.runtime.bundle.manifest import MANIFEST, REMEDY, Manifest
+from transferry.runtime.bundle.specs import GraphSpec, Variant
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.io.documents import MOST_JSON
+from transferry.runtime.io.folders import what_is
+from transferry.runtime.io.sealed_folder import (
+    SealedFolder,
+    open_inside,
+)
+from transferry.runtime.io.whole import read_at_most
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle whose files match its manifest."""
+
+    folder: Path
+    manifest: Manifest
+    tokenizer: AnyTokenizer
+
+    @classmethod
+    def load(cls, folder: Path) -> Bundle:
+        """Opens a bundle and checks every file against the manifest.
+
+        Raises:
+            InputError: A file is missing, truncated, changed or unreadable, or the format version
+                is another.
+        """
+        content = _manifest_of(folder)
+        manifest = Manifest.from_json(content, str(folder / MANIFEST))
+        files = SealedFolder(folder, manifest.files)
+        files.check()
+        tokenizer = load_tokenizer(folder, files.read)
+        if tokenizer.vocabulary_size != (size := manifest.model["vocabulary_size"]):
+            raise InputError(
+                f"{folder}: expected a tokenizer of {size} ids as in {MANIFEST}, found "
+                f"{tokenizer.vocabulary_size}; {REMEDY}"
+            )
+        bundle = cls(folder, manifest, tokenizer)
+        # What a certificate speaks of is the manifest that was read.
+        vars(bundle).update(files=files, sha256=hashlib.sha256(content).hexdigest())
+        return bundle
+
+    @property
+    def embeds(self) -> bool:
+        """Whether its model has a head that makes vectors of texts."""
+        return self.manifest.head is not None and self.manifest.head.task == "embed"
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Tasks of an encoder-only model."""
+        head, fills = self.manifest.head, self.tokenizer.special.mask_id is not None
+        tasks = ["embed", *["fill-mask"] * fills]
+        if head is not None and head.task != "embed":
+            tasks.append(head.task)
+            if head.task == "classify" and len(head.labels) == 1:
+                tasks.append("rank")
+        return tuple(tasks)
+
+    @cached_property
+    def files(self) -> SealedFolder:
+        """The files, as the manifest lists them."""
+        return SealedFolder(self.folder, self.manifest.files)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the manifest."""
+        return hashlib.sha256(_manifest_of(self.folder)).hexdigest()
+
+    def variant(self, name: str | None = None) -> Variant:
+        """Returns a variant by name; without a name the first.
+
+        Raises:
+            UsageError: The bundle has no variant of that name.
+        """
+        variants = self.manifest.variants
+        if name is None:
+            return next(iter(variants.values()))
+        if name not in variants:
+            raise UsageError(f"{self.folder} has no variant {name!r}; it has {', '.join(variants)}")
+        return variants[name]
+
+    def graph(self, spec: GraphSpec) -> Path:
+        """Returns the path of a graph's file."""
+        return self.folder / spec.file
+
+
+def _manifest_of(folder: Path) -> bytes:
+    if not (folder / MANIFEST).is_file():
+        raise InputError(
+            f"{folder}: expected a bundle, with the {MANIFEST} that `transferry export` wrote, "
+            f"{what_is(folder)}"
+        )
+    with open_inside(folder, MANIFEST) as file:
+        return read_at_most(file, MOST_JSON, folder / MANIFEST)

@@ -1,0 +1,1 @@
+"""Files, folders and documents: read within limits, written whole or not at all."""

@@ -1,0 +1,150 @@
+"""Files that appear whole or not at all."""
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from transferry.runtime.errors import InputError
+from transferry.runtime.stopping import at_stop
+
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Free some space"),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "Create the folder"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Make it writable"),
+    errno.ENAMETOOLONG: "Shorten the name",
+    errno.EISDIR: "Remove the folder",
+    errno.EMFILE: "Raise the limit on open files (ulimit -n)",
+    errno.EBADF: "Open it",
+}
+
+
+def unwritable(
+    place: Path | str,
+    error: OSError,
+    kept: str = "; nothing was written",
+    otherwise: str = " or choose another place",
+) -> InputError:
+    """Returns the error for an output that cannot be written, with the remedy that fits.
+
+    Args:
+        place: The output.
+        error: Why.
+        kept: What is there nevertheless.
+        otherwise: What to do besides the remedy.
+    """
+    reason = "it is closed" if error.errno == errno.EBADF else error.strerror or error
+    remedy = _REMEDIES.get(error.errno or 0, "Fix this")
+    return InputError(f"{place}: cannot be written: {reason}{kept}. {remedy}{otherwise}.")
+
+
+# Names of temporary files and folders. Nobody can guess them, and put a link in their place, and
+# they are short, however long the name of the output is.
+TEMPORARY = r"\..{0,20}\.[0-9a-f]{16}\.part"
+
+
+def temporary_name(path: Path, folder: Path) -> Path:
+    """Returns where an output is written before it gets its name."""
+    return folder / f".{path.name[:20]}.{os.urandom(8).hex()}.part"
+
+
+@contextmanager
+def durable_file(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
+    """Writes a temporary file and renames it to `path` once all of it is on the disk.
+
+    After a power cut the file is complete. After `kill -9` the temporary file stays.
+
+    Args:
+        path: The file.
+        folder: Where the temporary file is, on the same file system. Default: beside `path`.
+    """
+    temporary = temporary_name(path, folder or path.parent)
+
+    with at_stop(partial(temporary.unlink, missing_ok=True)):
+        try:
+            with temporary.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames in a folder survive a power cut, where the system can."""
+    if os.name == "nt":  # a folder cannot be opened there
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system can do it
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Writes a file that appears whole or not at all, even if the process is interrupted.
+
+    Raises:
+        InputError: The disk is full, the folder is read-only or missing, or `path` is a device.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise InputError(f"{path} is not a file, so it is not replaced; name another")
+    try:
+        with durable_file(path) as file:
+            yield file
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def require_writable(path: Path, endings: Iterable[str] = ()) -> None:
+    """Checks whether an output can be written, before the work that it is for.
+
+    Args:
+        path: The output.
+        endings: What the names of other files beside it add to its name.
+
+    Raises:
+        InputError: Its folder is missing or read-only, or a name would be too long.
+    """
+    try:
+        for ending in ("", *endings):
+            with suppress(FileNotFoundError):
+                path.with_name(path.name + ending).lstat()
+        folder = path.absolute().parent
+        folder.stat()
+        # Not by writing a file, which `kill -9` would leave behind.
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+@contextmanager
+def standard_output() -> Iterator[BinaryIO]:
+    """Standard output, for bytes.
+
+    Raises:
+        InputError: The disk behind it is full. A closed pipe stays an OSError.
+    """
+    try:
+        with suppress(io.UnsupportedOperation):  # not a file, in a test
+            os.write(sys.stdout.fileno(), b"")  # refused at once if it is closed
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise
+        # Python flushes once more at exit, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise unwritable("standard output", error, kept="") from error

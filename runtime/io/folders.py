@@ -1,0 +1,123 @@
+"""Folders that appear whole or not at all, and temporary ones."""
+
+import os
+import shlex
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from transferry.runtime.errors import InputError
+from transferry.runtime.io.atomic import temporary_name, unwritable
+from transferry.runtime.stopping import at_stop
+
+
+def is_bundle(folder: Path) -> bool:
+    """Whether a folder has the manifest of a bundle, which need not be in order."""
+    return (folder / "manifest.json").is_file()
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder has the files of a run, which need not be in order."""
+    of_run = (folder / name for name in ("checkpoints", "settings.toml"))
+    return (folder / "model.safetensors").is_file() and any(each.exists() for each in of_run)
+
+
+def what_is(folder: Path) -> str:
+    """Says what lies where a folder of another kind is expected, and how to go on from there."""
+    if not folder.exists():
+        return "found nothing"
+    if not folder.is_dir():
+        return "found a file"
+    if is_bundle(folder):
+        return "found a bundle"
+    if is_run(folder):
+        return f"found a run; export it: transferry export {shlex.quote(str(folder))} --out BUNDLE"
+    if (folder / "config.json").is_file():
+        return (
+            "found a folder of Hugging Face or fairseq; import it first: transferry import "
+            f"{shlex.quote(str(folder))} --out RUN"
+        )
+    return "found another folder"
+
+
+@contextmanager
+def staged_folder(out: Path) -> Iterator[Path]:
+    """Temporary folder beside `out`, to be filled and renamed; always removed at the end.
+
+    Raises:
+        InputError: The disk is full, or the place is not writable.
+    """
+    folder = temporary_name(out, out.absolute().parent)
+    made = [parent for parent in folder.parents if not parent.exists()]
+
+    def undo() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):  # it holds `out`
+                parent.rmdir()
+
+    with at_stop(undo):
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+            yield folder
+        except OSError as error:
+            raise unwritable(out, error) from error
+        finally:
+            undo()
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Folder for files that nobody keeps.
+
+    Raises:
+        InputError: There is no place for it.
+    """
+    try:
+        folder = Path(tempfile.gettempdir(), f"transferry-{os.urandom(8).hex()}")
+    except OSError as error:
+        raise InputError(f"{error}; name a folder with TMPDIR") from error
+
+    with at_stop(partial(shutil.rmtree, folder, ignore_errors=True)):
+        try:
+            folder.mkdir(0o700)
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def replace_folder(folder: Path, out: Path) -> None:
+    """Renames a folder to `out`; an existing `out` is removed once the new one is in place.
+
+    Raises:
+        InputError: The former folder cannot be removed.
+    """
+    if not out.exists():
+        folder.rename(out)
+        return
+    old = folder.with_suffix(".old")
+
+    def finish() -> None:
+        if out.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(out)
+
+    with at_stop(finish):
+        out.rename(old)
+        try:
+            folder.rename(out)
+        except BaseException:
+            old.rename(out)
+            raise
+        try:
+            shutil.rmtree(old)
+        except OSError as error:
+            raise InputError(
+                f"{out} is replaced, but the former folder cannot be removed ({error}); delete "
+                f"{old}"
+            ) from error

@@ -1,0 +1,99 @@
+"""Files that are read whole, within a limit of bytes."""
+
+import hashlib
+import io
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from transferry.runtime.errors import InputError
+
+# Of a file that is read whole: tokenizers of published models have up to 40 MB.
+MOST_BYTES = 256 << 20
+# What a clone without Git LFS holds in the place of a large file.
+_LFS = b"version https://git-lfs.github.com/spec/"
+
+
+class Stored(Protocol):
+    """A file elsewhere, which opens itself."""
+
+    def opened(self) -> AbstractContextManager[io.BufferedReader]:
+        """Opens it; an OSError inside the `with` counts as a read error."""
+
+
+def shown_path(path: Path | str | Stored) -> str:
+    """Returns the name of a file for messages."""
+    return "standard input" if str(path) == "-" else str(path)
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Reads a regular file of at most so many bytes.
+
+    Raises:
+        InputError: The file cannot be read, is no regular file, or is larger.
+    """
+    with open_regular(path) as file:
+        return read_at_most(file, most, path)
+
+
+def read_at_most(file: BinaryIO, most: int, path: Path) -> bytes:
+    """Reads an open file of at most so many bytes; `path` names it in errors.
+
+    Raises:
+        InputError: The file is larger.
+    """
+    content = file.read(most + 1)
+    if len(content) > most:
+        raise InputError(f"{path}: expected at most {most:,} bytes, found more; restore the file")
+    return content
+
+
+@contextmanager
+def open_regular(
+    path: Path, opener: Callable[[str, int], int] = os.open
+) -> Iterator[io.BufferedReader]:
+    """Opens a regular file for reading; an OSError inside the `with` counts as a read error.
+
+    A pipe is refused instead of waited for, and a device instead of read for ever.
+
+    Args:
+        path: The file.
+        opener: Opens it, as that of `open`.
+
+    Raises:
+        InputError: The file cannot be read, is no regular file, or is not fetched from Git LFS.
+    """
+
+    def at_once(name: str, flags: int) -> int:
+        return opener(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+    try:
+        with open(path, "rb", opener=at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise InputError(f"{path}: expected a file, found a pipe, a device or a socket.")
+            if file.peek(len(_LFS)).startswith(_LFS):
+                raise InputError(
+                    f"{path}: expected the file, found its pointer of Git LFS; run git lfs pull in "
+                    "its folder, or download it again"
+                )
+            yield file
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal.
+
+    Raises:
+        InputError: The file cannot be read or is no regular file.
+    """
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def unreadable(path: Path | str | Stored, error: OSError) -> InputError:
+    """Returns the error for a file that cannot be read."""
+    return InputError(f"{shown_path(path)}: cannot be read: {error.strerror or error}.")

@@ -1,0 +1,274 @@
+"""Answers of torch recorded in a bundle (reference.npz), and verification against them.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.manifest import REMEDY
+from transferry.runtime.bundle.specs import Variant
+from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder, State
+from transferry.runtime.decoding.generation_options import generation_options, options_of_json
+from transferry.runtime.decoding.hypothesis import Hypothesis
+from transferry.runtime.decoding.search import search
+from transferry.runtime.io.arrays import open_arrays
+from transferry.runtime.io.atomic import atomic_file
+from transferry.runtime.io.documents import parse_document
+from transferry.runtime.io.whole import read_bytes
+from transferry.runtime.ort.open_model import Model
+from transferry.runtime.proof.compare import Case, Comparison, Tolerance, Truth, compare, observe
+from transferry.runtime.proof.divergence import Decode, ExpectedAnswers, Tally
+from transferry.runtime.proof.one_graph import OneGraph
+from transferry.runtime.proof.report import Decisions, Difference, ParityReport
+from transferry.runtime.proof.self_consistency import self_consistency
+from transferry.runtime.tokenizer.byte_pair import SpecialTokens
+
+
+@dataclass(frozen=True)
+class RecordedSearch:
+    """A search of torch in float32 over all recorded sources.
+
+    Attributes:
+        name: Such as "beam 4".
+        options: Fields of GenerationOptions.
+        answers: Token ids of each source's hypotheses, best first.
+        scores: The float64 oracle's score of each hypothesis.
+        score_error: torch's own error of a score, in nats.
+        ends: The end token of each hypothesis, None where it has none; empty in a bundle of before
+            a model could have several.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    answers: Sequence[Sequence[Sequence[int]]]
+    scores: Sequence[Sequence[float]]
+    score_error: float
+    ends: Sequence[Sequence[int | None]] = ()
+
+    def hypotheses(self, special: SpecialTokens) -> list[list[Hypothesis]]:
+        """Returns the recorded answers with the oracle's scores, best first."""
+        longest = generation_options(options_of_json(self.options)).max_length
+        ends = self.ends or [
+            [special.eos_id if len(tokens) < longest else None for tokens in row]
+            for row in self.answers
+        ]
+        return [
+            [
+                Hypothesis(tuple(tokens), score, score, "length" if end is None else "end", end=end)
+                for tokens, score, end in zip(*row, strict=True)
+            ]
+            for row in zip(self.answers, self.scores, ends, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The recorded answers.
+
+    Attributes:
+        cases: Inputs with the expected tensors.
+        sources: Token ids of the sources of the searches.
+        searches: Searches over them; none for an encoder-only model.
+    """
+
+    cases: Sequence[tuple[Case, Truth]]
+    sources: Sequence[Sequence[int]]
+    searches: Sequence[RecordedSearch]
+
+    def save(self, path: Path) -> None:
+        """Writes the file; the same reference gives the same bytes."""
+        arrays: dict[str, NDArray[Any]] = {}
+        index = []
+        for number, (case, truth) in enumerate(self.cases):
+            for part in ("source", "mask", "target"):
+                arrays[f"{number}/{part}"] = getattr(case, part)
+            for name, tensor in truth.oracle.items():
+                arrays[f"{number}/oracle/{name}"] = tensor
+            if case.rows is not None:
+                arrays[f"{number}/rows"] = case.rows
+            entry = {"name": case.name, "past": case.past, "errors": dict(truth.errors)}
+            index.append(entry | ({"least": truth.least} if truth.least else {}))
+        record = {
+            "cases": index,
+            "sources": [list(source) for source in self.sources],
+            "searches": [asdict(item) for item in self.searches],
+        }
+        arrays["index"] = np.frombuffer(json.dumps(record).encode(), np.uint8)
+        with atomic_file(path) as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, bundle: Bundle, variant: Variant) -> Reference:
+        """Reads the reference of a variant; raises InputError if it is missing or damaged."""
+        name = variant.reference
+        return cls.parse(bundle.files.read(name), str(bundle.folder / name))
+
+    @classmethod
+    def load(cls, path: Path) -> Reference:
+        """Reads a file of `save`; raises InputError if it is missing or damaged."""
+        return cls.parse(read_bytes(path), str(path))
+
+    @classmethod
+    def parse(cls, content: bytes, origin: str) -> Reference:
+        """Parses a file of `save`; raises InputError if it is damaged."""
+        with open_arrays(content, origin, "a bundle's reference", REMEDY) as file:
+            index = parse_document(file["index"].tobytes(), _Index, origin, REMEDY)
+            cases = []
+            for number, entry in enumerate(index.cases):
+                rows = file.get(f"{number}/rows")
+                case = Case(
+                    entry.name,
+                    _matrix(file[f"{number}/source"], np.int64),
+                    _matrix(file[f"{number}/mask"], np.bool_),
+                    _matrix(file[f"{number}/target"], np.int64),
+                    entry.past,
+                    None if rows is None else rows.astype(np.int64, casting="safe"),
+                )
+                oracle = {name: file[f"{number}/oracle/{name}"] for name in entry.errors}
+                cases.append((case, Truth(oracle, entry.errors, entry.least)))
+            return cls(cases, index.sources, index.searches)
+
+
+class _Entry(Struct):
+    name: str
+    past: Annotated[int, Meta(ge=0)]
+    errors: dict[str, float]
+    least: Annotated[float, Meta(ge=0)] = 0.0
+
+
+class _Index(Struct):
+    cases: list[_Entry]
+    sources: list[list[Annotated[int, Meta(ge=0)]]]
+    searches: list[RecordedSearch]
+
+
+def _matrix(values: NDArray[Any], kind: type[Any]) -> NDArray[Any]:
+    if values.ndim != 2:
+        raise ValueError(f"expected a matrix, found the shape {values.shape}")
+    return values.astype(kind, casting="safe", copy=False)
+
+
+def check_reference(
+    reference: Reference,
+    model: ObservableDecoder[State] | ObservableEncoder,
+    special: SpecialTokens,
+    tolerance: Tolerance,
+    *,
+    exact: bool = True,
+    batch_rows: int = 1,
+    decode: Decode | None = None,
+    one: OneGraph | None = None,
+) -> tuple[list[Comparison], list[Decisions]]:
+    """Compares a model with the recorded answers.
+
+    The sources are repeated until they fill a batch of `batch_rows`. `decode` gives differing rows
+    their texts. `one` answers its search too; where that is not recorded, it is compared with the
+    same search step by step.
+
+    The tokens must agree if `exact`. In reduced precision differing tokens are listed as ties, not
+    judged: the budget of the numbers decides.
+    """
+    comparisons = [
+        comparison
+        for case, truth in reference.cases
+        for comparison in (
+            *compare(case, truth, observe(model, case), tolerance),
+            *self_consistency(model, case),
+        )
+    ]
+    if isinstance(model, ObservableEncoder):
+        return comparisons, []
+
+    def explain(
+        row: int,
+        source: Sequence[int],
+        wanted: Sequence[Hypothesis],
+        found: Sequence[Hypothesis],
+        by: str = "torch",
+    ) -> tuple[Difference, bool]:
+        left, right = ([list(item.tokens) for item in side] for side in (wanted, found))
+        only = "; only `verify --checkpoint` can tell whether this is a tie"
+        reason = only if exact else ", in reduced precision"
+        return Difference(row, f"{by} chose {left}, the graph chose {right}{reason}"), not exact
+
+    decisions = []
+    for item in reference.searches:
+        expected = ExpectedAnswers(
+            range(len(item.answers)),
+            reference.sources,
+            [
+                [Hypothesis(tuple(tokens), math.nan, math.nan, "end") for tokens in answers]
+                for answers in item.answers
+            ],
+            item.scores,
+            item.score_error,
+            reasons=False,  # not recorded
+        )
+        options = generation_options(options_of_json(item.options))
+        times = -(-batch_rows // (max(1, len(reference.sources)) * options.beam))
+        rows = [*range(len(reference.sources))] * max(1, times)
+        found = search(model, [reference.sources[row] for row in rows], options, special)
+        tally = Tally(item.name, tolerance)
+        tally.add(expected, [found[row :: len(expected.rows)] for row in expected.rows], explain)
+        decisions.append(tally.decisions(decode))
+        if one is not None and item.name == one.search:
+            tally = Tally(one.name, tolerance)
+            ways = one.answers_all_ways(reference.sources, options, special, batch_rows)
+            tally.add(expected, ways, explain)
+            decisions.append(tally.decisions(decode))
+    if one is not None and one.search not in [item.name for item in reference.searches]:
+        for item in reference.searches[:1]:
+            options = generation_options(options_of_json(item.options))
+            options = replace(options, beam=one.beam, n_best=one.beam)
+            wanted = search(model, reference.sources, options, special)
+            expected = ExpectedAnswers(range(len(wanted)), reference.sources, wanted)
+            ways = one.answers_all_ways(reference.sources, options, special, batch_rows)
+            tally = Tally(one.name, tolerance)
+            tally.add(expected, ways, partial(explain, by="the search step by step"))
+            decisions.append(tally.decisions(decode))
+    return comparisons, decisions
+
+
+def verify_recorded(bundle: Bundle, model: Model) -> ParityReport:
+    """Compares a bundle, opened as it will be served, with its own recorded answers."""
+    tolerance = Tolerance.of(model.variant.precision)
+    reference = Reference.of(bundle, model.variant)
+    special, exact = bundle.tokenizer.special, model.variant.exact
+    batch_rows = model.batches.rows
+    comparisons, decisions = check_reference(
+        reference,
+        model,
+        special,
+        tolerance,
+        exact=exact,
+        batch_rows=batch_rows,
+        decode=bundle.tokenizer.decode,
+        one=OneGraph.of(bundle, model.variant, model.options),
+    )
+    settings = {
+        **model.describe(),
+        "against": "the recorded answers",
+        **({} if bundle.manifest.head is None else {"task": bundle.manifest.head.task}),
+        "batch_rows": batch_rows,
+    }
+    return ParityReport(
+        str(bundle.folder),
+        settings,
+        tolerance,
+        comparisons,
+        decisions,
+        searches=[item.options for item in reference.searches],
+    )

@@ -1,0 +1,438 @@
+"""Result of a verification, as JSON and as a verdict; `report_text` makes the text.
+
+`ParityReport.to_dict` is the documented format (docs/report.md); every other view is made from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from transferry.runtime.errors import ParityError
+from transferry.runtime.io.documents import json_values
+from transferry.runtime.proof.compare import STAGES, Comparison, Tolerance
+
+SCHEMA = 4
+AGREEMENT, BLEU, PERPLEXITY = "token agreement", "sacreBLEU", "perplexity"
+CHOICES, WORST_CHOICE = "equivalent choices", "worst choice"
+# Two tokens so close, in nats, are equally good to the trained model.
+EQUIVALENT = 0.1
+CHANCE = 0.05  # p-value from which a loss may be chance
+FIRST_FAULTS = 5  # of an error message
+FIRST_DIFFERENCES = 5  # of a report for people
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Summary of the comparisons of one stage.
+
+    Attributes:
+        name: One of `compare.STAGES`.
+        tensors: Number of tensors compared.
+        error: The worst error.
+        reference_error: torch's worst error.
+        ratio: The worst error of a tensor over torch's error there.
+        faults: Number of tensors that failed.
+    """
+
+    name: str
+    tensors: int
+    error: float
+    reference_error: float
+    ratio: float
+    faults: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A row on which two searches differ.
+
+    Attributes:
+        row: Number of the row, from 0.
+        message: Description of the difference.
+        margin: Distance of the two candidates in the oracle; None where no choice was compared.
+        allowed: How far errors within the tolerance can move it.
+        rounding: How far rounding in float32 can move it; no more than `allowed`.
+        source: Text of the source; empty if the tokenizer was not at hand.
+        expected: Text of torch's answer, likewise: of the first hypothesis that differs.
+        found: Text of the bundle's answer.
+        wrong_score: Whether the tokens agree, and only a score is wrong.
+    """
+
+    row: int
+    message: str
+    margin: float | None = None
+    allowed: float | None = None
+    rounding: float | None = None
+    source: str = ""
+    expected: str = ""
+    found: str = ""
+    wrong_score: bool = False
+
+    @property
+    def tie(self) -> bool:
+        """Whether rounding in float32 explains it, so that either choice is right."""
+        return (
+            self.margin is not None and self.rounding is not None and self.margin <= self.rounding
+        )
+
+    def __str__(self) -> str:
+        return f"row {self.row}: {self.message}"
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Comparison of the tokens that two decoders choose.
+
+    Attributes:
+        search: Such as "greedy" or "beam 4".
+        rows: Number of rows that both generated.
+        identical: Number of rows that agree in every token of every hypothesis.
+        score_error: Largest distance of a score of identical hypotheses from the oracle's, in nats.
+        score_ratio: The same over torch's own error, as in `Stage`.
+        ties: Rows whose difference is proven to be a tie.
+        defects: Rows that differ by more than may be, or whose scores exceed their budget.
+        tolerated: Rows that differ by more than a tie, and by no more than a variant of reduced
+            precision may.
+    """
+
+    search: str
+    rows: int
+    identical: int
+    score_error: float
+    score_ratio: float = 0.0
+    ties: Sequence[Difference] = ()
+    defects: Sequence[Difference] = ()
+    tolerated: Sequence[Difference] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether there were rows, and all of them agree, tie or are tolerated.
+
+        A row that failed with NaN has no tokens, like an empty answer; its score differs.
+        """
+        accounted = self.identical + len(self.ties) + len(self.tolerated) == self.rows
+        return self.rows > 0 and accounted and not self.defects
+
+
+@dataclass(frozen=True)
+class TaskMetric:
+    """Effect of the differences on a metric that users of the model know.
+
+    Attributes:
+        measure: "token agreement" of the greedy answers with torch's (a share); on given answers
+            "equivalent choices" (share of positions at which the preferred token is at most
+            `EQUIVALENT` nats below torch's) and "worst choice" (the largest such distance, in
+            nats) and "perplexity"; or "sacreBLEU" of a search.
+        reference: torch's value; 1 for shares, 0 for the worst choice.
+        found: The bundle's value.
+        change: Distance of the two, relative for perplexity.
+        budget: The largest change that passes; infinity for no limit.
+        p_value: Probability of such a change by chance; 0 where it was not estimated.
+    """
+
+    measure: str
+    reference: float
+    found: float
+    change: float
+    budget: float
+    p_value: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether the change is within the budget, or may be chance; NaN is not."""
+        return self.change <= self.budget or self.p_value >= CHANCE
+
+    def __str__(self) -> str:
+        limited = math.isfinite(self.budget)
+        if self.measure in (AGREEMENT, CHOICES):
+            limit = f"at least {100 * (1 - self.budget):g} %" if limited else "no limit"
+            return f"{self.measure.capitalize()} {100 * self.found:.6g} % ({limit})"
+        if self.measure == WORST_CHOICE:
+            limit = f"limit {self.budget:g}" if limited else "no limit"
+            return f"Worst choice {self.found:.2g} nats below torch's ({limit})"
+        scale, unit = (1, " points") if self.measure.startswith(BLEU) else (100, " %")
+        limit = f"limit {scale * self.budget:g}{unit}" if limited else "no limit"
+        if self.p_value:
+            limit += f", p {self.p_value:.2g}"
+        return (
+            f"{self.measure} {self.found:.5g}, torch {self.reference:.5g}, "
+            f"change {scale * self.change:.2g}{unit} ({limit})"
+        )
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The error of the logits at one position of the given answers.
+
+    Attributes:
+        step: Number of tokens before the position.
+        error: The largest error, over the largest logit of the oracle.
+        reference_error: torch's own.
+    """
+
+    step: int
+    error: float
+    reference_error: float
+
+
+@dataclass(frozen=True)
+class Margins:
+    """Histogram of the distance between the oracle's two best tokens.
+
+    Attributes:
+        edges: Borders of the bins, in nats, ascending; one more than counts.
+        counts: Positions of the text in each bin.
+        smallest: The smallest distance.
+        error: The largest distance of a logit from the oracle's, in nats: rounding could decide
+            choices closer than twice this.
+    """
+
+    edges: Sequence[float]
+    counts: Sequence[int]
+    smallest: float
+    error: float
+
+
+@dataclass(frozen=True)
+class CrossCheck:
+    """Result of one runtime, on the same cases as all others.
+
+    Attributes:
+        runtime: Such as "onnxruntime as served" or "onnx.reference 1.23.2".
+        stages: Summary of its comparisons.
+        absent: Why it did not run, or not every case; empty if it did.
+    """
+
+    runtime: str
+    stages: Sequence[Stage] = ()
+    absent: str = ""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Origin of a fault: the first value of a graph that is wrong though its inputs are right.
+
+    Attributes:
+        graph: Such as "decoder"; empty if none was found, and then all but the message are.
+        case: The input that shows it.
+        tensor: The value's name in the graph.
+        module: The torch module that computes it, such as "decoder.0.feed_forward.inner".
+        source: File and line of that module's code, inside the package.
+        code: Text of that line.
+        operator: The ONNX operator that gave the value.
+        message: How far the value is off.
+        replay: The file that `transferry replay` runs; empty where none was written.
+    """
+
+    graph: str
+    case: str
+    tensor: str
+    module: str
+    source: str
+    operator: str
+    message: str
+    replay: str = ""
+    code: str = ""
+
+    @classmethod
+    def none_found(cls, cases: int) -> Origin:
+        """Returns what says that each graph, alone, agrees with torch."""
+        message = (
+            f"no origin found: on {cases:,} cases each graph agrees with torch if its inputs are "
+            "right; the fault shows only where graphs, batches and the cache work together"
+        )
+        return cls("", "", "", "", "", "", message)
+
+    def __str__(self) -> str:
+        if not self.graph:
+            return self.message
+        place = f"{self.module} ({self.source})" if self.module else self.tensor
+        lines = [
+            f"the fault begins in {place}",
+            f"  graph {self.graph}, operator {self.operator}, value {self.tensor}: {self.message}",
+            f"  shown by {self.case}",
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Something that a bundle says of itself, beside what the run says.
+
+    Attributes:
+        name: Such as "generation defaults" or "variant cpu-fp32".
+        problem: How the two differ; empty if they do not.
+    """
+
+    name: str
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class PlantedFault:
+    """Result of a fault that the self-test planted in a copy of the bundle.
+
+    Attributes:
+        kind: Such as "padding mask dropped".
+        planted: What was changed, and where.
+        changes_answer: Whether any output changed by more than rounding; a fault that changes
+            none may pass.
+        caught_by: The check that failed, such as "loading" or "later step"; empty if all passed.
+        difference: Largest difference from the right outputs on one input on which exporters
+            commonly try a tolerance; None if it was not measured.
+        tolerated: Whether the user's own tolerance lets that pass; None if there is none.
+    """
+
+    kind: str
+    planted: str
+    changes_answer: bool
+    caught_by: str
+    difference: float | None = None
+    tolerated: bool | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the fault was caught, or changes nothing."""
+        return bool(self.caught_by) or not self.changes_answer
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """What was compared, how, and with what result.
+
+    Attributes:
+        bundle: The folder.
+        settings: What decides the numbers: variant, provider, optimisation, threads, versions.
+        tolerance: What was allowed.
+        comparisons: Every tensor of every case.
+        decisions: Every search that was run on text.
+        task_metrics: Effect of the differences on the text.
+        growth: The error at each position of the answers.
+        margins: How clear the choices were; None without text.
+        cross_check: Results of other runtimes. They do not decide the verdict.
+        origin: Where the first fault begins; None if it was not searched for.
+        self_test: Results of planted faults.
+        claims: What the bundle says of itself; none where there is no run to compare with.
+        searches: Fields of GenerationOptions of every search in `decisions`.
+    """
+
+    bundle: str
+    settings: Mapping[str, Any]
+    tolerance: Tolerance
+    comparisons: Sequence[Comparison]
+    decisions: Sequence[Decisions] = field(default_factory=list)
+    task_metrics: Sequence[TaskMetric] = ()
+    growth: Sequence[Growth] = ()
+    margins: Margins | None = None
+    cross_check: Sequence[CrossCheck] = ()
+    origin: Origin | None = None
+    self_test: Sequence[PlantedFault] = ()
+    claims: Sequence[Claim] = ()
+    searches: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def faults(self) -> list[str]:
+        """A line for everything that failed; nothing compared is a failure too."""
+        lines = [f"{item.name}: {item.problem}" for item in self.claims if item.problem]
+        lines += [
+            f"{item.case}: {item.tensor}: {item.fault}" for item in self.comparisons if item.fault
+        ]
+        if not self.comparisons:
+            lines.append("no tensor was compared")
+        for item in self.decisions:
+            lines += [f"{item.search}: {line}" for line in item.defects]
+            if not item.passed and not item.defects:
+                lines.append(f"{item.search}: {item.identical} of {item.rows} rows agree")
+        lines += [str(item) for item in self.task_metrics if not item.passed]
+        lines += [
+            f"self-test: not caught: {item.kind} ({item.planted})"
+            for item in self.self_test
+            if not item.passed
+        ]
+        return lines
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that was compared agrees."""
+        return not self.faults
+
+    def stages(self) -> list[Stage]:
+        """Sums up the comparisons, in the order in which a model runs."""
+        return sum_up(self.comparisons, self.tolerance)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as JSON values; NaN and infinity, which JSON lacks, become None."""
+        record = asdict(self)
+        for name in ("decisions", "task_metrics", "self_test"):
+            for item, value in zip(record[name], getattr(self, name), strict=True):
+                item["passed"] = value.passed
+        head = {"schema": SCHEMA, "passed": self.passed, "faults": self.faults}
+        stages = [asdict(stage) for stage in self.stages()]
+        whole: dict[str, Any] = json_values({**head, "stages": stages, **record})
+        return whole
+
+    def require(self) -> None:
+        """Requires that the report passed.
+
+        Raises:
+            ParityError: It did not; the message lists the first faults.
+        """
+        if faults := self.faults:
+            rest = len(faults) - FIRST_FAULTS
+            more = [f"and {rest} more"] if rest > 0 else []
+            raise ParityError(
+                f"{self.bundle} does not answer as torch does; do not deploy it:\n  "
+                + "\n  ".join([*faults[:FIRST_FAULTS], *more])
+            )
+
+
+def sum_up(comparisons: Sequence[Comparison], tolerance: Tolerance) -> list[Stage]:
+    """Sums up comparisons by stage, in the order in which a model runs."""
+    stages = []
+    for name in STAGES:
+        items = [item for item in comparisons if item.stage == name]
+        if not items:
+            continue
+        stages.append(
+            Stage(
+                name,
+                len(items),
+                # Unlike max(), this keeps NaN.
+                float(np.max([item.error for item in items])),
+                float(np.max([item.reference_error for item in items])),
+                worst_ratio(items, tolerance),
+                sum(bool(item.fault) for item in items),
+            )
+        )
+    return stages
+
+
+def worst_ratio(comparisons: Sequence[Comparison], tolerance: Tolerance) -> float:
+    """Returns the worst error in units of torch's own; NaN if one is NaN."""
+    errors, budgets = (np.array([getattr(i, n) for i in comparisons]) for n in ("error", "budget"))
+    with np.errstate(divide="ignore", invalid="ignore"):  # a limit of 0 is allowed
+        return float(np.max(errors / budgets)) * tolerance.factor
+
+
+def confidence(rows: int) -> str:
+    """Says how many rows may be wrong though none of so many was.
+
+    Source: the rule of three (Hanley and Lippman-Hand 1983, If Nothing Goes Wrong, Is Everything
+    All Right?): the upper end of the 95 % confidence interval is 1 - 0.05 ** (1 / rows).
+    """
+    most = 100 * (1 - 0.05 ** (1 / rows))
+    return f"with 95 % confidence, under {most:.2g} % of rows like these are wrong"
+
+
+def setting_text(value: Any) -> str:
+    """Returns the value of a setting without Python's brackets and quotes."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {item}" for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return str(value)

@@ -1,0 +1,324 @@
+"""Tokenizer classes of encoders and encoder-decoders, by drawn and by odd settings.
+
+As in test_tokenizers.py, whatever AutoTokenizer makes of a folder is the reference. A folder holds
+the tokenizer.json that its class wrote, altered, or a SentencePiece model alone.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.build_model.importing.test_huggingface import marian_vocabulary, sentencepiece_model
+from tests.build_model.importing.test_tokenizers import SEEDS, byte_level, tokenizers, transformers
+from tests.fuzz.models import ODD
+from transferry.build_model.importing.huggingface.folder import Checkpoint
+from transferry.build_model.importing.huggingface.tokenizer.classes import CLASSES
+from transferry.build_model.importing.huggingface.vocabularies import TOKENIZERS
+from transferry.build_model.model.config import ModelConfig
+from transferry.runtime.errors import InputError, TransferryError, UsageError
+from transferry.runtime.tokenizer.byte_pair import load_tokenizer
+from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
+
+Draw = random.Random
+ENCODERS = ("bert", "mpnet", "roberta", "xlm-roberta")
+TEXTS = [
+    "Straße über die Häuser",
+    "日本語 😀",
+    "  a  b   c ",
+    "</s> <s>x</s> [MASK] <mask> [SEP] <extra_id_0> <unk_2>",
+    "Ünïcode ﬁ Ａ e\u0301 didn't they're 12345 . ?",
+    "",
+    "\tTab\n\n line\u2028x\u00a0y\n",
+    "Hello World , THE cat ! it 's",
+]
+CORPUS = ["Straße über Häuser", "hello world, the cat's", "didn't it? 12345", "Uber strasse"] * 9
+# Model type and class of each kind of folder.
+KINDS = {
+    "BERT": ("bert", "BertTokenizer"),
+    "BERT, pieces": ("bert", "XLMRobertaTokenizer"),
+    "MPNet": ("mpnet", "MPNetTokenizer"),
+    "RoBERTa": ("roberta", "RobertaTokenizer"),
+    "XLM-R": ("xlm-roberta", "XLMRobertaTokenizer"),
+    "BART": ("bart", "BartTokenizer"),
+    "T5": ("t5", "T5Tokenizer"),
+    "PEGASUS": ("pegasus", "PegasusTokenizer"),
+    "mBART": ("mbart", "MBartTokenizer"),
+    "mBART-50": ("mbart", "MBart50Tokenizer"),
+    "NLLB": ("m2m_100", "NllbTokenizer"),
+}
+OF_PIECES = [kind for kind, (_, name) in KINDS.items() if name in CLASSES and CLASSES[name].scores]
+
+
+@lru_cache
+def word_pieces(special: tuple[str, ...]) -> dict[str, int]:
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token=special[-1]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    trainer = tokenizers.trainers.WordPieceTrainer(
+        vocab_size=120, special_tokens=list(special), show_progress=False
+    )
+    made.train_from_iterator(CORPUS, trainer)
+    found: dict[str, int] = made.get_vocab()
+    return found
+
+
+@lru_cache
+def spm(kind: str, **options: Any) -> bytes:
+    ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+    own = ids if kind in ("T5", "PEGASUS") else {}
+    return sentencepiece_model(**{"vocab_size": 90, "model_type": "unigram", **own, **options})
+
+
+def write_settings(folder: Path, kind: str, settings: dict[str, Any]) -> None:
+    model_type, _ = KINDS[kind]
+    start, end = (0, 1) if kind in ("T5", "PEGASUS") else (0, 2)
+    ids = {"bos_token_id": 0, "decoder_start_token_id": start, "eos_token_id": end}
+    config = {"model_type": model_type, "transformers_version": "5.0.0", **ids}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_pieces(folder: Path, kind: str, **options: Any) -> None:
+    """A SentencePiece model with the least that names its class."""
+    name = KINDS[kind][1]
+    (folder / CLASSES[name].pieces).write_bytes(spm(kind, **options))
+    counts = {"T5": {"extra_ids": 3}, "PEGASUS": {"offset": 9}}
+    write_settings(folder, kind, {"tokenizer_class": name, **counts.get(kind, {})})
+
+
+def write_folder(folder: Path, kind: str) -> None:
+    """What `save_pretrained` of the class writes."""
+    name = KINDS[kind][1]
+    if kind in OF_PIECES:
+        write_pieces(folder, kind)
+        made = transformers.AutoTokenizer.from_pretrained(folder)
+        (folder / CLASSES[name].pieces).unlink()
+    elif CLASSES.get(name) and CLASSES[name].model == "WordPiece":
+        named = CLASSES[name].named
+        special = dict.fromkeys([*map(str, named.values()), str(named["unk_token"])])
+        made = getattr(transformers, name)(vocab=dict(word_pieces(tuple(special))))
+    else:
+        vocabulary, merges = byte_level()
+        special = dict.fromkeys(["<s>", "<pad>", "</s>", "<unk>", "<mask>", *vocabulary])
+        ids = {text: number for number, text in enumerate(special)}
+        codes = {"extra_special_tokens": ["eng_Latn", "deu_Latn"]} if kind == "NLLB" else {}
+        made = getattr(transformers, name)(vocab=ids, merges=merges, **codes)
+    made.save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    write_settings(folder, kind, settings)
+
+
+def imported(folder: Path, kind: str) -> tuple[AnyTokenizer, Checkpoint]:
+    model_type, _ = KINDS[kind]
+    shape = ModelConfig(1024, 8, 2, 1, 1, 8, architecture="encoder-decoder")
+    if model_type in ENCODERS:
+        shape = ModelConfig(1024, 8, 2, 1, 0, 8, architecture="encoder-only", output_transform=True)
+    checkpoint = Checkpoint(folder)
+    return TOKENIZERS[model_type](checkpoint, shape), checkpoint
+
+
+def require_theirs(folder: Path, kind: str, ours: AnyTokenizer) -> None:
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    languages = set(ours.special.languages.values())
+    for text in TEXTS:
+        wanted = theirs(text, split_special_tokens=True).input_ids
+        assert ours.special.wrap(ours.encode(text)) == wanted, text
+        written = [token for token in wanted if token not in languages]
+        assert ours.decode(wanted) == theirs.decode(written, skip_special_tokens=True), text
+
+
+CHANGES: dict[str, tuple[Any, ...]] = {
+    "do_lower_case": (True, False),
+    "strip_accents": (True, False, None),
+    "tokenize_chinese_chars": (False,),
+    "add_prefix_space": (True, False),
+    "trim_offsets": (False,),
+    "clean_up_tokenization_spaces": (True,),
+    "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": (True,),
+    "add_bos_token": (True,),
+    "legacy": (True,),
+    "legacy_behaviour": (True,),
+    "src_lang": ("de_DE", "deu_Latn"),
+    "extra_ids": (2, 100),
+    "offset": (5,),
+    "mask_token_sent": (None, "<mask_1>"),
+    "split_special_tokens": (True,),
+    "truncation_side": ("left",),
+    "model_max_length": (5,),
+    "extra_special_tokens": (["the"], ["<new>"]),
+    "additional_special_tokens": (None, ["<new>"]),
+}
+
+
+def alter(draw: Draw, record: dict[str, Any]) -> None:
+    """What a class sets itself, set otherwise in tokenizer.json."""
+    part = draw.choice(["normalizer", "pre_tokenizer", "decoder", "post_processor", "truncation"])
+    values: dict[str, Any] = {
+        "normalizer": {"type": "Lowercase"},
+        "pre_tokenizer": {"type": "Whitespace"},
+    }
+    values |= {"decoder": {"type": "Fuse"}, "post_processor": None}
+    values |= {"truncation": {"direction": "Left", "max_length": 4, "strategy": "LongestFirst"}}
+    record[part] = values[part]
+    if record["truncation"]:
+        record["truncation"]["stride"] = 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_and_texts_are_those_of_the_class(kind: str, seed: int, tmp_path: Path) -> None:
+    draw = random.Random(f"{kind} {seed}")
+    write_folder(tmp_path, kind)
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    for name in draw.sample(sorted(CHANGES), 4):
+        settings[name] = draw.choice(CHANGES[name])
+    if settings.get("src_lang") not in (None, "de_DE" if "mBART" in kind else "deu_Latn"):
+        del settings["src_lang"]
+    if draw.random() < 0.3:
+        settings["tokenizer_class"] = draw.choice([f"{KINDS[kind][1]}Fast", AS_IT_IS])
+    path.write_text(json.dumps(settings))
+    if draw.random() < 0.7:
+        file = tmp_path / "tokenizer.json"
+        record = json.loads(file.read_text())
+        alter(draw, record)
+        file.write_text(json.dumps(record))
+    try:
+        ours, checkpoint = imported(tmp_path, kind)
+    except InputError as error:  # where nothing but its own text is left of "a"
+        assert "expected the tokens [" in str(error), settings
+        return
+    require_theirs(tmp_path, kind, ours)
+    record = json.loads((tmp_path / "tokenizer.json").read_text())
+    assert any("rows are cut at their end" in note for note in checkpoint.notes) is bool(
+        record["truncation"]
+    )
+
+
+AS_IT_IS = "PreTrainedTokenizerFast"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", OF_PIECES)
+def test_a_sentencepiece_model_alone_gives_the_ids_of_its_class(
+    kind: str, seed: int, tmp_path: Path
+) -> None:
+    draw = random.Random(f"pieces {kind} {seed}")
+    options: dict[str, Any] = {
+        name: draw.choice(values)
+        for name, values in {
+            "user_defined_symbols": ("the,<sep>",),
+            "control_symbols": ("<ctrl>",),
+            "normalization_rule_name": ("identity", "nmt_nfkc_cf"),
+            "remove_extra_whitespaces": (False,),
+            "add_dummy_prefix": (False,),
+        }.items()
+        if draw.random() < 0.4
+    }
+    write_pieces(tmp_path, kind, **options)
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    names = ("clean_up_tokenization_spaces", "extra_special_tokens", "additional_special_tokens")
+    for name in (*names, "add_prefix_space", "extra_ids", "offset", "mask_token_sent"):
+        if draw.random() < 0.3:
+            settings[name] = draw.choice(CHANGES[name])
+    path.write_text(json.dumps(settings))
+    if draw.random() < 0.2:
+        named = {"eos_token": "</s>", "additional_special_tokens": ["<a>"]}
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    ours, _ = imported(tmp_path, kind)
+    require_theirs(tmp_path, kind, ours)
+
+
+@pytest.mark.parametrize("kind", ["T5", "NLLB"])
+def test_pieces_that_have_no_class_are_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = KINDS[kind][1]
+    path = tmp_path / CLASSES[name].pieces
+    write_settings(tmp_path, kind, {"tokenizer_class": name})
+    expected = {"T5": "tokenizer.json or spiece.model", "NLLB": "tokenizer.json"}[kind]
+    with pytest.raises(InputError, match=f"expected {expected}, found none; copy it from the mod"):
+        imported(tmp_path, kind)
+    path.write_bytes(spm(kind, model_type="bpe"))
+    remedy = "expected a SentencePiece model of type unigram" if kind == "T5" else "download it"
+    with pytest.raises(InputError, match=remedy):
+        imported(tmp_path, kind)
+    path.write_bytes(b"\x0a\xff")
+    if kind == "T5":
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "sentencepiece.sentencepiece_model_pb2", None)
+            with pytest.raises(UsageError, match=r"pip install .*\[sentencepiece\]. protobuf"):
+                imported(tmp_path, kind)
+        with pytest.raises(InputError, match=r"is not a SentencePiece model .*; copy or download"):
+            imported(tmp_path, kind)
+
+
+READ = (
+    *CHANGES,
+    *("add_eos_token", "added_tokens_decoder", "padding_side", "tgt_lang", "tokenizer_class"),
+    *("chat_template", "errors", "model_input_names", "auto_map", "fix_mistral_regex", "max_len"),
+    *("model_specific_special_tokens", "chat_control_tokens", "tokenizer_file", "vocab_file"),
+    *("init_inputs", "fast_tokenizer_files", "vocab", "merges", "post_processor", "image_token"),
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+)
+
+
+@pytest.mark.parametrize("kind", ["BERT", "RoBERTa", "T5", "mBART-50"])
+def test_an_odd_setting_of_a_tokenizer_is_followed_told_or_refused(
+    kind: str, tmp_path: Path
+) -> None:
+    write_folder(tmp_path, kind)
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    values = (*ODD, "true", False, ["a"], {"1": {"content": "a"}}, {"content": "</s>"})
+    pairs = [(name, odd) for name in READ for odd in values]
+    followed = 0
+    for name, odd in random.Random(kind).sample(pairs, min(len(pairs), 60 * len(SEEDS))):
+        path.write_text(json.dumps({**settings, name: odd}))
+        try:
+            ours, checkpoint = imported(tmp_path, kind)
+        except TransferryError:
+            continue
+        if name in checkpoint.tokenizer.unread():
+            continue
+        try:
+            theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+            wanted = [theirs(text, split_special_tokens=True).input_ids for text in TEXTS]
+        except Exception:  # noqa: BLE001 - whatever transformers fails with
+            continue
+        followed += 1
+        found = [ours.special.wrap(ours.encode(text)) for text in TEXTS]
+        assert found == wanted, (name, odd)
+    assert followed > len(SEEDS)
+
+
+@pytest.mark.parametrize("cleans", [False, True])
+def test_marian_cleans_up_as_its_class_does(cleans: bool, tmp_path: Path) -> None:
+    size = marian_vocabulary(tmp_path)
+    settings = {"clean_up_tokenization_spaces": cleans, "tokenizer_class": "MarianTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ids = {"eos_token_id": 0, "pad_token_id": size - 1, "decoder_start_token_id": size - 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "marian", **ids}))
+    shape = ModelConfig(size, 8, 2, 1, 1, 8, architecture="encoder-decoder")
+    ours = TOKENIZERS["marian"](Checkpoint(tmp_path), shape)
+    (tmp_path / "saved").mkdir()
+    ours.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved") == ours
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text())
+    pieces = ["▁", "h", "e", "▁", ",", "▁", "'", "s", "▁", "."]
+    written = [vocabulary[piece] for piece in pieces if piece in vocabulary]
+    text = load_tokenizer(tmp_path / "saved").decode(written)
+    assert text == theirs.decode(written, skip_special_tokens=True)
+    assert (" ," in text) is not cleans
+    settings["sp_model_kwargs"] = {"enable_sampling": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match="sp_model_kwargs is "):
+        TOKENIZERS["marian"](Checkpoint(tmp_path), shape)

@@ -1,0 +1,160 @@
+"""R-Drop and BPE dropout do what their papers say, and training with them is resumable."""
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from transferry.build_model import checkpoint
+from transferry.build_model.model.config import ModelConfig, TrainConfig
+from transferry.build_model.train.data import Pair, collate, encode_pairs
+from transferry.build_model.train.distributed import Process
+from transferry.build_model.train.evaluation import cross_entropy, divergence
+from transferry.build_model.train.loop import Trainer, Validation
+from transferry.build_model.train.metrics import Metrics
+from transferry.build_model.train.vocabulary import MergeDropout, train_bpe
+from transferry.runtime.errors import UsageError
+
+WORDS = ["null", "eins", "zwei", "drei", "vier", "fünf"]
+PAIRS = [Pair(f"{a} und {b}", f"{WORDS[a]} und {WORDS[b]}") for a in range(6) for b in range(6)]
+TOKENIZER = train_bpe([text for pair in PAIRS for text in pair], 300)
+EXAMPLES, _ = encode_pairs(PAIRS, TOKENIZER, 64)
+SHAPE: dict[str, Any] = dict(
+    vocabulary_size=TOKENIZER.vocabulary_size,
+    d_model=16,
+    heads=2,
+    encoder_layers=1,
+    decoder_layers=1,
+    d_ff=32,
+    max_positions=64,
+)
+SETTINGS: dict[str, Any] = dict(
+    batch_tokens=200, warmup_steps=4, max_steps=6, validate_every=5, save_every=2
+)
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The picture has tests of its own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(Metrics, "draw", lambda self: None)
+    yield
+    torch.set_num_threads(threads)
+
+
+def trainer(folder: Path, dropout: float = 0.1, **changes: Any) -> Trainer:
+    return Trainer(
+        folder,
+        ModelConfig(**SHAPE, dropout=dropout),
+        TrainConfig(**{**SETTINGS, **changes}),
+        TOKENIZER,
+        EXAMPLES,
+        Validation(EXAMPLES[:4], [pair.target for pair in PAIRS[:4]]),
+        Process.start("cpu"),
+    )
+
+
+@pytest.mark.parametrize("text", ["vier und fünf", "  zwei\teins 5\n", "Über 日本 🎉", ""])
+def test_dropped_merges_spell_the_same_text(text: str) -> None:
+    draw = random.Random(1)
+    assert MergeDropout(TOKENIZER, 0.0).encode(text, draw) == TOKENIZER.encode(text)
+    single = MergeDropout(TOKENIZER, 1.0).encode(text, draw)
+    assert single == [TOKENIZER._byte_ids[byte] for byte in text.encode()]
+    found = {tuple(MergeDropout(TOKENIZER, 0.3).encode(text, draw)) for _ in range(50)}
+    assert {TOKENIZER.decode(ids) for ids in found} == {text}
+
+
+def test_each_possible_merge_is_left_out_with_the_probability() -> None:
+    tokenizer = train_bpe(["ab ab ab"], 262)
+    assert len(tokenizer.encode("ab")) == 1
+    draw, dropout = random.Random(2), MergeDropout(tokenizer, 0.2)
+    split = sum(len(dropout.encode("ab", draw)) == 2 for _ in range(4000))
+    assert abs(split / 4000 - 0.2) < 4 * (0.2 * 0.8 / 4000) ** 0.5
+
+
+def test_examples_differ_from_step_to_step_and_not_between_runs(tmp_path: Path) -> None:
+    one, other = trainer(tmp_path, bpe_dropout=0.3), trainer(tmp_path, bpe_dropout=0.3)
+    drawn = []
+    for step in (1, 2):
+        one.progress.step = other.progress.step = step
+        drawn.append([one._example(index) for index in range(36)])
+        assert drawn[-1] == [other._example(index) for index in reversed(range(36))][::-1]
+    assert drawn[0] != drawn[1]
+    for example, plain in zip(drawn[0], EXAMPLES, strict=True):
+        assert TOKENIZER.decode(example.target) == TOKENIZER.decode(plain.target)
+        assert example.target_input[1:] == example.target[:-1]
+    assert trainer(tmp_path)._example(3) is EXAMPLES[3]
+
+
+def test_a_side_never_exceeds_the_positions(tmp_path: Path) -> None:
+    long = trainer(tmp_path, bpe_dropout=0.99)
+    assert len(long._example(0).target) > len(EXAMPLES[0].target)
+    long.longest = max(len(side) for example in EXAMPLES for side in example[:2])
+    drawn = [long._example(index) for index in range(36)]
+    assert max(len(side) for example in drawn for side in example[:2]) <= long.longest
+    assert any(
+        example.target == plain.target for example, plain in zip(drawn, EXAMPLES, strict=True)
+    )
+
+
+def test_divergence_is_the_papers_and_leaves_out_padding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(2, 3, 5, generator=generator) for _ in range(2))
+    target = torch.tensor([[1, 2, 0], [3, 0, 0]])
+    p, q = first.softmax(-1), second.softmax(-1)
+    both = (p * (p / q).log() + q * (q / p).log()).sum(-1) / 2
+    torch.testing.assert_close(divergence(first, second, target, 0), both[target != 0].sum())
+    assert divergence(first, first, target, 0) == 0
+
+
+def test_r_drop_reads_each_batch_twice(tmp_path: Path) -> None:
+    alpha = 3.0
+    one = trainer(tmp_path, r_drop=alpha)
+    batch = collate(EXAMPLES[:5], TOKENIZER.special.pad_id, "cpu")
+    one.model.train()
+    torch.manual_seed(0)
+    loss = one._loss(one.model, batch)
+    torch.manual_seed(0)
+    twice = [torch.cat([each, each]) for each in batch]
+    logits = one.model(twice[0], twice[1], twice[2])
+    pad_id, target = TOKENIZER.special.pad_id, batch.target_output
+    entropies = [cross_entropy(half, target, pad_id, 0.1) for half in logits.chunk(2)]
+    first, second = logits.chunk(2)
+    assert not torch.equal(first, second)
+    apart = divergence(first, second, target, pad_id)
+    torch.testing.assert_close(loss, (entropies[0] + entropies[1] + alpha * apart) / 2)
+
+
+def test_resumed_training_ends_with_the_same_weights(tmp_path: Path) -> None:
+    options = dict(r_drop=2.0, bpe_dropout=0.2)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    trainer(whole, **options).run(resume=False)
+    stopped = trainer(cut, **options)
+    step, steps = stopped._step, []
+
+    def interrupted(*arguments: Any) -> tuple[float, int]:
+        steps.append(0)
+        if len(steps) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return step(*arguments)
+
+    stopped._step = interrupted  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        stopped.run(resume=False)
+    trainer(cut, **options).run(resume=True)
+    weights = [checkpoint.load_tensors(run / checkpoint.WEIGHTS)[0] for run in (whole, cut)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_what_would_do_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="r_drop"):
+        trainer(tmp_path, dropout=0.0, r_drop=1.0)
+    text = ModelConfig(**{**SHAPE, "architecture": "decoder-only", "encoder_layers": 0})
+    config = TrainConfig(**SETTINGS, bpe_dropout=0.1)
+    with pytest.raises(UsageError, match="bpe_dropout"):
+        Trainer(tmp_path, text, config, TOKENIZER, [], Validation([]), Process.start("cpu"))

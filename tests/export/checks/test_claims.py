@@ -1,0 +1,194 @@
+"""What a bundle says of itself is held against the run, whatever is changed in it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from tests.sealed import records
+from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
+from transferry.export.checks.claims import manifest_claims, recorded_claim
+from transferry.export.oracle.oracle import Oracle
+from transferry.export.verify import verify_against
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.manifest import Manifest
+from transferry.runtime.bundle.specs import REFERENCE, CacheSpec, Variant
+from transferry.runtime.decoding.generation_options import GenerationOptions
+from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.proof.compare import Tolerance, Truth
+from transferry.runtime.proof.recorded import RecordedSearch, Reference
+from transferry.runtime.proof.views import report_text
+
+# Another value of each field, valid beside the defaults.
+OTHER_OPTIONS: dict[str, Any] = {
+    "beam": 4,
+    "n_best": 2,
+    "length_penalty": 0.0,
+    "early_stopping": "never",
+    "max_total_length": 40,
+    "min_total_length": 3,
+    "min_p": 0.1,
+    "typical_p": 0.9,
+    "repetition_penalty": 1.2,
+    "prompt_ngrams": True,
+    "suppress_sequences": ((5, 6),),
+    "suppress_begin": (7,),
+    "forced_begin": 9,
+    "forced_end": (2,),
+    "renormalise": True,
+    "stop": (".",),
+    "min_length": 2,
+    "max_length": 20,
+    "no_repeat_ngram": 3,
+    "sample": True,
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.5,
+    "seed": 7,
+    "prefix": (5,),
+    "suppress": (9,),
+    "scores": False,
+}
+# What each of them needs beside it.
+NEEDED: dict[str, dict[str, Any]] = {
+    "n_best": {"beam": 2},
+    "early_stopping": {"beam": 2},
+    **{name: {"sample": True} for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")},
+}
+OTHER_VARIANTS: dict[str, Any] = {
+    "precision": "int8",
+    "providers": ("cpu",),
+    "cache": CacheSpec(in_place=True, type="float32"),
+    "top_k": True,
+    "name": "mine",
+}
+
+
+def altered(bundle: Bundle, **changes: Any) -> Bundle:
+    manifest: Manifest = replace(bundle.manifest, **changes)
+    return Bundle(bundle.folder, manifest, bundle.tokenizer)
+
+
+def problems(checkpoint: Checkpoint, bundle: Bundle) -> dict[str, str]:
+    return {c.name: c.problem for c in manifest_claims(checkpoint, bundle) if c.problem}
+
+
+@pytest.mark.parametrize("kind", ["", "writer_", "reader_"])
+def test_an_honest_bundle_says_what_the_run_says(kind: str, request: pytest.FixtureRequest) -> None:
+    checkpoint = load_checkpoint(request.getfixturevalue(f"{kind}run_folder"))
+    bundle = Bundle.load(request.getfixturevalue(f"{kind}bundle_folder"))
+    assert problems(checkpoint, bundle) == {}
+    oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
+    assert recorded_claim(bundle, bundle.variant(), oracle).problem == ""
+
+
+def test_every_variant_is_what_its_recipe_says(calm: Checkpoint, all_variants: Bundle) -> None:
+    assert problems(calm, all_variants) == {}
+    assert len(all_variants.manifest.variants) == 4
+
+
+def test_every_option_of_generation_is_tried() -> None:
+    assert OTHER_OPTIONS.keys() == {field.name for field in fields(GenerationOptions)}
+
+
+@pytest.mark.parametrize("name", OTHER_OPTIONS)
+def test_another_default_is_told(name: str, checkpoint: Checkpoint, bundle: Bundle) -> None:
+    generation = {**bundle.manifest.generation, **NEEDED.get(name, {}), name: OTHER_OPTIONS[name]}
+    found = problems(checkpoint, altered(bundle, generation=generation))
+    assert f"{name} is {OTHER_OPTIONS[name]!r}" in found["generation defaults"]
+
+
+@pytest.mark.parametrize("name", OTHER_VARIANTS)
+def test_another_variant_is_told(name: str, checkpoint: Checkpoint, bundle: Bundle) -> None:
+    variant: Variant = replace(bundle.variant(), **{name: OTHER_VARIANTS[name]})
+    found = problems(checkpoint, altered(bundle, variants={variant.name: variant}))
+    assert found.keys() == {f"variant {variant.name}"}
+
+
+Change = Callable[[Reference], Reference]
+
+
+def on_first_case(change: Callable[[Truth], Truth]) -> Change:
+    def changed(reference: Reference) -> Reference:
+        (case, truth), *rest = reference.cases
+        return replace(reference, cases=[(case, change(truth)), *rest])
+
+    return changed
+
+
+def on_searches(change: Callable[[RecordedSearch], RecordedSearch]) -> Change:
+    return lambda reference: replace(
+        reference, searches=[change(item) for item in reference.searches]
+    )
+
+
+def other_answers(item: RecordedSearch) -> RecordedSearch:
+    # Every row gets the next one's answers.
+    return replace(item, answers=[*item.answers[1:], item.answers[0]])
+
+
+CHANGES: dict[str, Change] = {
+    "tensors": on_first_case(
+        lambda truth: replace(truth, oracle={k: v * 1.01 for k, v in truth.oracle.items()})
+    ),
+    "a tensor less": on_first_case(
+        lambda truth: Truth(
+            {name: tensor for name, tensor in truth.oracle.items() if name != "logits"},
+            {name: error for name, error in truth.errors.items() if name != "logits"},
+        )
+    ),
+    "errors": on_first_case(
+        lambda truth: replace(truth, errors=dict.fromkeys(truth.errors, 10000.0 * 2.0 ** (-23)))
+    ),
+    "answers": on_searches(other_answers),
+    "scores": on_searches(
+        lambda item: replace(item, scores=[[s + 0.01 for s in row] for row in item.scores])
+    ),
+    "score error": on_searches(lambda item: replace(item, score_error=1e4 * item.score_error)),
+    "options": on_searches(lambda item: replace(item, options={**item.options, "min_length": 9})),
+    "options that are none": on_searches(lambda item: replace(item, options={"beam": 0})),
+    "tokens": lambda reference: replace(reference, sources=[[10**6]]),
+    "no searches": lambda reference: replace(reference, searches=[]),
+    "no cases": lambda reference: replace(reference, cases=[]),
+}
+
+
+@pytest.fixture
+def rerecorded(
+    bundle: Bundle, checkpoint: Checkpoint, tmp_path: Any
+) -> Iterator[Callable[[Change], str]]:
+    oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
+
+    def problem(change: Change) -> str:
+        change(Reference.load(bundle.folder / REFERENCE)).save(tmp_path / REFERENCE)
+        manifest = replace(bundle.manifest, files=records(tmp_path))
+        copy = Bundle(tmp_path, manifest, bundle.tokenizer)
+        return recorded_claim(copy, copy.variant(), oracle).problem
+
+    yield problem
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_record_is_told(name: str, rerecorded: Callable[[Change], str]) -> None:
+    assert rerecorded(lambda reference: reference) == ""
+    assert rerecorded(CHANGES[name])
+
+
+def test_a_wrong_claim_fails_the_verification(checkpoint: Checkpoint, bundle: Bundle) -> None:
+    """And does not decide what passes: int8 would allow 2 ** 15 times the error."""
+    variant = replace(bundle.variant(), precision="int8")
+    wrong = altered(
+        bundle, variants={"portable": variant}, generation={"max_length": 20, "beam": 2}
+    )
+    model = open_model(wrong, variant, SessionOptions())
+    report = verify_against(checkpoint, wrong, model, [])
+    assert not report.passed
+    assert report.tolerance == Tolerance()
+    assert [line.partition(":")[0] for line in report.faults] == [
+        "generation defaults",
+        "variant portable",
+    ]
+    assert "4 of 6 as the run has it" in report_text(report)
+    assert len(report.to_dict()["claims"]) == 6

@@ -1,0 +1,98 @@
+"""A graph that export would not write is refused, whatever it computes."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.export.checks.graphs import fresh_graphs, graphs_claim
+from transferry.export.faults.bundle_copy import BundleCopy
+from transferry.export.rewrite.calibration import Calibration
+from transferry.export.trace.graph import Graph
+from transferry.runtime.bundle.bundle import Bundle
+
+NAME = "cpu-int8"
+
+
+def anew(checkpoint: Checkpoint, bundle: Bundle, name: str = NAME) -> dict[str, Graph]:
+    variant = bundle.variant(name)
+    calibration = Calibration.of(bundle, variant) if name == NAME else None
+    return dict(fresh_graphs(checkpoint.model, bundle, variant, calibration) or {})
+
+
+@pytest.fixture(scope="module")
+def fresh(calm: Checkpoint, all_variants: Bundle) -> dict[str, Graph]:
+    return anew(calm, all_variants)
+
+
+def test_an_honest_bundle_has_the_graphs_that_export_writes(
+    fresh: dict[str, Graph], all_variants: Bundle
+) -> None:
+    assert len(fresh) > 5
+    assert graphs_claim(fresh, all_variants, all_variants.variant(NAME)).problem == ""
+
+
+def node_of(graph: ir.Graph, kind: str) -> ir.Node:
+    return next(node for node in graph if node.op_type == kind)
+
+
+def another_epsilon(graph: ir.Graph) -> None:
+    node = node_of(graph, "LayerNormalization")
+    node.attributes["epsilon"] = ir.AttrFloat32("epsilon", 1.1e-5)
+
+
+def another_operator(graph: ir.Graph) -> None:
+    node_of(graph, "Mul").op_type = "Div"
+
+
+def another_edge(graph: ir.Graph) -> None:
+    node = node_of(graph, "Mul")
+    node.replace_input_with(0, node.inputs[1])
+
+
+def another_constant(graph: ir.Graph) -> None:
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if tensor is not None and tensor.dtype == ir.DataType.FLOAT and tensor.nbytes == 4:
+            value.const_value = ir.Tensor(np.float32(tensor.numpy() * 1.001), name=value.name)
+            return
+    raise AssertionError("no constant")
+
+
+def another_node(graph: ir.Graph) -> None:
+    value = graph.outputs[0]
+    node = ir.node("Identity", [value])
+    graph.append(node)
+
+
+@pytest.mark.parametrize(
+    "change", [another_epsilon, another_operator, another_edge, another_constant, another_node]
+)
+def test_a_changed_graph_is_named(
+    fresh: dict[str, Graph],
+    all_variants: Bundle,
+    tmp_path: Path,
+    change: Callable[[ir.Graph], None],
+) -> None:
+    copy = BundleCopy(all_variants, all_variants.variant(NAME), tmp_path / "copy")
+    change(copy.graphs["decoder"].graph)
+    copy.rewrite()
+    copy.seal()
+    problem = graphs_claim(fresh, Bundle.load(copy.folder), copy.variant).problem
+    assert problem.startswith("decoder: ")
+
+
+def test_a_missing_graph_is_named(fresh: dict[str, Graph], all_variants: Bundle) -> None:
+    few = {name: graph for name, graph in fresh.items() if name != "gather"}
+    problem = graphs_claim(few, all_variants, all_variants.variant(NAME)).problem
+    assert problem.startswith("expected ")
+
+
+def test_graphs_of_other_versions_are_not_compared(calm: Checkpoint, all_variants: Bundle) -> None:
+    versions = {**all_variants.manifest.versions, "torch": "1.0"}
+    manifest = dataclasses.replace(all_variants.manifest, versions=versions)
+    assert anew(calm, dataclasses.replace(all_variants, manifest=manifest)) == {}

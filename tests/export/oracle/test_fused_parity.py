@@ -1,0 +1,125 @@
+"""Verification passes the fused variants, and catches a weight of theirs that is off."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from numpy.typing import NDArray
+
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.export.faults.bundle_copy import BundleCopy, Change
+from transferry.export.faults.graph_faults import double_from_row
+from transferry.export.oracle.cases import random_case
+from transferry.export.verify import verify_against
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.errors import UsageError
+from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.proof.report import ParityReport
+
+pytestmark = pytest.mark.usefixtures("screened")
+
+
+def verify(calm: Checkpoint, bundle: Bundle, name: str, texts: list[str]) -> ParityReport:
+    model = open_model(bundle, bundle.variant(name), SessionOptions())
+    return verify_against(calm, bundle, model, texts)
+
+
+@pytest.mark.parametrize("name", ["cpu-fp32", "cpu-int8", "cpu-int4"])
+def test_true_variant_passes(
+    calm: Checkpoint, all_variants: Bundle, texts: list[str], name: str
+) -> None:
+    report = verify(calm, all_variants, name, texts[:4])
+    report.require()
+    screened = ["greedy, screened"] if name == "cpu-fp32" else []
+    assert [item.search for item in report.decisions] == [
+        "greedy",
+        "beam 4",
+        "sampling of every 4th row",
+        "top-k and top-p sampling of every 4th row",
+        "constrained beam 2 of every 4th row",
+        *screened,
+    ]
+    assert len(report.comparisons) > 38 * 9
+    if screened:
+        assert [item.identical for item in report.decisions] == [4, 4, 1, 1, 1, 4]
+
+
+def one_percent(weight: NDArray[Any]) -> NDArray[Any]:
+    weight.flat[np.abs(weight).argmax()] *= 1.01
+    return weight
+
+
+def one_row_gone(weight: NDArray[Any]) -> NDArray[Any]:
+    weight[np.abs(weight.astype(int)).sum(axis=1).argmax()] = 0
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "change"),
+    [
+        ("cpu-fp32", "decoder.1.feed_forward.outer.weight", one_percent),
+        ("cpu-fp32", "encoder.0.self_attention.value.weight", one_percent),
+        ("cpu-int8", "decoder.1.cross_attention.key.weight.int8", one_row_gone),
+    ],
+)
+def test_a_weight_that_is_off_is_caught(
+    calm: Checkpoint, all_variants: Bundle, tmp_path: Path, name: str, weight: str, change: Change
+) -> None:
+    copy = BundleCopy(all_variants, all_variants.variant(name), tmp_path / "copy")
+    edit(copy, weight, change)
+    copy.seal()
+    faulty = Bundle.load(copy.folder)
+    report = verify(calm, faulty, name, [])
+    assert not report.passed
+    assert {item.stage for item in report.comparisons if item.fault}
+    # Another variant's files are what they were.
+    for spec in faulty.variant("portable").graphs.values():
+        assert faulty.manifest.files[spec.file] == all_variants.manifest.files[spec.file]
+
+
+def edit(copy: BundleCopy, weight: str, change: Change) -> None:
+    """Changes a weight in every graph; one in 8 bits has no name among torch's."""
+    for model in copy.graphs.values():
+        for name in (weight, f"model.{weight}"):
+            if (value := model.graph.initializers.get(name)) is not None:
+                assert value.const_value is not None
+                value.const_value = ir.Tensor(change(value.const_value.numpy().copy()), name=name)
+
+
+@pytest.mark.parametrize(("name", "first"), [("portable", 63), ("cpu-fp32", 64), ("cpu-fp32", 255)])
+def test_rows_of_the_largest_batch_are_verified(
+    calm: Checkpoint,
+    all_variants: Bundle,
+    texts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    first: int,
+) -> None:
+    """By the tensors of a case, and by the answers of the path that serves."""
+    # Finding the module at fault traces the model anew.
+    monkeypatch.setattr("transferry.export.verify.localise", lambda *_: None)
+    copy = BundleCopy(all_variants, all_variants.variant(name), tmp_path / "copy")
+    double_from_row(copy, first)
+    copy.seal()
+    faulty = Bundle.load(copy.folder)
+    numbers = verify(calm, faulty, name, [])
+    shown = f"{'batch 64' if name == 'portable' else 'batch 256'}, source 2, past 1"
+    found = {item.case for item in numbers.comparisons if item.fault}
+    assert shown in found <= {shown, f"{shown}, rows leave"}
+    small = random_case(calm.model.config, 1, 2, 1, seed=0)
+    monkeypatch.setattr(
+        "transferry.export.oracle.effort.largest_batches", lambda config, rows: [small]
+    )
+    answers = verify(calm, faulty, name, texts[:2])
+    assert {item.stage for item in answers.comparisons if item.fault} == set()
+    assert not answers.decisions[0].passed
+
+
+def test_the_cross_check_needs_the_portable_graphs(calm: Checkpoint, all_variants: Bundle) -> None:
+    model = open_model(all_variants, all_variants.variant("cpu-fp32"), SessionOptions())
+    with pytest.raises(UsageError, match="not cpu-fp32: add --variant portable"):
+        verify_against(calm, all_variants, model, [], cross_check=True)

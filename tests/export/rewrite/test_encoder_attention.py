@@ -1,0 +1,63 @@
+"""Each attention of an encoder becomes one operator, and results stay the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.export.conftest import random_reader, written
+from transferry.export.bundle import check_graphs
+from transferry.export.oracle.cases import random_case
+from transferry.export.oracle.oracle import Oracle
+from transferry.export.rewrite import encoder_attention
+from transferry.export.variants import make_variant
+from transferry.runtime.errors import ParityError
+from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.proof.compare import Tolerance
+from transferry.runtime.tokenizer.byte_pair import PASSAGES
+
+
+@pytest.mark.parametrize(
+    "changes, fused",
+    [
+        pytest.param({}, 2, id="padding"),
+        pytest.param(dict(positions="none", relative_buckets=8), 2, id="distances"),
+        pytest.param(dict(windows=(3, 0), query_key_norm="head"), 2, id="windows"),
+        pytest.param(dict(positions="rotary"), 0, id="rotary"),
+        pytest.param(dict(key_value_heads=1), 0, id="grouped"),
+        pytest.param(dict(attention_softcap=5.0), 0, id="capped"),
+    ],
+)
+def test_an_encoder_of_fused_attentions_answers_as_torch(
+    changes: dict[str, Any], fused: int, tmp_path: Path
+) -> None:
+    model = random_reader(**changes)
+    graphs = make_variant(model, "cpu-fp32")
+    operators = [node.op_type for node in graphs["encoder"].model.graph]
+    assert operators.count("Attention") == fused
+    assert operators.count("Softmax") == 2 - fused
+    if fused:
+        assert operators.count("MatMul") == 0
+        assert operators.count("Expand") <= 2  # the bias is repeated once, not in every layer
+    bundle = written(tmp_path, model, "cpu-fp32", graphs)
+    check_graphs(bundle)
+    opened = open_model(bundle, bundle.variant(), SessionOptions())
+    sizes = [(1, 1, 0), (3, 7, 0), (2, 13, 2)]
+    cases = [random_case(model.config, *size, seed=number) for number, size in enumerate(sizes)]
+    comparisons = Oracle(model, PASSAGES, Tolerance()).numbers(opened, cases)
+    assert len(comparisons) >= len(cases)
+    assert [f"{item.case}: {item.tensor}: {item.fault}" for item in comparisons if item.fault] == []
+
+
+def test_an_attention_written_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_attention, "KEYS_IN_HEADS", [0, 2, 1, 3])
+    with pytest.raises(ParityError, match=r"cpu-fp32: expected 2 attentions of the enc.*found 0"):
+        make_variant(random_reader(), "cpu-fp32")
+
+
+def test_a_variant_for_a_gpu_keeps_what_every_provider_has() -> None:
+    graphs = make_variant(random_reader(), "cuda-fp16")
+    operators = {node.op_type for node in graphs["encoder"].model.graph}
+    assert "Softmax" in operators
+    assert "Attention" not in operators

@@ -1,0 +1,239 @@
+"""Every linear layer becomes one product of matrices, and results stay the same."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.export.conftest import random_reader, written
+from transferry.build_model.checkpoint import load_checkpoint
+from transferry.build_model.model.transformer import Transformer
+from transferry.export.oracle.cases import random_case
+from transferry.export.oracle.oracle import Oracle
+from transferry.export.rewrite import fusion
+from transferry.export.rewrite.fusion import FloatKernels, Fusion, find_linear
+from transferry.export.trace.editing import drop_unused, register
+from transferry.export.trace.graph import Graph, export_graph
+from transferry.export.variants import linear_layers, make_variant
+from transferry.runtime.bundle.specs import GraphSpec, TensorSpec
+from transferry.runtime.errors import ParityError
+from transferry.runtime.ort.open_model import Model, open_model
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.proof.compare import Tolerance
+from transferry.runtime.tokenizer.byte_pair import SOURCES
+
+Graphs = dict[str, Graph]
+Made = tuple[Transformer, Graphs, Model]
+
+
+@pytest.fixture(scope="module", params=["both", "writer", "reader", "pre-norm reader"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A model of each architecture, its fused variant, and the opened variant."""
+    if request.param == "pre-norm reader":
+        # GELU by tanh, and a norm before each sublayer instead of after it.
+        model = random_reader(heads=4, encoder_layers=1, norm_order="pre", activation="gelu-tanh")
+    else:
+        run = {"both": "run_folder"}.get(request.param, f"{request.param}_run_folder")
+        model = load_checkpoint(request.getfixturevalue(run)).model
+    graphs = make_variant(model, "cpu-fp32")
+    bundle = written(tmp_path_factory.mktemp("fused"), model, "cpu-fp32", graphs)
+    return model, graphs, open_model(bundle, bundle.variant(), SessionOptions())
+
+
+def operators(graphs: Graphs) -> Counter[str]:
+    return Counter(node.op_type for graph in graphs.values() for node in graph.model.graph)
+
+
+# Four per attention, two per feed-forward or three with SwiGLU, and the LM head.
+LINEARS = {
+    ("encoder-decoder", "post"): 1 * 6 + 2 * 10 + 1,
+    ("decoder-only", "pre"): 2 * 7 + 1,
+    ("encoder-only", "post"): 2 * 6 + 1 + 1,
+    ("encoder-only", "pre"): 1 * 6 + 1,
+}
+
+
+def test_every_linear_layer_is_one_product(made: Made) -> None:
+    model, graphs, _ = made
+    config = model.config
+    expected = LINEARS[config.architecture, config.norm_order]
+    assert linear_layers(model) == expected
+    count = operators(graphs)
+    assert count["Gemm"] + count["FusedGemm"] == expected
+    relus = config.encoder_layers + config.decoder_layers if config.activation == "relu" else 0
+    assert (count["FusedGemm"], count["Relu"]) == (relus, 0)
+    for graph in graphs.values():
+        for node in graph.model.graph:
+            if node.op_type == "MatMul":
+                assert not any(value.is_initializer() for value in node.inputs if value)
+            assert find_linear(node) is None or node.op_type == "Gemm"
+
+
+def test_fused_graphs_answer_as_torch(made: Made) -> None:
+    model, _, opened = made
+    sizes = [(1, 1, 0), (3, 7, 0), (2, 5, 4)]
+    cases = [random_case(model.config, *size, seed=number) for number, size in enumerate(sizes)]
+    comparisons = Oracle(model, SOURCES, Tolerance()).numbers(opened, cases)
+    assert len(comparisons) >= 2 * len(cases)
+    assert [f"{item.case}: {item.tensor}: {item.fault}" for item in comparisons if item.fault] == []
+
+
+def test_outputs_have_the_dimensions_that_the_manifest_tells(made: Made) -> None:
+    """Three for an encoder-only model, as in the portable graph; two for a decoder."""
+    model, graphs, _ = made
+    for graph in graphs.values():
+        for spec, value in zip(graph.spec.outputs, graph.model.graph.outputs, strict=True):
+            assert value.name == spec.name
+            assert value.shape is not None
+            assert len(value.shape) == len(spec.shape)
+    outputs = {
+        spec.role: len(spec.shape)
+        for graph in graphs.values()
+        for spec in graph.spec.outputs
+        if spec.role in ("hidden", "logits")
+    }
+    assert outputs == dict.fromkeys(("hidden", "logits"), 2 if model.decoder else 3)
+
+
+def test_a_linear_layer_that_is_not_found_is_refused(
+    reader_run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_checkpoint(reader_run_folder).model
+
+    def misses_one(node: ir.Node) -> fusion.Linear | None:
+        linear = find_linear(node)
+        missed = "model.encoder.0.feed_forward.outer.weight"
+        return None if linear is not None and linear.weight.name == missed else linear
+
+    monkeypatch.setattr(fusion, "find_linear", misses_one)
+    with pytest.raises(ParityError, match=r"variant cpu-fp32: expected 14 linear.*found 13"):
+        make_variant(model, "cpu-fp32")
+
+
+class Mixed(nn.Module):
+    """Operators that work on rows beside others that mix them: tokens -> three outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.table = nn.Parameter(torch.randn(32, 4))
+        self.one, self.two, self.three = nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 6)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = self.embedding(tokens)
+        inner = self.one(x).relu()
+        y = self.two(inner) + x
+        # Of one shape with a matrix but for a dimension that is broadcast.
+        shifted = y + self.table[: tokens.shape[1]]
+        centred = y - y.mean(dim=1, keepdim=True)
+        first = y - y[:1]
+        return inner.cumsum(dim=1), self.three(shifted * centred).sigmoid(), first * y
+
+
+def test_a_value_may_be_read_as_a_matrix_and_in_three_dimensions(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Mixed()
+    tokens = TensorSpec("tokens", "source", "int64", ("batch", "source"))
+    names = ("sums", "scores", "squares")
+    widths = (6, 6, 4)
+    outputs = tuple(
+        TensorSpec(name, "hidden", "float32", ("batch", "source", width))
+        for name, width in zip(names, widths, strict=True)
+    )
+    graph = export_graph(module, GraphSpec("mixed.onnx", (tokens,), outputs))
+    assert Fusion(graph, FloatKernels(with_relu=True)).run() == 3
+    drop_unused(graph.model.graph)
+    count = Counter(node.op_type for node in graph.model.graph)
+    assert (count["Gemm"], count["FusedGemm"], count["MatMul"]) == (2, 1, 0)
+    ir.save(graph.model, tmp_path / "mixed.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "mixed.onnx")
+    for shape in ((1, 1), (2, 3), (3, 2), (4, 7)):
+        ids = torch.randint(0, 9, shape)
+        with torch.inference_mode():
+            expected = module(ids)
+        found = session.run(None, {"tokens": ids.numpy()})
+        for one, other in zip(found, expected, strict=True):
+            assert one.shape == other.shape
+            np.testing.assert_allclose(one, other.numpy(), rtol=1e-5, atol=1e-6)
+
+
+# Of each quotient the divisor, whether the product divides it instead, and whether a Div is left.
+QUOTIENTS = [
+    (8.0, False, False),
+    (0.25, False, False),
+    (-2.0, False, True),
+    (3.0, False, True),
+    (8.0, True, True),
+]
+
+
+class Divided(nn.Module):
+    """Linear layers whose results are divided, or divide, or are left as they are."""
+
+    def __init__(self, bias: bool, divided: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.divided = divided
+        self.embedding = nn.Embedding(9, 4)
+        self.linears = nn.ModuleList(nn.Linear(4, 6, bias=bias) for _ in QUOTIENTS)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        x = self.embedding(tokens)
+        whole = [linear(x) for linear in self.linears]
+        if not self.divided:
+            return tuple(whole)
+        return tuple(
+            torch.tensor(divisor) / y if inverse else y / divisor
+            for y, (divisor, inverse, _) in zip(whole, QUOTIENTS, strict=True)
+        )
+
+
+def upstream(value: ir.Value) -> set[str]:
+    """The operators that a value is made by."""
+    node = value.producer()
+    if node is None:
+        return set()
+    return {node.op_type}.union(*(upstream(given) for given in node.inputs if given))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_power_of_two_divides_within_the_product_to_the_bit(tmp_path: Path, bias: bool) -> None:
+    tokens = TensorSpec("tokens", "source", "int64", ("batch", "source"))
+    outputs = tuple(
+        TensorSpec(name, "hidden", "float32", ("batch", "source", 6)) for name in "abcde"
+    )
+    results = []
+    for divided in (False, True):
+        spec = GraphSpec("divided.onnx", (tokens,), outputs)
+        graph = export_graph(Divided(bias, divided), spec)
+        Fusion(graph, FloatKernels(with_relu=True)).run()
+        model = graph.model
+        assert Counter(node.op_type for node in model.graph)["Gemm"] == len(QUOTIENTS)
+        ir.save(model, tmp_path / "divided.onnx")
+        session = onnxruntime.InferenceSession(tmp_path / "divided.onnx")
+        results.append(session.run(None, {"tokens": np.arange(9).reshape(3, 3)}))
+    for whole, found, value, (divisor, inverse, left) in zip(
+        *results, model.graph.outputs, QUOTIENTS, strict=True
+    ):
+        assert ("Div" in upstream(value)) == left
+        expected = np.float32(divisor) / whole if inverse else whole / np.float32(divisor)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_unused_nodes_are_dropped() -> None:
+    """A chain without a reader is dropped with its weights; inputs stay."""
+    x = ir.Value(name="x", shape=ir.Shape([2, 2]), type=ir.TensorType(ir.DataType.FLOAT))
+    graph = ir.Graph([x], [], nodes=[], opset_imports={"": 20})
+    register(graph, "w", np.ones((2, 2), np.float32))
+    used = ir.node("Neg", [x])
+    first = ir.node("MatMul", [x, graph.initializers["w"]])
+    graph.extend([used, first, ir.node("Relu", [first.outputs[0]])])
+    graph.outputs.append(used.outputs[0])
+    drop_unused(graph)
+    assert list(graph) == [used]
+    assert not graph.initializers

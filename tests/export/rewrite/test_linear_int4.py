@@ -1,0 +1,115 @@
+"""Weights in blocks of 4 bits: the rounding, onnxruntime's layout, and whole models."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from tests.export.conftest import written
+from tests.export.test_family import config_of
+from transferry.build_model.model.transformer import Transformer
+from transferry.export.oracle.cases import single_tokens, sizes
+from transferry.export.oracle.oracle import Oracle
+from transferry.export.rewrite.linear_int4 import ACCURACY_LEVEL
+from transferry.export.rewrite.weight_blocks import BLOCK, WIDE, block_weights, blocks
+from transferry.export.variants import make_variant
+from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.proof.compare import Tolerance
+from transferry.runtime.tokenizer.byte_pair import SOURCES
+
+INT4 = "cpu-int4"
+# No width is a multiple of a block, and heads of 5 features make no power of two.
+ODD: dict[str, Any] = dict(d_model=20, heads=4, d_ff=52, vocabulary_size=61, max_positions=24)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "both, tied": ("encoder-decoder", ODD),
+    "a writer with a head of its own": (
+        "decoder-only",
+        {**ODD, "d_model": 32, "heads": 2, "tied": False, "positions": "rotary", "norm": "rms"},
+    ),
+    "a reader": ("encoder-only", {**ODD, "output_transform": True, "embedding_norm": True}),
+}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("inputs", [1, 31, 32, 33, 96])
+def test_no_weight_is_further_off_than_half_a_step(inputs: int, bits: int) -> None:
+    weight = np.random.default_rng(0).standard_normal((7, inputs)).astype(np.float32)
+    weight[3] = 0
+    found = blocks(weight, bits)
+    count = -(-inputs // BLOCK)
+    assert found.integers.shape == (7, count, BLOCK)
+    assert found.scales.shape == (7, count)
+    values = (found.integers * found.scales[..., None]).reshape(7, -1)
+    assert not values[:, inputs:].any()
+    steps = np.abs(found.scales).repeat(BLOCK, axis=1)[:, :inputs]
+    off = np.abs(values[:, :inputs] - weight) / steps
+    # A block has one integer more on one side: at the far end of the other a value loses a step.
+    assert off.max() <= 1.0001
+    assert np.mean(off <= 0.5001) > 0.98
+    largest = np.abs(weight).max(axis=1) == np.abs(values).max(axis=1)
+    assert largest.mean() > 0.5
+    assert not values[3].any()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("inputs", [32, 40])
+def test_bytes_are_in_onnxruntimes_order(inputs: int, bits: int) -> None:
+    generator = np.random.default_rng(1)
+    found = blocks(generator.standard_normal((5, inputs)).astype(np.float32), bits)
+    attributes: dict[str, Any] = dict(
+        K=inputs, N=5, bits=bits, block_size=BLOCK, accuracy_level=ACCURACY_LEVEL
+    )
+    node = helper.make_node(
+        "MatMulNBits", ["x", "weight", "scales"], ["y"], domain="com.microsoft", **attributes
+    )
+    graph = helper.make_graph(
+        [node],
+        "product",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", inputs])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", 5])],
+        [
+            numpy_helper.from_array(found.packed(), "weight"),
+            numpy_helper.from_array(found.scales, "scales"),
+        ],
+    )
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    x = np.eye(inputs, dtype=np.float32)  # which no block of rounds away
+    (given,) = session.run(None, {"x": x})
+    values = (found.integers * found.scales[..., None]).reshape(5, -1)[:, :inputs]
+    np.testing.assert_allclose(given, values.T, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_what_torch_rounding_alike_computes(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Transformer(config_of(*MODELS[name])).eval()
+    bundle = written(tmp_path, model, INT4, make_variant(model, INT4))
+    decoder = open_model(bundle, bundle.variant(INT4), SessionOptions())
+    oracle = Oracle(model, SOURCES, Tolerance.of("int4"), precision="int4")
+    found = oracle.numbers(decoder, [*single_tokens(model.config), *sizes(model.config)])
+    assert not [item for item in found if item.fault]
+    sharp = [item for item in found if item.budget < 1e-5]
+    assert sharp
+    assert max(item.error for item in sharp) < 2e-6
+    # And it does round: the model as trained is further off.
+    plain = Oracle(model, SOURCES, Tolerance()).numbers(decoder, single_tokens(model.config))
+    assert max(item.error for item in plain) > 1e-3
+
+
+def test_all_matrices_but_the_last_have_four_bits() -> None:
+    model = Transformer(config_of("decoder-only", {"tied": False}))
+    found = {name: weight.bits for name, weight in block_weights(model)}
+    linear = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    assert found.keys() == {*linear, "embedding.weight"}
+    assert {name for name, bits in found.items() if bits == 8} == found.keys() & set(WIDE)

@@ -1,0 +1,269 @@
+"""Linear layers in int8: every layer is quantised, and computes exactly what its scales say."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.build_model.model.transformer import Transformer
+from transferry.export.oracle.cases import random_case
+from transferry.export.rewrite.calibration import Activation, Calibration
+from transferry.export.rewrite.fusion import Fusion
+from transferry.export.rewrite.kv_scales import CACHED, fold_kv_scales
+from transferry.export.rewrite.linear_int8 import Int8Kernels, quantise_embedding
+from transferry.export.rewrite.weight_int8 import quantised
+from transferry.export.torch_model import TorchDecoder
+from transferry.export.trace.editing import drop_unused
+from transferry.export.trace.graph import export_graph
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import GraphSpec, TensorSpec
+from transferry.runtime.ort.fused_decoder import FusedDecoder
+from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.proof.compare import observe
+
+
+@pytest.fixture(scope="module")
+def graphs(all_variants: Bundle) -> dict[str, ir.Model]:
+    specs = all_variants.variant("cpu-int8").graphs
+    return {name: ir.load(all_variants.graph(spec)) for name, spec in specs.items()}
+
+
+@pytest.fixture(scope="module")
+def decoder(all_variants: Bundle) -> FusedDecoder:
+    model = open_model(all_variants, all_variants.variant("cpu-int8"), SessionOptions())
+    assert isinstance(model, FusedDecoder)
+    return model
+
+
+def operators(model: ir.Model) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph)
+
+
+def test_every_linear_layer_is_quantised_and_every_input_once(graphs: dict[str, ir.Model]) -> None:
+    """Query, key and value share one quantised input, and so do all cross-attentions."""
+    counts = {name: operators(model) for name, model in graphs.items()}
+    layers = {"encoder": 6 + 2 * 2, "decoder": 2 * (4 + 2 + 2), "lm_head": 1}
+    cross = 2 * 2  # keys and values, which are rounded too
+    inputs = {"encoder": 4 + 1 + cross, "decoder": 2 * (2 + 2 + 2), "lm_head": 1}
+    for name, count in counts.items():
+        assert count["MatMulIntegerToFloat"] == layers.get(name, 0), name
+        assert count["QuantizeLinear"] == inputs.get(name, 0), name
+        assert not count.keys() & {"Gemm", "FusedGemm", "DynamicQuantizeLinear"}
+
+
+def test_no_weight_of_a_linear_layer_is_left_in_float(graphs: dict[str, ir.Model]) -> None:
+    for model in graphs.values():
+        for name, value in model.graph.initializers.items():
+            if name.endswith(("weight", ".int8")):
+                assert value.shape is not None
+                assert (len(value.shape) == 2) == (value.dtype == ir.DataType.INT8), name
+
+
+def test_tied_embedding_is_stored_once(graphs: dict[str, ir.Model]) -> None:
+    """Both lookups and the LM head name the same bytes."""
+    places = []
+    for name in ("encoder", "decoder", "lm_head"):
+        tensor = graphs[name].graph.initializers["embedding.weight.int8"].const_value
+        assert isinstance(tensor, ir.ExternalTensor)
+        places.append((tensor.location, tensor.offset, tensor.length))
+    assert len(set(places)) == 1
+
+
+class Rounding(TorchFunctionMode):
+    """Rounds inputs and weights of linear layers and the KV cache, and computes in float."""
+
+    def __init__(self, model: Transformer, activations: Mapping[str, Activation]) -> None:
+        super().__init__()
+        self.activations = activations
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        x, weight, bias = (*args, None)[:3]
+        name = self.names[id(weight)]
+        activation = self.activations[name]
+        integers = (x / activation.scale).round() + activation.zero_point
+        x = (integers.clamp(0, 255) - activation.zero_point) * activation.scale
+        y = x @ dequantised(weight).T
+        y = y if bias is None else y + bias
+        return y.round().clamp(-128, 127) if CACHED.fullmatch(name) else y
+
+
+def dequantised(weight: Tensor) -> Tensor:
+    integers, scales = quantised(weight.detach().numpy())
+    return torch.from_numpy(integers * scales[:, None])
+
+
+def test_the_whole_model_rounds_nothing_else(
+    calm: Checkpoint, calibration: Calibration, decoder: FusedDecoder
+) -> None:
+    """Equal except for values halfway between two integers, which may round either way."""
+    model = copy.deepcopy(fold_kv_scales(calm.model, calibration.kv_scales))
+    case = random_case(model.config, 3, 7, 4, seed=0)
+    with Rounding(model, calibration.activations), torch.no_grad():
+        model.embedding.weight.copy_(dequantised(model.embedding.weight))
+        expected = observe(TorchDecoder(model), case)
+    found = observe(decoder, case)
+    kinds = {"cross": "cross_attention", "past": "self_attention"}
+    for name, tensor in expected.items():
+        known = np.ones(tensor.shape, np.bool_)
+        if name.startswith("cross"):
+            known &= case.mask[case.kept, None, :, None]
+        if name != "logits":
+            kind, layer, part = name.split(".")
+            scale = calibration.kv_scales[f"decoder.{layer}.{kinds[kind]}"]
+            tensor = tensor * getattr(scale, part)[:, None].numpy()
+        distance = np.abs(found[name] - tensor)[known] / np.abs(tensor[known]).max()
+        assert np.quantile(distance, 0.95) < 1e-5, name
+        assert distance.max() < 0.02, name
+
+
+def test_the_same_export_gives_the_same_bytes(
+    all_variants: Bundle, export_all: Callable[[Path], Bundle], tmp_path: Path
+) -> None:
+    again = export_all(tmp_path / "again")
+    assert again.manifest == all_variants.manifest
+
+
+class Layers(nn.Module):
+    """tokens -> output of a feed-forward network, and optionally that of its ReLU.
+
+    Attributes:
+        reads: The other reader of the ReLU: "nothing", "linear", "float", or "output".
+    """
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.reads = reads
+        self.embedding = nn.Embedding(9, 4)
+        self.inner, self.outer, self.other = nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        inner = self.inner(self.embedding(tokens)).relu()
+        y = self.outer(inner)
+        if self.reads == "linear":
+            y = y + self.other(inner)
+        if self.reads == "float":
+            y = y + inner[..., :4]
+        return (y, inner) if self.reads == "output" else (y,)
+
+
+def rounded(x: Tensor, activation: Activation) -> Tensor:
+    """x quantised: integers minus the zero point, in float64."""
+    steps = x.double() / activation.scale
+    # No value halfway between two integers, or the test itself would depend on rounding.
+    assert ((steps - steps.floor() - 0.5).abs() > 1e-4).all()
+    low, high = -activation.zero_point, 255 - activation.zero_point
+    return steps.round().clamp(low, high)
+
+
+def emulated(x: Tensor, linear: nn.Linear, activation: Activation) -> Tensor:
+    """The exact product of integers times both scales, plus the bias."""
+    integers, scales = quantised(linear.weight.detach().numpy())
+    product = rounded(x, activation) @ torch.from_numpy(integers).double().T
+    return product * activation.scale * torch.from_numpy(scales).double() + linear.bias
+
+
+@pytest.mark.parametrize(
+    ("reads", "zero", "other_zero", "relus"),
+    [
+        ("nothing", 0, 0, 0),
+        ("nothing", 128, 0, 1),
+        ("linear", 0, 0, 0),
+        ("linear", 0, 128, 1),
+        ("float", 0, 0, 1),
+        ("output", 0, 0, 1),
+    ],
+)
+def test_arithmetic_is_what_the_scales_say(
+    reads: str, zero: int, other_zero: int, relus: int, tmp_path: Path
+) -> None:
+    """The ReLU is dropped exactly where every reader quantises with zero point 0."""
+    torch.manual_seed(0)
+    module = Layers(reads)
+    tokens = TensorSpec("tokens", "source", "int64", ("batch", "source"))
+    widths = {"y": 4, "inner": 6} if reads == "output" else {"y": 4}
+    outputs = tuple(
+        TensorSpec(name, "hidden", "float32", ("batch", "source", width))
+        for name, width in widths.items()
+    )
+    exported = export_graph(module, GraphSpec("layers.onnx", (tokens,), outputs))
+    graph = exported.model
+    activations = {
+        "inner.weight": Activation(0.011, 128, 2.0, 1),
+        "outer.weight": Activation(0.0037 if zero == 0 else 0.0073, zero, 1.0, 1),
+        "other.weight": Activation(0.0037 if other_zero == 0 else 0.0073, other_zero, 1.0, 1),
+    }
+    kernels = Int8Kernels(activations)
+    linears = Fusion(exported, kernels).run()
+    assert linears == 3 - (reads != "linear")
+    quantise_embedding(graph.graph, "embedding.weight")
+    drop_unused(graph.graph)
+    count = operators(graph)
+    assert count["Relu"] == relus
+    assert count["QuantizeLinear"] == 2 + (reads == "linear" and zero != other_zero)
+    ir.save(graph, tmp_path / "layers.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "layers.onnx")
+
+    ids = torch.arange(9).view(3, 3)
+    with torch.inference_mode():
+        integers, scales = quantised(module.embedding.weight.numpy())
+        x = torch.from_numpy(integers * scales[:, None])[ids]
+        inner = emulated(x, module.inner, activations["inner.weight"])
+        assert (inner < 0).any()
+        inner = inner.relu()
+        y = emulated(inner, module.outer, activations["outer.weight"])
+        if reads == "linear":
+            y = y + emulated(inner, module.other, activations["other.weight"])
+        if reads == "float":
+            y = y + inner[..., :4]
+    expected = [y, inner] if reads == "output" else [y]
+    found = session.run(None, {"tokens": ids.numpy()})
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other.numpy(), rtol=1e-6, atol=1e-6)
+
+
+class Lookup(nn.Module):
+    """tokens -> embeddings times 2, which is exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y: Tensor = self.embedding(tokens) * 2
+        return y
+
+
+def test_lookup_is_scales_times_integers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Lookup()
+    tokens = TensorSpec("tokens", "source", "int64", ("batch", "source"))
+    x = TensorSpec("x", "hidden", "float32", ("batch", "source", 32))
+    graph = export_graph(module, GraphSpec("lookup.onnx", (tokens,), (x,))).model
+    quantise_embedding(graph.graph, "another.weight")
+    assert operators(graph)["Gather"] == 1, "another embedding stays as it is"
+    quantise_embedding(graph.graph, "embedding.weight")
+    drop_unused(graph.graph)
+    assert "embedding.weight" not in graph.graph.initializers
+    ir.save(graph, tmp_path / "lookup.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "lookup.onnx")
+    ids = np.arange(50).reshape(5, 10)
+    (found,) = session.run(None, {"tokens": ids})
+    integers, scales = quantised(module.embedding.weight.detach().numpy())
+    assert found.tobytes() == (integers * scales[:, None] * 2)[ids].tobytes()

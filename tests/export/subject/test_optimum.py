@@ -1,0 +1,35 @@
+"""Graphs that optimum exports now, where it is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from transferry.export.audit import audit
+from transferry.export.subject.layout import read_layout
+from transferry.export.subject.reference import load_reference
+
+REASON = "optimum is no dependency, and its own bounds exclude the versions used here"
+exporters = pytest.importorskip("optimum.exporters.onnx", reason=REASON)
+models = pytest.importorskip("tests.build_model.importing.test_huggingface", reason=REASON)
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [
+        ("gpt2", "text-generation-with-past"),
+        ("llama", "text-generation-with-past"),
+        ("marian", "text2text-generation-with-past"),
+        ("bert", "fill-mask"),
+    ],
+)
+def test_what_optimum_exports_passes(kind: str, task: str, tmp_path: Path) -> None:
+    models.save(kind, tmp_path / "model")
+    exporters.main_export(
+        str(tmp_path / "model"), tmp_path / "onnx", task=task, do_validation=False
+    )
+    reference = load_reference(tmp_path / "model")
+    texts = ["a small test", "another one, longer", "a"]
+    report = audit(tmp_path / "onnx", read_layout(tmp_path / "onnx"), reference, texts)
+    assert report.faults == []

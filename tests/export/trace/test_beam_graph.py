@@ -1,0 +1,158 @@
+"""Beam search as one graph: the hypotheses of the search step by step, from any runtime."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from tests.commands import call
+from transferry.build_model.train.corpus import builtin_pairs
+from transferry.export.trace.beam_graph import BeamComposer
+from transferry.export.trace.graph import Graph
+from transferry.export.trace.greedy_graph import require_one_graph
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import ONE_GRAPH
+from transferry.runtime.decoding.generation_options import GenerationOptions
+from transferry.runtime.decoding.search import pad_sources, search
+from transferry.runtime.engine.open_bundle import verify
+from transferry.runtime.errors import UsageError
+from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.openvino_runner import openvino_core
+from transferry.runtime.ort.portable_decoder import PortableDecoder
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.proof.compare import Tolerance
+from transferry.runtime.proof.one_graph import OneGraph, beams_of
+from transferry.runtime.proof.recorded import Reference, check_reference
+
+SEARCHES: tuple[dict[str, Any], ...] = (
+    {"beam": 4},
+    {"beam": 3, "early_stopping": "never", "length_penalty": 0.6},
+    {"beam": 2, "early_stopping": False, "min_length": 3, "suppress": (7,)},
+)
+LENGTH = 16
+Run = Callable[[dict[str, Any]], Any]
+
+
+def in_onnxruntime(path: Path) -> Run:
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return lambda feeds: session.run(None, feeds)
+
+
+def in_openvino(path: Path) -> Run:
+    pytest.importorskip("openvino", reason="openvino is not installed")
+    settings = {"INFERENCE_PRECISION_HINT": "f32"}
+    compiled = openvino_core().compile_model(str(path), "CPU", settings)
+
+    def run(feeds: dict[str, Any]) -> Any:
+        found = compiled(feeds)
+        return [found[name] for name in ("tokens", "lengths", "log_probabilities")]
+
+    return run
+
+
+@pytest.mark.parametrize("opened", [in_onnxruntime, in_openvino])
+@pytest.mark.parametrize("fixture", ["bundle_folder", "writer_bundle_folder"])
+def test_hypotheses_are_those_of_the_search(
+    fixture: str, opened: Callable[[Path], Run], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    bundle = Bundle.load(request.getfixturevalue(fixture))
+    variant, special = bundle.variant("portable"), bundle.tokenizer.special
+    encoded = [bundle.tokenizer.encode(pair.source) for pair in builtin_pairs(10, seed=7)]
+    both = "encoder" in variant.graphs
+    sources = [special.wrap(ids if both else ids[: 1 + len(ids) // 3]) for ids in encoded]
+    ids, mask = pad_sources(sources, special.pad_id)
+    feeds = {"source": ids, "source_mask": mask, "max_length": np.array([LENGTH])}
+    if both:
+        feeds["target"] = np.full((len(sources), 1), special.bos_id)
+    decoder = PortableDecoder(bundle, variant, SessionOptions())
+    # More end tokens, which are likely: several hypotheses end at a time, at many steps.
+    plain = search(decoder, sources, GenerationOptions(max_length=LENGTH), special)
+    often = Counter(token for row in plain for token in row[0].tokens).most_common(5)
+    special = replace(special, more_ends=(often[1][0], often[4][0]))
+    ended = set()
+    # OpenVINO takes seconds to compile a graph.
+    for number, chosen in enumerate(SEARCHES if opened is in_onnxruntime else SEARCHES[:1]):
+        beam = chosen["beam"]
+        graphs = {
+            name: Graph(ir.load(bundle.graph(spec)), spec) for name, spec in variant.steps.items()
+        }
+        positions = int(bundle.manifest.model["max_positions"])
+        made = BeamComposer(graphs, special, chosen, positions, beam=beam).graph()
+        path = tmp_path / f"{number}.onnx"
+        ir.save(made.model, path, external_data=f"{number}.bin")
+        tokens, lengths, totals = opened(path)(feeds)
+        assert (tokens.shape[1], lengths.shape[1:], totals.shape[1:]) == (beam, (beam,), (beam,))
+        options = GenerationOptions(max_length=LENGTH, n_best=beam, **chosen)
+        wanted = search(decoder, sources, options, special)
+        ended |= {len(one.tokens) for row in wanted for one in row if one.end is not None}
+        for row, hypotheses in enumerate(wanted):
+            found = [tuple(tokens[row, k, : lengths[row, k]].tolist()) for k in range(beam)]
+            assert found == [one.scored_tokens for one in hypotheses], chosen
+            np.testing.assert_allclose(
+                totals[row], [one.log_probability for one in hypotheses], atol=1e-4
+            )
+    assert len(ended) >= 3
+
+
+def test_a_bundle_is_verified_with_it(beam_bundle_folder: Path) -> None:
+    bundle = Bundle.load(beam_bundle_folder)
+    variant = bundle.variant()
+    assert beams_of(variant.graphs[ONE_GRAPH]) == 4
+    (found,) = [
+        item
+        for item in verify(beam_bundle_folder, variant="portable").decisions
+        if item.search == "beam 4, in one graph"
+    ]
+    assert found.passed
+    assert found.identical == found.rows > 0
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_beams_that_are_not_recorded_are_compared_with_the_search(
+    beam_bundle_folder: Path, monkeypatch: pytest.MonkeyPatch, shift: int
+) -> None:
+    bundle = Bundle.load(beam_bundle_folder)
+    variant = bundle.variant()
+    reference = Reference.of(bundle, variant)
+    greedy = replace(reference, cases=(), searches=reference.searches[:1])
+    model = open_model(bundle, variant, SessionOptions())
+    one = OneGraph(bundle, variant, SessionOptions())
+    answers = one.answers_all_ways
+
+    def wrong(*arguments: Any) -> Any:
+        found = answers(*arguments)
+        return found[shift:] + found[:shift]
+
+    monkeypatch.setattr(one, "answers_all_ways", wrong)
+    _, decisions = check_reference(
+        greedy,
+        model,
+        bundle.tokenizer.special,
+        Tolerance(),
+        one=one,
+    )
+    *_, found = decisions
+    assert found.search == "beam 4, in one graph"
+    assert found.passed == (shift == 0)
+    assert all("the search step by step chose" in str(item) for item in found.defects)
+
+
+def test_rules_and_numbers_that_it_cannot_have_are_refused() -> None:
+    with pytest.raises(UsageError, match="renormalise"):
+        require_one_graph("encoder-decoder", {"renormalise": True}, 4)
+    require_one_graph("encoder-decoder", {"renormalise": True}, 1)
+    with pytest.raises(UsageError, match="between 1 and 64, but are 65"):
+        require_one_graph("encoder-decoder", {}, 65)
+
+
+def test_beams_without_one_graph_are_refused(run_folder: Path, tmp_path: Path) -> None:
+    refused = call("export", run_folder, "--out", tmp_path / "bundle", "--one-graph-beam", "4")
+    assert refused.exit_code == 2
+    assert "--one-graph-beam is the number of beams of --one-graph" in refused.stderr
+    assert not (tmp_path / "bundle").exists()

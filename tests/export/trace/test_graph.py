@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+from transferry.export.trace import graph as graphs
+from transferry.export.trace.graph import OPSET, Graph, Traces, spec
+from transferry.runtime.bundle.specs import GraphSpec
+
+WIDTH = 4
+SPEC = GraphSpec(
+    "scaled.onnx",
+    (spec("hidden", "float32", "rows", WIDTH),),
+    (spec("logits", "float32", "rows", WIDTH),),
+)
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: float, bias: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), scale))
+        self.bias = nn.Parameter(torch.full((WIDTH,), bias))
+        self.unread = nn.Parameter(torch.full((WIDTH,), 7.0))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.scale + self.bias
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The modules that were traced."""
+    modules, export_graph = [], graphs.export_graph
+
+    def export(module: nn.Module, *arguments: Any) -> Graph:
+        modules.append(module)
+        return export_graph(module, *arguments)
+
+    monkeypatch.setattr(graphs, "export_graph", export)
+    return modules
+
+
+def weights(graph: Graph) -> dict[str, float]:
+    found = {}
+    for name, value in graph.model.graph.initializers.items():
+        assert value.const_value is not None
+        found[name] = float(np.unique(value.const_value.numpy()).item())
+    return found
+
+
+def test_one_trace_serves_other_weights(traced: list[nn.Module]) -> None:
+    traces = Traces()
+    first = traces.graph(Scaled(2.0, 3.0), SPEC, OPSET)
+    second = traces.graph(Scaled(5.0, 6.0), SPEC, OPSET)
+    assert len(traced) == 1
+    assert (weights(first), weights(second)) == (
+        {"scale": 2.0, "bias": 3.0},
+        {"scale": 5.0, "bias": 6.0},
+    )
+    first.model.graph[0].name = "changed"
+    assert second.model.graph[0].name != "changed"
+    # Of what is added to them too.
+    names = []
+    for graph in (second, Traces().graph(Scaled(2.0, 3.0), SPEC, OPSET)):
+        graph.model.graph.append(ir.node("Neg", [graph.model.graph.outputs[0]]))
+        names.append([(node.name, node.outputs[0].name) for node in graph.model.graph])
+    assert names[0] == names[1]
+
+
+def test_a_trace_that_stores_equal_weights_once_serves_no_others(traced: list[nn.Module]) -> None:
+    traces = Traces()
+    assert len(weights(traces.graph(Scaled(2.0, 2.0), SPEC, OPSET))) == 1
+    traces.graph(Scaled(2.0, 2.0), SPEC, OPSET)
+    assert len(traced) == 1
+    assert weights(traces.graph(Scaled(2.0, 3.0), SPEC, OPSET)) == {"scale": 2.0, "bias": 3.0}
+    assert len(traced) == 2
+
+
+def test_other_shapes_types_and_modules_are_traced(traced: list[nn.Module]) -> None:
+    class Unscaled(Scaled):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden + self.bias
+
+    traces = Traces()
+    halves = GraphSpec(
+        "scaled.onnx",
+        (spec("hidden", "float16", "rows", WIDTH),),
+        (spec("logits", "float16", "rows", WIDTH),),
+    )
+    for module, kind in (
+        (Scaled(2.0, 3.0), SPEC),
+        (Unscaled(2.0, 3.0), SPEC),
+        (Scaled(2.0, 3.0).half(), halves),
+    ):
+        graph = traces.graph(module, kind, OPSET)
+        stored = graph.model.graph.initializers["bias"].dtype
+        assert stored == (ir.DataType.FLOAT if kind is SPEC else ir.DataType.FLOAT16)
+    assert len(traced) == 3
+
+
+def test_a_trace_keeps_no_weights(traced: list[nn.Module]) -> None:
+    module, traces = Scaled(2.0, 3.0), Traces()
+    traces.graph(module, SPEC, OPSET)
+    weight = weakref.ref(module.scale)
+    del module
+    traced.clear()
+    graphs.export_graph(Scaled(4.0, 5.0), SPEC, OPSET)  # the exporter holds what it traced last
+    traced.clear()
+    gc.collect()
+    assert weight() is None
+
+
+def test_collection_is_rare_only_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = gc.get_threshold(), []
+
+    class Watching(Scaled):
+        def forward(self, hidden: Tensor) -> Tensor:
+            seen.append(gc.get_threshold())
+            return super().forward(hidden)
+
+    Traces().graph(Watching(2.0, 3.0), SPEC, OPSET)
+    assert seen[0] != before
+    assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_program_is_taken_apart_only_where_it_must(
+    in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart, decompose = [], graphs._decompose
+
+    def counted(*arguments: Any) -> Any:
+        apart.append(arguments)
+        return decompose(*arguments)
+
+    class Other(Scaled):
+        def forward(self, hidden: Tensor) -> Tensor:
+            scaled = torch.softmax(hidden.half().float() * self.scale, dim=-1).reshape(-1, WIDTH)
+            return scaled.add_(self.bias) if in_place else scaled + self.bias
+
+    monkeypatch.setattr(graphs, "_decompose", counted)
+    module = Other(2.0, 3.0)
+    graph = graphs.export_graph(module, SPEC)
+    assert len(apart) == in_place
+    monkeypatch.setattr(graphs, "_decomposed", decompose)
+    whole = graphs.export_graph(module, SPEC)
+    kinds = [[node.op_type for node in each.model.graph] for each in (graph, whole)]
+    assert kinds[0] == kinds[1]
+    session = onnxruntime.InferenceSession(ir.to_proto(graph.model).SerializeToString())
+    hidden = np.random.default_rng(0).normal(size=(3, WIDTH)).astype(np.float32)
+    (found,) = session.run(None, {"hidden": hidden})
+    with torch.no_grad():
+        np.testing.assert_allclose(found, module(torch.tensor(hidden)).numpy(), atol=1e-6)

@@ -1,0 +1,138 @@
+"""Weights are stored once, page-aligned, and byte for byte as in the checkpoint."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from numpy.typing import NDArray
+
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.export.trace.store import ALIGNMENT, SMALLEST, WEIGHTS, Places, write_graphs
+from transferry.runtime.bundle.bundle import Bundle
+
+Place = tuple[int, int]
+
+
+def places(path: Path) -> dict[str, Place]:
+    """Offset and length of every initializer in weights.bin."""
+    found = {}
+    for tensor in onnx.load(path, load_external_data=False).graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            entry = {item.key: item.value for item in tensor.external_data}
+            assert entry["location"] == WEIGHTS
+            found[tensor.name] = (int(entry["offset"]), int(entry["length"]))
+    return found
+
+
+def arrays(path: Path) -> dict[str, NDArray[np.generic]]:
+    """Every initializer as onnx itself loads it."""
+    tensors = onnx.load(path).graph.initializer
+    return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in tensors}
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Checkpoint) -> dict[str, NDArray[np.generic]]:
+    """Weights of the model by name: the checkpoint's tensors and the positions."""
+    tensors = {**checkpoint.model.state_dict(), "positions": checkpoint.model.positions}
+    return {f"model.{name}": tensor.numpy() for name, tensor in tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def graphs(bundle: Bundle) -> dict[str, Path]:
+    return {name: bundle.graph(spec) for name, spec in bundle.variant().graphs.items()}
+
+
+def test_weights_are_the_bytes_of_the_checkpoint(
+    graphs: dict[str, Path], expected: dict[str, NDArray[np.generic]]
+) -> None:
+    loaded = {name: arrays(path) for name, path in graphs.items()}
+    named = {name for tensors in loaded.values() for name in tensors if name in expected}
+    assert named == expected.keys()
+    for tensors in loaded.values():
+        for name in tensors.keys() & expected.keys():
+            assert tensors[name].dtype == expected[name].dtype
+            assert tensors[name].shape == expected[name].shape
+            assert tensors[name].tobytes() == expected[name].tobytes()
+
+
+def test_each_weight_is_stored_once(
+    graphs: dict[str, Path], expected: dict[str, NDArray[np.generic]]
+) -> None:
+    stored = {place for path in graphs.values() for place in places(path).values()}
+    large = [array.nbytes for array in expected.values() if array.nbytes >= SMALLEST]
+    assert sum(length for _, length in stored) == sum(large)
+    size = (graphs["decoder"].parent / WEIGHTS).stat().st_size
+    assert sum(large) <= size < sum(large) + len(large) * ALIGNMENT
+
+
+def graph(**initializers: NDArray[np.generic]) -> ir.Model:
+    """A graph whose outputs are its initializers."""
+    helper = onnx.helper
+    outputs = [
+        helper.make_tensor_value_info(
+            f"{name}_out", helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
+        )
+        for name, array in initializers.items()
+    ]
+    nodes = [helper.make_node("Identity", [name], [f"{name}_out"]) for name in initializers]
+    tensors = [onnx.numpy_helper.from_array(array, name) for name, array in initializers.items()]
+    made = helper.make_graph(nodes, "graph", [], outputs, tensors)
+    return ir.from_proto(helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)]))
+
+
+def test_equal_bytes_share_a_place_whatever_their_shape(tmp_path: Path) -> None:
+    values = np.arange(SMALLEST, dtype=np.float32).reshape(2, -1)
+    write_graphs(
+        [
+            (graph(a=values, other=values + 1), tmp_path / "one.onnx"),
+            (graph(b=values.reshape(-1, 4)), tmp_path / "two.onnx"),
+        ]
+    )
+    assert places(tmp_path / "one.onnx")["a"] == places(tmp_path / "two.onnx")["b"] == (0, 4096)
+    assert places(tmp_path / "one.onnx")["other"] == (4096, 4096)
+    assert (tmp_path / WEIGHTS).stat().st_size == 8192
+    np.testing.assert_array_equal(arrays(tmp_path / "one.onnx")["a"], values, strict=True)
+    np.testing.assert_array_equal(
+        arrays(tmp_path / "two.onnx")["b"], values.reshape(-1, 4), strict=True
+    )
+
+
+def test_graphs_written_one_after_another_give_the_same_files(tmp_path: Path) -> None:
+    """Beside each other, in two folders."""
+    values = np.arange(SMALLEST, dtype=np.float32)
+
+    def graphs(folder: Path) -> list[tuple[ir.Model, Path]]:
+        folder.mkdir()
+        one, two = graph(a=values, b=values[:300]), graph(c=values + 1, d=values)
+        return [
+            (one, folder / "x" / "one.onnx"),
+            (graph(e=values), folder / "y" / "other.onnx"),
+            (two, folder / "x" / "two.onnx"),
+        ]
+
+    write_graphs(graphs(tmp_path / "together"))
+    written: dict[Path, Places] = {}
+    for each in graphs(tmp_path / "apart"):
+        write_graphs([each], written)
+    files = [path for path in (tmp_path / "together").rglob("*") if path.is_file()]
+    assert len(files) == 5
+    for path in files:
+        other = tmp_path / "apart" / path.relative_to(tmp_path / "together")
+        assert other.read_bytes() == path.read_bytes(), path
+
+
+def test_odd_lengths_are_followed_by_padding(tmp_path: Path) -> None:
+    first, second = np.ones(300, np.float32), np.full(257, 2.0, np.float32)
+    write_graphs([(graph(first=first, second=second), tmp_path / "graph.onnx")])
+    assert places(tmp_path / "graph.onnx") == {"first": (0, 1200), "second": (4096, 1028)}
+    np.testing.assert_array_equal(arrays(tmp_path / "graph.onnx")["second"], second, strict=True)
+
+
+@pytest.mark.parametrize(("count", "outside"), [(SMALLEST // 4 - 1, False), (SMALLEST // 4, True)])
+def test_a_page_is_spent_on_large_tensors_only(tmp_path: Path, count: int, outside: bool) -> None:
+    values = np.arange(count, dtype=np.float32)
+    write_graphs([(graph(values=values), tmp_path / "graph.onnx")])
+    assert ("values" in places(tmp_path / "graph.onnx")) is outside
+    np.testing.assert_array_equal(arrays(tmp_path / "graph.onnx")["values"], values, strict=True)

@@ -1,0 +1,471 @@
+"""A certificate holds for the bytes and the way of computing that were verified, and no other."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.manifest import MANIFEST, Manifest
+from transferry.runtime.bundle.specs import IN_PLACE, CacheSpec
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.decoding.generation_options import GenerationOptions
+from transferry.runtime.engine.choose import fastest
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.errors import InputError, ParityError, UsageError
+from transferry.runtime.io.whole import sha256
+from transferry.runtime.ort.open_model import open_model
+from transferry.runtime.ort.session import Provider, SessionOptions
+from transferry.runtime.proof import certificate as certificate_module
+from transferry.runtime.proof.certificate import (
+    Certificate,
+    Strength,
+    certificates,
+    certify,
+    describe,
+    require_standing,
+    standing,
+)
+from transferry.runtime.proof.compare import Comparison, Tolerance
+from transferry.runtime.proof.envelope import FOLDER, REPORT, Envelope
+from transferry.runtime.proof.recorded import verify_recorded
+from transferry.runtime.proof.report import ParityReport
+
+DATE = "2026-11-21"
+
+
+def verified(folder: Path, *, force: bool = False, **options: Any) -> Certificate:
+    """Verifies against the record, and writes the certificate."""
+    bundle, session = Bundle.load(folder), SessionOptions(**options)
+    report = verify_recorded(bundle, open_model(bundle, bundle.variant(), session))
+    found = certify(bundle, bundle.variant(), session, report, DATE, force=force)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def folder(bundle_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle, verified."""
+    shutil.copytree(bundle_folder, tmp_path / "bundle")
+    verified(tmp_path / "bundle")
+    return tmp_path / "bundle"
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    """Changes fields of an unsigned certificate."""
+    record = json.loads(Envelope.parse(path.read_bytes()).payload)
+    record["predicate"][REPORT] |= changes
+    path.write_bytes(Envelope.seal(json.dumps(record).encode()).content)
+
+
+def status(folder: Path, **options: Any) -> tuple[str, str]:
+    bundle = Bundle.load(folder)
+    found = standing(bundle, bundle.variant(), SessionOptions(**options))
+    return found.status, found.reason
+
+
+def test_what_was_verified_holds_here(folder: Path) -> None:
+    assert status(folder) == ("verified", "")
+    engine = Engine.load(folder, require_certificate="recorded")
+    assert engine.certificate.startswith(
+        f"of {DATE} against the recorded answers, variant portable"
+    )
+    assert engine.describe()["certificate"] == engine.certificate
+    bundle = Bundle.load(folder)
+    (found,) = certificates(bundle)
+    assert found.manifest == sha256(folder / MANIFEST)
+    assert found.files["portable/weights.bin"] == sha256(folder / "portable/weights.bin")
+    assert found.graphs["decoder"] == sha256(folder / "portable/decoder.onnx")
+    assert found.versions.keys() >= {"transferry", "onnxruntime", "numpy"}
+    assert [item["search"] for item in found.result["decisions"]] == ["greedy", "beam 4"]
+    assert describe(bundle)[0][-1] == "holds"
+
+
+def test_the_same_verification_gives_the_same_bytes(folder: Path) -> None:
+    (path,) = (folder / FOLDER).iterdir()
+    before = path.read_bytes()
+    verified(folder)
+    assert path.read_bytes() == before
+
+
+def test_without_a_certificate_nothing_is_served_that_needs_one(bundle_folder: Path) -> None:
+    assert Engine.load(bundle_folder).certificate.startswith("none: nothing was verified for")
+    with pytest.raises(ParityError, match=r"no certificate that holds.*verify .* --certify DATE"):
+        Engine.load(bundle_folder, require_certificate=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [({"optimisation": "basic"}, "optimisation basic"), ({"provider_options": {"x": "1"}}, "x 1")],
+)
+def test_another_way_of_computing_was_not_verified(
+    folder: Path, options: dict[str, Any], what: str
+) -> None:
+    found, reason = status(folder, **options)
+    assert found == "none"
+    assert what in reason
+
+
+def remake_manifest(folder: Path) -> None:
+    """What somebody who changes a file on purpose would do: the hashes agree again."""
+    record = json.loads((folder / MANIFEST).read_bytes())
+    for name, entry in record["files"].items():
+        entry.update(sha256=sha256(folder / name), size=(folder / name).stat().st_size)
+    (folder / MANIFEST).write_text(json.dumps(record), encoding="utf-8")
+
+
+def change_byte(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("portable/decoder.onnx", 10),
+        ("portable/weights.bin", -1),
+        ("ranks.tiktoken", 0),
+        ("reference.npz", 40),
+    ],
+)
+def test_a_changed_byte_is_refused(folder: Path, name: str, place: int) -> None:
+    """By the manifest; and where that was made anew, by the certificate."""
+    change_byte(folder / name, place)
+    with pytest.raises(InputError, match=f"{name} has changed"):
+        Engine.load(folder, require_certificate="recorded")
+    remake_manifest(folder)
+    # Not `Bundle.load`: the changed tokenizer would not open.
+    manifest = Manifest.from_json((folder / MANIFEST).read_bytes(), "manifest")
+    bundle = Bundle(folder, manifest, None)  # type: ignore[arg-type]
+    found = standing(bundle, bundle.variant(), SessionOptions())
+    assert found.status == "none"
+    assert f"{name} is not the file that was verified" in found.reason
+    with pytest.raises(ParityError, match=name):
+        require_standing(found, bundle)
+
+
+def test_a_changed_manifest_is_refused(folder: Path) -> None:
+    record = json.loads((folder / MANIFEST).read_bytes())
+    record["generation"]["max_length"] = 7
+    (folder / MANIFEST).write_text(json.dumps(record), encoding="utf-8")
+    found, reason = status(folder)
+    assert found == "none"
+    assert "manifest.json is not the one that was verified" in reason
+
+
+def with_second_variant(folder: Path) -> None:
+    """Adds a variant "other" of different graphs, as `export` would."""
+    shutil.copytree(folder / "portable", folder / "other")
+    change_byte(folder / "other/select.onnx", -1)
+    record = json.loads((folder / MANIFEST).read_bytes())
+    other = json.loads(json.dumps(record["variants"]["portable"]).replace("portable", "other"))
+    record["variants"]["other"] = other
+    for name in list(record["files"]):
+        if name.startswith("portable/"):
+            record["files"][name.replace("portable", "other")] = dict(record["files"][name])
+    (folder / MANIFEST).write_text(json.dumps(record), encoding="utf-8")
+    remake_manifest(folder)
+
+
+def test_a_certificate_moved_under_another_variant_is_refused(
+    bundle_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle_folder, folder)
+    with_second_variant(folder)
+    verified(folder)
+    (path,) = (folder / FOLDER).iterdir()
+    bundle = Bundle.load(folder)
+    other = bundle.variant("other")
+    renamed = path.with_name(path.name.replace("portable", "other"))
+    path.rename(renamed)
+    assert standing(bundle, other, SessionOptions()).status == "none"
+    assert standing(bundle, bundle.variant("portable"), SessionOptions()).status == "verified"
+    (certificate,) = certificates(bundle)
+    rewrite(renamed, cell={**dataclasses.asdict(certificate.cell), "variant": "other"})
+    found = standing(bundle, other, SessionOptions())
+    assert found.status == "none"
+    assert "its graphs are not those of variant other" in found.reason
+
+
+def on_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificate_module, "instruction_sets", lambda: ("avx2",))
+
+
+def test_on_another_processor_the_recorded_answers_are_computed_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_another_processor(monkeypatch)
+    found, reason = status(folder)
+    assert found == "elsewhere"
+    assert reason.startswith("hardware avx2, not ")
+    engine = Engine.load(folder, require_certificate="recorded")
+    assert "hardware avx2" in engine.certificate
+    assert engine.certificate.endswith("; the recorded answers came out here too")
+
+
+def test_another_processor_that_answers_otherwise_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transferry.runtime.ort.portable_decoder import PortableDecoder
+
+    on_another_processor(monkeypatch)
+    step = PortableDecoder.step
+
+    def wrong(self: PortableDecoder, tokens: Any, state: Any, **wanted: Any) -> Any:
+        output, after = step(self, tokens, state)
+        return StepOutput(output.all_logits * 1.001), after
+
+    monkeypatch.setattr(PortableDecoder, "step", wrong)
+    required: tuple[Strength | bool, ...] = ("recorded", False)
+    for require in required:
+        with pytest.raises(ParityError, match="does not answer as torch does"):
+            Engine.load(folder, require_certificate=require)
+
+
+def test_other_threads_and_another_onnxruntime_are_named(folder: Path) -> None:
+    assert status(folder, threads=2) == ("elsewhere", "threads 2, not 1")
+    (path,) = (folder / FOLDER).iterdir()
+    rewrite(path, versions={"onnxruntime": "1.0"})
+    found, reason = status(folder)
+    assert found == "elsewhere"
+    assert reason.endswith("not 1.0")
+
+
+def failed() -> ParityReport:
+    fault = Comparison("case", "logits", "text", 1.0, 1e-7, 1e-6, "bad")
+    return ParityReport("bundle", {"against": "the run", "batch_rows": 64}, Tolerance(), [fault])
+
+
+def test_a_failed_report_withdraws_the_certificate(folder: Path) -> None:
+    bundle = Bundle.load(folder)
+    assert certify(bundle, bundle.variant(), SessionOptions(), failed(), DATE) is None
+    assert certificates(bundle) == []
+
+
+def against_the_run(folder: Path, **session: Any) -> Certificate | None:
+    """Certifies as a comparison with the run does, of greedy search and beams of 4."""
+    bundle, options = Bundle.load(folder), SessionOptions(**session)
+    report = verify_recorded(bundle, open_model(bundle, bundle.variant(), options))
+    settings = {**report.settings, "against": "the run", "batch_rows": 32}
+    report = dataclasses.replace(report, settings=settings)
+    return certify(bundle, bundle.variant(), options, report, DATE)
+
+
+def test_the_recorded_answers_are_weaker_than_the_run(folder: Path) -> None:
+    strengths: tuple[Strength | bool, ...] = ("run", True)
+    for strength in strengths:
+        with pytest.raises(ParityError, match=r"against the recorded answers alone.*--checkpoint"):
+            Engine.load(folder, require_certificate=strength)
+    against_the_run(folder)
+    for strength in (*strengths, "recorded"):
+        Engine.load(folder, require_certificate=strength)
+
+
+def test_a_weaker_certificate_replaces_no_stronger_one(folder: Path) -> None:
+    against_the_run(folder)
+    (path,) = (folder / FOLDER).iterdir()
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="which is weaker: give --checkpoint, or --force"):
+        verified(folder)
+    assert path.read_bytes() == before
+    verified(folder, threads=2, force=True)
+    assert Certificate.of(Envelope.parse(path.read_bytes()), "").strength == "recorded"
+
+
+def test_no_larger_batch_than_was_verified_is_computed(folder: Path) -> None:
+    against_the_run(folder)
+    engine = Engine.load(folder, require_certificate="run")
+    assert (engine.batches.rows, engine.model.batches.rows) == (32, 64)
+    assert Engine.load(folder).batches.rows == 64
+    smaller = BatchOptions(rows=8)
+    assert Engine.load(folder, require_certificate="run", batches=smaller).batches == smaller
+    with pytest.raises(ParityError, match=r"of 33 rows were not verified.*with --batch-rows 33"):
+        Engine.load(folder, require_certificate="run", batches=BatchOptions(rows=33))
+
+
+@pytest.mark.parametrize(
+    ("options", "covered"),
+    [
+        ({}, True),
+        ({"max_length": 3}, True),
+        ({"beam": 4}, True),
+        ({"beam": 4, "n_best": 4}, True),
+        ({"beam": 3}, False),
+        ({"n_best": 2, "sample": True}, False),
+        ({"no_repeat_ngram": 3}, False),
+        ({"min_length": 1}, False),
+        ({"length_penalty": 0.0}, False),
+        ({"suppress": (5,)}, False),
+        ({"prefix": (5,)}, False),
+        ({"beam": 4, "early_stopping": False}, False),
+        ({"repetition_penalty": 1.2}, False),
+        ({"beam": 4, "renormalise": True}, False),
+        ({"suppress_sequences": ((5, 6),)}, False),
+        ({"forced_end": (2,)}, False),
+        ({"stop": (".",), "max_total_length": 30}, True),
+    ],
+)
+def test_a_search_that_was_not_verified_is_refused(
+    folder: Path, options: dict[str, Any], covered: bool
+) -> None:
+    engine = Engine.load(folder, require_certificate="recorded")
+    search = GenerationOptions(**{"max_length": 8, **options})
+    if covered:
+        assert list(engine.generate(["one"], search))
+        return
+    with pytest.raises(ParityError, match=r"covers no search with .*n_best"):
+        engine.generate(["one"], search)
+    assert list(Engine.load(folder).generate(["one"], search))
+
+
+@pytest.mark.parametrize("date", ["9999-01-01", "2999-12-31"])
+def test_a_date_to_come_is_refused(folder: Path, date: str) -> None:
+    bundle = Bundle.load(folder)
+    with pytest.raises(
+        UsageError, match=r"date of the verification, found .* which is in the future"
+    ):
+        certify(bundle, bundle.variant(), SessionOptions(), failed(), date)
+
+
+@pytest.mark.parametrize("date", ["yesterday", "2026-13-01", "21.11.2026", ""])
+def test_a_date_is_a_date(folder: Path, date: str) -> None:
+    bundle = Bundle.load(folder)
+    with pytest.raises(UsageError, match="expected a date as YYYY-MM-DD"):
+        certify(bundle, bundle.variant(), SessionOptions(), failed(), date)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("searches", [{"beam": 0}]),
+        ("searches", [{"width": 4}]),
+        ("searches", [3]),
+        ("searches", 3),
+        ("batch_rows", 0),
+        ("batch_rows", "64"),
+        ("format", 5),
+        ("verdict", "no such field"),
+    ],
+)
+def test_a_certificate_of_no_search_is_named(folder: Path, name: str, value: Any) -> None:
+    (path,) = (folder / FOLDER).iterdir()
+    rewrite(path, **{name: value})
+    with pytest.raises(InputError, match=r"json is not a certificate.*verify the bundle again"):
+        Engine.load(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{}", "[]", '{"format": 1}', '{"format": 3, "cell": {}}', "\0\1"),
+        '{"dsseEnvelope": {"payloadType": "text/plain", "payload": "", "signatures": []}}',
+        '{"dsseEnvelope": {"payloadType": "application/vnd.in-toto+json", "payload": "?"}}',
+    ],
+)
+def test_what_is_no_certificate_is_named(folder: Path, text: str) -> None:
+    (path,) = (folder / FOLDER).iterdir()
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=r"json is not a certificate.*verify the bundle again"):
+        Engine.load(folder)
+
+
+def with_variants(folder: Path, *names: str) -> Bundle:
+    """The bundle as if it had these variants too: only what the manifest says of them matters."""
+    bundle = Bundle.load(folder)
+    portable = bundle.variant("portable")
+    in_place = dict.fromkeys(IN_PLACE["encoder-decoder"], portable.graphs["select"])
+    graphs = {**portable.graphs, **in_place}
+    providers: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("cuda",)}
+    precisions = {"fp32": "float32", "int8": "int8", "fp16": "float16"}
+    variants = {"portable": portable}
+    for name in names:
+        provider, precision = name.split("-")
+        variants[name] = dataclasses.replace(
+            portable,
+            name=name,
+            precision=precisions[precision],
+            providers=providers[provider],
+            graphs=graphs,
+            cache=CacheSpec(in_place=True, type="float32"),
+        )
+    manifest = dataclasses.replace(bundle.manifest, variants=variants)
+    (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    return Bundle.load(folder)
+
+
+def certified(bundle: Bundle, name: str) -> None:
+    passed = Comparison("case", "logits", "text", 1e-8, 1e-7, 1e-6)
+    report = ParityReport("bundle", {"against": "the run", "batch_rows": 64}, Tolerance(), [passed])
+    assert certify(bundle, bundle.variant(name), SessionOptions(), report, DATE) is not None
+
+
+@pytest.fixture
+def plain(bundle_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle, not verified."""
+    return Path(shutil.copytree(bundle_folder, tmp_path / "plain"))
+
+
+def chosen(bundle: Bundle, provider: Provider = "cpu") -> str:
+    return fastest(bundle, SessionOptions(provider)).name
+
+
+@pytest.mark.parametrize(
+    ("names", "verified_ones", "served"),
+    [
+        ((), (), "portable"),
+        # Without certificates the exact one in place.
+        (("cpu-int8", "cpu-fp32"), (), "cpu-fp32"),
+        (("cpu-int8",), (), "portable"),
+        # Reduced precision once it is certified, and what is certified before what is not.
+        (("cpu-fp32", "cpu-int8"), ("cpu-fp32",), "cpu-fp32"),
+        (("cpu-fp32", "cpu-int8"), ("cpu-fp32", "cpu-int8"), "cpu-int8"),
+        (("cpu-fp32", "cpu-int8"), ("portable",), "portable"),
+    ],
+)
+def test_the_fastest_certified_variant_is_served(
+    plain: Path, names: tuple[str, ...], verified_ones: tuple[str, ...], served: str
+) -> None:
+    bundle = with_variants(plain, *names)
+    for name in verified_ones:
+        certified(bundle, name)
+    assert chosen(bundle) == served
+
+
+def test_what_was_verified_here_comes_before_what_was_elsewhere(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = with_variants(plain, "cpu-fp32", "cpu-int8")
+    with monkeypatch.context() as patch:
+        on_another_processor(patch)
+        certified(bundle, "cpu-int8")
+    assert chosen(bundle) == "cpu-int8"
+    certified(bundle, "cpu-fp32")
+    assert chosen(bundle) == "cpu-fp32"
+
+
+def test_a_certificate_of_other_bytes_counts_for_nothing(plain: Path) -> None:
+    bundle = with_variants(plain, "cpu-fp32", "cpu-int8")
+    certified(bundle, "cpu-int8")
+    change_byte(plain / "reference.npz", 40)
+    remake_manifest(plain)
+    assert chosen(Bundle.load(plain)) == "cpu-fp32"
+
+
+def test_each_provider_is_served_its_own(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the portable variant where none is meant for it."""
+    monkeypatch.setattr(certificate_module, "cuda_compute_capability", lambda device: "9.0")
+    bundle = with_variants(plain, "cpu-fp32", "cuda-fp16")
+    assert chosen(bundle, "cuda") == "portable"
+    portable = dataclasses.replace(bundle.variant("portable"), providers=("cpu",))
+    variants = {**bundle.manifest.variants, "portable": portable}
+    bundle = dataclasses.replace(
+        bundle, manifest=dataclasses.replace(bundle.manifest, variants=variants)
+    )
+    assert chosen(bundle, "cuda") == "portable"
+    assert chosen(bundle) == "cpu-fp32"

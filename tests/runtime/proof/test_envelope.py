@@ -1,0 +1,182 @@
+"""The file of a certificate, and what another program makes of it."""
+
+import base64
+import hashlib
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.proof.keys import key_files, model_signing
+from transferry.runtime.proof.envelope import (
+    FOLDER,
+    PAYLOAD_TYPE,
+    Envelope,
+    pae,
+    read_statement,
+    statement,
+)
+from transferry.runtime.proof.signature import load_private_key, load_public_key
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in paths
+        if FOLDER not in path.parts
+    }
+
+
+FILES = {"weights.bin": "ab" * 32, "manifest.json": "01" * 32}
+REPORT = {"date": "2026-11-21"}
+
+
+def test_the_signed_bytes_are_those_of_dsse() -> None:
+    assert pae(b"{}") == b"DSSEv1 28 application/vnd.in-toto+json 2 {}"
+
+
+def test_a_statement_is_read_back() -> None:
+    payload = statement(FILES, REPORT)
+    assert read_statement(payload) == (FILES, REPORT)
+    record = json.loads(payload)
+    assert record["_type"] == "https://in-toto.io/Statement/v1"
+    digests = bytes.fromhex("01" * 32 + "ab" * 32)  # in the order of the names
+    (subject,) = record["subject"]
+    assert subject["digest"] == {"sha256": hashlib.sha256(digests).hexdigest()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"_type": "https://in-toto.io/Statement/v0.1"}, "_type .*v0.1', expected"),
+        ({"predicateType": "https://slsa.dev/provenance/v1"}, "predicateType .*, expected"),
+        ({"subject": [{"digest": {"sha256": "00" * 32}}]}, "subject is not that of its files"),
+    ],
+)
+def test_another_statement_is_refused(changes: dict[str, Any], message: str) -> None:
+    record = json.loads(statement(FILES, REPORT))
+    with pytest.raises(ValueError, match=message):
+        read_statement(json.dumps({**record, **changes}).encode())
+
+
+def test_an_envelope_is_read_back_and_its_bytes_are_always_the_same(tmp_path: Path) -> None:
+    private, public = key_files(tmp_path)
+    key, trusted = load_private_key(private), load_public_key(public)
+    payload = statement(FILES, REPORT)
+    unsigned, signed = Envelope.seal(payload), Envelope.seal(payload, key)
+    assert signed == Envelope.parse(signed.content) == Envelope.seal(payload, key)
+    assert unsigned.payload == signed.payload == payload
+    assert (unsigned.signatures, unsigned.refusal(trusted)) == ((), "is unsigned")
+    assert [key_id for key_id, _ in signed.signatures] == [trusted.key_id]
+    assert signed.refusal(trusted) == ""
+
+
+def tampered(envelope: Envelope, **changes: Any) -> Envelope:
+    record = json.loads(envelope.content)
+    record["dsseEnvelope"] |= changes
+    return Envelope.parse(json.dumps(record).encode())
+
+
+def test_a_changed_envelope_is_refused(tmp_path: Path) -> None:
+    private, public = key_files(tmp_path)
+    other_private, other_public = key_files(tmp_path, "other", secret=7)
+    trusted = load_public_key(public)
+    envelope = Envelope.seal(statement(FILES, REPORT), load_private_key(private))
+    (signature,) = json.loads(envelope.content)["dsseEnvelope"]["signatures"]
+    changed = "has changed since it was signed"
+
+    payload = base64.b64encode(envelope.payload.replace(b"2026", b"2025")).decode()
+    assert tampered(envelope, payload=payload).refusal(trusted) == changed
+    flipped = bytearray(base64.b64decode(signature["sig"]))
+    flipped[-1] ^= 1
+    wrong = {**signature, "sig": base64.b64encode(flipped).decode()}
+    assert tampered(envelope, signatures=[wrong]).refusal(trusted) == changed
+    assert tampered(envelope, signatures=[]).refusal(trusted) == "is unsigned"
+
+    other = load_public_key(other_public)
+    message = f"is signed by {trusted.key_id}, not by the trusted key {other.key_id}"
+    assert envelope.refusal(other) == message
+    # A key id proves nothing, right or wrong.
+    forged = Envelope.seal(envelope.payload, load_private_key(other_private))
+    claimed = {**json.loads(forged.content)["dsseEnvelope"]["signatures"][0]}
+    claimed["keyid"] = trusted.key_id
+    assert tampered(forged, signatures=[claimed]).refusal(trusted) == changed
+    unnamed = {**signature, "keyid": "x\nsigned by somebody"}
+    assert tampered(envelope, signatures=[unnamed]).signatures[0][0] == "an unnamed key"
+    assert tampered(envelope, signatures=[unnamed]).refusal(trusted) == ""
+    assert tampered(envelope, signatures=[claimed, signature]).refusal(trusted) == ""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"payloadType": "text/plain"}, {"payload": "?"}, {"payload": 3}, {"signatures": [{"sig": 1}]}],
+)
+def test_what_is_no_envelope_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        tampered(Envelope.seal(statement(FILES, REPORT)), **changes)
+
+
+@pytest.fixture
+def signed_bundle(bundle_folder: Path, tmp_path: Path) -> tuple[Path, Path, Path]:
+    """A bundle with two certificates, the signed one, and the public key."""
+    private, public = key_files(tmp_path)
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle_folder, folder, ignore=shutil.ignore_patterns(FOLDER))
+    (folder / FOLDER).mkdir()
+    payload = statement(hashes(folder), REPORT)
+    signed = folder / FOLDER / "signed.json"
+    signed.write_bytes(Envelope.seal(payload, load_private_key(private)).content)
+    (folder / FOLDER / "other.json").write_bytes(Envelope.seal(payload).content)
+    return folder, signed, public
+
+
+def test_model_signing_accepts_what_is_signed(signed_bundle: tuple[Path, Path, Path]) -> None:
+    assert model_signing(*signed_bundle) == (0, "Verification succeeded\n")
+
+
+def test_model_signing_refuses_a_changed_byte(signed_bundle: tuple[Path, Path, Path]) -> None:
+    folder, signed, public = signed_bundle
+    weights = folder / "portable" / "weights.bin"
+    content = bytearray(weights.read_bytes())
+    content[100] ^= 1
+    weights.write_bytes(content)
+    code, said = model_signing(folder, signed, public)
+    assert code == 1
+    assert "Hash mismatch for 'portable/weights.bin'" in said
+
+
+def test_model_signing_refuses_what_we_refuse(
+    signed_bundle: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    folder, signed, public = signed_bundle
+    other = key_files(tmp_path, "other", secret=7)[1]
+    assert model_signing(folder, signed, other)[0] == 1
+    assert model_signing(folder, folder / FOLDER / "other.json", public)[0] == 1
+    envelope = Envelope.parse(signed.read_bytes())
+    payload = base64.b64encode(envelope.payload.replace(b"2026", b"2025")).decode()
+    signed.write_bytes(tampered(envelope, payload=payload).content)
+    assert model_signing(folder, signed, public)[0] == 1
+    (folder / "added.txt").write_text("not signed")
+    signed.write_bytes(envelope.content)
+    assert "Extra files found" in model_signing(folder, signed, public)[1]
+
+
+def test_openssl_accepts_what_is_signed(signed_bundle: tuple[Path, Path, Path]) -> None:
+    """As docs/certificate.md shows it, with the bytes of DSSE put together by hand."""
+    folder, signed, public = signed_bundle
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    envelope = json.loads(signed.read_bytes())["dsseEnvelope"]
+    payload = base64.b64decode(envelope["payload"])
+    message = folder.parent / "message"
+    message.write_bytes(f"DSSEv1 28 {PAYLOAD_TYPE} {len(payload)} ".encode() + payload)
+    signature = folder.parent / "signature"
+    signature.write_bytes(base64.b64decode(envelope["signatures"][0]["sig"]))
+    command = ["openssl", "dgst", "-sha256", "-verify", str(public)]
+    command += ["-signature", str(signature), str(message)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "Verified OK\n"

@@ -1,0 +1,256 @@
+"""With a trusted key, a certificate counts if that key signed it, and for nothing else."""
+
+import base64
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.proof.keys import key_files
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.manifest import MANIFEST
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.engine.choose import fastest
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.errors import InputError, ParityError, UsageError
+from transferry.runtime.io.whole import sha256
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.proof import certificate as certificate_module
+from transferry.runtime.proof.certificate import (
+    Certificate,
+    certificates,
+    certify,
+    describe,
+    standing,
+)
+from transferry.runtime.proof.compare import Comparison, Tolerance
+from transferry.runtime.proof.envelope import FOLDER, Envelope
+from transferry.runtime.proof.report import ParityReport
+from transferry.runtime.proof.signature import load_private_key, load_public_key
+
+DATE = "2026-11-21"
+
+
+def issue(
+    folder: Path, sign: Path | None = None, *, against: str = "the run", force: bool = False
+) -> Certificate:
+    """Writes the certificate of a report that passed."""
+    passed = Comparison("case", "logits", "text", 1e-8, 1e-7, 1e-6)
+    report = ParityReport("bundle", {"against": against, "batch_rows": 64}, Tolerance(), [passed])
+    bundle, key = Bundle.load(folder), load_private_key(sign) if sign else None
+    found = certify(bundle, bundle.variant(), SessionOptions(), report, DATE, key=key, force=force)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, Path]:
+    return key_files(tmp_path)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> tuple[Path, Path]:
+    return key_files(tmp_path, "other", secret=7)
+
+
+@pytest.fixture
+def folder(bundle_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle, without a certificate."""
+    return Path(shutil.copytree(bundle_folder, tmp_path / "bundle"))
+
+
+def file_of(folder: Path) -> Path:
+    (path,) = (folder / FOLDER).iterdir()
+    return path
+
+
+def load(folder: Path, key: Path) -> Engine:
+    return Engine.load(folder, require_certificate="recorded", trusted_key=key)
+
+
+def test_a_signed_certificate_is_cited_with_its_key(folder: Path, keys: tuple[Path, Path]) -> None:
+    made, (_, public) = issue(folder, keys[0]), keys
+    key_id = load_public_key(public).key_id
+    assert str(made).endswith(f", signed by {key_id}")
+    assert load(folder, public).certificate.endswith(
+        f", sha256 {sha256(file_of(folder))}, signed by {key_id}"
+    )
+    # Without a key to check it with, the signature is a claim.
+    assert Engine.load(folder).certificate.endswith(f", signature of {key_id} not checked")
+    bundle = Bundle.load(folder)
+    assert describe(bundle)[0][-2:] == (f"signature of {key_id} not checked", "holds")
+    assert describe(bundle, load_public_key(public))[0][-2:] == (f"signed by {key_id}", "holds")
+    assert load(folder, public).batches == BatchOptions(rows=64)
+
+
+def test_the_same_certificate_has_the_same_bytes(folder: Path, keys: tuple[Path, Path]) -> None:
+    issue(folder, keys[0])
+    before = file_of(folder).read_bytes()
+    issue(folder, keys[0])
+    assert file_of(folder).read_bytes() == before
+
+
+def test_the_statement_names_every_file_by_its_hash(folder: Path) -> None:
+    issue(folder)
+    resources = json.loads(Envelope.parse(file_of(folder).read_bytes()).payload)["predicate"][
+        "resources"
+    ]
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert [one["name"] for one in resources] == sorted(
+        name for name in names if not name.startswith(FOLDER)
+    )
+    assert all(one["digest"] == sha256(folder / one["name"]) for one in resources)
+    assert MANIFEST in names
+
+
+def test_an_unsigned_certificate_is_refused(folder: Path, keys: tuple[Path, Path]) -> None:
+    issue(folder)
+    assert Engine.load(folder, require_certificate=True).certificate.endswith(", unsigned")
+    with pytest.raises(ParityError, match=r"\.json is unsigned\. Verify it: .* --sign KEY$"):
+        load(folder, keys[1])
+
+
+def test_another_key_is_refused(
+    folder: Path, keys: tuple[Path, Path], other: tuple[Path, Path]
+) -> None:
+    issue(folder, keys[0])
+    with pytest.raises(ParityError, match=r"is signed by sha256:\w+, not by the trusted key"):
+        load(folder, other[1])
+    worth = describe(Bundle.load(folder), load_public_key(other[1]))[0][-2:]
+    assert worth[0].startswith("is signed by")
+    assert worth[1] == "refused"
+
+
+@pytest.mark.parametrize("what", ["payload", "signature"])
+def test_a_changed_certificate_is_refused_before_it_is_parsed(
+    folder: Path, keys: tuple[Path, Path], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issue(folder, keys[0])
+    path = file_of(folder)
+    record = json.loads(path.read_bytes())
+    envelope = record["dsseEnvelope"]
+    if what == "payload":
+        payload = base64.b64decode(envelope["payload"]).replace(
+            b'"batch_rows": 64', b'"batch_rows": 99'
+        )
+        envelope["payload"] = base64.b64encode(payload).decode()
+    else:
+        signature = bytearray(base64.b64decode(envelope["signatures"][0]["sig"]))
+        signature[20] ^= 1
+        envelope["signatures"][0]["sig"] = base64.b64encode(signature).decode()
+    path.write_text(json.dumps(record), encoding="utf-8")
+    assert len(certificates(Bundle.load(folder))) == 1
+
+    def parsed(payload: bytes) -> None:
+        raise AssertionError("parsed before it was checked")
+
+    monkeypatch.setattr(certificate_module, "read_statement", parsed)
+    with pytest.raises(ParityError, match="has changed since it was signed"):
+        load(folder, keys[1])
+
+
+def test_a_signature_does_not_move_to_other_files(folder: Path, keys: tuple[Path, Path]) -> None:
+    """The manifest is made again, as by somebody who changes a file on purpose."""
+    issue(folder, keys[0])
+    weights = folder / "portable" / "weights.bin"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    record = json.loads((folder / MANIFEST).read_bytes())
+    record["files"]["portable/weights.bin"]["sha256"] = sha256(weights)
+    (folder / MANIFEST).write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(ParityError, match=r"weights\.bin is not the file that was verified"):
+        load(folder, keys[1])
+
+
+def test_the_signed_one_counts_beside_others(folder: Path, keys: tuple[Path, Path]) -> None:
+    """Whatever its name, and although an unsigned one of the same cell comes first."""
+    issue(folder, keys[0])
+    path = file_of(folder)
+    payload = Envelope.parse(path.read_bytes()).payload
+    forged = payload.replace(b'"batch_rows": 64', b'"batch_rows": 4096')
+    assert forged != payload
+    (folder / FOLDER / "a.json").write_bytes(Envelope.seal(forged).content)
+    engine = load(folder, keys[1])
+    assert [one.batch_rows for one in engine.required] == [64]
+    path.unlink()
+    with pytest.raises(ParityError, match=r"certificates/a\.json is unsigned"):
+        load(folder, keys[1])
+
+
+def test_elsewhere_only_what_is_signed_is_computed_again(
+    folder: Path, keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issue(folder, keys[0])
+    monkeypatch.setattr(certificate_module, "instruction_sets", lambda: ("avx2",))
+    said = load(folder, keys[1]).certificate
+    assert "signed by sha256:" in said
+    assert said.endswith("; the recorded answers came out here too")
+    envelope = Envelope.parse(file_of(folder).read_bytes())
+    file_of(folder).write_bytes(Envelope.seal(envelope.payload).content)
+
+    def prove(*_: object) -> ParityReport:
+        raise AssertionError("proved an unsigned certificate")
+
+    with pytest.raises(ParityError, match="is unsigned"):
+        Engine.load(folder, require_certificate="run", trusted_key=keys[1], prove=prove)
+
+
+def test_an_unsigned_certificate_chooses_no_variant(folder: Path, keys: tuple[Path, Path]) -> None:
+    bundle = Bundle.load(folder)
+    portable = bundle.variant("portable")
+    reduced = dataclasses.replace(portable, name="cpu-int8", precision="int8", providers=("cpu",))
+    variants = {"portable": portable, "cpu-int8": reduced}
+    manifest = dataclasses.replace(bundle.manifest, variants=variants)
+    bundle = dataclasses.replace(bundle, manifest=manifest)
+    (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    passed = Comparison("case", "logits", "text", 1e-8, 1e-7, 1e-6)
+    report = ParityReport("bundle", {"against": "the run", "batch_rows": 64}, Tolerance(), [passed])
+    options, trusted = SessionOptions(), load_public_key(keys[1])
+    certify(bundle, reduced, options, report, DATE)
+    assert fastest(bundle, options).name == "cpu-int8"
+    assert fastest(bundle, options, trusted).name == "portable"
+    certify(bundle, reduced, options, report, DATE, key=load_private_key(keys[0]))
+    assert fastest(bundle, options, trusted).name == "cpu-int8"
+
+
+def test_an_unsigned_certificate_replaces_no_signed_one(
+    folder: Path, keys: tuple[Path, Path], other: tuple[Path, Path]
+) -> None:
+    issue(folder, keys[0])
+    before = file_of(folder).read_bytes()
+    with pytest.raises(UsageError, match=f"certificate of {DATE} is signed.* give --sign, or --fo"):
+        issue(folder)
+    assert file_of(folder).read_bytes() == before
+    issue(folder, other[0])
+    assert issue(folder, force=True).signature() == "unsigned"
+    issue(folder, keys[0])
+    with pytest.raises(UsageError, match="which is weaker"):
+        issue(folder, keys[0], against="the recorded answers")
+    # Of other files than these it is worth nothing, and goes.
+    (folder / MANIFEST).write_bytes((folder / MANIFEST).read_bytes() + b"\n")
+    assert issue(folder).signature() == "unsigned"
+
+
+def test_a_trusted_key_needs_a_required_certificate(folder: Path, keys: tuple[Path, Path]) -> None:
+    with pytest.raises(UsageError, match="--trusted-key needs --require-certificate"):
+        Engine.load(folder, trusted_key=keys[1])
+    with pytest.raises(InputError, match="expected a public key"):
+        load(folder, keys[0])
+    found = standing(
+        Bundle.load(folder),
+        Bundle.load(folder).variant(),
+        SessionOptions(),
+        load_public_key(keys[1]),
+    )
+    assert found.cite().startswith("none: nothing was verified for variant portable")
+
+
+def test_a_former_certificate_must_be_made_again(folder: Path, keys: tuple[Path, Path]) -> None:
+    (folder / FOLDER).mkdir()
+    (folder / FOLDER / "x.json").write_text('{"format": 3, "cell": {}}', encoding="utf-8")
+    for key in (None, keys[1]):
+        with pytest.raises(InputError, match=r"format 3, expected 4\); .* verify the bundle again"):
+            Engine.load(folder, require_certificate="run", trusted_key=key)
