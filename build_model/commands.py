@@ -171,7 +171,7 @@ Examples:
 @option("--force", is_flag=True, help="Replace the run in --out.")
 @option("--quiet", is_flag=True, help="Do not list what was imported and what was left out.")
 def import_(huggingface: Path, out: Path, adapter: Path | None, force: bool, quiet: bool) -> None:
-    """Import a checkpoint of Hugging Face, Marian or fairseq from FOLDER as a run.
+    """Import a checkpoint of Hugging Face or Marian from FOLDER as a run.
 
     FOLDER holds config.json, weights and the tokenizer. Features that cannot be converted are named
     and refused; see docs/import.md, which lists the model types.

@@ -37,7 +37,7 @@ def what_is(folder: Path) -> str:
         return f"found a run; export it: transferry export {shlex.quote(str(folder))} --out BUNDLE"
     if (folder / "config.json").is_file():
         return (
-            "found a folder of Hugging Face or fairseq; import it first: transferry import "
+            "found a folder of Hugging Face; import it first: transferry import "
             f"{shlex.quote(str(folder))} --out RUN"
         )
     return "found another folder"

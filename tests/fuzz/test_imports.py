@@ -133,13 +133,9 @@ def npz(folder: Path) -> None:
     test_toolkits.save_marian(folder)
 
 
-def fairseq(folder: Path) -> None:
-    test_toolkits.save_fairseq(folder)
-
-
 FOLDERS: dict[str, Callable[[Path], None]] = {
     made.__name__: made
-    for made in (llama, pickled, old_pickle, bert, nllb, m2m, marian, adapted, npz, fairseq)
+    for made in (llama, pickled, old_pickle, bert, nllb, m2m, marian, adapted, npz)
 }
 
 

@@ -1,12 +1,11 @@
 """Pickled tensors of torch.save, read without running what a pickle may hold.
 
 torch's weights_only unpickler (torch.load) builds tensors, numbers, texts and containers of these,
-and classes that the caller lists; it stops at anything else before anything of it runs.
+and stops at anything else before it runs.
 """
 
 from __future__ import annotations
 
-import argparse
 import pickle
 import re
 import struct
@@ -31,7 +30,7 @@ _FAULTS = (
 )
 
 
-def load_pickled(path: Path) -> Any:
+def _load(path: Path) -> Any:
     """Reads a file of torch.save; tensors of the newer format stay on the disk until they are used.
 
     Raises:
@@ -39,8 +38,7 @@ def load_pickled(path: Path) -> Any:
     """
     mapped = _is_archive(path)
     try:
-        # A Namespace holds values by name and has no code of its own.
-        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of old protocols, which are read all the same
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
@@ -64,16 +62,11 @@ def _is_archive(path: Path) -> bool:
 
 
 class PickledFile(Tensors):
-    """A state dict of torch.save, or one within what was saved."""
+    """A state dict of torch.save."""
 
-    def __init__(self, path: Path, *keys: str) -> None:
-        """Opens nothing yet.
-
-        Args:
-            path: The file.
-            keys: Where in the saved dictionaries the state dict is.
-        """
-        self.origin, self._path, self._keys = str(path), path, keys
+    def __init__(self, path: Path) -> None:
+        """Opens nothing yet."""
+        self.origin, self._path = str(path), path
         self._state: Mapping[str, Tensor] | None = None
         self._shapes: Mapping[str, Tensor] | None = None
         self._unread = 0
@@ -102,9 +95,7 @@ class PickledFile(Tensors):
 
     def _open(self) -> Mapping[str, Tensor]:
         self._unread, self._mapped = _KEPT_BYTES, _is_archive(self._path)
-        state = load_pickled(self._path)
-        for key in self._keys:
-            state = state.get(key) if isinstance(state, dict) else None
+        state = _load(self._path)
         if not isinstance(state, dict) or not state:
             raise InputError(
                 f"{self._path}: expected tensors by name, found {type(state).__name__}; save the "

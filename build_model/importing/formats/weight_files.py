@@ -30,6 +30,10 @@ _INSTEAD = {
         "an adapter without its model; import the folder of the model that the adapter was made "
         "for, with --adapter {folder}"
     ),
+    "dict.*txt": (
+        "a dictionary of fairseq; convert the model with the script of its model type in "
+        "transformers, and import the folder that save_pretrained writes"
+    ),
     "*.gguf": (
         "weights of llama.cpp (GGUF); import the folder that they were made from, or "
         "load them with gguf_file of transformers' from_pretrained and use save_pretrained"

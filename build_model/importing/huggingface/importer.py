@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,14 @@ from transferry.build_model.importing.huggingface.folder import (
 from transferry.build_model.importing.huggingface.generation import generation_defaults
 from transferry.build_model.importing.huggingface.tables import Family
 from transferry.build_model.importing.huggingface.vocabularies import TOKENIZERS
-from transferry.build_model.importing.huggingface.weights import Converted, adapted, convert_weights
-from transferry.build_model.importing.toolkits.fairseq import read_fairseq
+from transferry.build_model.importing.huggingface.weights import adapted, convert_weights
+from transferry.build_model.importing.imported import Imported
 from transferry.build_model.importing.toolkits.marian import read_marian
 from transferry.build_model.importing.toolkits.sentence_transformers import (
     MODULES,
     SentenceModules,
     read_sentence_transformers,
 )
-from transferry.build_model.importing.toolkits.source import Source
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.errors import InputError, UsageError, require
@@ -43,108 +41,10 @@ FAMILIES: Mapping[str, Family] = {
     **decoder_only.FAMILIES,
     **encoder_only.FAMILIES,
 }
-MOST_SHOWN = 40  # characters of a setting in the summary
-
-# Readers of what is no folder of transformers, by a file that tells.
-TOOLKITS: Mapping[str, Callable[[Path], Source]] = {
-    "*.npz": read_marian,
-    "dict.*txt": read_fairseq,
-}
-
-
-@dataclass(frozen=True)
-class Imported:
-    """A checkpoint, converted.
-
-    Attributes:
-        kind: Its model_type.
-        config: Shape of our model.
-        weights: Its weights, to be written, and what was left out.
-        tokenizer: Its tokenizer.
-        generation: Fields of GenerationOptions that become the bundle's defaults.
-        ignored: Settings of `generate` that do not, with value and reason.
-        notes: What else the user has to know, a line each.
-        unused: Settings that nothing here reads, by file.
-        head: What the head of an encoder-only model is for; None if it has none.
-    """
-
-    kind: str
-    config: ModelConfig
-    weights: Converted
-    tokenizer: AnyTokenizer
-    generation: dict[str, Any]
-    ignored: dict[str, Any]
-    notes: Sequence[str] = ()
-    unused: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    head: HeadSettings | None = None
-
-    def to_text(self) -> str:
-        """Summary for the user."""
-        left_out, computed = self.weights.left_out, self.weights.computed
-        imported = self.weights.parameters - sum(computed.values())
-        lines = [
-            f"{self.kind}, {self.config.architecture}: imported {imported:,} of "
-            f"{imported + sum(left_out.values()):,} parameters"
-        ]
-        lines += self.notes
-        if left_out:
-            counts = ", ".join(f"{what} {count:,}" for what, count in left_out.items())
-            lines.append(f"left out: {counts}")
-        if computed:
-            counts = ", ".join(f"{what} {count:,}" for what, count in computed.items())
-            lines.append(f"computed: {counts}")
-        if not self.config.lm_head:
-            tasks = ["embed"]
-            if self.head is not None and self.head.task != "embed":
-                tasks.append(self.head.task)
-                tasks += ["rank"] * (tasks[-1] == "classify" and len(self.head.labels) == 1)
-            which = " and ".join(tasks) + (" works" if len(tasks) == 1 else " work")
-            lines.append(f"no masked language model head: only --task {which}")
-        if self.head is not None:
-            lines.append(_describe(self.head, self.config))
-        if self.generation:
-            kept = ", ".join(f"{name} {value}" for name, value in self.generation.items())
-            lines.append(f"generation defaults: {kept}")
-        if self.ignored:
-            names = ", ".join(f"{name} {value}" for name, value in self.ignored.items())
-            lines.append(f"left out of the settings of generate: {names}")
-        if self.unused:
-            files = (
-                f"{file}: {', '.join(f'{name} {_short(value)}' for name, value in values.items())}"
-                for file, values in self.unused.items()
-            )
-            lines.append(f"not used: {'; '.join(files)}")
-        return "\n".join(lines)
-
-
-def _describe(head: HeadSettings, config: ModelConfig) -> str:
-    parts = [f"head for --task {head.task}"]
-    if head.labels:
-        parts.append(f"labels {_cut_short(', '.join(head.labels))}")
-    if config.pooling:
-        parts.append(f"pooling {' and '.join(config.pooling)}")
-    if config.head_widths:
-        parts.append(f"layers of width {', '.join(map(str, config.head_widths))}")
-    if config.unit_length:
-        parts.append("length 1")
-    if head.longest:
-        parts.append(f"rows cut to {head.longest} tokens")
-    if head.prompts:
-        default = f" (default {head.default_prompt})" if head.default_prompt else ""
-        parts.append(f"prompts {' '.join(head.prompts)}{default}")
-    return ", ".join(parts)
-
-
-def _short(value: Any) -> str:
-    return _cut_short(json.dumps(value, ensure_ascii=False))
-
-
-def _cut_short(text: str) -> str:
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
 def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Imported:
-    """Reads a folder of transformers, Marian or fairseq, but for the numbers of tensors.
+    """Reads a folder of transformers or Marian, without the values of its tensors.
 
     Args:
         folder: The folder.
@@ -156,13 +56,12 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
         UsageError: The tokenizer's library is not installed, or an adapter is for another kind.
     """
     if is_bundle(folder) or is_run(folder):
-        expected = "a folder of Hugging Face, Marian or fairseq"
+        expected = "a folder of Hugging Face or Marian"
         raise InputError(f"{folder}: expected {expected}, {what_is(folder)}")
     adapter = Adapter(adapter_folder) if adapter_folder is not None else None
-    for pattern, read in TOOLKITS.items():
-        if not (folder / CONFIG).exists() and any(folder.glob(pattern)):
-            require(adapter is None, "--adapter", f"left out for {folder}", adapter_folder)
-            return _of_toolkit(read(folder))
+    if not (folder / CONFIG).exists() and any(folder.glob("*.npz")):
+        require(adapter is None, "--adapter", f"left out for {folder}", adapter_folder)
+        return read_marian(folder)
     sentence = read_sentence_transformers(folder)
     checkpoint = Checkpoint(folder if sentence is None else sentence.transformer)
     config = checkpoint.config
@@ -293,19 +192,6 @@ def _cut(
     return replace(head, longest=int(min(longest, shape.max_positions)), rank=rank)
 
 
-def _of_toolkit(source: Source) -> Imported:
-    weights = convert_weights(source.family, source.config, source.tensors)
-    return Imported(
-        source.kind,
-        source.config,
-        weights,
-        source.tokenizer,
-        dict(source.generation),
-        dict(source.ignored),
-        (source.note,) if source.note else (),
-    )
-
-
 def import_checkpoint(
     folder: Path,
     out: Path,
@@ -318,7 +204,7 @@ def import_checkpoint(
     """Imports a checkpoint as a run, which export accepts like a trained one.
 
     Args:
-        folder: Folder that `save_pretrained` of transformers wrote, or of Marian or fairseq.
+        folder: Folder that `save_pretrained` of transformers or Marian wrote.
         out: The run.
         adapter: Folder of an adapter that PEFT wrote, merged into the weights.
         force: Replace an existing run.

@@ -1,1 +1,1 @@
-"""Models of Marian and fairseq in their own formats; neither toolkit is needed."""
+"""Models in the formats of Marian and sentence-transformers; neither package is needed."""

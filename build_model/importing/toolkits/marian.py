@@ -7,6 +7,7 @@ vocabulary, which no search may choose.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,19 @@ from torch import Tensor
 from transferry.build_model.importing.formats.arrays import ArrayFile
 from transferry.build_model.importing.huggingface.folder import Settings
 from transferry.build_model.importing.huggingface.tables import Family, Move, Table, flat
-from transferry.build_model.importing.toolkits.source import UNKNOWN, Source, pair, split_at_blanks
+from transferry.build_model.importing.huggingface.weights import convert_weights
+from transferry.build_model.importing.imported import Imported
 from transferry.build_model.model.config import Activation, ModelConfig
 from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.io.whole import read_bytes
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, SpecialTokens
-from transferry.runtime.tokenizer.third_party import SentencePieceTokenizer
+from transferry.runtime.tokenizer.third_party import (
+    HuggingFaceTokenizer,
+    SentencePiecePair,
+    SentencePieceTokenizer,
+)
 
-END = "</s>"
+END, UNKNOWN = "</s>", "<unk>"
 OPTIONS = "special:model.yml"
 _MOST_OPTIONS = 1 << 20
 # Marian computes sinusoids of any position; ours are a table.
@@ -63,8 +69,8 @@ _NOT_NEEDED = (
 _SEARCH = ("beam-size", "normalize", "word-penalty", "max-length-factor")
 
 
-def read_marian(folder: Path) -> Source:
-    """Reads a folder with a model of Marian's.
+def read_marian(folder: Path) -> Imported:
+    """Reads a folder with a Marian model, without the values of its tensors.
 
     Raises:
         InputError: A file is missing or damaged, or an option is unsupported.
@@ -83,15 +89,15 @@ def read_marian(folder: Path) -> Source:
     tokenizer, unknown, note = _tokenizer(folder, options, decoding, config)
     start = config.vocabulary_size - 1
     suppress = (start,) if decoding.flag("allow-unk", False) else (unknown, start)
-    return Source(
+    family = Family("Marian", lambda settings, names: config, _table(config), (), _computed)
+    return Imported(
         kind="marian",
-        family=Family("Marian", lambda settings, names: config, _table(config), (), _computed),
         config=config,
-        tensors=arrays,
+        weights=convert_weights(family, config, arrays),
         tokenizer=tokenizer,
         generation={"suppress": tuple(sorted(suppress))},
         ignored={name: decoding.get(name) for name in _SEARCH if decoding.get(name) is not None},
-        note=note,
+        notes=[note] if note else [],
     )
 
 
@@ -266,14 +272,35 @@ def _tokenizer(
     special = SpecialTokens(start, start, ids[END], after=(ids[END],))
     sides = [folder / f"{side}.spm" for side in ("source", "target")]
     if all(side.exists() for side in sides):
-        return pair(sides[0], sides[1], ids, special, start + 1), ids[UNKNOWN], ""
+        contents = *map(read_bytes, sides), json.dumps(ids, ensure_ascii=False).encode()
+        files = dict(zip(SentencePiecePair.names, contents, strict=True))
+        try:
+            return SentencePiecePair(files, special, start + 1), ids[UNKNOWN], ""
+        except InputError as error:
+            raise InputError(f"{folder}: {error}") from error
     words = {token: number for token, number in ids.items() if token != END}
-    tokenizer = split_at_blanks(words, special, start + 1, str(path))
     note = (
         f"tokenizer: tokens of {path.name} between blanks; give text that is split like the "
         "training data, as marian-decoder reads it"
     )
-    return tokenizer, ids[UNKNOWN], note
+    return _split_at_blanks(words, special, start + 1), ids[UNKNOWN], note
+
+
+def _split_at_blanks(
+    ids: Mapping[str, int], special: SpecialTokens, size: int
+) -> HuggingFaceTokenizer:
+    """Returns a tokenizer of text whose tokens are separated by blanks already."""
+    try:
+        import tokenizers
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            "the tokenizer needs tokenizers, which is not installed; "
+            f"{install_command('tokenizers')}"
+        ) from error
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(ids), unk_token=UNKNOWN))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    files = dict.fromkeys(HuggingFaceTokenizer.names, made.to_str().encode())
+    return HuggingFaceTokenizer(files, special, size)
 
 
 def _vocabulary(folder: Path, options: Settings, decoding: Settings) -> Path:

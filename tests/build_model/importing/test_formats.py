@@ -92,11 +92,11 @@ def test_the_pages_of_a_large_file_are_let_go(
     torch.save(STATE, tmp_path / "x.bin")
     opened: list[Path] = []
 
-    def load(path: Path, load: Callable[[Path], Any] = pickled.load_pickled) -> Any:
+    def load(path: Path, load: Callable[[Path], Any] = pickled._load) -> Any:
         opened.append(path)
         return load(path)
 
-    monkeypatch.setattr(pickled, "load_pickled", load)
+    monkeypatch.setattr(pickled, "_load", load)
     monkeypatch.setattr(pickled, "_KEPT_BYTES", 20)
     require_same(PickledFile(tmp_path / "x.bin"), STATE)
     assert 3 <= len(opened) < len(STATE) + 2
@@ -224,6 +224,7 @@ def test_safetensors_come_before_pickles(tmp_path: Path) -> None:
     [
         ("model-Q4_K_M.gguf", r"found model-Q4_K_M\.gguf, weights of llama\.cpp"),
         ("adapter_config.json", r"an adapter without its model; .*--adapter"),
+        ("dict.en.txt", r"a dictionary of fairseq; convert the model .*save_pretrained writes"),
         ("tf_model.h5", r"TensorFlow's weights alone; .*from_tf=True"),
         ("flax_model.msgpack", r"Flax's weights alone; .*from_flax=True"),
         ("onnx/decoder.onnx", r"found onnx/decoder\.onnx, ONNX graphs alone"),

@@ -1,8 +1,7 @@
-"""Models of Marian and fairseq give the numbers of their formulas, computed by numpy in float64."""
+"""Models of Marian give the numbers of its formulas, computed by numpy in float64."""
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import io
 import json
@@ -20,7 +19,7 @@ from torch import Tensor
 from tests.commands import call, done
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_checkpoint, read_checkpoint
-from transferry.build_model.importing.toolkits import fairseq, marian
+from transferry.build_model.importing.toolkits import marian
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 
@@ -124,7 +123,7 @@ def sinusoids(length: int, first: int) -> Array:
 
 
 def require_close(found: Tensor, wanted: Array) -> None:
-    """Positions are float32 in both toolkits, so that the formula agrees to six digits."""
+    """Marian computes positions in float32, so the formula agrees to six digits."""
     assert np.abs(wanted).max() > 0.5
     assert np.abs(found.numpy() - wanted).max() < 2e-5 * np.abs(wanted).max()
 
@@ -447,242 +446,7 @@ def test_a_damaged_folder_of_marian_is_refused(tmp_path: Path) -> None:
     refused(r"expected one model, found a\.npz, b\.npz")
 
 
-# --- fairseq --------------------------------------------------------------------------------------
-
-
-def fairseq_arguments(**changes: Any) -> argparse.Namespace:
-    sides = {
-        f"{side}_{name}": value
-        for side in ("encoder", "decoder")
-        for name, value in {
-            "embed_dim": WIDTH,
-            "ffn_embed_dim": INNER,
-            "attention_heads": HEADS,
-            "layers": DEPTH,
-            "normalize_before": False,
-            "learned_pos": False,
-        }.items()
-    }
-    return argparse.Namespace(
-        **{
-            "arch": "transformer_iwslt_de_en",
-            "share_all_embeddings": True,
-            **sides,
-            "activation_fn": "relu",
-            "max_source_positions": 64,
-            "max_target_positions": 32,
-            "source_lang": "de",
-            "target_lang": "en",
-            "dropout": 0.3,
-            **changes,
-        }
-    )
-
-
-def fairseq_state(arguments: argparse.Namespace, size: int) -> dict[str, Tensor]:
-    def random(*shape: int, one: bool = False) -> Tensor:
-        return torch.from_numpy(drawn(shape, one=one).astype(np.float32))
-
-    embedding = random(size, WIDTH)
-    found = {
-        f"{stack}.{name}": value
-        for stack in ("encoder", "decoder")
-        for name, value in {
-            "embed_tokens.weight": embedding,
-            "version": torch.tensor([3.0]),
-            "embed_positions._float_tensor": torch.zeros(1),
-        }.items()
-    }
-    found["decoder.output_projection.weight"] = embedding
-    if arguments.encoder_learned_pos:
-        table = random(34, WIDTH)
-        for stack in ("encoder", "decoder"):
-            found[f"{stack}.embed_positions.weight"] = table
-    for stack in ("encoder", "decoder"):
-        for layer in range(DEPTH):
-            base = f"{stack}.layers.{layer}"
-            norms = ["self_attn_layer_norm", "final_layer_norm"]
-            for attention in ("self_attn", "encoder_attn")[: 1 + (stack == "decoder")]:
-                for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-                    found[f"{base}.{attention}.{part}.weight"] = random(WIDTH, WIDTH)
-                    found[f"{base}.{attention}.{part}.bias"] = random(WIDTH)
-            norms += ["encoder_attn_layer_norm"] if stack == "decoder" else []
-            for name in norms:
-                found[f"{base}.{name}.weight"] = random(WIDTH, one=True)
-                found[f"{base}.{name}.bias"] = random(WIDTH)
-            found[f"{base}.fc1.weight"], found[f"{base}.fc1.bias"] = (
-                random(INNER, WIDTH),
-                random(INNER),
-            )
-            found[f"{base}.fc2.weight"], found[f"{base}.fc2.bias"] = (
-                random(WIDTH, INNER),
-                random(WIDTH),
-            )
-        if arguments.encoder_normalize_before:
-            found[f"{stack}.layer_norm.weight"] = random(WIDTH, one=True)
-            found[f"{stack}.layer_norm.bias"] = random(WIDTH)
-    return found
-
-
-def fairseq_logits(
-    state: dict[str, Tensor], arguments: argparse.Namespace, source: list[int], target: list[int]
-) -> Array:
-    weights = {name: tensor.double().numpy() for name, tensor in state.items()}
-    parts = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}
-    attentions = {"self": "self_attn", "context": "encoder_attn"}
-
-    def linear(name: str, x: Array) -> Array:
-        stack, layer, *rest = name.split()
-        part = f"{attentions[rest[0]]}.{parts[rest[1]]}" if len(rest) == 2 else f"fc{rest[0]}"
-        full = f"{stack}.layers.{int(layer) - 1}.{part}"
-        return x @ weights[f"{full}.weight"].T + weights[f"{full}.bias"]  # type: ignore[no-any-return]
-
-    def norm(name: str, x: Array) -> Array:
-        stack, layer, *rest = name.split()
-        names = {"self": "self_attn_layer_norm", "context": "encoder_attn_layer_norm"}
-        part = f"layers.{int(layer) - 1}.{names.get(rest[0], 'final_layer_norm')}" if rest else ""
-        full = f"{stack}.{part or 'layer_norm'}"
-        return layer_norm(x, weights[f"{full}.weight"], weights[f"{full}.bias"], 1e-5)
-
-    pre = arguments.encoder_normalize_before
-    formula = Formula(linear, norm, arguments.activation_fn, pre=pre)
-    embedding = weights["encoder.embed_tokens.weight"]
-
-    def embed(ids: list[int]) -> Array:
-        table = weights.get("encoder.embed_positions.weight")
-        places = sinusoids(len(ids), 2) if table is None else table[2 : 2 + len(ids)]
-        return math.sqrt(WIDTH) * embedding[ids] + places
-
-    encoded = formula.stack("encoder", embed(source))
-    return formula.stack("decoder", embed(target), encoded) @ embedding.T  # type: ignore[no-any-return]
-
-
-def save_fairseq(
-    folder: Path, *, newer: bool = False, words: list[str] | None = None, **changes: Any
-) -> tuple[dict[str, Tensor], argparse.Namespace]:
-    folder.mkdir(exist_ok=True)
-    words = WORDS if words is None else words
-    arguments = fairseq_arguments(**changes)
-    state = fairseq_state(arguments, len(words) + 4)
-    own: dict[str, Any] = {"args": arguments}
-    if newer:
-        own = {"args": None, "cfg": {"_name": None, "model": arguments, "common": {"seed": 1}}}
-    torch.save({**own, "model": state, "extra_state": {"epoch": 3}}, folder / "model.pt")
-    for side in ("de", "en"):
-        lines = "".join(f"{word} {9 - number}\n" for number, word in enumerate(words, start=-90))
-        (folder / f"dict.{side}.txt").write_text(lines, encoding="utf-8")
-    return state, arguments
-
-
-FAIRSEQS: dict[str, dict[str, Any]] = {
-    "post": {},
-    "newer": {"newer": True},
-    "pre": {"encoder_normalize_before": True, "decoder_normalize_before": True},
-    "learned": {"encoder_learned_pos": True, "decoder_learned_pos": True},
-}
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("name", FAIRSEQS)
-def test_fairseq_s_logits_are_the_formula_s(name: str, tmp_path: Path) -> None:
-    state, arguments = save_fairseq(tmp_path / "theirs", **FAIRSEQS[name])
-    import_checkpoint(tmp_path / "theirs", tmp_path / "run")
-    run = load_checkpoint(tmp_path / "run")
-    assert run.model.config.max_positions == 32
-    source, target = [5, 9, 4, 12, 2], [2, 7, 7, 4]
-    rows = torch.tensor([source])
-    found = run.model.double()(rows, torch.ones_like(rows).bool(), torch.tensor([target]))[0]
-    require_close(found, fairseq_logits(state, arguments, source, target))
-    assert run.generation == {"suppress": [1]}
-    assert run.tokenizer.special.wrap([7]) == [7, 2]
-    assert run.tokenizer.encode("cat the <pad> </s>") == [5, 4, 3, 3]
-
-
-def test_three_matrices_in_one_are_split(tmp_path: Path) -> None:
-    state, arguments = save_fairseq(tmp_path)
-    wanted = read_checkpoint(tmp_path).weights.state
-    for name in [name for name in state if ".q_proj." in name]:
-        three = [state.pop(name.replace("q_proj", f"{letter}_proj")) for letter in "qkv"]
-        state[name.replace("q_proj.", "in_proj_")] = torch.cat(three)
-    torch.save({"args": arguments, "model": state}, tmp_path / "model.pt")
-    found = read_checkpoint(tmp_path).weights.state
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-def test_fairseq_s_pieces_get_the_ids_of_its_dictionary(tmp_path: Path) -> None:
-    content = pieces()
-    model = spm.SentencePieceProcessor(model_proto=content)
-    words = [model.id_to_piece(number) for number in range(3, model.get_piece_size())]
-    save_fairseq(tmp_path, words=words)
-    (tmp_path / "sentencepiece.bpe.model").write_bytes(content)
-    tokenizer = read_checkpoint(tmp_path).tokenizer
-    ids = {piece: number + 4 for number, piece in enumerate(words)}
-    for text in TEXTS[:3]:
-        wanted = [ids.get(piece, 3) for piece in model.encode(text, out_type=str)]
-        assert tokenizer.encode(text) == wanted
-        assert tokenizer.decode(wanted) == text
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"arch": "transformer_lm_gpt"}, 'arch is "transformer_lm_gpt"'),
-        ({"arch": "fconv"}, 'arch is "fconv"'),
-        ({"share_all_embeddings": False}, "share_all_embeddings is false"),
-        ({"decoder_embed_dim": 32}, "decoder_embed_dim is 32"),
-        ({"decoder_ffn_embed_dim": 32}, "decoder_ffn_embed_dim is 32"),
-        ({"decoder_attention_heads": 4}, "decoder_attention_heads is 4"),
-        ({"decoder_normalize_before": True}, "decoder_normalize_before is true"),
-        ({"layernorm_embedding": True}, "layernorm_embedding is true"),
-        ({"adaptive_softmax_cutoff": [10]}, "adaptive_softmax_cutoff is"),
-        ({"no_cross_attention": True}, "no_cross_attention is true"),
-        ({"activation_fn": "tanh"}, 'activation_fn is "tanh"'),
-    ],
-)
-def test_an_argument_of_fairseq_is_refused_by_name(
-    changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    save_fairseq(tmp_path, **changes)
-    with pytest.raises(InputError, match=rf"model\.pt: {message}"):
-        read_checkpoint(tmp_path)
-
-
-class Meter:
-    """Stands for a class of fairseq's."""
-
-
-def test_a_damaged_folder_of_fairseq_is_refused(tmp_path: Path) -> None:
-    state, arguments = save_fairseq(tmp_path)
-
-    def refused(message: str) -> None:
-        with pytest.raises(InputError, match=message):
-            read_checkpoint(tmp_path).weights.write({})
-
-    def write(changes: dict[str, Any], **more: Any) -> None:
-        torch.save({"args": arguments, "model": state | changes, **more}, tmp_path / "model.pt")
-
-    write({}, extra_state=Meter())
-    refused(r"model\.pt: expected tensors alone, found .*Meter, which could run code")
-    write({"decoder.output_projection.weight": state["encoder.embed_tokens.weight"] + 1})
-    refused("expected equal tensors .* differ")
-    write({"encoder.layers.0.fc3.weight": torch.ones(3)})
-    refused(r"encoder\.layers\.0\.fc3\.weight is unknown")
-    torch.save({"model": state}, tmp_path / "model.pt")
-    refused("a checkpoint of fairseq with its arguments and its model, found model")
-    write({})
-    (tmp_path / "dict.en.txt").write_text("x 3\n")
-    refused(r"dict\.de\.txt and dict\.en\.txt that differ")
-    (tmp_path / "dict.de.txt").write_text("x 3\n")
-    refused("expected 11 different tokens, .* found 1")
-    (tmp_path / "dict.de.txt").unlink()
-    (tmp_path / "dict.en.txt").write_text("x\n")
-    refused(r"dict\.en\.txt, line 1: expected a token and a count")
-    (tmp_path / "model.pt").rename(tmp_path / "a.pt")
-    (tmp_path / "b.pt").write_bytes(b"")
-    refused(r"expected model\.pt or one other \.pt file, found a\.pt, b\.pt")
-
-
-# --- both -----------------------------------------------------------------------------------------
+# --- the folder as a whole ------------------------------------------------------------------------
 
 
 def test_an_adapter_is_for_transformers_alone(tmp_path: Path) -> None:
@@ -701,21 +465,14 @@ def test_positions_are_those_of_the_sources(width: int) -> None:
     table = marian.positions(40, width)
     assert torch.equal(table[0], torch.cat([torch.zeros(width // 2), torch.ones(width // 2)]))
     assert table[39, width // 2 - 1] == pytest.approx(math.sin(39 / 10000), rel=1e-5)
-    assert torch.allclose(fairseq.positions(38, width), table[2:], atol=5e-6)
 
 
 @pytest.mark.usefixtures("traced_once")
-@pytest.mark.parametrize("toolkit", ["marian", "fairseq"])
-def test_from_their_folder_to_answers(
-    toolkit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_their_folder_to_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transferry.export.oracle.effort.RECORDED_LENGTH", 6)
     # The time that export takes grows with the layers.
     monkeypatch.setitem(globals(), "DEPTH", 1)
-    if toolkit == "marian":
-        save_marian(tmp_path / "theirs", {"enc-depth": 1, "dec-depth": 1})
-    else:
-        save_fairseq(tmp_path / "theirs")
+    save_marian(tmp_path / "theirs", {"enc-depth": 1, "dec-depth": 1})
     lines, bundle = tmp_path / "lines.txt", tmp_path / "bundle"
     lines.write_text("the cat sat\nStraße 日本 yes\n", encoding="utf-8")
     done("import", tmp_path / "theirs", "--out", tmp_path / "run")

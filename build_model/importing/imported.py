@@ -1,0 +1,106 @@
+"""An imported model before its tensors are copied, and its summary for the user."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transferry.build_model.importing.huggingface.weights import Converted
+from transferry.build_model.model.config import ModelConfig
+from transferry.runtime.bundle.head import HeadSettings
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
+
+MOST_SHOWN = 40  # characters of a setting in the summary
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A checkpoint, converted.
+
+    Attributes:
+        kind: Its model_type.
+        config: Shape of our model.
+        weights: Its weights, to be written, and what was left out.
+        tokenizer: Its tokenizer.
+        generation: Fields of GenerationOptions that become the bundle's defaults.
+        ignored: Settings of `generate` that do not, with value and reason.
+        notes: What else the user has to know, a line each.
+        unused: Settings that nothing here reads, by file.
+        head: What the head of an encoder-only model is for; None if it has none.
+    """
+
+    kind: str
+    config: ModelConfig
+    weights: Converted
+    tokenizer: AnyTokenizer
+    generation: dict[str, Any]
+    ignored: dict[str, Any]
+    notes: Sequence[str] = ()
+    unused: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    head: HeadSettings | None = None
+
+    def to_text(self) -> str:
+        """Summary for the user."""
+        left_out, computed = self.weights.left_out, self.weights.computed
+        imported = self.weights.parameters - sum(computed.values())
+        lines = [
+            f"{self.kind}, {self.config.architecture}: imported {imported:,} of "
+            f"{imported + sum(left_out.values()):,} parameters"
+        ]
+        lines += self.notes
+        if left_out:
+            counts = ", ".join(f"{what} {count:,}" for what, count in left_out.items())
+            lines.append(f"left out: {counts}")
+        if computed:
+            counts = ", ".join(f"{what} {count:,}" for what, count in computed.items())
+            lines.append(f"computed: {counts}")
+        if not self.config.lm_head:
+            tasks = ["embed"]
+            if self.head is not None and self.head.task != "embed":
+                tasks.append(self.head.task)
+                tasks += ["rank"] * (tasks[-1] == "classify" and len(self.head.labels) == 1)
+            which = " and ".join(tasks) + (" works" if len(tasks) == 1 else " work")
+            lines.append(f"no masked language model head: only --task {which}")
+        if self.head is not None:
+            lines.append(_describe(self.head, self.config))
+        if self.generation:
+            kept = ", ".join(f"{name} {value}" for name, value in self.generation.items())
+            lines.append(f"generation defaults: {kept}")
+        if self.ignored:
+            names = ", ".join(f"{name} {value}" for name, value in self.ignored.items())
+            lines.append(f"left out of the settings of generate: {names}")
+        if self.unused:
+            files = (
+                f"{file}: {', '.join(f'{name} {_short(value)}' for name, value in values.items())}"
+                for file, values in self.unused.items()
+            )
+            lines.append(f"not used: {'; '.join(files)}")
+        return "\n".join(lines)
+
+
+def _describe(head: HeadSettings, config: ModelConfig) -> str:
+    parts = [f"head for --task {head.task}"]
+    if head.labels:
+        parts.append(f"labels {_cut_short(', '.join(head.labels))}")
+    if config.pooling:
+        parts.append(f"pooling {' and '.join(config.pooling)}")
+    if config.head_widths:
+        parts.append(f"layers of width {', '.join(map(str, config.head_widths))}")
+    if config.unit_length:
+        parts.append("length 1")
+    if head.longest:
+        parts.append(f"rows cut to {head.longest} tokens")
+    if head.prompts:
+        default = f" (default {head.default_prompt})" if head.default_prompt else ""
+        parts.append(f"prompts {' '.join(head.prompts)}{default}")
+    return ", ".join(parts)
+
+
+def _short(value: Any) -> str:
+    return _cut_short(json.dumps(value, ensure_ascii=False))
+
+
+def _cut_short(text: str) -> str:
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
