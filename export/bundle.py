@@ -74,6 +74,7 @@ def export_bundle(
     calibrate: Sequence[str] = (),
     one_graph: int = 0,
     force: bool = False,
+    traces: Traces | None = None,
     say: Callable[[str], None] = lambda line: None,
     done: Done = lambda phase, done, total: None,
 ) -> Bundle:
@@ -89,6 +90,7 @@ def export_bundle(
         calibrate: Sentences that an int8 variant is calibrated on.
         one_graph: Beams of a search to add as one graph, 1 for greedy search; 0 for none.
         force: Replace an existing bundle.
+        traces: Graphs traced before; receives those of this export. Default: none.
         say: Receives a line at each stage.
         done: As for `verify_against`.
 
@@ -120,7 +122,7 @@ def export_bundle(
         variants = list(dict.fromkeys([PORTABLE, *variants]))
         described: dict[str, Variant] = {}
         written: dict[Path, Places] = {}
-        traces = Traces()
+        traces = traces or Traces()
         for name in variants:
             say(f"exporting variant {name}")
             graphs = make_variant(model, name, calibration, traces)

@@ -189,6 +189,7 @@ def export(
     typical = some_lines(calibrate) if calibrate else []
     from transferry.build_model.checkpoint import load_checkpoint, load_samples
     from transferry.export.bundle import export_bundle
+    from transferry.export.trace.graph import Traces
 
     with progress(quiet) as show_phase:
         bundle = export_bundle(
@@ -199,6 +200,7 @@ def export(
             calibrate=typical,
             one_graph=one_graph_beam if one_graph else 0,
             force=force,
+            traces=click.get_current_context().ensure_object(Traces),
             say=teller(quiet),
             done=show_phase,
         )
@@ -302,6 +304,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
             show_phase("loading torch and the run", 0, 1)
             from transferry.build_model.checkpoint import load_checkpoint, load_samples
             from transferry.export.oracle.cases import fitting
+            from transferry.export.trace.graph import Traces
             from transferry.export.verify import verify_against
 
             trained = load_checkpoint(checkpoint)
@@ -317,6 +320,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
                 replay=options["replay"],
                 batches=batch_options(options["batch_rows"]),
                 search=search or None,
+                traces=click.get_current_context().ensure_object(Traces),
                 done=show_phase,
             )
     issued = (bundle, variant, session, report, date)

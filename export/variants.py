@@ -52,7 +52,7 @@ def make_variant(
         model: The model in float32, in eval mode.
         name: One of `RECIPES`.
         calibration: Required for an int8 variant.
-        traces: Of the model's variants exported before; they share what they trace.
+        traces: Graphs traced before; receives the new ones.
 
     Raises:
         UsageError: There is no such variant, or an int8 variant is not calibrated.

@@ -35,6 +35,7 @@ from transferry.export.oracle.oracle import Oracle, TextParity
 from transferry.export.oracle.served import REPLICAS
 from transferry.export.recipes import RECIPES
 from transferry.export.rewrite.calibration import Calibration
+from transferry.export.trace.graph import Traces
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import PORTABLE
 from transferry.runtime.decoding.batching import BatchOptions
@@ -66,6 +67,7 @@ def verify_against(
     batches: BatchOptions | None = None,
     search: Mapping[str, Any] | None = None,
     effort: Effort = ALL,
+    traces: Traces | None = None,
     done: Done = lambda phase, done, total: None,
 ) -> ParityReport:
     """Compares a bundle with the run that it was exported from.
@@ -87,6 +89,7 @@ def verify_against(
         search: Fields of GenerationOptions of a search to run besides the standard ones;
             `suppress` may hold text.
         effort: How much to check; by default everything.
+        traces: Graphs traced before, for the comparison with graphs exported anew.
         done: Called with the phase, the steps finished and their total.
 
     Raises:
@@ -107,6 +110,7 @@ def verify_against(
     tolerance = Tolerance.of(precision)
     calibration = Calibration.of(bundle, variant) if precision == "int8" else None
     special = checkpoint.tokenizer.special
+    traces = traces or Traces()
     # Before the oracle, which takes memory too.
     claims = [
         *manifest_claims(checkpoint, bundle),
@@ -117,7 +121,7 @@ def verify_against(
     )
     if effort.anew:
         claims.append(recorded_claim(bundle, variant, oracle))
-        fresh = fresh_graphs(checkpoint.model, bundle, variant, calibration)
+        fresh = fresh_graphs(checkpoint.model, bundle, variant, calibration, traces)
         claims += [graphs_claim(fresh, bundle, variant)] if fresh is not None else []
     batches = batches or model.batches
     batches = replace(batches, rows=min(batches.rows, effort.batch_rows or batches.rows))
@@ -167,7 +171,8 @@ def verify_against(
     )
     if plant_faults and report.passed:
         few = text.sources[:PLANTED_ROWS] or random_sources(config, PLANTED_ROWS)
-        planted = self_test(checkpoint, bundle, model, few, tolerance, partial(done, "self-test"))
+        told = partial(done, "self-test")
+        planted = self_test(checkpoint, bundle, model, few, tolerance, told, traces)
         return replace(report, self_test=planted)
     wrong = any(item.fault for item in comparisons) or not all(item.passed for item in decisions)
     if wrong and variant.name == PORTABLE:

@@ -6,10 +6,14 @@ from click.testing import CliRunner, Result
 
 from transferry.cli import main
 
+# Object of click's context: the traces that export and verify share, set by the fixture `traces`.
+shared: object = None
+
 
 def call(*arguments: str | Path, stdin: bytes = b"") -> Result:
-    """Runs a command; what is no exit of the command itself is raised."""
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
+    """Runs a command; raises every exception but its own exit."""
+    given = [str(argument) for argument in arguments]
+    result = CliRunner().invoke(main, given, input=stdin, obj=shared)
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result

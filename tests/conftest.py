@@ -5,7 +5,7 @@ import gc
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,7 @@ def make_run(
 
 
 def make_bundle(run: Path, folder: Path, *variants: str, one_graph: int = 0) -> Path:
+    from tests.traced import TRACES
     from transferry.build_model.checkpoint import load_checkpoint, load_samples
     from transferry.build_model.train.corpus import builtin_pairs
     from transferry.export.bundle import export_bundle
@@ -140,6 +141,7 @@ def make_bundle(run: Path, folder: Path, *variants: str, one_graph: int = 0) -> 
         variants=variants,
         calibrate=[pair.source for pair in builtin_pairs(300, seed=1)] if variants else (),
         one_graph=one_graph,
+        traces=TRACES,
     )
     return folder
 
@@ -170,12 +172,12 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 
 
 @pytest.fixture(scope="session")
-def traced_once(once: Once) -> Iterator[None]:
-    """Traces each graph of a variant once in a run of the suite; see `tests/traced.py`."""
-    from tests import traced
+def traces(once: Once) -> None:
+    """Keeps `TRACES` of tests/traced.py on disk, and passes them to `export` and `verify`."""
+    from tests import commands
+    from tests.traced import TRACES
 
-    with traced.traced_once(once):
-        yield
+    TRACES.once, commands.shared = once, TRACES
 
 
 @pytest.fixture(scope="session")
@@ -185,13 +187,13 @@ def run_folder(once: Once) -> Path:
 
 
 @pytest.fixture(scope="session")
-def bundle_folder(run_folder: Path, once: Once, traced_once: None) -> Path:
+def bundle_folder(run_folder: Path, once: Once, traces: None) -> Path:
     """The bundle of `run_folder`. Copy it before changing anything in it."""
     return once("bundle", lambda folder: make_bundle(run_folder, folder))
 
 
 @pytest.fixture(scope="session")
-def weight_only_bundle_folder(run_folder: Path, once: Once, traced_once: None) -> Path:
+def weight_only_bundle_folder(run_folder: Path, once: Once, traces: None) -> Path:
     """The bundle of `run_folder` with its weights in int8 too."""
     return once("weight-only", lambda folder: make_bundle(run_folder, folder, "portable-int8"))
 
@@ -215,45 +217,45 @@ def writer_run_folder(once: Once) -> Path:
 
 
 @pytest.fixture(scope="session")
-def writer_bundle_folder(writer_run_folder: Path, once: Once, traced_once: None) -> Path:
+def writer_bundle_folder(writer_run_folder: Path, once: Once, traces: None) -> Path:
     """The bundle of `writer_run_folder`."""
     return once("writer-bundle", lambda folder: make_bundle(writer_run_folder, folder))
 
 
 @pytest.fixture(scope="session")
-def whole_bundle_folder(run_folder: Path, once: Once, traced_once: None) -> Path:
+def whole_bundle_folder(run_folder: Path, once: Once, traces: None) -> Path:
     """The bundle of `run_folder` with greedy search as one graph."""
     return once("whole-bundle", lambda folder: make_bundle(run_folder, folder, one_graph=1))
 
 
 @pytest.fixture(scope="session")
-def beam_bundle_folder(run_folder: Path, once: Once, traced_once: None) -> Path:
+def beam_bundle_folder(run_folder: Path, once: Once, traces: None) -> Path:
     """The bundle of `run_folder` with a search of 4 beams as one graph."""
     return once("beam-bundle", lambda folder: make_bundle(run_folder, folder, one_graph=4))
 
 
 @pytest.fixture(scope="session")
-def whole_writer_bundle_folder(writer_run_folder: Path, once: Once, traced_once: None) -> Path:
+def whole_writer_bundle_folder(writer_run_folder: Path, once: Once, traces: None) -> Path:
     """The bundle of `writer_run_folder` with greedy search as one graph."""
     name = "whole-writer-bundle"
     return once(name, lambda folder: make_bundle(writer_run_folder, folder, one_graph=1))
 
 
 @pytest.fixture(scope="session")
-def fast_bundle_folder(run_folder: Path, once: Once, traced_once: None) -> Path:
+def fast_bundle_folder(run_folder: Path, once: Once, traces: None) -> Path:
     """The bundle of `run_folder` with its fused variant in float32."""
     return once("fast-bundle", lambda folder: make_bundle(run_folder, folder, "cpu-fp32"))
 
 
 @pytest.fixture(scope="session")
-def fast_writer_bundle_folder(writer_run_folder: Path, once: Once, traced_once: None) -> Path:
+def fast_writer_bundle_folder(writer_run_folder: Path, once: Once, traces: None) -> Path:
     """The bundle of `writer_run_folder` with its fused variant in float32."""
     name = "fast-writer-bundle"
     return once(name, lambda folder: make_bundle(writer_run_folder, folder, "cpu-fp32"))
 
 
 @pytest.fixture(scope="session")
-def device_bundle_folder(run_folder: Path, once: Once, traced_once: None) -> Path:
+def device_bundle_folder(run_folder: Path, once: Once, traces: None) -> Path:
     """The bundle of `run_folder` with a variant for a GPU, which a CPU runs too."""
     return once("device-bundle", lambda folder: make_bundle(run_folder, folder, "cuda-fp16"))
 
@@ -276,6 +278,6 @@ def reader_run_folder(once: Once) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reader_bundle_folder(reader_run_folder: Path, once: Once, traced_once: None) -> Path:
+def reader_bundle_folder(reader_run_folder: Path, once: Once, traces: None) -> Path:
     """The bundle of `reader_run_folder`."""
     return once("reader-bundle", lambda folder: make_bundle(reader_run_folder, folder))

@@ -18,7 +18,7 @@ from tests.commands import call
 from transferry.cli import main
 from transferry.runtime.errors import install_command
 
-pytestmark = pytest.mark.usefixtures("traced_once")
+pytestmark = pytest.mark.usefixtures("traces")
 
 # The smallest model that is one.
 SMALLEST = [

@@ -13,12 +13,14 @@ import generators
 import shapes
 from environment import processor
 from tests.build_model.importing.test_huggingface import save
+from tests.traced import TRACES
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_checkpoint
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.export.bundle import export_bundle
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("traces")
 TEXTS = [pair.source for pair in builtin_pairs(24, seed=3)]
 
 
@@ -28,7 +30,9 @@ def measured(
     """Runs a benchmark on a small random model."""
     save(kind, folder / "model")
     import_checkpoint(folder / "model", folder / "run")
-    export_bundle(load_checkpoint(folder / "run"), folder / "bundle", variants=["cpu-fp32"])
+    export_bundle(
+        load_checkpoint(folder / "run"), folder / "bundle", variants=["cpu-fp32"], traces=TRACES
+    )
     text = folder / "text.txt"
     text.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
     paths = [str(folder / "model"), str(folder / "bundle"), str(text)]

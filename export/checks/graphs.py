@@ -17,7 +17,7 @@ import onnx_ir as ir
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.recipes import RECIPES
 from transferry.export.rewrite.calibration import Calibration
-from transferry.export.trace.graph import Graph
+from transferry.export.trace.graph import Graph, Traces
 from transferry.export.trace.store import SMALLEST
 from transferry.export.variants import add_one_graph, make_variant
 from transferry.runtime.bundle.bundle import Bundle
@@ -31,7 +31,11 @@ WRITERS = ("transferry", "torch", "onnx", "onnxscript")
 
 
 def fresh_graphs(
-    model: Transformer, bundle: Bundle, variant: Variant, calibration: Calibration | None
+    model: Transformer,
+    bundle: Bundle,
+    variant: Variant,
+    calibration: Calibration | None,
+    traces: Traces | None = None,
 ) -> Mapping[str, Graph] | None:
     """Exports the graphs of a variant anew, for `graphs_claim`.
 
@@ -40,6 +44,7 @@ def fresh_graphs(
         bundle: The bundle; `require_exported_from` holds.
         variant: One of its variants.
         calibration: Of an int8 variant.
+        traces: Graphs traced before.
 
     Returns:
         The graphs by name; None if the bundle was exported with other versions, whose graphs may
@@ -49,7 +54,7 @@ def fresh_graphs(
     same = made_by == {name: importlib.metadata.version(name) for name in WRITERS}
     if not same or variant.name not in RECIPES:
         return None
-    made = make_variant(model, variant.name, calibration)
+    made = make_variant(model, variant.name, calibration, traces)
     if whole := variant.graphs.get(ONE_GRAPH):
         special, generation = bundle.tokenizer.special, bundle.manifest.generation
         add_one_graph(made, model.config, special, generation, beams_of(whole))

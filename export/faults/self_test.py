@@ -42,6 +42,7 @@ from transferry.export.oracle.cases import (
 from transferry.export.oracle.oracle import Oracle, TextParity
 from transferry.export.oracle.searches import BRIEF
 from transferry.export.rewrite.calibration import Calibration
+from transferry.export.trace.graph import Traces
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import ONE_GRAPH, PORTABLE
 from transferry.runtime.decoding.search import search
@@ -91,6 +92,7 @@ def self_test(
     sources: Sequence[Sequence[int]],
     tolerance: Tolerance,
     done: Callable[[int, int], None] = lambda done, total: None,
+    traces: Traces | None = None,
 ) -> list[PlantedFault]:
     """Plants every kind of fault that applies, and verifies each faulty copy.
 
@@ -101,12 +103,13 @@ def self_test(
         sources: Token ids of the sources of the searches; may be empty.
         tolerance: What passes.
         done: Called with the number of faults finished and of all faults.
+        traces: Graphs traced before.
 
     Raises:
         ParityError: The bundle itself does not pass, so that its copies would prove nothing.
         InputError: A fault cannot be planted: the graphs are not those that this version exports.
     """
-    gate = Gate(checkpoint, bundle, model, sources, tolerance)
+    gate = Gate(checkpoint, bundle, model, sources, tolerance, traces)
     planted = [_fallen_back(bundle.graph(next(iter(model.variant.graphs.values()))))]
     with temporary_folder() as folder:
         # Rewritten like the others, so that the rewriting itself is not what is caught.
@@ -162,6 +165,7 @@ class Gate:
         model: Model,
         sources: Sequence[Sequence[int]],
         tolerance: Tolerance,
+        traces: Traces | None = None,
     ) -> None:
         self._checkpoint, self._bundle = checkpoint, bundle
         self._honest = model
@@ -178,7 +182,9 @@ class Gate:
         self._generation = default_generation(checkpoint)
         self._recorded = bundle.manifest.files[model.variant.reference]
         self._sources = sources
-        self._fresh = fresh_graphs(checkpoint.model, bundle, model.variant, self._calibration)
+        self._fresh = fresh_graphs(
+            checkpoint.model, bundle, model.variant, self._calibration, traces
+        )
         cases = brief_sweep(self._config, model.batches.rows)
         cases += lengths(self._config, sources)
         if precision in INTEGERS:

@@ -8,7 +8,7 @@ import gc
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -116,29 +116,42 @@ def pair(tensors: Sequence[Tensor]) -> list[KeyValues]:
 
 
 class Traces:
-    """Traced graphs of one model, for variants that begin with the same graph."""
+    """Traced graphs without weights, shared by every model and variant with the same modules."""
 
-    def __init__(self) -> None:
-        self._traced: dict[Any, _Trace] = {}
+    def __init__(self, trace: Callable[[nn.Module, GraphSpec, int], Graph] | None = None) -> None:
+        """Takes the function that traces a module. Default: `export_graph`."""
+        self._trace = trace or export_graph
+        self._traced: dict[tuple[Any, ...], _Trace] = {}
 
     def graph(self, module: nn.Module, spec: GraphSpec, opset: int) -> Graph:
-        """Returns what `export_graph` does; fills in the weights if the module was traced before.
+        """Returns the graph of `export_graph`, filled with the module's weights.
 
-        Args:
-            module: A module of the model, or of a copy with some weights changed.
-            spec: As for `export_graph`.
-            opset: As for `export_graph`.
+        Traces the module only if no equal one was traced before.
         """
-        weights = dict(module.named_parameters()) | dict(module.named_buffers())
-        types = frozenset(weight.dtype for weight in weights.values())
-        key = type(module), types, spec.inputs, spec.outputs, opset
+        weights = weights_of(module)
+        key = trace_key(module, spec, opset)
         program, trace = None, self._traced.get(key)
         if trace is None or not trace.fits(weights):
-            graph = export_graph(module, spec, opset)
+            graph = self._trace(module, spec, opset)
             program = graph.program
             trace = self._traced[key] = _Trace(graph, weights)
-        # A copy the first time too: it decides the names of what is added.
+        # Cloned the first time too: a clone numbers the names of added nodes from zero.
         return Graph(trace.filled(weights), spec, program)
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """Returns parameters and buffers by name, buffers that no checkpoint stores included."""
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def trace_key(module: nn.Module, spec: GraphSpec, opset: int) -> tuple[Any, ...]:
+    """Returns everything that decides a traced graph, except for equal small weights."""
+    config = getattr(getattr(module, "model", None), "config", None)
+    types = tuple((name, str(weight.dtype)) for name, weight in weights_of(module).items())
+    kind = type(module)
+    # repr: a layer's sizes and constants, such as the epsilon of a norm.
+    of_module = kind.__module__, kind.__qualname__, repr(module), repr(config), types
+    return *of_module, spec.inputs, spec.outputs, opset
 
 
 class _Trace:

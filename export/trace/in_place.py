@@ -224,7 +224,7 @@ def export_fused_graphs(
         model: Encoder-decoder or decoder-only, in eval mode and in the variant's precision.
         cache_type: Element type of the stored cache. Default: the model's precision, which
             "encoder" and "decoder" keep in either case.
-        traces: Of variants exported before.
+        traces: Graphs traced before; receives the new ones.
     """
     config = model.config
     precision = str(model.embedding.weight.dtype).removeprefix("torch.")

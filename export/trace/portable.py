@@ -81,7 +81,7 @@ def export_graphs(
     Args:
         model: The model, in eval mode.
         names: Default: all graphs of the architecture (`runtime.bundle.GRAPHS`).
-        traces: Of variants exported before.
+        traces: Graphs traced before; receives the new ones.
     """
     config = model.config
     cache = partial(cache_specs, config)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.conftest import Once, make_run
 from tests.sealed import records
+from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
@@ -69,8 +70,8 @@ def oracle(checkpoint: Checkpoint) -> Oracle:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _traced_once(traced_once: None) -> None:
-    """All variants of these tests are made from graphs traced once."""
+def _shared_traces(traces: None) -> None:
+    """These tests pass `TRACES`, on disk, to exports and verifications."""
 
 
 def written(folder: Path, model: Transformer, name: str, graphs: dict[str, Graph]) -> Bundle:
@@ -190,7 +191,7 @@ def export_screened(
         patch.setattr(exporting, "verify_variant", lambda *_: None)
         patch.setattr(exporting, "calibrated", widest)
         given = {"texts": texts, "variants": names, "calibrate": texts, **options}
-        return export_bundle(checkpoint, out, **given)
+        return export_bundle(checkpoint, out, **given, traces=TRACES)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.transformer import Transformer
 from transferry.export import bundle as export
@@ -156,7 +157,7 @@ class TestPlace:
 
     def test_folders_on_the_way_are_made(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
         out = tmp_path / "some" / "where"
-        bundle = export_bundle(checkpoint, out)
+        bundle = export_bundle(checkpoint, out, traces=TRACES)
         assert bundle.folder == out
         assert [path.name for path in out.parent.iterdir()] == ["where"]
 
@@ -165,7 +166,7 @@ class TestPlace:
     ) -> None:
         out = Path(shutil.copytree(bundle_folder, tmp_path / "bundle"))
         with pytest.raises(UsageError, match="--force"):
-            export_bundle(checkpoint, out)
+            export_bundle(checkpoint, out, traces=TRACES)
         assert contents(tmp_path / "bundle") == contents(bundle_folder)
 
     def test_existing_bundle_is_replaced_with_force(
@@ -175,11 +176,11 @@ class TestPlace:
         note = out / "of somebody else"
         note.touch()
         with pytest.raises(UsageError, match="holds of somebody else, which transferry did not"):
-            export_bundle(checkpoint, out, texts=texts[:2], force=True)
+            export_bundle(checkpoint, out, texts=texts[:2], force=True, traces=TRACES)
         note.unlink()
         (out / "certificates").mkdir()
         (out / "certificates" / "of the old bundle.json").touch()
-        bundle = export_bundle(checkpoint, out, texts=texts[:2], force=True)
+        bundle = export_bundle(checkpoint, out, texts=texts[:2], force=True, traces=TRACES)
         assert len(Reference.load(out / REFERENCE).sources) == 2
         assert contents(out).keys() == {*bundle.manifest.files, MANIFEST}
         assert list(tmp_path.iterdir()) == [out]
@@ -195,13 +196,13 @@ class TestPlace:
         before = contents(tmp_path)
         for out in (folder, file):
             with pytest.raises(UsageError, match=f"{out} exists"):
-                export_bundle(checkpoint, out, force=force)
+                export_bundle(checkpoint, out, force=force, traces=TRACES)
         assert contents(tmp_path) == before
 
     def test_place_that_cannot_be_written(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(InputError, match="cannot be written"):
-            export_bundle(checkpoint, tmp_path / "file" / "bundle")
+            export_bundle(checkpoint, tmp_path / "file" / "bundle", traces=TRACES)
         assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
@@ -211,9 +212,11 @@ def test_texts_that_do_not_fit_are_not_recorded(
 ) -> None:
     """If none fits, random sources are recorded."""
     too_long = " ".join(texts)
-    bundle = export_bundle(checkpoint, tmp_path / "one", texts=["", too_long, texts[0]])
+    bundle = export_bundle(
+        checkpoint, tmp_path / "one", texts=["", too_long, texts[0]], traces=TRACES
+    )
     assert Reference.load(bundle.folder / REFERENCE).sources == sources[:1]
-    bundle = export_bundle(checkpoint, tmp_path / "none", texts=["", too_long])
+    bundle = export_bundle(checkpoint, tmp_path / "none", texts=["", too_long], traces=TRACES)
     assert len(Reference.load(bundle.folder / REFERENCE).sources) == 8
 
 
@@ -245,9 +248,9 @@ def test_failed_check_leaves_nothing(
     checkpoint: Checkpoint, bundle_folder: Path, tmp_path: Path, old: Path, texts: list[str]
 ) -> None:
     with pytest.raises(ParityError, match="does not answer as torch does"):
-        export_bundle(checkpoint, tmp_path / "new" / "bundle", texts=texts)
+        export_bundle(checkpoint, tmp_path / "new" / "bundle", texts=texts, traces=TRACES)
     with pytest.raises(ParityError, match="does not answer as torch does"):
-        export_bundle(checkpoint, old, texts=texts, force=True)
+        export_bundle(checkpoint, old, texts=texts, force=True, traces=TRACES)
     require_untouched(tmp_path, old, bundle_folder)
 
 
@@ -266,9 +269,9 @@ def test_interruption_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(export, stage, raising(error))
     with pytest.raises(becomes):
-        export_bundle(checkpoint, tmp_path / "new" / "bundle")
+        export_bundle(checkpoint, tmp_path / "new" / "bundle", traces=TRACES)
     with pytest.raises(becomes):
-        export_bundle(checkpoint, old, force=True)
+        export_bundle(checkpoint, old, force=True, traces=TRACES)
     require_untouched(tmp_path, old, bundle_folder)
 
 
@@ -292,7 +295,7 @@ def test_interrupted_replacement_puts_the_old_bundle_back(
 
     monkeypatch.setattr(Path, "rename", fails_for_the_new)
     with pytest.raises(becomes):
-        export_bundle(checkpoint, old, force=True)
+        export_bundle(checkpoint, old, force=True, traces=TRACES)
     require_untouched(tmp_path, old, bundle_folder)
 
 
@@ -310,7 +313,7 @@ def test_former_bundle_that_cannot_be_removed_is_named(
 
     monkeypatch.setattr(shutil, "rmtree", refuses_the_old)
     with pytest.raises(InputError, match=r"is replaced, but .* delete .*\.old$"):
-        export_bundle(checkpoint, old, force=True)
+        export_bundle(checkpoint, old, force=True, traces=TRACES)
     Bundle.load(old)
 
 
@@ -327,7 +330,7 @@ def test_manifest_is_written_last(
             Bundle.load(bundle.folder)
 
     monkeypatch.setattr(export, "check_graphs", look)
-    export_bundle(checkpoint, tmp_path / "bundle")
+    export_bundle(checkpoint, tmp_path / "bundle", traces=TRACES)
     assert [path.parent for path in seen] == [tmp_path]
     assert seen[0].name.startswith(".")
 
@@ -336,7 +339,9 @@ def test_manifest_is_written_last(
 def test_stages_are_told(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A variant that is named twice is made once."""
     said: list[str] = []
-    export_bundle(checkpoint, tmp_path / "bundle", variants=["portable"], say=said.append)
+    export_bundle(
+        checkpoint, tmp_path / "bundle", variants=["portable"], say=said.append, traces=TRACES
+    )
     assert said == [
         "exporting variant portable",
         "recording reference answers of torch",

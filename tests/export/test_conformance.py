@@ -11,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.export import bundle as exporting
@@ -71,7 +72,9 @@ def writer_variants(calm_writer: Checkpoint, tmp_path_factory: pytest.TempPathFa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(variants, "SMALLEST_VOCABULARY", 1)
         patch.setattr(exporting, "verify_variant", lambda *_: None)  # the tests below do it
-        return export_bundle(calm_writer, folder, texts=lines[:8], variants=names, calibrate=lines)
+        return export_bundle(
+            calm_writer, folder, texts=lines[:8], variants=names, calibrate=lines, traces=TRACES
+        )
 
 
 @pytest.fixture(scope="module", params=["encoder-decoder", "decoder-only", "recurrent"])

@@ -19,6 +19,7 @@ from tests.build_model.importing.test_model_types import (
     exact,
     transformers,
 )
+from tests.traced import TRACES
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder
 from transferry.build_model.importing.huggingface.importer import import_checkpoint
@@ -63,7 +64,7 @@ def test_the_engine_answers_as_generate_does(
     import_checkpoint(folder, run)
     monkeypatch.setattr(exporting, "PORTABLE", variant)  # no other is traced
     monkeypatch.setattr("transferry.export.oracle.effort.RECORDED_LENGTH", 4)
-    export_bundle(load_checkpoint(run), tmp_path / "bundle")
+    export_bundle(load_checkpoint(run), tmp_path / "bundle", traces=TRACES)
     engine = Engine.load(tmp_path / "bundle")
     assert list(engine.bundle.manifest.variants) == [variant]
     for beam in (1, 3):

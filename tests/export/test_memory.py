@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.traced import TRACES
 from transferry.build_model.checkpoint import load_checkpoint, load_samples
 from transferry.export import bundle as exporting
 from transferry.export import variants as making
@@ -76,7 +77,12 @@ def test_a_variant_is_gone_when_the_next_is_made(
     texts = load_samples(reader_run_folder)
     variants = ["cpu-fp32", "cpu-int8"]
     bundle = export_bundle(
-        checkpoint, tmp_path / "bundle", texts=texts, variants=variants, calibrate=texts
+        checkpoint,
+        tmp_path / "bundle",
+        texts=texts,
+        variants=variants,
+        calibrate=texts,
+        traces=TRACES,
     )
     assert list(bundle.manifest.variants) == ["portable", *variants]
     assert len(made) == 3

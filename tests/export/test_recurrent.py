@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.traced import TRACES
 from transferry import Engine
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.config import ModelConfig
@@ -111,7 +112,7 @@ def test_every_variant_is_torchs_model(
     request: pytest.FixtureRequest, texts: list[str], variant: str
 ) -> None:
     checkpoint, bundle = side(request, variant)
-    report = verify_against(checkpoint, bundle, opened(bundle, variant), texts[:4])
+    report = verify_against(checkpoint, bundle, opened(bundle, variant), texts[:4], traces=TRACES)
     assert report.passed, report_text(report)
     if variant in ("portable", "cpu-fp32"):
         assert [item.identical for item in report.decisions][:2] == [4, 4]

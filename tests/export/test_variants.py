@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.export.conftest import written
+from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
@@ -72,7 +73,7 @@ def test_cpu_fp32_adds_nothing_to_the_weights(
     graphs = [
         graph
         for name in ("portable", "cpu-fp32")
-        for graph in make_variant(checkpoint.model, name).values()
+        for graph in make_variant(checkpoint.model, name, traces=TRACES).values()
     ]
     write_graphs([(graph.model, tmp_path / graph.spec.file) for graph in graphs])
     alone = bundle.folder / "portable" / WEIGHTS
@@ -96,11 +97,13 @@ def test_unknown_variants_are_refused(checkpoint: Checkpoint, tmp_path: Path) ->
             UsageError,
             match=r"one of portable, portable-int8, cpu-fp32, cpu-int8, cpu-int4, cuda",
         ):
-            make_variant(checkpoint.model, name)
+            make_variant(checkpoint.model, name, traces=TRACES)
         with pytest.raises(UsageError, match=f"there is no variant {name!r}"):
-            export_bundle(checkpoint, tmp_path / "bundle", variants=["cpu-fp32", name])
+            export_bundle(
+                checkpoint, tmp_path / "bundle", variants=["cpu-fp32", name], traces=TRACES
+            )
     with pytest.raises(UsageError, match=r"cpu-int8 is calibrated on text .*--calibrate FILE"):
-        export_bundle(checkpoint, tmp_path / "bundle", variants=["cpu-int8"])
+        export_bundle(checkpoint, tmp_path / "bundle", variants=["cpu-int8"], traces=TRACES)
     assert not list(tmp_path.iterdir()), "before any work"
 
 
@@ -116,6 +119,7 @@ def test_variants_for_a_gpu_are_written_where_there_is_none(
         texts=load_samples(reader_run_folder),
         variants=list(types),
         say=said.append,
+        traces=TRACES,
     )
     if (obstacle := cuda_obstacle()) is not None:
         assert [line for line in said if "is not verified" in line] == [
@@ -138,7 +142,7 @@ def test_half_precision_answers_nearly_alike(tmp_path: Path) -> None:
     stacks = dict(encoder_layers=0, decoder_layers=1, norm_order="pre")
     config = ModelConfig.from_dict({**shape, **stacks, "architecture": "decoder-only"})
     model = Transformer(config).eval()
-    bundle = written(tmp_path, model, "cuda-fp16", make_variant(model, "cuda-fp16"))
+    bundle = written(tmp_path, model, "cuda-fp16", make_variant(model, "cuda-fp16", traces=TRACES))
     variant = bundle.variant()
     assert (variant.top_k, variant.cache) == (True, CacheSpec(True, "float16"))
     check_graphs(bundle)
@@ -169,7 +173,7 @@ def test_of_a_large_model_export_tells_a_loss_and_verify_judges(
     # It is the answers to the texts that are judged.
     case = random_case(checkpoint.model.config, 2, 3, 1, seed=0)
     monkeypatch.setattr(effort.Effort, "cases", lambda *_: [case])
-    made = partial(export_bundle, checkpoint, texts=texts[:4])
+    made = partial(export_bundle, checkpoint, texts=texts[:4], traces=TRACES)
     with pytest.raises(ParityError, match="Equivalent choices"):
         made(tmp_path / "small")
     assert not (tmp_path / "small").exists()
@@ -180,6 +184,6 @@ def test_of_a_large_model_export_tells_a_loss_and_verify_judges(
     assert len(told) == 1
     assert "too few answers" in told[0]
     model = open_model(bundle, bundle.variant("cpu-int4"), SessionOptions())
-    report = verify_against(checkpoint, bundle, model, texts[:16])
+    report = verify_against(checkpoint, bundle, model, texts[:16], traces=TRACES)
     assert not report.passed
     assert all("Equivalent choices" in fault or "hoice" in fault for fault in report.faults)

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
@@ -174,7 +175,7 @@ def opened(bundle: Bundle) -> Model:
 
 
 def verify(checkpoint: Checkpoint, bundle: Bundle, texts: list[str]) -> ParityReport:
-    return verify_against(checkpoint, bundle, opened(bundle), texts)
+    return verify_against(checkpoint, bundle, opened(bundle), texts, traces=TRACES)
 
 
 class TestVerifyAgainst:
@@ -190,6 +191,7 @@ class TestVerifyAgainst:
             opened(bundle),
             texts[:5],
             done=lambda *state: progress.append(state),
+            traces=TRACES,
         )
         report.require()
         assert [(item.search, item.identical) for item in report.decisions] == [
@@ -224,7 +226,13 @@ class TestVerifyAgainst:
         self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
     ) -> None:
         report = verify_against(
-            checkpoint, bundle, opened(bundle), texts[:4], cross_check=True, plant_faults=True
+            checkpoint,
+            bundle,
+            opened(bundle),
+            texts[:4],
+            cross_check=True,
+            plant_faults=True,
+            traces=TRACES,
         )
         report.require()
         assert {item.runtime.partition(" ")[0] for item in report.cross_check} >= {

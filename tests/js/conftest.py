@@ -24,7 +24,7 @@ ENCODER: dict[str, Any] = dict(
 
 
 @pytest.fixture(scope="session")
-def ranker_bundle_folder(once: Once, traced_once: None) -> Path:
+def ranker_bundle_folder(once: Once, traces: None) -> Path:
     """A bundle that scores a text or a pair of texts with one label, of rows of 12 tokens."""
     head = HeadSettings("classify", ("LABEL_0",), "sigmoid", "sigmoid", longest=12)
     special = SpecialTokens(before=(1,), after=(2,), between=(2, 2))
@@ -37,7 +37,7 @@ def ranker_bundle_folder(once: Once, traced_once: None) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tagger_bundle_folder(once: Once, traced_once: None) -> Path:
+def tagger_bundle_folder(once: Once, traces: None) -> Path:
     """A bundle that tags the words of a WordPiece vocabulary."""
     made = word_piece(pytest.importorskip("tokenizers"), cased=True)
     files = {"huggingface.json": made.to_str().encode()}

@@ -1125,7 +1125,7 @@ def test_an_imported_run_has_no_training(kind: str, made: Makes) -> None:
 # --- from end to end ------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("traced_once")
+@pytest.mark.usefixtures("traces")
 @pytest.mark.parametrize("kind", KINDS)
 def test_from_their_folder_to_answers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ import torch
 from tests.build_model.importing.test_huggingface import marian_vocabulary, spm
 from tests.build_model.importing.test_model_types import exact, randomise, transformers
 from tests.commands import done
+from tests.traced import TRACES
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_checkpoint
 from transferry.export.bundle import export_bundle
@@ -83,7 +84,7 @@ def test_each_side_has_its_ids(larger: str, tmp_path: Path) -> None:
     assert 0 not in ours.encode_target(TEXTS[3])
 
 
-@pytest.mark.usefixtures("traced_once")
+@pytest.mark.usefixtures("traces")
 @torch.inference_mode()
 def test_answers_and_scores_are_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transferry.export.oracle.effort.RECORDED_LENGTH", 4)
@@ -93,7 +94,8 @@ def test_answers_and_scores_are_theirs(tmp_path: Path, monkeypatch: pytest.Monke
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     import_checkpoint(folder, run)
     ours = load_tokenizer(run)
-    export_bundle(load_checkpoint(run), bundle, texts=TEXTS[:3], variants=["cpu-fp32"])
+    texts, variants = TEXTS[:3], ["cpu-fp32"]
+    export_bundle(load_checkpoint(run), bundle, texts=texts, variants=variants, traces=TRACES)
     wanted = []
     for text in TEXTS[:3]:
         with exact():

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.sealed import records
+from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.export.checks.claims import manifest_claims, recorded_claim
 from transferry.export.oracle.oracle import Oracle
@@ -183,7 +184,7 @@ def test_a_wrong_claim_fails_the_verification(checkpoint: Checkpoint, bundle: Bu
         bundle, variants={"portable": variant}, generation={"max_length": 20, "beam": 2}
     )
     model = open_model(wrong, variant, SessionOptions())
-    report = verify_against(checkpoint, wrong, model, [])
+    report = verify_against(checkpoint, wrong, model, [], traces=TRACES)
     assert not report.passed
     assert report.tolerance == Tolerance()
     assert [line.partition(":")[0] for line in report.faults] == [

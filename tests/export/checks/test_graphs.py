@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.checks.graphs import fresh_graphs, graphs_claim
 from transferry.export.faults.bundle_copy import BundleCopy
@@ -21,7 +22,7 @@ NAME = "cpu-int8"
 def anew(checkpoint: Checkpoint, bundle: Bundle, name: str = NAME) -> dict[str, Graph]:
     variant = bundle.variant(name)
     calibration = Calibration.of(bundle, variant) if name == NAME else None
-    return dict(fresh_graphs(checkpoint.model, bundle, variant, calibration) or {})
+    return dict(fresh_graphs(checkpoint.model, bundle, variant, calibration, traces=TRACES) or {})
 
 
 @pytest.fixture(scope="module")

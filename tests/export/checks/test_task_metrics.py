@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.checks.task_metrics import token_agreement, translation
 from transferry.export.recipes import RECIPES
@@ -56,7 +57,7 @@ def verify(
         patch.setitem(RECIPES, PORTABLE, recipe)
         # The file still holds float32.
         patch.setattr("transferry.export.verify.weights_claim", lambda *_: Claim("weights"))
-        return verify_against(checkpoint, bundle, model, texts, targets)
+        return verify_against(checkpoint, bundle, model, texts, targets, traces=TRACES)
 
 
 def test_half_precision_passes_as_what_it_is(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.export.checks.graphs import GRAPHS
 from transferry.export.checks.weights import WEIGHTS
@@ -61,7 +62,7 @@ def test_each_fault_is_caught_by_the_answers(
 ) -> None:
     checkpoint, bundle, sources = side
     model = open_model(bundle, bundle.variant(), SessionOptions())
-    gate = Gate(checkpoint, bundle, model, sources, LIMIT)
+    gate = Gate(checkpoint, bundle, model, sources, LIMIT, traces=TRACES)
     honest = BundleCopy(bundle, bundle.variant(), tmp_path / "honest", whole=True)
     faults = one_graph_faults(honest)
     kinds = [fault.kind for fault in faults]
@@ -100,7 +101,7 @@ def test_the_self_test_plants_them_and_a_blunt_check_is_found_out(
     monkeypatch.setattr(module, "one_graph_faults", lengths_alone)
     model = open_model(bundle, bundle.variant(), SessionOptions())
     asked = checkpoint, bundle, model, sources, LIMIT
-    _, found = self_test(*asked)
+    _, found = self_test(*asked, traces=TRACES)
     assert (found.kind, found.changes_answer, found.passed) == (
         "generate: wrong lengths",
         True,
@@ -108,5 +109,5 @@ def test_the_self_test_plants_them_and_a_blunt_check_is_found_out(
     )
     assert found.caught_by not in ("", WEIGHTS, GRAPHS)
     monkeypatch.setattr(module, "check_one_graph", lambda *_: [])
-    _, missed = self_test(*asked)
+    _, missed = self_test(*asked, traces=TRACES)
     assert (missed.changes_answer, missed.passed) == (True, False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.export import variants
 from transferry.export.bundle import export_bundle
@@ -55,7 +56,7 @@ def run(side: Side, tolerance: float = 8.0, **changes: Any) -> dict[str, Planted
     checkpoint, bundle, sources = side
     sources = changes.pop("sources", sources)
     limit = Tolerance(factor=tolerance, most=math.inf)
-    found = self_test(checkpoint, bundle, opened(bundle), sources, limit, **changes)
+    found = self_test(checkpoint, bundle, opened(bundle), sources, limit, **changes, traces=TRACES)
     return {item.kind: item for item in found}
 
 
@@ -77,7 +78,7 @@ def numbers_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def gate_of(side: Side) -> Gate:
     checkpoint, bundle, sources = side
-    return Gate(checkpoint, bundle, opened(bundle), sources, Tolerance())
+    return Gate(checkpoint, bundle, opened(bundle), sources, Tolerance(), traces=TRACES)
 
 
 def test_every_fault_that_changes_an_answer_is_caught(side: Side) -> None:
@@ -173,7 +174,9 @@ def test_weights_of_half_precision_are_rounded_further(
     checkpoint = load_checkpoint(run_folder)
     half = checkpoint.model.half().float()
     other = dataclasses.replace(checkpoint, model=half)
-    bundle = export_bundle(other, tmp_path / "bundle", texts=load_samples(run_folder))
+    bundle = export_bundle(
+        other, tmp_path / "bundle", texts=load_samples(run_folder), traces=TRACES
+    )
     kind = "all weights rounded"
     some(monkeypatch, kind)
     planted = run((other, bundle, []))[kind]
@@ -192,7 +195,9 @@ def variant_gate(
     folder = request.getfixturevalue("tmp_path_factory").mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(variants, "SMALLEST_VOCABULARY", 1)  # as `export_all` has it
-        gate = Gate(calm, all_variants, model, sources, Tolerance.of(model.variant.precision))
+        gate = Gate(
+            calm, all_variants, model, sources, Tolerance.of(model.variant.precision), traces=TRACES
+        )
     return gate, BundleCopy(all_variants, model.variant, folder / "honest"), folder
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.export.conftest import random_reader, written
+from tests.traced import TRACES
 from transferry.export.bundle import check_graphs
 from transferry.export.oracle.cases import random_case
 from transferry.export.oracle.oracle import Oracle
@@ -33,7 +34,7 @@ def test_an_encoder_of_fused_attentions_answers_as_torch(
     changes: dict[str, Any], fused: int, tmp_path: Path
 ) -> None:
     model = random_reader(**changes)
-    graphs = make_variant(model, "cpu-fp32")
+    graphs = make_variant(model, "cpu-fp32", traces=TRACES)
     operators = [node.op_type for node in graphs["encoder"].model.graph]
     assert operators.count("Attention") == fused
     assert operators.count("Softmax") == 2 - fused
@@ -53,11 +54,11 @@ def test_an_encoder_of_fused_attentions_answers_as_torch(
 def test_an_attention_written_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_attention, "KEYS_IN_HEADS", [0, 2, 1, 3])
     with pytest.raises(ParityError, match=r"cpu-fp32: expected 2 attentions of the enc.*found 0"):
-        make_variant(random_reader(), "cpu-fp32")
+        make_variant(random_reader(), "cpu-fp32", traces=TRACES)
 
 
 def test_a_variant_for_a_gpu_keeps_what_every_provider_has() -> None:
-    graphs = make_variant(random_reader(), "cuda-fp16")
+    graphs = make_variant(random_reader(), "cuda-fp16", traces=TRACES)
     operators = {node.op_type for node in graphs["encoder"].model.graph}
     assert "Softmax" in operators
     assert "Attention" not in operators

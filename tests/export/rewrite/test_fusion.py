@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.export.conftest import random_reader, written
+from tests.traced import TRACES
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.oracle.cases import random_case
@@ -40,7 +41,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     else:
         run = {"both": "run_folder"}.get(request.param, f"{request.param}_run_folder")
         model = load_checkpoint(request.getfixturevalue(run)).model
-    graphs = make_variant(model, "cpu-fp32")
+    graphs = make_variant(model, "cpu-fp32", traces=TRACES)
     bundle = written(tmp_path_factory.mktemp("fused"), model, "cpu-fp32", graphs)
     return model, graphs, open_model(bundle, bundle.variant(), SessionOptions())
 
@@ -112,7 +113,7 @@ def test_a_linear_layer_that_is_not_found_is_refused(
 
     monkeypatch.setattr(fusion, "find_linear", misses_one)
     with pytest.raises(ParityError, match=r"variant cpu-fp32: expected 14 linear.*found 13"):
-        make_variant(model, "cpu-fp32")
+        make_variant(model, "cpu-fp32", traces=TRACES)
 
 
 class Mixed(nn.Module):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.export.conftest import BYTES, written
+from tests.traced import TRACES
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.export import variants
@@ -72,7 +73,7 @@ def model_of(options: dict[str, Any]) -> Transformer:
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     model = model_of(OPTIONS[request.param])
     calibration = calibrate(model, BYTES.special, SENTENCES, 10)
-    graphs = make_variant(model, "cpu-int8", calibration)
+    graphs = make_variant(model, "cpu-int8", calibration, traces=TRACES)
     bundle = written(tmp_path_factory.mktemp("int8"), model, "cpu-int8", graphs)
     decoder = FusedDecoder(bundle, bundle.variant(), SessionOptions())
     return model, calibration, graphs, decoder
@@ -183,7 +184,7 @@ def test_a_missed_attention_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     calibration = calibrate(model, BYTES.special, SENTENCES[:1], 4)
     monkeypatch.setattr(variants, "quantise_cache", lambda *given: quantise_cache(*given) - 1)
     with pytest.raises(ParityError, match=r"expected 4 attentions .*, found 3"):
-        make_variant(model, "cpu-int8", calibration)
+        make_variant(model, "cpu-int8", calibration, traces=TRACES)
 
 
 # The engine

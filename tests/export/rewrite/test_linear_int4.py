@@ -11,6 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tests.export.conftest import written
 from tests.export.test_family import config_of
+from tests.traced import TRACES
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.oracle.cases import single_tokens, sizes
 from transferry.export.oracle.oracle import Oracle
@@ -90,7 +91,7 @@ def test_bytes_are_in_onnxruntimes_order(inputs: int, bits: int) -> None:
 def test_a_model_is_what_torch_rounding_alike_computes(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Transformer(config_of(*MODELS[name])).eval()
-    bundle = written(tmp_path, model, INT4, make_variant(model, INT4))
+    bundle = written(tmp_path, model, INT4, make_variant(model, INT4, traces=TRACES))
     decoder = open_model(bundle, bundle.variant(INT4), SessionOptions())
     oracle = Oracle(model, SOURCES, Tolerance.of("int4"), precision="int4")
     found = oracle.numbers(decoder, [*single_tokens(model.config), *sizes(model.config)])

@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
+from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.bundle import export_bundle
 from transferry.export.faults.self_test import self_test
@@ -61,12 +62,14 @@ def test_the_variant_passes_and_its_faults_are_caught(
     small: Bundle, checkpoint: Checkpoint, texts: list[str], sources: list[list[int]]
 ) -> None:
     model = open_model(small, small.variant(NAME), SessionOptions())
-    report = verify_against(checkpoint, small, model, texts)
+    report = verify_against(checkpoint, small, model, texts, traces=TRACES)
     assert report.passed, report.faults
     assert {item.search for item in report.decisions} >= {"greedy", "beam 4"}
     # Nothing is rounded but weights, so no difference is tolerated.
     assert not any(item.defects or item.tolerated for item in report.decisions)
-    planted = self_test(checkpoint, small, model, sources[:2], Tolerance.of("int8-weights"))
+    planted = self_test(
+        checkpoint, small, model, sources[:2], Tolerance.of("int8-weights"), traces=TRACES
+    )
     assert sum(item.changes_answer for item in planted) >= 5
     assert all(item.passed for item in planted)
 
@@ -83,7 +86,7 @@ def test_other_weights_than_the_runs_are_refused(
 
     monkeypatch.setattr("transferry.export.variants.store_in_int8", coarser)
     with pytest.raises(ParityError):
-        export_bundle(checkpoint, tmp_path / "bundle", texts=texts, variants=[NAME])
+        export_bundle(checkpoint, tmp_path / "bundle", texts=texts, variants=[NAME], traces=TRACES)
     assert not (tmp_path / "bundle").exists()
 
 
@@ -95,7 +98,11 @@ def test_every_architecture_has_it(
 
     folder = request.getfixturevalue(fixture)
     bundle = export_bundle(
-        load_checkpoint(folder), tmp_path / "bundle", texts=load_samples(folder), variants=[NAME]
+        load_checkpoint(folder),
+        tmp_path / "bundle",
+        texts=load_samples(folder),
+        variants=[NAME],
+        traces=TRACES,
     )
     assert bundle.variant(NAME).precision == "int8-weights"
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from transferry.export.trace import graph as graphs
-from transferry.export.trace.graph import OPSET, Graph, Traces, spec
+from transferry.export.trace.editing import array_of
+from transferry.export.trace.graph import OPSET, Graph, Traces, export_graph, spec
 from transferry.runtime.bundle.specs import GraphSpec
 
 WIDTH = 4
@@ -34,17 +36,16 @@ class Scaled(nn.Module):
         return hidden * self.scale + self.bias
 
 
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """The modules that were traced."""
-    modules, export_graph = [], graphs.export_graph
+class Counted(Traces):
+    """Traces that keep the modules they traced."""
 
-    def export(module: nn.Module, *arguments: Any) -> Graph:
-        modules.append(module)
-        return export_graph(module, *arguments)
+    def __init__(self) -> None:
+        super().__init__(self._counted)
+        self.modules: list[nn.Module] = []
 
-    monkeypatch.setattr(graphs, "export_graph", export)
-    return modules
+    def _counted(self, module: nn.Module, spec: GraphSpec, opset: int) -> Graph:
+        self.modules.append(module)
+        return export_graph(module, spec, opset)
 
 
 def weights(graph: Graph) -> dict[str, float]:
@@ -55,11 +56,11 @@ def weights(graph: Graph) -> dict[str, float]:
     return found
 
 
-def test_one_trace_serves_other_weights(traced: list[nn.Module]) -> None:
-    traces = Traces()
+def test_one_trace_serves_other_weights() -> None:
+    traces = Counted()
     first = traces.graph(Scaled(2.0, 3.0), SPEC, OPSET)
     second = traces.graph(Scaled(5.0, 6.0), SPEC, OPSET)
-    assert len(traced) == 1
+    assert len(traces.modules) == 1
     assert (weights(first), weights(second)) == (
         {"scale": 2.0, "bias": 3.0},
         {"scale": 5.0, "bias": 6.0},
@@ -74,21 +75,21 @@ def test_one_trace_serves_other_weights(traced: list[nn.Module]) -> None:
     assert names[0] == names[1]
 
 
-def test_a_trace_that_stores_equal_weights_once_serves_no_others(traced: list[nn.Module]) -> None:
-    traces = Traces()
+def test_a_trace_that_stores_equal_weights_once_serves_no_others() -> None:
+    traces = Counted()
     assert len(weights(traces.graph(Scaled(2.0, 2.0), SPEC, OPSET))) == 1
     traces.graph(Scaled(2.0, 2.0), SPEC, OPSET)
-    assert len(traced) == 1
+    assert len(traces.modules) == 1
     assert weights(traces.graph(Scaled(2.0, 3.0), SPEC, OPSET)) == {"scale": 2.0, "bias": 3.0}
-    assert len(traced) == 2
+    assert len(traces.modules) == 2
 
 
-def test_other_shapes_types_and_modules_are_traced(traced: list[nn.Module]) -> None:
+def test_other_shapes_types_and_modules_are_traced() -> None:
     class Unscaled(Scaled):
         def forward(self, hidden: Tensor) -> Tensor:
             return hidden + self.bias
 
-    traces = Traces()
+    traces = Counted()
     halves = GraphSpec(
         "scaled.onnx",
         (spec("hidden", "float16", "rows", WIDTH),),
@@ -102,19 +103,34 @@ def test_other_shapes_types_and_modules_are_traced(traced: list[nn.Module]) -> N
         graph = traces.graph(module, kind, OPSET)
         stored = graph.model.graph.initializers["bias"].dtype
         assert stored == (ir.DataType.FLOAT if kind is SPEC else ir.DataType.FLOAT16)
-    assert len(traced) == 3
+    assert len(traces.modules) == 3
 
 
-def test_a_trace_keeps_no_weights(traced: list[nn.Module]) -> None:
-    module, traces = Scaled(2.0, 3.0), Traces()
+def test_a_trace_keeps_no_weights() -> None:
+    module, traces = Scaled(2.0, 3.0), Counted()
     traces.graph(module, SPEC, OPSET)
     weight = weakref.ref(module.scale)
     del module
-    traced.clear()
-    graphs.export_graph(Scaled(4.0, 5.0), SPEC, OPSET)  # the exporter holds what it traced last
-    traced.clear()
+    traces.modules.clear()
+    export_graph(Scaled(4.0, 5.0), SPEC, OPSET)  # the exporter holds the module traced last
     gc.collect()
     assert weight() is None
+
+
+def test_models_of_equal_shapes_and_other_settings_share_no_trace() -> None:
+    class OfModel(Scaled):
+        def __init__(self, shift: float) -> None:
+            super().__init__(2.0, 3.0)
+            self.model = SimpleNamespace(config=shift)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return torch.add(super().forward(hidden), self.model.config)
+
+    traces = Counted()
+    for shift in (0.5, 0.25, 0.5):
+        graph = traces.graph(OfModel(shift), SPEC, OPSET).model.graph
+        assert shift in [array_of(each).max() for each in graph.initializers.values()]
+    assert len(traces.modules) == 2
 
 
 def test_collection_is_rare_only_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,10 +163,10 @@ def test_a_program_is_taken_apart_only_where_it_must(
 
     monkeypatch.setattr(graphs, "_decompose", counted)
     module = Other(2.0, 3.0)
-    graph = graphs.export_graph(module, SPEC)
+    graph = export_graph(module, SPEC)
     assert len(apart) == in_place
     monkeypatch.setattr(graphs, "_decomposed", decompose)
-    whole = graphs.export_graph(module, SPEC)
+    whole = export_graph(module, SPEC)
     kinds = [[node.op_type for node in each.model.graph] for each in (graph, whole)]
     assert kinds[0] == kinds[1]
     session = onnxruntime.InferenceSession(ir.to_proto(graph.model).SerializeToString())
