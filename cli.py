@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from transferry.build_model.commands import import_, train
-from transferry.export.commands import audit, export, replay, report, verify
+from transferry.export.commands import audit, export, report, verify
 from transferry.export.distillation.commands import distil
 from transferry.runtime.console.commands import Commands, version_option
 from transferry.runtime.console.fields import fields_as_options, given
@@ -60,7 +60,7 @@ def main() -> None:
     """Carry a trained Transformer from PyTorch to ONNX Runtime, with proof of parity."""
 
 
-for made in (train, distil, import_, export, verify, report, replay, audit):
+for made in (train, distil, import_, export, verify, report, audit):
     main.add_command(made)
 
 

@@ -22,11 +22,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from random_faults import random_faults
 from sentences import read_sentences
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.faults.fault import Fault
-from transferry.export.faults.random_faults import random_faults
 from transferry.export.faults.self_test import Gate, faults_of
 from transferry.export.oracle.cases import source_of
 from transferry.export.verify import PLANTED_ROWS, verify_against

@@ -23,16 +23,10 @@ from transferry.export.oracle.effort import Effort
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.oracle.searches import RECORDED, search_settings
 from transferry.export.oracle.teacher_forcing import TeacherForcing
-from transferry.export.subject.ctranslate2_model import (
-    CTranslate2Decoder,
-    CTranslate2Encoder,
-    CTranslate2Folder,
-    import_ctranslate2,
-)
 from transferry.export.subject.decoder import ForeignDecoder, Padding
 from transferry.export.subject.encoder import ForeignEncoder
 from transferry.export.subject.layout import Layout
-from transferry.export.subject.model import Decoding, Encoding, Model, Observable, open_foreign
+from transferry.export.subject.model import Model, Observable, open_foreign
 from transferry.runtime.decoding.batching import BatchOptions, length_batches
 from transferry.runtime.decoding.decoder import ObservableDecoder
 from transferry.runtime.decoding.generation_options import GenerationOptions, generation_options
@@ -49,7 +43,6 @@ from transferry.runtime.proof.report import Claim, Decisions, ParityReport, Task
 # docs/audit.md has the measurement behind both.
 LARGEST = {"int8": 2.0**-3, "int4": 3 * 2.0**-3}
 REPEATS = 3
-LARGER = (8, 64)  # rows of the batches that CTranslate2 searches; it pads them itself
 MOST_ALONE = 32  # rows that are compared with themselves in batches
 ALONE = "each row alone"
 # Rows and columns of the unpadded input that exporters try a tolerance on (optimum's
@@ -83,7 +76,7 @@ class Way:
     """
 
     name: str
-    decoder: Decoding
+    decoder: ForeignDecoder
     rows: int
     answer: Answering
 
@@ -149,31 +142,23 @@ class Audit:
         """Yields the result of one check after another."""
         if isinstance(model, ForeignDecoder) and "right" not in self.paddings:
             model = model.padded("left")
-        if isinstance(model, Encoding):
+        if isinstance(model, ForeignEncoder):
             self.oracle.compared = frozenset(model.gives)
         else:
             self.oracle.compared = frozenset(["logits"])
         for case in self.cases():
-            found = self.numbers(model, self._fitting(model, case))
+            found = self.numbers(model, case)
             self.own = max(self.own, *(item.reference_error for item in found))
             yield found
         yield self.repeats(model)
-        if isinstance(model, Decoding):
+        if isinstance(model, ForeignDecoder):
             yield from self.searches(model)
         elif self.texts:
             yield from self.readings(model)
         pad_id = self.oracle.special.pad_id
-        sides = self.sides(model)
-        yield from batch_independence(model, self.texts[:MOST_ALONE], pad_id, sides, self.own)
-        if model.graphs:
-            yield declared(model.graphs)
-
-    def _fitting(self, model: Observable, case: Case) -> Case:
-        return model.fitting(case) if isinstance(model, CTranslate2Decoder) else case
-
-    def sides(self, model: Model) -> Sequence[Padding]:
-        """Returns the sides of padding; CTranslate2 pads by itself, on the right."""
-        return self.paddings if isinstance(model, ForeignDecoder | ForeignEncoder) else ["right"]
+        rows = self.texts[:MOST_ALONE]
+        yield from batch_independence(model, rows, pad_id, self.paddings, self.own)
+        yield declared(model.graphs)
 
     def numbers(self, model: Observable, case: Case) -> list[Comparison]:
         """Compares a case; one that does not run is a fault."""
@@ -185,7 +170,7 @@ class Audit:
 
     def repeats(self, model: Observable) -> Claim:
         """Runs one case several times: the same input must give the same bits."""
-        case = self._fitting(model, random_case(self.checkpoint.model.config, 3, 9, 2, seed=7))
+        case = random_case(self.checkpoint.model.config, 3, 9, 2, seed=7)
         try:
             runs = [observe(model, case) for _ in range(REPEATS)]
         except InputError as error:
@@ -206,7 +191,7 @@ class Audit:
         longest = min(self.effort.longest, settings["max_length"])
         return GenerationOptions(**search_settings(name, settings, config, self.texts, longest))
 
-    def searches(self, model: Decoding) -> Iterator[Decisions | list[Comparison]]:
+    def searches(self, model: ForeignDecoder) -> Iterator[Decisions | list[Comparison]]:
         """Compares the tokens of greedy and beam search, alone and in padded batches."""
         if not self.texts:
             return
@@ -229,14 +214,9 @@ class Audit:
             self.forcing = TeacherForcing()
             yield [failed("given answers", "text", error)]
 
-    def _ways(self, model: Decoding, options: GenerationOptions) -> Iterator[Way]:
+    def _ways(self, model: ForeignDecoder, options: GenerationOptions) -> Iterator[Way]:
         """Yields the ways to answer text, each row alone first."""
         special = self.oracle.special
-        if isinstance(model, CTranslate2Decoder):
-            for rows in (1, *LARGER):
-                name = ALONE if rows == 1 else f"batches of {rows}"
-                yield Way(name, model, rows, lambda part: model.answers(part, options))
-            return
 
         def searched(decoder: ForeignDecoder) -> Answering:
             return lambda part: search(decoder, part, options, special)
@@ -246,10 +226,8 @@ class Audit:
             decoder = model.padded(side)
             yield Way(f"batches padded {side}", decoder, BATCH, searched(decoder))
 
-    def _search(self, model: Decoding, name: str) -> Iterator[Decisions | list[Comparison]]:
+    def _search(self, model: ForeignDecoder, name: str) -> Iterator[Decisions | list[Comparison]]:
         oracle, options = self.oracle, self.options(name)
-        if isinstance(model, CTranslate2Decoder):
-            options = model.options(options)
         expected = []
         for rows in length_batches([len(text) for text in self.texts], BATCH, 4096):
             chosen = [self.texts[row] for row in rows]
@@ -276,7 +254,7 @@ class Audit:
                 self.best = [tally.best[row] for row in sorted(tally.best)]
             yield tally.decisions()
 
-    def readings(self, model: Encoding) -> Iterator[Decisions | list[Comparison]]:
+    def readings(self, model: ForeignEncoder) -> Iterator[Decisions | list[Comparison]]:
         """Compares what an encoder-only graph gives for text, and what is chosen by it."""
         if model.gives & {"logits", "head"}:
             head = self.checkpoint.head if "head" in model.gives else None
@@ -294,10 +272,8 @@ class Audit:
             yield self.numbers(model, case)
 
 
-def configured(layout: Layout | CTranslate2Folder, checkpoint: Checkpoint) -> list[Claim]:
-    """Compares genai_config.json, or the vocabulary of CTranslate2, with the reference."""
-    if isinstance(layout, CTranslate2Folder):
-        return layout.claims(checkpoint)
+def configured(layout: Layout, checkpoint: Checkpoint) -> list[Claim]:
+    """Compares genai_config.json with the reference."""
     given = layout.config.get("model", {})
     if not given:
         return []
@@ -333,7 +309,7 @@ def default_paddings(checkpoint: Checkpoint) -> list[Padding]:
 
 def audit(
     folder: Path,
-    layout: Layout | CTranslate2Folder,
+    layout: Layout,
     checkpoint: Checkpoint,
     texts: Sequence[str],
     *,
@@ -364,18 +340,11 @@ def audit(
         ProviderError: The provider asked for cannot run here.
     """
     session = session or SessionOptions()
-    if plant and isinstance(layout, CTranslate2Folder):
-        raise UsageError("--plant needs ONNX graphs; it cannot change a model of CTranslate2")
     model = open_foreign(layout, checkpoint, session)  # before the long work
-    if isinstance(layout, Layout):
-        precision = precision or layout.precision()
-    elif isinstance(model, CTranslate2Decoder | CTranslate2Encoder):
-        precision = model.precision
+    precision = precision or layout.precision()
     if precision not in BUDGETS:
         raise UsageError(f"precision must be one of {', '.join(BUDGETS)}, found {precision}")
     work = made(checkpoint, texts, precision, list(paddings))
-    if isinstance(model, CTranslate2Decoder):
-        model.narrow(work.oracle)
     total = len(work.cases()) + 3 * len(work.texts)
     finished = 0
 
@@ -398,7 +367,7 @@ def audit(
         | {
             "rows": len(work.texts),
             "batch_rows": BATCH,
-            "padding": ", ".join(work.sides(model)),
+            "padding": ", ".join(work.paddings),
             "text_sha256": hashlib.sha256("\n".join(texts).encode()).hexdigest(),
         },
         work.oracle.tolerance,
@@ -410,7 +379,7 @@ def audit(
         claims=[*configured(layout, checkpoint), *claims],
         searches=[asdict(work.options(name)) for name in RECORDED] if work.best else [],
     )
-    if not plant or not isinstance(layout, Layout):
+    if not plant:
         return report
 
     def checks(copied: Layout) -> Found:
@@ -456,24 +425,19 @@ def with_faults(
     return replace(report, settings={**report.settings, **told}, self_test=planted)
 
 
-def settings(
-    layout: Layout | CTranslate2Folder, session: SessionOptions, precision: str
-) -> dict[str, Any]:
+def settings(layout: Layout, session: SessionOptions, precision: str) -> dict[str, Any]:
     """Returns what decides the numbers."""
-    runs: dict[str, Any] = {"threads": session.threads, "torch": torch.__version__}
-    if isinstance(layout, CTranslate2Folder):
-        runs["ctranslate2"] = import_ctranslate2().__version__
-    else:
-        runs["graphs"] = ", ".join(graph.path.name for graph in layout.graphs)
-        runs["optimisation"] = session.optimisation
-        runs["onnxruntime"] = onnxruntime.__version__
-        if share := layout.in_integers():
-            runs["weights in integers"] = f"{share:.0%}"
+    share = layout.in_integers()
     return {
         "written by": layout.writer,
         "precision": precision,
         "provider": session.provider,
-        **runs,
+        "threads": session.threads,
+        "torch": torch.__version__,
+        "graphs": ", ".join(graph.path.name for graph in layout.graphs),
+        "optimisation": session.optimisation,
+        "onnxruntime": onnxruntime.__version__,
+        **({"weights in integers": f"{share:.0%}"} if share else {}),
     }
 
 

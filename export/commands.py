@@ -1,4 +1,4 @@
-"""The commands that make and prove graphs: export, verify, report, replay and audit.
+"""The commands that make and prove graphs: export, verify, report and audit.
 
 Each imports what it needs when it runs, so that --help is instant.
 """
@@ -14,13 +14,12 @@ import click
 
 from transferry.export.report.proof_options import (
     PAGE,
-    REPORT,
     page_file,
     report_options,
     require_passed,
     show_report,
 )
-from transferry.runtime.console.commands import FilePath, command
+from transferry.runtime.console.commands import command
 from transferry.runtime.console.fields import fields_as_options, given, together
 from transferry.runtime.console.options import (
     BUNDLE_DEFAULTS,
@@ -35,26 +34,13 @@ from transferry.runtime.console.options import (
     require_option,
     session_options,
 )
-from transferry.runtime.console.progress import progress, say, show, teller
+from transferry.runtime.console.progress import progress, say, teller
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.io.atomic import require_writable
-from transferry.runtime.io.outputs import foreign_replay
 from transferry.runtime.jobs.job_options import token_or_text
 
-REPLAY = FilePath("", foreign=foreign_replay)
 CERTIFICATE, COMPARISON = "Certificate", "Comparison"
-
-
-def beside_bundle(
-    context: click.Context, parameter: click.Parameter, path: Path | None
-) -> Path | None:
-    """Returns the default of --replay, which is written where torch is compared with."""
-    if path is None and context.params.get("checkpoint") is not None:
-        folder: Path = context.params["bundle_folder"]
-        named = folder if folder.name not in ("", "..") else folder.resolve()
-        return named.with_name(f"{named.name}.fault.npz")
-    return path
 
 
 # A search that is verified; stop strings choose no token.
@@ -242,13 +228,6 @@ Examples:
     default=0,
     help="Number of the GPU.",
 )
-@option(
-    "--replay",
-    panel=REPORT,
-    type=REPLAY,
-    callback=beside_bundle,
-    help="Output for `replay` if a fault is located. Default: BUNDLE.fault.npz.",
-)
 @certify_options
 @report_options
 @option("--quiet", is_flag=True, help="Print no progress.")
@@ -265,7 +244,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     checkpoint, text, target = (options[name] for name in ("checkpoint", "text", "target"))
     date, force = options["certify"], options["force"]
     search = given_search(options)
-    of_torch = ("text", "target", "self_test", "cross_check", "replay", "batch_rows", *search)
+    of_torch = ("text", "target", "self_test", "cross_check", "batch_rows", *search)
     reason = "without torch only the recorded answers are compared"
     require_option(options, "checkpoint", for_options=of_torch, reason=reason)
     require_option(options, "text", for_options=["target"], reason="what it translates")
@@ -317,7 +296,6 @@ def verify(bundle_folder: Path, **options: Any) -> None:
                 targets,
                 cross_check=options["cross_check"],
                 plant_faults=options["self_test"],
-                replay=options["replay"],
                 batches=batch_options(options["batch_rows"]),
                 search=search or None,
                 traces=click.get_current_context().ensure_object(Traces),
@@ -365,28 +343,6 @@ def report(records: tuple[Path, ...], output: Path) -> None:
 @command(
     epilog="""\b
 Examples:
-  transferry replay bundles/ende.fault.npz
-  transferry replay fault.npz        # written by verify --replay fault.npz
-"""
-)
-@click.argument("fault", metavar="FILE", type=FILE)
-def replay(fault: Path) -> None:
-    """Rerun the operators at which `verify` located a fault.
-
-    They run on the same input, as served and in onnx's reference evaluator, to tell a graph bug
-    from a runtime bug. Exits with 4 while the served graph is wrong.
-    """
-    from transferry.export.blame.replay import replay as run_again
-
-    result = run_again(fault)
-    show(result.to_text())
-    if not result.passed:
-        raise ParityError(f"{fault} still shows the fault")
-
-
-@command(
-    epilog="""\b
-Examples:
   transferry audit onnx/opus-en-de --reference opus-en-de --text test.en
   transferry audit onnx/gpt2 --reference gpt2 --text test.en --plant --atol 1e-3
   transferry audit model.onnx --reference mymodel:audited --junit audit.xml
@@ -416,8 +372,7 @@ Examples:
 @option(
     "--precision",
     type=click.Choice(["float32", "float16", "bfloat16", "int8", "int4"]),
-    help="Precision to judge the graphs by, and to compute a model of CTranslate2 in. "
-    "Default: what the operators say, or as saved.",
+    help="Precision to judge the graphs by. Default: what the operators say.",
 )
 @option(
     "--padding",
@@ -451,10 +406,10 @@ Examples:
 def audit(graphs: Path, reference: str, **options: Any) -> None:
     """Prove that graphs of another tool answer as torch does, or exit with 4.
 
-    FOLDER is what optimum, the builder of onnxruntime-genai or a converter of CTranslate2 wrote, or
-    one ONNX file. Tensors are compared with torch in float64 over a sweep of sizes, tokens of
-    greedy and beam search on --text, and each row with itself in padded batches. Sizes that do not
-    run, outputs that are not as declared and runs that differ are faults too.
+    FOLDER is what optimum or the builder of onnxruntime-genai wrote, or one ONNX file. Tensors are
+    compared with torch in float64 over a sweep of sizes, tokens of greedy and beam search on
+    --text, and each row with itself in padded batches. Sizes that do not run, outputs that are not
+    as declared and runs that differ are faults too.
     """
     if options["atol"] is not None and not options["plant"]:
         raise UsageError("--atol needs --plant: it is tried on planted faults")
@@ -462,8 +417,7 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
     from transferry.export.audit import tolerance_of
     from transferry.export.audit_function import FunctionAudit
     from transferry.export.report.write import write_report
-    from transferry.export.subject.ctranslate2_model import CTranslate2Folder, is_ctranslate2
-    from transferry.export.subject.layout import Layout, read_layout, read_whole
+    from transferry.export.subject.layout import read_layout, read_whole
     from transferry.export.subject.reference import load_reference, named_function
     from transferry.runtime.io.lines import some_lines
     from transferry.runtime.ort.session import SessionOptions
@@ -487,14 +441,9 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
                 graphs, given_layout, session, precision, **planted, done=show_phase
             )
         else:
-            layout: Layout | CTranslate2Folder
-            if is_ctranslate2(graphs):
-                layout = CTranslate2Folder(graphs, session, options["precision"])
-            else:
-                layout = read_layout(graphs, options["names"], options["suffix"])
             report = audited(
                 graphs,
-                layout,
+                read_layout(graphs, options["names"], options["suffix"]),
                 load_reference(Path(reference)),
                 texts,
                 session=session,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -63,7 +62,6 @@ def verify_against(
     *,
     cross_check: bool = False,
     plant_faults: bool = False,
-    replay: Path | None = None,
     batches: BatchOptions | None = None,
     search: Mapping[str, Any] | None = None,
     effort: Effort = ALL,
@@ -83,7 +81,6 @@ def verify_against(
         targets: Reference answers to the texts, for BLEU and perplexity.
         cross_check: Run a few cases on other runtimes too.
         plant_faults: Plant faults in copies of the bundle, if it passes.
-        replay: File for the operators at fault and their input, if a tensor is wrong.
         batches: Limits on what is computed at once when the texts are answered. Default: those that
             the variant is served with.
         search: Fields of GenerationOptions of a search to run besides the standard ones;
@@ -179,7 +176,7 @@ def verify_against(
         # Where only a search shows the fault, one of the cases may still do.
         shown = oracle.failed or cases
         served = variant, model.options
-        origin = localise(checkpoint.model, bundle, *served, tolerance, shown, replay)
+        origin = localise(checkpoint.model, bundle, *served, tolerance, shown)
         return replace(report, origin=origin or Origin.none_found(len(shown)))
     return report
 

@@ -460,7 +460,7 @@ def nan_weight(place: Path) -> None:
 
 
 @spoils("bundle without a certificate", "invalid date", "date in the future", "invalid canary")
-@spoils("file that is not a replay", "report without a folder", "certificate of little text")
+@spoils("report without a folder", "certificate of little text")
 @spoils("teacher that is no bundle", "distillation of no text", "n best without references")
 @spoils("folder without graphs to audit", "text as a graph to audit")
 @spoils("reference that cannot be imported", "tolerance without planted faults")
@@ -565,7 +565,7 @@ def damage_certificate(place: Path) -> None:
     certify(place).write_text("{}", encoding="utf-8")
 
 
-@spoils("checkpoint that is not the bundle's", "replay that cannot be saved")
+@spoils("checkpoint that is not the bundle's")
 def other_weight(place: Path) -> None:
     change_weight(place, lambda weight: weight + 1.0)
 

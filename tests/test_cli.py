@@ -522,7 +522,6 @@ def test_mistakes_are_told_before_torch_is_loaded(
         "there is no variant": [*export, "--variant", "cpu-int5"],
         "is calibrated on text": [*export, "--variant", "cpu-int8"],
         "exists already": [*export[:3], bundle],
-        "is not the replay of a fault": ["replay", f"{bundle}/manifest.json"],
     }
     done = run_without(("torch",), *mistakes.values())
     assert done.returncode == 2

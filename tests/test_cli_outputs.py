@@ -61,8 +61,6 @@ def place(
         ("verify bundle --report notes.txt --force", "notes.txt is not a report of"),
         ("verify bundle --report new.html --junit new.html", "are both outputs"),
         ("verify bundle --checkpoint run --report run/new.html", "lies in run, which is the"),
-        ("verify bundle --checkpoint run --replay lines.txt", "is not the replay of a fault"),
-        ("verify bundle --checkpoint run --report bundle.fault.npz", "are both outputs"),
         ("export run --out photos --force", "photos exists and is no bundle"),
         ("export run --out run --force", "run is the input"),
         ("export run --out run/bundle", "lies in run, which is the input"),
@@ -121,7 +119,7 @@ def test_a_report_is_replaced_by_a_report(place: Path) -> None:
     assert "report.html is not a report of" in refused.stderr
 
 
-@pytest.mark.parametrize("pipe", ["report", "junit", "replay"])
+@pytest.mark.parametrize("pipe", ["report", "junit"])
 def test_a_pipe_is_not_waited_for(place: Path, pipe: str) -> None:
     os.mkfifo("pipe")
     refused = call("verify", "bundle", "--checkpoint", "run", f"--{pipe}", "pipe")

@@ -8,12 +8,10 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 
 from tests.commands import call, done
 from tests.runtime.proof.keys import key_files, model_signing
-from transferry.export.commands import beside_bundle, verify
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.portable_decoder import PortableDecoder
@@ -258,9 +256,7 @@ def test_a_failure_has_its_report_too(
     assert len(list((bundle / "certificates").iterdir())) == (0 if wrong else 1)
 
 
-def test_a_fault_is_traced_to_its_module_and_shown_again(
-    bundle: Path, run_folder: Path, tmp_path: Path
-) -> None:
+def test_a_fault_is_traced_to_its_module(bundle: Path, run_folder: Path, tmp_path: Path) -> None:
     """The run is changed instead of the bundle: one weight by a hundredth."""
     from transferry.build_model.checkpoint import WEIGHTS, load_tensors, save_tensors
 
@@ -277,16 +273,9 @@ def test_a_fault_is_traced_to_its_module_and_shown_again(
     assert result.stdout.startswith("FAILED: ")
     place = "the fault begins in decoder.1.feed_forward.inner (build_model/model/layers.py:"
     assert place in result.stdout
-    fault = tmp_path / "bundle.fault.npz"
-    assert f"transferry replay {fault}" in result.stdout
     page = (tmp_path / "report.html").read_text("utf-8")
     assert "decoder.1.feed_forward.inner" in page
     assert "<code>inner = self.inner(x)</code>" in page
-    again = call("replay", fault)
-    assert again.exit_code == 4
-    assert "still shows the fault" in again.stderr
-    assert "as served" in again.stdout
-    assert call("replay", tmp_path / "report.html").exit_code == 3
 
 
 @pytest.mark.parametrize(
@@ -296,7 +285,6 @@ def test_a_fault_is_traced_to_its_module_and_shown_again(
         (["--self-test"], "--self-test needs --checkpoint"),
         (["--cross-check"], "--cross-check needs --checkpoint"),
         (["--opinions"], "--cross-check needs --checkpoint"),
-        (["--replay", "x.npz"], "--replay needs --checkpoint"),
         (["--sign", "x.key"], "--sign needs --certify: it signs the certificate"),
         (["--certify", "tomorrow"], "expected a date as YYYY-MM-DD, found 'tomorrow'"),
         (["--checkpoint", "run", "--target", "x"], "--target needs --text"),
@@ -359,18 +347,6 @@ def test_what_a_page_needs_is_told_before_the_work(
     refused = call(command, tmp_path, "--report", tmp_path / "a.html", *reference)
     assert refused.exit_code == 2
     assert "needs jinja2, which is not installed" in refused.stderr
-
-
-@pytest.mark.parametrize(
-    ("bundle", "file"),
-    [("bundles/ende", "bundles/ende.fault.npz"), ("ende/", "ende.fault.npz"), (".", None)],
-)
-def test_a_fault_is_saved_beside_the_bundle(bundle: str, file: str | None) -> None:
-    context = click.Context(verify)
-    context.params = {"bundle_folder": Path(bundle), "checkpoint": Path("run")}
-    here = Path.cwd()
-    expected = Path(file) if file else here.with_name(f"{here.name}.fault.npz")
-    assert beside_bundle(context, verify.params[0], None) == expected
 
 
 @pytest.mark.parametrize(

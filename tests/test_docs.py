@@ -170,7 +170,7 @@ def test_every_command_shows_an_example_of_itself(name: str) -> None:
     epilog = main.commands[name].epilog or ""
     listed = re.split("Examples?:", epilog)[-1]
     examples = shell_commands(f"```\n{listed}```", "transferry")
-    assert len(examples) >= (1 if name == "replay" else 2)
+    assert len(examples) >= 2
     assert {arguments[0] for arguments in examples} == {name}
 
 

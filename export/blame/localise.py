@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 
 from transferry.build_model.model.transformer import Transformer
-from transferry.export.blame.replay import Replay, extract
 from transferry.export.blame.served_graph import MOST_SHOWN, ServedGraph, align
 from transferry.export.blame.traced_program import TracedProgram, trace
 from transferry.export.torch_model import TorchDecoder, TorchEncoder, TorchState, moved_heads
@@ -27,7 +25,6 @@ from transferry.export.trace.graph import Graph, flatten
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import GraphSpec, Variant
 from transferry.runtime.decoding.decoder import Tensors
-from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import (
     Case,
@@ -50,7 +47,6 @@ def localise(
     session: SessionOptions,
     tolerance: Tolerance,
     cases: Sequence[Case],
-    replay: Path | None = None,
 ) -> Origin | None:
     """Finds the first value of a bundle's graphs that is wrong though its inputs are right.
 
@@ -61,8 +57,6 @@ def localise(
         session: How it is served.
         tolerance: What passes.
         cases: Inputs; the smallest that shows the fault is used.
-        replay: File for the operators at fault with their inputs, see `replay.replay`; if it cannot
-            be written, the origin's message says so.
 
     Returns:
         The origin; None if every graph agrees with torch in every case.
@@ -84,7 +78,7 @@ def localise(
                 if faults := _faults(call, found, allowed, exact=name == "select"):
                     fresh = trace(model, name)
                     search = _Search(name, call, served, fresh, model, oracle, allowed)
-                    return search.origin(faults, replay)
+                    return search.origin(faults)
     return None
 
 
@@ -207,31 +201,16 @@ class _Search:
         self.known: dict[str, _Verdict] = {}
         self.hiding: set[str] = set()
 
-    def origin(self, faults: set[str], replay: Path | None) -> Origin:
-        """Finds the origin of faulty outputs and writes the replay."""
+    def origin(self, faults: set[str]) -> Origin:
+        """Finds the origin of faulty outputs."""
         if (untrue := self._traced_fault(faults)) is not None:
             return untrue
         wrong = self._first_wrong(min(faults, key=self.served.position))
         right = self._nearest(wrong)
-        nodes, read = self.served.between(wrong, right)
+        nodes, _ = self.served.between(wrong, right)
         verdict = self.known.get(wrong) or self._verdicts([wrong])[wrong]
         operators = ", ".join(dict.fromkeys(node.op_type for node in nodes))
-        origin = self._at(wrong, operators, self._message(wrong, right, verdict))
-        if replay is None:
-            return origin
-        found = replace(origin, replay=str(replay))
-        inputs = {name: self._as_served(name) for name in read}
-        ((exact, single),), _ = self._kept([wrong])
-        content = extract(self.served.model, nodes, inputs, wrong, self.served.path.parent)
-        options, mask = self.served.options, self._mask(wrong, exact)
-        try:
-            Replay(found, options, content, inputs, exact, single, mask, verdict.budget).save(
-                replay
-            )
-        except (InputError, UsageError) as error:
-            # The verdict is worth more than the file.
-            return replace(origin, message=f"{origin.message}; {error}")
-        return found
+        return self._at(wrong, operators, self._message(wrong, right, verdict))
 
     def _traced_fault(self, faults: set[str]) -> Origin | None:
         """Returns an origin if torch's program itself differs from the model."""
@@ -322,12 +301,6 @@ class _Search:
         if name in self.call.truth.oracle and self.name != "select":
             return meaningful(self.call.case, name, tensor)
         return np.ones(tensor.shape, np.bool_)
-
-    def _as_served(self, name: str) -> NDArray[Any]:
-        if name in self.call.feeds:
-            return self.call.feeds[name]
-        array: NDArray[Any] = self.served.run(self.call.feeds, [name])[name]
-        return array
 
     def _message(self, wrong: str, right: Sequence[str], verdict: _Verdict) -> str:
         text = verdict.fault

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.export.subject.decoder import ForeignDecoder, Padding
-from transferry.export.subject.model import Decoding, Model
+from transferry.export.subject.model import Model
 from transferry.export.subject.session import ForeignGraph
 from transferry.runtime.decoding.search import pad_sources
 from transferry.runtime.errors import InputError
@@ -73,9 +73,8 @@ def _read(
     model: Model, rows: Sequence[Sequence[int]], pad_id: int, side: Padding
 ) -> list[dict[str, NDArray[Any]]]:
     """Returns what a batch of texts gives, without padding, a row each."""
-    if isinstance(model, Decoding):
-        padded = model.padded(side) if isinstance(model, ForeignDecoder) else model
-        return [{"logits": row} for row in _logits(padded, rows, pad_id)]
+    if isinstance(model, ForeignDecoder):
+        return [{"logits": row} for row in _logits(model.padded(side), rows, pad_id)]
     ids, mask = pad_sources(rows, pad_id)
     if side == "left":
         ids, mask = pad_sources([row[::-1] for row in rows], pad_id)

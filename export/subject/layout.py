@@ -40,6 +40,7 @@ DECODERS = ("decoder_model_merged.onnx", "decoder_model.onnx")
 STEPS = ("decoder_with_past_model.onnx",)
 ALONE = ("model.onnx", "decoder_model_merged.onnx", "decoder_model.onnx")
 GENAI = "genai_config.json"
+CTRANSLATE2 = "model.bin"  # its file of weights
 # Operators that read weights of few bits, and which input these are; `bits` says how many.
 BITS = "MatMulNBits"
 PACKED = {BITS: 1, "GatherBlockQuantized": 0}
@@ -215,6 +216,11 @@ def read_layout(folder: Path, names: Path | None = None, suffix: str = "") -> La
         return _one(folder, "one file", {})
     if not folder.is_dir():
         raise InputError(f"{folder}: expected a folder of ONNX graphs or an ONNX file, found none")
+    if (folder / CTRANSLATE2).is_file() and not list(folder.glob("*.onnx")):
+        raise InputError(
+            f"{folder} holds a model of CTranslate2 ({CTRANSLATE2}), expected ONNX graphs; export "
+            "the model with optimum and audit that folder"
+        )
     config: Mapping[str, Any] = {}
     if (folder / GENAI).is_file():
         config = _json(folder / GENAI)

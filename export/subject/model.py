@@ -5,11 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.export.subject.ctranslate2_model import (
-    CTranslate2Decoder,
-    CTranslate2Encoder,
-    CTranslate2Folder,
-)
 from transferry.export.subject.decoder import ForeignDecoder
 from transferry.export.subject.encoder import ForeignEncoder
 from transferry.export.subject.layout import Layout
@@ -17,27 +12,19 @@ from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEnc
 from transferry.runtime.errors import InputError
 from transferry.runtime.ort.session import SessionOptions
 
-Decoding = ForeignDecoder | CTranslate2Decoder
-Encoding = ForeignEncoder | CTranslate2Encoder
-Model = Decoding | Encoding
+Model = ForeignDecoder | ForeignEncoder
 # Any of them, whatever its state is.
 Observable = ObservableDecoder[Any] | ObservableEncoder
 
 
-def open_foreign(
-    layout: Layout | CTranslate2Folder, checkpoint: Checkpoint, options: SessionOptions
-) -> Model:
-    """Opens the graphs, or the model of CTranslate2.
+def open_foreign(layout: Layout, checkpoint: Checkpoint, options: SessionOptions) -> Model:
+    """Opens the graphs.
 
     Raises:
         InputError: They are of another architecture, or cannot be opened.
         ProviderError: The provider asked for cannot run here.
     """
     config, special = checkpoint.model.config, checkpoint.tokenizer.special
-    if isinstance(layout, CTranslate2Folder):
-        if config.decoder_layers:
-            return CTranslate2Decoder(layout, config, special)
-        return CTranslate2Encoder(layout, config)
     both = config.architecture == "encoder-decoder"
     if both != (layout.encoder is not None):
         found = "an encoder and a decoder" if layout.encoder else "one graph without an encoder"

@@ -30,7 +30,7 @@ FORMER_NAMES = {"opinions": "cross-check", "shard": "partition", "shard-rows": "
 # Commands by what they are for, in the order in which a model meets them.
 COMMANDS = {
     "Make a bundle": ("train", "distil", "import", "export"),
-    "Prove it": ("verify", "report", "replay", "audit"),
+    "Prove it": ("verify", "report", "audit"),
     "Use it": ("run", "score", "merge", "inspect", "page"),
     "Machine": ("doctor", "completion"),
 }

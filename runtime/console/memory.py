@@ -14,7 +14,7 @@ REMEDY = "raise the limit (ulimit -v), or end other programs"
 # MiB of address space without which libraries cannot even be loaded: at least, and for each core,
 # whose threads reserve a stack and an arena. Measured with a tiny model on two cores, rounded up.
 RUNTIME, WITH_TORCH = (200, 40), (1200, 140)
-TORCH_COMMANDS = {"train", "import", "export", "replay", "audit"}
+TORCH_COMMANDS = {"train", "import", "export", "audit"}
 # What the dynamic loader says.
 _NO_ROOM = ("failed to map segment", "annot allocate memory", "can't start new thread")
 

@@ -89,11 +89,6 @@ def foreign_junit(path: Path) -> str:
     return foreign_file(path, mark, "a report of `transferry verify`")
 
 
-def foreign_replay(path: Path) -> str:
-    """As `foreign_file`, for the replay of a fault: an archive that begins with its inputs."""
-    return foreign_file(path, b"input/0.npy", "the replay of a fault")
-
-
 def foreign_member(folder: Path, own: Callable[[str], bool]) -> str:
     """Names a file in a folder that the command did not write, if there is one.
 

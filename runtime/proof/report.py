@@ -226,7 +226,6 @@ class Origin:
         code: Text of that line.
         operator: The ONNX operator that gave the value.
         message: How far the value is off.
-        replay: The file that `transferry replay` runs; empty where none was written.
     """
 
     graph: str
@@ -236,7 +235,6 @@ class Origin:
     source: str
     operator: str
     message: str
-    replay: str = ""
     code: str = ""
 
     @classmethod

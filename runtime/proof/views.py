@@ -186,8 +186,6 @@ def _next_command(report: ParityReport) -> str:
         reads = any(item.tensor == "hidden" for item in report.comparisons)
         task = f"--task {report.settings.get('task', 'embed')} " if reads else ""
         return f"transferry run {bundle} INPUT -o OUTPUT {task}--variant {variant}"
-    if report.origin is not None and report.origin.replay:
-        return f"transferry replay {shlex.quote(report.origin.replay)}"
     # Graphs of another tool have no variant, and nothing here runs them.
     if not variant or (variant == "portable" and report.settings.get("against") == "the run"):
         return ""

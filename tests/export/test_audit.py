@@ -322,6 +322,7 @@ def test_a_function_is_the_reference(linear: Callable[[float], Path]) -> None:
     ("arguments", "code", "message"),
     [
         ("empty --reference run", 3, "expected model.onnx"),
+        ("ct2 --reference run", 3, "ct2 holds a model of CTranslate2 (model.bin)"),
         ("absent --reference run", 3, "absent: cannot be read: No such file"),
         ("graphs --reference absent", 3, "expected a folder that `transferry import` reads"),
         ("graphs --reference run --atol 1e-3", 2, "--atol needs --plant"),
@@ -345,6 +346,8 @@ def test_mistakes_are_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "ct2").mkdir()
+    (tmp_path / "ct2" / "model.bin").touch()
     (tmp_path / "graphs").symlink_to(writer)
     (tmp_path / "run").symlink_to(writer_run_folder)
     (tmp_path / "text.onnx").write_text("no graph")

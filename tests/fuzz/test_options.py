@@ -50,7 +50,6 @@ COMMANDS = {
     "export": ("run", "--out new --variant portable --quiet"),
     "verify": ("bundle", "--quiet"),
     "report": ("lines.txt", "-o new.html"),
-    "replay": ("lines.txt", ""),
     "audit": ("photos", "--reference run --text lines.txt --quiet"),
     "run": ("bundle lines.txt", "-o new.jsonl --max-length 5 --quiet"),
     "score": ("bundle lines.txt", "--target lines.txt -o new.jsonl --quiet"),
@@ -139,7 +138,7 @@ def test_odd_options(place: Path, name: str, data: st.DataObject) -> None:
     execute(place, [name, *options, "--", *arguments])
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("doctor", "replay")])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "doctor"])
 @given(data=st.data())
 def test_odd_settings(place: Path, name: str, data: st.DataObject) -> None:
     parameters = [str(each.name) for each in main.commands[name].params]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxscript.optimizer
@@ -16,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from onnx import numpy_helper
 from torch import Tensor
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
@@ -26,7 +24,6 @@ from transferry.build_model.model.transformer import Transformer
 from transferry.export.blame import localise
 from transferry.export.blame import served_graph as served
 from transferry.export.blame import traced_program as program
-from transferry.export.blame.replay import Replay, replay
 from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.oracle.cases import random_case, sweep
 from transferry.export.torch_model import TorchDecoder
@@ -34,7 +31,6 @@ from transferry.export.trace import portable as graphs
 from transferry.export.trace.store import WEIGHTS, write_graphs
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
-from transferry.runtime.errors import InputError
 from transferry.runtime.io.whole import sha256
 from transferry.runtime.ort.session import SessionOptions, open_session
 from transferry.runtime.proof.compare import Tolerance, value_error
@@ -48,7 +44,6 @@ def find(
     model: Transformer,
     bundle: Bundle,
     variant: Variant | None = None,
-    file: Path | None = None,
     session: SessionOptions | None = None,
 ) -> Origin | None:
     return localise.localise(
@@ -58,7 +53,6 @@ def find(
         session or SessionOptions(),
         Tolerance(),
         list(sweep(model.config)),
-        file,
     )
 
 
@@ -234,22 +228,13 @@ def test_a_defect_of_the_exporter_is_found_where_it_is(
         defect.graph,
         tmp_path / "bundle",
     )
-    file = tmp_path / "fault.npz"
-    origin = find(model, bundle, variant, file)
+    origin = find(model, bundle, variant)
     assert origin is not None
     assert (origin.graph, origin.module) == (defect.graph, defect.module)
     assert origin.source == line_of(defect.code, defect.text)
     assert defect.text in origin.code
     assert origin.operator.split(", ")[-1] == defect.operator
     assert "optimis" not in origin.message
-    assert file.stat().st_size < 1 << 16
-    again = replay(file)
-    assert not again.passed
-    assert again.replay.origin == origin
-    text = again.to_text()
-    assert origin.module in text
-    assert "the graph is at fault" in text
-    assert text.startswith("FAILED")
 
 
 def corrupted(bundle: Bundle, weight: str, folder: Path) -> Bundle:
@@ -276,8 +261,7 @@ def test_one_corrupt_number_is_found(
     module = f"decoder.1.{part.rpartition('.')[0]}"
     flawed = corrupted(bundle, f"decoder.1.{part}", tmp_path / "bundle")
     before = contents(flawed.folder)
-    file = tmp_path / "fault.npz"
-    origin = find(checkpoint.model, flawed, file=file)
+    origin = find(checkpoint.model, flawed)
     assert origin is not None
     assert (origin.graph, origin.module) == ("decoder", module)
     assert origin.source.startswith("build_model/")
@@ -285,17 +269,6 @@ def test_one_corrupt_number_is_found(
     # Bisection, not a look at all of a hundred values.
     assert 0 < max(added_outputs) <= 8
     assert len(added_outputs) < 12
-
-    assert not replay(file).passed
-    item = Replay.load(file)
-    model = onnx.load_from_string(item.model)
-    for tensor in model.graph.initializer:
-        if tensor.name == f"model.decoder.1.{part}":
-            right = checkpoint.model.get_parameter(f"decoder.1.{part}").detach().numpy()
-            tensor.CopyFrom(numpy_helper.from_array(right, tensor.name))
-    dataclasses.replace(item, model=model.SerializeToString()).save(file)
-    assert replay(file).passed
-    assert replay(file).to_text().startswith("PASSED")
 
 
 def test_a_fault_of_a_fusion_is_told_as_one(
@@ -348,10 +321,9 @@ def test_a_program_that_was_traced_wrongly_is_told_as_one(
         bundle, checkpoint.model, plant, "encoder", tmp_path / "bundle"
     )
     plant(monkeypatch, checkpoint.model)
-    origin = find(checkpoint.model, flawed, variant, tmp_path / "fault.npz")
+    origin = find(checkpoint.model, flawed, variant)
     assert origin is not None
     assert (origin.graph, origin.operator) == ("encoder", "torch.export")
-    assert not origin.replay
 
 
 def test_what_lies_before_a_right_value_is_looked_at_too(
@@ -445,16 +417,6 @@ def test_rows_that_are_chosen_wrongly_are_found(
     graph = onnx.load(str(path))
     next(n for n in graph.graph.node if "state.0.keys" in n.input).input[0] = "state.0.values"
     path.write_bytes(graph.SerializeToString())
-    origin = find(checkpoint.model, flawed, file=tmp_path / "fault.npz")
+    origin = find(checkpoint.model, flawed)
     assert origin is not None
     assert (origin.graph, origin.tensor) == ("select", "selected.0.keys")
-    assert not replay(tmp_path / "fault.npz").passed
-
-
-def test_a_damaged_replay_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "fault.npz"
-    np.savez(path, index=np.zeros(3))
-    for content in (path.read_bytes(), b"", b"no archive"):
-        path.write_bytes(content)
-        with pytest.raises(InputError, match=r"fault\.npz is not (JSON|the replay of a fault)"):
-            replay(path)

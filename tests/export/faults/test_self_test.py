@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from random_faults import random_faults
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.export import variants
@@ -17,7 +18,6 @@ from transferry.export.checks.weights import WEIGHTS
 from transferry.export.faults import self_test as module
 from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.faults.fault import Fault
-from transferry.export.faults.random_faults import random_faults
 from transferry.export.faults.self_test import FAULTS, FELL_BACK, Gate, faults_of, self_test
 from transferry.export.oracle.cases import source_of
 from transferry.runtime.bundle.bundle import Bundle

@@ -91,7 +91,7 @@ def failed() -> ParityReport:
         ],
         origin=Origin(
             *("decoder", "batch 1, past 9", "val_7", "decoder.2.rotary"),
-            *("build_model/model/transformer.py:214", "Cos", "off by 3e-3", "replays/0.npz"),
+            *("build_model/model/transformer.py:214", "Cos", "off by 3e-3"),
             code="angles = table[positions]",
         ),
         self_test=[
@@ -187,7 +187,6 @@ def test_a_failed_report_shows_everything() -> None:
         *(
             "decoder.2.rotary",
             "build_model/model/transformer.py:214",
-            "transferry replay replays/0.npz",
         ),
         *("angles = table[positions]", "10 checks failed", "1,500 ×", "decoder layer 0"),
         *("48 of 50", "1 tie, 1 wrong", "1 row with the right tokens and a wrong score"),
