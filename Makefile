@@ -1,5 +1,7 @@
 # make setup   the environment in .venv, with everything that training, export and the tests need
 # make test    every check: style, then types and tests side by side
+# make test-all  the tests that `make test` skips: of Ray, OpenVINO, CTranslate2, optimum, PEFT, S3,
+#              Google Cloud Storage, Node and Chromium, which it installs; 10 minutes
 # make fuzz    the tests of tests/fuzz with EXAMPLES=2500 each: malformed files, options, signals
 # make demo    trains a tiny model on the built-in corpus, exports, verifies and runs it
 # make docs    writes the generated pages of docs/ and builds the site into build/site
@@ -17,13 +19,14 @@ DEMO ?= build/demo
 
 BIN := .venv/bin
 READY := .venv/.ready
+PACKAGES := js/node_modules/.ready
 
 # Where the environment forbids Python to keep compiled modules, each command would compile torch
 # anew: 7 seconds of importing in place of 2.
 export PYTHONDONTWRITEBYTECODE =
 
 # `tests` is a folder too.
-.PHONY: setup test types tests fuzz demo docs sessions js clean
+.PHONY: setup test types tests test-all chromium fuzz demo docs sessions js clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -50,6 +53,23 @@ types: setup
 tests: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile --max-worker-restart 0
 
+# Environments on top of .venv, which stays as it is: they hold only what it lacks or has in another
+# version. optimum has one of its own, since it holds transformers below 4.58.
+.venv-%/.ready: pyproject.toml $(READY)
+	$(BIN)/python -m venv .venv-$*
+	.venv-$*/bin/python -c 'import pathlib, site, sys; pathlib.Path(site.getsitepackages()[0], "base.pth").write_text("import site; site.addsitedir(" + repr(sys.argv[1]) + ")\n")' "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) --editable ".[test-$*]"
+	touch $@
+
+chromium:
+	@command -v chromium chromium-browser google-chrome >/dev/null || { echo "Installing Chromium, which opens the pages of reports and of transferry page" && apt-get install --yes --no-install-recommends chromium; } || { echo "No Chromium, and apt-get cannot install it: put chromium on the PATH" >&2; exit 1; }
+
+OPTIONAL_TESTS = PATH="$(CURDIR)/.venv-all/bin:$$PATH" OPTIONAL=required OMP_NUM_THREADS=1
+
+test-all: .venv-all/.ready .venv-optimum/.ready $(PACKAGES) chromium
+	$(OPTIONAL_TESTS) .venv-all/bin/python -m pytest -n auto --dist loadfile --max-worker-restart 0 -m "optional and not optimum" $$(grep -rl --include='*.py' mark.optional tests)
+	$(OPTIONAL_TESTS) .venv-optimum/bin/python -m pytest -m optimum tests/export/subject/test_optimum.py
+
 fuzz: setup
 	FUZZ=long OMP_NUM_THREADS=1 $(BIN)/pytest -n auto tests/fuzz
 
@@ -61,10 +81,15 @@ demo: setup
 	$(BIN)/transferry run $(DEMO)/bundle $(DEMO)/run/corpus/test.en -o $(DEMO)/answers.jsonl --beam 4
 	head -5 $(DEMO)/answers.jsonl
 
-# Without install scripts: that of onnxruntime-node fetches CUDA.
-js:
-	cd js && npm install --no-save --no-package-lock --ignore-scripts onnxruntime-node onnxruntime-web
+js: $(PACKAGES)
 	cd js && npm test
+
+# Without install scripts: that of onnxruntime-node fetches CUDA. Into an empty folder: a second
+# `npm install --no-save` of a peer dependency removes it.
+$(PACKAGES): js/package.json
+	rm -rf js/node_modules
+	cd js && npm install --no-save --no-package-lock --ignore-scripts onnxruntime-node onnxruntime-web
+	touch $@
 
 docs: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable ".[docs]"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.optional import is_installed
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.doctor import check_cuda
 from transferry.runtime.tokenizer.byte_pair import (
@@ -55,6 +56,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             skip = pytest.mark.skip(reason=f"CUDA cannot run here: {check.found}")
             for item in marked:
                 item.add_marker(skip)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test whose optional packages are absent; with OPTIONAL=required it fails."""
+    for marker in item.iter_markers("optional"):
+        if absent := [name for name in marker.args if not is_installed(name)]:
+            end = pytest.fail if os.environ.get("OPTIONAL") == "required" else pytest.skip
+            end(f"{' and '.join(absent)} absent; `make test-all` installs it")
 
 
 @pytest.fixture(scope="session")

@@ -86,7 +86,6 @@ def ctranslate2_model(
     folder: Path,
     precision: str = "float32",
 ) -> CTranslate2Model:
-    pytest.importorskip("ctranslate2", reason="of the extra peers, which is not installed")
     write_ctranslate2(checkpoint, folder, precision)
     return CTranslate2Model(folder, run_folder, precision, 1, 1)
 
@@ -104,6 +103,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.optional("ctranslate2")
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
 def test_the_ctranslate2_model_gives_our_tokens(
     checkpoint: Checkpoint, run_folder: Path, tmp_path: Path, changes: dict[str, Any]
@@ -117,6 +117,7 @@ def test_the_ctranslate2_model_gives_our_tokens(
         assert len(set(expected)) > 8, "answers that do not depend on the source show nothing"
 
 
+@pytest.mark.optional("ctranslate2")
 def test_the_ctranslate2_answers_are_texts_in_order(
     checkpoint: Checkpoint, run_folder: Path, tmp_path: Path
 ) -> None:
@@ -128,6 +129,7 @@ def test_the_ctranslate2_answers_are_texts_in_order(
     assert answers[5:7] == theirs.answer(TEXTS[5:7], search_options(1, 20), 4)
 
 
+@pytest.mark.optional("ctranslate2")
 def test_int8_is_computed_in_int8(checkpoint: Checkpoint, run_folder: Path, tmp_path: Path) -> None:
     whole = ctranslate2_model(checkpoint, run_folder, tmp_path / "whole")
     small = ctranslate2_model(checkpoint, run_folder, tmp_path / "small", "int8")
@@ -221,6 +223,7 @@ def test_a_text_too_short_for_its_sentences_is_refused(checkpoint: Checkpoint) -
         fixed_sentences(TEXTS, checkpoint.tokenizer, 1, 1)
 
 
+@pytest.mark.optional("ctranslate2")
 @pytest.mark.parametrize("beam", [1, 4])
 def test_both_sides_give_answers_of_exactly_the_length_asked_for(
     checkpoint: Checkpoint, bundle_folder: Path, tmp_path: Path, beam: int
@@ -372,7 +375,9 @@ def test_the_bytes_of_a_bundle_of_one_variant_are_all_of_it(bundle_folder: Path)
     assert bundle_bytes(bundle, bundle.variant()) == folder_bytes(bundle_folder)
 
 
-@pytest.mark.parametrize("name", ["engine", "ctranslate2"])
+@pytest.mark.parametrize(
+    "name", ["engine", pytest.param("ctranslate2", marks=pytest.mark.optional("ctranslate2"))]
+)
 def test_a_side_is_measured_without_what_it_does_not_need(
     checkpoint: Checkpoint, bundle_folder: Path, tmp_path: Path, name: Any
 ) -> None:
@@ -433,10 +438,10 @@ def test_versions_of_onnxruntime_answer_in_processes_of_their_own(
     assert versions == {"installed": onnxruntime.__version__, "other": "other"}
 
 
+@pytest.mark.optional("ctranslate2")
 def test_throughput_ends_in_a_line_of_json(
     run_folder: Path, bundle_folder: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("ctranslate2", reason="of the extra peers, which is not installed")
     text = tmp_path / "text.txt"
     text.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
     options = ["--rows", "6", "--quick", "--beams", "1", "--fixed-length", "12", "--batches", "2"]
@@ -477,10 +482,10 @@ def test_both_sides_can_be_held_to_the_same_sentences_per_batch(
         sizes.clear()
 
 
+@pytest.mark.optional("openvino")
 def test_runtimes_are_compared_on_the_same_answers(
     bundle_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("openvino", reason="openvino is not installed")
     monkeypatch.setitem(BATCH_ROWS, "engine", (64,))
     sides = sides_of(Bundle.load(bundle_folder))
     assert list(sides) == ["onnxruntime portable", "OpenVINO portable"]

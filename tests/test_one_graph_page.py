@@ -10,6 +10,7 @@ from pathlib import Path
 import onnxruntime
 import pytest
 
+from tests.optional import PACKAGES
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import ONE_GRAPH
 from transferry.runtime.decoding.generation_options import GenerationOptions
@@ -19,7 +20,6 @@ from transferry.runtime.ort.session import SessionOptions
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 PAGE = (CHECKOUT / "docs" / "one-graph.md").read_text(encoding="utf-8")
-PACKAGES = CHECKOUT / "js" / "node_modules"
 GRAPH = "bundles/ende/portable/generate.onnx"
 HEADER = "onnxruntime_cxx_api.h"
 # Where Debian, a release's archive and a build put them; ONNXRUNTIME_INCLUDE names another folder.
@@ -72,21 +72,17 @@ def test_python(graph: Path, wanted: list[int]) -> None:
     assert printed(sys.executable, "-c", program("Python", graph)) == wanted
 
 
+@pytest.mark.optional("openvino")
 def test_openvino(graph: Path, wanted: list[int]) -> None:
-    pytest.importorskip("openvino", reason="openvino is not installed")
     assert printed(sys.executable, "-c", program("OpenVINO", graph)) == wanted
 
 
+@pytest.mark.optional("node", "onnxruntime-node")
 def test_javascript(graph: Path, wanted: list[int], tmp_path: Path) -> None:
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("there is no node on the PATH")
-    if not (PACKAGES / "onnxruntime-node").exists():
-        pytest.skip("onnxruntime-node is not installed in js/; `make js` installs it")
     (tmp_path / "node_modules").symlink_to(PACKAGES)
     file = tmp_path / "generate.mjs"
     file.write_text(program("JavaScript", graph), encoding="utf-8")
-    assert printed(node, file) == wanted
+    assert printed("node", file) == wanted
 
 
 def test_cpp(graph: Path, wanted: list[int], tmp_path: Path) -> None:

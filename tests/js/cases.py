@@ -3,25 +3,19 @@
 import hashlib
 import json
 import random
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
+from tests.optional import program
 from transferry import Engine
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
 JS = Path(__file__).resolve().parents[2] / "js"
-NODE = shutil.which("node")
-needs_node = pytest.mark.skipif(NODE is None, reason="there is no node on the PATH")
-needs_packages = pytest.mark.skipif(
-    not (JS / "node_modules" / "onnxruntime-node").exists(),
-    reason="onnxruntime-node is not installed in js/; `make js` installs it",
-)
+NODE = program("node")
 
 # What tokenizers get wrong: one of each kind, then mixtures of them.
 PIECES = (

@@ -7,18 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.js.cases import JS
-from tests.js.chromium import CHROMIUM, Chromium, served
+from tests.js.chromium import Chromium, served
 from transferry import Engine
 from transferry.runtime.page.site import write_site
 
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH"),
-    pytest.mark.skipif(
-        not (JS / "node_modules" / "onnxruntime-web").exists(),
-        reason="onnxruntime-web is not installed in js/; `make js` installs it",
-    ),
-]
+pytestmark = pytest.mark.optional("chromium", "onnxruntime-web")
 LINES = ["anna", "the cat sees a dog", "Straße 😀 日本語", "one two three"]
 
 

@@ -6,7 +6,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tests.js.cases import answers_of, needs_node, needs_packages, npm_test, write_cases
+import pytest
+
+from tests.js.cases import answers_of, npm_test, write_cases
 
 SEARCHES: tuple[dict[str, Any], ...] = (
     {},
@@ -30,7 +32,7 @@ SEARCHES: tuple[dict[str, Any], ...] = (
 TEXTS = ["anna", "a cat and a dog", "", "b" * 2000, "one two three", " x ", "\u3000"]
 
 
-@needs_node
+@pytest.mark.optional("node")
 def test_the_units_of_the_package() -> None:
     assert "# fail 0" in npm_test()
 
@@ -47,8 +49,7 @@ def compared(tmp_path: Path, answers: list[dict[str, Any]]) -> set[str]:
     }
 
 
-@needs_node
-@needs_packages
+@pytest.mark.optional("node", "onnxruntime-node")
 def test_generated_records(
     tmp_path: Path,
     bundle_folder: Path,
@@ -72,8 +73,7 @@ def test_generated_records(
     assert compared(tmp_path, answers) == {"empty", "too-long", "too-short"}
 
 
-@needs_node
-@needs_packages
+@pytest.mark.optional("node", "onnxruntime-node")
 def test_records_of_an_encoder(tmp_path: Path, reader_bundle_folder: Path) -> None:
     masked = ["a [MASK] b", "[MASK]", "none", "a [MASK] [MASK].", ""]
     answers = [
@@ -87,8 +87,7 @@ def test_records_of_an_encoder(tmp_path: Path, reader_bundle_folder: Path) -> No
     assert compared(tmp_path, answers) == {"empty", "too-long", "no-mask"}
 
 
-@needs_node
-@needs_packages
+@pytest.mark.optional("node", "onnxruntime-node")
 def test_records_of_heads(
     tmp_path: Path, ranker_bundle_folder: Path, tagger_bundle_folder: Path
 ) -> None:

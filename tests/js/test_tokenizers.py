@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.js.cases import hard_strings, ids_case, needs_node, npm_test, seal, write_cases
+from tests.js.cases import hard_strings, ids_case, npm_test, seal, write_cases
 from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, Tokenizer
 from transferry.runtime.tokenizer.patterns import OURS
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
@@ -38,7 +38,7 @@ CORPUS = [
 SPECIAL = SpecialTokens(0, 1, 2, after=(2,))
 
 
-@needs_node
+@pytest.mark.optional("node")
 @pytest.mark.parametrize("pattern", OURS)
 def test_ids_of_byte_level_bpe_by_ranks(tmp_path: Path, pattern: str) -> None:
     made = (
@@ -289,7 +289,7 @@ def bundled(made: Any) -> ThirdPartyTokenizer:
     return HuggingFaceTokenizer({"huggingface.json": content}, SPECIAL, size)
 
 
-@needs_node
+@pytest.mark.optional("node")
 def test_ids_of_a_tokenizer_json(tmp_path: Path) -> None:
     t = pytest.importorskip("tokenizers", reason="an extra, which is not installed")
     texts = hard_strings(surrogates=False)
@@ -344,7 +344,7 @@ def drawn(seed: int, **options: Any) -> ThirdPartyTokenizer:
     return SentencePieceTokenizer(files, SpecialTokens(2, 1, 2, before=(1,), after=()), 700)
 
 
-@needs_node
+@pytest.mark.optional("node")
 def test_ids_of_drawn_sentencepiece_models(tmp_path: Path) -> None:
     """Where sums are equal, their rounding decides, and the order in which they are compared."""
     made = {f"unigram {seed}": drawn(seed) for seed in range(12)}
@@ -356,7 +356,7 @@ def test_ids_of_drawn_sentencepiece_models(tmp_path: Path) -> None:
     assert printed.count("- 300 texts") == len(made)
 
 
-@needs_node
+@pytest.mark.optional("node")
 def test_ids_of_sentencepiece(tmp_path: Path) -> None:
     symbols = {"user_defined_symbols": "the,[MASK],漢字", "control_symbols": "<ctrl>"}
     plain = {"add_dummy_prefix": False, "remove_extra_whitespaces": False}
@@ -379,7 +379,7 @@ def test_ids_of_sentencepiece(tmp_path: Path) -> None:
 # --- What is refused ------------------------------------------------------------------------------
 
 
-@needs_node
+@pytest.mark.optional("node")
 @pytest.mark.parametrize(
     ("part", "value", "message"),
     [

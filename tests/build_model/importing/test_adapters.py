@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Callable
@@ -177,10 +178,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.optional("peft")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_what_peft_merges(name: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason=REASON)
+    peft = importlib.import_module("peft")
     kind, settings = CASES[name]
     model = {"llama": llama, "gpt2": gpt2}[kind](tmp_path / "base")
     made = peft.get_peft_model(model, peft.LoraConfig(r=RANK, **settings))

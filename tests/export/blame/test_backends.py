@@ -1,6 +1,5 @@
 """Each runtime gives torch's answers on each architecture, and an absent or dead one says so."""
 
-import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.export.test_family import config_of
+from tests.optional import PACKAGES
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.blame.backends import (
@@ -33,15 +33,20 @@ from transferry.runtime.errors import ProviderError
 from transferry.runtime.proof.compare import Tolerance, observe
 from transferry.runtime.proof.recorded import Reference, check_reference
 
+NODE = pytest.mark.optional("node", "onnxruntime-web")
+MARKS = {OpenVinoBackend: pytest.mark.optional("openvino"), NodeBackend: NODE}
+of_each_kind = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=MARKS.get(kind, ()), id=kind.name) for kind in BACKENDS]
+)
+
+
+@pytest.fixture(autouse=True)
+def packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODE_PATH", str(PACKAGES))
+
 
 def opened(kind: type[Backend], bundle: Bundle) -> Backend:
-    """Skips where the runtime is not installed, and only there."""
-    try:
-        return kind(bundle, bundle.variant())
-    except ProviderError as error:
-        if "install" not in str(error):
-            raise
-        pytest.skip(f"{kind.name}: {error}")
+    return kind(bundle, bundle.variant())
 
 
 def fake_node(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -61,7 +66,7 @@ def zeros(variant: Variant, graph: str, **sizes: int) -> dict[str, np.ndarray[An
 
 
 @pytest.mark.parametrize("fixture", ["bundle", "writer_bundle", "reader_bundle"])
-@pytest.mark.parametrize("kind", BACKENDS, ids=lambda kind: kind.name)
+@of_each_kind
 def test_gives_what_torch_gave(
     kind: type[Backend], fixture: str, request: pytest.FixtureRequest
 ) -> None:
@@ -78,7 +83,7 @@ def test_gives_what_torch_gave(
     assert len(found) == selected + sum(len(truth.oracle) for _, truth in reference.cases)
 
 
-@pytest.mark.parametrize("kind", BACKENDS, ids=lambda kind: kind.name)
+@of_each_kind
 def test_returns_what_was_wanted_and_the_caller_owns_it(
     kind: type[Backend], bundle: Bundle
 ) -> None:
@@ -98,7 +103,7 @@ def test_returns_what_was_wanted_and_the_caller_owns_it(
         logits += 1
 
 
-@pytest.mark.parametrize("kind", BACKENDS, ids=lambda kind: kind.name)
+@of_each_kind
 def test_gives_the_same_bits_twice(kind: type[Backend], bundle: Bundle) -> None:
     feeds = zeros(bundle.variant(), "encoder", batch=3, source=16)
     feeds["source"][:] = np.arange(48).reshape(3, 16)
@@ -127,7 +132,7 @@ def test_without_node_says_how_to_get_it(
         NodeBackend(bundle, bundle.variant())
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="there is no Node here")
+@pytest.mark.optional("node")
 def test_without_the_npm_package_says_how_to_get_it(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -137,6 +142,7 @@ def test_without_the_npm_package_says_how_to_get_it(
         NodeBackend(bundle, bundle.variant())
 
 
+@NODE
 def test_what_the_graph_cannot_take_is_an_error_and_the_next_run_goes_on(bundle: Bundle) -> None:
     good = zeros(bundle.variant(), "encoder", batch=1, source=2)
     good["source_mask"][:] = True
@@ -191,6 +197,7 @@ def test_closing_ends_a_node_that_does_not_listen(
     assert time.monotonic() - begun < 30
 
 
+@NODE
 def test_closing_ends_node(bundle: Bundle) -> None:
     with closing(opened(NodeBackend, bundle)) as backend:
         assert isinstance(backend, NodeBackend)

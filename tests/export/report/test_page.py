@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import re
-import shutil
 import subprocess
 from collections import Counter
 from html.parser import HTMLParser
@@ -16,6 +15,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from tests.js.chromium import CHROMIUM
 from transferry.export.report import heat_map
 from transferry.export.report.answers import AFTER, BEFORE, side_by_side
 from transferry.export.report.page import render_page
@@ -442,19 +442,12 @@ def test_files_that_are_no_reports_are_refused(tmp_path: Path) -> None:
         write_page([bad], tmp_path / "page.html")
 
 
-@pytest.fixture(scope="module")
-def browser() -> str:
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        if found := shutil.which(name):
-            return found
-    pytest.skip("no browser: neither chromium, chromium-browser nor google-chrome is on PATH")
-
-
-def test_a_browser_shows_the_page(browser: str, tmp_path: Path) -> None:
+@pytest.mark.optional("chromium")
+def test_a_browser_shows_the_page(tmp_path: Path) -> None:
     path, picture = tmp_path / "report.html", tmp_path / "page.png"
     path.write_text(failed_html(), encoding="utf-8")
     command = [
-        *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+        *(str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
         *("--no-first-run", "--disable-background-networking"),
         *("--host-resolver-rules=MAP * 0.0.0.0", "--window-size=1000,1400"),
         "--blink-settings=preferredColorScheme=1",

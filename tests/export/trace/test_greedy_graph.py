@@ -68,10 +68,10 @@ def test_onnxruntime_gives_torch_s_answers(
         assert answers(session.run(None, feeds_of(checkpoint, [source]))) == [one]
 
 
+@pytest.mark.optional("openvino")
 def test_openvino_gives_torch_s_answers(
     exported: tuple[Checkpoint, Bundle, list[list[int]]],
 ) -> None:
-    pytest.importorskip("openvino", reason="openvino is not installed")
     checkpoint, bundle, sources = exported
     path = bundle.graph(bundle.variant().graphs[ONE_GRAPH])
     settings = {"INFERENCE_PRECISION_HINT": "f32"}

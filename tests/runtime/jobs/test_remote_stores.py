@@ -5,6 +5,7 @@ S3 is moto's; the others are the few calls of their APIs that reading takes.
 
 import gzip
 import http.server
+import importlib
 import json
 import os
 import re
@@ -149,9 +150,9 @@ def check(root: str, elsewhere: str, **settings: str) -> None:
     assert len(place.splitlines()) == 1
 
 
+@pytest.mark.optional("s3fs", "moto")
 def test_s3() -> None:
-    pytest.importorskip("s3fs", reason="s3fs, which fsspec reads s3:// with, is not installed")
-    moto = pytest.importorskip("moto.server", reason="not installed: pip install 'moto[server]'")
+    moto = importlib.import_module("moto.server")
     serving = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     serving.start()
     try:
@@ -168,9 +169,9 @@ def test_s3() -> None:
         serving.stop()
 
 
+@pytest.mark.optional("gcsfs")
 @pytest.mark.parametrize("server", [Cloud], indirect=True)
 def test_google_cloud_storage(server: str) -> None:
-    pytest.importorskip("gcsfs", reason="gcsfs, which fsspec reads gs:// with, is not installed")
     check("gs://corpora", "gs://nothing", STORAGE_EMULATOR_HOST=server)
 
 

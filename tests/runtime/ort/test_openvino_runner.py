@@ -33,12 +33,7 @@ TEXTS = ["a man in a red shirt", "two dogs", "the quick brown fox runs over the 
 OPENVINO = SessionOptions(runtime="openvino")
 
 
-@pytest.fixture
-def installed() -> None:
-    pytest.importorskip("openvino", reason="openvino is not installed")
-
-
-@pytest.mark.usefixtures("installed")
+@pytest.mark.optional("openvino")
 @pytest.mark.parametrize("fixture", ["bundle_folder", "writer_bundle_folder"])
 @pytest.mark.parametrize("beam", [1, 3])
 def test_answers_as_onnxruntime_does(
@@ -57,7 +52,7 @@ def test_answers_as_onnxruntime_does(
     assert both[0] == both[1]
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.optional("openvino")
 @pytest.mark.parametrize(
     "fixture", ["bundle_folder", "writer_bundle_folder", "reader_bundle_folder"]
 )
@@ -73,7 +68,7 @@ ROUNDING = 1e-5
 ROWS = [pair.source for pair in builtin_pairs(20, seed=7)]
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.optional("openvino")
 @pytest.mark.parametrize("fixture", ["bundle_folder", "writer_bundle_folder"])
 @pytest.mark.parametrize("beam", [1, 4])
 def test_no_answer_depends_on_the_batch(
@@ -107,7 +102,7 @@ def job(folder: Path, lines: Path, **options: Any) -> Job:
     return Job(engine, lines, lines.with_name("out.txt"), chosen)
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.optional("openvino")
 def test_a_job_resumes_and_ends_with_the_same_bytes(
     bundle_folder: Path, lines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +131,7 @@ def test_a_job_resumes_and_ends_with_the_same_bytes(
     assert later.output.read_bytes() == expected
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.optional("openvino")
 def test_a_canary_computes_in_onnxruntime_and_stops_a_wrong_job(
     bundle_folder: Path, lines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +153,7 @@ def test_a_canary_computes_in_onnxruntime_and_stops_a_wrong_job(
         job(bundle_folder, lines, canary="1/1", force=True).run()
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.optional("openvino")
 def test_a_certificate_is_for_one_runtime(fast_bundle_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(fast_bundle_folder, tmp_path / "bundle")
     bundle = Bundle.load(folder)
@@ -197,7 +192,7 @@ def test_another_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings["INFERENCE_PRECISION_HINT"] == "f32"
 
 
-@pytest.mark.usefixtures("installed")
+@pytest.mark.optional("openvino")
 def test_a_signal_is_handled_when_engines_are_gone(bundle_folder: Path) -> None:
     """A stack for signals that OpenVINO had freed ended the process with SIGSEGV."""
     script = """

@@ -1,0 +1,26 @@
+"""What the marker `optional` names: packages and programs that `make setup` leaves out."""
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+PACKAGES = Path(__file__).resolve().parent.parent / "js" / "node_modules"
+# Programs, with other names of the same one.
+PROGRAMS = {
+    "node": ("node",),
+    "chromium": ("chromium", "chromium-browser", "google-chrome"),
+}
+
+
+def program(name: str) -> str | None:
+    """Returns the path of a program; None where it is absent."""
+    return next(filter(None, map(shutil.which, PROGRAMS[name])), None)
+
+
+def is_installed(name: str) -> bool:
+    """Whether a Python package, an npm package (onnxruntime-...) or a program is here."""
+    if name in PROGRAMS:
+        return program(name) is not None
+    if name.startswith("onnxruntime-"):
+        return (PACKAGES / name).exists()
+    return importlib.util.find_spec(name) is not None
