@@ -4,7 +4,7 @@ The public names are those of `transferry.runtime`, loaded on first use:
 `from transferry import Engine`.
 """
 
-# As typing has it, whose import would take milliseconds in which a signal is not handled yet.
+# Not typing's, whose import takes milliseconds in which signals are not handled yet.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from transferry.runtime import *  # noqa: F403

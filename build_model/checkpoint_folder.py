@@ -15,7 +15,7 @@ from typing import Any
 
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import read_document
-from transferry.runtime.io.folders import what_is
+from transferry.runtime.io.folders import found_at
 from transferry.runtime.io.outputs import foreign_member, require_own
 from transferry.runtime.settings import foreign_settings, read_settings, write_settings
 from transferry.runtime.stopping import at_stop, held
@@ -95,10 +95,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     if not path.exists():
-        raise InputError(f"{path} is missing: expected a run, {what_is(folder)}")
+        raise InputError(f"{path} is missing: expected a run, {found_at(folder)}")
     record = read_document(path, dict[str, Any], REMEDY)
     if "model_type" in record:
-        raise InputError(f"{folder}: expected a run, {what_is(folder)}")
+        raise InputError(f"{folder}: expected a run, {found_at(folder)}")
     if record.get("format") != FORMAT:
         raise InputError(
             f"{path} must have format {FORMAT}, found {record.get('format', 'none')!r}; use the "

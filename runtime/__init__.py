@@ -5,7 +5,7 @@ The public names load their modules on first use: `import transferry.runtime` al
 
 from importlib import import_module
 
-# As typing has it, whose import would take milliseconds in which a signal is not handled yet.
+# Not typing's, whose import takes milliseconds in which signals are not handled yet.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
@@ -44,58 +44,32 @@ else:
         return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
-__all__ = [
-    "BadRowsError",
-    "BatchOptions",
-    "Bundle",
-    "ClassifiedResult",
-    "EmbeddingResult",
-    "Engine",
-    "FilledMaskResult",
-    "GenerationOptions",
-    "GenerationResult",
-    "InLanguages",
-    "InputError",
-    "Job",
-    "JobOptions",
-    "ParityError",
-    "ProviderError",
-    "RankedResult",
-    "Results",
-    "RowError",
-    "ScoreResult",
-    "SessionOptions",
-    "TaggedResult",
-    "Tokenizer",
-    "TransferryError",
-    "UsageError",
-    "verify",
-]
+__all__ = ["BadRowsError", "BatchOptions", "Bundle", "ClassifiedResult", "EmbeddingResult"]
+__all__ += ["Engine", "FilledMaskResult", "GenerationOptions", "GenerationResult", "InLanguages"]
+__all__ += ["InputError", "Job", "JobOptions", "ParityError", "ProviderError", "RankedResult"]
+__all__ += ["Results", "RowError", "ScoreResult", "SessionOptions", "TaggedResult", "Tokenizer"]
+__all__ += ["TransferryError", "UsageError", "verify"]
 
-_MODULES = {
-    "BadRowsError": "errors",
-    "BatchOptions": "decoding.batching",
-    "Bundle": "bundle.bundle",
-    "ClassifiedResult": "engine.tasks.classify",
-    "EmbeddingResult": "engine.tasks.embed",
-    "Engine": "engine.engine",
-    "FilledMaskResult": "engine.tasks.fill_mask",
-    "GenerationOptions": "decoding.generation_options",
-    "GenerationResult": "engine.result",
-    "InLanguages": "engine.preprocess",
-    "InputError": "errors",
-    "Job": "jobs.job",
-    "JobOptions": "jobs.job_options",
-    "ParityError": "errors",
-    "ProviderError": "errors",
-    "RankedResult": "engine.tasks.classify",
-    "Results": "engine.result",
-    "RowError": "engine.result",
-    "ScoreResult": "engine.tasks.score",
-    "SessionOptions": "ort.session",
-    "TaggedResult": "engine.tasks.classify",
-    "Tokenizer": "tokenizer.byte_pair",
-    "TransferryError": "errors",
-    "UsageError": "errors",
-    "verify": "engine.open_bundle",
+
+_NAMES = {
+    "errors": (
+        *("BadRowsError", "InputError", "ParityError", "ProviderError"),
+        *("TransferryError", "UsageError"),
+    ),
+    "decoding.batching": ("BatchOptions",),
+    "bundle.bundle": ("Bundle",),
+    "engine.tasks.classify": ("ClassifiedResult", "RankedResult", "TaggedResult"),
+    "engine.tasks.embed": ("EmbeddingResult",),
+    "engine.engine": ("Engine",),
+    "engine.tasks.fill_mask": ("FilledMaskResult",),
+    "decoding.generation_options": ("GenerationOptions",),
+    "engine.result": ("GenerationResult", "Results", "RowError"),
+    "engine.preprocess": ("InLanguages",),
+    "jobs.job": ("Job",),
+    "jobs.job_options": ("JobOptions",),
+    "engine.tasks.score": ("ScoreResult",),
+    "ort.session": ("SessionOptions",),
+    "tokenizer.byte_pair": ("Tokenizer",),
+    "engine.open_bundle": ("verify",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}

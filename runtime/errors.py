@@ -50,27 +50,16 @@ class BadRowsError(TransferryError):
 
 
 def require(holds: bool, name: str, expected: str, found: object) -> None:
-    """Raises a UsageError for a value outside its range.
-
-    Args:
-        holds: Whether the value is in its range.
-        name: The option.
-        expected: The range, in words that follow "must be".
-        found: The value.
-    """
+    """Raises UsageError unless `holds`: option `name` must be `expected`, a range in words."""
     if not holds:
         raise UsageError(f"{name} must be {expected}, found {found}")
 
 
 def install_command(extra: str, *options: str) -> str:
-    """Returns the shell command that installs an extra from where this installation came from.
+    """Shell command that installs an extra, such as "export", from this installation's source.
 
-    That is a checkout, or the file of a wheel, which pip records in direct_url.json (PEP 610); only
-    an installation from an index can name `transferry` itself.
-
-    Args:
-        extra: Such as "export".
-        options: Options of `pip install`.
+    The source is a checkout, or the wheel file that pip records in direct_url.json (PEP 610); only
+    an installation from an index can name `transferry` itself. `options` go to `pip install`.
     """
     import json
     from importlib.metadata import PackageNotFoundError, distribution

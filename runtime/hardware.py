@@ -12,7 +12,7 @@ _INSTRUCTION_SETS = (
 
 
 def _cpuinfo(*keys: str) -> str:
-    """First value of one of the keys in /proc/cpuinfo, empty if there is none."""
+    """First value of one of the keys in /proc/cpuinfo; "" without one."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -21,11 +21,11 @@ def _cpuinfo(*keys: str) -> str:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Vector instruction sets that decide which kernels run; empty if the system hides them.
+    """Vector instruction sets that decide between kernels; empty if the system hides them.
 
     int8 kernels differ by instruction set (microsoft/onnxruntime#6004), so certificates name them.
     """
-    # x86 calls them flags, ARM calls them Features.
+    # "flags" on x86, "Features" on ARM.
     words = _cpuinfo("flags", "Features").split()
     return tuple(name for name in _INSTRUCTION_SETS if name in words)
 
@@ -36,7 +36,7 @@ def cpu_name() -> str:
 
 
 def usable_cores() -> int:
-    """Number of cores that this process may use, which can be less than the machine has."""
+    """Number of cores that this process may use, perhaps fewer than the machine has."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

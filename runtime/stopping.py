@@ -1,9 +1,9 @@
 """Ctrl-C and SIGTERM.
 
-Python runs a signal handler between any two bytecodes of the main thread. One that raises
-KeyboardInterrupt there can leave a lock held for ever, or raise in a destructor, which ignores it,
-or in an import, which turns it into an ImportError. So the handler of the commands raises nothing:
-it undoes what is half done and ends the process. Libraries cannot defeat it, and no `finally` runs.
+Python runs a signal handler between any two bytecodes of the main thread. A KeyboardInterrupt
+raised there can leave a lock held for ever, is ignored in a destructor, and becomes an ImportError
+in an import. So the handler of the commands raises nothing: it undoes unfinished work and ends the
+process. Libraries cannot defeat it, and no `finally` runs.
 
 A program that calls transferry keeps its own handlers, and a KeyboardInterrupt unwinds as usual.
 """
@@ -17,7 +17,7 @@ from types import FrameType
 EXIT_CODE = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-# Undoes what is half done. Returns what the user should know, if anything; may run twice.
+# Undoes unfinished work and returns a note for the user, if any; may run twice.
 Undo = Callable[[], str | None]
 _undo: list[Undo] = []
 _stopping = False
@@ -25,7 +25,7 @@ _format: Callable[[str], str] = str
 
 
 def format_with(format: Callable[[str], str]) -> None:
-    """Sets how the last message is formatted, such as a line of JSON."""
+    """Sets the format of the last message, such as a line of JSON."""
     global _format
     _format = format
 
@@ -39,15 +39,15 @@ def handle_signals() -> None:
 
 
 def ignore_signals() -> None:
-    """Ends a finished command with its own exit code, whatever comes while Python shuts down."""
+    """Ends a finished command with its own exit code, even if a signal arrives at shutdown."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """Undoes what is half done, says so on stderr and ends the process with exit code 130."""
+    """Undoes unfinished work, reports it on stderr and ends the process with exit code 130."""
     global _stopping
-    if _stopping:  # a second signal does not wait for that
+    if _stopping:  # a second signal ends the process at once
         os._exit(EXIT_CODE)
     _stopping = True
     notes = []
@@ -66,7 +66,7 @@ def stop(number: int, frame: FrameType | None) -> None:
 def at_stop(undo: Undo) -> Iterator[None]:
     """Calls `undo` if the process is stopped within the `with`, the innermost first.
 
-    It runs in the signal handler, so it must not wait for a lock, nor use a stream of Python.
+    It runs in the signal handler, so it must neither wait for a lock nor use a Python stream.
     """
     _undo.append(undo)
     try:
@@ -79,7 +79,7 @@ def at_stop(undo: Undo) -> Iterator[None]:
 def raising() -> Iterator[None]:
     """Lets a command's first signal raise KeyboardInterrupt within the `with`.
 
-    For what no handler can undo, such as other processes that must be asked to end.
+    For work that no handler can undo, such as other processes that must be asked to end.
     """
     former = [number for number in SIGNALS if signal.getsignal(number) is stop]
 
@@ -99,9 +99,9 @@ def raising() -> Iterator[None]:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Holds signals back until the `with` ends: for short steps that must not be cut in two.
+    """Holds signals back until the `with` ends: for short steps that must not be interrupted.
 
-    A second signal is not held back. In a thread other than the main one this does nothing.
+    A second signal is not held back. Outside the main thread this does nothing.
     """
     came: list[tuple[int, FrameType | None]] = []
     former = {int(number): signal.getsignal(number) for number in SIGNALS}
@@ -120,7 +120,7 @@ def held() -> Iterator[None]:
         for number, handler in former.items():
             if callable(handler):  # else it is ignored, or ends the process anyway
                 signal.signal(number, note)
-    except ValueError:  # not in the main thread, which alone gets signals
+    except ValueError:  # not the main thread, the only one that gets signals
         former = {}
     try:
         yield

@@ -19,13 +19,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def wrapped(text: str, first: str = "", rest: str = "  ") -> str:
-    """Wraps prose before column 80, between words alone.
-
-    Args:
-        text: Any text.
-        first: What its first line begins with.
-        rest: What its other lines begin with.
-    """
+    """Wraps prose at column 80, between words only; `first` and `rest` indent its lines."""
     return textwrap.fill(
         *(text, WIDTH),
         initial_indent=first,
@@ -40,16 +34,13 @@ def facts(rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join(wrapped(value, f"{name:<12}", " " * 12) for name, value in rows)
 
 
-# Controls of a terminal, half surrogates, and marks that turn the direction of what follows; but
-# neither newline nor tab.
+# Terminal controls, half surrogates, and marks that change the direction of text; newline and tab
+# stay.
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def printable(text: str) -> str:
-    r"""Returns a text for a terminal: what would control it is shown as an escape such as \x1b.
-
-    Names in a bundle, a checkpoint or an input come from outside.
-    """
+    r"""Escapes terminal controls in text from outside, such as names in a bundle, as \x1b."""
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)

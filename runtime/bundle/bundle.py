@@ -15,7 +15,7 @@ past). See docs/bundle.md.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -23,22 +23,35 @@ from transferry.runtime.bundle.manifest import MANIFEST, REMEDY, Manifest
 from transferry.runtime.bundle.specs import GraphSpec, Variant
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import MOST_JSON
-from transferry.runtime.io.folders import what_is
-from transferry.runtime.io.sealed_folder import (
-    SealedFolder,
-    open_inside,
-)
+from transferry.runtime.io.folders import found_at
+from transferry.runtime.io.sealed_folder import SealedFolder, open_inside
 from transferry.runtime.io.whole import read_at_most
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle whose files match its manifest."""
+    """A bundle whose files match its manifest.
+
+    Attributes:
+        folder: Its folder.
+        manifest: The parsed manifest.
+        tokenizer: Its tokenizer.
+        files: The files that the manifest lists.
+    """
 
     folder: Path
     manifest: Manifest
     tokenizer: AnyTokenizer
+    opened: InitVar[tuple[SealedFolder, bytes] | None] = None
+    files: SealedFolder = field(init=False, repr=False, compare=False)
+    _content: bytes | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self, opened: tuple[SealedFolder, bytes] | None) -> None:
+        """Takes the checked files and the text of the manifest, where `load` has read them."""
+        files, content = opened or (SealedFolder(self.folder, self.manifest.files), None)
+        object.__setattr__(self, "files", files)
+        object.__setattr__(self, "_content", content)
 
     @classmethod
     def load(cls, folder: Path) -> Bundle:
@@ -46,7 +59,7 @@ class Bundle:
 
         Raises:
             InputError: A file is missing, truncated, changed or unreadable, or the format version
-                is another.
+                differs.
         """
         content = _manifest_of(folder)
         manifest = Manifest.from_json(content, str(folder / MANIFEST))
@@ -58,14 +71,11 @@ class Bundle:
                 f"{folder}: expected a tokenizer of {size} ids as in {MANIFEST}, found "
                 f"{tokenizer.vocabulary_size}; {REMEDY}"
             )
-        bundle = cls(folder, manifest, tokenizer)
-        # What a certificate speaks of is the manifest that was read.
-        vars(bundle).update(files=files, sha256=hashlib.sha256(content).hexdigest())
-        return bundle
+        return cls(folder, manifest, tokenizer, (files, content))
 
     @property
     def embeds(self) -> bool:
-        """Whether its model has a head that makes vectors of texts."""
+        """Whether the model has a head that makes vectors of texts."""
         return self.manifest.head is not None and self.manifest.head.task == "embed"
 
     @property
@@ -80,21 +90,13 @@ class Bundle:
         return tuple(tasks)
 
     @cached_property
-    def files(self) -> SealedFolder:
-        """The files, as the manifest lists them."""
-        return SealedFolder(self.folder, self.manifest.files)
-
-    @cached_property
     def sha256(self) -> str:
-        """Hash of the manifest."""
-        return hashlib.sha256(_manifest_of(self.folder)).hexdigest()
+        """Hash of the manifest: of the text that was parsed, if the bundle was loaded."""
+        content = self._content
+        return hashlib.sha256(content or _manifest_of(self.folder)).hexdigest()
 
     def variant(self, name: str | None = None) -> Variant:
-        """Returns a variant by name; without a name the first.
-
-        Raises:
-            UsageError: The bundle has no variant of that name.
-        """
+        """Returns a variant by name, by default the first; raises UsageError for another name."""
         variants = self.manifest.variants
         if name is None:
             return next(iter(variants.values()))
@@ -111,7 +113,7 @@ def _manifest_of(folder: Path) -> bytes:
     if not (folder / MANIFEST).is_file():
         raise InputError(
             f"{folder}: expected a bundle, with the {MANIFEST} that `transferry export` wrote, "
-            f"{what_is(folder)}"
+            f"{found_at(folder)}"
         )
     with open_inside(folder, MANIFEST) as file:
         return read_at_most(file, MOST_JSON, folder / MANIFEST)

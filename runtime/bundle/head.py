@@ -9,24 +9,24 @@ from typing import Literal
 from transferry.runtime.errors import UsageError
 from transferry.runtime.settings import Whole, shown
 
-# How tokens with labels are joined to entities; see `runtime/engine/tasks/entities.py`.
+# Ways of joining labelled tokens to entities; see `runtime/engine/tasks/entities.py`.
 Aggregation = Literal["none", "simple", "first", "average", "max"]
 
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """What the head of an encoder-only model is for, and how texts are read for it.
+    """Purpose of an encoder-only model's head, and how texts are read for it.
 
     Attributes:
         task: "embed" makes a vector of a text, "classify" scores labels of a text or of a pair of
             texts, "tag" scores labels of each token.
-        labels: Names of the scores; none for vectors.
-        probabilities: What makes probabilities of scores: "softmax" where one label is right,
-            "sigmoid" where each is for itself, "none" where scores are the answer (regression).
-        rank: What makes the score of a pair of its only label.
-        longest: Tokens that rows are cut to, special tokens included; 0 means that they are not.
+        labels: Names of the scores; empty for vectors.
+        probabilities: Activation that turns scores into probabilities: "softmax" where one label is
+            right, "sigmoid" where labels are independent, "none" for regression.
+        rank: Activation applied to a cross-encoder's single score.
+        longest: Tokens that rows are cut to, special tokens included; 0 disables it.
         prompts: Texts that may be put before each text, by name.
-        default_prompt: Name of that which is put there unless told otherwise; may be empty.
+        default_prompt: Name of the prompt that is used by default; may be empty.
     """
 
     task: Literal["embed", "classify", "tag"]
@@ -38,10 +38,7 @@ class HeadSettings:
     default_prompt: str = ""
 
     def prompt(self, name: str | None) -> str:
-        """Returns the text to put before each text.
-
-        Args:
-            name: Name of a prompt; the default one if None.
+        """Text to put before each text: the prompt of a name, by default `default_prompt`.
 
         Raises:
             UsageError: There is no prompt of that name.

@@ -12,13 +12,13 @@ from typing import Any
 
 from transferry.runtime.errors import InputError
 
-# What numpy and zipfile raise for a damaged archive, and what reading its values then raises.
+# Errors of numpy and zipfile for a damaged archive, and of reading its values.
 ARCHIVE_FAULTS = (
     *(OSError, ValueError, LookupError, EOFError, RuntimeError, TypeError, AttributeError),
     *(MemoryError, SyntaxError, struct.error, tokenize.TokenError),
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
 )
-# Arrays of an archive may take so many times its own size: a bomb takes thousands of times.
+# Largest size of an archive's arrays relative to its own; a zip bomb reaches thousands.
 EXPANSION = 4
 SMALL_ARCHIVE = 256 << 20
 
@@ -30,8 +30,8 @@ def open_arrays(content: bytes, origin: str, what: str, remedy: str) -> Iterator
     Args:
         content: The bytes of the archive.
         origin: Name of the file in errors.
-        what: What the file should be, such as "a bundle's reference".
-        remedy: What to do otherwise.
+        what: Kind of file that was expected, such as "a bundle's reference".
+        remedy: Advice if it is another.
 
     Yields:
         Arrays by name, never unpickled.

@@ -30,26 +30,22 @@ def unwritable(
     kept: str = "; nothing was written",
     otherwise: str = " or choose another place",
 ) -> InputError:
-    """Returns the error for an output that cannot be written, with the remedy that fits.
+    """Error for an output that cannot be written, with the remedy for `error`.
 
-    Args:
-        place: The output.
-        error: Why.
-        kept: What is there nevertheless.
-        otherwise: What to do besides the remedy.
+    `kept` tells the output's state, `otherwise` the alternative to the remedy.
     """
     reason = "it is closed" if error.errno == errno.EBADF else error.strerror or error
     remedy = _REMEDIES.get(error.errno or 0, "Fix this")
     return InputError(f"{place}: cannot be written: {reason}{kept}. {remedy}{otherwise}.")
 
 
-# Names of temporary files and folders. Nobody can guess them, and put a link in their place, and
-# they are short, however long the name of the output is.
+# Names of temporary files and folders: unguessable, so that nobody can put a link in their place,
+# and short, however long the name of the output is.
 TEMPORARY = r"\..{0,20}\.[0-9a-f]{16}\.part"
 
 
 def temporary_name(path: Path, folder: Path) -> Path:
-    """Returns where an output is written before it gets its name."""
+    """Returns an unused path in a folder for an output that is not finished yet."""
     return folder / f".{path.name[:20]}.{os.urandom(8).hex()}.part"
 
 
@@ -57,14 +53,10 @@ def temporary_name(path: Path, folder: Path) -> Path:
 def durable_file(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
     """Writes a temporary file and renames it to `path` once all of it is on the disk.
 
-    After a power cut the file is complete. After `kill -9` the temporary file stays.
-
-    Args:
-        path: The file.
-        folder: Where the temporary file is, on the same file system. Default: beside `path`.
+    After a power cut the file is complete. After `kill -9` the temporary file stays: in `folder`,
+    which must be on the same file system, by default beside `path`.
     """
     temporary = temporary_name(path, folder or path.parent)
-
     with at_stop(partial(temporary.unlink, missing_ok=True)):
         try:
             with temporary.open("xb") as file:
@@ -78,14 +70,14 @@ def durable_file(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames in a folder survive a power cut, where the system can."""
-    if os.name == "nt":  # a folder cannot be opened there
+    """Makes renames in a folder survive a power cut, where the file system supports it."""
+    if os.name == "nt":  # cannot open a folder
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system can do it
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # unsupported by the file system
             raise
     finally:
         os.close(descriptor)
@@ -108,14 +100,14 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def require_writable(path: Path, endings: Iterable[str] = ()) -> None:
-    """Checks whether an output can be written, before the work that it is for.
+    """Checks that an output can be written, before the work of making it.
 
     Args:
         path: The output.
-        endings: What the names of other files beside it add to its name.
+        endings: Suffixes of its name that give the names of files beside it.
 
     Raises:
-        InputError: Its folder is missing or read-only, or a name would be too long.
+        InputError: Its folder is missing or read-only, or a name is too long.
     """
     try:
         for ending in ("", *endings):
@@ -123,7 +115,7 @@ def require_writable(path: Path, endings: Iterable[str] = ()) -> None:
                 path.with_name(path.name + ending).lstat()
         folder = path.absolute().parent
         folder.stat()
-        # Not by writing a file, which `kill -9` would leave behind.
+        # A trial file would survive `kill -9`.
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Reads documents from outside: bounded, regular files whose content has the expected types.
+"""Documents from outside: regular files of bounded size whose content has an expected type.
 
-A manifest, tokenizer, certificate or configuration may come from a stranger. Each goes through
-`read_document` or `parse_document`, so that whatever it holds ends in one line that names the file,
-the key, what was expected and what was found. docs/security.md says what is defended against.
+A manifest, tokenizer, certificate or configuration may come from a stranger. Every defect of one
+ends in a line that names the file, the key, the expected and the found value. docs/security.md
+lists the attacks.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import msgspec
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.whole import read_bytes
 
-# Bytes. Decoded, the worst JSON takes 24 times as much memory: empty lists in a list.
+# Bytes. The worst JSON, empty lists in a list, takes 24 times as much memory once decoded.
 MOST_JSON = 16 << 20
 
 T = TypeVar("T")
 
 
 def read_document(path: Path, kind: type[T], remedy: str, *, most: int = MOST_JSON) -> T:
-    """Reads a JSON file of a given type.
+    """Reads a JSON file of a given type; `remedy` is the advice if it has another.
 
     Args:
         path: The file.
         kind: Type of its content: a dataclass, `dict[str, Any]`, `list[str]` and the like.
-        remedy: What to do if it holds something else.
+        remedy: Ends the error message.
         most: Largest size in bytes.
 
     Raises:
@@ -41,13 +41,9 @@ def read_document(path: Path, kind: type[T], remedy: str, *, most: int = MOST_JS
 
 
 def parse_document(content: bytes, kind: type[T], origin: str, remedy: str) -> T:
-    """Parses JSON of a given type, without duplicate keys, NaN, infinity or lone surrogates.
+    """Parses UTF-8 JSON of a given type, without duplicate keys, NaN, infinity or lone surrogates.
 
-    Args:
-        content: The text in UTF-8.
-        kind: Type of the content.
-        origin: Name of the file in errors.
-        remedy: What to do if it holds something else.
+    `origin` names the file in errors, and `remedy` ends them.
 
     Raises:
         InputError: The text is no JSON, or of another type.
@@ -63,27 +59,41 @@ def decode(content: bytes) -> Any:
     """Decodes JSON without duplicate keys, NaN, infinity or lone surrogates.
 
     Raises:
-        ValueError: The text is another, or nested too deeply.
+        ValueError: The text is no such JSON, or nested too deeply.
     """
     try:
         value = msgspec.json.decode(content)
-        json.loads(content, object_pairs_hook=_require_unique)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    if _keys(value) != _colons(content):
+        json.loads(content, object_pairs_hook=_require_unique)
     return value
 
 
-def checked(value: Any, kind: type[T], origin: str, remedy: str) -> T:
-    """Converts what a document holds to a type.
+def _keys(value: Any) -> int:
+    """Number of keys of all objects in a value."""
+    count, waiting = 0, [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            count, each = count + len(each), each.values()
+        elif not isinstance(each, list):
+            continue
+        waiting += [item for item in each if type(item) in (dict, list)]
+    return count
 
-    Args:
-        value: The content.
-        kind: Its type.
-        origin: Name of the file in errors.
-        remedy: What to do if it is of another type.
+
+def _colons(content: bytes) -> int:
+    """Number of colons outside the strings of valid JSON: one for each key, duplicates included."""
+    unescaped = content.replace(rb"\\", b"").replace(rb"\"", b"")
+    return sum(part.count(b":") for part in unescaped.split(b'"')[::2])
+
+
+def checked(value: Any, kind: type[T], origin: str, remedy: str) -> T:
+    """Converts the decoded content of a document to a type; `origin` and `remedy` as above.
 
     Raises:
-        InputError: It is of another type.
+        InputError: The content is of another type.
     """
     try:
         return msgspec.convert(value, kind)
@@ -100,7 +110,7 @@ def _require_unique(pairs: Sequence[tuple[str, Any]]) -> None:
 
 
 def json_values(value: Any) -> Any:
-    """Returns a value with NaN and infinity, which JSON lacks, as None."""
+    """Replaces NaN and infinity, which JSON lacks, by None."""
     if isinstance(value, Mapping):
         return {name: json_values(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and temporary ones."""
+"""Folders that appear whole or not at all, temporary folders, and the kinds of folders."""
 
 import os
 import shlex
@@ -15,30 +15,31 @@ from transferry.runtime.stopping import at_stop
 
 
 def is_bundle(folder: Path) -> bool:
-    """Whether a folder has the manifest of a bundle, which need not be in order."""
+    """Whether a folder has the manifest of a bundle, valid or not."""
     return (folder / "manifest.json").is_file()
 
 
-def is_run(folder: Path) -> bool:
-    """Whether a folder has the files of a run, which need not be in order."""
-    of_run = (folder / name for name in ("checkpoints", "settings.toml"))
-    return (folder / "model.safetensors").is_file() and any(each.exists() for each in of_run)
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has the files of a checkpoint, valid or not."""
+    marks = (folder / name for name in ("checkpoints", "settings.toml"))
+    return (folder / "model.safetensors").is_file() and any(each.exists() for each in marks)
 
 
-def what_is(folder: Path) -> str:
-    """Says what lies where a folder of another kind is expected, and how to go on from there."""
+def found_at(folder: Path) -> str:
+    """Describes the content of a path where another folder was expected, and the next step."""
+    place = shlex.quote(str(folder))
     if not folder.exists():
         return "found nothing"
     if not folder.is_dir():
         return "found a file"
     if is_bundle(folder):
         return "found a bundle"
-    if is_run(folder):
-        return f"found a run; export it: transferry export {shlex.quote(str(folder))} --out BUNDLE"
+    if is_checkpoint(folder):
+        return f"found a checkpoint; export it: transferry export {place} --out BUNDLE"
     if (folder / "config.json").is_file():
         return (
             "found a folder of Hugging Face; import it first: transferry import "
-            f"{shlex.quote(str(folder))} --out RUN"
+            f"{place} --out CHECKPOINT"
         )
     return "found another folder"
 
@@ -72,11 +73,7 @@ def staged_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Folder for files that nobody keeps.
-
-    Raises:
-        InputError: There is no place for it.
-    """
+    """Folder for intermediate files, removed at the end; raises InputError if none can be made."""
     try:
         folder = Path(tempfile.gettempdir(), f"transferry-{os.urandom(8).hex()}")
     except OSError as error:

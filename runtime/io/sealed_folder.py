@@ -1,9 +1,8 @@
-"""A folder whose files are those that a list of hashes names, so that what was hashed is used.
+"""A folder whose files match recorded hashes, and stay so while they are used.
 
-A file is opened relative to its folder, without following a link, and only if it is a regular one.
-What is read is read whole into memory, where its hash is checked. What onnxruntime maps from the
-disk must have the size and the times that it had when it was hashed, whenever it is used:
-docs/security.md says what that cannot prevent.
+A file is opened relative to its folder, without following a link, and only if it is a regular file.
+A file that is read whole is hashed in memory. A file that onnxruntime maps from the disk must keep
+the size and the times that it had when it was hashed; docs/security.md names the remaining gaps.
 """
 
 from __future__ import annotations
@@ -50,15 +49,10 @@ Stamp = tuple[int, int, int]
 
 
 class SealedFolder:
-    """Files that match their records."""
+    """Files that match their records, by path in the folder."""
 
     def __init__(self, path: Path, records: Mapping[str, FileRecord]) -> None:
-        """Opens nothing yet.
-
-        Args:
-            path: The folder.
-            records: Every file, by its path in the folder.
-        """
+        """Opens nothing yet."""
         self.path = path
         self.records = records
         self._stamps: dict[str, Stamp] = {}
@@ -68,17 +62,13 @@ class SealedFolder:
         """Checks every file against its record.
 
         Raises:
-            InputError: A file is missing, no regular file, or another than was recorded.
+            InputError: A file is missing, no regular file, or differs from its record.
         """
         with ThreadPoolExecutor(usable_cores()) as pool:  # hashing leaves Python alone
             self._stamps = dict(zip(self.records, pool.map(self._stamp, self.records), strict=True))
 
     def read(self, name: str) -> bytes:
-        """Returns the content of a file, whose hash is checked.
-
-        Raises:
-            InputError: The file is not recorded, or another than was recorded.
-        """
+        """Returns the content of a file whose hash matches; raises InputError otherwise."""
         record = self._record(name)
         with self._open(name) as file:
             content = file.read(record.size + 1)
@@ -86,11 +76,7 @@ class SealedFolder:
         return content
 
     def array(self, name: str, kind: str, offset: int, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Returns an array that is stored in a file, as a copy of one's own.
-
-        Raises:
-            InputError: The file is not recorded, or another than was recorded.
-        """
+        """Returns a read-only copy of an array that is stored in a file; raises as `watch`."""
         self.watch(name)
         with self._open(name) as file:
             file.seek(offset)
@@ -104,7 +90,7 @@ class SealedFolder:
         """Returns the path of a file for a program that maps it; `require_unchanged` checks it.
 
         Raises:
-            InputError: The file is not recorded, or another than was recorded.
+            InputError: The file is not recorded, or differs from its record.
         """
         if name not in self._stamps:
             self._stamps[name] = self._stamp(name)
@@ -113,9 +99,9 @@ class SealedFolder:
         return path
 
     def require_unchanged(self) -> None:
-        """Checks that no file that is in use was written to since it was hashed.
+        """Checks that no watched file was written to since it was hashed.
 
-        Where only the file's entry changed, by `chmod` or a hard link, it is hashed again.
+        If only its entry changed, by `chmod` or a hard link, a file is hashed again.
 
         Raises:
             InputError: A file changed.
@@ -135,11 +121,11 @@ class SealedFolder:
             self._stamps[name] = self._stamp(name)
 
     def _stamp(self, name: str) -> Stamp:
-        """Hashes a file, and returns the stamp that it has had since before."""
+        """Hashes a file and returns its stamp from before the hashing."""
         record = self._record(name)
         with self._open(name) as file:
             stamp = _stamp_of(os.fstat(file.fileno()))
-            # The size first: of a file that grew to terabytes nothing is read.
+            # The size first: a file that grew to terabytes is not read.
             digest = ""
             if stamp[0] == record.size:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -180,14 +166,10 @@ class SealedFolder:
 
 @contextmanager
 def open_inside(folder: Path, name: str) -> Iterator[BufferedReader]:
-    """Opens a regular file inside a folder, without following a link below it.
-
-    Args:
-        folder: The folder, which may itself be a link.
-        name: Path in the folder.
+    """Opens a regular file inside a folder, without following a link below the folder itself.
 
     Raises:
-        InputError: There is no such file, or a link on the way to it.
+        InputError: The file is missing, or a link is on the way to it.
     """
     with open_regular(folder / name, lambda _, flags: _open_inside(folder, name, flags)) as file:
         yield file
@@ -198,7 +180,7 @@ def _stamp_of(found: os.stat_result) -> Stamp:
 
 
 def _open_inside(folder: Path, name: str, flags: int) -> int:
-    """Opens a file inside a folder, component by component, and no link."""
+    """Opens a file inside a folder, component by component, refusing links."""
     *folders, last = name.split("/")
     if os.open not in os.supports_dir_fd:  # Windows
         places = [folder.joinpath(*folders[: n + 1]) for n in range(len(folders))]

@@ -1,4 +1,4 @@
-"""Files that are read whole, within a limit of bytes."""
+"""Regular files: opened without waiting, and read whole within a limit of bytes."""
 
 import hashlib
 import io
@@ -11,17 +11,17 @@ from typing import BinaryIO, Protocol
 
 from transferry.runtime.errors import InputError
 
-# Of a file that is read whole: tokenizers of published models have up to 40 MB.
+# Limit of a file that is read whole: tokenizers of published models have up to 40 MB.
 MOST_BYTES = 256 << 20
-# What a clone without Git LFS holds in the place of a large file.
+# Content of a large file's placeholder in a clone without Git LFS.
 _LFS = b"version https://git-lfs.github.com/spec/"
 
 
 class Stored(Protocol):
-    """A file elsewhere, which opens itself."""
+    """A file elsewhere that opens itself."""
 
     def opened(self) -> AbstractContextManager[io.BufferedReader]:
-        """Opens it; an OSError inside the `with` counts as a read error."""
+        """Opens the file; an OSError inside the `with` counts as a read error."""
 
 
 def shown_path(path: Path | str | Stored) -> str:
@@ -30,7 +30,7 @@ def shown_path(path: Path | str | Stored) -> str:
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Reads a regular file of at most so many bytes.
+    """Reads a regular file of at most `most` bytes.
 
     Raises:
         InputError: The file cannot be read, is no regular file, or is larger.
@@ -40,11 +40,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_at_most(file: BinaryIO, most: int, path: Path) -> bytes:
-    """Reads an open file of at most so many bytes; `path` names it in errors.
-
-    Raises:
-        InputError: The file is larger.
-    """
+    """Reads an open file of at most `most` bytes, or raises InputError naming `path`."""
     content = file.read(most + 1)
     if len(content) > most:
         raise InputError(f"{path}: expected at most {most:,} bytes, found more; restore the file")
@@ -57,11 +53,8 @@ def open_regular(
 ) -> Iterator[io.BufferedReader]:
     """Opens a regular file for reading; an OSError inside the `with` counts as a read error.
 
-    A pipe is refused instead of waited for, and a device instead of read for ever.
-
-    Args:
-        path: The file.
-        opener: Opens it, as that of `open`.
+    A pipe is refused instead of waited for, and a device instead of read for ever. `opener` is that
+    of `open`.
 
     Raises:
         InputError: The file cannot be read, is no regular file, or is not fetched from Git LFS.
@@ -85,15 +78,11 @@ def open_regular(
 
 
 def sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file in hexadecimal.
-
-    Raises:
-        InputError: The file cannot be read or is no regular file.
-    """
+    """SHA-256 of a regular file in hexadecimal; raises InputError if it cannot be read."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def unreadable(path: Path | str | Stored, error: OSError) -> InputError:
-    """Returns the error for a file that cannot be read."""
+    """Error for a file that cannot be read."""
     return InputError(f"{shown_path(path)}: cannot be read: {error.strerror or error}.")

@@ -24,7 +24,7 @@ from transferry.runtime.io.outputs import foreign_member, require_apart, require
 from transferry.runtime.proof.certificate import certificates
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "js"
-# Folders of the package; others hold its tests, the page, and what npm installs.
+# Folders of the package; the others hold its tests, the page, and npm's packages.
 ROOMS = ("decoding", "ort", "tasks", "tokenizer")
 RUNTIME = PurePosixPath("onnxruntime-web", "dist")
 WASM = ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm")
@@ -32,12 +32,12 @@ WEBGPU = (
     *("ort.webgpu.min.mjs", "ort-wasm-simd-threaded.asyncify.mjs"),
     "ort-wasm-simd-threaded.asyncify.wasm",
 )
-# Of standard operators alone.
+# Variants of standard operators only.
 VARIANTS = (PORTABLE, "portable-int8")
-# Of the page itself: replaced in service-worker.js.
+# Placeholders in service-worker.js.
 FILES, GPU_FILES, VERSION = '"FILES"', '"GPU_FILES"', "VERSION"
 SERVICE_WORKER, SETTINGS = "service-worker.js", "site.json"
-# Tasks that the page can do, the first of a bundle's counts.
+# Label and placeholder of the page's input, by task; the first task that a bundle has is taken.
 WORDS = {
     "classify": ("Text", "A sentence"),
     "tag": ("Text", "A sentence"),
@@ -60,7 +60,7 @@ class Site:
     standing: tuple[str, ...]
 
     def summary(self) -> str:
-        """Returns what a person asks first: how much a visitor loads."""
+        """Returns the size of the site and of a visitor's download, as a sentence."""
         on_gpu = sum(size for name, size in self.sizes.items() if _for_gpu(name))
         loaded = {name: size for name, size in self.sizes.items() if not _for_gpu(name)}
         shares = ", ".join(
@@ -137,14 +137,14 @@ def package_scripts() -> list[Path]:
 
 
 def require_new(out: Path, *, force: bool) -> None:
-    """Raises UsageError for a folder that exists, with `force` for one that is no site."""
+    """Raises UsageError for a folder that exists, with `force` for a folder that is no site."""
     if out.exists() and not force:
         raise UsageError(f"{out} exists already; add --force to replace it, or name another folder")
     require_own(out, foreign_site)
 
 
 def foreign_site(folder: Path) -> str:
-    """Returns what is wrong with a folder that should be a site; "" if nothing is."""
+    """Returns the defect of a folder that should be a site; "" without one."""
     try:
         files = read_document(folder / SETTINGS, dict[str, Any], "").get("files")
     except InputError:
@@ -155,11 +155,7 @@ def foreign_site(folder: Path) -> str:
 
 
 def find_runtime(folder: Path | None, names: tuple[str, ...]) -> Path:
-    """Returns the folder of onnxruntime-web's files.
-
-    Raises:
-        UsageError: It is not found, or lacks a file.
-    """
+    """Folder of onnxruntime-web's files; raises UsageError if it is missing or lacks a file."""
     if folder is None:
         places = [Path("node_modules") / RUNTIME, SCRIPTS / "node_modules" / RUNTIME]
     else:
@@ -175,7 +171,7 @@ def find_runtime(folder: Path | None, names: tuple[str, ...]) -> Path:
 
 
 def certified(bundle: Bundle, variant: Variant) -> tuple[str, ...]:
-    """Returns sentences about what was verified of the graphs that the site runs."""
+    """Sentences about the certificates of the graphs that the site runs."""
     held = [one for one in certificates(bundle) if not one.changed(bundle)]
     same = [one for one in held if one.cell.variant == variant.name]
     told = [
@@ -204,7 +200,7 @@ def certified(bundle: Bundle, variant: Variant) -> tuple[str, ...]:
 def site_settings(
     bundle: Bundle, variant: str, title: str, standing: tuple[str, ...], webgpu: bool
 ) -> dict[str, Any]:
-    """Returns the content of site.json, which page.js and worker.js read."""
+    """Content of site.json, which page.js and worker.js read."""
     encodes = bundle.manifest.architecture == "encoder-only"
     tasks = bundle.tasks if encodes else ("generate",)
     task = next(task for task in WORDS if task in tasks)
@@ -223,7 +219,7 @@ def site_settings(
 
 
 def _model_files(bundle: Bundle, variant: Variant) -> list[str]:
-    """Returns the files of the bundle that the site needs."""
+    """Files of the bundle that the site needs."""
     listed = bundle.manifest.files
     graphs = [graph.file for name, graph in variant.steps.items() if name != "select"]
     weights = {str(PurePosixPath(file).with_name("weights.bin")) for file in graphs}
@@ -232,7 +228,7 @@ def _model_files(bundle: Bundle, variant: Variant) -> list[str]:
 
 
 def _list_files(folder: Path) -> None:
-    """Tells the service worker which files to keep; a changed file is a new version."""
+    """Fills in the service worker's list of files to keep; a changed file is a new version."""
     path = folder / SERVICE_WORKER
     digest = hashlib.sha256()
     kept: list[str] = ["./"]

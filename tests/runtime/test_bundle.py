@@ -143,7 +143,7 @@ def test_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         for file in files:
             (tmp_path / name / file).touch()
-    kinds["run"] = r"a run; export it: transferry export \S+run --out"
+    kinds["run"] = r"a checkpoint; export it: transferry export \S+run --out"
     kinds["theirs"] = r"a folder of Hugging Face .*: transferry import \S+theirs --out"
     for name, found in kinds.items():
         with pytest.raises(InputError, match=rf"{name}: expected a bundle, .*, found {found}"):

@@ -32,7 +32,13 @@ from transferry.build_model.importing.toolkits.sentence_transformers import (
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.errors import InputError, UsageError, require
-from transferry.runtime.io.folders import is_bundle, is_run, replace_folder, staged_folder, what_is
+from transferry.runtime.io.folders import (
+    found_at,
+    is_bundle,
+    is_checkpoint,
+    replace_folder,
+    staged_folder,
+)
 from transferry.runtime.settings import MOST
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 
@@ -55,9 +61,9 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
             fit.
         UsageError: The tokenizer's library is not installed, or an adapter is for another kind.
     """
-    if is_bundle(folder) or is_run(folder):
+    if is_bundle(folder) or is_checkpoint(folder):
         expected = "a folder of Hugging Face or Marian"
-        raise InputError(f"{folder}: expected {expected}, {what_is(folder)}")
+        raise InputError(f"{folder}: expected {expected}, {found_at(folder)}")
     adapter = Adapter(adapter_folder) if adapter_folder is not None else None
     if not (folder / CONFIG).exists() and any(folder.glob("*.npz")):
         require(adapter is None, "--adapter", f"left out for {folder}", adapter_folder)
