@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.checks.independence import BATCH, batch_independence, declared, failed
-from transferry.export.checks.task_metrics import BUDGETS, token_agreement
+from transferry.export.checks.task_metrics import token_agreement
 from transferry.export.faults.foreign_faults import Answers, Checks, answers_otherwise, self_test
 from transferry.export.oracle.cases import random_case, random_cases, source_of, vocabulary
 from transferry.export.oracle.effort import Effort
@@ -34,14 +34,11 @@ from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.proof.compare import MOST, Case, Comparison, Tolerance, observe
+from transferry.runtime.precision import PRECISIONS, Precision
+from transferry.runtime.proof.compare import Case, Comparison, Tolerance, observe
 from transferry.runtime.proof.divergence import ExpectedAnswers, Tally
 from transferry.runtime.proof.report import Claim, Decisions, ParityReport, TaskMetric
 
-# Largest error of a graph of integers, over the largest entry of the oracle. Only its writer knows
-# which integers it rounds to, so torch cannot round likewise, as it does beside a bundle.
-# docs/audit.md has the measurement behind both.
-LARGEST = {"int8": 2.0**-3, "int4": 3 * 2.0**-3}
 REPEATS = 3
 MOST_ALONE = 32  # rows that are compared with themselves in batches
 ALONE = "each row alone"
@@ -56,12 +53,12 @@ Answering = Callable[[Sequence[Sequence[int]]], list[list[Hypothesis]]]
 
 
 def tolerance_of(precision: str) -> Tolerance:
-    """Returns what a foreign graph of a precision may be off."""
-    if precision not in LARGEST:
+    """Returns the tolerance of a foreign graph of a precision."""
+    row = Precision.of(precision)
+    if row.foreign is None:
         return Tolerance.of(precision)
-    limit = LARGEST[precision]
     # The same for every case: torch's error in float32 does not tell that of integers.
-    return Tolerance(limit / Tolerance.floor, most=MOST[precision], crossed=limit)
+    return Tolerance(row.foreign / Tolerance.floor, most=row.most, crossed=row.foreign)
 
 
 @dataclass(frozen=True)
@@ -342,8 +339,8 @@ def audit(
     session = session or SessionOptions()
     model = open_foreign(layout, checkpoint, session)  # before the long work
     precision = precision or layout.precision()
-    if precision not in BUDGETS:
-        raise UsageError(f"precision must be one of {', '.join(BUDGETS)}, found {precision}")
+    if precision not in PRECISIONS:
+        raise UsageError(f"precision must be one of {', '.join(PRECISIONS)}, found {precision}")
     work = made(checkpoint, texts, precision, list(paddings))
     total = len(work.cases()) + 3 * len(work.texts)
     finished = 0
@@ -355,7 +352,7 @@ def audit(
 
     work.oracle.done = advance
     claims, comparisons, decisions = collected(work.checks(model))
-    forcing, budget = work.forcing, BUDGETS[precision]
+    forcing, budget = work.forcing, PRECISIONS[precision].task
     metrics: list[TaskMetric] = []
     if forcing.tokens:
         metrics = [forcing.choices(budget.choices), forcing.worst_choice(budget.choice)]

@@ -15,6 +15,7 @@ from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.mapped_weights import MappedWeights
 from transferry.build_model.model.transformer import Transformer
 from transferry.build_model.train.allocator import large_blocks_returned, return_memory
+from transferry.export.arithmetic import KEPT
 from transferry.export.blame.backends import ReferenceBackend
 from transferry.export.blame.one_layer import check_one_layer
 from transferry.export.blame.plain_decoder import plain_model
@@ -29,7 +30,6 @@ from transferry.export.oracle.effort import (
     recorded_sources,
 )
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.precision import KEPT
 from transferry.export.recipes import RECIPES, recipe_of, reference_file
 from transferry.export.rewrite.calibration import CALIBRATION, Calibration
 from transferry.export.rewrite.calibration import calibrate as calibrate_model
@@ -50,7 +50,8 @@ from transferry.runtime.io.whole import sha256
 from transferry.runtime.ort.cuda import cuda_obstacle
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import Provider, SessionOptions
-from transferry.runtime.proof.compare import ROUNDED, Tolerance
+from transferry.runtime.precision import FLOAT32, Precision
+from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.one_graph import OneGraph
 from transferry.runtime.proof.recorded import Reference, check_reference
 from transferry.runtime.proof.report import ParityReport
@@ -143,9 +144,9 @@ def export_bundle(
         _reference(checkpoint, texts).save(folder / REFERENCE)
         for name in variants:
             path, precision = folder / reference_file(RECIPES[name]), RECIPES[name].precision
-            if calibration is not None and precision == "int8":
+            if calibration is not None and precision.calibrated:
                 calibration.save(path.with_name(CALIBRATION))
-            if precision in ROUNDED:
+            if precision.rounded:
                 _reference(checkpoint, texts, precision, calibration).save(path)
             end_phase(model)
         bundle = Bundle(folder, _manifest(checkpoint, described, folder), checkpoint.tokenizer)
@@ -188,7 +189,7 @@ def verify_variant(
         return
     large = checkpoint if parameters(checkpoint.model) > LARGE else None
     check_bundle(bundle, variant, large=large).require()
-    if variant.precision not in ROUNDED:
+    if not Precision.of(variant.precision).rounded:
         return
     # Few bits are judged by what they do to answers, as `verify` does.
     model = open_model(bundle, variant, SessionOptions())
@@ -293,7 +294,7 @@ def _sources(checkpoint: Checkpoint, texts: Sequence[str]) -> list[list[int]]:
 def _reference(
     checkpoint: Checkpoint,
     texts: Sequence[str],
-    precision: str = "float32",
+    precision: Precision = FLOAT32,
     calibration: Calibration | None = None,
 ) -> Reference:
     """Returns torch's answers to the first texts that fit, or to random tokens."""

@@ -39,6 +39,7 @@ from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.io.atomic import require_writable
 from transferry.runtime.jobs.job_options import token_or_text
+from transferry.runtime.precision import PRECISIONS
 
 CERTIFICATE, COMPARISON = "Certificate", "Comparison"
 
@@ -371,7 +372,7 @@ Examples:
 )
 @option(
     "--precision",
-    type=click.Choice(["float32", "float16", "bfloat16", "int8", "int4"]),
+    type=click.Choice([name for name, row in PRECISIONS.items() if not row.weights_only]),
     help="Precision to judge the graphs by. Default: what the operators say.",
 )
 @option(

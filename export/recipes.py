@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 from transferry.runtime.bundle.specs import PORTABLE, REFERENCE
 from transferry.runtime.errors import UsageError
-from transferry.runtime.proof.compare import ROUNDED, WEIGHT_ONLY
+from transferry.runtime.precision import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    INT4,
+    INT8,
+    WEIGHT_ONLY,
+    Precision,
+)
 
 
 @dataclass(frozen=True)
@@ -14,27 +22,27 @@ class Recipe:
     """How a variant is made.
 
     Attributes:
-        precision: Of weights and arithmetic, as in the manifest.
+        precision: Of weights and arithmetic.
         providers: Providers that the variant is made for.
         prefix: Beginning of its files' names. Graphs that share weights lie in one folder, since
             onnxruntime refuses weights outside the graph's folder.
         fused: Linear layers fused and the cache in place; else standard operators only.
     """
 
-    precision: str
+    precision: Precision
     providers: tuple[str, ...]
     prefix: str
     fused: bool = True
 
 
 RECIPES = {
-    PORTABLE: Recipe("float32", ("cpu", "cuda"), "portable/", fused=False),
+    PORTABLE: Recipe(FLOAT32, ("cpu", "cuda"), "portable/", fused=False),
     "portable-int8": Recipe(WEIGHT_ONLY, ("cpu",), "portable-int8/", fused=False),
-    "cpu-fp32": Recipe("float32", ("cpu",), "portable/fused-"),
-    "cpu-int8": Recipe("int8", ("cpu",), "cpu-int8/"),
-    "cpu-int4": Recipe("int4", ("cpu",), "cpu-int4/"),
-    "cuda-fp16": Recipe("float16", ("cuda",), "cuda-fp16/"),
-    "cuda-bf16": Recipe("bfloat16", ("cuda",), "cuda-bf16/"),
+    "cpu-fp32": Recipe(FLOAT32, ("cpu",), "portable/fused-"),
+    "cpu-int8": Recipe(INT8, ("cpu",), "cpu-int8/"),
+    "cpu-int4": Recipe(INT4, ("cpu",), "cpu-int4/"),
+    "cuda-fp16": Recipe(FLOAT16, ("cuda",), "cuda-fp16/"),
+    "cuda-bf16": Recipe(BFLOAT16, ("cuda",), "cuda-bf16/"),
 }
 
 
@@ -46,7 +54,7 @@ def recipe_of(name: str, *, calibrated: bool) -> Recipe:
     """
     if name not in RECIPES:
         raise UsageError(f"there is no variant {name!r}; expected one of {', '.join(RECIPES)}")
-    if RECIPES[name].precision == "int8" and not calibrated:
+    if RECIPES[name].precision.calibrated and not calibrated:
         raise UsageError(
             f"variant {name} is calibrated on text like that it will run on; add it with "
             "--calibrate FILE"
@@ -56,4 +64,4 @@ def recipe_of(name: str, *, calibrated: bool) -> Recipe:
 
 def reference_file(recipe: Recipe) -> str:
     """Returns the file of the answers that a variant is compared with, inside the bundle."""
-    return f"{recipe.prefix}{REFERENCE}" if recipe.precision in ROUNDED else REFERENCE
+    return f"{recipe.prefix}{REFERENCE}" if recipe.precision.rounded else REFERENCE

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from transferry.build_model.model.attention import KeyValues
 from transferry.build_model.model.transformer import Transformer
-from transferry.export.precision import FLOAT64, KEPT, Precision
+from transferry.export.arithmetic import FLOAT64, KEPT, Arithmetic
 from transferry.runtime.decoding.decoder import StepOutput, Tensors, longer
 
 Ids = NDArray[np.int64]
@@ -43,20 +43,20 @@ class TorchDecoder:
 
     shares_cache = False
 
-    def __init__(self, model: Transformer, precision: Precision | None = None) -> None:
+    def __init__(self, model: Transformer, arithmetic: Arithmetic | None = None) -> None:
         """Takes the model, and the precision to compute it in; by default that of its weights."""
         self.model = model.eval()
         self.vocabulary_size = model.config.vocabulary_size
         self.has_encoder = bool(model.config.encoder_layers)
-        self.encoder = TorchEncoder(model, precision)
-        self._precision = precision or _own_precision(model)
+        self.encoder = TorchEncoder(model, arithmetic)
+        self._arithmetic = arithmetic or _own_arithmetic(model)
         self._begun: tuple[Any, TorchState] | None = None  # the last source and its state
 
     @classmethod
     def oracle(cls, model: Transformer) -> TorchDecoder:
         """Returns a decoder in float64: of a copy, or of the same weights where they are large."""
         if FLOAT64 * sum(each.numel() for each in model.parameters()) > KEPT:
-            return cls(model, Precision(model, torch.float64))
+            return cls(model, Arithmetic(model, torch.float64))
         return cls(copy.deepcopy(model).double())
 
     @torch.inference_mode()
@@ -65,7 +65,7 @@ class TorchDecoder:
         key = source.shape, source.tobytes(), mask.tobytes()
         if self._begun is not None and self._begun[0] == key:
             return self._begun[1]
-        with self._precision:
+        with self._arithmetic:
             state = self._start(source, mask)
         # One text is searched in several ways. The state of a large model would take memory.
         kept = source.size <= KEPT_TOKENS and self.model.mapped is None
@@ -88,7 +88,7 @@ class TorchDecoder:
     ) -> tuple[StepOutput, TorchState]:
         """Reads target tokens and returns all logits; see `Decoder.step`."""
         (target,) = _on_device(self.model, np.ascontiguousarray(tokens))
-        with self._precision:
+        with self._arithmetic:
             logits, past = self.model.decode(target, state.mask, state.cross, state.past)
         mask = state.mask
         if not self.has_encoder:
@@ -118,15 +118,15 @@ class TorchDecoder:
 class TorchEncoder:
     """An encoder-only model in its own precision: float32 as trained, float64 as the oracle."""
 
-    def __init__(self, model: Transformer, precision: Precision | None = None) -> None:
+    def __init__(self, model: Transformer, arithmetic: Arithmetic | None = None) -> None:
         """See `TorchDecoder`."""
         self.model = model.eval()
-        self._precision = precision or _own_precision(model)
+        self._arithmetic = arithmetic or _own_arithmetic(model)
 
     @torch.inference_mode()
     def encode(self, source: Ids, mask: Mask) -> dict[str, Floats]:
         """Returns tensors as `Transformer.answers`."""
-        with self._precision:
+        with self._arithmetic:
             outputs = self.model.answers(*_on_device(self.model, source, mask))
         return {name: tensor.cpu().numpy() for name, tensor in outputs.items()}
 
@@ -135,7 +135,7 @@ class TorchEncoder:
         """Returns what the head gives for hidden states `[rows, source, d_model]`."""
         states, places = _on_device(self.model, hidden, mask)
         assert self.model.head is not None
-        with self._precision:
+        with self._arithmetic:
             found: Floats = self.model.head(states, places).cpu().numpy()
         return found
 
@@ -168,11 +168,11 @@ def moved_heads(exact: TorchEncoder, mask: Mask, *sides: Tensors) -> tuple[list[
     return moved, unit
 
 
-def _own_precision(model: Transformer) -> AbstractContextManager[Any]:
+def _own_arithmetic(model: Transformer) -> AbstractContextManager[Any]:
     """Returns the precision of the weights; where they are mapped, it releases what was read."""
     if model.mapped is None or model.embedding.weight.dtype != torch.float32:
         return contextlib.nullcontext()
-    return Precision(model, torch.float32)
+    return Arithmetic(model, torch.float32)
 
 
 def _on_device(model: Transformer, *arrays: NDArray[Any]) -> list[Tensor]:

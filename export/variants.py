@@ -34,7 +34,7 @@ from transferry.export.trace.in_place import export_fused_graphs
 from transferry.export.trace.portable import export_graphs
 from transferry.runtime.bundle.specs import ONE_GRAPH, CacheSpec, Variant
 from transferry.runtime.errors import ParityError
-from transferry.runtime.proof.compare import WEIGHT_ONLY
+from transferry.runtime.precision import FLOAT32, INT4, INT8
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 EMBEDDING = "model.embedding.weight"
@@ -63,7 +63,7 @@ def make_variant(
         graphs = _fused_graphs(model, name, calibration, traces)
     else:
         graphs = export_graphs(model, traces=traces)
-        if recipe.precision == WEIGHT_ONLY:
+        if recipe.precision.weights_only:
             for graph in graphs.values():
                 store_in_int8(graph.model.graph, model, model.release)
     return {key: graph.at(f"{recipe.prefix}{graph.spec.file}") for key, graph in graphs.items()}
@@ -99,7 +99,7 @@ def describe(name: str, graphs: Mapping[str, Graph]) -> Variant:
             cache = CacheSpec(recipe.fused, decoder.tensor("cross").type, "state")
         else:
             cache = CacheSpec(recipe.fused, decoder.tensor("past").type)
-    fixed = (name, recipe.precision, recipe.providers, opset)
+    fixed = (name, recipe.precision.name, recipe.providers, opset)
     return Variant(
         *fixed,
         specs,
@@ -116,14 +116,14 @@ def _fused_graphs(
     precision, on_cpu = RECIPES[name].precision, RECIPES[name].providers == ("cpu",)
     kernels: Kernels = FloatKernels(with_relu=on_cpu)
     scales: Mapping[str, KVScales] = {}
-    if precision == "int8" and calibration is not None:
+    if precision.calibrated and calibration is not None:
         kernels = Int8Kernels(calibration.activations, model.release)
         scales = calibration.kv_scales
         model = fold_kv_scales(model, scales)
-    elif precision == "int4":
+    elif precision == INT4:
         kernels = Int4Kernels()
-    elif precision != "float32":
-        model = copy.deepcopy(model).to(getattr(torch, precision))
+    elif precision != FLOAT32:
+        model = copy.deepcopy(model).to(getattr(torch, precision.name))
     decoder, cache_type = bool(model.config.decoder_layers), "int8" if scales else None
     if decoder:
         graphs = export_fused_graphs(model, cache_type, traces)
@@ -135,9 +135,9 @@ def _fused_graphs(
         if key == "encoder" and on_cpu:
             expected, found = attentions_to_fuse(model.config), fuse_attentions(graph)
             _require_all(name, "attentions of the encoder in one operator", expected, found)
-        if precision == "int8":
+        if precision == INT8:
             quantise_embedding(graph.model.graph, EMBEDDING)
-        elif precision == "int4":
+        elif precision == INT4:
             look_up_blocks(graph.model.graph)
         drop_unused(graph.model.graph)
     _require_all(name, "linear layers in the graphs", linear_layers(model), linears)
@@ -146,7 +146,7 @@ def _fused_graphs(
         _require_all(name, "attentions of the decoder to read integers", len(scales), attentions)
     elif decoder and not on_cpu:
         graphs["top_k"] = top_k_graph(graphs["lm_head"])
-    elif precision == "float32" and decoder and _is_screened(model):
+    elif precision == FLOAT32 and decoder and _is_screened(model):
         graphs["approximate_logits"] = approximate_graph(graphs["lm_head"])
         graphs["segment_maxima"] = segment_maxima_graph(graphs["exp_sums"])
     return graphs

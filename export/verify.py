@@ -24,7 +24,7 @@ from transferry.export.checks.claims import (
 from transferry.export.checks.graphs import fresh_graphs, graphs_claim
 from transferry.export.checks.positions import walk
 from transferry.export.checks.scores import compare_scores
-from transferry.export.checks.task_metrics import BUDGETS, TaskBudget, token_agreement, translation
+from transferry.export.checks.task_metrics import token_agreement, translation
 from transferry.export.checks.weights import weights_claim
 from transferry.export.checks.whole_search import check_one_graph
 from transferry.export.faults.self_test import self_test
@@ -43,7 +43,8 @@ from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import Model
-from transferry.runtime.proof.compare import INTEGERS, Tolerance
+from transferry.runtime.precision import FLOAT32, TaskBudget
+from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.one_graph import OneGraph
 from transferry.runtime.proof.report import Decisions, Origin, ParityReport, TaskMetric
 
@@ -103,9 +104,9 @@ def verify_against(
         )
     # Not what the bundle says: a lower precision would widen the tolerance.
     recipe = RECIPES.get(variant.name)
-    precision = recipe.precision if recipe else "float32"
-    tolerance = Tolerance.of(precision)
-    calibration = Calibration.of(bundle, variant) if precision == "int8" else None
+    precision = recipe.precision if recipe else FLOAT32
+    tolerance = Tolerance.of(precision.name)
+    calibration = Calibration.of(bundle, variant) if precision.calibrated else None
     special = checkpoint.tokenizer.special
     traces = traces or Traces()
     # Before the oracle, which takes memory too.
@@ -129,7 +130,7 @@ def verify_against(
         search = {}  # what the bundle does by default is none of the standard searches
     text = _text_parity(checkpoint, oracle, texts, targets, batches, effort.longest)
     text = replace(text, given=search)
-    cases = effort.cases(config, text.sources, batches.rows, precision in INTEGERS)
+    cases = effort.cases(config, text.sources, batches.rows, precision.integers)
     total = len(cases) + text.rows(variant) + (RUNTIMES if cross_check else 0)
     oracle.done = _counter(total, done)
     comparisons = oracle.numbers(model, cases)
@@ -159,7 +160,7 @@ def verify_against(
         tolerance,
         comparisons,
         decisions,
-        _task_metrics(checkpoint, text, targets, BUDGETS[precision]),
+        _task_metrics(checkpoint, text, targets, precision.task),
         text.forcing.growth(),
         text.forcing.margins(),
         checked,

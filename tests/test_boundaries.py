@@ -44,11 +44,22 @@ PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
 # The rooms of a package, leaf first: each may import those before it, and none that comes after.
 ROOMS = {
     "runtime": (
-        *("errors", "stopping", "hardware", "io", "settings", "tables", "tokenizer", "decoding"),
-        *("bundle", "ort", "doctor", "proof", "page", "engine", "jobs", "console"),
+        *("errors", "stopping", "hardware", "precision", "io", "settings", "tables"),
+        *(
+            "tokenizer",
+            "decoding",
+            "bundle",
+            "ort",
+            "doctor",
+            "proof",
+            "page",
+            "engine",
+            "jobs",
+            "console",
+        ),
     ),
     "export": (
-        *("recipes", "trace", "precision", "torch_model", "rewrite", "variants", "oracle"),
+        *("recipes", "trace", "arithmetic", "torch_model", "rewrite", "variants", "oracle"),
         *("subject", "checks", "blame", "faults", "report", "verify", "audit", "audit_function"),
         *("bundle_folder", "bundle", "distillation", "commands"),
     ),

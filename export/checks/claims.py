@@ -27,7 +27,8 @@ from transferry.runtime.decoding.generation_options import (
 )
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError, TransferryError, UsageError
-from transferry.runtime.proof.compare import ROUNDED, Case, Tolerance, Truth, compare
+from transferry.runtime.precision import FLOAT32
+from transferry.runtime.proof.compare import Case, Tolerance, Truth, compare
 from transferry.runtime.proof.recorded import RecordedSearch, Reference
 from transferry.runtime.proof.report import Claim
 
@@ -114,12 +115,12 @@ def _variant_problems(variant: Variant, config: ModelConfig) -> Iterator[str]:
     if recipe is None:
         yield f"is none of those that export makes: {', '.join(RECIPES)}"
         return
-    yield _unequal("precision", recipe.precision, variant.precision)
+    yield _unequal("precision", recipe.precision.name, variant.precision)
     yield _unequal("providers", recipe.providers, tuple(variant.providers))
     cache = None
     if config.decoder_layers:
-        kept = "float32" if recipe.precision in ROUNDED else recipe.precision
-        if recipe.precision == "int8" and has_int8_cache(config):
+        kept = (FLOAT32 if recipe.precision.rounded else recipe.precision).name
+        if recipe.precision.calibrated and has_int8_cache(config):
             kept = "int8"
         cache = recipe.fused, kept, "state" if config.recurrent else "columns"
     yield _unequal("cache", cache, variant.cache and astuple(variant.cache))

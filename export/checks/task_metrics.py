@@ -4,43 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from sacrebleu.metrics.bleu import BLEU as CorpusBLEU
 from sacrebleu.significance import PairedTest, Result
 
 from transferry.runtime.decoding.hypothesis import Hypothesis
-from transferry.runtime.proof.compare import WEIGHT_ONLY
 from transferry.runtime.proof.report import AGREEMENT, BLEU, TaskMetric
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
-
-
-@dataclass(frozen=True)
-class TaskBudget:
-    """The largest changes that pass.
-
-    Attributes:
-        choices: Share of positions at which the preferred token may be worse than torch's.
-        bleu: Points of sacreBLEU.
-        perplexity: Relative change of the perplexity.
-        choice: How far below torch's token a preferred one may be, in nats.
-    """
-
-    choices: float
-    bleu: float
-    perplexity: float
-    choice: float
-
-
-# In float32 every different token must be a tie, so that no share of them is too large.
-BUDGETS = {
-    "float32": TaskBudget(math.inf, math.inf, math.inf, math.inf),
-    "float16": TaskBudget(0.001, 0.1, 0.001, 0.1),
-    "bfloat16": TaskBudget(0.01, 0.3, 0.01, 1.0),
-    "int8": TaskBudget(0.02, 0.3, 0.02, 2.0),
-    WEIGHT_ONLY: TaskBudget(0.02, 0.3, 0.02, 2.0),
-    "int4": TaskBudget(0.05, 1.0, 0.05, 3.0),
-}
 
 
 def token_agreement(pairs: Iterable[tuple[Hypothesis, Hypothesis]]) -> TaskMetric:

@@ -28,7 +28,7 @@ from transferry.export.rewrite.weight_int8 import quantised
 from transferry.export.trace.store import SMALLEST
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
-from transferry.runtime.proof.compare import ROUNDED, WEIGHT_ONLY
+from transferry.runtime.precision import FLOAT32, Precision
 from transferry.runtime.proof.report import Claim
 
 WEIGHTS = "weights"  # name of the claim
@@ -41,14 +41,14 @@ class RunWeights:
     """What a variant of a run stores, by the name of an initializer."""
 
     def __init__(
-        self, model: Transformer, precision: str, calibration: Calibration | None = None
+        self, model: Transformer, precision: Precision, calibration: Calibration | None = None
     ) -> None:
         """Takes the trained model, the variant's precision, and the calibration if that is int8."""
-        self._calibration, self._pairs = calibration, precision != WEIGHT_ONLY
+        self._calibration, self._pairs = calibration, not precision.weights_only
         if calibration is not None:
             model = fold_kv_scales(model, calibration.kv_scales)
-        elif precision not in ("float32", *ROUNDED):
-            model = copy.deepcopy(model).to(getattr(torch, precision))
+        elif precision != FLOAT32 and not precision.rounded:
+            model = copy.deepcopy(model).to(getattr(torch, precision.name))
         self._root = math.sqrt(model.config.d_head)
         self._weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
         self._tables = {
@@ -123,7 +123,7 @@ def weights_claim(
         calibration: Of an int8 variant.
     """
     recipe = RECIPES.get(variant.name)
-    weights = RunWeights(model, recipe.precision if recipe else "float32", calibration)
+    weights = RunWeights(model, recipe.precision if recipe else FLOAT32, calibration)
     problems = filter(None, _problems(weights, bundle, variant))
     return Claim(WEIGHTS, next(problems, ""))
 

@@ -51,9 +51,8 @@ from transferry.runtime.io.folders import temporary_folder
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions, open_session, require_provider
+from transferry.runtime.precision import EPSILON, Precision
 from transferry.runtime.proof.compare import (
-    EPSILONS,
-    INTEGERS,
     STAGES,
     Case,
     Comparison,
@@ -169,8 +168,8 @@ class Gate:
     ) -> None:
         self._checkpoint, self._bundle = checkpoint, bundle
         self._honest = model
-        precision = model.variant.precision
-        self._calibration = Calibration.of(bundle, model.variant) if precision == "int8" else None
+        precision = Precision.of(model.variant.precision)
+        self._calibration = Calibration.of(bundle, model.variant) if precision.calibrated else None
         self._oracle = Oracle(
             checkpoint.model,
             checkpoint.tokenizer.special,
@@ -187,7 +186,7 @@ class Gate:
         )
         cases = brief_sweep(self._config, model.batches.rows)
         cases += lengths(self._config, sources)
-        if precision in INTEGERS:
+        if precision.integers:
             cases += single_tokens(self._config)
         self._truths = [(case, self._oracle.truth(case)) for case in cases]
 
@@ -330,9 +329,9 @@ class Gate:
 
 def rounding_of(precision: str) -> Tolerance:
     """Returns what two models of a precision may be apart if both compute the same."""
-    factor = ROUNDING * EPSILONS[precision] / EPSILONS["float32"]
+    factor = ROUNDING * Precision.of(precision).epsilon / EPSILON
     # It proves nothing, so it may be as large as it gets.
-    return Tolerance(factor, EPSILONS["float32"], most=math.inf)
+    return Tolerance(factor, EPSILON, most=math.inf)
 
 
 def brief_sweep(config: ModelConfig, rows: int) -> list[Case]:

@@ -35,6 +35,7 @@ from transferry.runtime.decoding.search import pad_sources, search
 from transferry.runtime.errors import InputError
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import Model
+from transferry.runtime.precision import FLOAT32, Precision
 from transferry.runtime.proof.compare import (
     INT8_STEP,
     Case,
@@ -84,8 +85,7 @@ class Oracle:
 
     Attributes:
         trained: torch in float32.
-        reference: What the tokens are compared with: `trained`, or torch rounding as an int8
-            variant does.
+        reference: Gives the expected tokens: `trained`, or torch rounding as the variant does.
         exact: The same in float64, the oracle that errors are measured against.
         others: The same where it rounds inputs otherwise, if it does; see `integer_sides`.
         rounds: Whether these sides have other weights than `trained`.
@@ -100,7 +100,7 @@ class Oracle:
         tolerance: Tolerance,
         done: Callable[[int], None] = lambda count: None,
         *,
-        precision: str = "float32",
+        precision: Precision = FLOAT32,
         calibration: Calibration | None = None,
     ) -> None:
         """Calls `done` with the rows or cases of each batch.

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from transferry.build_model.model.attention import KeyValues, MultiHeadAttention, Rotation
 from transferry.build_model.model.transformer import Transformer
-from transferry.export.precision import Precision, Rounded, round_blocks, round_to
+from transferry.export.arithmetic import Arithmetic, Rounded, round_blocks, round_to
 from transferry.export.rewrite.calibration import Activation, Calibration
 from transferry.export.rewrite.kv_scales import LARGEST, KVScales, fold_kv_scales
 from transferry.export.rewrite.weight_blocks import BLOCK, block_weights, matrices
 from transferry.export.rewrite.weight_int8 import quantised
 from transferry.export.torch_model import Floats, TorchDecoder, TorchState
-from transferry.runtime.proof.compare import WEIGHT_ONLY
+from transferry.runtime.precision import INT4, Precision
 
 # Half of the width, in steps, of the border between two integers: a value in it may be rounded to
 # either side. The largest integer, 127 steps, with an error of 2^-20, twice what reports show.
@@ -44,7 +44,7 @@ SIDES = (
 
 
 def integer_sides(
-    model: Transformer, precision: str, calibration: Calibration | None
+    model: Transformer, precision: Precision, calibration: Calibration | None
 ) -> list[TorchDecoder]:
     """Returns torch rounding as a variant does, on each of `SIDES`; of a float variant none.
 
@@ -52,20 +52,20 @@ def integer_sides(
 
     Args:
         model: The trained model.
-        precision: Of the variant.
+        precision: That of the variant.
         calibration: Of an int8 variant.
     """
     kept: dict[torch.dtype, dict[int, Tensor]] = {dtype: {} for dtype, _ in SIDES}
-    if precision == "int4":
+    if precision == INT4:
         rounded = _blocks(model)
         return [
-            TorchDecoder(model, Precision(model, dtype, rounded, shift, kept[dtype]))
+            TorchDecoder(model, Arithmetic(model, dtype, rounded, shift, kept[dtype]))
             for dtype, shift in SIDES
         ]
-    if precision == WEIGHT_ONLY:
+    if precision.weights_only:
         rounded = dict(_weights_alone(model))
         return [
-            TorchDecoder(model, Precision(model, dtype, rounded, kept=kept[dtype]))
+            TorchDecoder(model, Arithmetic(model, dtype, rounded, kept=kept[dtype]))
             for dtype, _ in SIDES[:2]  # no input is rounded, so none lies at a border
         ]
     if calibration is None:
@@ -78,7 +78,7 @@ def integer_sides(
     return [
         _Int8Decoder(
             model,
-            _Int8Precision(model, dtype, rounded, shift, kept[dtype]),
+            _Int8Arithmetic(model, dtype, rounded, shift, kept[dtype]),
             calibration.kv_scales,
         )
         for dtype, shift in SIDES
@@ -143,7 +143,7 @@ class _IntegerMemory(MultiHeadAttention):
         return KeyValues(*((each + shift).round().clamp(LOWEST, LARGEST) for each in exact))
 
 
-class _Int8Precision(Precision):
+class _Int8Arithmetic(Arithmetic):
     """Moves the values of the cache before they are rounded, as it does those of inputs."""
 
     def __enter__(self) -> Self:
@@ -156,9 +156,9 @@ class _Int8Decoder(TorchDecoder):
     """A model with integers in its cache, as `Decoder`."""
 
     def __init__(
-        self, model: Transformer, precision: Precision, scales: Mapping[str, KVScales]
+        self, model: Transformer, arithmetic: Arithmetic, scales: Mapping[str, KVScales]
     ) -> None:
-        super().__init__(model, precision)
+        super().__init__(model, arithmetic)
         self._scales = scales
 
     def tensors(self, state: TorchState) -> dict[str, Floats]:

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import checked
+from transferry.runtime.precision import FLOAT32, PRECISIONS
 
 # Names as optimum and the builder of onnxruntime-genai write them.
 INPUTS = {
@@ -140,10 +141,9 @@ class Layout:
         return [each for each in (self.encoder, self.decoder, self.step) if each is not None]
 
     def precision(self) -> str:
-        """Returns the precision of the products, the lowest that a graph has."""
+        """Returns the precision of the products: the coarsest of the graphs."""
         found = {each for graph in self.graphs for each in _precisions(graph.path)}
-        order = ("int4", "int8", "bfloat16", "float16")
-        return next((each for each in order if each in found), "float32")
+        return next((name for name in reversed(PRECISIONS) if name in found), FLOAT32.name)
 
     def in_integers(self) -> float:
         """Returns the share of the weights that integers hold, of all matrices."""

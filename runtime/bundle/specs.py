@@ -12,11 +12,8 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from transferry.runtime.errors import InputError
-from transferry.runtime.io.sealed_folder import (
-    Name,
-    RelativePath,
-    SealedFolder,
-)
+from transferry.runtime.io.sealed_folder import Name, RelativePath, SealedFolder
+from transferry.runtime.precision import FLOAT32, PRECISIONS
 
 REFERENCE = "reference.npz"
 PORTABLE = "portable"  # the variant of standard ONNX operators only
@@ -27,7 +24,7 @@ Size = Annotated[int, Meta(ge=1, le=1 << 40)]
 # What the runtime handles, and no other: numpy would read "O" as pointers into memory.
 ElementType = Annotated[str, Meta(pattern=r"^(bool|u?int8|int32|int64|b?float16|float32)\Z")]
 StoredType = Annotated[str, Meta(pattern=r"^(int8|int32|float32)\Z")]
-Precision = Annotated[str, Meta(pattern=r"^(float32|float16|bfloat16|int8|int4|int8-weights)\Z")]
+PrecisionName = Annotated[str, Meta(pattern=rf"^({'|'.join(PRECISIONS)})\Z")]
 Provider = Annotated[str, Meta(pattern=r"^(cpu|cuda)\Z")]
 Architecture = Annotated[str, Meta(pattern=r"^(encoder-decoder|decoder-only|encoder-only)\Z")]
 
@@ -169,7 +166,7 @@ class CacheSpec:
     """
 
     in_place: bool
-    type: Precision
+    type: PrecisionName
     kind: Literal["columns", "state"] = "columns"
 
 
@@ -192,7 +189,7 @@ class Variant:
     """
 
     name: Name
-    precision: Precision
+    precision: PrecisionName
     providers: Annotated[tuple[Provider, ...], Meta(min_length=1)]
     opset: Annotated[int, Meta(ge=1, le=1000)]
     graphs: Mapping[Name, GraphSpec]
@@ -204,7 +201,7 @@ class Variant:
     @property
     def exact(self) -> bool:
         """Whether it computes in the model's own precision, so that its tokens must be the same."""
-        return self.precision == "float32"
+        return self.precision == FLOAT32.name
 
     @property
     def in_place(self) -> bool:

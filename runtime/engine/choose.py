@@ -4,8 +4,8 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.ort.graph_runner import runtime_of
 from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.precision import Precision
 from transferry.runtime.proof.certificate import standing
-from transferry.runtime.proof.compare import WEIGHT_ONLY
 from transferry.runtime.proof.signature import PublicKey
 
 
@@ -24,9 +24,10 @@ def fastest(bundle: Bundle, options: SessionOptions, trusted: PublicKey | None =
     named = bundle.manifest.variants.values()
     runs = runtime_of(options).runs
     variants = [each for each in named if options.provider in each.providers and runs(each)]
-    # Fewer bits are faster, but 4 with one row alone; so is a variant for this provider alone.
-    slow = {"int4": 1, "float32": 2, WEIGHT_ONLY: 3}
-    variants.sort(key=lambda v: (slow.get(v.precision, 0), len(v.providers), not v.in_place))
+    # A variant for this provider alone is faster than one for several.
+    variants.sort(
+        key=lambda v: (Precision.of(v.precision).slowness, len(v.providers), not v.in_place)
+    )
     for status in ("verified", "elsewhere"):
         for variant in variants:
             if standing(bundle, variant, options, trusted).status == status:

@@ -25,7 +25,8 @@ from transferry.runtime.engine.tasks.generate import PIECE
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.proof.compare import INT8_STEP, INTEGERS, Tolerance, Truth
+from transferry.runtime.precision import Precision
+from transferry.runtime.proof.compare import INT8_STEP, Tolerance, Truth
 from transferry.runtime.proof.divergence import Explainer
 from transferry.runtime.proof.recorded import Reference, check_reference
 
@@ -72,7 +73,7 @@ class Canary:
         tolerance = Tolerance.of(variant.precision)
         factor = 2 * tolerance.factor
         # The record may happen to hold no value at the border of two integers; the text does.
-        floor = INT8_STEP if variant.precision in INTEGERS else tolerance.floor
+        floor = INT8_STEP if Precision.of(variant.precision).integers else tolerance.floor
         self.tolerance = Tolerance(factor, max(torch["logits"], floor))
         heads = [_head_errors(truth, floor) for _, truth in cases]
         self.vector_limit = factor * max(torch["hidden"], floor, *(error for error, _ in heads))

@@ -16,23 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder, State, Tensors
-from transferry.runtime.errors import InputError
+from transferry.runtime.precision import EPSILON, FLOAT32, Precision
 
-INTEGERS = ("int8", "int4")  # precisions whose products are of integers, by their weights
-# Products in float32 of weights that are stored in int8.
-WEIGHT_ONLY = "int8-weights"
-# Precisions whose answers are compared with those of torch with the same rounding.
-ROUNDED = (*INTEGERS, WEIGHT_ONLY)
-# Distance from 1 to the next number. A variant with rounded weights is compared with torch that
-# rounds to the same integers; between these roundings both compute in float32.
-EPSILONS = {
-    "float32": 2.0**-23,
-    "float16": 2.0**-10,
-    "bfloat16": 2.0**-7,
-    **dict.fromkeys(ROUNDED, 2.0**-23),
-}
-# Largest budgets of the precisions in which one rounding is a large part of them.
-MOST = {"float16": 2.0**-3, "bfloat16": 0.5, **dict.fromkeys(INTEGERS, 2.0)}
 INT8_STEP = 2.0**-8  # half of one of a scale's 127 steps, which inputs are rounded to
 # "encoder" is `start`, or an encoder-only model; the steps are a decoder's; "text" is all of these
 # on real text and the answers to it.
@@ -57,8 +42,8 @@ class Tolerance:
     """
 
     factor: float = 8.0
-    floor: float = 2.0**-23
-    most: float = 2.0**-6
+    floor: float = EPSILON
+    most: float = FLOAT32.most
     crossed: float = math.inf
 
     @classmethod
@@ -68,14 +53,9 @@ class Tolerance:
         Raises:
             InputError: The precision is unknown.
         """
-        if precision not in EPSILONS:
-            raise InputError(
-                f"expected a variant of precision {', '.join(EPSILONS)}, found {precision!r}; "
-                "install the version of transferry that wrote the bundle"
-            )
-        factor = cls.factor * EPSILONS[precision] / EPSILONS["float32"]
-        crossed = 16 * INT8_STEP if precision in INTEGERS else math.inf
-        return cls(factor, most=MOST.get(precision, cls.most), crossed=crossed)
+        row = Precision.of(precision)
+        crossed = 16 * INT8_STEP if row.integers else math.inf
+        return cls(cls.factor * row.epsilon / EPSILON, most=row.most, crossed=crossed)
 
     def budget(self, reference_error: float) -> float:
         """Returns the largest error allowed where torch's own is `reference_error`."""

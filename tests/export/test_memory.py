@@ -22,13 +22,13 @@ import ctypes, dataclasses, gc, json, re, sys
 from pathlib import Path
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.model.transformer import Transformer
-from transferry.export import bundle, precision, torch_model
+from transferry.export import arithmetic, bundle, torch_model
 
 def memory(name):
     found = re.search(rf"{name}:\\s*(\\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) * 1024
 
-precision.KEPT = torch_model.KEPT = bundle.MAPPED = 0
+arithmetic.KEPT = torch_model.KEPT = bundle.MAPPED = 0
 bundle.LARGE, bundle.check_one_layer = 0, lambda checkpoint: []
 run, out = map(Path, sys.argv[1:])
 small = load_checkpoint(run)

@@ -24,6 +24,7 @@ from transferry.runtime.bundle.specs import CacheSpec
 from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.precision import Precision
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.views import report_text
 
@@ -138,9 +139,9 @@ def test_a_wrong_state_is_caught(
     replace(rows, lambda value: add(value, "Mul", value, nothing))
     copy.seal()
     served = opened(Bundle.load(copy.folder), variant)
-    precision = bundle.variant(variant).precision
-    calibration = Calibration.of(bundle, bundle.variant(variant)) if precision == "int8" else None
-    given = checkpoint.model, checkpoint.tokenizer.special, Tolerance.of(precision)
+    precision = Precision.of(bundle.variant(variant).precision)
+    calibration = Calibration.of(bundle, bundle.variant(variant)) if precision.calibrated else None
+    given = checkpoint.model, checkpoint.tokenizer.special, Tolerance.of(precision.name)
     oracle = Oracle(*given, precision=precision, calibration=calibration)
     cases = [random_case(checkpoint.model.config, 3, 5, 2, seed=seed) for seed in range(3)]
     wrong = {item.tensor for item in oracle.numbers(served, cases) if item.fault}

@@ -23,6 +23,7 @@ from transferry.runtime.errors import InputError
 from transferry.runtime.io.whole import sha256
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.precision import Precision
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.report import Claim, ParityReport, TaskMetric
 
@@ -53,7 +54,7 @@ def verify(
     model = open_model(bundle, variant, SessionOptions())
     with pytest.MonkeyPatch.context() as patch:
         # As if the portable variant were made in this precision.
-        recipe = dataclasses.replace(RECIPES[PORTABLE], precision=variant.precision)
+        recipe = dataclasses.replace(RECIPES[PORTABLE], precision=Precision.of(variant.precision))
         patch.setitem(RECIPES, PORTABLE, recipe)
         # The file still holds float32.
         patch.setattr("transferry.export.verify.weights_claim", lambda *_: Claim("weights"))

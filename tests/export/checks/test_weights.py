@@ -18,6 +18,7 @@ from transferry.export.rewrite.calibration import Calibration
 from transferry.export.trace.store import SMALLEST
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import StoredTensor
+from transferry.runtime.precision import Precision
 
 VARIANTS = ["portable", "cpu-fp32", "cpu-int8", "cpu-int4"]
 
@@ -44,7 +45,7 @@ def test_every_weight_is_looked_at(
     """One entry of each, by one unit in the last place, a whole number by one."""
     copy = BundleCopy(all_variants, all_variants.variant(name), tmp_path / "copy")
     calibration = Calibration.of(all_variants, copy.variant) if name == "cpu-int8" else None
-    weights = RunWeights(calm.model, copy.variant.precision, calibration)
+    weights = RunWeights(calm.model, Precision.of(copy.variant.precision), calibration)
     known = {
         key: value
         for model in copy.graphs.values()

@@ -20,6 +20,7 @@ from transferry.export.rewrite.weight_blocks import BLOCK, WIDE, block_weights, 
 from transferry.export.variants import make_variant
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.precision import Precision
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.tokenizer.byte_pair import SOURCES
 
@@ -93,7 +94,7 @@ def test_a_model_is_what_torch_rounding_alike_computes(name: str, tmp_path: Path
     model = Transformer(config_of(*MODELS[name])).eval()
     bundle = written(tmp_path, model, INT4, make_variant(model, INT4, traces=TRACES))
     decoder = open_model(bundle, bundle.variant(INT4), SessionOptions())
-    oracle = Oracle(model, SOURCES, Tolerance.of("int4"), precision="int4")
+    oracle = Oracle(model, SOURCES, Tolerance.of("int4"), precision=Precision.of("int4"))
     found = oracle.numbers(decoder, [*single_tokens(model.config), *sizes(model.config)])
     assert not [item for item in found if item.fault]
     sharp = [item for item in found if item.budget < 1e-5]

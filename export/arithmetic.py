@@ -52,7 +52,7 @@ class Rounded:
         return values.reshape(*lead, -1)[..., : self.inputs]
 
 
-class Precision(TorchFunctionMode):
+class Arithmetic(TorchFunctionMode):
     """While entered, computes a model of float32 weights in another precision.
 
     Every tensor in float32 that meets a function of torch is converted; so all results are in the

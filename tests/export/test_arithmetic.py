@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tests.export.test_family import OTHERS, config_of
 from transferry.build_model.model.transformer import Transformer
-from transferry.export import precision, torch_model
+from transferry.export import arithmetic, torch_model
+from transferry.export.arithmetic import Arithmetic, Rounded, round_blocks, round_to
 from transferry.export.oracle.cases import random_case
-from transferry.export.precision import Precision, Rounded, round_blocks, round_to
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.proof.compare import observe
 
@@ -41,7 +41,7 @@ def test_float64_of_shared_weights_is_that_of_a_copy(
     model = random_model(name)
     copied = TorchDecoder(copy.deepcopy(model).double())
     monkeypatch.setattr(torch_model, "KEPT", 0)
-    monkeypatch.setattr(precision, "KEPT", kept)
+    monkeypatch.setattr(arithmetic, "KEPT", kept)
     sharing = TorchDecoder.oracle(model)
     assert sharing.model is model
     for seed in range(2):  # twice: what was converted may be kept
@@ -72,9 +72,9 @@ def test_rounded_weights_stand_for_the_models_own(dtype: torch.dtype) -> None:
         return (x + shift) * 2
 
     halved = Rounded(integers, scales / 2, weight.shape[1], doubled)
-    found = observe(TorchDecoder(model, Precision(model, dtype, {name: halved})), case)
+    found = observe(TorchDecoder(model, Arithmetic(model, dtype, {name: halved})), case)
     wanted = observe(TorchDecoder(changed), case)
-    moved = observe(TorchDecoder(model, Precision(model, dtype, {name: halved}, 0.1)), case)
+    moved = observe(TorchDecoder(model, Arithmetic(model, dtype, {name: halved}, 0.1)), case)
     for tensor in wanted:
         np.testing.assert_allclose(found[tensor], wanted[tensor], rtol=0, atol=1e-5)
     assert np.abs(moved["logits"] - wanted["logits"]).max() > 1e-3
@@ -103,11 +103,11 @@ def test_new_zeros_convert_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty cache is made from the embedding, which of a large model takes 500 MB in float64."""
     model, converted = random_model("a writer"), list[torch.Size]()
 
-    def convert(self: Precision, value: Any) -> Any:
+    def convert(self: Arithmetic, value: Any) -> Any:
         converted.append(value.shape)
         return value
 
-    monkeypatch.setattr(Precision, "_converted", convert)
-    with Precision(model, torch.float64):
+    monkeypatch.setattr(Arithmetic, "_converted", convert)
+    with Arithmetic(model, torch.float64):
         (past, *_) = model.empty_past(2)
     assert (past[0].dtype, past[0].shape[2], converted) == (torch.float64, 0, [])

@@ -1,0 +1,109 @@
+"""Precisions of variants: one row each, with every limit and property that the project reads.
+
+To add a precision, add its row here and its recipe in `export/recipes.py`. A type of torch needs
+no more; other weights need kernels in `export/variants.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from transferry.runtime.errors import InputError
+
+EPSILON = 2.0**-23  # of float32
+
+
+@dataclass(frozen=True)
+class TaskBudget:
+    """The largest changes of answers that pass.
+
+    Attributes:
+        choices: Share of positions at which the preferred token may be worse than torch's.
+        bleu: Points of sacreBLEU.
+        perplexity: Relative change of the perplexity.
+        choice: How far below torch's token a preferred one may be, in nats.
+    """
+
+    choices: float
+    bleu: float
+    perplexity: float
+    choice: float
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Type of a variant's weights and arithmetic.
+
+    Attributes:
+        name: As in the manifest; of a float type, torch's name.
+        task: Limits on the changes of answers.
+        epsilon: Distance from 1 to the next number. A variant with rounded weights is compared with
+            torch that rounds to the same integers; between these roundings both compute in float32.
+        most: Largest error budget that proves anything, over the oracle's largest entry; larger
+            where one rounding is a large part of the budget.
+        slowness: Order of speed on one provider: lower is faster.
+        integers: Whether products are of integers.
+        weights_only: Whether weights are stored in integers and products computed in float32.
+        calibrated: Whether scales of activations are measured on text.
+        foreign: Largest error of another tool's graph, over the oracle's largest entry. Only its
+            writer knows the integers it rounds to, so torch cannot round likewise. None: as for a
+            bundle. docs/audit.md has the measurement.
+    """
+
+    name: str
+    task: TaskBudget
+    epsilon: float = EPSILON
+    most: float = 2.0**-6
+    slowness: int = 0
+    integers: bool = False
+    weights_only: bool = False
+    calibrated: bool = False
+    foreign: float | None = None
+
+    @classmethod
+    def of(cls, name: str) -> Precision:
+        """Returns the precision of a name.
+
+        Raises:
+            InputError: The precision is unknown.
+        """
+        if name not in PRECISIONS:
+            raise InputError(
+                f"expected a variant of precision {', '.join(PRECISIONS)}, found {name!r}; "
+                "install the version of transferry that wrote the bundle"
+            )
+        return PRECISIONS[name]
+
+    @property
+    def rounded(self) -> bool:
+        """Whether torch rounds to the same integers where answers are compared."""
+        return self.integers or self.weights_only
+
+
+# In float32 every different token must be a tie, so any share of them passes.
+FLOAT32 = Precision("float32", TaskBudget(math.inf, math.inf, math.inf, math.inf), slowness=2)
+WEIGHT_ONLY = Precision(
+    "int8-weights", TaskBudget(0.02, 0.3, 0.02, 2.0), slowness=3, weights_only=True
+)
+FLOAT16 = Precision("float16", TaskBudget(0.001, 0.1, 0.001, 0.1), epsilon=2.0**-10, most=2.0**-3)
+BFLOAT16 = Precision("bfloat16", TaskBudget(0.01, 0.3, 0.01, 1.0), epsilon=2.0**-7, most=0.5)
+INT8 = Precision(
+    "int8",
+    TaskBudget(0.02, 0.3, 0.02, 2.0),
+    most=2.0,
+    integers=True,
+    calibrated=True,
+    foreign=2.0**-3,
+)
+# Fewer bits are faster, but not 4 with one row alone.
+INT4 = Precision(
+    "int4",
+    TaskBudget(0.05, 1.0, 0.05, 3.0),
+    most=2.0,
+    slowness=1,
+    integers=True,
+    foreign=3 * 2.0**-3,
+)
+# By name, from the finest to the coarsest.
+PRECISIONS = {each.name: each for each in (FLOAT32, WEIGHT_ONLY, FLOAT16, BFLOAT16, INT8, INT4)}
