@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.optional import is_installed
 from transferry.runtime.bundle.head import HeadSettings
@@ -23,6 +24,22 @@ from transferry.runtime.tokenizer.byte_pair import (
 )
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+# The short profile tries the same examples each time, so that a red suite is the change's fault; a
+# slow machine is no fault in either. `make fuzz` tries EXAMPLES of each test.
+UNTIMED: dict[str, Any] = dict(
+    deadline=None,
+    suppress_health_check=(
+        HealthCheck.too_slow,
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.data_too_large,
+    ),
+)
+settings.register_profile("short", max_examples=4, derandomize=True, **UNTIMED)
+EXAMPLES = int(os.environ.get("EXAMPLES", "2500"))
+settings.register_profile("long", max_examples=EXAMPLES, print_blob=True, **UNTIMED)
+settings.load_profile(os.environ.get("FUZZ", "short"))
 
 
 def pytest_configure() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.commands import call, done
@@ -156,6 +156,7 @@ NAMES = st.sampled_from(["custom_id", "url", "body", "method"])
 BODIES = st.dictionaries(st.sampled_from([*SETTINGS, "messages", "prompt", "input", "x"]), JSON)
 
 
+@settings(max_examples=40)
 @given(line=st.dictionaries(NAMES, JSON | BODIES | st.sampled_from([CHAT, TEXT, VECTOR, *OFF[:2]])))
 def test_any_line_is_a_request_or_an_error(line: dict[str, Any]) -> None:
     found = parse_request({"custom_id": "a", "url": TEXT, **line})
