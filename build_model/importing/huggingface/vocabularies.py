@@ -17,11 +17,12 @@ import msgspec
 from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder, encoder_only
 from transferry.build_model.importing.huggingface.folder import REMEDY, Checkpoint, Settings
 from transferry.build_model.importing.huggingface.tokenizer.fast_tokenizer import (
+    TOKENIZER,
     FastTokenizer,
     added_tokens,
     read_fast_tokenizer,
+    require_files,
 )
-from transferry.build_model.importing.huggingface.tokenizer.table import TOKENIZER, require_files
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.train.vocabulary import byte_of_character
 from transferry.runtime.errors import InputError

@@ -19,7 +19,6 @@ from tests.build_model.importing.test_huggingface import marian_vocabulary, sent
 from tests.build_model.importing.test_tokenizers import SEEDS, byte_level, tokenizers, transformers
 from tests.fuzz.models import ODD
 from transferry.build_model.importing.huggingface.folder import Checkpoint
-from transferry.build_model.importing.huggingface.tokenizer.classes import CLASSES
 from transferry.build_model.importing.huggingface.vocabularies import TOKENIZERS
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.errors import InputError, TransferryError, UsageError
@@ -39,26 +38,31 @@ TEXTS = [
     "Hello World , THE cat ! it 's",
 ]
 CORPUS = ["Straße über Häuser", "hello world, the cat's", "didn't it? 12345", "Uber strasse"] * 9
-# Model type and class of each kind of folder.
+# Model type, class and SentencePiece model of each kind of folder.
+FAIRSEQ_PIECES = "sentencepiece.bpe.model"
 KINDS = {
-    "BERT": ("bert", "BertTokenizer"),
-    "BERT, pieces": ("bert", "XLMRobertaTokenizer"),
-    "MPNet": ("mpnet", "MPNetTokenizer"),
-    "RoBERTa": ("roberta", "RobertaTokenizer"),
-    "XLM-R": ("xlm-roberta", "XLMRobertaTokenizer"),
-    "BART": ("bart", "BartTokenizer"),
-    "T5": ("t5", "T5Tokenizer"),
-    "PEGASUS": ("pegasus", "PegasusTokenizer"),
-    "mBART": ("mbart", "MBartTokenizer"),
-    "mBART-50": ("mbart", "MBart50Tokenizer"),
-    "NLLB": ("m2m_100", "NllbTokenizer"),
+    "BERT": ("bert", "BertTokenizer", ""),
+    "BERT, pieces": ("bert", "XLMRobertaTokenizer", FAIRSEQ_PIECES),
+    "MPNet": ("mpnet", "MPNetTokenizer", ""),
+    "RoBERTa": ("roberta", "RobertaTokenizer", ""),
+    "XLM-R": ("xlm-roberta", "XLMRobertaTokenizer", FAIRSEQ_PIECES),
+    "BART": ("bart", "BartTokenizer", ""),
+    "T5": ("t5", "T5Tokenizer", "spiece.model"),
+    "PEGASUS": ("pegasus", "PegasusTokenizer", "spiece.model"),
+    "mBART": ("mbart", "MBartTokenizer", FAIRSEQ_PIECES),
+    "mBART-50": ("mbart", "MBart50Tokenizer", FAIRSEQ_PIECES),
+    "NLLB": ("m2m_100", "NllbTokenizer", ""),
 }
-OF_PIECES = [kind for kind, (_, name) in KINDS.items() if name in CLASSES and CLASSES[name].scores]
+OF_PIECES = [kind for kind, (_, _, pieces) in KINDS.items() if pieces]
+WORD_PIECES = {
+    "BertTokenizer": ("[UNK]", "[SEP]", "[PAD]", "[CLS]", "[MASK]"),
+    "MPNetTokenizer": ("</s>", "[UNK]", "<pad>", "<s>", "<mask>"),
+}
 
 
 @lru_cache
 def word_pieces(special: tuple[str, ...]) -> dict[str, int]:
-    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token=special[-1]))
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     trainer = tokenizers.trainers.WordPieceTrainer(
         vocab_size=120, special_tokens=list(special), show_progress=False
@@ -76,7 +80,7 @@ def spm(kind: str, **options: Any) -> bytes:
 
 
 def write_settings(folder: Path, kind: str, settings: dict[str, Any]) -> None:
-    model_type, _ = KINDS[kind]
+    model_type = KINDS[kind][0]
     start, end = (0, 1) if kind in ("T5", "PEGASUS") else (0, 2)
     ids = {"bos_token_id": 0, "decoder_start_token_id": start, "eos_token_id": end}
     config = {"model_type": model_type, "transformers_version": "5.0.0", **ids}
@@ -86,23 +90,21 @@ def write_settings(folder: Path, kind: str, settings: dict[str, Any]) -> None:
 
 def write_pieces(folder: Path, kind: str, **options: Any) -> None:
     """A SentencePiece model with the least that names its class."""
-    name = KINDS[kind][1]
-    (folder / CLASSES[name].pieces).write_bytes(spm(kind, **options))
+    _, name, pieces = KINDS[kind]
+    (folder / pieces).write_bytes(spm(kind, **options))
     counts = {"T5": {"extra_ids": 3}, "PEGASUS": {"offset": 9}}
     write_settings(folder, kind, {"tokenizer_class": name, **counts.get(kind, {})})
 
 
 def write_folder(folder: Path, kind: str) -> None:
     """What `save_pretrained` of the class writes."""
-    name = KINDS[kind][1]
+    _, name, pieces = KINDS[kind]
     if kind in OF_PIECES:
         write_pieces(folder, kind)
         made = transformers.AutoTokenizer.from_pretrained(folder)
-        (folder / CLASSES[name].pieces).unlink()
-    elif CLASSES.get(name) and CLASSES[name].model == "WordPiece":
-        named = CLASSES[name].named
-        special = dict.fromkeys([*map(str, named.values()), str(named["unk_token"])])
-        made = getattr(transformers, name)(vocab=dict(word_pieces(tuple(special))))
+        (folder / pieces).unlink()
+    elif name in WORD_PIECES:
+        made = getattr(transformers, name)(vocab=dict(word_pieces(WORD_PIECES[name])))
     else:
         vocabulary, merges = byte_level()
         special = dict.fromkeys(["<s>", "<pad>", "</s>", "<unk>", "<mask>", *vocabulary])
@@ -115,7 +117,7 @@ def write_folder(folder: Path, kind: str) -> None:
 
 
 def imported(folder: Path, kind: str) -> tuple[AnyTokenizer, Checkpoint]:
-    model_type, _ = KINDS[kind]
+    model_type = KINDS[kind][0]
     shape = ModelConfig(1024, 8, 2, 1, 1, 8, architecture="encoder-decoder")
     if model_type in ENCODERS:
         shape = ModelConfig(1024, 8, 2, 1, 0, 8, architecture="encoder-only", output_transform=True)
@@ -236,28 +238,32 @@ def test_a_sentencepiece_model_alone_gives_the_ids_of_its_class(
     require_theirs(tmp_path, kind, ours)
 
 
-@pytest.mark.parametrize("kind", ["T5", "NLLB"])
-def test_pieces_that_have_no_class_are_refused(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "files", "message"),
+    [
+        ("T5", {}, r"in tokenizer\.json or spiece\.model, found no spiece\.model; copy it"),
+        ("NLLB", {}, r"in tokenizer\.json, found no tokenizer\.json; copy it"),
+        ("NLLB", {FAIRSEQ_PIECES: b""}, r"in tokenizer\.json, found no tokenizer\.json; copy it"),
+        ("T5", {"spiece.model": b"\x0a\xff"}, "expected a tokenizer that transformers reads"),
+    ],
+)
+def test_a_folder_without_a_tokenizer_is_refused(
+    kind: str, files: dict[str, bytes], message: str, tmp_path: Path
 ) -> None:
-    name = KINDS[kind][1]
-    path = tmp_path / CLASSES[name].pieces
-    write_settings(tmp_path, kind, {"tokenizer_class": name})
-    expected = {"T5": "tokenizer.json or spiece.model", "NLLB": "tokenizer.json"}[kind]
-    with pytest.raises(InputError, match=f"expected {expected}, found none; copy it from the mod"):
+    write_settings(tmp_path, kind, {"tokenizer_class": KINDS[kind][1]})
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
         imported(tmp_path, kind)
-    path.write_bytes(spm(kind, model_type="bpe"))
-    remedy = "expected a SentencePiece model of type unigram" if kind == "T5" else "download it"
-    with pytest.raises(InputError, match=remedy):
-        imported(tmp_path, kind)
-    path.write_bytes(b"\x0a\xff")
-    if kind == "T5":
-        with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, "sentencepiece.sentencepiece_model_pb2", None)
-            with pytest.raises(UsageError, match=r"pip install .*\[sentencepiece\]. protobuf"):
-                imported(tmp_path, kind)
-        with pytest.raises(InputError, match=r"is not a SentencePiece model .*; copy or download"):
-            imported(tmp_path, kind)
+
+
+def test_without_transformers_the_command_that_installs_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path, "BERT")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match=r"needs transformers 5, .* pip install .*\[import\]"):
+        imported(tmp_path, "BERT")
 
 
 READ = (
