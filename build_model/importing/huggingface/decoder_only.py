@@ -16,13 +16,20 @@ from transferry.build_model.importing.huggingface.tables import (
     Family,
     Table,
     conv1d,
+    head_width,
     heads_of_three,
     layer_types,
     parts,
     same_heads,
+    sizes,
     without_first,
 )
 from transferry.build_model.model.config import ModelConfig
+
+# Fields of all types; only some sizes of OPT are post-norm.
+PRE_NORM: dict[str, Any] = dict(
+    architecture="decoder-only", encoder_layers=0, norm_order="pre", scale_embedding=False
+)
 
 
 def _gpt2_shape(config: Settings, names: set[str]) -> ModelConfig:
@@ -31,20 +38,17 @@ def _gpt2_shape(config: Settings, names: set[str]) -> ModelConfig:
     same_heads(config, "n_head")
     d_model = config.whole("n_embd")
     return ModelConfig(
+        **PRE_NORM,
         vocabulary_size=config.whole("vocab_size"),
         d_model=d_model,
         heads=config.whole("n_head"),
-        encoder_layers=0,
         decoder_layers=config.whole("n_layer"),
         d_ff=config.whole("n_inner", 4 * d_model),
         max_positions=config.whole("n_positions"),
         norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
-        architecture="decoder-only",
-        norm_order="pre",
         positions="learned",
         activation=config.choice("activation_function", ACTIVATIONS, "gelu_new"),
         tied=config.flag("tie_word_embeddings", True),
-        scale_embedding=False,
         attention_divisor=0.0 if config.flag("scale_attn_weights", True) else 1.0,
         divide_by_layer=config.flag("scale_attn_by_inverse_layer_idx", False),
     )
@@ -75,35 +79,29 @@ GPT2: Table = {
 
 
 def _llama_fields(config: Settings, longest: int = 2048) -> dict[str, Any]:
-    """Returns what all of them say alike, but for positions and biases."""
-    d_model, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
-    width = config.whole("head_dim", d_model // max(1, heads))
-    return dict(
-        vocabulary_size=config.whole("vocab_size"),
-        d_model=d_model,
-        heads=heads,
+    """Fields that all of them share, except positions and biases."""
+    fields = sizes(config)
+    d_model, heads = fields["d_model"], fields["heads"]
+    width = config.whole("head_dim", head_width(fields))
+    return PRE_NORM | dict(
+        fields,
         head_width=0 if width * heads == d_model else width,
-        encoder_layers=0,
         decoder_layers=config.whole("num_hidden_layers"),
-        d_ff=config.whole("intermediate_size"),
         max_positions=config.whole("max_position_embeddings", longest),
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
-        architecture="decoder-only",
         norm="rms",
-        norm_order="pre",
         positions="rotary",
         activation=config.choice("hidden_act", GATES, "silu"),
         key_value_heads=config.whole("num_key_value_heads", heads),
         tied=config.flag("tie_word_embeddings", False),
         bias=False,
-        scale_embedding=False,
     )
 
 
 def _rotary_fields(config: Settings, fields: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Returns the fields with those of rotary positions."""
-    d_head = fields["head_width"] or fields["d_model"] // max(1, fields["heads"])
-    return fields | read_rotary(config, d_head, fields["max_positions"], **options).fields()
+    rotary = read_rotary(config, head_width(fields), fields["max_positions"], **options)
+    return fields | rotary.fields()
 
 
 def _attention_biases(config: Settings) -> dict[str, bool]:
@@ -245,8 +243,7 @@ def _gemma3_shape(config: Settings, names: set[str]) -> ModelConfig:
     """Gemma 3 (Gemma Team 2025), its text model."""
     every = config.whole("sliding_window_pattern", 6)
     fields = _gemma_fields(config, 131072, max(1, every))
-    d_head, longest = fields["head_width"], fields["max_positions"]
-    d_head = d_head or fields["d_model"] // fields["heads"]
+    d_head, longest = head_width(fields), fields["max_positions"]
     parameters = config.get("rope_parameters")
     nested = isinstance(parameters, dict) and isinstance(parameters.get(SLIDING), dict)
     own = config if nested else Settings(config.path, {})
@@ -315,28 +312,24 @@ GEMMA: Table = {
 
 def _gpt_neox_shape(config: Settings, names: set[str]) -> ModelConfig:
     """GPT-NeoX (Black et al. 2022), so Pythia."""
-    d_model, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
-    longest, d_head = config.whole("max_position_embeddings", 2048), d_model // max(1, heads)
+    fields = sizes(config)
+    longest = config.whole("max_position_embeddings", 2048)
+    d_head, base_key = head_width(fields), "rotary_emb_base"
     rotary = read_rotary(
-        config, d_head, longest, base_key="rotary_emb_base", share=0.25, share_key="rotary_pct"
+        config, d_head, longest, base_key=base_key, share=0.25, share_key="rotary_pct"
     )
+    bias = config.flag("attention_bias", True)
     return ModelConfig(
-        vocabulary_size=config.whole("vocab_size"),
-        d_model=d_model,
-        heads=heads,
-        encoder_layers=0,
+        **PRE_NORM,
+        **fields,
         decoder_layers=config.whole("num_hidden_layers"),
-        d_ff=config.whole("intermediate_size"),
         norm_epsilon=config.number("layer_norm_eps", 1e-5),
-        architecture="decoder-only",
-        norm_order="pre",
         positions="rotary",
         activation=config.choice("hidden_act", ACTIVATIONS, "gelu"),
         tied=config.flag("tie_word_embeddings", False),
-        scale_embedding=False,
         parallel=config.flag("use_parallel_residual", True),
-        query_key_value_bias=config.flag("attention_bias", True),
-        attention_output_bias=config.flag("attention_bias", True),
+        query_key_value_bias=bias,
+        attention_output_bias=bias,
         **rotary.fields(),
     )
 
@@ -361,26 +354,21 @@ GPT_NEOX: Table = {
 
 def _opt_shape(config: Settings, names: set[str]) -> ModelConfig:
     """OPT (Zhang et al. 2022)."""
-    d_model, before = config.whole("hidden_size"), config.flag("do_layer_norm_before", True)
-    width = config.whole("word_embed_proj_dim", d_model)
+    fields = PRE_NORM | sizes(config, d_ff="ffn_dim")
+    width = config.whole("word_embed_proj_dim", fields["d_model"])
+    if not config.flag("do_layer_norm_before", True):
+        fields["norm_order"] = "post"
     return ModelConfig(
-        vocabulary_size=config.whole("vocab_size"),
-        d_model=d_model,
-        heads=config.whole("num_attention_heads"),
-        encoder_layers=0,
+        **fields,
         decoder_layers=config.whole("num_hidden_layers"),
-        d_ff=config.whole("ffn_dim"),
         max_positions=config.whole("max_position_embeddings", 2048),
-        architecture="decoder-only",
-        norm_order="pre" if before else "post",
         final_norm=not config.flag("_remove_final_layer_norm", False),
         positions="learned",
         activation=config.choice("activation_function", ACTIVATIONS, "relu"),
         tied=config.flag("tie_word_embeddings", True),
         bias=config.flag("enable_bias", True),
         norm_bias=True,
-        scale_embedding=False,
-        embedding_width=0 if width == d_model else width,
+        embedding_width=0 if width == fields["d_model"] else width,
     )
 
 
@@ -415,12 +403,7 @@ OPT: Table = {
 
 FAMILIES = {
     "gpt2": Family("GPT-2, DistilGPT-2", _gpt2_shape, GPT2, ("transformer.",)),
-    "llama": Family(
-        "Llama 1 to 3.3, SmolLM 2, TinyLlama",
-        _llama_shape,
-        LLAMA,
-        ("model.",),
-    ),
+    "llama": Family("Llama 1 to 3.3, SmolLM 2, TinyLlama", _llama_shape, LLAMA, ("model.",)),
     "mistral": Family("Mistral 7B", _mistral_shape, LLAMA, ("model.",)),
     "qwen2": Family("Qwen 2, 2.5", _qwen2_shape, LLAMA, ("model.",)),
     "qwen3": Family("Qwen 3, dense", _qwen3_shape, LLAMA, ("model.",)),
@@ -430,11 +413,5 @@ FAMILIES = {
     "olmo2": Family("OLMo 2", _olmo2_shape, OLMO2, ("model.",)),
     "smollm3": Family("SmolLM 3", _smollm3_shape, LLAMA, ("model.",)),
     "gpt_neox": Family("GPT-NeoX, Pythia", _gpt_neox_shape, GPT_NEOX, ("gpt_neox.",)),
-    "opt": Family(
-        "OPT",
-        _opt_shape,
-        OPT,
-        ("model.decoder.", "decoder."),
-        _opt_norms,
-    ),
+    "opt": Family("OPT", _opt_shape, OPT, ("model.decoder.", "decoder."), _opt_norms),
 }

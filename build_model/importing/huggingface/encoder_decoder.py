@@ -19,13 +19,16 @@ from transferry.build_model.importing.huggingface.tables import (
     Table,
     flat,
     same_heads,
+    sizes,
     without_first,
 )
 from transferry.build_model.model.config import ModelConfig
 
 
-def _shared_fields(config: Settings, names: set[str], activation: str) -> dict[str, Any]:
-    """Returns what all but T5 say alike."""
+def _shared_fields(
+    config: Settings, names: set[str], *, activation: str = "gelu", scaled: bool = False
+) -> dict[str, Any]:
+    """Fields of all types but T5; `activation` and `scaled` are the type's defaults."""
     same_heads(config, "encoder_attention_heads")
     heads, d_ff = (config.whole(f"decoder_{name}") for name in ("attention_heads", "ffn_dim"))
     own = config.whole("encoder_attention_heads"), config.whole("encoder_ffn_dim")
@@ -46,6 +49,7 @@ def _shared_fields(config: Settings, names: set[str], activation: str) -> dict[s
         positions="learned",
         activation=config.choice("activation_function", ACTIVATIONS, activation),
         tied=tied,
+        scale_embedding=config.flag("scale_embedding", scaled),
     )
 
 
@@ -55,7 +59,7 @@ def _marian_shape(config: Settings, names: set[str]) -> ModelConfig:
     for name in ("normalize_before", "normalize_embedding", "add_final_layer_norm"):
         config.only(name, False)
     config.only("static_position_embeddings", True)
-    fields = _shared_fields(config, names, "gelu")
+    fields = _shared_fields(config, names)
     source = fields["vocabulary_size"]
     target = config.whole("decoder_vocab_size", source)
     shared = config.flag("share_encoder_decoder_embeddings", True)
@@ -68,7 +72,6 @@ def _marian_shape(config: Settings, names: set[str]) -> ModelConfig:
         **fields
         | {"vocabulary_size": target}
         | ({} if shared else {"source_vocabulary_size": source}),
-        scale_embedding=config.flag("scale_embedding", False),
         output_bias=True,
     )
 
@@ -123,12 +126,7 @@ def _pegasus_shape(config: Settings, names: set[str]) -> ModelConfig:
     for name in ("normalize_before", "add_final_layer_norm", "static_position_embeddings"):
         config.only(name, True)
     config.only("normalize_embedding", False)
-    scaled = config.flag("scale_embedding", False)
-    fields = _shared_fields(config, names, "gelu") | {
-        "norm_order": "pre",
-        "scale_embedding": scaled,
-    }
-    return ModelConfig(**fields, output_bias=True)
+    return ModelConfig(**_shared_fields(config, names), norm_order="pre", output_bias=True)
 
 
 PEGASUS: Table = {
@@ -154,9 +152,8 @@ def _bart_fields(config: Settings, names: set[str], *, pre: bool) -> dict[str, A
         config.only(name, pre)
     config.only("normalize_embedding", True)
     config.only("static_position_embeddings", False)
-    return _shared_fields(config, names, "gelu") | dict(
+    return _shared_fields(config, names) | dict(
         norm_order="pre" if pre else "post",
-        scale_embedding=config.flag("scale_embedding", False),
         embedding_norm=True,
         separate_positions=True,
         output_bias=True,
@@ -182,12 +179,8 @@ def _m2m_shape(config: Settings, names: set[str]) -> ModelConfig:
     """M2M-100 (Fan et al. 2021) and NLLB (NLLB Team 2022): pre-norm, with a table of positions."""
     # Positions begin after that of padding, which is 1 in fairseq's vocabularies.
     config.only("pad_token_id", 1)
-    scaled = config.flag("scale_embedding", True)
-    fields = _shared_fields(config, names, "relu") | {
-        "norm_order": "pre",
-        "scale_embedding": scaled,
-    }
-    return ModelConfig(**fields)
+    fields = _shared_fields(config, names, activation="relu", scaled=True)
+    return ModelConfig(**fields, norm_order="pre")
 
 
 def m2m_positions(config: ModelConfig) -> dict[str, Tensor]:
@@ -217,7 +210,7 @@ def _t5_shape(config: Settings, names: set[str]) -> ModelConfig:
     same_heads(config, "num_heads")
     multilingual = config.get("model_type") == "mt5"
     default = "gated-gelu" if multilingual else "relu"
-    d_model, heads = config.whole("d_model"), config.whole("num_heads")
+    fields = sizes(config, d_model="d_model", heads="num_heads", d_ff="d_ff")
     width, layers = config.whole("d_kv", 64), config.whole("num_layers")
     activation = config.choice("feed_forward_proj", activations, default)
     unit = config.get("feed_forward_proj", default)
@@ -228,13 +221,10 @@ def _t5_shape(config: Settings, names: set[str]) -> ModelConfig:
     scaled = config.flag("tie_word_embeddings", True)
     scaled = config.flag("scale_decoder_outputs", scaled) and not multilingual
     return ModelConfig(
-        vocabulary_size=config.whole("vocab_size"),
-        d_model=d_model,
-        heads=heads,
-        head_width=0 if width * heads == d_model else width,
+        **fields,
+        head_width=0 if width * fields["heads"] == fields["d_model"] else width,
         encoder_layers=layers,
         decoder_layers=config.whole("num_decoder_layers", layers),
-        d_ff=config.whole("d_ff"),
         max_positions=config.whole("n_positions", 512),
         norm_epsilon=config.number("layer_norm_epsilon", 1e-6),
         norm="rms",
@@ -301,41 +291,11 @@ def _marian_computes(config: ModelConfig) -> dict[str, Tensor]:
 
 
 FAMILIES = {
-    "marian": Family(
-        "opus-mt",
-        _marian_shape,
-        MARIAN,
-        ("model.",),
-        _marian_computes,
-    ),
-    "pegasus": Family(
-        "PEGASUS",
-        _pegasus_shape,
-        PEGASUS,
-        ("model.",),
-        _marian_computes,
-    ),
-    "bart": Family(
-        "BART",
-        _bart_shape,
-        BART,
-        ("model.",),
-        _no_bias,
-    ),
-    "mbart": Family(
-        "mBART, mBART-50",
-        _mbart_shape,
-        MBART,
-        ("model.",),
-        _no_bias,
-    ),
-    "m2m_100": Family(
-        "M2M-100, NLLB-200",
-        _m2m_shape,
-        M2M,
-        ("model.",),
-        m2m_positions,
-    ),
+    "marian": Family("opus-mt", _marian_shape, MARIAN, ("model.",), _marian_computes),
+    "pegasus": Family("PEGASUS", _pegasus_shape, PEGASUS, ("model.",), _marian_computes),
+    "bart": Family("BART", _bart_shape, BART, ("model.",), _no_bias),
+    "mbart": Family("mBART, mBART-50", _mbart_shape, MBART, ("model.",), _no_bias),
+    "m2m_100": Family("M2M-100, NLLB-200", _m2m_shape, M2M, ("model.",), m2m_positions),
     "t5": Family("T5, T5 1.1, Flan-T5", _t5_shape, T5, ()),
     "mt5": Family("mT5", _t5_shape, T5, ()),
 }

@@ -15,9 +15,11 @@ from transferry.build_model.importing.huggingface.tables import (
     NoPlace,
     Table,
     first_row_into,
+    head_width,
     layer_types,
     parts,
     same_heads,
+    sizes,
     without_first,
 )
 from transferry.build_model.model.config import HeadActivation, ModelConfig
@@ -26,24 +28,14 @@ from transferry.runtime.bundle.head import HeadSettings
 BERT_HEAD = "cls.predictions.bias"
 
 
-def _bert_shape(config: Settings, names: set[str]) -> ModelConfig:
-    """BERT (Devlin et al. 2019); without a masked language model head for embedding only."""
-    config.only("position_embedding_type", "absolute")
-    config.only("is_decoder", False)
-    config.only("add_cross_attention", False)
-    head = BERT_HEAD in names
-    return ModelConfig(
-        vocabulary_size=config.whole("vocab_size"),
-        d_model=config.whole("hidden_size"),
-        heads=config.whole("num_attention_heads"),
-        encoder_layers=config.whole("num_hidden_layers"),
+def _masked_fields(config: Settings, *, head: bool) -> dict[str, Any]:
+    """Fields of BERT and its descendants; without a head for masked tokens, it has no logits."""
+    return dict(
+        encoder_layers=0,
         decoder_layers=0,
-        d_ff=config.whole("intermediate_size"),
         max_positions=config.whole("max_position_embeddings", 512),
-        norm_epsilon=config.number("layer_norm_eps", 1e-12),
         architecture="encoder-only",
         positions="learned",
-        activation=config.choice("hidden_act", ACTIVATIONS, "gelu"),
         tied=config.flag("tie_word_embeddings", True) or not head,
         scale_embedding=False,
         embedding_norm=True,
@@ -51,6 +43,24 @@ def _bert_shape(config: Settings, names: set[str]) -> ModelConfig:
         output_bias=head,
         lm_head=head,
     )
+
+
+def _bert_fields(config: Settings, *, head: bool) -> dict[str, Any]:
+    """Fields of the types that use BERT's names of settings."""
+    config.only("position_embedding_type", "absolute")
+    config.only("is_decoder", False)
+    config.only("add_cross_attention", False)
+    return _masked_fields(config, head=head) | dict(
+        sizes(config),
+        encoder_layers=config.whole("num_hidden_layers"),
+        norm_epsilon=config.number("layer_norm_eps", 1e-12),
+        activation=config.choice("hidden_act", ACTIVATIONS, "gelu"),
+    )
+
+
+def _bert_shape(config: Settings, names: set[str]) -> ModelConfig:
+    """BERT (Devlin et al. 2019)."""
+    return ModelConfig(**_bert_fields(config, head=BERT_HEAD in names))
 
 
 BERT: Table = {
@@ -80,40 +90,17 @@ BERT: Table = {
 # --- RoBERTa, XLM-R, DistilBERT, ELECTRA and MPNet -----------------------------------------------
 
 
-def _masked_fields(config: Settings, *, head: bool) -> dict[str, Any]:
-    """Returns what all of them say alike in BERT's words."""
-    config.only("position_embedding_type", "absolute")
-    config.only("is_decoder", False)
-    config.only("add_cross_attention", False)
-    return dict(
-        vocabulary_size=config.whole("vocab_size"),
-        d_model=config.whole("hidden_size"),
-        heads=config.whole("num_attention_heads"),
-        encoder_layers=config.whole("num_hidden_layers"),
-        decoder_layers=0,
-        d_ff=config.whole("intermediate_size"),
-        max_positions=config.whole("max_position_embeddings", 512),
-        norm_epsilon=config.number("layer_norm_eps", 1e-12),
-        architecture="encoder-only",
-        positions="learned",
-        activation=config.choice("hidden_act", ACTIVATIONS, "gelu"),
-        # Whatever the rest has.
-        output_activation="gelu",
-        tied=config.flag("tie_word_embeddings", True) or not head,
-        scale_embedding=False,
-        embedding_norm=True,
-        output_transform=head,
-        output_bias=head,
-        lm_head=head,
-    )
+def _roberta_fields(config: Settings, names: set[str]) -> dict[str, Any]:
+    """Positions begin after that of padding, and the head is GELU whatever the rest has."""
+    fields = _bert_fields(config, head="lm_head.dense.weight" in names)
+    config.only("pad_token_id", 1)
+    longest = fields["max_positions"] - 2
+    return fields | {"max_positions": longest, "output_activation": "gelu"}
 
 
 def _roberta_shape(config: Settings, names: set[str]) -> ModelConfig:
     """RoBERTa (Liu et al. 2019) and XLM-R (Conneau et al. 2020)."""
-    fields = _masked_fields(config, head="lm_head.dense.weight" in names)
-    # Positions begin after that of padding.
-    config.only("pad_token_id", 1)
-    return ModelConfig(**fields | {"max_positions": fields["max_positions"] - 2})
+    return ModelConfig(**_roberta_fields(config, names))
 
 
 ROBERTA: Table = {
@@ -129,15 +116,10 @@ ROBERTA: Table = {
 
 def _mpnet_shape(config: Settings, names: set[str]) -> ModelConfig:
     """MPNet (Song et al. 2020): with a bias of distances."""
-    fields = _masked_fields(config, head="lm_head.dense.weight" in names)
-    config.only("pad_token_id", 1)
     # transformers computes with 32, whatever the table has.
     config.only("relative_attention_num_buckets", 32)
-    return ModelConfig(
-        **fields | {"max_positions": fields["max_positions"] - 2},
-        relative_buckets=32,
-        relative_distance=128,
-    )
+    fields = _roberta_fields(config, names)
+    return ModelConfig(**fields, relative_buckets=32, relative_distance=128)
 
 
 MPNET: Table = {
@@ -153,27 +135,17 @@ MPNET: Table = {
 
 def _distilbert_shape(config: Settings, names: set[str]) -> ModelConfig:
     """DistilBERT (Sanh et al. 2019)."""
-    head = "vocab_transform.weight" in names
     same_heads(config, "n_heads")
-    return ModelConfig(
+    fields = _masked_fields(config, head="vocab_transform.weight" in names) | dict(
         vocabulary_size=config.whole("vocab_size"),
         d_model=config.whole("dim", 768),
         heads=config.whole("n_heads", 12),
         encoder_layers=config.whole("n_layers", 6),
-        decoder_layers=0,
         d_ff=config.whole("hidden_dim", 3072),
-        max_positions=config.whole("max_position_embeddings", 512),
         norm_epsilon=1e-12,
-        architecture="encoder-only",
-        positions="learned",
         activation=config.choice("activation", ACTIVATIONS, "gelu"),
-        tied=config.flag("tie_word_embeddings", True) or not head,
-        scale_embedding=False,
-        embedding_norm=True,
-        output_transform=head,
-        output_bias=head,
-        lm_head=head,
     )
+    return ModelConfig(**fields)
 
 
 DISTILBERT: Table = {
@@ -202,7 +174,8 @@ DISTILBERT: Table = {
 
 def _electra_shape(config: Settings, names: set[str]) -> ModelConfig:
     """ELECTRA (Clark et al. 2020): a narrow embedding; of the generator with its head."""
-    fields = _masked_fields(config, head="generator_predictions.dense.weight" in names)
+    head = "generator_predictions.dense.weight" in names
+    fields = _bert_fields(config, head=head) | {"output_activation": "gelu"}
     width = config.whole("embedding_size", fields["d_model"])
     narrow = width != fields["d_model"]
     return ModelConfig(**fields, embedding_width=width if narrow else 0, project_sum=narrow)
@@ -225,11 +198,11 @@ ELECTRA: Table = {
 def _modernbert_shape(config: Settings, names: set[str]) -> ModelConfig:
     """ModernBERT (Warner et al. 2024): pre-norm, gated, rotary, with windows."""
     head = "head.dense.weight" in names
-    d_model, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
+    fields = sizes(config)
     layers, longest = config.whole("num_hidden_layers"), config.whole("max_position_embeddings")
     every = max(1, config.whole("global_attn_every_n_layers", 3))
     sliding = layer_types(config, layers, [each % every != 0 for each in range(layers)])
-    window, d_head = config.whole("local_attention", 128) // 2 + 1, d_model // max(1, heads)
+    window, d_head = config.whole("local_attention", 128) // 2 + 1, head_width(fields)
     near = read_rotary(config, d_head, longest, kind=SLIDING, base_key="local_rope_theta")
     far = read_rotary(config, d_head, longest, base=160000.0, base_key="global_rope_theta")
     if near.scale != 1.0:
@@ -245,12 +218,9 @@ def _modernbert_shape(config: Settings, names: set[str]) -> ModelConfig:
         }.items()
     }
     return ModelConfig(
-        vocabulary_size=config.whole("vocab_size"),
-        d_model=d_model,
-        heads=heads,
+        **fields,
         encoder_layers=layers,
         decoder_layers=0,
-        d_ff=config.whole("intermediate_size"),
         norm_epsilon=config.number("norm_eps", 1e-5),
         architecture="encoder-only",
         norm_order="pre",

@@ -147,6 +147,22 @@ GATES: dict[str, Activation] = {
 }
 
 
+def sizes(config: Settings, **names: str) -> dict[str, Any]:
+    """Reads the sizes of a model; `names` are settings under other names, by ModelConfig field."""
+    usual = {
+        "vocabulary_size": "vocab_size",
+        "d_model": "hidden_size",
+        "heads": "num_attention_heads",
+        "d_ff": "intermediate_size",
+    }
+    return {field: config.whole(name) for field, name in (usual | names).items()}
+
+
+def head_width(fields: Mapping[str, Any]) -> int:
+    """Width of a head: its own, or d_model / heads; a wrong number of heads is refused later."""
+    return int(fields.get("head_width") or fields["d_model"] // max(1, fields["heads"]))
+
+
 def same_heads(config: Settings, name: str) -> None:
     """Refuses another number of heads under the name that counts where there are both."""
     if name in config.values:
