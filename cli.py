@@ -167,8 +167,8 @@ Examples:
 def inspect(bundle_folder: Path, trusted_key: Path | None, graphs: bool, as_json: bool) -> None:
     """Show the contents of BUNDLE, after checking the hash of every file."""
     from transferry.runtime.bundle.bundle import Bundle
-    from transferry.runtime.proof.certificate import describe
-    from transferry.runtime.proof.signature import load_public_key
+    from transferry.runtime.proof.certificates.certificate import describe
+    from transferry.runtime.proof.certificates.signature import load_public_key
     from transferry.runtime.tables import facts
 
     bundle = Bundle.load(bundle_folder)

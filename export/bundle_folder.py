@@ -10,7 +10,7 @@ from transferry.runtime.bundle.manifest import MANIFEST
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.outputs import foreign_member, require_own
-from transferry.runtime.proof.envelope import FOLDER
+from transferry.runtime.proof.certificates.envelope import FOLDER
 
 
 def require_replaceable(out: Path, *, force: bool) -> None:

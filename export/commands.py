@@ -257,15 +257,14 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     from transferry.runtime.io.lines import some_lines
     from transferry.runtime.ort.open_model import open_model
     from transferry.runtime.ort.session import SessionOptions
-    from transferry.runtime.proof import certificate as certificates
-    from transferry.runtime.proof import envelope as statement
-    from transferry.runtime.proof.signature import load_private_key
+    from transferry.runtime.proof.certificates import certificate as certificates
+    from transferry.runtime.proof.certificates.signature import load_private_key
 
     if checkpoint:
         read_config(checkpoint)
     texts, targets = (some_lines(path) if path else None for path in (text, target))
     if date:
-        statement.check_date(date)
+        certificates.check_date(date)
     key = load_private_key(options["sign"]) if options["sign"] else None
     bundle, session = Bundle.load(bundle_folder), SessionOptions(**given(options, SessionOptions))
     if date:

@@ -469,7 +469,7 @@ def change_nothing(place: Path) -> None:
 
 
 def certify(place: Path, *options: str) -> Path:
-    from transferry.runtime.proof.envelope import FOLDER
+    from transferry.runtime.proof.certificates.envelope import FOLDER
 
     result = CliRunner().invoke(main, ["verify", "bundle", "--certify", "2026-11-21", *options])
     assert result.exit_code == 0
@@ -512,7 +512,7 @@ def certify_signed(place: Path) -> None:
 
 @spoils("signed certificate that was changed")
 def change_signed(place: Path) -> None:
-    from transferry.runtime.proof.envelope import Envelope
+    from transferry.runtime.proof.certificates.envelope import Envelope
 
     path = certify(place, "--sign", str(key_files(place)[0]))
     envelope = Envelope.parse(path.read_bytes())

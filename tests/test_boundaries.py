@@ -79,7 +79,7 @@ OPTIONAL_LIBRARIES = {
     "runtime.jobs.ray_job": frozenset({"pyarrow", "ray"}),
     "runtime.engine.preprocess": frozenset({"sentencex"}),
     "runtime.ort.openvino_runner": frozenset({"openvino"}),
-    "runtime.proof.signature": frozenset({"cryptography"}),
+    "runtime.proof.certificates.signature": frozenset({"cryptography"}),
     "runtime.tokenizer.chat_worker": frozenset({"jinja2"}),
     "runtime.tokenizer.third_party": frozenset({"tokenizers", "sentencepiece"}),
 }

@@ -5,8 +5,8 @@ from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.ort.graph_runner import runtime_of
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.precision import Precision
-from transferry.runtime.proof.certificate import standing
-from transferry.runtime.proof.signature import PublicKey
+from transferry.runtime.proof.certificates.signature import PublicKey
+from transferry.runtime.proof.certificates.standing import standing
 
 
 def fastest(bundle: Bundle, options: SessionOptions, trusted: PublicKey | None = None) -> Variant:

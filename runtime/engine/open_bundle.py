@@ -46,16 +46,15 @@ from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import Model, ServedDecoder, open_model
 from transferry.runtime.ort.session import Few, SessionOptions
-from transferry.runtime.proof.certificate import (
-    Certificate,
-    Strength,
+from transferry.runtime.proof.certificates.certificate import Certificate, Strength
+from transferry.runtime.proof.certificates.signature import PublicKey, load_public_key
+from transferry.runtime.proof.certificates.standing import (
     require_search,
     require_standing,
     standing,
 )
 from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.proof.report import ParityReport
-from transferry.runtime.proof.signature import PublicKey, load_public_key
 from transferry.runtime.settings import check_value, shown
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 

@@ -21,7 +21,7 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.folders import replace_folder, staged_folder
 from transferry.runtime.io.outputs import foreign_member, require_apart, require_own
-from transferry.runtime.proof.certificate import certificates
+from transferry.runtime.proof.certificates.certificate import certificates
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "js"
 # Folders of the package; the others hold its tests, the page, and npm's packages.

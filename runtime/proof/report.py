@@ -1,7 +1,4 @@
-"""Result of a verification, as JSON and as a verdict; `report_text` makes the text.
-
-`ParityReport.to_dict` is the documented format (docs/report.md); every other view is made from it.
-"""
+"""Result of a verification, as a verdict and as JSON in the format of docs/report.md."""
 
 from __future__ import annotations
 
@@ -55,11 +52,11 @@ class Difference:
         row: Number of the row, from 0.
         message: Description of the difference.
         margin: Distance of the two candidates in the oracle; None where no choice was compared.
-        allowed: How far errors within the tolerance can move it.
-        rounding: How far rounding in float32 can move it; no more than `allowed`.
-        source: Text of the source; empty if the tokenizer was not at hand.
-        expected: Text of torch's answer, likewise: of the first hypothesis that differs.
-        found: Text of the bundle's answer.
+        allowed: Largest change of the margin by errors within the tolerance.
+        rounding: Largest change of the margin by rounding in float32; at most `allowed`.
+        source: Text of the source; empty without a tokenizer.
+        expected: Text of torch's first hypothesis that differs.
+        found: Text of the bundle's.
         wrong_score: Whether the tokens agree, and only a score is wrong.
     """
 
@@ -75,7 +72,7 @@ class Difference:
 
     @property
     def tie(self) -> bool:
-        """Whether rounding in float32 explains it, so that either choice is right."""
+        """Whether rounding in float32 explains the difference: either choice is right."""
         return (
             self.margin is not None and self.rounding is not None and self.margin <= self.rounding
         )
@@ -90,14 +87,13 @@ class Decisions:
 
     Attributes:
         search: Such as "greedy" or "beam 4".
-        rows: Number of rows that both generated.
+        rows: Number of rows.
         identical: Number of rows that agree in every token of every hypothesis.
         score_error: Largest distance of a score of identical hypotheses from the oracle's, in nats.
         score_ratio: The same over torch's own error, as in `Stage`.
         ties: Rows whose difference is proven to be a tie.
-        defects: Rows that differ by more than may be, or whose scores exceed their budget.
-        tolerated: Rows that differ by more than a tie, and by no more than a variant of reduced
-            precision may.
+        defects: Rows that differ beyond the tolerance, or whose scores exceed their budget.
+        tolerated: Rows that differ by more than a tie, within the tolerance of the precision.
     """
 
     search: str
@@ -121,13 +117,13 @@ class Decisions:
 
 @dataclass(frozen=True)
 class TaskMetric:
-    """Effect of the differences on a metric that users of the model know.
+    """Effect of the differences on a metric of the task.
 
     Attributes:
-        measure: "token agreement" of the greedy answers with torch's (a share); on given answers
-            "equivalent choices" (share of positions at which the preferred token is at most
-            `EQUIVALENT` nats below torch's) and "worst choice" (the largest such distance, in
-            nats) and "perplexity"; or "sacreBLEU" of a search.
+        measure: "token agreement" of the greedy answers with torch's (a share); "sacreBLEU" of a
+            search; on given answers "perplexity", "equivalent choices" (share of positions at which
+            the preferred token is at most `EQUIVALENT` nats below torch's) and "worst choice" (the
+            largest such distance, in nats).
         reference: torch's value; 1 for shares, 0 for the worst choice.
         found: The bundle's value.
         change: Distance of the two, relative for perplexity.
@@ -148,21 +144,22 @@ class TaskMetric:
         return self.change <= self.budget or self.p_value >= CHANCE
 
     def __str__(self) -> str:
-        limited = math.isfinite(self.budget)
-        if self.measure in (AGREEMENT, CHOICES):
-            limit = f"at least {100 * (1 - self.budget):g} %" if limited else "no limit"
-            return f"{self.measure.capitalize()} {100 * self.found:.6g} % ({limit})"
-        if self.measure == WORST_CHOICE:
-            limit = f"limit {self.budget:g}" if limited else "no limit"
-            return f"Worst choice {self.found:.2g} nats below torch's ({limit})"
         scale, unit = (1, " points") if self.measure.startswith(BLEU) else (100, " %")
-        limit = f"limit {scale * self.budget:g}{unit}" if limited else "no limit"
+        limit = f"limit {scale * self.budget:g}{unit}"
+        if self.measure in (AGREEMENT, CHOICES):
+            found = f"{self.measure.capitalize()} {100 * self.found:.6g} %"
+            limit = f"at least {100 * (1 - self.budget):g} %"
+        elif self.measure == WORST_CHOICE:
+            found = f"Worst choice {self.found:.2g} nats below torch's"
+            limit = f"limit {self.budget:g}"
+        else:
+            found = (
+                f"{self.measure} {self.found:.5g}, torch {self.reference:.5g}, "
+                f"change {scale * self.change:.2g}{unit}"
+            )
         if self.p_value:
             limit += f", p {self.p_value:.2g}"
-        return (
-            f"{self.measure} {self.found:.5g}, torch {self.reference:.5g}, "
-            f"change {scale * self.change:.2g}{unit} ({limit})"
-        )
+        return f"{found} ({limit})" if math.isfinite(self.budget) else found
 
 
 @dataclass(frozen=True)
@@ -205,7 +202,7 @@ class CrossCheck:
     Attributes:
         runtime: Such as "onnxruntime as served" or "onnx.reference 1.23.2".
         stages: Summary of its comparisons.
-        absent: Why it did not run, or not every case; empty if it did.
+        absent: Why cases were not run; empty if all were.
     """
 
     runtime: str
@@ -218,7 +215,7 @@ class Origin:
     """Origin of a fault: the first value of a graph that is wrong though its inputs are right.
 
     Attributes:
-        graph: Such as "decoder"; empty if none was found, and then all but the message are.
+        graph: Such as "decoder"; empty, as all but the message, if no origin was found.
         case: The input that shows it.
         tensor: The value's name in the graph.
         module: The torch module that computes it, such as "decoder.0.feed_forward.inner".
@@ -239,7 +236,7 @@ class Origin:
 
     @classmethod
     def none_found(cls, cases: int) -> Origin:
-        """Returns what says that each graph, alone, agrees with torch."""
+        """Returns the result where each graph alone agrees with torch."""
         message = (
             f"no origin found: on {cases:,} cases each graph agrees with torch if its inputs are "
             "right; the fault shows only where graphs, batches and the cache work together"
@@ -260,7 +257,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that a bundle says of itself, beside what the run says.
+    """A statement of the bundle about itself, compared with the checkpoint.
 
     Attributes:
         name: Such as "generation defaults" or "variant cpu-fp32".
@@ -278,12 +275,11 @@ class PlantedFault:
     Attributes:
         kind: Such as "padding mask dropped".
         planted: What was changed, and where.
-        changes_answer: Whether any output changed by more than rounding; a fault that changes
-            none may pass.
+        changes_answer: Whether any output changed by more than rounding; other faults may pass.
         caught_by: The check that failed, such as "loading" or "later step"; empty if all passed.
         difference: Largest difference from the right outputs on one input on which exporters
             commonly try a tolerance; None if it was not measured.
-        tolerated: Whether the user's own tolerance lets that pass; None if there is none.
+        tolerated: Whether the user's own tolerance allows the difference; None without one.
     """
 
     kind: str
@@ -301,21 +297,21 @@ class PlantedFault:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What was compared, how, and with what result.
+    """Everything that was compared, with its settings and results.
 
     Attributes:
         bundle: The folder.
-        settings: What decides the numbers: variant, provider, optimisation, threads, versions.
-        tolerance: What was allowed.
+        settings: Facts that decide the numbers: variant, provider, optimisation, threads, versions.
+        tolerance: The limit on errors.
         comparisons: Every tensor of every case.
         decisions: Every search that was run on text.
         task_metrics: Effect of the differences on the text.
         growth: The error at each position of the answers.
-        margins: How clear the choices were; None without text.
+        margins: Histogram of how clear the choices were; None without text.
         cross_check: Results of other runtimes. They do not decide the verdict.
-        origin: Where the first fault begins; None if it was not searched for.
+        origin: Beginning of the first fault; None if no search for it was made.
         self_test: Results of planted faults.
-        claims: What the bundle says of itself; none where there is no run to compare with.
+        claims: Statements of the bundle about itself; empty without a checkpoint.
         searches: Fields of GenerationOptions of every search in `decisions`.
     """
 
@@ -335,7 +331,7 @@ class ParityReport:
 
     @property
     def faults(self) -> list[str]:
-        """A line for everything that failed; nothing compared is a failure too."""
+        """A line for each failure; a report without comparisons fails too."""
         lines = [f"{item.name}: {item.problem}" for item in self.claims if item.problem]
         lines += [
             f"{item.case}: {item.tensor}: {item.fault}" for item in self.comparisons if item.fault
@@ -417,8 +413,14 @@ def worst_ratio(comparisons: Sequence[Comparison], tolerance: Tolerance) -> floa
         return float(np.max(errors / budgets)) * tolerance.factor
 
 
+def caught_of(faults: Sequence[PlantedFault]) -> tuple[int, int]:
+    """Returns how many of the faults that change an answer were caught, and their number."""
+    changing = [item for item in faults if item.changes_answer]
+    return sum(bool(item.caught_by) for item in changing), len(changing)
+
+
 def confidence(rows: int) -> str:
-    """Says how many rows may be wrong though none of so many was.
+    """Returns the share of rows that may be wrong though none of this many was.
 
     Source: the rule of three (Hanley and Lippman-Hand 1983, If Nothing Goes Wrong, Is Everything
     All Right?): the upper end of the 95 % confidence interval is 1 - 0.05 ** (1 / rows).

@@ -191,5 +191,5 @@ def test_a_wrong_claim_fails_the_verification(checkpoint: Checkpoint, bundle: Bu
         "generation defaults",
         "variant portable",
     ]
-    assert "4 of 6 as the run has it" in report_text(report)
+    assert "4 of 6 claims match the checkpoint" in report_text(report)
     assert len(report.to_dict()["claims"]) == 6

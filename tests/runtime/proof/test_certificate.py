@@ -20,18 +20,17 @@ from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.io.whole import sha256
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import Provider, SessionOptions
-from transferry.runtime.proof import certificate as certificate_module
-from transferry.runtime.proof.certificate import (
+from transferry.runtime.proof.certificates import certificate as certificate_module
+from transferry.runtime.proof.certificates.certificate import (
     Certificate,
     Strength,
     certificates,
     certify,
     describe,
-    require_standing,
-    standing,
 )
+from transferry.runtime.proof.certificates.envelope import FOLDER, REPORT, Envelope
+from transferry.runtime.proof.certificates.standing import require_standing, standing
 from transferry.runtime.proof.compare import Comparison, Tolerance
-from transferry.runtime.proof.envelope import FOLDER, REPORT, Envelope
 from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.proof.report import ParityReport
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.proof.keys import key_files, model_signing
-from transferry.runtime.proof.envelope import (
+from transferry.runtime.proof.certificates.envelope import (
     FOLDER,
     PAYLOAD_TYPE,
     Envelope,
@@ -19,7 +19,7 @@ from transferry.runtime.proof.envelope import (
     read_statement,
     statement,
 )
-from transferry.runtime.proof.signature import load_private_key, load_public_key
+from transferry.runtime.proof.certificates.signature import load_private_key, load_public_key
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -52,8 +52,8 @@ def test_a_statement_is_read_back() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"_type": "https://in-toto.io/Statement/v0.1"}, "_type .*v0.1', expected"),
-        ({"predicateType": "https://slsa.dev/provenance/v1"}, "predicateType .*, expected"),
+        ({"_type": "https://in-toto.io/Statement/v0.1"}, r"v0.1' - at `\$\._type`"),
+        ({"predicateType": "https://slsa.dev/provenance/v1"}, r"at `\$\.predicateType`"),
         ({"subject": [{"digest": {"sha256": "00" * 32}}]}, "subject is not that of its files"),
     ],
 )

@@ -87,7 +87,9 @@ def test_report_fails(failed: ParityReport, fault: str) -> None:
     text = report_text(failed)
     assert text.startswith("FAILED: bundles/x does not answer as torch does; do not deploy it\n")
     assert "confidence" not in text
-    assert text.endswith("Next: transferry verify bundles/x --variant portable --checkpoint RUN")
+    assert text.endswith(
+        "Next: transferry verify bundles/x --variant portable --checkpoint CHECKPOINT"
+    )
     assert failed.to_dict()["passed"] is False
     with pytest.raises(ParityError, match="bundles/x does not answer as torch does") as error:
         failed.require()
@@ -150,7 +152,7 @@ def test_errors_are_shares_of_a_limit_far_above_rounding(share: float, shown: st
 @pytest.mark.parametrize(
     ("metric", "text"),
     [
-        (("token agreement", 1.0, 1.0, 0.0, math.inf), "Token agreement 100 % (no limit)"),
+        (("token agreement", 1.0, 1.0, 0.0, math.inf), "Token agreement 100 %"),
         (("token agreement", 1.0, 0.97, 0.03, 0.02), "Token agreement 97 % (at least 98 %)"),
         (
             ("sacreBLEU greedy", 38.21, 38.14, 0.07, 0.3),

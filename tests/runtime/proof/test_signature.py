@@ -18,7 +18,11 @@ from cryptography.hazmat.primitives.serialization import (
 
 from tests.runtime.proof.keys import RFC_6979, key_files, pem, public_pem
 from transferry.runtime.errors import InputError, UsageError, install_command
-from transferry.runtime.proof.signature import PASSPHRASE, load_private_key, load_public_key
+from transferry.runtime.proof.certificates.signature import (
+    PASSPHRASE,
+    load_private_key,
+    load_public_key,
+)
 
 
 def test_the_vector_of_rfc_6979(tmp_path: Path) -> None:
@@ -141,7 +145,7 @@ from pathlib import Path
 sys.modules["cryptography"] = None
 import transferry.runtime.engine.engine
 from transferry.runtime.errors import UsageError
-from transferry.runtime.proof.signature import load_private_key
+from transferry.runtime.proof.certificates.signature import load_private_key
 try:
     load_private_key(Path({str(private)!r}))
 except UsageError as error:

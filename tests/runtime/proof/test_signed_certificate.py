@@ -17,18 +17,18 @@ from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, ParityError, UsageError
 from transferry.runtime.io.whole import sha256
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.proof import certificate as certificate_module
-from transferry.runtime.proof.certificate import (
+from transferry.runtime.proof.certificates import certificate as certificate_module
+from transferry.runtime.proof.certificates.certificate import (
     Certificate,
     certificates,
     certify,
     describe,
-    standing,
 )
+from transferry.runtime.proof.certificates.envelope import FOLDER, Envelope
+from transferry.runtime.proof.certificates.signature import load_private_key, load_public_key
+from transferry.runtime.proof.certificates.standing import standing
 from transferry.runtime.proof.compare import Comparison, Tolerance
-from transferry.runtime.proof.envelope import FOLDER, Envelope
 from transferry.runtime.proof.report import ParityReport
-from transferry.runtime.proof.signature import load_private_key, load_public_key
 
 DATE = "2026-11-21"
 

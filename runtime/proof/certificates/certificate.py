@@ -1,12 +1,12 @@
 """Certificates: passed parity reports, bound to the bytes and the kind of machine they verified.
 
-The folder `certificates` of a bundle, which the manifest does not list, has one for each cell, that
-is for each verified way of computing. `standing` finds the one that applies to a session.
-`statement` has the format of the files, `signature` the keys that sign them.
+The folder `certificates` of a bundle, which the manifest does not list, holds one for each cell,
+that is for each verified way of computing.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import importlib.metadata
 from collections.abc import Mapping, Sequence
@@ -26,24 +26,23 @@ from transferry.runtime.decoding.generation_options import (
     generation_options,
     options_of_json,
 )
-from transferry.runtime.errors import InputError, ParityError, UsageError
+from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.hardware import instruction_sets
 from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.ort.cuda import cuda_compute_capability
-from transferry.runtime.ort.graph_runner import RUNTIMES, runtime_of
+from transferry.runtime.ort.graph_runner import RUNTIMES
 from transferry.runtime.ort.session import SessionOptions, provider_settings, tf32
-from transferry.runtime.proof.envelope import (
+from transferry.runtime.proof.certificates.envelope import (
     FOLDER,
     MALFORMED,
     Envelope,
-    check_date,
     envelopes,
     no_certificate,
     read_statement,
     statement,
 )
+from transferry.runtime.proof.certificates.signature import PrivateKey, PublicKey
 from transferry.runtime.proof.report import ParityReport
-from transferry.runtime.proof.signature import PrivateKey, PublicKey
 
 Strength = Literal["run", "recorded"]
 # Of 30 that agree, up to a tenth of such rows may be wrong (docs/parity.md).
@@ -91,7 +90,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Verified:
-    """What a statement says of a verification.
+    """Recorded facts of a verification.
 
     Attributes:
         cell: The way of computing.
@@ -145,9 +144,9 @@ class Certificate(Verified):
 
     def covers(self, options: GenerationOptions) -> bool:
         """Whether a search like this was verified."""
-        wanted = _kind(options)
+        wanted = search_kind(options)
         verified = (generation_options(options_of_json(item)) for item in self.searches)
-        return any(_kind(one) == wanted and one.n_best >= options.n_best for one in verified)
+        return any(search_kind(one) == wanted and one.n_best >= options.n_best for one in verified)
 
     @classmethod
     def of(cls, envelope: Envelope, origin: str, signer: str = "") -> Certificate:
@@ -282,10 +281,33 @@ def certify(
             f"{path}: cannot be written: {error.strerror}; make the bundle writable, or verify a "
             "copy of it"
         ) from error
-    record, settings = report.to_dict(), report.settings
-    summary = {
-        "tolerance": record["tolerance"],
-        "stages": record["stages"],
+    verified = Verified(
+        cell,
+        options.threads,
+        tf32(options),
+        date,
+        _graphs(bundle, variant),
+        against,
+        str(report.settings.get("run_sha256", "")),
+        _versions(report),
+        {k: report.settings[k] for k in ("rows", "text_sha256") if k in report.settings},
+        int(report.settings["batch_rows"]),
+        [dict(item) for item in report.searches],
+        _summary(report),
+    )
+    files = {name: entry.sha256 for name, entry in bundle.manifest.files.items()}
+    files[MANIFEST] = bundle.sha256
+    envelope = Envelope.seal(statement(files, asdict(verified)), key)
+    with atomic_file(path) as file:
+        file.write(envelope.content)
+    return Certificate.of(envelope, str(path), key.public.key_id if key else "")
+
+
+def _summary(report: ParityReport) -> dict[str, Any]:
+    """Returns the report's tolerance and results, with counts in place of lists."""
+    record = report.to_dict()
+    return {
+        **{name: record[name] for name in ("tolerance", "stages")},
         "decisions": [
             {**item, **{name: len(item[name]) for name in ("ties", "tolerated", "defects")}}
             for item in record["decisions"]
@@ -297,26 +319,20 @@ def certify(
             "caught": sum(bool(item.caught_by) for item in report.self_test),
         },
     }
-    fields = {
-        "cell": asdict(cell),
-        "threads": options.threads,
-        "tf32": tf32(options),
-        "date": date,
-        "graphs": _graphs(bundle, variant),
-        "against": against,
-        "run": str(settings.get("run_sha256", "")),
-        "versions": _versions(report),
-        "text": {name: settings[name] for name in ("rows", "text_sha256") if name in settings},
-        "batch_rows": int(settings["batch_rows"]),
-        "searches": [dict(item) for item in report.searches],
-        "result": summary,
-    }
-    files = {name: entry.sha256 for name, entry in bundle.manifest.files.items()}
-    files[MANIFEST] = bundle.sha256
-    envelope = Envelope.seal(statement(files, fields), key)
-    with atomic_file(path) as file:
-        file.write(envelope.content)
-    return Certificate.of(envelope, str(path), key.public.key_id if key else "")
+
+
+def check_date(date: str) -> None:
+    """Raises UsageError unless this is a date as YYYY-MM-DD, tomorrow's at the latest."""
+    try:
+        day = datetime.date.fromisoformat(date)
+    except ValueError as error:
+        raise UsageError(f"expected a date as YYYY-MM-DD, found {date!r} ({error})") from error
+    # Tomorrow: somewhere on earth it has begun.
+    latest = datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=1)
+    if day > latest:
+        raise UsageError(
+            f"expected the date of the verification, found {date}, which is in the future"
+        )
 
 
 def _require_rows(report: ParityReport) -> None:
@@ -338,118 +354,8 @@ def certificates(bundle: Bundle) -> list[Certificate]:
     return [Certificate.of(envelope, str(path)) for path, envelope in envelopes(bundle.folder)]
 
 
-@dataclass(frozen=True)
-class Standing:
-    """Whether a bundle's certificates cover a session.
-
-    Attributes:
-        status: "verified": this cell, these bytes. "elsewhere": the same but for the hardware, the
-            threads or the version of onnxruntime. "none": neither.
-        certificate: The certificate that applies; None if there is none.
-        reason: Why the status is not "verified"; empty if it is.
-    """
-
-    status: Literal["verified", "elsewhere", "none"]
-    certificate: Certificate | None
-    reason: str = ""
-
-    def cite(self) -> str:
-        """Returns a line that cites the certificate beside a result."""
-        if self.certificate is None:
-            return f"none: {self.reason}"
-        one = self.certificate
-        where = f"; here {self.reason}" if self.reason else ""
-        return (
-            f"of {one.date} against {one.against}, {one.cell}, sha256 {one.sha256()}, "
-            f"{one.signature()}{where}"
-        )
-
-
-def standing(
-    bundle: Bundle, variant: Variant, options: SessionOptions, trusted: PublicKey | None = None
-) -> Standing:
-    """Finds the certificate that applies to a session.
-
-    Args:
-        bundle: The bundle.
-        variant: The variant.
-        options: How it is opened.
-        trusted: Key that must have signed the certificate; others are not even parsed.
-
-    Raises:
-        InputError: A certificate cannot be read.
-    """
-    cell = Cell.of(variant, options)
-    versions = {options.runtime: runtime_of(options).version()}.items()
-    reasons = []
-    elsewhere: list[Standing] = []
-    for path, envelope in envelopes(bundle.folder):
-        if trusted is not None and (refusal := envelope.refusal(trusted)):
-            reasons.append(f"{FOLDER}/{path.name} {refusal}")
-            continue
-        certificate = Certificate.of(envelope, str(path), trusted.key_id if trusted else "")
-        if replace(certificate.cell, hardware=cell.hardware) != cell:
-            continue
-        if changed := certificate.changed(bundle):
-            reasons.append(f"of {certificate.date}: {changed}")
-            continue
-        compared = (
-            ("hardware", cell.hardware, certificate.cell.hardware),
-            ("threads", options.threads, certificate.threads),
-            *((name, used, certificate.versions.get(name)) for name, used in versions),
-        )
-        differences = [
-            f"{name} {one}, not {other}" for name, one, other in compared if one != other
-        ]
-        if not differences:
-            return Standing("verified", certificate)
-        elsewhere.append(Standing("elsewhere", certificate, "; ".join(differences)))
-    if elsewhere:
-        # Those against the run first.
-        return min(elsewhere, key=lambda one: getattr(one.certificate, "strength", "") != "run")
-    return Standing("none", None, "; ".join(reasons) or f"nothing was verified for {cell}")
-
-
-def require_standing(
-    found: Standing, bundle: Bundle, strength: Strength = "run", *, signed: bool = False
-) -> Certificate:
-    """Returns the certificate that covers a session.
-
-    Args:
-        found: The standing of the session.
-        bundle: The bundle.
-        strength: What the certificate must be against.
-        signed: Whether it had to be signed; the message then says how to sign.
-
-    Raises:
-        ParityError: There is none of this strength.
-    """
-    reason, certificate = found.reason, found.certificate
-    if certificate is not None and strength == "run" != certificate.strength:
-        reason, certificate = "the one of this session is against the recorded answers alone", None
-    if certificate is None:
-        raise ParityError(
-            f"{bundle.folder} has no certificate that holds here: {reason}. Verify it: "
-            f"transferry verify {bundle.folder} --checkpoint RUN --text FILE --certify DATE"
-            f"{' --sign KEY' if signed else ''}"
-        )
-    return certificate
-
-
-def require_search(certificate: Certificate, options: GenerationOptions) -> None:
-    """Raises ParityError unless a search like this was verified."""
-    if not certificate.covers(options):
-        default, kind = _kind(GenerationOptions()), _kind(options)
-        said = [f"{name} {value}" for name, value in kind.items() if value != default[name]]
-        raise ParityError(
-            f"the certificate of {certificate.date} covers no search with "
-            f"{', '.join(said) or 'these options'}, n_best {options.n_best}. Give verify --certify "
-            "the options of the search too, or choose one that it covers, such as greedy search or "
-            "--beam 4"
-        )
-
-
-def _kind(options: GenerationOptions) -> dict[str, Any]:
+def search_kind(options: GenerationOptions) -> dict[str, Any]:
+    """Returns the options that decide the code paths of a search."""
     fields = {name: value for name, value in asdict(options).items() if name not in SAME_SEARCH}
     # Which token is forced decides no kernel, such as that of a language.
     fields["forced_begin"] = options.forced_begin is not None

@@ -10,7 +10,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.io.whole import read_bytes
@@ -113,72 +113,54 @@ def load_private_key(path: Path) -> PrivateKey:
             the curve P-256.
         UsageError: cryptography is not installed.
     """
-    from_pem, ec = _library("load_pem_private_key")
-    content = read_bytes(path, MOST_KEY)
-    try:
-        # Tried without a passphrase first, which is of another key where this one needs none.
-        key = from_pem(content, None)
-    except TypeError:
-        key = _decrypted(path, content, from_pem)
-    except _errors() as error:
-        raise _no_key(path, "private", _label(content)) from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name != CURVE:
-        raise _no_key(path, "private", _kind(key))
-    return PrivateKey(key)
-
-
-def _decrypted(path: Path, content: bytes, from_pem: Any) -> Any:
-    passphrase = os.environ.get(PASSPHRASE, "")
-    if not passphrase:
-        raise InputError(
-            f"{path} is encrypted: put its passphrase into the environment variable {PASSPHRASE}"
-        )
-    try:
-        return from_pem(content, passphrase.encode())
-    except _errors() as error:
-        raise InputError(
-            f"{path} is encrypted, and the passphrase in {PASSPHRASE} does not open it: correct "
-            "the passphrase"
-        ) from error
+    return PrivateKey(_load(path, "private"))
 
 
 def load_public_key(path: Path) -> PublicKey:
-    """Reads the public key of `--trusted-key`.
+    """Reads the public key of `--trusted-key`, a PEM file; raises as `load_private_key`."""
+    return PublicKey(_load(path, "public"))
 
-    Args:
-        path: PEM file.
 
-    Raises:
-        InputError: The file is unreadable, or no public key on the curve P-256.
-        UsageError: cryptography is not installed.
-    """
-    from_pem, ec = _library("load_pem_public_key")
-    content = read_bytes(path, MOST_KEY)
+def _load(path: Path, kind: Literal["private", "public"]) -> Any:
     try:
-        key = from_pem(content)
-    except _errors() as error:
-        raise _no_key(path, "public", _label(content)) from error
-    if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != CURVE:
-        raise _no_key(path, "public", _kind(key))
-    return PublicKey(key)
-
-
-def _library(reader: str) -> tuple[Any, Any]:
-    """Returns the library's function that reads a PEM file, and its elliptic curves."""
-    try:
+        from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec
     except ModuleNotFoundError as error:
         raise UsageError(
             f"signatures need cryptography, which is not installed; {install_command('sign')}"
         ) from error
-    return getattr(serialization, reader), ec
+    content, passphrase = read_bytes(path, MOST_KEY), ""
+    key: Any
+    try:
+        if kind == "public":
+            key = serialization.load_pem_public_key(content)
+        else:
+            # Tried without a passphrase first: it may belong to another key.
+            try:
+                key = serialization.load_pem_private_key(content, None)
+            except TypeError:
+                passphrase = _passphrase(path)
+                key = serialization.load_pem_private_key(content, passphrase.encode())
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        if passphrase:
+            raise InputError(
+                f"{path} is encrypted, and the passphrase in {PASSPHRASE} does not open it: "
+                "correct the passphrase"
+            ) from error
+        raise _no_key(path, kind, _label(content)) from error
+    wanted = ec.EllipticCurvePublicKey if kind == "public" else ec.EllipticCurvePrivateKey
+    if not isinstance(key, wanted) or key.curve.name != CURVE:
+        raise _no_key(path, kind, _kind(key))
+    return key
 
 
-def _errors() -> tuple[type[Exception], ...]:
-    from cryptography.exceptions import UnsupportedAlgorithm
-
-    return ValueError, TypeError, UnsupportedAlgorithm
+def _passphrase(path: Path) -> str:
+    if passphrase := os.environ.get(PASSPHRASE, ""):
+        return passphrase
+    raise InputError(
+        f"{path} is encrypted: put its passphrase into the environment variable {PASSPHRASE}"
+    )
 
 
 def _no_key(path: Path, kind: str, found: str) -> InputError:
@@ -190,7 +172,7 @@ def _no_key(path: Path, kind: str, found: str) -> InputError:
 
 
 def _label(content: bytes) -> str:
-    """Describes what a PEM file says that it holds."""
+    """Describes the content of a PEM file by its label."""
     labels = re.findall(r"-----BEGIN ([A-Z0-9 ]+)-----", content.decode(errors="replace"))
     if not labels:
         return "no PEM" if content else "an empty file"

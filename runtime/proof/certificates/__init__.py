@@ -1,0 +1,1 @@
+"""Certificates of a bundle: their files, signatures and validity."""

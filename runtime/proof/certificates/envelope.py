@@ -1,0 +1,229 @@
+"""The file of a certificate: an in-toto statement in a DSSE envelope in a Sigstore bundle.
+
+One signature serves two readers. The statement is a model signature of OpenSSF Model Signing (OMS),
+so `model_signing verify key` accepts it; its predicate also holds the parity report, as an extra
+field, which OMS tells verifiers to ignore. Sources:
+
+- DSSE v1: https://github.com/secure-systems-lab/dsse/blob/v1.0.0/protocol.md
+- in-toto Statement v1: https://in-toto.io/Statement/v1
+- OMS: https://github.com/ossf/model-signing-spec, and `dsse_payload_to_manifest` of model-signing
+- Sigstore bundle v0.3: https://docs.sigstore.dev/about/bundle/
+
+securesystemslib has an envelope too, but its signer draws random numbers: the same certificate
+would have other bytes each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from transferry.runtime.errors import InputError
+from transferry.runtime.io.documents import MOST_JSON, decode
+from transferry.runtime.io.sealed_folder import open_inside
+from transferry.runtime.io.whole import read_at_most
+from transferry.runtime.proof.certificates.signature import PrivateKey, PublicKey
+
+FOLDER = "certificates"
+FORMAT = 4
+MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+PayloadType = Literal["application/vnd.in-toto+json"]
+PAYLOAD_TYPE: PayloadType = "application/vnd.in-toto+json"
+# Raised by the parsing of another kind of file.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
+REPORT = "transferry_certificate"  # the predicate's extra field
+
+
+class _Signature(Struct, kw_only=True):
+    keyid: str = ""
+    sig: bytes
+
+
+class _Envelope(Struct, rename="camel"):
+    payload_type: PayloadType
+    payload: bytes
+    signatures: list[_Signature]
+
+
+class _File(Struct, rename="camel", kw_only=True, omit_defaults=True):
+    media_type: str = ""
+    verification_material: dict[str, Any] = {}
+    dsse_envelope: _Envelope
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A payload and its signatures, as stored.
+
+    Attributes:
+        content: Bytes of the file.
+        payload: The statement, as JSON.
+        signatures: Key id and signature of each signature; empty if unsigned. The key id proves
+            nothing: anybody could have written it.
+    """
+
+    content: bytes
+    payload: bytes
+    signatures: tuple[tuple[str, bytes], ...]
+
+    @classmethod
+    def seal(cls, payload: bytes, key: PrivateKey | None = None) -> Envelope:
+        """Puts a statement into an envelope; signs it if there is a key."""
+        material, signatures = {}, []
+        if key is not None:
+            material = {"publicKey": {"hint": key.public.hint}}
+            signatures = [_Signature(keyid=key.public.key_id, sig=key.sign(pae(payload)))]
+        record = _File(
+            media_type=MEDIA_TYPE,
+            verification_material=material,
+            dsse_envelope=_Envelope(PAYLOAD_TYPE, payload, signatures),
+        )
+        return cls.parse(f"{json.dumps(msgspec.to_builtins(record), indent=1)}\n".encode())
+
+    @classmethod
+    def parse(cls, content: bytes) -> Envelope:
+        """Parses a file without reading its payload.
+
+        Raises:
+            ValueError: This, or another of MALFORMED: the file is no envelope.
+        """
+        record = decode(content)
+        if isinstance(record, dict) and "format" in record:  # up to format 3 without an envelope
+            raise ValueError(f"format {record['format']!r}, expected {FORMAT}")
+        found = msgspec.convert(record, _File).dsse_envelope
+        signatures = tuple((_key_id(one.keyid), one.sig) for one in found.signatures)
+        return cls(content, found.payload, signatures)
+
+    def refusal(self, key: PublicKey) -> str:
+        """Returns why the envelope is not signed by this key; empty if it is.
+
+        The signature is checked over the payload's bytes as stored, before anything parses them.
+        """
+        if not self.signatures:
+            return "is unsigned"
+        message = pae(self.payload)
+        if any(key.accepts(message, signature) for _, signature in self.signatures):
+            return ""
+        others = [key_id for key_id, _ in self.signatures if key_id != key.key_id]
+        if len(others) == len(self.signatures):
+            return f"is signed by {others[0]}, not by the trusted key {key.key_id}"
+        return "has changed since it was signed"
+
+
+def _key_id(named: str) -> str:
+    """Returns a well-formed key id, and no other text, since messages repeat it."""
+    return named if re.fullmatch(r"sha256:[0-9a-f]{64}", named) else "an unnamed key"
+
+
+def pae(payload: bytes) -> bytes:
+    """Returns the bytes that a signature covers: DSSE's pre-authentication encoding."""
+    return f"DSSEv1 {len(PAYLOAD_TYPE)} {PAYLOAD_TYPE} {len(payload)} ".encode() + payload
+
+
+def envelopes(bundle: Path) -> Iterator[tuple[Path, Envelope]]:
+    """Yields path and envelope of a bundle's certificates by name; their payloads stay unread.
+
+    Raises:
+        InputError: A certificate cannot be read.
+    """
+    for path in sorted((bundle / FOLDER).glob("*.json")):
+        with open_inside(bundle, f"{FOLDER}/{path.name}") as file:
+            content = read_at_most(file, MOST_JSON, path)
+        try:
+            envelope = Envelope.parse(content)
+        except MALFORMED as error:
+            raise no_certificate(str(path), error) from error
+        yield path, envelope
+
+
+def no_certificate(origin: str, error: Exception) -> InputError:
+    """Returns the error for a file that is no certificate."""
+    return InputError(
+        f"{origin} is not a certificate ({type(error).__name__}: {error}); remove it, and verify "
+        "the bundle again"
+    )
+
+
+class _Resource(Struct, kw_only=True):
+    name: str
+    algorithm: Literal["sha256"] = "sha256"
+    digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+
+
+class _Digest(Struct):
+    sha256: str
+
+
+class _Subject(Struct, kw_only=True):
+    name: str = "bundle"
+    digest: _Digest
+
+
+class _Serialization(Struct):
+    method: str = "files"
+    hash_type: str = "sha256"
+    allow_symlinks: bool = False
+    ignore_paths: tuple[str, ...] = (FOLDER,)
+
+
+class _Predicate(Struct, kw_only=True):
+    serialization: _Serialization = field(default_factory=_Serialization)
+    resources: list[_Resource]
+    report: dict[str, Any] = field(name=REPORT)
+
+
+class _Statement(Struct, kw_only=True):
+    type: Literal["https://in-toto.io/Statement/v1"] = field(name="_type")
+    subject: Annotated[list[_Subject], Meta(min_length=1)]
+    predicate_type: Literal["https://model_signing/signature/v1.0"] = field(name="predicateType")
+    predicate: _Predicate
+
+
+def statement(files: Mapping[str, str], report: Mapping[str, Any]) -> bytes:
+    """Returns the statement that a report holds for these files.
+
+    OMS allows one subject. Its digest is that of the files' digests, in the order of their names.
+
+    Args:
+        files: sha256 of every file of the bundle, the manifest included, by path in the bundle.
+        report: The fields of the certificate.
+    """
+    resources = [_Resource(name=name, digest=digest) for name, digest in sorted(files.items())]
+    record = _Statement(
+        type="https://in-toto.io/Statement/v1",
+        predicate_type="https://model_signing/signature/v1.0",
+        subject=[_Subject(digest=_Digest(_root(resources)))],
+        predicate=_Predicate(resources=resources, report={"format": FORMAT, **report}),
+    )
+    return json.dumps(msgspec.to_builtins(record), indent=1, ensure_ascii=False).encode()
+
+
+def read_statement(payload: bytes) -> tuple[dict[str, str], dict[str, Any]]:
+    """Returns the files and the report of a statement.
+
+    Raises:
+        ValueError: This, or another of MALFORMED: the payload is no such statement.
+    """
+    found = msgspec.convert(decode(payload), _Statement)
+    resources, report = found.predicate.resources, found.predicate.report
+    if found.subject[0].digest.sha256 != _root(resources):
+        raise ValueError("the digest of its subject is not that of its files")
+    files = {one.name: one.digest for one in resources}
+    if len(files) < len(resources):
+        raise ValueError("a file is listed twice")
+    if (version := report.pop("format", None)) != FORMAT:
+        raise ValueError(f"format {version!r}, expected {FORMAT}")
+    return files, report
+
+
+def _root(resources: list[_Resource]) -> str:
+    digests = b"".join(bytes.fromhex(one.digest) for one in resources)
+    return hashlib.sha256(digests).hexdigest()

@@ -1,0 +1,132 @@
+"""Whether a bundle's certificates cover a session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.specs import Variant
+from transferry.runtime.decoding.generation_options import GenerationOptions
+from transferry.runtime.errors import ParityError
+from transferry.runtime.ort.graph_runner import runtime_of
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.proof.certificates.certificate import (
+    Cell,
+    Certificate,
+    Strength,
+    search_kind,
+)
+from transferry.runtime.proof.certificates.envelope import FOLDER, envelopes
+from transferry.runtime.proof.certificates.signature import PublicKey
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Whether a bundle's certificates cover a session.
+
+    Attributes:
+        status: "verified": this cell, these bytes. "elsewhere": the same but for the hardware, the
+            threads or the version of onnxruntime. "none": neither.
+        certificate: The certificate that applies, if any.
+        reason: Why the status is not "verified"; empty if it is.
+    """
+
+    status: Literal["verified", "elsewhere", "none"]
+    certificate: Certificate | None
+    reason: str = ""
+
+    def cite(self) -> str:
+        """Returns a line that cites the certificate beside a result."""
+        if self.certificate is None:
+            return f"none: {self.reason}"
+        one = self.certificate
+        where = f"; here {self.reason}" if self.reason else ""
+        return (
+            f"of {one.date} against {one.against}, {one.cell}, sha256 {one.sha256()}, "
+            f"{one.signature()}{where}"
+        )
+
+
+def standing(
+    bundle: Bundle, variant: Variant, options: SessionOptions, trusted: PublicKey | None = None
+) -> Standing:
+    """Finds the certificate that applies to a session.
+
+    Args:
+        bundle: The bundle.
+        variant: The variant.
+        options: How it is opened.
+        trusted: Key that must have signed the certificate; others are not even parsed.
+
+    Raises:
+        InputError: A certificate cannot be read.
+    """
+    cell = Cell.of(variant, options)
+    versions = {options.runtime: runtime_of(options).version()}.items()
+    reasons = []
+    elsewhere: list[Standing] = []
+    for path, envelope in envelopes(bundle.folder):
+        if trusted is not None and (refusal := envelope.refusal(trusted)):
+            reasons.append(f"{FOLDER}/{path.name} {refusal}")
+            continue
+        certificate = Certificate.of(envelope, str(path), trusted.key_id if trusted else "")
+        if replace(certificate.cell, hardware=cell.hardware) != cell:
+            continue
+        if changed := certificate.changed(bundle):
+            reasons.append(f"of {certificate.date}: {changed}")
+            continue
+        compared = (
+            ("hardware", cell.hardware, certificate.cell.hardware),
+            ("threads", options.threads, certificate.threads),
+            *((name, used, certificate.versions.get(name)) for name, used in versions),
+        )
+        differences = [
+            f"{name} {one}, not {other}" for name, one, other in compared if one != other
+        ]
+        if not differences:
+            return Standing("verified", certificate)
+        elsewhere.append(Standing("elsewhere", certificate, "; ".join(differences)))
+    if elsewhere:
+        # Those against the run first.
+        return min(elsewhere, key=lambda one: getattr(one.certificate, "strength", "") != "run")
+    return Standing("none", None, "; ".join(reasons) or f"nothing was verified for {cell}")
+
+
+def require_standing(
+    found: Standing, bundle: Bundle, strength: Strength = "run", *, signed: bool = False
+) -> Certificate:
+    """Returns the certificate that covers a session.
+
+    Args:
+        found: The standing of the session.
+        bundle: The bundle.
+        strength: What the certificate must be against.
+        signed: Whether it had to be signed; the message then says how to sign.
+
+    Raises:
+        ParityError: No certificate of this strength covers the session.
+    """
+    reason, certificate = found.reason, found.certificate
+    if certificate is not None and strength == "run" != certificate.strength:
+        reason, certificate = "the one of this session is against the recorded answers alone", None
+    if certificate is None:
+        raise ParityError(
+            f"{bundle.folder} has no certificate that holds here: {reason}. Verify it: "
+            f"transferry verify {bundle.folder} --checkpoint CHECKPOINT --text FILE --certify DATE"
+            f"{' --sign KEY' if signed else ''}"
+        )
+    return certificate
+
+
+def require_search(certificate: Certificate, options: GenerationOptions) -> None:
+    """Raises ParityError unless a search like this was verified."""
+    if not certificate.covers(options):
+        default, kind = search_kind(GenerationOptions()), search_kind(options)
+        said = [f"{name} {value}" for name, value in kind.items() if value != default[name]]
+        raise ParityError(
+            f"the certificate of {certificate.date} covers no search with "
+            f"{', '.join(said) or 'these options'}, n_best {options.n_best}. Give verify --certify "
+            "the options of the search too, or choose one that it covers, such as greedy search or "
+            "--beam 4"
+        )
