@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.runtime.decoding.test_search import (
+from tests.runtime.decoding.fakes import (
     SPECIAL,
     FakeDecoder,
     log_softmax,

@@ -1,0 +1,343 @@
+"""Beam search against a plain one over whole histories and the whole vocabulary."""
+
+import itertools
+import math
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from tests.runtime.decoding.fakes import (
+    BOS,
+    EOS,
+    PAD,
+    FakeDecoder,
+    Logits,
+    Tokens,
+    close,
+    log_of,
+    log_softmax,
+    peak,
+    plain_search,
+    random_decoder,
+    random_model,
+    random_sources,
+    run,
+    stream,
+)
+from transferry.runtime.decoding.beam_search import BeamStrategy, best_candidates, best_of_top_k
+from transferry.runtime.decoding.decoder import TopK
+from transferry.runtime.decoding.generation_options import GenerationOptions
+from transferry.runtime.decoding.hypothesis import Hypothesis
+from transferry.runtime.decoding.logits import SEGMENT, SegmentMaxima, log_sum_exp
+from transferry.runtime.decoding.strategy import Request
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 1.0, 2.0])
+@pytest.mark.parametrize("beam", [2, 3, 5])
+def test_beam_search_is_the_naive_one(
+    beam: int, length_penalty: float, early_stopping: bool | Literal["never"]
+) -> None:
+    model = random_model(12, end=1.0)
+    options = GenerationOptions(
+        beam=beam,
+        n_best=beam,
+        max_length=7,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+    )
+    sources = random_sources(12)
+    results = run(FakeDecoder(model, 12), sources, options)
+    for source, hypotheses in zip(sources, results, strict=True):
+        assert close(hypotheses, plain_search(model, source, options))
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 0.7, 1.0])
+def test_a_beam_as_wide_as_the_tree_finds_the_best_of_all_outputs(length_penalty: float) -> None:
+    vocabulary, max_length = 4, 4
+    model = random_model(vocabulary)
+    every: list[Hypothesis] = []
+    for length in range(max_length + 1):
+        for tokens in itertools.product([PAD, BOS, 3], repeat=length):
+            path = tokens if length == max_length else (*tokens, EOS)
+            total = sum(
+                log_softmax(model((9,), path[:place]))[token] for place, token in enumerate(path)
+            )
+            reason = "length" if length == max_length else "end"
+            every.append(
+                Hypothesis(tokens, total, total / len(path) ** length_penalty, reason)  # type: ignore[arg-type]
+            )
+    every.sort(key=lambda hypothesis: -hypothesis.score)
+    assert len(every) == 121
+    options = GenerationOptions(
+        beam=130,
+        n_best=130,
+        max_length=max_length,
+        length_penalty=length_penalty,
+        early_stopping="never",
+    )
+    assert close(run(FakeDecoder(model, vocabulary), [(9,)], options)[0], every)
+
+
+def test_a_beam_of_one_is_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = random_decoder(11, end=0.5)
+    sources = random_sources(20)
+    options = GenerationOptions(max_length=9)
+    greedy = run(decoder, sources, options)
+    monkeypatch.setattr("transferry.runtime.decoding.search.SamplingStrategy", BeamStrategy)
+    for first, second in zip(run(decoder, sources, options), greedy, strict=True):
+        assert close(first, second)
+
+
+def plain_candidates(
+    logits: Logits, allowed: Logits, normaliser: Logits, totals: Logits, count: int
+) -> list[list[tuple[float, int, int]]]:
+    """Every candidate of each sentence, sorted by falling value, then by beam and token."""
+    sentences, width = totals.shape
+    best = []
+    for sentence in range(sentences):
+        every = []
+        for beam in range(width):
+            row = sentence * width + beam
+            if not np.isfinite(totals[sentence, beam] - normaliser[row]):
+                continue
+            for token in np.flatnonzero(allowed[row] > -np.inf).tolist():
+                value = logits[row, token] + (totals[sentence, beam] - normaliser[row])
+                every.append((float(value), beam, token))
+        every.sort(key=lambda candidate: (-candidate[0], *candidate[1:]))
+        best.append(every[:count])
+    return best
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("vocabulary", [1, 5, 17, 1003, 2003])
+@pytest.mark.parametrize(("width", "count"), [(1, 1), (1, 6), (2, 4), (4, 8), (8, 16), (3, 60)])
+@pytest.mark.parametrize("kind", ["random", "ties", "far apart"])
+def test_the_best_candidates_are_those_of_a_plain_sort(
+    kind: str, width: int, count: int, vocabulary: int, dtype: type
+) -> None:
+    rng = np.random.default_rng([width, count, vocabulary, len(kind)])
+    sentences = 6
+    rows = sentences * width
+    logits: Logits = rng.normal(size=(rows, vocabulary)).astype(dtype)
+    totals = -rng.random((sentences, width))
+    if kind == "ties":
+        # Whole numbers everywhere, and beams that have the same logits and the same total.
+        logits = rng.integers(-3, 3, (rows, vocabulary)).astype(dtype)
+        logits[1::2] = logits[: len(logits[1::2]) * 2 : 2]
+        totals = np.floor(totals)
+    elif kind == "far apart":
+        # What is added rounds the logits away, in float32 at least.
+        logits *= 1e-4
+        logits += (2.0 ** rng.integers(0, 12, (rows, 1))).astype(dtype)
+        totals *= 1e3
+    normaliser = np.zeros(rows) if kind == "ties" else log_sum_exp(logits)
+    allowed = logits.copy()
+    allowed[:width, 1:] = -np.inf  # one token left
+    allowed[width : 2 * width][rng.random((width, vocabulary)) < 0.7] = -np.inf
+    allowed[2 * width : 3 * width] = -np.inf  # and none
+    totals[3, 1:] = -np.inf  # a beam that does not exist may score anything
+    strange = logits.reshape(sentences, width, vocabulary)[3, 1:]
+    strange[...] = rng.choice([np.nan, np.inf, -np.inf, 50.0], strange.shape)
+    allowed.reshape(sentences, width, vocabulary)[3, 1:] = strange
+    normaliser.reshape(sentences, width)[3, 1:] = log_sum_exp(strange.reshape(-1, vocabulary))
+    for usable, length in ((allowed, 1), (logits, 1), (logits, 7), (logits, SEGMENT)):
+        maxima = SegmentMaxima.of(usable, length)
+        values, parents, tokens = best_candidates(logits, usable, normaliser, maxima, totals, count)
+        assert values.shape == parents.shape == tokens.shape == (sentences, count)
+        expected = plain_candidates(logits, usable, normaliser, totals, count)
+        for sentence, best in enumerate(expected):
+            found = zip(values[sentence], parents[sentence], tokens[sentence], strict=True)
+            assert list(found)[: len(best)] == best
+            assert np.isneginf(values[sentence, len(best) :]).all()
+
+
+def test_only_segments_whose_maximum_is_among_the_best_are_looked_at() -> None:
+    logits = np.zeros((2, 130), np.float32)
+    logits[0, 70], logits[1, 129] = 5.0, 4.0
+    maxima = SegmentMaxima.of(logits, 64)
+    assert maxima.maxima.tolist() == [[0, 5, 0, 0], [0, 0, 0, 4]]
+    logits[0, 3] = 9.0  # of which the maxima do not know
+    totals = np.zeros((1, 2))
+    _, parents, tokens = best_candidates(logits, logits, np.zeros(2), maxima, totals, 2)
+    assert list(zip(parents[0], tokens[0], strict=True)) == [(0, 70), (1, 129)]
+
+
+def test_one_bad_beam_makes_its_sentence_an_error_at_once() -> None:
+    def model(source: Tokens, history: Tokens) -> Logits:
+        """Ends with p 0.4 at first; the beam of token 4 is bad where the source is 9."""
+        if history == (4,) and source == (9,):
+            return np.full(5, np.nan)
+        return log_of(1e-9, 1e-9, 0.4, 0.35, 0.25)
+
+    decoder = FakeDecoder(model, 5)
+    options = GenerationOptions(beam=3, n_best=3, max_length=6, early_stopping="never")
+    good, bad, also_good = run(decoder, [(8,), (9,), (8,)], options)
+    assert [hypothesis.finish_reason for hypothesis in bad] == ["error"]
+    assert [h.finish_reason for h in good] == ["end"] * 3
+    assert good == also_good
+    assert decoder.rows_stepped[:3] == [3, 9, 6]
+
+
+def test_a_beam_that_does_not_exist_may_score_anything() -> None:
+    def model(source: Tokens, history: Tokens) -> Logits:
+        """Bad after token 0, which no hypothesis holds, yet beams that do not exist are fed."""
+        return np.full(6, np.nan) if 0 in history else log_of(1e-9, 1e-9, 0.1, 0.4, 0.3, 0.2)
+
+    options = GenerationOptions(beam=3, n_best=3, max_length=6, prefix=(3, 4))
+    hypotheses = run(FakeDecoder(model, 6), [(8,)], options)[0]
+    assert len(hypotheses) == 3
+    assert all(hypothesis.tokens[:2] == (3, 4) for hypothesis in hypotheses)
+
+    logits = np.stack([log_of(0.5, 0.3, 0.2), np.array([9.0, 0.0, np.nan])])
+    totals, parents, tokens = best_candidates(
+        logits,
+        logits,
+        np.array([0.0, np.nan]),
+        SegmentMaxima.of(logits, 1),
+        np.array([[-1.0, -np.inf]]),
+        4,
+    )
+    np.testing.assert_allclose(totals, [[*(np.log([0.5, 0.3, 0.2]) - 1), -np.inf]])
+    assert parents[0, :3].tolist() == [0, 0, 0]
+    assert tokens[0, :3].tolist() == [0, 1, 2]
+
+
+def test_ranked_tokens_of_a_beam_that_does_not_exist_are_none() -> None:
+    logits = np.array([[2.0, 1.0], [9.0, 0.0]])
+    sums = np.array([0.5, np.nan])
+    ranked = TopK(np.array([[7, 4], [5, 6]]), np.isfinite(sums), logits, sums)
+    totals, parents, tokens = best_of_top_k(ranked, np.array([[-1.0, -np.inf]]), 5)
+    assert totals.tolist() == [[0.5, -0.5, -np.inf, -np.inf, -np.inf]]
+    assert parents[0, :2].tolist() == [0, 0]
+    assert parents.max() <= 1
+    assert tokens[0, :2].tolist() == [7, 4]
+
+
+def test_n_best_is_ranked_and_distinct_and_begins_with_the_best() -> None:
+    decoder = random_decoder(12, end=1.0)
+    sources = random_sources(15)
+    many = run(decoder, sources, GenerationOptions(beam=4, n_best=4, max_length=8))
+    one = run(decoder, sources, GenerationOptions(beam=4, max_length=8))
+    for hypotheses, best in zip(many, one, strict=True):
+        scores = [hypothesis.score for hypothesis in hypotheses]
+        assert len(scores) == 4
+        assert scores == sorted(scores, reverse=True)
+        assert len({(h.tokens, h.finish_reason) for h in hypotheses}) == 4
+        assert hypotheses[:1] == best
+
+
+def ending_early_or_late(source: Tokens, history: Tokens) -> Logits:
+    """Ends at once with p 0.3, or after four more tokens with p 0.8 ** 5 * 0.7 altogether."""
+    if not history:
+        return log_of(1e-9, 1e-9, 0.3, 0.7, 1e-9)
+    if len(history) < 5:
+        return log_of(1e-9, 1e-9, 1e-9, 0.8, 0.2)
+    return log_of(1e-9, 1e-9, 0.8, 0.1, 0.1)
+
+
+def test_the_length_penalty_decides_between_short_and_long() -> None:
+    decoder = FakeDecoder(ending_early_or_late, 5)
+    best = {}
+    for penalty in (0.0, 1.0):
+        options = GenerationOptions(
+            beam=3, max_length=8, length_penalty=penalty, early_stopping="never"
+        )
+        best[penalty] = run(decoder, [(7,)], options)[0][0]
+    assert best[0.0].tokens == ()
+    assert best[0.0].log_probability == pytest.approx(math.log(0.3), abs=1e-5)
+    assert best[0.0].score == best[0.0].log_probability
+    assert best[1.0].tokens == (3,) * 5
+    assert best[1.0].log_probability == pytest.approx(math.log(0.7 * 0.8**5), abs=1e-5)
+    assert best[1.0].score == pytest.approx(best[1.0].log_probability / 6)
+
+
+def test_early_stopping_takes_the_first_and_patience_the_best() -> None:
+    def model(source: Tokens, history: Tokens) -> Logits:
+        """Two poor short outputs against a good long one."""
+        if not history:
+            return log_of(1e-9, 1e-9, 0.4, 0.6, 1e-9)
+        if len(history) == 1:
+            return log_of(1e-9, 1e-9, 0.4, 0.6, 1e-9)
+        if len(history) < 6:
+            return log_of(1e-9, 1e-9, 1e-9, 1.0, 1e-9)
+        return log_of(1e-9, 1e-9, 1.0, 1e-9, 1e-9)
+
+    decoder = FakeDecoder(model, 5)
+    first = run(decoder, [(7,)], GenerationOptions(beam=2, max_length=9))[0][0]
+    steps = len(decoder.rows_stepped)
+    patient = GenerationOptions(beam=2, max_length=9, early_stopping="never")
+    best = run(decoder, [(7,)], patient)[0][0]
+    assert (first.tokens, steps) == ((3,), 2)
+    assert best.tokens == (3,) * 6
+    assert best.score > first.score
+
+
+def test_patience_ends_once_nothing_can_beat_the_worst() -> None:
+    def model(source: Tokens, history: Tokens) -> Logits:
+        return log_of(1e-9, 1e-9, 0.9, 0.05, 0.05)
+
+    decoder = FakeDecoder(model, 5)
+    options = GenerationOptions(beam=2, max_length=50, length_penalty=0.0, early_stopping="never")
+    run(decoder, [(7,)], options)
+    assert len(decoder.rows_stepped) == 2
+
+
+def test_patience_knows_the_greatest_length_of_each_sentence() -> None:
+    def model(source: Tokens, history: Tokens) -> Logits:
+        return log_of(1e-9, 1e-9, 0.7, 0.2, 0.1)
+
+    def steps(max_length: int, of_options: int) -> int:
+        decoder = FakeDecoder(model, 5)
+        options = GenerationOptions(beam=2, max_length=of_options, early_stopping="never")
+        stream(decoder, [Request(0, (5,), max_length)], options, 1)
+        return len(decoder.rows_stepped)
+
+    assert steps(5, 50) == steps(5, 5) < steps(50, 50)
+    assert steps(5, 5) < 5
+
+
+def test_filters_see_the_history_of_their_beam() -> None:
+    model = random_model(9, end=-1.0, spread=1.0)
+    options = GenerationOptions(beam=3, n_best=3, max_length=6, no_repeat_ngram=2)
+
+    def no_bigram_repeats(tokens: Tokens) -> bool:
+        return len(set(itertools.pairwise(tokens))) == max(0, len(tokens) - 1)
+
+    sources = random_sources(20)
+    results = run(FakeDecoder(model, 9), sources, options)
+    for source, hypotheses in zip(sources, results, strict=True):
+        assert close(hypotheses, plain_search(model, source, options, no_bigram_repeats))
+
+
+def test_ended_sentences_leave_a_beam_search_at_once() -> None:
+    def model(source: Tokens, history: Tokens) -> Logits:
+        end = 20.0 if len(history) >= source[0] else -20.0
+        return np.array([0.0, 0.0, end, 1.0, 0.5])
+
+    decoder = FakeDecoder(model, 5)
+    run(decoder, [(n,) for n in range(4)], GenerationOptions(beam=2, max_length=20))
+    # The first step scores no second beam; the one after it ends two sentences.
+    assert decoder.rows_stepped == [4, 8, 4, 2]
+    assert decoder.selected == [[0, 0, 1, 1, 2, 2, 3, 3], [4, 4, 6, 6], [2, 2]]
+
+
+def test_beams_that_keep_their_places_are_not_selected() -> None:
+    def model(source: Tokens, history: Tokens) -> Logits:
+        """Two beginnings, each of which has one continuation."""
+        if not history:
+            return np.array([-50.0, -50.0, -50.0, 1.0, 0.5])
+        return peak(history[0], 50.0)
+
+    decoder = FakeDecoder(model, 5)
+    results = run(decoder, [(7,)], GenerationOptions(beam=2, n_best=2, max_length=6))
+    assert [h.tokens for h in results[0]] == [(3,) * 6, (4,) * 6]
+    assert decoder.rows_stepped == [1, 2, 2, 2, 2, 2]
+    assert decoder.selected == [[0, 0]]
+
+
+def test_a_step_selects_at_most_once() -> None:
+    decoder = random_decoder(12, end=1.0)
+    run(decoder, random_sources(10), GenerationOptions(beam=3, max_length=10))
+    assert len(decoder.selected) < len(decoder.rows_stepped)

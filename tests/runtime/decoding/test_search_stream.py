@@ -1,0 +1,277 @@
+"""Streams of sentences: batches, slots, and decoders that rank or normalise themselves."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.runtime.decoding.fakes import (
+    EOS,
+    SEARCHES,
+    SPECIAL,
+    FakeDecoder,
+    GreedyFake,
+    Logits,
+    NormalisingFake,
+    RankingFake,
+    Requests,
+    SentenceFake,
+    Tokens,
+    log_softmax,
+    peak,
+    random_model,
+    random_sources,
+    run,
+    stream,
+    tokens_given,
+)
+from transferry.runtime.decoding.generation_options import GenerationOptions
+from transferry.runtime.decoding.hypothesis import FAILED
+from transferry.runtime.decoding.search import search_stream
+from transferry.runtime.decoding.strategy import Request
+from transferry.runtime.errors import UsageError
+
+
+def requests_of(count: int, longest: int, seed: int = 0) -> list[Request[int]]:
+    """Every third with a prefix, all with a greatest length of their own."""
+    rng = np.random.default_rng(seed)
+    return [
+        Request(
+            key=key,
+            source=source,
+            max_length=int(rng.integers(3, longest + 1)),
+            prefix=(7, 3)[: key % 3],
+            row_id=1000 + key,
+        )
+        for key, source in enumerate(random_sources(count, seed))
+    ]
+
+
+STREAMS = {
+    **SEARCHES,
+    **{f"beam {n}": GenerationOptions(beam=n, n_best=n, max_length=12) for n in range(2, 6)},
+    "penalty": GenerationOptions(
+        beam=3, n_best=3, max_length=12, early_stopping="never", length_penalty=0.3
+    ),
+    "suppressing": GenerationOptions(max_length=12, suppress=(5, 9), no_repeat_ngram=1),
+    "min length": GenerationOptions(beam=2, max_length=12, min_length=5),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_answers_as_each_sentence_is_answered_alone(name: str) -> None:
+    options = STREAMS[name]
+    model = random_model(40, end=2.0)
+    requests = requests_of(200, options.max_length)
+    alone = [stream(FakeDecoder(model, 40), [request], options, 1)[0] for request in requests]
+    reasons = Counter(hypotheses[0].finish_reason for hypotheses in alone)
+    assert min(reasons["end"], reasons["length"]) > 20
+    for slots in (1, 3, 8, 64):
+        decoder = SentenceFake(model, 40, positions=options.max_length)
+        assert stream(decoder, requests, options, slots) == alone, slots
+        assert set(decoder.begun[:-1]) == {slots}
+        assert sum(decoder.begun) == 200, "none is read twice"
+    static = FakeDecoder(model, 40)
+    assert stream(static, requests, options, 8) == alone
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_of_equal_lengths_is_the_batch(name: str) -> None:
+    options = STREAMS[name]
+    model = random_model(40, end=2.0)
+    sources = random_sources(100)
+    requests = [
+        Request(row, source, options.max_length, options.prefix, row)
+        for row, source in enumerate(sources)
+    ]
+    expected = run(FakeDecoder(model, 40), sources, options)
+    assert stream(SentenceFake(model, 40), requests, options, 8) == expected
+    assert run(SentenceFake(model, 40), sources, options) == expected
+
+
+@pytest.mark.parametrize("name", ["greedy", "beam", "sampling"])
+def test_a_stream_goes_on_with_each_prompt(name: str) -> None:
+    options = STREAMS[name]
+    model = random_model(40, end=2.0)
+    requests = requests_of(60, options.max_length)
+    assert min(len(request.source) for request in requests) == 1
+    expected = stream(FakeDecoder(model, 40), requests, options, 60)
+    decoder = SentenceFake(model, 40)
+    decoder.has_encoder = False
+    assert stream(decoder, requests, options, 8) == expected
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_bad_sentences_leave_those_beside_and_after_them_alone(name: str) -> None:
+    options = STREAMS[name]
+    good = random_model(40, end=2.0)
+    requests = requests_of(60, options.max_length)
+    bad = {requests[key].source: key % 3 for key in range(0, 60, 5)}
+    values = (np.nan, np.inf, -np.inf)
+
+    def model(source: Tokens, history: Tokens) -> Logits:
+        if source not in bad:
+            return good(source, history)
+        return np.full(40, values[bad[source]] if len(history) >= bad[source] else 0.0)
+
+    expected = stream(FakeDecoder(good, 40), requests, options, 60)
+    found = stream(SentenceFake(model, 40), requests, options, 8)
+    for request, answer, wanted in zip(requests, found, expected, strict=True):
+        if request.source in bad:
+            assert {hypothesis.finish_reason for hypothesis in answer} == {"error"}
+        else:
+            assert answer == wanted
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_what_an_ended_output_is_stepped_on_with_is_nothing_to_it(name: str) -> None:
+    good = random_model(40, end=2.0)
+
+    def model(source: Tokens, history: Tokens) -> Logits:
+        return np.full(40, np.nan) if EOS in history else good(source, history)
+
+    options = STREAMS[name]
+    requests = requests_of(60, options.max_length)
+    expected = stream(FakeDecoder(good, 40), requests, options, 60)
+    for kind in (FakeDecoder, SentenceFake):
+        assert stream(kind(model, 40), requests, options, 8) == expected
+
+
+def counted(lengths: Sequence[int], max_length: int = 9) -> list[Request[int]]:
+    return [Request(key, (length,), max_length) for key, length in enumerate(lengths)]
+
+
+def test_whole_sentences_leave_where_rows_share_a_cache() -> None:
+    decoder = SentenceFake(tokens_given, 5)
+    stream(decoder, counted(range(8)), GenerationOptions(max_length=9), 8)
+    assert decoder.rows_stepped == [8, 8, 8, 8, 4, 4, 4, 1]
+
+    decoder = SentenceFake(tokens_given, 5)
+    stream(decoder, counted(range(7)), GenerationOptions(beam=2, max_length=9), 7)
+    # Source (n,) ends for the second time in step n + 2.
+    assert decoder.rows_stepped == [7, 14, 14, 14, 8, 8, 4, 4]
+
+    # Of three samples of each some end before the others, and are stepped on.
+    decoder = SentenceFake(random_model(12, end=1.0), 12)
+    options = GenerationOptions(max_length=9, sample=True, n_best=3)
+    stream(decoder, requests_of(9, 9), options, 9)
+    assert all(rows % 3 == 0 for rows in decoder.rows_stepped)
+
+
+def test_what_ends_at_its_greatest_length_is_stepped_no_further() -> None:
+    def model(source: Tokens, history: Tokens) -> Logits:
+        return peak(3, 20.0)
+
+    requests = [Request(key, (5,), 4 if key == 2 else 9) for key in range(20)]
+    for kind in (FakeDecoder, SentenceFake):
+        static = kind(model, 5)
+        answers = stream(static, requests[:8], GenerationOptions(max_length=9), 8)
+        assert [len(row[0].tokens) for row in answers] == [9, 9, 4, 9, 9, 9, 9, 9]
+        assert static.rows_stepped == [8] * 4 + [7] * 5
+
+
+@pytest.mark.parametrize("kind", [FakeDecoder, SentenceFake])
+def test_a_batch_ends_before_the_next_begins(kind: type[FakeDecoder]) -> None:
+    decoder = kind(tokens_given, 5)
+    stream(decoder, counted([1, 1, 2, 1]), GenerationOptions(max_length=9), 2)
+    assert decoder.rows_stepped == [2, 2, 2, 2, 2]
+
+
+def test_no_sentence_waits_for_one_that_is_not_there_yet() -> None:
+    """An answer is handed out when it ends, before more is asked for."""
+    supply = Requests(counted([3, 1, 4]), 1, 1, 1)
+    found = search_stream(
+        SentenceFake(tokens_given, 5),
+        supply.take,
+        GenerationOptions(max_length=9),
+        SPECIAL,
+        slots=4,
+    )
+    for key in range(3):
+        assert next(found)[0] == key
+        assert len(supply.requests) == 2 - key
+
+
+def test_a_request_for_more_than_the_options_allow_is_refused() -> None:
+    with pytest.raises(UsageError, match="source 0 wants 10 tokens, expected 1 to max_length=9"):
+        stream(FakeDecoder(tokens_given, 5), counted([1], 10), GenerationOptions(max_length=9), 1)
+
+
+@pytest.mark.parametrize("name", ["greedy", "beam", "patient beam", "sampling", "filtered"])
+def test_a_decoder_normalises_itself(name: str) -> None:
+    options = replace(SEARCHES[name], length_penalty=1.0)
+    model = random_model(40, end=2.0)
+    sources = random_sources(40)
+    requests = [Request(row, source, 12) for row, source in enumerate(sources)]
+    found = stream(NormalisingFake(model, 40), requests, options, 8)
+    for source, hypotheses in zip(sources, found, strict=True):
+        for one in hypotheses:
+            path = (*one.tokens, EOS) if one.finish_reason == "end" else one.tokens
+            total = sum(log_softmax(model(source, path[:n]))[token] for n, token in enumerate(path))
+            assert one.log_probability == pytest.approx(total - 0.5 * len(path), abs=1e-4)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 40])
+@pytest.mark.parametrize("name", SEARCHES)
+def test_ranked_tokens_are_all_that_a_search_needs(name: str, vocabulary: int) -> None:
+    """Of 5 tokens no beam has as many as are wanted; some logits tie, some are bad."""
+    options = SEARCHES[name]
+    if vocabulary == 5:
+        options = replace(options, prefix=())
+    good = random_model(vocabulary, end=1.0)
+    sources = random_sources(60)
+
+    def model(source: Tokens, history: Tokens) -> Logits:
+        logits = np.round(good(source, history), 1)
+        if source == sources[3] and len(history) == 2:
+            logits[4] = np.nan
+        if source == sources[5] and len(history) == 1:
+            logits[:] = -np.inf
+        return logits
+
+    requests = [Request(row, source, 12, options.prefix, row) for row, source in enumerate(sources)]
+    expected = stream(SentenceFake(model, vocabulary), requests, options, 7)
+    decoder = RankingFake(model, vocabulary)
+    assert stream(decoder, requests, options, 7) == expected
+    assert sum(hypotheses == [FAILED] for hypotheses in expected) >= 1 or options.sample
+    steps = len(decoder.rows_stepped)
+    if options.sample:
+        assert decoder.picked == 0
+    elif options.min_length:
+        assert 0 <= decoder.picked < steps
+    else:
+        assert decoder.picked == steps
+
+
+@pytest.mark.parametrize("kind", [FakeDecoder, SentenceFake, GreedyFake])
+@pytest.mark.parametrize(
+    "settings", [{}, {"min_length": 4}, {"no_repeat_ngram": 2}, {"suppress": (5, 3)}]
+)
+def test_greedy_search_without_scores_finds_the_same(
+    kind: type[FakeDecoder], settings: dict[str, Any]
+) -> None:
+    good = random_model(40, end=2.0)
+    sources = random_sources(60)
+
+    def model(source: Tokens, history: Tokens) -> Logits:
+        logits = good(source, history)
+        if source == sources[7] and history:
+            logits = logits.copy()
+            logits[3] = np.nan  # which is suppressed above
+        return logits
+
+    options = GenerationOptions(max_length=12, **settings)
+    requests = [Request(row, source, 12) for row, source in enumerate(sources)]
+    expected = stream(FakeDecoder(model, 40), requests, options, 60)
+    assert expected[7] == [FAILED]
+    found = stream(kind(model, 40), requests, replace(options, scores=False), 8)
+    for (one,), (other,) in zip(found, expected, strict=True):
+        assert (one.tokens, one.finish_reason) == (other.tokens, other.finish_reason)
+        if one.finish_reason != "error":
+            assert math.isnan(one.score)
+            assert math.isnan(one.log_probability)
+    assert found[7] == [FAILED]
