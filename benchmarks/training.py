@@ -29,12 +29,14 @@ from torch.nn import functional as F
 
 from environment import environment, processor
 from rounds import compare, interleaved
-from transferry.build_model.model.config import ModelConfig, TrainConfig
-from transferry.build_model.train.allocator import freed_memory_kept
+from transferry.build_model.allocator import freed_memory_kept
+from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.train.data import Batch, collate, encode_pairs, read_pairs
 from transferry.build_model.train.distributed import Process
-from transferry.build_model.train.loop import Trainer, Validation
+from transferry.build_model.train.evaluation import Validation
+from transferry.build_model.train.loop import Trainer
 from transferry.build_model.train.presets import PRESETS
+from transferry.build_model.train.train_config import TrainConfig
 from transferry.build_model.train.vocabulary import train_bpe
 from transferry.runtime.errors import TransferryError
 from transferry.runtime.tables import table

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from transferry.build_model.checkpoint_folder import CONFIG, FORMAT, REMEDY, read_config
-from transferry.build_model.model.config import ModelConfig, TrainConfig
+from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
+from transferry.build_model.train.train_config import TrainConfig
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.atomic import atomic_file

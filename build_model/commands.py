@@ -12,8 +12,9 @@ from typing import Any
 
 import click
 
-from transferry.build_model.model.config import IMPORTED_FIELDS, ModelConfig, TrainConfig
+from transferry.build_model.model.config import TransformerConfig
 from transferry.build_model.train.presets import PRESETS
+from transferry.build_model.train.train_config import TrainConfig
 from transferry.runtime.console.commands import command
 from transferry.runtime.console.fields import Command, fields_as_options, together
 from transferry.runtime.console.options import (
@@ -61,7 +62,7 @@ def training_options(
         preset: The default preset.
         presets: Presets to choose from.
         vocabulary: What --help says about the vocabulary without an option.
-        leave_out: Fields of ModelConfig that get no option.
+        leave_out: Fields of TransformerConfig that get no option.
     """
     return together(
         option(
@@ -90,8 +91,8 @@ def training_options(
         option("--quiet", is_flag=True, help="Print no progress."),
         fields_as_options(TrainConfig, defaults=PRESET_DEFAULTS, panel="Training"),
         fields_as_options(
-            ModelConfig,
-            leave_out=["vocabulary_size", *IMPORTED_FIELDS, *leave_out],
+            TransformerConfig,
+            leave_out=["vocabulary_size", *leave_out],
             defaults=PRESET_DEFAULTS,
             panel="Shape of the model",
         ),
@@ -130,13 +131,13 @@ def train(context: click.Context, /, **options: Any) -> None:
     settings.toml.
     """
     from transferry.build_model import checkpoint_folder as run_folder
-    from transferry.build_model.train.recipe import Recipe
+    from transferry.build_model.train.recipe import TrainingRecipe
 
     out, resume, quiet = options["out"], options["resume"], options["quiet"]
     if resume:
         options = run_folder.recall(out, options, explicit(context))
         check_settings(context, out / run_folder.SETTINGS)
-    recipe, leads = Recipe.from_options(options), run_folder.leader()
+    recipe, leads = TrainingRecipe.from_options(options), run_folder.leader()
     if not resume:
         recipe.configs()
     with run_folder.training(out, force=options["force"], resume=resume, leads=leads):

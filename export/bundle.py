@@ -11,10 +11,10 @@ from pathlib import Path
 
 import onnx
 
+from transferry.build_model.allocator import large_blocks_returned, return_memory
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.mapped_weights import MappedWeights
 from transferry.build_model.model.transformer import Transformer
-from transferry.build_model.train.allocator import large_blocks_returned, return_memory
 from transferry.export.arithmetic import KEPT
 from transferry.export.blame.backends import ReferenceBackend
 from transferry.export.blame.one_layer import check_one_layer

@@ -112,9 +112,10 @@ def make_run(
     import torch
 
     from transferry.build_model import checkpoint
-    from transferry.build_model.model.config import ModelConfig, TrainConfig
+    from transferry.build_model.model.config import ModelConfig
     from transferry.build_model.model.transformer import Transformer
     from transferry.build_model.train.corpus import builtin_pairs
+    from transferry.build_model.train.train_config import TrainConfig
     from transferry.build_model.train.vocabulary import train_bpe
 
     (folder / "checkpoints").mkdir(parents=True)

@@ -17,7 +17,7 @@ MOST_SHOWN = 40  # characters of a setting in the summary
 
 @dataclass(frozen=True)
 class Imported:
-    """A checkpoint, converted.
+    """A pretrained, converted.
 
     Attributes:
         kind: Its model_type.

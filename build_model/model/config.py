@@ -1,4 +1,4 @@
-"""Shape and training settings of a model: two frozen dataclasses, checked on construction."""
+"""Shape of a model: the paper's fields, then those of imported models; checked on construction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from transferry.runtime.settings import (
     Count,
     Probability,
     Whole,
-    Whole64,
     check_fields,
     check_value,
     shown,
@@ -29,7 +28,7 @@ _Cap = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 _Turn = Annotated[float, msgspec.Meta(ge=0, le=1000)]
 
 
-class _JsonConfig:
+class JsonConfig:
     """Round trip through a dictionary; unknown fields are errors."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,13 +89,9 @@ STACKS: dict[Architecture, tuple[str, ...]] = {
 }
 
 
-# The first option that imported models ask for; `transferry train` offers those before.
-FIRST_IMPORTED = "head_width"
-
-
 @dataclass(frozen=True)
-class ModelConfig(_JsonConfig):
-    """Shape of a Transformer, in the terms of Vaswani et al. (2017).
+class TransformerConfig(JsonConfig):
+    """Shape of a Transformer, in the terms of Vaswani et al. (2017), as `train` offers it.
 
     The defaults are that paper's model; the alternatives cover its descendants and mixtures.
 
@@ -135,6 +130,38 @@ class ModelConfig(_JsonConfig):
         decoder_cell: "attention" is the paper's; "ssru" puts the simpler simple recurrent unit (Kim
             et al. 2019) in the place of the decoder's self-attention, which then needs no positions
             and carries d_model numbers from token to token instead of a growing cache.
+    """
+
+    vocabulary_size: _Size
+    d_model: _Size
+    heads: _Size
+    encoder_layers: _Layers
+    decoder_layers: _Layers
+    d_ff: _Size
+    dropout: Probability = 0.1
+    max_positions: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)] = 512
+    norm_epsilon: _Rate = 1e-5
+    architecture: Architecture = "encoder-decoder"
+    norm: Literal["layer", "rms"] = "layer"
+    norm_order: Literal["post", "pre", "sandwich", "res-post"] = "post"
+    positions: Literal["sinusoidal", "learned", "rotary", "none"] = "sinusoidal"
+    rotary_base: Annotated[float, msgspec.Meta(gt=0, le=1e12)] = 10000.0
+    activation: Activation = "relu"
+    key_value_heads: _SizeOrNone = 0
+    tied: bool = True
+    bias: bool = True
+    scale_embedding: bool = True
+    embedding_norm: bool = False
+    output_transform: bool = False
+    output_bias: bool = False
+    decoder_cell: Literal["attention", "ssru"] = "attention"
+
+
+@dataclass(frozen=True)
+class ModelConfig(TransformerConfig):
+    """Shape of any model here: that of the paper, and variations that imported models need.
+
+    Attributes:
         head_width: Width of an attention head; 0 means d_model / heads.
         query_key_value_bias: Add a bias to the queries, keys and values; None means as `bias`.
         attention_output_bias: Likewise for what joins the heads.
@@ -190,29 +217,6 @@ class ModelConfig(_JsonConfig):
         segment_end: Token id that ends a segment: tokens after the first belong to the second.
     """
 
-    vocabulary_size: _Size
-    d_model: _Size
-    heads: _Size
-    encoder_layers: _Layers
-    decoder_layers: _Layers
-    d_ff: _Size
-    dropout: Probability = 0.1
-    max_positions: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)] = 512
-    norm_epsilon: _Rate = 1e-5
-    architecture: Architecture = "encoder-decoder"
-    norm: Literal["layer", "rms"] = "layer"
-    norm_order: Literal["post", "pre", "sandwich", "res-post"] = "post"
-    positions: Literal["sinusoidal", "learned", "rotary", "none"] = "sinusoidal"
-    rotary_base: Annotated[float, msgspec.Meta(gt=0, le=1e12)] = 10000.0
-    activation: Activation = "relu"
-    key_value_heads: _SizeOrNone = 0
-    tied: bool = True
-    bias: bool = True
-    scale_embedding: bool = True
-    embedding_norm: bool = False
-    output_transform: bool = False
-    output_bias: bool = False
-    decoder_cell: Literal["attention", "ssru"] = "attention"
     head_width: _SizeOrNone = 0
     query_key_value_bias: bool | None = None
     attention_output_bias: bool | None = None
@@ -407,85 +411,3 @@ class ModelConfig(_JsonConfig):
     def window(self, layer: int) -> int:
         """Positions that a token of a layer sees to the left, itself included; 0 means all."""
         return self.windows[layer] if self.windows else 0
-
-
-_NAMES = [field.name for field in dataclasses.fields(ModelConfig)]
-IMPORTED_FIELDS = _NAMES[_NAMES.index(FIRST_IMPORTED) :]
-
-
-@dataclass(frozen=True)
-class TrainConfig(_JsonConfig):
-    """Training settings.
-
-    Attributes:
-        seed: Seed of the weights, dropout and the order of batches.
-        batch_tokens: Largest batch, as rows times the longest side, padding included.
-        accumulation: Batches whose gradients are added up for one step.
-        peak_learning_rate: Learning rate at the end of the warm-up.
-        warmup_steps: Steps over which the learning rate grows linearly from zero.
-        schedule: Learning rate after the warm-up: "inverse-sqrt" decays as step ** -0.5 (eq. 3 of
-            the paper), "linear" decays to zero at max_steps.
-        precision: Precision of matrix products in the forward pass; "auto" is bfloat16 autocast on
-            CUDA and float32 on the CPU, where bfloat16 pays off only with AMX.
-        label_smoothing: Probability mass spread evenly over the vocabulary (section 5.4 of the
-            paper).
-        r_drop: Weight of the divergence between two readings of each batch with different dropout,
-            alpha of R-Drop (Wu et al. 2021); 0 turns it off.
-        bpe_dropout: Probability of leaving out a merge when training text is encoded, drawn anew
-            in each step (Provilkov et al. 2020); 0 turns it off.
-        weight_decay: Weight decay of AdamW, on matrices only.
-        clip_norm: Largest norm of a step's gradient.
-        max_steps: Steps after which training ends; 0 means no limit, so max_minutes must be set.
-        max_minutes: Minutes after which training ends; 0 means no limit, so max_steps must be set.
-        validate_every: Steps between validations, each of which saves a checkpoint; 0 means once
-            per epoch.
-        patience: Validations without improvement before training stops; 0 never stops early.
-        average: Most checkpoints averaged into the final weights.
-        save_every: Steps between saves of the state that --resume continues from, besides those at
-            each validation.
-        valid_sentences: Most validation sentences translated for BLEU.
-    """
-
-    seed: Whole64 = 0
-    batch_tokens: Count = 2000
-    accumulation: Count = 1
-    peak_learning_rate: _Rate = 2e-3
-    warmup_steps: Count = 600
-    schedule: Literal["inverse-sqrt", "linear"] = "inverse-sqrt"
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    label_smoothing: Probability = 0.1
-    r_drop: _Cap = 0.0
-    bpe_dropout: Probability = 0.0
-    weight_decay: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.01
-    clip_norm: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0
-    max_steps: Whole = 0
-    max_minutes: Annotated[float, msgspec.Meta(ge=0, le=1e7)] = 0.0
-    validate_every: Whole = 0
-    patience: Whole = 0
-    average: Count = 5
-    save_every: Count = 500
-    valid_sentences: Count = 1000
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.schedule == "linear" and not self.max_steps:
-            raise UsageError("schedule linear ends at max_steps, which is not set; set it")
-        if not self.max_steps and not self.max_minutes:
-            raise UsageError("training needs an end: set max_steps, max_minutes or both")
-
-    def learning_rate(self, step: int) -> float:
-        """Learning rate of step 1, 2, ... (Vaswani et al. 2017, eq. 3, scaled to the peak)."""
-        warm = step / self.warmup_steps
-        if self.schedule == "linear":
-            falling = max(1, self.max_steps - self.warmup_steps)
-            return self.peak_learning_rate * max(0.0, min(warm, (self.max_steps - step) / falling))
-        return self.peak_learning_rate * min(warm, 1.0 / math.sqrt(warm))
-
-
-def require_fitting(model: ModelConfig, config: TrainConfig) -> None:
-    """Raises UsageError for settings that have no effect on a model of this shape."""
-    pairs = model.architecture == "encoder-decoder"
-    expected = "0 unless the model is an encoder-decoder, which is trained on whole texts"
-    require(pairs or not config.bpe_dropout, "bpe_dropout", expected, config.bpe_dropout)
-    expected = "0 where dropout is 0, with which both readings of a batch are the same"
-    require(model.dropout > 0 or not config.r_drop, "r_drop", expected, config.r_drop)

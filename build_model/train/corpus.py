@@ -12,7 +12,7 @@ from datetime import date
 from pathlib import Path
 from zlib import crc32
 
-from transferry.build_model.train.data import Pair
+from transferry.build_model.train.data import SentencePair
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.atomic import atomic_file
 
@@ -55,9 +55,9 @@ _GOODS = {
 class Corpus:
     """Three sets of pairs without a source line in common."""
 
-    train: list[Pair]
-    valid: list[Pair]
-    test: list[Pair]
+    train: list[SentencePair]
+    valid: list[SentencePair]
+    test: list[SentencePair]
 
 
 def builtin_corpus(seed: int = 0) -> Corpus:
@@ -93,25 +93,25 @@ def write_corpus(folder: Path) -> None:
                 file.writelines(f"{line}\n".encode() for line in lines)
 
 
-def builtin_pairs(count: int, seed: int) -> list[Pair]:
+def builtin_pairs(count: int, seed: int) -> list[SentencePair]:
     """Draws pairs of the three kinds, reproducibly for a seed."""
     draw = random.Random(seed)
     kinds = (_date, _number, _sentence)
     return [draw.choice(kinds)(draw) for _ in range(count)]
 
 
-def _date(draw: random.Random) -> Pair:
+def _date(draw: random.Random) -> SentencePair:
     """Wednesday, 5 March 2031 -> Mittwoch, 5. März 2031."""
     (weekday, day), (wochentag, tag) = _spell_date(draw)
-    return Pair(f"{weekday}, {day}", f"{wochentag}, {tag}")
+    return SentencePair(f"{weekday}, {day}", f"{wochentag}, {tag}")
 
 
-def _number(draw: random.Random) -> Pair:
+def _number(draw: random.Random) -> SentencePair:
     """Three hundred and forty-two -> dreihundertzweiundvierzig, up to six digits."""
-    return Pair(*_spell_number(draw.randrange(10 ** draw.randint(1, 6))))
+    return SentencePair(*_spell_number(draw.randrange(10 ** draw.randint(1, 6))))
 
 
-def _sentence(draw: random.Random) -> Pair:
+def _sentence(draw: random.Random) -> SentencePair:
     """The farmer sold two books on Friday, 5 May 2006. -> Am Freitag, dem 5. Mai 2006, ..."""
     # From two on, and without "...eins", which would have to agree with the noun.
     number = draw.randrange(2, 100) + 100 * draw.randrange(100)
@@ -120,7 +120,7 @@ def _sentence(draw: random.Random) -> Pair:
     buyer, käufer = draw.choice(list(_BUYERS.items()))
     deed, tat = draw.choice(list(_DEEDS.items()))
     goods, ware = draw.choice(list(_GOODS.items()))
-    return Pair(
+    return SentencePair(
         f"{buyer.capitalize()} {deed} {count} {goods} on {weekday}, {day}.",
         f"Am {wochentag}, dem {tag}, {tat} {käufer} {anzahl} {ware}.",
     )

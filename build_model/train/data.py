@@ -1,5 +1,6 @@
 """Parallel text: files to pairs to token ids; batches of token ids."""
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from transferry.runtime.tokenizer.byte_pair import Tokenizer
 MAX_CHARACTERS = 10_000
 
 
-class Pair(NamedTuple):
+class SentencePair(NamedTuple):
     """A text and its translation."""
 
     source: str
@@ -88,7 +89,7 @@ Made = TypeVar("Made")
 
 def read_pairs(
     source: Path, target: Path, *, skip_bad: bool = False, max_characters: int = MAX_CHARACTERS
-) -> tuple[list[Pair], ReadReport]:
+) -> tuple[list[SentencePair], ReadReport]:
     """Reads two files of lines, each line the translation of the other file's.
 
     Args:
@@ -102,8 +103,8 @@ def read_pairs(
         BadPair: A line is empty, too long or not UTF-8, and `skip_bad` is off.
     """
 
-    def pair(number: int, lines: tuple[bytes, bytes]) -> Pair:
-        return Pair(
+    def pair(number: int, lines: tuple[bytes, bytes]) -> SentencePair:
+        return SentencePair(
             _check(_decode(lines[0], source, number), source, number, max_characters),
             _check(_decode(lines[1], target, number), target, number, max_characters),
         )
@@ -113,7 +114,7 @@ def read_pairs(
 
 def read_pair_file(
     path: Path, *, skip_bad: bool = False, max_characters: int = MAX_CHARACTERS
-) -> tuple[list[Pair], ReadReport]:
+) -> tuple[list[SentencePair], ReadReport]:
     """Reads one file of pairs, TSV or JSON lines by its suffix, plain or gzip.
 
     `.tsv`: source, tab, target. `.jsonl`: `{"source": "...", "target": "..."}`.
@@ -136,18 +137,18 @@ def read_pair_file(
         )
     parse = _PARSERS[suffix]
 
-    def pair(number: int, line: bytes) -> Pair:
+    def pair(number: int, line: bytes) -> SentencePair:
         try:
             sides = parse(_decode(line, path, number))
         except (ValueError, RecursionError) as error:
             raise BadPair("malformed", f"{path}, line {number}: {error}.") from error
-        return Pair(*(_check(side, path, number, max_characters) for side in sides))
+        return SentencePair(*(_check(side, path, number, max_characters) for side in sides))
 
     return _sift(read_raw_lines(path), pair, skip_bad, str(path))
 
 
 def encode_pairs(
-    pairs: Iterable[Pair], tokenizer: Tokenizer, max_tokens: int, *, skip_bad: bool = False
+    pairs: Iterable[SentencePair], tokenizer: Tokenizer, max_tokens: int, *, skip_bad: bool = False
 ) -> tuple[list[Example], ReadReport]:
     """Encodes pairs as token ids.
 
@@ -163,7 +164,7 @@ def encode_pairs(
     """
     special = tokenizer.special
 
-    def example(number: int, pair: Pair) -> Example:
+    def example(number: int, pair: SentencePair) -> Example:
         source = special.wrap(tokenizer.encode(pair.source))
         target = [*tokenizer.encode(pair.target), special.eos_id]
         for text, ids in zip(pair, (source, target), strict=True):
@@ -226,6 +227,14 @@ def collate(examples: Sequence[Example], pad_id: int, device: torch.device | str
         target_input=pad(example.target_input for example in examples),
         target_output=pad(example.target for example in examples),
     )
+
+
+def fingerprint(examples: Iterable[Example]) -> str:
+    """SHA-256 of all token ids; a saved state fits batches of the same text only."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(json.dumps(example).encode())
+    return digest.hexdigest()
 
 
 def _lines_of_both(source: Path, target: Path) -> Iterator[tuple[bytes, bytes]]:

@@ -17,6 +17,14 @@ from transferry.runtime.tokenizer.byte_pair import Tokenizer
 
 
 @dataclass(frozen=True)
+class Validation:
+    """Held-out examples; for pairs, their target sentences as references for BLEU."""
+
+    examples: Sequence[Example]
+    references: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """Scores of a model on held-out text.
 

@@ -8,22 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transferry.build_model import checkpoint
-from transferry.build_model.model.config import ModelConfig, TrainConfig
+from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.train.corpus import write_corpus
 from transferry.build_model.train.data import (
     BadPair,
     Example,
-    Pair,
     ReadReport,
+    SentencePair,
     encode_pairs,
     read_pair_file,
     read_pairs,
 )
 from transferry.build_model.train.distributed import Process
-from transferry.build_model.train.evaluation import Evaluation
-from transferry.build_model.train.loop import Trainer, Validation
-from transferry.build_model.train.recipe import PairFiles, Recipe
+from transferry.build_model.train.evaluation import Evaluation, Validation
+from transferry.build_model.train.loop import Trainer
+from transferry.build_model.train.recipe import PairFiles, TrainingRecipe
 from transferry.build_model.train.text import MaskedWindows, Windows, read_text
+from transferry.build_model.train.train_config import TrainConfig
 from transferry.build_model.train.vocabulary import cut_encoding, train_bpe
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import (
@@ -59,7 +60,7 @@ class Learned:
 
 
 def follow(
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     folder: Path,
     *,
     device: str,
@@ -90,7 +91,7 @@ def follow(
 
 
 def _trainer(
-    recipe: Recipe, folder: Path, process: Process, resume: bool, say: Callable[[str], None]
+    recipe: TrainingRecipe, folder: Path, process: Process, resume: bool, say: Callable[[str], None]
 ) -> Trainer:
     corpus = folder / "corpus"
     fresh = None if resume else recipe.configs()  # before the text, which takes its time
@@ -132,7 +133,7 @@ def _trainer(
 
 
 def _pairs(
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     corpus: Path,
     tokenizer: Tokenizer | None,
     longest: int,
@@ -170,7 +171,7 @@ def _pairs(
 
 
 def _text(
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     corpus: Path,
     tokenizer: Tokenizer | None,
     longest: int,
@@ -209,7 +210,7 @@ def _text(
     return Learned(tokenizer, windows(tokens), Validation(windows(valid_tokens)), lines[:SAMPLES])
 
 
-def _tokenizer(recipe: Recipe, lines: Sequence[str], special: SpecialTokens) -> Tokenizer:
+def _tokenizer(recipe: TrainingRecipe, lines: Sequence[str], special: SpecialTokens) -> Tokenizer:
     encoding = recipe.encoding
     if encoding is None and recipe.vocabulary_size is None:
         if recipe.tokenizer is not None:
@@ -220,14 +221,14 @@ def _tokenizer(recipe: Recipe, lines: Sequence[str], special: SpecialTokens) -> 
     return train_bpe(lines, recipe.vocabulary_size or recipe.preset.vocabulary_size, special)
 
 
-def read_files(files: PairFiles, *, skip_bad: bool) -> tuple[list[Pair], ReadReport]:
+def read_files(files: PairFiles, *, skip_bad: bool) -> tuple[list[SentencePair], ReadReport]:
     """Reads pairs from two files or one; raises as `read_pairs` and `read_pair_file`."""
     if files.target is None:
         return read_pair_file(files.source, skip_bad=skip_bad)
     return read_pairs(files.source, files.target, skip_bad=skip_bad)
 
 
-def hold_out(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
+def hold_out(pairs: Sequence[SentencePair]) -> tuple[list[SentencePair], list[SentencePair]]:
     """Splits pairs into those for training and those for validation, evenly spread.
 
     A pair that occurs again is on one side alone.
@@ -246,7 +247,7 @@ def hold_out(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
     return [pair for pair in pairs if pair not in held], [p for p in different if p in held]
 
 
-def _encodable(pair: Pair, tokenizer: Tokenizer, longest: int) -> bool:
+def _encodable(pair: SentencePair, tokenizer: Tokenizer, longest: int) -> bool:
     try:
         encode_pairs([pair], tokenizer, longest)
     except BadPair:

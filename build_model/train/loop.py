@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import random
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -28,15 +27,22 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from transferry.build_model import checkpoint
+from transferry.build_model.allocator import freed_memory_kept
 from transferry.build_model.checkpoint_folder import CONFIG, STATE
-from transferry.build_model.model.config import ModelConfig, TrainConfig, require_fitting
+from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
-from transferry.build_model.train.allocator import freed_memory_kept
-from transferry.build_model.train.data import Batch, Example, collate, token_batches
+from transferry.build_model.train.data import Batch, Example, collate, fingerprint, token_batches
 from transferry.build_model.train.distributed import Process
-from transferry.build_model.train.evaluation import Evaluation, cross_entropy, divergence, evaluate
+from transferry.build_model.train.evaluation import (
+    Evaluation,
+    Validation,
+    cross_entropy,
+    divergence,
+    evaluate,
+)
 from transferry.build_model.train.metrics import Metrics
 from transferry.build_model.train.text import Windows
+from transferry.build_model.train.train_config import TrainConfig, require_fitting
 from transferry.build_model.train.vocabulary import MergeDropout
 from transferry.runtime.errors import InputError
 from transferry.runtime.stopping import SIGNALS
@@ -50,17 +56,9 @@ def _silent(*told: Any) -> None:
     """Shows nothing."""
 
 
-@dataclass(frozen=True)
-class Validation:
-    """Held-out examples; for pairs, their target sentences as references for BLEU."""
-
-    examples: Sequence[Example]
-    references: Sequence[str] = ()
-
-
 @dataclass
-class Progress:
-    """Progress of a training, saved with the weights.
+class TrainerState:
+    """TrainerState of a training, saved with the weights.
 
     Attributes:
         step: Optimiser steps done.
@@ -92,14 +90,6 @@ class Progress:
         return sum(step > self.best for step in self.scores)
 
 
-def fingerprint(examples: Iterable[Example]) -> str:
-    """SHA-256 of all token ids; a saved state fits batches of the same text only."""
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(json.dumps(example).encode())
-    return digest.hexdigest()
-
-
 class Trainer:
     """Trains one model into one folder."""
 
@@ -119,7 +109,7 @@ class Trainer:
         self.examples = examples
         self.validation = validation
         self.process = process
-        self.progress = Progress()
+        self.progress = TrainerState()
         self.fingerprint = fingerprint([*examples, *validation.examples])
         self.interrupted = False
         self._say: Callable[[str], None] = _silent
@@ -439,7 +429,9 @@ class Trainer:
                 f"or {START_OVER}"
             )
         try:
-            self.progress = msgspec.convert(json.loads(record["progress"]), Progress, str_keys=True)
+            self.progress = msgspec.convert(
+                json.loads(record["progress"]), TrainerState, str_keys=True
+            )
             self.model.load_state_dict({name: tensors[name] for name in self.model.state_dict()})
             parameters = dict(self.model.named_parameters())
             for key, tensor in tensors.items():

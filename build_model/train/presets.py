@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from transferry.build_model.model.config import STACKS, ModelConfig, TrainConfig
+from transferry.build_model.model.config import STACKS, ModelConfig
+from transferry.build_model.train.train_config import TrainConfig
 
 
 @dataclass(frozen=True)

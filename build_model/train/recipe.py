@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from transferry.build_model.model.config import ModelConfig, TrainConfig, require_fitting
+from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.train.presets import PRESETS, Preset
+from transferry.build_model.train.train_config import TrainConfig, require_fitting
 from transferry.build_model.train.vocabulary import require_encoding, require_vocabulary
 from transferry.runtime.errors import UsageError
 from transferry.runtime.tokenizer.byte_pair import PASSAGES, SOURCES, Tokenizer
@@ -32,7 +33,7 @@ class PairFiles:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingRecipe:
     """Everything that determines a trained model.
 
     Attributes:

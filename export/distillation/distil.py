@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from transferry.build_model import checkpoint_folder as run_folder
-from transferry.build_model.model.config import ModelConfig, TrainConfig
-from transferry.build_model.train.data import Pair
+from transferry.build_model.model.config import TransformerConfig
+from transferry.build_model.train.data import SentencePair
 from transferry.build_model.train.distributed import Process
 from transferry.build_model.train.evaluation import Evaluation
 from transferry.build_model.train.follow import follow, read_files
-from transferry.build_model.train.recipe import PairFiles, Recipe
+from transferry.build_model.train.recipe import PairFiles, TrainingRecipe
+from transferry.build_model.train.train_config import TrainConfig
 from transferry.export.distillation.options import CORPUS, NOT_OF_STUDENT, OF_JOB, SESSION
 from transferry.export.distillation.pairs import distilled, write_pairs
 from transferry.runtime.bundle.bundle import Bundle
@@ -118,7 +119,7 @@ def distil(
 
 def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all options of a distillation; raises UsageError for one that is none."""
-    fields = [*dataclasses.fields(TrainConfig), *dataclasses.fields(ModelConfig)]
+    fields = [*dataclasses.fields(TrainConfig), *dataclasses.fields(TransformerConfig)]
     names = [field.name for field in fields if field.name not in NOT_OF_STUDENT]
     session = {field.name: field.default for field in dataclasses.fields(SessionOptions)}
     known: dict[str, Any] = {
@@ -174,12 +175,12 @@ def _teacher(folder: Path) -> Bundle:
     return bundle
 
 
-def _recipe(out: Path, options: Mapping[str, Any], teacher: Bundle) -> Recipe:
+def _recipe(out: Path, options: Mapping[str, Any], teacher: Bundle) -> TrainingRecipe:
     """Returns how the student is trained."""
     paths = {**dict.fromkeys(CORPUS), "pairs": out / run_folder.PAIRS}
     absent = dict.fromkeys(("text", "valid_text", "architecture"))
     fixed = {"builtin": False, "skip_bad": True}
-    recipe = Recipe.from_options({**options, **paths, **absent, **fixed})
+    recipe = TrainingRecipe.from_options({**options, **paths, **absent, **fixed})
     # An imported tokenizer may have special tokens that training does not know, and a vocabulary
     # that is large for a student.
     shared = isinstance(teacher.tokenizer, Tokenizer) and teacher.tokenizer.special == SOURCES
@@ -214,13 +215,13 @@ def _require_unchanged(out: Path, options: Mapping[str, Any], hashes: Mapping[st
             )
 
 
-def _has_pairs(out: Path, recipe: Recipe) -> bool:
+def _has_pairs(out: Path, recipe: TrainingRecipe) -> bool:
     """Whether the pairs are made, with as many held out as the recipe wants."""
     holds_out = isinstance(recipe.valid, PairFiles) and recipe.valid.held_out
     return (out / run_folder.PAIRS).exists() and (out / run_folder.VALID).exists() == holds_out
 
 
-def _read(corpus: PairFiles, say: Callable[[str], None]) -> list[Pair]:
+def _read(corpus: PairFiles, say: Callable[[str], None]) -> list[SentencePair]:
     pairs, report = read_files(corpus, skip_bad=True)
     say(f"pairs to distil: {report}")
     return pairs
@@ -229,7 +230,7 @@ def _read(corpus: PairFiles, say: Callable[[str], None]) -> list[Pair]:
 def _answer(
     out: Path,
     corpus: PairFiles | Path,
-    references: Sequence[Pair] | None,
+    references: Sequence[SentencePair] | None,
     options: Mapping[str, Any],
     n_best: int,
     show: Show,
@@ -258,8 +259,8 @@ def _answer(
 
 def _choose(
     out: Path,
-    recipe: Recipe,
-    references: Sequence[Pair] | None,
+    recipe: TrainingRecipe,
+    references: Sequence[SentencePair] | None,
     show: Show,
     say: Callable[[str], None],
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from sacrebleu.metrics.bleu import BLEU
 
-from transferry.build_model.train.data import Pair, ReadReport
+from transferry.build_model.train.data import ReadReport, SentencePair
 from transferry.build_model.train.follow import hold_out
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.atomic import atomic_file
@@ -41,9 +41,9 @@ class DistilledPair:
     bleu: float | None = None
 
     @property
-    def pair(self) -> Pair:
+    def pair(self) -> SentencePair:
         """The texts alone."""
-        return Pair(self.source, self.target)
+        return SentencePair(self.source, self.target)
 
     def line(self) -> bytes:
         """Returns the pair as a line of JSON."""
@@ -110,7 +110,7 @@ def best_hypothesis(answer: dict[str, Any], reference: str | None) -> DistilledP
 
 
 def write_pairs(
-    taught: Sequence[DistilledPair], corpus: Sequence[Pair], pairs: Path, valid: Path | None
+    taught: Sequence[DistilledPair], corpus: Sequence[SentencePair], pairs: Path, valid: Path | None
 ) -> None:
     """Writes what the student is trained on: the pairs of the corpus, then those of the teacher.
 

@@ -21,8 +21,9 @@ from transferry.build_model.checkpoint import (
     save_config,
     save_tensors,
 )
-from transferry.build_model.model.config import ModelConfig, TrainConfig
+from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
+from transferry.build_model.train.train_config import TrainConfig
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
 

@@ -35,7 +35,7 @@ from tests.build_model.importing.test_separate_vocabularies import write as writ
 from tests.fuzz.models import ODD
 from tests.fuzz.sandbox import Sandbox
 from tests.fuzz.test_documents import Place, mutations, places, replaced, require_survived
-from transferry.build_model.importing.huggingface.folder import Checkpoint, Settings
+from transferry.build_model.importing.huggingface.folder import PretrainedFolder, Settings
 from transferry.build_model.importing.huggingface.generation import (
     SAME_TOKENS,
     SEARCH_SETTINGS,
@@ -206,7 +206,7 @@ def test_a_changed_folder_is_imported_or_refused(
 @pytest.mark.parametrize("kind", TYPES)
 def test_an_odd_value_of_config_json_is_read_or_refused(kind: str, tmp_path: Path) -> None:
     Drawn(kind, 0, tmp_path, depth=2)
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = PretrainedFolder(tmp_path)
     config, names = dict(checkpoint.config.values), checkpoint.names()
     for path in filter(None, places(config)):
         for odd in ODD:
@@ -245,7 +245,7 @@ def test_an_odd_setting_of_generate_is_read_or_refused(architecture: str, tmp_pa
     shape = ModelConfig(97, 8, 2, layers, 1, 8, architecture=architecture)  # type: ignore[arg-type]
     for name in [*SEARCH_SETTINGS, *TOKENS, *SAME_TOKENS, "unknown"]:
         for odd in (*ODD, [1 << 40], [[1, -1]], ["a"], [[[]]], "true"):
-            checkpoint = Checkpoint(tmp_path)
+            checkpoint = PretrainedFolder(tmp_path)
             checkpoint.generation.values[name] = odd
             with contextlib.suppress(TransferryError):
                 fields, _ = generation_defaults(checkpoint, shape)

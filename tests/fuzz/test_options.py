@@ -22,7 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transferry.build_model.checkpoint import load_config
-from transferry.build_model.model.config import ModelConfig, TrainConfig
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.train.train_config import TrainConfig
 from transferry.cli import main
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.generation_options import GenerationOptions, generation_options

@@ -141,7 +141,7 @@ def _as_json(value: Any) -> str:
         return repr(value)
 
 
-class Checkpoint:
+class PretrainedFolder:
     """A folder with config.json and the weights in one file or several.
 
     Attributes:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from transferry.build_model.importing.huggingface.folder import CONFIG, Checkpoint, Settings
+from transferry.build_model.importing.huggingface.folder import CONFIG, PretrainedFolder, Settings
 from transferry.build_model.model.config import ModelConfig
 
 # transformers' own defaults where they differ from ours (_get_default_generation_params).
@@ -87,14 +87,14 @@ SEARCH_SETTINGS = (*CARRIED, *UNSUPPORTED)
 Fields = dict[str, Any]
 
 
-def generation_defaults(checkpoint: Checkpoint, shape: ModelConfig) -> tuple[Fields, Fields]:
+def generation_defaults(pretrained: PretrainedFolder, shape: ModelConfig) -> tuple[Fields, Fields]:
     """Returns fields of GenerationOptions that search as `generate` does without options.
 
     As in transformers, generation_config.json replaces the settings of config.json as a whole; a
     folder of before there was such a file has them in config.json.
 
     Args:
-        checkpoint: The folder.
+        pretrained: The folder.
         shape: Shape of its model, with a decoder.
 
     Returns:
@@ -103,14 +103,14 @@ def generation_defaults(checkpoint: Checkpoint, shape: ModelConfig) -> tuple[Fie
     Raises:
         InputError: A value has another type or range than its setting.
     """
-    settings, left_out = checkpoint.config, Fields()
-    if checkpoint.generation.path.exists():
-        settings = checkpoint.generation
+    settings, left_out = pretrained.config, Fields()
+    if pretrained.generation.path.exists():
+        settings = pretrained.generation
         for name in SEARCH_SETTINGS:
-            old, value = checkpoint.config.get(name), settings.get(name)
+            old, value = pretrained.config.get(name), settings.get(name)
             if old is not None and old != value and old != UNSUPPORTED.get(name):
                 left_out[f"config.json: {name}"] = f"{json.dumps(old)} (of before the other file)"
-    reader = _Reader(settings, shape, checkpoint.tokens("eos_token_id"), left_out)
+    reader = _Reader(settings, shape, pretrained.tokens("eos_token_id"), left_out)
     return reader.fields(), left_out
 
 

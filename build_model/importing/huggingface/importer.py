@@ -1,4 +1,4 @@
-"""Import of a checkpoint: read, converted, and written as a run whole or not at all."""
+"""Import of a pretrained model as a checkpoint, which appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transferry.build_model.importing.huggingface import decoder_only, encoder_d
 from transferry.build_model.importing.huggingface.folder import (
     CONFIG,
     GENERATION,
-    Checkpoint,
+    PretrainedFolder,
     require_plain,
 )
 from transferry.build_model.importing.huggingface.generation import generation_defaults
@@ -69,8 +69,8 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
         require(adapter is None, "--adapter", f"left out for {folder}", adapter_folder)
         return read_marian(folder)
     sentence = read_sentence_transformers(folder)
-    checkpoint = Checkpoint(folder if sentence is None else sentence.transformer)
-    config = checkpoint.config
+    pretrained = PretrainedFolder(folder if sentence is None else sentence.transformer)
+    config = pretrained.config
     if config.get("model_type") is None:
         raise InputError(
             f"{config.path}: model_type must be named, found none; add that of the model's kind, "
@@ -80,11 +80,11 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
     if sentence is not None and kind not in encoder_only.FAMILIES:
         config.refuse("model_type", kind, f"{' or '.join(encoder_only.FAMILIES)} with {MODULES}")
     require_plain(config)
-    family, files = FAMILIES[kind], [config, checkpoint.tokenizer]
+    family, files = FAMILIES[kind], [config, pretrained.tokenizer]
     head: HeadSettings | None = None
     notes: list[str] = []
     try:
-        shape = family.shape(config, checkpoint.names())
+        shape = family.shape(config, pretrained.names())
         if sentence is not None and sentence.settings.task == "embed":
             shape, head = replace(shape, **sentence.fields), sentence.settings
             family = replace(family, table={**family.table, **sentence.table})
@@ -93,19 +93,19 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
             family = replace(family, table={**family.table, **classifier.table})
     except UsageError as error:
         raise InputError(f"{config.path}: {error}") from error
-    ends = checkpoint.tokens("eos_token_id") if shape.decoder_layers else []
+    ends = pretrained.tokens("eos_token_id") if shape.decoder_layers else []
     if ends and max(ends) >= shape.vocabulary_size:
-        said = checkpoint.generation.get("eos_token_id") is not None
-        path = checkpoint.generation.path if said else config.path
+        said = pretrained.generation.get("eos_token_id") is not None
+        path = pretrained.generation.path if said else config.path
         raise InputError(
             f"{path}: eos_token_id must be below vocab_size, {shape.vocabulary_size}, found "
             f"{max(ends)}; set it to the id of the token that ends a text"
         )
-    tokenizer = TOKENIZERS[kind](checkpoint, shape)
+    tokenizer = TOKENIZERS[kind](pretrained, shape)
     if head is not None and head.task == "classify":
-        family, shape = _with_segments(family, shape, checkpoint, tokenizer)
+        family, shape = _with_segments(family, shape, pretrained, tokenizer)
     if sentence is not None:
-        head = _cut(sentence, head, checkpoint, shape, tokenizer)
+        head = _cut(sentence, head, pretrained, shape, tokenizer)
         files = [*sentence.files, *files]
     generation: dict[str, Any] = {}
     ignored: dict[str, Any] = {}
@@ -116,23 +116,23 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
                 f"no eos_token_id in {CONFIG}: outputs end with {ends[0]}, the tokenizer's"
             )
         elif (
-            checkpoint.generation.path.exists()
-            and checkpoint.generation.get("eos_token_id") is None
+            pretrained.generation.path.exists()
+            and pretrained.generation.get("eos_token_id") is None
         ):
             notes.append(f"no eos_token_id in {GENERATION}: outputs end with that of {CONFIG}")
         tokenizer.special = replace(tokenizer.special, more_ends=tuple(ends[1:]))
-        generation, ignored = generation_defaults(checkpoint, shape)
-    tensors = checkpoint.tensors()
+        generation, ignored = generation_defaults(pretrained, shape)
+    tensors = pretrained.tensors()
     if sentence is not None:
         tensors = sentence.tensors(tensors)
     if adapter is not None:
         tensors = adapted(family, shape, tensors, adapter)
     weights = convert_weights(family, shape, tensors, str(folder))
     notes += [] if adapter is None else [adapter.describe()]
-    notes += [f"tokenizer: {note}" for note in checkpoint.notes]
+    notes += [f"tokenizer: {note}" for note in pretrained.notes]
     unused = {
         _relative(settings.path, folder): values
-        for settings in (*files, checkpoint.special_tokens)
+        for settings in (*files, pretrained.special_tokens)
         if (values := settings.unread())
     }
     found = (kind, shape, weights, tokenizer, generation, ignored)
@@ -144,17 +144,17 @@ def _relative(path: Path, folder: Path) -> str:
 
 
 def _with_segments(
-    family: Family, shape: ModelConfig, checkpoint: Checkpoint, tokenizer: AnyTokenizer
+    family: Family, shape: ModelConfig, pretrained: PretrainedFolder, tokenizer: AnyTokenizer
 ) -> tuple[Family, ModelConfig]:
     """Lets a model tell the two texts of a pair apart, if it was trained to.
 
     Raises:
         InputError: The tokenizer numbers the segments otherwise than by what ends the first one.
     """
-    kinds = checkpoint.config.whole("type_vocab_size", 2) if family.segments else 0
-    if kinds < 2 or not any(checkpoint.segments):
+    kinds = pretrained.config.whole("type_vocab_size", 2) if family.segments else 0
+    if kinds < 2 or not any(pretrained.segments):
         return family, shape
-    special, found = tokenizer.special, checkpoint.segments
+    special, found = tokenizer.special, pretrained.segments
     first = len(special.wrap(tokenizer.encode("a")))
     if (
         len(special.after) != 1
@@ -162,7 +162,7 @@ def _with_segments(
         or found != [0] * first + [1] * (len(found) - first)
     ):
         raise InputError(
-            f"{checkpoint.folder}: the tokenizer joins a pair as segments {found}, which cannot be "
+            f"{pretrained.folder}: the tokenizer joins a pair as segments {found}, which cannot be "
             "imported; supported: each text and what ends it is a segment"
         )
     table = {**family.table, family.segments: "segment_embedding.weight"}
@@ -173,7 +173,7 @@ def _with_segments(
 def _cut(
     sentence: SentenceModules,
     head: HeadSettings | None,
-    checkpoint: Checkpoint,
+    pretrained: PretrainedFolder,
     shape: ModelConfig,
     tokenizer: AnyTokenizer,
 ) -> HeadSettings:
@@ -184,16 +184,16 @@ def _cut(
             cross-encoder has no head.
     """
     if head is None:
-        checkpoint.config.refuse(
-            "architectures", checkpoint.config.get("architectures"), "…ForSequenceClassification"
+        pretrained.config.refuse(
+            "architectures", pretrained.config.get("architectures"), "…ForSequenceClassification"
         )
     assert head is not None
     if sentence.lower and tokenizer.encode("A É") != tokenizer.encode("a é"):
         raise InputError(
-            f"{checkpoint.folder}: do_lower_case is true, but its tokenizer tells upper from lower "
+            f"{pretrained.folder}: do_lower_case is true, but its tokenizer tells upper from lower "
             "case, which cannot be imported; lower-case the texts, and set it to false"
         )
-    longest = sentence.settings.longest or checkpoint.tokenizer.number("model_max_length", MOST)
+    longest = sentence.settings.longest or pretrained.tokenizer.number("model_max_length", MOST)
     rank = sentence.settings.rank
     return replace(head, longest=int(min(longest, shape.max_positions)), rank=rank)
 

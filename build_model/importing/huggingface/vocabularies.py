@@ -15,7 +15,7 @@ import jinja2.nodes
 import msgspec
 
 from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder, encoder_only
-from transferry.build_model.importing.huggingface.folder import REMEDY, Checkpoint, Settings
+from transferry.build_model.importing.huggingface.folder import REMEDY, PretrainedFolder, Settings
 from transferry.build_model.importing.huggingface.tokenizer.fast_tokenizer import (
     TOKENIZER,
     FastTokenizer,
@@ -90,11 +90,11 @@ class NamedTemplate(msgspec.Struct):
     template: str
 
 
-def marian_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
+def marian_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyTokenizer:
     """Two SentencePiece models and a table of ids, or one of each side."""
-    settings, folder = checkpoint.tokenizer, checkpoint.folder
-    eos, pad = checkpoint.token("eos_token_id"), checkpoint.token("pad_token_id")
-    begin, end = checkpoint.token("decoder_start_token_id"), eos
+    settings, folder = pretrained.tokenizer, pretrained.folder
+    eos, pad = pretrained.token("eos_token_id"), pretrained.token("pad_token_id")
+    begin, end = pretrained.token("decoder_start_token_id"), eos
     kind: type[SentencePiecePair] = SentencePiecePair
     if settings.flag("separate_vocabs", False):
         kind = SentencePieceTables
@@ -121,32 +121,32 @@ def _cleaning(settings: Settings, tokenizer: AnyTokenizer) -> AnyTokenizer:
     return tokenizer
 
 
-def sequence_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
+def sequence_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyTokenizer:
     """tokenizer.json of an encoder-decoder; it puts the source's language where there is one."""
-    eos = checkpoint.token("eos_token_id")
-    begin = checkpoint.token("decoder_start_token_id", checkpoint.token("bos_token_id", eos))
-    special = SpecialTokens(checkpoint.token("pad_token_id", eos), begin, eos, after=())
-    name = OF_LANGUAGES.get(str(checkpoint.config.get("model_type")))
+    eos = pretrained.token("eos_token_id")
+    begin = pretrained.token("decoder_start_token_id", pretrained.token("bos_token_id", eos))
+    special = SpecialTokens(pretrained.token("pad_token_id", eos), begin, eos, after=())
+    name = OF_LANGUAGES.get(str(pretrained.config.get("model_type")))
     if name is not None:
-        declared = checkpoint.config.get("tokenizer_class", name)
-        name = str(checkpoint.tokenizer.get("tokenizer_class", declared)).removesuffix("Fast")
-    if name == "M2M100Tokenizer" and not (checkpoint.folder / TOKENIZER).exists():
-        require_files(checkpoint.folder, M2M_PIECES)
-    if name == "M2M100Tokenizer" and (checkpoint.folder / M2M_PIECES).exists():
-        return _m2m_tokenizer(checkpoint, special, config)
-    found = _read(checkpoint, config)
-    tokenizer = _unchanged(found, special, config, str(checkpoint.folder))
+        declared = pretrained.config.get("tokenizer_class", name)
+        name = str(pretrained.tokenizer.get("tokenizer_class", declared)).removesuffix("Fast")
+    if name == "M2M100Tokenizer" and not (pretrained.folder / TOKENIZER).exists():
+        require_files(pretrained.folder, M2M_PIECES)
+    if name == "M2M100Tokenizer" and (pretrained.folder / M2M_PIECES).exists():
+        return _m2m_tokenizer(pretrained, special, config)
+    found = _read(pretrained, config)
+    tokenizer = _unchanged(found, special, config, str(pretrained.folder))
     if name in LANGUAGE_CLASSES and name != "M2M100Tokenizer":
         kind, ids = LANGUAGE_CLASSES[name], found.tokenizer.get_vocab()
         named = [text for text in sorted(ids, key=ids.get) if re.fullmatch(kind.pattern, text)]
         languages = {text: ids[text] for text in named}
         end = found.id_of("eos_token")
-        tokenizer.special = _with_languages(checkpoint, tokenizer.special, kind, languages, end)
+        tokenizer.special = _with_languages(pretrained, tokenizer.special, kind, languages, end)
     return tokenizer
 
 
 def _with_languages(
-    checkpoint: Checkpoint,
+    pretrained: PretrainedFolder,
     special: SpecialTokens,
     kind: LanguageClass,
     ids: Mapping[str, int],
@@ -155,18 +155,18 @@ def _with_languages(
     """Adds a table of languages, and the tokens around a source in its own language.
 
     Args:
-        checkpoint: The folder.
+        pretrained: The folder.
         special: The special tokens so far.
         kind: The class of the tokenizer.
         ids: Id of each language.
         end: End of a source. Default: that of an output.
     """
-    settings, eos = checkpoint.tokenizer, special.eos_id if end is None else end
+    settings, eos = pretrained.tokenizer, special.eos_id if end is None else end
     source = settings.get("src_lang", kind.default)
     if not isinstance(source, str) or source not in ids:
         settings.refuse("src_lang", source, ", ".join(ids))
     after = kind.after or (kind.legacy and settings.flag("legacy_behaviour", False))
-    checkpoint.notes.append(
+    pretrained.notes.append(
         f"{len(ids)} languages, sources in {source}; others with --source-language and "
         "--target-language"
     )
@@ -180,54 +180,54 @@ def _with_languages(
 
 
 def _m2m_tokenizer(
-    checkpoint: Checkpoint, special: SpecialTokens, config: ModelConfig
+    pretrained: PretrainedFolder, special: SpecialTokens, config: ModelConfig
 ) -> AnyTokenizer:
     """A SentencePiece model and a table of ids, whose last are those of languages."""
-    folder = checkpoint.folder
+    folder = pretrained.folder
     path = folder / "vocab.json"
     table = read_document(path, dict[str, int], REMEDY, most=MOST_BYTES)
-    names = checkpoint.tokenizer.choice("language_codes", M2M_LANGUAGES, "m2m100")
+    names = pretrained.tokenizer.choice("language_codes", M2M_LANGUAGES, "m2m100")
     languages = {name: len(table) + number for number, name in enumerate(names.split())}
-    special = _with_languages(checkpoint, special, LANGUAGE_CLASSES["M2M100Tokenizer"], languages)
-    checkpoint.tokenizer.get("num_madeup_words")  # ids without text
-    checkpoint.tokenizer.only("sp_model_kwargs", {})
+    special = _with_languages(pretrained, special, LANGUAGE_CLASSES["M2M100Tokenizer"], languages)
+    pretrained.tokenizer.get("num_madeup_words")  # ids without text
+    pretrained.tokenizer.only("sp_model_kwargs", {})
     table |= {f"__{name}__": number for name, number in languages.items()}
     pieces = read_bytes(folder / M2M_PIECES, MOST_BYTES)
     files = {"source.spm": pieces, "target.spm": pieces}
     files["vocab.json"] = json.dumps(table, ensure_ascii=False).encode()
     made = _third_party(SentencePiecePair, files, special, config, str(folder))
-    return _cleaning(checkpoint.tokenizer, made)
+    return _cleaning(pretrained.tokenizer, made)
 
 
-def decoder_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
+def decoder_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyTokenizer:
     """The tokenizer of a decoder-only model: of GPT-2 as tiktoken ranks where they are equal."""
-    folder = checkpoint.folder
+    folder = pretrained.folder
     if not (folder / TOKENIZER).exists() and (folder / PIECES).exists():
-        return _sentencepiece(checkpoint, config)
-    found = _read(checkpoint, config)
+        return _sentencepiece(pretrained, config)
+    found = _read(pretrained, config)
     special = found.special()
-    eos = checkpoint.token("eos_token_id", found.id_of("eos_token"))
+    eos = pretrained.token("eos_token_id", found.id_of("eos_token"))
 
     def other(name: str) -> int:
         # Ids that are text to the tokenizer stay text: nobody reads padding.
-        token = checkpoint.token(f"{name}_token_id", eos)
+        token = pretrained.token(f"{name}_token_id", eos)
         return token if token in special else eos
 
     tokens = SpecialTokens(pad_id=other("pad"), bos_id=other("bos"), eos_id=eos, after=())
     tokenizer = _unchanged(found, tokens, config, str(folder))
     tokenizer = _as_ranks(found, tokenizer, str(folder)) or tokenizer
-    tokenizer.chat = _chat(checkpoint, found)
+    tokenizer.chat = _chat(pretrained, found)
     return tokenizer
 
 
-def _chat(checkpoint: Checkpoint, found: FastTokenizer) -> ChatTemplate | None:
+def _chat(pretrained: PretrainedFolder, found: FastTokenizer) -> ChatTemplate | None:
     """The default chat template, with the tokens that count as such only where it writes them."""
-    templates = _chat_templates(checkpoint)
+    templates = _chat_templates(pretrained)
     if not templates:
         return None
     (origin, source), others = templates.pop("default", ("", "")), ", ".join(sorted(templates))
     if others:
-        checkpoint.notes.append(f"chat templates left out, not being the default: {others}")
+        pretrained.notes.append(f"chat templates left out, not being the default: {others}")
     if not source:
         return None
     try:
@@ -239,7 +239,7 @@ def _chat(checkpoint: Checkpoint, found: FastTokenizer) -> ChatTemplate | None:
     written = [node.data for node in tree.find_all(jinja2.nodes.TemplateData)]
     constants = tree.find_all(jinja2.nodes.Const)
     written += [node.value for node in constants if isinstance(node.value, str)]
-    listed = checkpoint.tokenizer.get("chat_control_tokens")
+    listed = pretrained.tokenizer.get("chat_control_tokens")
     control = {
         token.content: number
         for number, token in found.tokenizer.get_added_tokens_decoder().items()
@@ -251,13 +251,13 @@ def _chat(checkpoint: Checkpoint, found: FastTokenizer) -> ChatTemplate | None:
             else token.content in listed
         )
     }
-    checkpoint.notes.append("chat template kept for --chat and --messages")
+    pretrained.notes.append("chat template kept for --chat and --messages")
     return ChatTemplate(source, found.named, control)
 
 
-def _chat_templates(checkpoint: Checkpoint) -> dict[str, tuple[str, str]]:
+def _chat_templates(pretrained: PretrainedFolder) -> dict[str, tuple[str, str]]:
     """Returns file and source of each chat template; files take precedence, as in transformers."""
-    folder, settings = checkpoint.folder, checkpoint.tokenizer
+    folder, settings = pretrained.folder, pretrained.tokenizer
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (path := folder / TEMPLATE_FILE).exists():
         files["default"] = path
@@ -280,18 +280,18 @@ def _source(path: Path) -> str:
         raise InputError(f"{path} is not UTF-8 ({error}); restore the file") from error
 
 
-def _read(checkpoint: Checkpoint, config: ModelConfig) -> FastTokenizer:
+def _read(pretrained: PretrainedFolder, config: ModelConfig) -> FastTokenizer:
     """A tokenizer whose ids the model has; the model may have more.
 
     Raises:
         InputError: A text may give an id that the model lacks.
     """
-    found = read_fast_tokenizer(checkpoint)
+    found = read_fast_tokenizer(pretrained)
     try:
         found = found.below(config.vocabulary_size)
     except InputError as error:
-        raise InputError(f"{checkpoint.folder}: {error}") from error
-    checkpoint.notes += found.notes
+        raise InputError(f"{pretrained.folder}: {error}") from error
+    pretrained.notes += found.notes
     return found
 
 
@@ -381,13 +381,13 @@ def _joined(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
         pieces[place : place + 2] = [pieces[place] + pieces[place + 1]]
 
 
-def _sentencepiece(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
+def _sentencepiece(pretrained: PretrainedFolder, config: ModelConfig) -> AnyTokenizer:
     """tokenizer.model, as SentencePiece reads it, which no other token can be added to."""
-    settings, path = checkpoint.tokenizer, checkpoint.folder / PIECES
-    eos = checkpoint.token("eos_token_id")
-    bos = checkpoint.token("bos_token_id", eos)
+    settings, path = pretrained.tokenizer, pretrained.folder / PIECES
+    eos = pretrained.token("eos_token_id")
+    bos = pretrained.token("bos_token_id", eos)
     special = SpecialTokens(
-        checkpoint.token("pad_token_id", eos),
+        pretrained.token("pad_token_id", eos),
         bos,
         eos,
         before=(bos,) if settings.flag("add_bos_token", False) else (),
@@ -396,29 +396,29 @@ def _sentencepiece(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
     files = dict.fromkeys(SentencePieceTokenizer.names, read_bytes(path, MOST_BYTES))
     tokenizer = _third_party(SentencePieceTokenizer, files, special, config, str(path))
     assert isinstance(tokenizer, SentencePieceTokenizer)
-    if others := [text for text, token in added_tokens(checkpoint) if token >= tokenizer.pieces]:
+    if others := [text for text, token in added_tokens(pretrained) if token >= tokenizer.pieces]:
         raise InputError(
             f"{path} cannot hold the added token {others[0]!r}; make a tokenizer.json: "
             f"AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
-    if _chat_templates(checkpoint):
-        checkpoint.notes.append(f"chat template left out: it needs a {TOKENIZER}")
-    checkpoint.notes.append(
+    if _chat_templates(pretrained):
+        pretrained.notes.append(f"chat template left out: it needs a {TOKENIZER}")
+    pretrained.notes.append(
         f"{PIECES} as SentencePiece reads it; transformers 5 may treat blanks at the beginning of "
         "a text otherwise"
     )
     return tokenizer
 
 
-def bert_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
+def bert_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyTokenizer:
     """tokenizer.json, or one made from vocab.txt."""
-    found = _read(checkpoint, config)
+    found = _read(pretrained, config)
 
     def token(name: str) -> int:
         if (token := found.id_of(f"{name}_token")) is None:
             text = found.named.get(f"{name}_token", f"[{name.upper()}]")
             raise InputError(
-                f"{checkpoint.folder}: expected the {name} token {text!r} in the vocabulary, found "
+                f"{pretrained.folder}: expected the {name} token {text!r} in the vocabulary, found "
                 f"none; {REMEDY}"
             )
         return token
@@ -430,14 +430,14 @@ def bert_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> AnyTokenizer:
         mask_id=token("mask") if config.output_transform else None,
         after=(),
     )
-    tokenizer = _unchanged(found, special, config, str(checkpoint.folder))
+    tokenizer = _unchanged(found, special, config, str(pretrained.folder))
     plain, special = tokenizer.encode("a"), tokenizer.special
     pair = found.tokenizer.encode("a", "a")
     first, second = [*special.before, *plain], [*plain, *special.after]
     between = pair.ids[len(first) : len(pair.ids) - len(second)]
     if between and pair.ids == [*first, *between, *second]:
         tokenizer.special = dataclasses.replace(special, between=tuple(between))
-        checkpoint.segments = pair.type_ids if found.segments else []
+        pretrained.segments = pair.type_ids if found.segments else []
     return tokenizer
 
 
@@ -480,7 +480,7 @@ def _third_party(
         raise InputError(f"{origin}: {error}") from error
 
 
-TOKENIZERS: Mapping[str, Callable[[Checkpoint, ModelConfig], AnyTokenizer]] = {
+TOKENIZERS: Mapping[str, Callable[[PretrainedFolder, ModelConfig], AnyTokenizer]] = {
     **dict.fromkeys(encoder_decoder.FAMILIES, sequence_tokenizer),
     "marian": marian_tokenizer,
     **dict.fromkeys(encoder_only.FAMILIES, bert_tokenizer),

@@ -59,7 +59,7 @@ class _Step:
 
 @dataclass
 class Converted:
-    """Tensors of a checkpoint, converted when they are written.
+    """Tensors of a pretrained, converted when they are written.
 
     Attributes:
         shapes: Our tensors by name, without numbers, of the types that they are stored in: as in

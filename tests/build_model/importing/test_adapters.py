@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.commands import done
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.formats.lora import Adapter
-from transferry.build_model.importing.huggingface.folder import Checkpoint
+from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.importer import FAMILIES
 from transferry.build_model.importing.huggingface.weights import Converted, adapted, convert_weights
 from transferry.runtime.errors import InputError
@@ -47,7 +47,7 @@ def gpt2(folder: Path) -> Any:
 
 
 def converted(kind: str, folder: Path, adapter: Path | None = None) -> Converted:
-    checkpoint, family = Checkpoint(folder), FAMILIES[kind]
+    checkpoint, family = PretrainedFolder(folder), FAMILIES[kind]
     tensors = checkpoint.tensors()
     shape = family.shape(checkpoint.config, set(tensors.shapes))
     if adapter is not None:

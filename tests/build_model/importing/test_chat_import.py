@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.commands import call, done
-from transferry.build_model.importing.huggingface.folder import Checkpoint
+from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.vocabularies import TOKENIZERS
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.errors import InputError
@@ -197,7 +197,7 @@ def write(folder: Path, name: str, how: str = "jinja") -> int:
 
 
 def imported(folder: Path, size: int) -> tuple[AnyTokenizer, list[str]]:
-    checkpoint = Checkpoint(folder)
+    checkpoint = PretrainedFolder(folder)
     kind = str(checkpoint.config.get("model_type"))
     shape = ModelConfig(size, 8, 2, 0, 1, 8, architecture="decoder-only")
     tokenizer = TOKENIZERS[kind](checkpoint, shape)

@@ -19,7 +19,7 @@ from transferry.build_model.importing.formats.pickled import PickledFile
 from transferry.build_model.importing.formats.tensors import SafetensorsFile, Tensors
 from transferry.build_model.importing.formats.weight_files import open_weights
 from transferry.build_model.importing.formats.writer import tensor_writer
-from transferry.build_model.importing.huggingface.folder import Checkpoint
+from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.importer import read_checkpoint
 from transferry.runtime.errors import InputError
 
@@ -241,10 +241,10 @@ def test_other_formats_are_named(file: str, message: str, tmp_path: Path) -> Non
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_bytes(b"x")
     with pytest.raises(InputError, match=rf"config\.json is missing; .*{message}"):
-        Checkpoint(tmp_path)
+        PretrainedFolder(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(InputError, match=rf"model\.safetensors is missing; .*{message}"):
-        Checkpoint(tmp_path).names()
+        PretrainedFolder(tmp_path).names()
 
 
 @pytest.mark.parametrize("place", ["checkpoint-500", "snapshots/1f", "models--a--b/snapshots/1f"])
@@ -253,15 +253,15 @@ def test_a_checkpoint_further_down_is_named(place: str, tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text(record)
     with pytest.raises(InputError, match=rf"is missing; there is one in .*{place}; import that"):
-        Checkpoint(tmp_path)
+        PretrainedFolder(tmp_path)
 
 
 def test_what_is_no_folder_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no such folder\. Download a model .* hf download"):
-        Checkpoint(tmp_path / "Helsinki-NLP" / "opus-mt-en-de")
+        PretrainedFolder(tmp_path / "Helsinki-NLP" / "opus-mt-en-de")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match=r"config\.json is a file; name the folder that holds it"):
-        Checkpoint(tmp_path / "config.json")
+        PretrainedFolder(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq", "bitsandbytes", "fp8", "compressed-tensors", None])

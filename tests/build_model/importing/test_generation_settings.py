@@ -21,7 +21,7 @@ from tests.runtime.decoding.test_transformers import (
     sources,
 )
 from transferry.build_model.importing.huggingface import generation
-from transferry.build_model.importing.huggingface.folder import Checkpoint
+from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.generation import generation_defaults
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.decoding.generation_options import GenerationOptions
@@ -46,21 +46,21 @@ SHAPES = {
     )
     for kind in ("encoder-decoder", "decoder-only")
 }
-Folder = Callable[..., Checkpoint]
+Folder = Callable[..., PretrainedFolder]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
     """Makes a folder with these settings in the one file or the other."""
 
-    def make(config: dict[str, Any] | None = None, **settings: Any) -> Checkpoint:
+    def make(config: dict[str, Any] | None = None, **settings: Any) -> PretrainedFolder:
         ids = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
         (tmp_path / "config.json").write_text(json.dumps({**ids, **(config or {})}))
         path = tmp_path / "generation_config.json"
         path.unlink(missing_ok=True)
         if settings:
             path.write_text(json.dumps({**ids, **settings}))
-        return Checkpoint(tmp_path)
+        return PretrainedFolder(tmp_path)
 
     return make
 

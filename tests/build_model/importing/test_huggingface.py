@@ -23,7 +23,7 @@ from tests.commands import call, done
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.formats.tensors import HeldTensors
 from transferry.build_model.importing.huggingface.encoder_decoder import marian_positions
-from transferry.build_model.importing.huggingface.folder import Checkpoint, Settings
+from transferry.build_model.importing.huggingface.folder import PretrainedFolder, Settings
 from transferry.build_model.importing.huggingface.importer import (
     FAMILIES,
     import_checkpoint,
@@ -595,7 +595,7 @@ def imported_tokenizer(kind: str, make: Callable[[Path], int], folder: Path) -> 
     ids = {name: size - 1 if value == -1 else value for name, value in IDS[kind].items()}
     (folder / "config.json").write_text(json.dumps({"model_type": kind, **ids}))
     shape = ModelConfig(size, 8, 2, 1, 0, 8, architecture="encoder-only", output_transform=True)
-    return TOKENIZERS[kind](Checkpoint(folder), shape)
+    return TOKENIZERS[kind](PretrainedFolder(folder), shape)
 
 
 @pytest.mark.parametrize("name", TOKENIZER_FILES)

@@ -20,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from transferry.build_model.importing.huggingface import encoder_decoder
-from transferry.build_model.importing.huggingface.folder import Checkpoint
+from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.importer import FAMILIES, import_checkpoint
 from transferry.build_model.importing.huggingface.weights import convert_weights
 from transferry.build_model.model.transformer import Transformer
@@ -412,7 +412,7 @@ class Drawn:
         record = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         rewrite(record)
         (folder / "config.json").write_text(json.dumps(record), encoding="utf-8")
-        checkpoint = Checkpoint(folder)
+        checkpoint = PretrainedFolder(folder)
         family = FAMILIES[kind]
         self.shape = family.shape(checkpoint.config, checkpoint.names())
         self.unread = checkpoint.config.unread()

@@ -18,7 +18,7 @@ import pytest
 from tests.build_model.importing.test_huggingface import marian_vocabulary, sentencepiece_model
 from tests.build_model.importing.test_tokenizers import SEEDS, byte_level, tokenizers, transformers
 from tests.fuzz.models import ODD
-from transferry.build_model.importing.huggingface.folder import Checkpoint
+from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.vocabularies import TOKENIZERS
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.errors import InputError, TransferryError, UsageError
@@ -116,12 +116,12 @@ def write_folder(folder: Path, kind: str) -> None:
     write_settings(folder, kind, settings)
 
 
-def imported(folder: Path, kind: str) -> tuple[AnyTokenizer, Checkpoint]:
+def imported(folder: Path, kind: str) -> tuple[AnyTokenizer, PretrainedFolder]:
     model_type = KINDS[kind][0]
     shape = ModelConfig(1024, 8, 2, 1, 1, 8, architecture="encoder-decoder")
     if model_type in ENCODERS:
         shape = ModelConfig(1024, 8, 2, 1, 0, 8, architecture="encoder-only", output_transform=True)
-    checkpoint = Checkpoint(folder)
+    checkpoint = PretrainedFolder(folder)
     return TOKENIZERS[model_type](checkpoint, shape), checkpoint
 
 
@@ -313,7 +313,7 @@ def test_marian_cleans_up_as_its_class_does(cleans: bool, tmp_path: Path) -> Non
     ids = {"eos_token_id": 0, "pad_token_id": size - 1, "decoder_start_token_id": size - 1}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "marian", **ids}))
     shape = ModelConfig(size, 8, 2, 1, 1, 8, architecture="encoder-decoder")
-    ours = TOKENIZERS["marian"](Checkpoint(tmp_path), shape)
+    ours = TOKENIZERS["marian"](PretrainedFolder(tmp_path), shape)
     (tmp_path / "saved").mkdir()
     ours.save(tmp_path / "saved")
     assert load_tokenizer(tmp_path / "saved") == ours
@@ -327,4 +327,4 @@ def test_marian_cleans_up_as_its_class_does(cleans: bool, tmp_path: Path) -> Non
     settings["sp_model_kwargs"] = {"enable_sampling": True}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(InputError, match="sp_model_kwargs is "):
-        TOKENIZERS["marian"](Checkpoint(tmp_path), shape)
+        TOKENIZERS["marian"](PretrainedFolder(tmp_path), shape)

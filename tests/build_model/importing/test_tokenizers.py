@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from transferry.build_model.importing.huggingface import decoder_only
-from transferry.build_model.importing.huggingface.folder import Checkpoint
+from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.tokenizer.fast_tokenizer import (
     read_fast_tokenizer,
 )
@@ -186,7 +186,7 @@ def write_folder(draw: Draw, kind: str, folder: Path) -> int:
 
 def imported(folder: Path, kind: str, size: int) -> AnyTokenizer:
     shape = ModelConfig(size, 8, 2, 0, 1, 8, architecture="decoder-only")
-    return TOKENIZERS[kind](Checkpoint(folder), shape)
+    return TOKENIZERS[kind](PretrainedFolder(folder), shape)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -199,7 +199,7 @@ def test_ids_and_texts_are_those_of_auto_tokenizer(kind: str, seed: int, tmp_pat
     config["eos_token_id"] = theirs.eos_token_id
     (tmp_path / "config.json").write_text(json.dumps(config))
     ours = imported(tmp_path, kind, 64 * (-(-max(size, len(theirs)) // 64) + 1))
-    raw = read_fast_tokenizer(Checkpoint(tmp_path)).tokenizer
+    raw = read_fast_tokenizer(PretrainedFolder(tmp_path)).tokenizer
     for text in TEXTS:
         assert raw.encode(text).ids == theirs(text).input_ids, text
         wanted = theirs(text, split_special_tokens=True).input_ids
@@ -252,7 +252,7 @@ def test_a_special_token_that_the_model_lacks_is_left_out(special: bool, tmp_pat
         with pytest.raises(InputError, match=rf"found {size} of the token '<pad>'; give the model"):
             imported(tmp_path, "gpt2", size)
         return
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = PretrainedFolder(tmp_path)
     shape = ModelConfig(size, 8, 2, 0, 1, 8, architecture="decoder-only")
     after = TOKENIZERS["gpt2"](checkpoint, shape)
     assert f"<pad> left out, since the model has {size} tokens" in checkpoint.notes
@@ -306,7 +306,7 @@ def test_a_sentencepiece_model_alone_is_read_by_its_library(kind: str, tmp_path:
     ids = {"model_type": kind, "bos_token_id": 1, "eos_token_id": 2}
     (tmp_path / "config.json").write_text(json.dumps(ids))
     shape = ModelConfig(400, 8, 2, 0, 1, 8, architecture="decoder-only")
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = PretrainedFolder(tmp_path)
     ours = TOKENIZERS[kind](checkpoint, shape)
     assert "chat template left out: it needs a tokenizer.json" in checkpoint.notes
     assert ours.chat is None
@@ -316,7 +316,7 @@ def test_a_sentencepiece_model_alone_is_read_by_its_library(kind: str, tmp_path:
     config["added_tokens_decoder"] = {"330": {"content": "<|user|>", "special": True}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=r"cannot hold the added token '<\|user\|>'; make a "):
-        TOKENIZERS[kind](Checkpoint(tmp_path), shape)
+        TOKENIZERS[kind](PretrainedFolder(tmp_path), shape)
 
 
 OTHERWISE = "expected a tokenizer that transformers reads, found something else"
@@ -429,7 +429,7 @@ def test_berts_settings_go_before_its_normalizer(
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = PretrainedFolder(tmp_path)
     shape = ModelConfig(16, 8, 2, 1, 0, 8, architecture="encoder-only", output_transform=True)
     ours = TOKENIZERS["bert"](checkpoint, shape)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from transferry.build_model.model.config import ModelConfig, TrainConfig
+from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.train.presets import PRESETS
+from transferry.build_model.train.train_config import TrainConfig
 from transferry.runtime.errors import UsageError
 
 SHAPE: dict[str, Any] = dict(

@@ -10,17 +10,20 @@ import pytest
 import torch
 
 from transferry.build_model import checkpoint
-from transferry.build_model.model.config import ModelConfig, TrainConfig
-from transferry.build_model.train.data import Pair, collate, encode_pairs
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.train.data import SentencePair, collate, encode_pairs
 from transferry.build_model.train.distributed import Process
-from transferry.build_model.train.evaluation import cross_entropy, divergence
-from transferry.build_model.train.loop import Trainer, Validation
+from transferry.build_model.train.evaluation import Validation, cross_entropy, divergence
+from transferry.build_model.train.loop import Trainer
 from transferry.build_model.train.metrics import Metrics
+from transferry.build_model.train.train_config import TrainConfig
 from transferry.build_model.train.vocabulary import MergeDropout, train_bpe
 from transferry.runtime.errors import UsageError
 
 WORDS = ["null", "eins", "zwei", "drei", "vier", "fünf"]
-PAIRS = [Pair(f"{a} und {b}", f"{WORDS[a]} und {WORDS[b]}") for a in range(6) for b in range(6)]
+PAIRS = [
+    SentencePair(f"{a} und {b}", f"{WORDS[a]} und {WORDS[b]}") for a in range(6) for b in range(6)
+]
 TOKENIZER = train_bpe([text for pair in PAIRS for text in pair], 300)
 EXAMPLES, _ = encode_pairs(PAIRS, TOKENIZER, 64)
 SHAPE: dict[str, Any] = dict(

@@ -9,7 +9,7 @@ import pytest
 
 from transferry.build_model.train import corpus
 from transferry.build_model.train.corpus import builtin_corpus, builtin_pairs, write_corpus
-from transferry.build_model.train.data import Pair, read_pairs
+from transferry.build_model.train.data import SentencePair, read_pairs
 from transferry.runtime.errors import InputError
 
 
@@ -33,7 +33,7 @@ def test_numbers(number: int, english: str, german: str) -> None:
 def test_dates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "_FIRST_DAY", date(2031, 3, 5))
     monkeypatch.setattr(corpus, "_LAST_DAY", date(2031, 3, 5))
-    assert corpus._date(random.Random(0)) == Pair(
+    assert corpus._date(random.Random(0)) == SentencePair(
         "Wednesday, 5 March 2031", "Mittwoch, 5. März 2031"
     )
 
@@ -45,7 +45,7 @@ def test_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "_DEEDS", {"sold": "verkaufte"})
     monkeypatch.setattr(corpus, "_GOODS", {"apples": "Äpfel"})
     monkeypatch.setattr(corpus, "_spell_number", lambda number: ("twelve", "zwölf"))
-    assert corpus._sentence(random.Random(0)) == Pair(
+    assert corpus._sentence(random.Random(0)) == SentencePair(
         "The bakery sold twelve apples on Wednesday, 5 March 2031.",
         "Am Mittwoch, dem 5. März 2031, verkaufte die Bäckerei zwölf Äpfel.",
     )

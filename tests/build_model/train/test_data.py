@@ -10,8 +10,8 @@ import torch
 from transferry.build_model.train.data import (
     BadPair,
     Example,
-    Pair,
     ReadReport,
+    SentencePair,
     collate,
     encode_pairs,
     read_pair_file,
@@ -21,7 +21,7 @@ from transferry.build_model.train.data import (
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
 
-PAIRS = [Pair("A dog.", "Ein Hund."), Pair("Two\u2028cats.", "Zwei\u2028Katzen.")]
+PAIRS = [SentencePair("A dog.", "Ein Hund."), SentencePair("Two\u2028cats.", "Zwei\u2028Katzen.")]
 BYTES = Tokenizer("bytes", r".", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 
 
@@ -109,7 +109,7 @@ def test_bad_lines_of_one_file(
     with pytest.raises(BadPair, match=message):
         read_pair_file(path)
     assert read_pair_file(path, skip_bad=True) == (
-        [Pair("a", "b")] * 2,
+        [SentencePair("a", "b")] * 2,
         ReadReport(read=3, kept=2, dropped={reason: 1}),
     )
 
@@ -127,15 +127,15 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_encoding_ends_each_side_and_shifts_the_target() -> None:
-    examples, report = encode_pairs([Pair("ab", "c")], BYTES, max_tokens=3)
+    examples, report = encode_pairs([SentencePair("ab", "c")], BYTES, max_tokens=3)
     a, b, c = (3 + ord(letter) for letter in "abc")
     assert examples == [Example([a, b, 2], [c, 2], [1, c])]
     assert report == ReadReport(1, 1, {})
 
 
-@pytest.mark.parametrize("pair", [Pair("abc", "a"), Pair("a", "abc")])
-def test_too_many_tokens(pair: Pair) -> None:
-    pairs = [Pair("ab", "ab"), pair]
+@pytest.mark.parametrize("pair", [SentencePair("abc", "a"), SentencePair("a", "abc")])
+def test_too_many_tokens(pair: SentencePair) -> None:
+    pairs = [SentencePair("ab", "ab"), pair]
     with pytest.raises(BadPair, match="pair 2: expected at most 3 tokens, found 4 in 'abc'"):
         encode_pairs(pairs, BYTES, max_tokens=3)
     examples, report = encode_pairs(pairs, BYTES, max_tokens=3, skip_bad=True)

@@ -12,17 +12,19 @@ import pytest
 import torch
 
 from transferry.build_model.checkpoint import load_tensors
-from transferry.build_model.model.config import ModelConfig, TrainConfig
+from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
-from transferry.build_model.train.data import Pair, encode_pairs
+from transferry.build_model.train.data import SentencePair, encode_pairs
 from transferry.build_model.train.distributed import Process
-from transferry.build_model.train.loop import Trainer, Validation
+from transferry.build_model.train.evaluation import Validation
+from transferry.build_model.train.loop import Trainer
 from transferry.build_model.train.metrics import Metrics
+from transferry.build_model.train.train_config import TrainConfig
 from transferry.runtime.errors import ProviderError
 from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
 
 BYTES = Tokenizer("bytes", r".", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
-PAIRS = [Pair("x" * a + " y", "z" * b + " w") for a in range(1, 7) for b in range(1, 7)]
+PAIRS = [SentencePair("x" * a + " y", "z" * b + " w") for a in range(1, 7) for b in range(1, 7)]
 SHAPE = ModelConfig(
     vocabulary_size=BYTES.vocabulary_size,
     d_model=16,

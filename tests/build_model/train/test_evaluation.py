@@ -7,16 +7,16 @@ from torch import Tensor
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.build_model.train import evaluation
-from transferry.build_model.train.data import Pair, collate, encode_pairs
+from transferry.build_model.train.data import SentencePair, collate, encode_pairs
 from transferry.build_model.train.evaluation import Evaluation, cross_entropy, evaluate
 from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
 
 BYTES = Tokenizer("bytes", r".", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 # The longest source comes first, so that sorting by length has something to put back.
 PAIRS = [
-    Pair("one two three four five", "eins zwei drei vier fünf"),
-    Pair("six", "sechs und sieben und acht"),
-    Pair("seven eight", "neun ist nicht zehn"),
+    SentencePair("one two three four five", "eins zwei drei vier fünf"),
+    SentencePair("six", "sechs und sieben und acht"),
+    SentencePair("seven eight", "neun ist nicht zehn"),
 ]
 EXAMPLES, _ = encode_pairs(PAIRS, BYTES, 64)
 REFERENCES = [pair.target for pair in PAIRS]

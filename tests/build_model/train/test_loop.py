@@ -14,19 +14,20 @@ import pytest
 import torch
 
 from transferry.build_model import checkpoint
-from transferry.build_model.model.config import ModelConfig, TrainConfig
+from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.train import loop as train
-from transferry.build_model.train.data import Example, Pair, encode_pairs
+from transferry.build_model.train.data import Example, SentencePair, encode_pairs
 from transferry.build_model.train.distributed import Process
-from transferry.build_model.train.evaluation import Evaluation
-from transferry.build_model.train.loop import Trainer, Validation
+from transferry.build_model.train.evaluation import Evaluation, Validation
+from transferry.build_model.train.loop import Trainer
 from transferry.build_model.train.metrics import Metrics
+from transferry.build_model.train.train_config import TrainConfig
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, Tokenizer
 
 BYTES = Tokenizer("bytes", r".", {byte: rank for rank, byte in enumerate(SINGLE_BYTES)})
 DIGITS = ["null", "eins", "zwei", "drei", "vier", "fünf"]
-PAIRS = [Pair(f"{a} {b}", f"{DIGITS[a]} {DIGITS[b]}") for a in range(6) for b in range(6)]
+PAIRS = [SentencePair(f"{a} {b}", f"{DIGITS[a]} {DIGITS[b]}") for a in range(6) for b in range(6)]
 EXAMPLES, _ = encode_pairs(PAIRS, BYTES, 32)
 HELD_OUT = Validation(EXAMPLES[::6], [pair.target for pair in PAIRS[::6]])
 

@@ -13,14 +13,14 @@ import torch
 
 from transferry.build_model.checkpoint import load_checkpoint, load_samples
 from transferry.build_model.train import follow as following
-from transferry.build_model.train.data import BadPair, Pair
+from transferry.build_model.train.data import BadPair, SentencePair
 from transferry.build_model.train.distributed import Process
 from transferry.build_model.train.evaluation import Evaluation
 from transferry.build_model.train.follow import hold_out
 from transferry.build_model.train.loop import Trainer
 from transferry.build_model.train.metrics import Metrics
 from transferry.build_model.train.presets import Preset
-from transferry.build_model.train.recipe import PairFiles, Recipe
+from transferry.build_model.train.recipe import PairFiles, TrainingRecipe
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import SINGLE_BYTES, SOURCES, SpecialTokens, Tokenizer
 
@@ -53,8 +53,8 @@ def write_pairs(folder: Path, *more: str) -> PairFiles:
     return PairFiles(folder / "pairs.tsv")
 
 
-def recipe(pairs: PairFiles, **changes: Any) -> Recipe:
-    return Recipe(
+def recipe(pairs: PairFiles, **changes: Any) -> TrainingRecipe:
+    return TrainingRecipe(
         **{
             "train": pairs,
             "valid": pairs,
@@ -66,7 +66,9 @@ def recipe(pairs: PairFiles, **changes: Any) -> Recipe:
     )
 
 
-def follow(what: Recipe, folder: Path, *, resume: bool = False) -> tuple[Evaluation | None, str]:
+def follow(
+    what: TrainingRecipe, folder: Path, *, resume: bool = False
+) -> tuple[Evaluation | None, str]:
     """Runs it; returns the marks and what was said."""
     said: list[str] = []
     marks = following.follow(what, folder, device="cpu", resume=resume, say=said.append)
@@ -136,12 +138,12 @@ def test_without_validation_pairs_some_are_held_out(tmp_path: Path) -> None:
 
 
 def test_held_out_pairs_are_on_one_side_alone() -> None:
-    pairs = [Pair(f"{number % 25}", "x") for number in range(60)]
+    pairs = [SentencePair(f"{number % 25}", "x") for number in range(60)]
     train, valid = hold_out(pairs)
     assert [pair.source for pair in valid] == ["0", "12"]
     assert len(train) == 60 - 3 - 2
     assert not set(train) & set(valid)
-    many = [Pair(str(number), "x") for number in range(30_000)]
+    many = [SentencePair(str(number), "x") for number in range(30_000)]
     assert [len(side) for side in hold_out(many)] == [29_000, 1_000]
     with pytest.raises(InputError, match=r"at least 10 different pairs .*, found 1; give more"):
         hold_out(pairs[:1] * 20)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import sacrebleu
 
-from transferry.build_model.train.data import Pair, ReadReport, read_pair_file
+from transferry.build_model.train.data import ReadReport, SentencePair, read_pair_file
 from transferry.export.distillation.pairs import (
     DistilledPair,
     best_hypothesis,
@@ -82,7 +82,7 @@ def test_rows_with_errors_are_dropped_and_counted(tmp_path: Path) -> None:
 
 
 def test_a_source_that_is_held_out_is_trained_on_with_no_target(tmp_path: Path) -> None:
-    corpus = [Pair(f"s{number}", f"t{number}") for number in range(20)]
+    corpus = [SentencePair(f"s{number}", f"t{number}") for number in range(20)]
     taught = [DistilledPair(pair.source, f"{pair.target} too", "teacher", 1) for pair in corpus]
     train, valid = tmp_path / "pairs.jsonl", tmp_path / "valid.jsonl"
     write_pairs(taught, corpus, train, valid)

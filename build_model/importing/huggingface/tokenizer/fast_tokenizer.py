@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 from tokenizers import Tokenizer, decoders, processors
 
-from transferry.build_model.importing.huggingface.folder import REMEDY, Checkpoint, Settings
+from transferry.build_model.importing.huggingface.folder import REMEDY, PretrainedFolder, Settings
 from transferry.runtime.errors import InputError, TransferryError, UsageError, install_command
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.whole import MOST_BYTES, read_bytes
@@ -115,23 +115,23 @@ class FastTokenizer:
         )
 
 
-def read_fast_tokenizer(checkpoint: Checkpoint) -> FastTokenizer:
+def read_fast_tokenizer(pretrained: PretrainedFolder) -> FastTokenizer:
     """Makes the tokenizer of a folder.
 
     Raises:
         InputError: A file is missing or malformed, or names a class that is not supported.
         UsageError: transformers is not installed.
     """
-    path = checkpoint.folder / TOKENIZER
+    path = pretrained.folder / TOKENIZER
     content = read_bytes(path, MOST_BYTES) if path.exists() else None
-    _check(checkpoint)
+    _check(pretrained)
     origin = str(path)
     if content is None:
-        found = sorted(each.name for kind in TABLES for each in checkpoint.folder.glob(kind))
-        origin = f"{checkpoint.folder} ({', '.join(found)})"
+        found = sorted(each.name for kind in TABLES for each in pretrained.folder.glob(kind))
+        origin = f"{pretrained.folder} ({', '.join(found)})"
     try:
         with panics_as_errors():
-            return _made(checkpoint, content, origin)
+            return _made(pretrained, content, origin)
     except TransferryError:
         raise
     except Exception as error:
@@ -142,36 +142,36 @@ def read_fast_tokenizer(checkpoint: Checkpoint) -> FastTokenizer:
         ) from error
 
 
-def _check(checkpoint: Checkpoint) -> None:
+def _check(pretrained: PretrainedFolder) -> None:
     """Refuses settings that would run code, take all memory, or have no counterpart."""
-    settings = checkpoint.tokenizer
+    settings = pretrained.tokenizer
     settings.only("auto_map", None)
     settings.only("fix_mistral_regex", False)
     for name in ("extra_ids", "offset"):  # without marking them as read
         Settings(settings.path, settings.values).whole(name, 0, most=MOST_EXTRA)
     if settings.get("split_special_tokens"):
-        checkpoint.notes.append(
+        pretrained.notes.append(
             "special tokens in a text are always split, those of a chat template never, whatever "
             "split_special_tokens says"
         )
 
 
-def _made(checkpoint: Checkpoint, content: bytes | None, origin: str) -> FastTokenizer:
-    settings, record = checkpoint.tokenizer, {}
+def _made(pretrained: PretrainedFolder, content: bytes | None, origin: str) -> FastTokenizer:
+    settings, record = pretrained.tokenizer, {}
     file = None
     if content is not None:
-        record = _object(checkpoint.folder / TOKENIZER)
+        record = _object(pretrained.folder / TOKENIZER)
         if (largest := largest_id(content)) > MOST_ID:
             raise ValueError(f"the id {largest}")
         file = Tokenizer.from_buffer(content)
     if record.get("model", {}).get("dropout"):
         raise InputError(f"{origin}: dropout of merges gives random tokens; set it to null")
-    theirs = _of_transformers(checkpoint, file is None)
+    theirs = _of_transformers(pretrained, file is None)
     name, made = type(theirs).__name__, theirs.backend_tokenizer
     if name not in CLASSES:
         settings.refuse("tokenizer_class", name, ", ".join(CLASSES))
-    _require_ids(checkpoint, made, name, record, origin)
-    _mark_read(checkpoint, theirs)
+    _require_ids(pretrained, made, name, record, origin)
+    _mark_read(pretrained, theirs)
     if file is None:  # else the post-processor of the file counts
         settings.get("add_bos_token"), settings.get("add_eos_token")
     if name != AS_IT_IS:
@@ -186,16 +186,16 @@ def _made(checkpoint: Checkpoint, content: bytes | None, origin: str) -> FastTok
     notes = [] if file is None else _differences(made, file, name)
     if (record.get("truncation") or {}).get("direction") == "Left":
         notes.append(f"rows are cut at their end, not at their beginning as {TOKENIZER} says")
-    _clean_up(checkpoint, made)
+    _clean_up(pretrained, made)
     names = {key: str(text) for key, text in theirs._special_tokens_map.items() if text is not None}
     if file is not None and content is not None and made.to_str() == file.to_str():
         return FastTokenizer(made, content, names, segments=segments)
     return FastTokenizer(made, made.to_str().encode(), names, notes, segments)
 
 
-def _of_transformers(checkpoint: Checkpoint, needs_table: bool) -> Any:
+def _of_transformers(pretrained: PretrainedFolder, needs_table: bool) -> Any:
     """Returns the tokenizer of AutoTokenizer; without `needs_table` there is a tokenizer.json."""
-    folder, settings, config = checkpoint.folder, checkpoint.tokenizer, checkpoint.config
+    folder, settings, config = pretrained.folder, pretrained.tokenizer, pretrained.config
     try:
         import transformers
         from transformers.models.auto import tokenization_auto as auto
@@ -252,11 +252,11 @@ def require_files(folder: Path, *names: str, instead: str = "") -> None:
 
 
 def _require_ids(
-    checkpoint: Checkpoint, made: Any, name: str, record: dict[str, Any], origin: str
+    pretrained: PretrainedFolder, made: Any, name: str, record: dict[str, Any], origin: str
 ) -> None:
     """Refuses added tokens to which the class gives other ids than the folder says."""
-    listed = added_tokens(checkpoint)
-    if checkpoint.tokenizer.get("added_tokens_decoder") is None:
+    listed = added_tokens(pretrained)
+    if pretrained.tokenizer.get("added_tokens_decoder") is None:
         listed += [(each["content"], each["id"]) for each in record.get("added_tokens", [])]
     for text, token in listed:
         if (found := made.token_to_id(text)) != token:
@@ -266,18 +266,18 @@ def _require_ids(
             )
 
 
-def added_tokens(checkpoint: Checkpoint) -> list[tuple[str, int]]:
+def added_tokens(pretrained: PretrainedFolder) -> list[tuple[str, int]]:
     """Returns text and id of the tokens that a folder adds outside of tokenizer.json."""
-    listed, path = checkpoint.tokenizer.get("added_tokens_decoder"), checkpoint.folder
+    listed, path = pretrained.tokenizer.get("added_tokens_decoder"), pretrained.folder
     if isinstance(listed, dict):
         return [(each["content"], int(token)) for token, each in listed.items()]
-    path = checkpoint.folder / ADDED_TOKENS
+    path = pretrained.folder / ADDED_TOKENS
     return list(read_document(path, Ids, REMEDY).items()) if path.exists() else []
 
 
-def _mark_read(checkpoint: Checkpoint, theirs: Any) -> None:
+def _mark_read(pretrained: PretrainedFolder, theirs: Any) -> None:
     """Marks the settings that the class of a tokenizer follows, so that the rest is reported."""
-    settings, others = checkpoint.tokenizer, checkpoint.special_tokens
+    settings, others = pretrained.tokenizer, pretrained.special_tokens
     own = inspect.signature(type(theirs).__init__).parameters.keys() - {"errors"}
     for name, value in settings.values.items():
         is_token = name.endswith("_token") and type(value) is not bool
@@ -292,9 +292,9 @@ def _mark_read(checkpoint: Checkpoint, theirs: Any) -> None:
             others.get(name)
 
 
-def _clean_up(checkpoint: Checkpoint, made: Any) -> None:
+def _clean_up(pretrained: PretrainedFolder, made: Any) -> None:
     """Removes blanks before punctuation from the text of ids (`clean_up_tokenization`)."""
-    settings, merged = checkpoint.tokenizer, type(made.model).__name__ == "BPE"
+    settings, merged = pretrained.tokenizer, type(made.model).__name__ == "BPE"
     forced = settings.flag(f"{CLEAN_UP}_for_bpe_even_though_it_will_corrupt_output", False)
     # Without a decoder pieces are joined by blanks, which no decoder does.
     if made.decoder is None or not settings.flag(CLEAN_UP, False) or (merged and not forced):
