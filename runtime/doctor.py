@@ -1,8 +1,8 @@
-"""Checks of this machine, each with a one-line remedy where something does not work.
+"""Checks of this machine, each with a one-line remedy for a problem.
 
 A provider that onnxruntime lists may still fail, so each multiplies two matrices, and the product
-is compared with numpy's. A warning is something missing, a fault something present that does not
-work; `transferry doctor` exits with 5 if there is a fault.
+is compared with numpy's. A warning is a missing part, a fault a part that does not work;
+`transferry doctor` exits with 5 on a fault.
 """
 
 import importlib.metadata
@@ -21,8 +21,8 @@ from transferry.runtime.hardware import instruction_sets, usable_cores
 from transferry.runtime.io.folders import temporary_folder
 from transferry.runtime.tables import table
 
-# y = a b, float32 `[n, n]`, opset 17, IR version 8. Serialised, because the runtime does not need
-# the onnx package; a test builds the same bytes with onnx.
+# y = a b, float32 [n, n], opset 17, IR version 8. Serialised, because the runtime does not need the
+# onnx package; a test builds the same bytes with onnx.
 PRODUCT_GRAPH = (
     b'\x08\x08:a\n\x11\n\x01a\n\x01b\x12\x01y"\x06MatMul\x12\x07product'
     b"Z\x15\n\x01a\x12\x10\n\x0e\x08\x01\x12\n\n\x03\x12\x01n\n\x03\x12\x01n"
@@ -42,7 +42,7 @@ class Check:
     """Result of one check.
 
     Attributes:
-        name: What was checked.
+        name: Part of the machine.
         status: "warning" is absent and not required, "fault" is present and not working.
         found: One line.
         remedy: One line; empty if the status is ok.
@@ -55,7 +55,7 @@ class Check:
 
 
 def diagnose() -> list[Check]:
-    """Runs all checks of what the runtime needs. Raises nothing: a failure is a result."""
+    """Checks everything that the runtime needs. Raises nothing: a failure is a result."""
     checks = [
         Check("python", "ok", f"{platform.python_version()} at {sys.executable}"),
         _check_onnxruntime(),
@@ -63,7 +63,7 @@ def diagnose() -> list[Check]:
     ]
     if sys.platform != "darwin":  # has no CUDA
         checks.append(check_cuda())
-    if _version("openvino"):  # an extra that few need
+    if _version("openvino"):  # a rare extra
         checks.append(check_openvino())
     return [*checks, _check_hardware(), _check_tiktoken(), _check_torch()]
 
@@ -94,7 +94,7 @@ def check_cuda() -> Check:
 
 
 def check_openvino() -> Check:
-    """Multiplies two matrices in OpenVINO, told to compute in float32."""
+    """Multiplies two matrices in OpenVINO, set to compute in float32."""
 
     def multiply(graph: Path, a: Matrix, b: Matrix) -> Matrix:
         from transferry.runtime.ort.openvino_runner import compiled_in_float32
@@ -107,7 +107,7 @@ def check_openvino() -> Check:
 
 def _check_provider(provider: Literal["cpu", "cuda"], remedy: str) -> Check:
     def multiply(graph: Path, a: Matrix, b: Matrix) -> Matrix:
-        # Here, because an onnxruntime that cannot be imported must be a result too.
+        # Imported here: a broken onnxruntime must be a result, too.
         from transferry.runtime.ort.session import SessionOptions, open_session
 
         session = open_session(graph, SessionOptions(provider=provider))
@@ -148,21 +148,14 @@ def _check_onnxruntime() -> Check:
     present = {name: version for name, version in installed.items() if version}
     found = ", ".join(f"{name} {version}" for name, version in present.items())
     if len(present) > 1:
-        return Check(
-            "onnxruntime",
-            "fault",
-            f"{found}: both install the same files, and the last one wins",
-            "pip uninstall --yes onnxruntime onnxruntime-gpu && pip install transferry",
-        )
+        found += ": both install the same files, and the last one wins"
+        remedy = "pip uninstall --yes onnxruntime onnxruntime-gpu && pip install transferry"
+        return Check("onnxruntime", "fault", found, remedy)
     try:
         import onnxruntime
     except (ImportError, OSError) as reason:
-        return Check(
-            "onnxruntime",
-            "fault",
-            f"{found or 'not installed'}: {_one_line(reason)}",
-            "pip install --force-reinstall transferry",
-        )
+        found = f"{found or 'not installed'}: {_one_line(reason)}"
+        return Check("onnxruntime", "fault", found, "pip install --force-reinstall transferry")
     providers = ", ".join(onnxruntime.get_available_providers())
     version = found or f"onnxruntime {onnxruntime.__version__}"
     return Check("onnxruntime", "ok", f"{version}, built with {providers}")
@@ -193,7 +186,7 @@ def _check_tiktoken() -> Check:
 
 
 def _check_torch() -> Check:
-    # From metadata: importing torch takes seconds, and the runtime never does.
+    # From metadata: importing torch takes seconds.
     found = _version("torch") or "not installed; only train, export and verify --checkpoint need it"
     return Check("torch", "ok", found)
 

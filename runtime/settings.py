@@ -18,7 +18,7 @@ from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.io.whole import read_bytes
 
 MADE = "made"
-# What numpy, torch and onnxruntime count with everywhere.
+# The largest count that numpy, torch and onnxruntime all support.
 MOST = 2**31 - 1
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
 Whole = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
@@ -53,7 +53,7 @@ def read_made(path: Path) -> dict[str, Any]:
 
 
 def foreign_settings(path: Path) -> str:
-    """Returns what is wrong with a file that should be of `write_settings`; "" if nothing is."""
+    """Defect of a file that `write_settings` should have written; "" without one."""
     try:
         own = path.is_file() and isinstance(_read(path).get(MADE), dict)
     except InputError:
@@ -99,7 +99,7 @@ def check_fields(config: Any) -> None:
 
 def check_value(name: str, value: object, kind: Any) -> None:
     """Raises UsageError for a value of another type than `kind`, or outside its range."""
-    # numpy's float64 is a float, of which msgspec knows nothing.
+    # A numpy float64 is a float, but unknown to msgspec.
     plain = float(value) if isinstance(value, float) else value
     try:
         msgspec.convert(plain, kind, strict=True)
@@ -119,7 +119,7 @@ def _field_types(config: Any) -> dict[str, Any]:
 
 
 def _expected(value: object, kind: Any) -> str:
-    """Returns a type with the range that a value misses, in words that follow "must be"."""
+    """Type and missed range of a value, in words that follow "must be"."""
     kinds = [each for each in get_args(kind) if each is not type(None)]
     if len(kinds) == 1 and type(None) in get_args(kind):
         (kind,) = kinds

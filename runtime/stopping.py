@@ -31,7 +31,7 @@ def format_with(format: Callable[[str], str]) -> None:
 
 
 def handle_signals() -> None:
-    """Makes SIGINT and SIGTERM stop the process; a command does so before it imports anything."""
+    """Makes SIGINT and SIGTERM stop the process; called before a command imports anything."""
     for number in SIGNALS:
         # nohup, and a shell for its background jobs, start programs with a signal ignored.
         if signal.getsignal(number) is not signal.SIG_IGN:

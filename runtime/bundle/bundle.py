@@ -5,7 +5,7 @@
       FOLDER/*.onnx            the graphs of a variant, or of several that share weights
       FOLDER/weights.bin       their weights, stored once and shared by the graphs
       tokenizer.json ...       the tokenizer: its settings, and the files of its kind
-      reference.npz            inputs, and what torch answered to them
+      reference.npz            inputs, and torch's answers to them
 
 The runtime hard-codes no tensor name: each tensor of a graph has a role, and tensors of one role
 are matched in the order in which the manifest lists them (the i-th present is the next step's i-th

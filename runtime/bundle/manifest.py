@@ -11,21 +11,11 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from transferry.runtime.bundle.head import HeadSettings
-from transferry.runtime.bundle.specs import (
-    ANSWERS,
-    ONE_GRAPH,
-    Architecture,
-    TensorSpec,
-    Variant,
-)
+from transferry.runtime.bundle.specs import ANSWERS, ONE_GRAPH, Architecture, TensorSpec, Variant
 from transferry.runtime.decoding.generation_options import generation_options, options_of_json
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import checked, parse_document
-from transferry.runtime.io.sealed_folder import (
-    FileRecord,
-    Name,
-    RelativePath,
-)
+from transferry.runtime.io.sealed_folder import FileRecord, Name, RelativePath
 from transferry.runtime.tables import facts, table
 
 FORMAT = 9
@@ -34,7 +24,7 @@ REMEDY = "export the bundle again"
 
 
 class ModelLimits(Struct):
-    """What the runtime reads of a model's configuration."""
+    """Fields of a model's configuration that the runtime reads."""
 
     max_positions: Annotated[int, Meta(ge=1, le=1 << 24)]
     d_model: Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -52,7 +42,7 @@ class Manifest:
         variants: By name.
         files: Every file but the manifest, by path in the bundle.
         versions: Versions of the packages that made the bundle.
-        head: What the head of an encoder-only model is for; None if it has none.
+        head: Purpose of an encoder-only model's head; None without one.
     """
 
     architecture: Architecture
@@ -68,19 +58,16 @@ class Manifest:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False) + "\n"
 
     def summary(self) -> str:
-        """Returns what a person asks first, in a few lines."""
+        """Returns the most wanted facts, in a few lines."""
         model, size = self.model, sum(entry.size for entry in self.files.values())
         stacks = {name: model.get(f"{name}_layers", 0) for name in ("encoder", "decoder")}
         layers = ", ".join(f"{count} {name} layers" for name, count in stacks.items() if count)
         rows = [
             ("model", f"{self.architecture}: {layers}, width {model['d_model']}"),
             ("", f"vocabulary {model['vocabulary_size']:,}, positions {model['max_positions']:,}"),
-            ("made by", ", ".join(f"{name} {version}" for name, version in self.versions.items())),
+            ("made by", _named(self.versions)),
             ("files", f"{len(self.files)}, {size / 1e6:,.1f} MB, as the manifest has them"),
-            (
-                "generation",
-                ", ".join(f"{name} {value}" for name, value in self.generation.items()) or "greedy",
-            ),
+            ("generation", _named(self.generation) or "greedy"),
         ]
         variants = [
             (variant.name, variant.precision, ", ".join(variant.providers), len(variant.graphs))
@@ -91,23 +78,14 @@ class Manifest:
 
     def to_text(self) -> str:
         """Returns the whole manifest as text for people."""
-        model = ", ".join(f"{name} {value}" for name, value in self.model.items())
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         files = [(name, entry.size, entry.sha256[:16]) for name, entry in self.files.items()]
         parts = [
-            f"{self.architecture}: {model}\nmade by {versions}",
+            f"{self.architecture}: {_named(self.model)}\nmade by {_named(self.versions)}",
             table(("file", "bytes", "sha256"), files),
         ]
         for variant in self.variants.values():
             rows = [
-                (
-                    name,
-                    direction,
-                    spec.name,
-                    spec.role,
-                    spec.type,
-                    _shape(spec),
-                )
+                (name, direction, spec.name, spec.role, spec.type, _shape(spec))
                 for name, graph in variant.graphs.items()
                 for direction, specs in (("in", graph.inputs), ("out", graph.outputs))
                 for spec in specs
@@ -118,11 +96,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes, origin: str) -> Manifest:
-        """Parses the text that `to_json` wrote.
-
-        Args:
-            text: The text.
-            origin: Name of the file in errors.
+        """Parses the text that `to_json` wrote; `origin` names the file in errors.
 
         Raises:
             InputError: The text is not JSON, inconsistent, or of another format version.
@@ -147,7 +121,7 @@ class Manifest:
 
 
 def _problem(manifest: Manifest) -> str:
-    """Describes why a variant could not run, or which file has no hash; empty if all is well."""
+    """First reason why a variant cannot run, or a file has no hash; "" without one."""
     alone = manifest.architecture == "encoder-only"
     for name, variant in manifest.variants.items():
         if whole := variant.graphs.get(ONE_GRAPH):
@@ -180,7 +154,7 @@ def _problem(manifest: Manifest) -> str:
 
 
 def _head_problem(head: HeadSettings, variant: Variant) -> str:
-    """Describes how a graph does not give what the head's settings speak of; "" if it does."""
+    """Mismatch between a graph and the head's settings; "" without one."""
     outputs = variant.graphs["encoder"].outputs if "encoder" in variant.graphs else ()
     found = [spec.shape for spec in outputs if spec.role == "head"]
     rank = 3 if head.task == "tag" else 2
@@ -192,6 +166,10 @@ def _head_problem(head: HeadSettings, variant: Variant) -> str:
     if head.default_prompt and head.default_prompt not in head.prompts:
         return f"has no prompt {head.default_prompt!r}"
     return ""
+
+
+def _named(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _shape(spec: TensorSpec) -> str:

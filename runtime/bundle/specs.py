@@ -21,7 +21,7 @@ ONE_GRAPH = "generate"  # optional graph of the portable variant: greedy search 
 ANSWERS = ("tokens", "lengths", "log_probabilities")  # roles of its outputs
 
 Size = Annotated[int, Meta(ge=1, le=1 << 40)]
-# What the runtime handles, and no other: numpy would read "O" as pointers into memory.
+# The types that the runtime handles: numpy would read "O" as pointers into memory.
 ElementType = Annotated[str, Meta(pattern=r"^(bool|u?int8|int32|int64|b?float16|float32)\Z")]
 StoredType = Annotated[str, Meta(pattern=r"^(int8|int32|float32)\Z")]
 PrecisionName = Annotated[str, Meta(pattern=rf"^({'|'.join(PRECISIONS)})\Z")]
@@ -34,8 +34,8 @@ GRAPHS = {
     "decoder-only": ("decoder", "select"),
     "encoder-only": ("encoder",),
 }
-# Graphs of a variant whose steps write into the cache in place; the state of a recurrent decoder
-# has no columns to gather.
+# Graphs of a variant whose steps write into the cache in place; a recurrent decoder has no columns
+# to gather.
 IN_PLACE = {
     "encoder-decoder": (
         *("encoder", "decoder", "lm_head", "exp_sums", "gather", "move", "place", "select"),
@@ -43,7 +43,7 @@ IN_PLACE = {
     "decoder-only": ("decoder", "lm_head", "exp_sums", "gather", "move"),
 }
 
-# Heads are those of keys and values. Where the cache is in place, a batch is one of slots.
+# Heads are of keys and values. Where the cache is in place, the batch dimension counts slots.
 Role = Literal[
     "source",  # [batch, source] int64: token ids
     "source_mask",  # [batch, source] bool: True at a token
@@ -81,13 +81,13 @@ Role = Literal[
     "places",  # [selected] int64: where to put them
     "state",  # [batch, heads, length, d_head]: past or cross, before a selection
     "selected",  # [selected, heads, length, d_head]: after it
-    "moved",  # [batch, heads, length, d_head]: state with rows copied to other places
+    "moved",  # [batch, heads, length, d_head]: state after rows moved to other places
     "index",  # [selected, heads, columns] int64: columns of the cache to take
     "gathered",  # [selected, heads, columns, d_head]: the cache with these columns
     "write",  # [batch] int64: the column from which fresh is written into state
     "fresh",  # [batch, heads, columns, d_head]: cross of a few sentences
     "placed",  # [batch, heads, length, d_head]: state with fresh written into it
-    "max_length",  # [1] int64: limit on the tokens of an answer; of one graph, as what follows
+    "max_length",  # [1] int64: limit on the tokens of an answer; of one graph, as the next three
     "tokens",  # [batch, length] int64: the answers, an end token included, then padding
     "lengths",  # [batch] int64: tokens of each answer, an end token included
     "log_probabilities",  # [batch]: of each answer, in nats
@@ -99,8 +99,8 @@ class TensorSpec:
     """One input or output of a graph.
 
     Attributes:
-        name: Its name in the graph.
-        role: Its purpose.
+        name: Name in the graph.
+        role: Purpose.
         type: numpy's name of the element type, such as "float32".
         shape: Sizes of fixed dimensions, symbols of dynamic ones.
     """
@@ -124,11 +124,7 @@ class GraphSpec:
         return [spec.name for spec in (*self.inputs, *self.outputs) if spec.role == role]
 
     def tensor(self, role: Role) -> TensorSpec:
-        """Returns the first tensor of a role.
-
-        Raises:
-            InputError: There is none.
-        """
+        """Returns the first tensor of a role; raises InputError without one."""
         for spec in (*self.inputs, *self.outputs):
             if spec.role == role:
                 return spec
@@ -150,7 +146,7 @@ class StoredTensor:
         return self.offset + math.prod(self.shape) * np.dtype(self.type).itemsize
 
     def read(self, files: SealedFolder) -> NDArray[Any]:
-        """Returns a copy; raises InputError if the file is another than was recorded."""
+        """Returns a copy; raises InputError if the file differs from its record."""
         return files.array(self.file, self.type, self.offset, self.shape)
 
 
@@ -161,8 +157,8 @@ class CacheSpec:
     Attributes:
         in_place: Whether steps write into buffers; else each step returns another cache.
         type: numpy's name of the element type of keys and values, or "bfloat16".
-        kind: What past and present are: "columns" of keys and values, one more for each token, or
-            the "state" of a recurrent decoder, whose size stays.
+        kind: Content of past and present: "columns" of keys and values, one more for each token, or
+            the "state" of a recurrent decoder, of constant size.
     """
 
     in_place: bool
@@ -179,12 +175,12 @@ class Variant:
         precision: Type of weights and arithmetic.
         providers: Execution providers that it is made for.
         opset: Version of the standard ONNX operators that the graphs use.
-        graphs: By name; `required_graphs` lists those that a variant must have.
+        graphs: By name; `required_graphs` lists the necessary ones.
         cache: The KV cache of the decoder; None for an encoder-only model.
         top_k: Whether a graph ranks tokens on the device, so that few numbers leave it.
         screen: Weights of the LM head that `ScreenedArgmax` reads, by its parameters; empty if
             greedy search computes all logits.
-        reference: The file of torch's recorded answers; an int8 variant has one of its own, made by
+        reference: File of torch's recorded answers; an int8 variant has a file of its own, made by
             torch with the same rounding to integers.
     """
 
@@ -200,7 +196,7 @@ class Variant:
 
     @property
     def exact(self) -> bool:
-        """Whether it computes in the model's own precision, so that its tokens must be the same."""
+        """Whether it computes in the model's own precision, so that its tokens must be equal."""
         return self.precision == FLOAT32.name
 
     @property
@@ -215,11 +211,11 @@ class Variant:
 
     @property
     def steps(self) -> Mapping[str, GraphSpec]:
-        """The graphs that a search outside of them drives."""
+        """The graphs that a search outside of the graphs drives."""
         return {name: graph for name, graph in self.graphs.items() if name != ONE_GRAPH}
 
     def required_graphs(self, architecture: str) -> tuple[str, ...]:
-        """Returns the names of the graphs that the variant must have, by what it says of itself."""
+        """Names of the graphs that the variant must have, given its cache, top k and screen."""
         graphs = (IN_PLACE if self.in_place else GRAPHS)[architecture]
         return (
             *(name for name in graphs if name != "gather" or not self.recurrent),

@@ -73,7 +73,7 @@ def staged_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Folder for intermediate files, removed at the end; raises InputError if none can be made."""
+    """Folder for intermediate files, removed at the end; raises InputError without a place for it."""
     try:
         folder = Path(tempfile.gettempdir(), f"transferry-{os.urandom(8).hex()}")
     except OSError as error:
@@ -91,7 +91,7 @@ def replace_folder(folder: Path, out: Path) -> None:
     """Renames a folder to `out`; an existing `out` is removed once the new one is in place.
 
     Raises:
-        InputError: The former folder cannot be removed.
+        InputError: The replaced folder cannot be removed.
     """
     if not out.exists():
         folder.rename(out)
@@ -115,6 +115,6 @@ def replace_folder(folder: Path, out: Path) -> None:
             shutil.rmtree(old)
         except OSError as error:
             raise InputError(
-                f"{out} is replaced, but the former folder cannot be removed ({error}); delete "
+                f"{out} is replaced, but its old folder cannot be removed ({error}); delete "
                 f"{old}"
             ) from error

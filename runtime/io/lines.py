@@ -17,22 +17,19 @@ from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.io.whole import Stored, shown_path, unreadable
 
 # By suffix: none, gzip, zstd.
+# By suffix: none, gzip, zstd.
 Compression = Literal["", ".gz", ".zst"]
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-# How long a named pipe may have no writer.
-PIPE_SECONDS = 3.0
+PIPE_SECONDS = 3.0  # how long a named pipe may lack a writer
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read_lines(path: Path | str) -> Iterator[str]:
-    r"""Streams the lines of a UTF-8 text file, plain, gzip or zstd.
+    r"""Streams the lines of a UTF-8 text file, plain, gzip or zstd; "-" is standard input.
 
     Only "\n" and "\r\n" end a line: Unicode's other separators (U+2028, U+0085, ...) occur inside
     sentences, and splitting there would shift all following lines.
-
-    Args:
-        path: The file; "-" is standard input.
 
     Raises:
         InputError: The file is unreadable, binary, damaged or not UTF-8.
@@ -42,11 +39,7 @@ def read_lines(path: Path | str) -> Iterator[str]:
 
 
 def some_lines(path: Path | str) -> list[str]:
-    """Reads all lines of a file as `read_lines` does.
-
-    Raises:
-        InputError: As there, or the file is empty, so that nothing would be compared.
-    """
+    """Reads all lines of a file; raises as `read_lines`, and InputError for an empty file."""
     if lines := list(read_lines(path)):
         return lines
     raise InputError(f"{path}: expected at least one line, found none; give another file")
@@ -55,16 +48,14 @@ def some_lines(path: Path | str) -> list[str]:
 def read_raw_lines(path: Path | str | Stored, *, keep_ends: bool = False) -> Iterator[bytes]:
     r"""Streams the lines as bytes, for readers that continue after a line that is not UTF-8.
 
-    Args:
-        path: The file, here or elsewhere, plain, gzip or zstd; "-" is standard input.
-        keep_ends: Keep "\n" and "\r\n".
+    `keep_ends` keeps "\n" and "\r\n".
 
     Raises:
         InputError: The file is unreadable, binary, or damaged gzip or zstd.
         UsageError: The file is zstd and zstandard is not installed.
     """
     with _unpacked(path) as file:
-        # git's heuristic: a binary file has a NUL byte near its beginning, text has none.
+        # git's heuristic: a NUL byte near the beginning marks a binary file.
         if b"\0" in file.peek():
             raise InputError(
                 f"{shown_path(path)}: expected UTF-8 text, found a NUL byte: this is a binary "
@@ -79,12 +70,7 @@ def read_raw_lines(path: Path | str | Stored, *, keep_ends: bool = False) -> Ite
 
 
 def read_blocks(path: Path | str) -> Iterator[bytes]:
-    """Streams a file in blocks of at most 256 KiB, decompressed if it is gzip or zstd.
-
-    Raises:
-        InputError: The file is unreadable, or damaged gzip or zstd.
-        UsageError: The file is zstd and zstandard is not installed.
-    """
+    """Streams a file in blocks of at most 256 KiB, decompressed; raises as `read_raw_lines`."""
     with _unpacked(path) as file:
         yield from iter(partial(file.read, 1 << 18), b"")
 
@@ -156,11 +142,7 @@ def _zstandard() -> Any:
 
 @contextmanager
 def packed(file: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
-    """Compresses what is written to `file`, which stays open; the bytes are reproducible.
-
-    Args:
-        file: A file open for writing.
-        compression: "" yields `file` itself.
+    """Compresses bytes written to `file`, which stays open; the result is reproducible.
 
     Raises:
         UsageError: zstandard is needed and not installed.
@@ -183,11 +165,7 @@ def _packer(file: BinaryIO, compression: Compression) -> BinaryIO:
 
 
 def decode_line(line: bytes, path: Path | str, number: int) -> str:
-    """Decodes a raw line.
-
-    Raises:
-        InputError: The line is not UTF-8; the message has file, line and byte.
-    """
+    """Decodes a raw line; raises InputError with file, line and byte if it is not UTF-8."""
     try:
         return line.decode()
     except UnicodeDecodeError as error:
@@ -202,13 +180,13 @@ def _open(path: Path | str | Stored) -> AbstractContextManager[io.BufferedReader
     if not isinstance(path, Path | str):
         return path.opened()
     if str(path) == "-":
-        if sys.stdin is None:  # Python's own sign of a descriptor that is closed
+        if sys.stdin is None:  # Python's sign of a closed descriptor
             raise InputError(
                 "standard input: cannot be read: it is closed. Pipe text into the command, or name "
                 "a file."
             )
         return io.BufferedReader(cast(io.RawIOBase, sys.stdin.buffer))
-    with contextlib.suppress(ValueError):  # a NUL, which `open` tells of too
+    with contextlib.suppress(ValueError):  # a NUL; `open` reports it
         if Path(path).is_fifo():
             return _open_pipe(Path(path))
     try:
@@ -218,7 +196,7 @@ def _open(path: Path | str | Stored) -> AbstractContextManager[io.BufferedReader
 
 
 def _open_pipe(path: Path) -> io.BufferedReader:
-    """Opens a named pipe, which would wait for a writer for ever."""
+    """Opens a named pipe, but does not wait for a writer for ever."""
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: PTH123, SIM115
     ready, _, _ = select.select([file], [], [], PIPE_SECONDS)
     if not ready:

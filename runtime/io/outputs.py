@@ -1,7 +1,7 @@
-"""Outputs: never an input, and never in place of something that the same command did not write.
+"""Checks of outputs: never an input, and never a replacement for another program's file.
 
-Each kind of output is recognised where it is written; the rules are here, and every command asks
-them before it works.
+Each kind of output is recognised where it is written; every command asks these rules before it
+works.
 """
 
 from __future__ import annotations
@@ -17,21 +17,17 @@ from transferry.runtime.errors import UsageError
 from transferry.runtime.io.atomic import unwritable
 
 STANDARD_STREAM = Path("-")
-# Where a mark is looked for, in bytes.
+# Bytes at the beginning of a file that are searched for a mark.
 _HEAD = 4096
-# What a killed process leaves in a folder.
+# Left in a folder by a killed process.
 _TEMPORARY = re.compile(r"\..+\.(part|old)|.+\.tmp")
 
 
 def require_apart(outputs: Sequence[Path], inputs: Sequence[Path], what: str = "the input") -> None:
     """Refuses outputs that are an input, hold one or lie in one, and outputs that are the same.
 
-    Symbolic and hard links count as what they lead to, and standard streams as their files.
-
-    Args:
-        outputs: Files and folders that will be written.
-        inputs: Files and folders that will be read.
-        what: What the inputs are, for the message.
+    Symbolic and hard links count as their targets, and standard streams as their files. `what`
+    names the inputs in messages.
 
     Raises:
         InputError: An output has a name that cannot be written.
@@ -54,15 +50,15 @@ def require_apart(outputs: Sequence[Path], inputs: Sequence[Path], what: str = "
 
 
 def require_own(path: Path, foreign: Callable[[Path], str]) -> None:
-    """Refuses to replace something that the command did not write.
+    """Refuses to replace a file or folder that the command did not write.
 
     Args:
         path: The output, which need not exist.
-        foreign: Returns what is wrong with an existing one, in words that follow its name; "" for
-            one that may be replaced.
+        foreign: Describes the defect of an existing one, in words that follow its name; "" allows
+            its replacement.
 
     Raises:
-        UsageError: There is such a thing.
+        UsageError: The path is taken by something else.
     """
     if not os.path.lexists(path):
         return
@@ -73,7 +69,7 @@ def require_own(path: Path, foreign: Callable[[Path], str]) -> None:
 
 
 def foreign_file(path: Path, mark: bytes, what: str) -> str:
-    """Returns what is wrong with a file that should begin as a command writes it."""
+    """Defect of a file that should begin with the mark of a command; "" without one."""
     return "" if mark in _head(path) else f"is not {what}"
 
 
@@ -90,12 +86,7 @@ def foreign_junit(path: Path) -> str:
 
 
 def foreign_member(folder: Path, own: Callable[[str], bool]) -> str:
-    """Names a file in a folder that the command did not write, if there is one.
-
-    Args:
-        folder: The folder.
-        own: Whether the command writes a file of this path in the folder.
-    """
+    """Names a file in a folder whose path there is not the command's `own`; "" without one."""
     for path in _members(folder):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink() or not (own(name) or _TEMPORARY.fullmatch(path.name)):
@@ -111,7 +102,7 @@ def _members(folder: Path) -> Iterator[Path]:
 
 
 def _head(path: Path) -> bytes:
-    """Returns the beginning of a file; nothing of what is no file."""
+    """Beginning of a regular file; empty for anything else."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would wait for its writer
             return b""
@@ -154,7 +145,7 @@ def _linked_from(output: Path, folder: Path) -> bool:
 
 
 def _places(path: Path) -> set[str]:
-    """Returns where a path leads, and where it lies itself."""
+    """Returns the target of a path and the place of the path itself."""
     absolute = path.absolute()
     return {
         os.path.realpath(absolute),
@@ -163,7 +154,7 @@ def _places(path: Path) -> set[str]:
 
 
 def _status(path: Path, stream: object) -> os.stat_result | None:
-    """Returns the status of a file, or of the file behind a standard stream, if there is one."""
+    """Status of a file, or of the file behind a standard stream; None without one."""
     try:
         if path != STANDARD_STREAM:
             return path.stat()

@@ -53,8 +53,8 @@ def open_regular(
 ) -> Iterator[io.BufferedReader]:
     """Opens a regular file for reading; an OSError inside the `with` counts as a read error.
 
-    A pipe is refused instead of waited for, and a device instead of read for ever. `opener` is that
-    of `open`.
+    A pipe is refused instead of waited for, and a device instead of read for ever.
+    `opener` works as in `open`.
 
     Raises:
         InputError: The file cannot be read, is no regular file, or is not fetched from Git LFS.
