@@ -73,7 +73,7 @@ def staged_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Folder for intermediate files, removed at the end; raises InputError without a place for it."""
+    """Folder for intermediate files, removed at the end; raises InputError if it cannot be made."""
     try:
         folder = Path(tempfile.gettempdir(), f"transferry-{os.urandom(8).hex()}")
     except OSError as error:
@@ -115,6 +115,5 @@ def replace_folder(folder: Path, out: Path) -> None:
             shutil.rmtree(old)
         except OSError as error:
             raise InputError(
-                f"{out} is replaced, but its old folder cannot be removed ({error}); delete "
-                f"{old}"
+                f"{out} is replaced, but its old folder cannot be removed ({error}); delete {old}"
             ) from error

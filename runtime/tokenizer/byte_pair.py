@@ -1,7 +1,6 @@
-"""Byte-level BPE, held as tiktoken ranks.
+"""Byte-level BPE, held as tiktoken ranks; `third_party` has the kinds that tiktoken cannot hold.
 
-`load_tokenizer` opens a tokenizer of any kind; none of them needs a network. The kinds that
-tiktoken cannot hold are in `third_party`.
+`load_tokenizer` opens a tokenizer of any kind, without a network.
 """
 
 import base64
@@ -49,9 +48,7 @@ _MAX_CHARACTERS_AT_ONCE = 500_000
 def load_tokenizer(folder: Path, read: Callable[[str], bytes] | None = None) -> AnyTokenizer:
     """Loads a tokenizer of any kind from the folder that `save` wrote.
 
-    Args:
-        folder: The folder.
-        read: Reads a file of the folder by its name. Default: any regular file.
+    `read` returns the content of a file of the folder by name. Default: any regular file.
 
     Raises:
         InputError: A file is missing, malformed, or of a kind that this version does not know.
@@ -98,8 +95,7 @@ class Tokenizer(AnyTokenizer):
             kept_ranks: Ranks that have an id, ascending; None keeps all.
             special: Special ids, distinct from the ordinary ones.
             first_ordinary_id: Id of the first kept rank. Default: after the special ids.
-            vocabulary_size: Number of ids of the model; some may have no text. Default: as many as
-                there are.
+            vocabulary_size: Number of ids of the model, perhaps more than have a text.
 
         Raises:
             InputError: The ranks, the kept ranks or the pattern are invalid, or there are more ids
@@ -107,22 +103,12 @@ class Tokenizer(AnyTokenizer):
         """
         kept = range(len(ranks)) if kept_ranks is None else kept_ranks
         _check_ranks(ranks, kept)
-        try:
-            self._encoding = tiktoken.Encoding(
-                name, pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens={}
-            )
-        except ValueError as error:
-            raise InputError(
-                f"expected a regular expression, found {pattern!r}: {error}"
-            ) from error
-        self.name = name
-        self.pattern = pattern
-        self.special = special
+        self._encoding = _encoding(name, pattern, ranks)
+        self.name, self.pattern, self.special = name, pattern, special
         if first_ordinary_id is None:
             first_ordinary_id = max(special.ids()) + 1
         self.first_ordinary_id = first_ordinary_id
         self.kept_ranks = None if kept_ranks is None else tuple(kept_ranks)
-
         self._tokens = sorted(ranks, key=ranks.__getitem__)
         self._kept_tokens = [self._tokens[rank] for rank in kept]
         if type(first_ordinary_id) is not int or first_ordinary_id < 0:
@@ -171,7 +157,7 @@ class Tokenizer(AnyTokenizer):
         return ids
 
     def describe(self, ids: Sequence[int]) -> str:
-        """Describes which tokens of the vocabulary a text uses."""
+        """Describes the tokens of the vocabulary that a text uses, for people."""
         ranks = range(len(self._tokens)) if self.kept_ranks is None else self.kept_ranks
         used = {ranks[token_id - self.first_ordinary_id] for token_id in ids}
         return (
@@ -197,9 +183,8 @@ class Tokenizer(AnyTokenizer):
         }
 
     def _contents(self) -> Mapping[str, bytes]:
-        lines = (
-            base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(self._tokens)
-        )
+        ranked = enumerate(self._tokens)
+        lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in ranked)
         return {_RANKS_FILE: b"".join(lines)}
 
     @classmethod
@@ -219,8 +204,17 @@ class Tokenizer(AnyTokenizer):
         )
 
 
+def _encoding(name: str, pattern: str, ranks: Mapping[bytes, int]) -> tiktoken.Encoding:
+    try:
+        return tiktoken.Encoding(
+            name, pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens={}
+        )
+    except ValueError as error:
+        raise InputError(f"expected a regular expression, found {pattern!r}: {error}") from error
+
+
 def _check_ranks(ranks: Mapping[bytes, int], kept: Sequence[int]) -> None:
-    """Raises for ranks that tiktoken accepts silently and gets wrong later."""
+    """Refuses ranks that tiktoken accepts silently and gets wrong later."""
     size = len(ranks)
     if sorted(ranks.values()) != list(range(size)):
         raise InputError(f"expected the {size} ranks 0 to {size - 1}, found gaps or repetitions")
@@ -241,8 +235,7 @@ def _check_ranks(ranks: Mapping[bytes, int], kept: Sequence[int]) -> None:
 def _parse_ranks(content: bytes) -> dict[bytes, int]:
     """Parses lines of base64, blank, rank.
 
-    Not with `tiktoken.load`, which caches by path: after retraining into the same folder it would
-    return the old ranks.
+    `tiktoken.load` caches by path: after retraining into the same folder it returns the old ranks.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):

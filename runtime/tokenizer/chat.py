@@ -1,8 +1,8 @@
 """Chat templates: messages to text in which the template's own special tokens are known.
 
 A template is rendered by `chat_worker` in a process of its own. Special tokens that it writes
-become tokens, those in the messages stay text: each is put between two private-use characters that
-no message has, which are found again in the text. transformers does the same with
+become tokens, special tokens in the messages stay text: each is put between two private-use
+characters that occur in no message, and found again in the text. transformers does the same with
 `sanitize_control_tokens=True`.
 """
 
@@ -29,18 +29,16 @@ from transferry.runtime.errors import InputError, UsageError, install_command
 TEMPLATE_FILE = "chat_template.jinja"
 
 SECONDS = 10
-MOST_CHARACTERS = 1 << 24  # of a template, and of what it writes
+MOST_CHARACTERS = 1 << 24  # of a template, and of its text
 MEMORY = 1 << 30  # bytes of address space
-# Older versions have known ways out of the sandbox.
-LEAST_JINJA = (3, 1, 6)
+LEAST_JINJA = (3, 1, 6)  # older versions have known ways out of the sandbox
 PRIVATE_USE = range(0xF0000, 0xFFFFE)
 ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# Names under which messages hold what a model thought; transformers fills in the others.
+# Keys of a message that hold the model's thoughts; transformers fills in the missing keys.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 Message = Mapping[str, Any]
-# Text, and ids of special tokens.
-Pieces = list[str | int]
+Pieces = list[str | int]  # text, and ids of special tokens
 
 
 class ChatError(Exception):
@@ -54,7 +52,7 @@ class ChatTemplate:
     Attributes:
         source: The template, in jinja2's language.
         named: Special tokens that it may write by name, such as bos_token.
-        control: Ids of the tokens that count as such only where the template writes them.
+        control: Ids of the tokens that count as special only where the template writes them.
     """
 
     source: str
@@ -69,13 +67,10 @@ class ChatTemplate:
         return {name: value for name, value in asdict(self).items() if name != "source"}
 
     def render(self, messages: Sequence[Message]) -> Pieces:
-        """Renders messages, and the beginning of the assistant's answer.
-
-        Args:
-            messages: Each with a role and a content.
+        """Renders messages with role and content, and the beginning of the assistant's answer.
 
         Raises:
-            ChatError: They are no messages, or the template refuses them.
+            ChatError: A message lacks them, or the template refuses the messages.
             InputError: The template takes too long.
             UsageError: jinja2 is not installed.
         """
@@ -95,7 +90,7 @@ class ChatTemplate:
         return self._pieces(text, start, end)
 
     def _pieces(self, text: str, start: str, end: str) -> Pieces:
-        """Splits at the tokens that the template wrote itself."""
+        """Splits text at the tokens that the template wrote itself."""
         control = self._control.pattern
         found = re.compile(f"{start}({control}){end}|[{start}{end}]|({control})")
         pieces: Pieces = []
@@ -113,7 +108,7 @@ class ChatTemplate:
 
     @cached_property
     def _control(self) -> re.Pattern[str]:
-        """Any of the tokens; of two that begin alike the longer one."""
+        """Matches any of the tokens; of two that begin alike the longer one."""
         longest_first = sorted(self.control, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -139,7 +134,7 @@ def require_jinja() -> None:
 
 
 def _checked(message: Any) -> dict[str, Any]:
-    """Returns a message without what is null, as transformers does."""
+    """Returns a message without null values, as transformers does."""
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
         found = json.dumps(message, ensure_ascii=False, default=str)[:80]
         raise ChatError(f"expected messages with role and content, found {found}")
@@ -160,7 +155,7 @@ def _marked(value: Any, control: re.Pattern[str], start: str, end: str) -> Any:
         return control.sub(rf"{start}\g<0>{end}", value)
     if isinstance(value, Mapping):
         return {
-            # A role is a plain word, which templates compare with others.
+            # A role is a plain word, compared with others by templates.
             name: each if name == "role" else _marked(each, control, start, end)
             for name, each in value.items()
         }
@@ -170,7 +165,7 @@ def _marked(value: Any, control: re.Pattern[str], start: str, end: str) -> Any:
 
 
 class Renderer:
-    """A process that renders one template, started when it is first needed."""
+    """A process that renders one template, started on first use."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -201,7 +196,7 @@ class Renderer:
                 pass
             finally:
                 timer.cancel()
-                if not reply.endswith(b"\n"):  # an interrupted answer would come with the next
+                if not reply.endswith(b"\n"):  # a later request would get the rest
                     self._end()
                     self._process = None
         if not reply.endswith(b"\n"):

@@ -1,11 +1,11 @@
-"""Renders a chat template in a process of its own, which runs this file by its path.
+"""Renders a chat template in a process of its own, started with this file's path.
 
 A template may come from a stranger, and jinja2's sandbox bounds neither time nor memory. Standard
 input and output are lines of JSON: the template and the limits, then one request after another.
 
-The environment is that of transformers (`_cached_compile_jinja_template` in
+The environment equals transformers' (`_cached_compile_jinja_template` in
 utils/chat_template_utils.py, 5.23) without `strftime_now`: an answer must not depend on the day.
-Templates that ask whether it is defined fall back to a date of their own.
+Templates that test for it fall back to a date of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 
 def environment() -> Any:
-    """Returns what templates are parsed and rendered with."""
+    """Environment in which templates are parsed and rendered."""
     import jinja2
     import jinja2.ext
     import jinja2.nodes
@@ -51,10 +51,6 @@ def environment() -> Any:
             _require_plain(name)
             super().__setitem__(name, value)
 
-    def _require_plain(name: Any) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
-
     class Dict:
         def __call__(self, *arguments: Any, **values: Any) -> dict[Any, Any]:
             return dict(*arguments, **values)
@@ -62,33 +58,34 @@ def environment() -> Any:
         def fromkeys(self, *arguments: Any) -> dict[Any, Any]:
             return dict.fromkeys(*arguments)
 
+    def _require_plain(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
+
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.exceptions.TemplateError(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: Any = None,
-        separators: Any = None,
-        sort_keys: bool = False,
-    ) -> str:
-        options: dict[str, Any] = {"indent": indent, "separators": separators}
-        return json.dumps(value, ensure_ascii=ensure_ascii, sort_keys=sort_keys, **options)
 
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
-    made.filters["tojson"] = tojson
-    made.globals |= {
-        "raise_exception": raise_exception,
-        "dict": Dict(),
-        "namespace": Namespace,
-    }
+    made.filters["tojson"] = _tojson
+    made.globals |= {"raise_exception": raise_exception, "dict": Dict(), "namespace": Namespace}
     return made
 
 
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    options: dict[str, Any] = {"indent": indent, "separators": separators}
+    return json.dumps(value, ensure_ascii=ensure_ascii, sort_keys=sort_keys, **options)
+
+
 def rendered(template: Any, variables: dict[str, Any], most: int) -> str:
-    """Returns the text, of `most` characters at most."""
+    """Renders a template to a text of at most `most` characters."""
     pieces, size = [], 0
     for piece in template.generate(**variables):
         size += len(piece)
@@ -114,13 +111,13 @@ def main() -> None:
     alarm = getattr(signal, "alarm", lambda seconds: 0)
     template = None
     for line in sys.stdin:
-        alarm(limits["seconds"])  # so that it ends even if the parent was killed
+        alarm(limits["seconds"])  # ends this process even if its parent was killed
         try:
             if template is None:
                 _limit_memory(limits["memory"])
                 template = environment().from_string(limits["template"])
             reply = {"text": rendered(template, json.loads(line), limits["characters"])}
-        except Exception as error:  # noqa: BLE001 - whatever a template raises
+        except Exception as error:  # noqa: BLE001 - a template can raise anything
             reply = {"error": f"{type(error).__name__}: {error}"[:300]}
         alarm(0)
         print(json.dumps(reply), flush=True)

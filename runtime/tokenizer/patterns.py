@@ -1,8 +1,7 @@
 """The regular expressions that split text into words before BPE.
 
 A pattern comes with the tokenizer, perhaps from a stranger, and tiktoken's regex engine can panic
-or run for ever on a bad one. So a pattern that this project does not write itself is tried first,
-in a process of its own.
+or run for ever on a bad one. So an unknown pattern is first tried in a process of its own.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ import sys
 
 from transferry.runtime.errors import InputError
 
-# As cl100k_base (GPT-4) splits, in tiktoken 0.14's form: the possessive quantifiers keep a run of a
-# million blanks from overflowing the stack of its regex engine. "{1,3}" has none, since "{1,3}+"
-# means something else in the engine of `tokenizers`.
+# cl100k_base (GPT-4) in tiktoken 0.14's form: the possessive quantifiers keep a run of a million
+# blanks from overflowing the stack of its regex engine. "{1,3}" has none: "{1,3}+" has another
+# meaning in the engine of `tokenizers`.
 WORD_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# As tiktoken's openai_public.py has them, which cannot be asked without a network.
+# Copied from tiktoken's openai_public.py, since loading these encodings needs a network.
 CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -53,11 +52,7 @@ for kind in (*"aZé日7 '!", "", "\\n", "\\u0301", "aB", "a ", "1a", "'s!"):
 
 
 def check_pattern(pattern: str) -> None:
-    """Tries a pattern that is none of ours.
-
-    Raises:
-        InputError: It takes long, or makes tiktoken panic.
-    """
+    """Tries an unknown pattern; raises InputError if it is slow or makes tiktoken panic."""
     if pattern in OURS:
         return
     try:

@@ -49,13 +49,13 @@ class SpecialTokens:
         pad_id: Pads rows to equal length.
         bos_id: Precedes every output of an encoder-decoder.
         eos_id: Ends an output.
-        mask_id: Hides a token in masked language modelling; None if there is no mask.
+        mask_id: Hides a token in masked language modelling; None without a mask.
         before: Ids before every input text.
         after: Ids after every input text.
         more_ends: Further ids that end an output; a model may know them as text.
         between: Ids between the two texts of a pair; empty if pairs are not joined.
-        languages: Id of each language by name, such as "eng_Latn"; one of `before` or `after` is
-            that of the source, unless another is named.
+        languages: Id of each language by name, such as "eng_Latn"; `before` or `after` has the id
+            of the source's default language.
         begins_with_language: Whether the language of an output is its `bos_id`, as in mBART, and
             not its first token.
     """
@@ -86,11 +86,7 @@ class SpecialTokens:
         return [*self.before, *ids, *self.after]
 
     def language(self, name: str) -> int:
-        """Returns the id of a language.
-
-        Raises:
-            UsageError: There is no such language, or none at all.
-        """
+        """Returns the id of a language; raises UsageError for an unknown one."""
         self.require_languages(f"language {shown(name)}")
         if name not in self.languages:
             raise UsageError(
@@ -107,7 +103,7 @@ class SpecialTokens:
             )
 
     def of_source(self, language: int) -> Self:
-        """Returns the same with another language around a source."""
+        """Returns these tokens with another language around a source."""
         own = set(self.languages.values())
         before, after = (
             tuple(language if token in own else token for token in ids)
@@ -123,7 +119,7 @@ class SpecialTokens:
 
 
 # Of trained tokenizers: sources of an encoder-decoder end with the end token, prompts of a decoder
-# do not, and inputs of an encoder-only model are marked at both ends.
+# lack it, and inputs of an encoder-only model are marked at both ends.
 SOURCES = SpecialTokens()
 PROMPTS = SpecialTokens(after=())
 PASSAGES = SpecialTokens(mask_id=3, before=(1,))
@@ -137,9 +133,9 @@ class AnyTokenizer(ABC):
     Attributes:
         names: Its files beside tokenizer.json.
         special: The special ids.
-        vocabulary_size: Number of ids, special ones included.
+        vocabulary_size: Number of ids, special ids included.
         longest_token: Most characters of one id; None if unlimited.
-        chat: How messages become a prompt; None if the model is none for chats.
+        chat: Template that turns messages into a prompt; None for a model without chats.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -150,19 +146,15 @@ class AnyTokenizer(ABC):
 
     @property
     def source_size(self) -> int:
-        """Number of ids of what the model reads, which a table of its own may give others."""
+        """Number of ids that the model reads, where a table of their own gives others."""
         return self.vocabulary_size
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text that the model reads, without special tokens."""
+        """Token ids of a source, without special tokens."""
 
     def places(self, text: str) -> list[Place]:
-        """Returns where each token of `encode` stands in a text.
-
-        Raises:
-            UsageError: A tokenizer of this kind does not tell.
-        """
+        """Place of each token of `encode` in a text; raises UsageError if the kind has none."""
         raise UsageError(
             "the bundle's tokenizer does not tell the places of its tokens in a text, which task "
             "tag needs"
@@ -192,14 +184,14 @@ class AnyTokenizer(ABC):
     def _restore(
         cls, settings: Mapping[str, Any], special: SpecialTokens, contents: Mapping[str, bytes]
     ) -> Self:
-        """Makes the tokenizer from what `_settings` and `_contents` gave."""
+        """Makes the tokenizer from the results of `_settings` and `_contents`."""
 
     def encode_target(self, text: str) -> list[int]:
-        """Token ids of a text that the model writes, which may be split by rules of its own."""
+        """Token ids of a target, which may be split by rules of its own."""
         return self.encode(text)
 
     def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
-        """Token ids of each text that the model reads."""
+        """Token ids of each source."""
         return [self.encode(text) for text in texts]
 
     def encode_pieces(self, pieces: Pieces) -> list[int]:
@@ -214,18 +206,14 @@ class AnyTokenizer(ABC):
         """Token ids of messages and of the beginning of an answer, special tokens included.
 
         Raises:
-            ChatError: They are no messages, or the template refuses them.
+            ChatError: A message lacks its role or content, or the template refuses the messages.
             InputError: The template takes too long.
             UsageError: There is no chat template, or jinja2 is not installed.
         """
         return self.encode_pieces(self.require_chat().render(messages))
 
     def require_chat(self) -> ChatTemplate:
-        """Returns the chat template.
-
-        Raises:
-            UsageError: There is none, or jinja2 is not installed.
-        """
+        """Returns the chat template; raises UsageError without it or without jinja2."""
         if self.chat is None:
             raise UsageError(
                 "the bundle has no chat template; leave out --chat and --messages, or import a "
@@ -235,9 +223,7 @@ class AnyTokenizer(ABC):
         return self.chat
 
     def save(self, folder: Path) -> None:
-        """Writes tokenizer.json and the files in `names`; the bytes are reproducible.
-
-        A chat template is a file of its own.
+        """Writes tokenizer.json, the files in `names`, and the chat template; reproducible bytes.
 
         Raises:
             InputError: The folder cannot be written to.
@@ -254,11 +240,7 @@ class AnyTokenizer(ABC):
 
     @classmethod
     def load(cls, folder: Path, read: Callable[[str], bytes] | None = None) -> Self:
-        """Reads what `save` wrote.
-
-        Args:
-            folder: The folder.
-            read: Reads a file of the folder by its name. Default: any regular file.
+        """Reads the files that `save` wrote, as `load_tokenizer`.
 
         Raises:
             InputError: A file is missing or malformed, or does not fit the others.
@@ -288,7 +270,7 @@ def _read(folder: Path, name: str) -> bytes:
 
 
 def read_settings(folder: Path, read: Callable[[str], bytes] | None = None) -> dict[str, Any]:
-    """Reads the tokenizer.json of any kind of tokenizer; `read` is that of `AnyTokenizer.load`.
+    """Reads the tokenizer.json of any kind of tokenizer; `read` as in `AnyTokenizer.load`.
 
     Raises:
         InputError: The file is missing, malformed or of another format version.

@@ -22,7 +22,7 @@ from transferry.runtime.tokenizer.special_tokens import AnyTokenizer, Place, Spe
 
 # SentencePiece's character for a blank.
 BLANK = "\N{LOWER ONE EIGHTH BLOCK}"
-# What `clean_up_tokenization` of transformers replaces, in order.
+# Replacements of transformers' `clean_up_tokenization`, in order.
 CLEANED = (
     *((f" {mark}", mark) for mark in (".", "?", "!", ",")),
     (" ' ", "'"),
@@ -56,12 +56,7 @@ class ThirdPartyTokenizer(AnyTokenizer):
     def __init__(
         self, files: Mapping[str, bytes], special: SpecialTokens, vocabulary_size: int
     ) -> None:
-        """Opens the files.
-
-        Args:
-            files: Content of each file in `names`.
-            special: Special ids.
-            vocabulary_size: Number of ids of the model; some may have no text.
+        """Opens the files, by name; some ids of `vocabulary_size` may have no text.
 
         Raises:
             UsageError: The library is not installed.
@@ -142,11 +137,11 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
 
         (content,) = self.files.values()
         if (largest := largest_id(content)) >= self.vocabulary_size:
-            return largest  # before the library makes a list of as many
+            return largest  # before the library makes a list of this length
         self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
         self._chat_tokenizers: dict[str, tuple[Any, dict[int, int]]] = {}
         self._tokenizer.encode_special_tokens = True
-        # The file may have kept these settings from training.
+        # The file may hold these settings from training.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         return max(map(int, self._tokenizer.get_vocab().values()), default=0)
@@ -159,8 +154,8 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
     def places(self, text: str) -> list[Place]:
         """See `AnyTokenizer.places`.
 
-        As `gather_pre_entities` of transformers: WordPiece marks what continues a word, and so does
-        a piece of another length than its characters; elsewhere a blank begins one.
+        As `gather_pre_entities` of transformers: a word continues at a marked piece of WordPiece or
+        a piece of another length than its characters; in other models it begins at a blank.
         """
         text, model = _well_formed(text), self._word_model
         found = self._tokenizer.encode(text, add_special_tokens=False)
@@ -191,8 +186,8 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
     def encode_pieces(self, pieces: Pieces) -> list[int]:
         """Token ids of texts with the ids of special tokens in between.
 
-        The library encodes all at once: what lies beside a special token may depend on it, such as
-        blanks that belong to the token.
+        The library encodes all at once: ids beside a special token may depend on it, for example
+        because it takes in blanks.
         """
         texts = "".join(piece for piece in pieces if isinstance(piece, str))
         mark = next(mark for mark in map(chr, PRIVATE_USE) if mark not in texts)
@@ -207,7 +202,7 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         return [ids.get(token, token) for token in found]
 
     def _chat_tokenizer(self, mark: str) -> tuple[Any, dict[int, int]]:
-        """Returns a tokenizer that knows special tokens by a mark in front, and their own ids."""
+        """Tokenizer that knows special tokens by a mark in front, and their ids by its own."""
         import tokenizers
 
         made: Any = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
@@ -242,7 +237,7 @@ class SentencePieceTokenizer(ThirdPartyTokenizer):
     One exception to "text is text": the library always finds the model's user-defined symbols.
 
     Attributes:
-        pieces: Number of ids that the model has.
+        pieces: Number of ids of the model.
     """
 
     kind = "sentencepiece"
@@ -278,7 +273,7 @@ class SentencePiecePair(ThirdPartyTokenizer):
     A source may begin with a target language of the table, such as ">>fra<<".
 
     Attributes:
-        cleans: Whether blanks before punctuation are taken out of texts.
+        cleans: Whether blanks before punctuation are removed from texts.
     """
 
     cleans = False
@@ -297,7 +292,7 @@ class SentencePiecePair(ThirdPartyTokenizer):
         for name, table in zip(self.names[2:], tables, strict=True):
             if self.unknown not in table:
                 raise ValueError(f"{name} has no {self.unknown}")
-        # SentencePiece passes unknown text through: "</s>" may come out as one piece.
+        # SentencePiece passes unknown text through: "</s>" may become one piece.
         named = {self._pieces.get(token) for token in self._special()}
         around = {*self.special.before, *self.special.after}
         self._textual, self._target_textual = (
@@ -314,7 +309,7 @@ class SentencePiecePair(ThirdPartyTokenizer):
         return max(map(int, self._target_ids.values()))
 
     def _special(self) -> set[int]:
-        """Returns the special ids of a target."""
+        """Special ids of a target."""
         return self.special.ids()
 
     def encode(self, text: str) -> list[int]:
@@ -336,7 +331,7 @@ class SentencePiecePair(ThirdPartyTokenizer):
         return [self._target_textual.get(piece, unknown) for piece in pieces]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of a target's token ids; special and unknown ones are skipped."""
+        """Text of a target's token ids; special and unknown ids are skipped."""
         skipped = {*self._special(), self._target_ids[self.unknown]}
         pieces = [
             self._pieces[token] for token in ids if token in self._pieces and token not in skipped
@@ -365,7 +360,7 @@ class SentencePiecePair(ThirdPartyTokenizer):
 class SentencePieceTables(SentencePiecePair):
     """MarianMT's tokenizer with a table of ids for each side (`separate_vocabs`).
 
-    The tokens around a source are of its table, all other special tokens of the target's.
+    The tokens around a source are in its table, all other special tokens in the target's.
     """
 
     kind = "sentencepiece-tables"
@@ -390,10 +385,10 @@ class _File(msgspec.Struct):
 
 
 def largest_id(content: bytes) -> int:
-    """Returns the largest id that the table of a Hugging Face tokenizer.json names, 0 without one.
+    """Largest id in the table of a Hugging Face tokenizer.json; 0 without a table.
 
     Raises:
-        ValueError: It is no such file.
+        ValueError: The file has another form.
     """
     table = msgspec.json.decode(content, type=_File).model.vocab
     if not bytes(table).startswith(b"{"):
@@ -403,7 +398,7 @@ def largest_id(content: bytes) -> int:
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Turns a panic of a library in Rust, which is no Exception, into a ValueError."""
+    """Turns a panic of a Rust library, which is no Exception, into a ValueError."""
     try:
         yield
     except BaseException as error:
@@ -415,7 +410,7 @@ def panics_as_errors() -> Iterator[None]:
 def _sentencepiece(content: bytes) -> Any:
     import sentencepiece
 
-    if not content:  # the library would accept it as a model that is not loaded yet
+    if not content:  # the library would take it for a model that is not loaded yet
         raise ValueError("an empty file")
     return sentencepiece.SentencePieceProcessor(model_proto=content)
 
@@ -430,7 +425,7 @@ KINDS: Mapping[str, type[ThirdPartyTokenizer]] = {
 
 
 def _well_formed(text: str) -> str:
-    """Replaces halves of surrogate pairs by U+FFFD, as tiktoken does: the libraries refuse them."""
+    """Replaces halves of surrogate pairs by U+FFFD, as tiktoken does; the libraries refuse them."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -144,7 +144,7 @@ def test_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
         for file in files:
             (tmp_path / name / file).touch()
     kinds["run"] = r"a checkpoint; export it: transferry export \S+run --out"
-    kinds["theirs"] = r"a folder of Hugging Face .*: transferry import \S+theirs --out"
+    kinds["theirs"] = r"a folder of Hugging Face; .*: transferry import \S+theirs --out"
     for name, found in kinds.items():
         with pytest.raises(InputError, match=rf"{name}: expected a bundle, .*, found {found}"):
             Bundle.load(tmp_path / name)
