@@ -27,18 +27,19 @@ from transferry.runtime.console.options import (
     BUNDLE_DEFAULTS,
     FILE,
     FORCE,
-    JOB_PANELS,
     MERGED,
     OUTPUT,
     QUIET,
+    ROWS,
     SEARCH,
-    TASKS,
     TOKENS,
     TRUSTED_KEY,
     job_options,
     open_job,
     option,
     require_one_stream,
+    task_options,
+    tasks_by,
 )
 from transferry.runtime.console.progress import run_job, say, show, show_summary
 from transferry.runtime.decoding.generation_options import GenerationOptions
@@ -75,14 +76,12 @@ Examples:
 @job_options
 @option(
     "--task",
-    panel=TASKS,
-    type=click.Choice(["generate", "embed", "fill-mask", "classify", "rank", "tag"]),
+    panel=ROWS,
+    type=click.Choice(tasks_by("run")),
     default="generate",
-    help="What to do with each row; all but generate need an encoder-only bundle.",
+    help="Task for each row; all but generate need an encoder-only bundle.",
 )
-@fields_as_options(
-    JobOptions, leave_out=["task", "generation", "target"], panel=TASKS, panels=JOB_PANELS
-)
+@task_options("run")
 @fields_as_options(GenerationOptions, leave_out=TOKENS, defaults=BUNDLE_DEFAULTS, panel=SEARCH)
 def run(**options: Any) -> None:
     """Run BUNDLE on every row of INPUT and write the results in order.
@@ -107,18 +106,7 @@ Examples:
 """
 )
 @job_options
-@option(
-    "--target", panel=TASKS, type=FILE, help="Target side of the pairs, for an encoder-decoder."
-)
-@fields_as_options(
-    JobOptions,
-    leave_out=[
-        *("task", "generation", "target", "prefix", "chat", "system", "messages", "prompt_ids"),
-        *("pooling", "normalise", "prompt", "pair", "aggregation", "mask", "top", "canary"),
-    ],
-    panel=TASKS,
-    panels=JOB_PANELS,
-)
+@task_options("score")
 def score(**options: Any) -> None:
     """Compute the log-probability of each row of INPUT, or of each pair.
 

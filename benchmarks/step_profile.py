@@ -36,7 +36,7 @@ from transferry.runtime.decoding import search as search_module
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.result import GenerationResult
+from transferry.runtime.engine.tasks.generate import GenerationResult
 from transferry.runtime.errors import TransferryError, UsageError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions

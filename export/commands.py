@@ -36,9 +36,9 @@ from transferry.runtime.console.options import (
 )
 from transferry.runtime.console.progress import progress, say, teller
 from transferry.runtime.decoding.generation_options import GenerationOptions
+from transferry.runtime.engine.tasks.generate import token_or_text
 from transferry.runtime.errors import ParityError, UsageError
 from transferry.runtime.io.atomic import require_writable
-from transferry.runtime.jobs.job_options import token_or_text
 from transferry.runtime.precision import PRECISIONS
 
 CERTIFICATE, COMPARISON = "Certificate", "Comparison"

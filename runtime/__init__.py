@@ -15,15 +15,14 @@ if TYPE_CHECKING:
     from transferry.runtime.engine.engine import Engine
     from transferry.runtime.engine.open_bundle import verify
     from transferry.runtime.engine.preprocess import InLanguages
-    from transferry.runtime.engine.result import GenerationResult, Results, RowError
-    from transferry.runtime.engine.tasks.classify import (
-        ClassifiedResult,
-        RankedResult,
-        TaggedResult,
-    )
+    from transferry.runtime.engine.result import Results, RowError
+    from transferry.runtime.engine.tasks.classify import ClassifiedResult
     from transferry.runtime.engine.tasks.embed import EmbeddingResult
     from transferry.runtime.engine.tasks.fill_mask import FilledMaskResult
+    from transferry.runtime.engine.tasks.generate import GenerationResult
+    from transferry.runtime.engine.tasks.rank import RankedResult
     from transferry.runtime.engine.tasks.score import ScoreResult
+    from transferry.runtime.engine.tasks.tag import TaggedResult
     from transferry.runtime.errors import (
         BadRowsError,
         InputError,
@@ -58,16 +57,19 @@ _NAMES = {
     ),
     "decoding.batching": ("BatchOptions",),
     "bundle.bundle": ("Bundle",),
-    "engine.tasks.classify": ("ClassifiedResult", "RankedResult", "TaggedResult"),
+    "engine.tasks.classify": ("ClassifiedResult",),
     "engine.tasks.embed": ("EmbeddingResult",),
     "engine.engine": ("Engine",),
     "engine.tasks.fill_mask": ("FilledMaskResult",),
     "decoding.generation_options": ("GenerationOptions",),
-    "engine.result": ("GenerationResult", "Results", "RowError"),
+    "engine.result": ("Results", "RowError"),
     "engine.preprocess": ("InLanguages",),
     "jobs.job": ("Job",),
     "jobs.job_options": ("JobOptions",),
+    "engine.tasks.generate": ("GenerationResult",),
+    "engine.tasks.rank": ("RankedResult",),
     "engine.tasks.score": ("ScoreResult",),
+    "engine.tasks.tag": ("TaggedResult",),
     "ort.session": ("SessionOptions",),
     "tokenizer.byte_pair": ("Tokenizer",),
     "engine.open_bundle": ("verify",),

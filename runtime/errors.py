@@ -4,6 +4,7 @@ A message says what was expected, what was found and what to do; `cli.main` prin
 traceback and exits with `exit_code`.
 """
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 _ROOT = Path(__file__).parent.parent
@@ -15,10 +16,33 @@ class TransferryError(Exception):
     exit_code = 3
 
 
+class Option(str):
+    """Name of a setting in a message, such as chunk_rows; the command line shows its option."""
+
+    __slots__ = ()
+
+
 class UsageError(TransferryError):
-    """A value outside its range, or options that exclude each other."""
+    """A value outside its range, or options that exclude each other.
+
+    Attributes:
+        parts: The message in parts, of which some are an `Option`.
+    """
 
     exit_code = 2
+
+    def __init__(self, *parts: str) -> None:
+        super().__init__("".join(parts))
+        self.parts = parts
+
+    def worded(self, options: Mapping[str, str]) -> str:
+        """Returns the message with the options of the command line in place of settings.
+
+        Args:
+            options: Option of each setting, such as --chunk-rows of chunk_rows.
+        """
+        shown = (options.get(part, part) if type(part) is Option else part for part in self.parts)
+        return "".join(shown)
 
 
 class InputError(TransferryError):
@@ -49,10 +73,15 @@ class BadRowsError(TransferryError):
     exit_code = 6
 
 
+def joined_options(names: Iterable[str]) -> list[str]:
+    """Returns the parts of a message that lists settings, with "and" between."""
+    return [part for name in names for part in (" and ", Option(name))][1:]
+
+
 def require(holds: bool, name: str, expected: str, found: object) -> None:
     """Raises UsageError unless `holds`: option `name` must be `expected`, a range in words."""
     if not holds:
-        raise UsageError(f"{name} must be {expected}, found {found}")
+        raise UsageError(Option(name), f" must be {expected}, found {found}")
 
 
 def install_command(extra: str, *options: str) -> str:

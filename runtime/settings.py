@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type
 
 import msgspec
 
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, Option, UsageError
 from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.io.whole import read_bytes
 
@@ -105,7 +105,7 @@ def check_value(name: str, value: object, kind: Any) -> None:
         msgspec.convert(plain, kind, strict=True)
     except msgspec.ValidationError as error:
         expected = _expected(plain, kind)
-        raise UsageError(f"{name} must be {expected}, found {shown(value)}") from error
+        raise UsageError(Option(name), f" must be {expected}, found {shown(value)}") from error
 
 
 def field_types(config: type[Any]) -> dict[str, Any]:
@@ -156,12 +156,15 @@ def shown(value: object) -> str:
 
 
 def field_helps(config: type[Any]) -> dict[str, str]:
-    """Descriptions of a dataclass's attributes from its docstring, each as one line."""
-    section = (config.__doc__ or "").partition("Attributes:")[2]
-    # Python 3.13 and later strip the indentation of docstrings themselves.
-    section = textwrap.dedent(section.strip("\n")) + "\n"
-    found = re.findall(r"^(\w+): (.+?)(?=^\w+: |\Z)", section, re.S | re.M)
-    return {name: " ".join((text[0].upper() + text[1:]).split()) for name, text in found}
+    """Returns the descriptions of a dataclass's attributes from docstrings, each as one line."""
+    helps: dict[str, str] = {}
+    for each in reversed(config.__mro__):
+        section = (each.__doc__ or "").partition("Attributes:")[2]
+        # Python 3.13 and later strip the indentation of docstrings themselves.
+        section = textwrap.dedent(section.strip("\n")) + "\n"
+        found = re.findall(r"^(\w+): (.+?)(?=^\w+: |\Z)", section, re.S | re.M)
+        helps |= {name: " ".join((text[0].upper() + text[1:]).split()) for name, text in found}
+    return helps
 
 
 def _toml(value: Any) -> str:

@@ -44,19 +44,8 @@ PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
 # The rooms of a package, leaf first: each may import those before it, and none that comes after.
 ROOMS = {
     "runtime": (
-        *("errors", "stopping", "hardware", "precision", "io", "settings", "tables"),
-        *(
-            "tokenizer",
-            "decoding",
-            "bundle",
-            "ort",
-            "doctor",
-            "proof",
-            "page",
-            "engine",
-            "jobs",
-            "console",
-        ),
+        *("errors", "stopping", "hardware", "precision", "io", "settings", "tables", "tokenizer"),
+        *("decoding", "bundle", "ort", "doctor", "proof", "engine", "page", "jobs", "console"),
     ),
     "export": (
         *("recipes", "trace", "arithmetic", "torch_model", "rewrite", "variants", "oracle"),

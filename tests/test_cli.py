@@ -151,10 +151,10 @@ class TestRun:
     @pytest.mark.parametrize(
         ("options", "named"),
         [
-            ("--sample --beam 4", ["sample", "beam=4"]),
-            ("--n-best 5 --beam 4", ["n_best=5", "beam=4"]),
-            ("--min-length 9 --max-length 8", ["min_length=9", "max_length=8"]),
-            ("--temperature 0.5", ["temperature=0.5", "sample"]),
+            ("--sample --beam 4", ["--sample", "--beam=4"]),
+            ("--n-best 5 --beam 4", ["--n-best=5", "--beam=4"]),
+            ("--min-length 9 --max-length 8", ["--min-length=9", "--max-length=8"]),
+            ("--temperature 0.5", ["--temperature=0.5", "--sample"]),
             ("--max-length 65", ["65", "64 positions"]),
             ("--threads 0", ["threads", "0"]),
             ("--replicas 0", ["replicas", "0"]),

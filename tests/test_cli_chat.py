@@ -99,12 +99,18 @@ def test_bad_rows_are_told(bundle: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--chat", "--messages", "m"), "messages and chat exclude each other"),
-        (("--column", "c", "--prompt-ids", "m"), "column and prompt-ids exclude each other"),
-        (("--system", "x"), "system has no effect without chat"),
-        (("--chat", "--long-rows", "truncate"), "long_rows=truncate and chat exclude each other"),
-        (("--task", "embed", "--chat"), "task embed generates nothing, so chat has no effect"),
-        (("--messages", "m"), "is read as text, and messages and prompt-ids name a column of JSON"),
+        (("--chat", "--messages", "m"), "--messages and --chat exclude each other"),
+        (("--column", "c", "--prompt-ids", "m"), "--column and --prompt-ids exclude each other"),
+        (("--system", "x"), "--system has no effect without chat"),
+        (
+            ("--chat", "--long-rows", "truncate"),
+            "--long-rows=truncate and --chat exclude",
+        ),
+        (("--task", "embed", "--chat"), "--chat has no effect on task embed"),
+        (
+            ("--messages", "m"),
+            "and --messages and --prompt-ids name a column of JSON",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

@@ -211,7 +211,7 @@ def test_vectors_are_written(
             ["--task", "fill-mask", "--format", "npy"],
             "fill-mask writes jsonl or text or tsv or csv or parquet, not npy",
         ),
-        (["--task", "fill-mask", "--beam", "4"], "generates nothing, so beam has no effect"),
+        (["--task", "fill-mask", "--beam", "4"], "--beam has no effect on task fill-mask"),
         (["--task", "fill-mask", "--top", "0"], "top must be at least 1, found 0"),
         ([], "its tasks are embed and fill-mask"),
     ],

@@ -122,7 +122,7 @@ def test_a_certificate_covers_what_was_verified(
     assert call(*run, "--stop", "the").exit_code == 0
     conflict = call(*verify, "--beam", "3", "--sample")
     assert conflict.exit_code == 2
-    assert "sample and beam=3 exclude each other" in conflict.stderr
+    assert "--sample and --beam=3 exclude each other" in conflict.stderr
     alone = call("verify", bundle, *search)
     assert alone.exit_code == 2
     assert "--beam needs --checkpoint" in alone.stderr

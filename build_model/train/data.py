@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import InputError, Option, UsageError
 from transferry.runtime.io.lines import decode_line, read_raw_lines
 from transferry.runtime.tokenizer.byte_pair import Tokenizer
 
@@ -199,8 +199,8 @@ def token_batches(
     lengths = np.array([max(len(example.source), len(example.target)) for example in examples])
     if lengths.max() > max_tokens:
         raise UsageError(
-            f"batch_tokens must be at least {lengths.max()}, the length of the longest example, "
-            f"found {max_tokens}; raise it or drop long pairs"
+            *(Option("batch_tokens"), f" must be at least {lengths.max()}, the length of the "),
+            f"longest example, found {max_tokens}; raise it or drop long pairs",
         )
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     order = np.lexsort((generator.random(len(lengths)), lengths))

@@ -12,7 +12,7 @@ from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.train.presets import PRESETS, Preset
 from transferry.build_model.train.train_config import TrainConfig, require_fitting
 from transferry.build_model.train.vocabulary import require_encoding, require_vocabulary
-from transferry.runtime.errors import UsageError
+from transferry.runtime.errors import Option, UsageError
 from transferry.runtime.tokenizer.byte_pair import PASSAGES, SOURCES, Tokenizer
 
 
@@ -83,9 +83,10 @@ class TrainingRecipe:
             )
         valid = [f"valid_{name}" for name in (*sides, "text") if name not in wanted]
         if unfit := [name for name in valid if options[name] is not None]:
+            flags = " or ".join(f"--valid-{name}" for name in wanted)
             raise UsageError(
-                f"{unfit[0]} has no effect on architecture {architecture}: use "
-                f"{' or '.join(f'valid_{name}' for name in wanted)}, or leave it out"
+                Option(unfit[0]),
+                f" has no effect on architecture {architecture}: use {flags}, or leave it out",
             )
         if options["encoding"] is not None and options["vocabulary_size"] is not None:
             raise UsageError(

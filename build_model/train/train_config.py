@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from transferry.build_model.model.config import JsonConfig, ModelConfig
-from transferry.runtime.errors import UsageError, require
+from transferry.runtime.errors import Option, UsageError, require
 from transferry.runtime.settings import Count, Probability, Whole, Whole64, check_fields
 
 _Rate = Annotated[float, msgspec.Meta(gt=0, le=1000)]
@@ -72,9 +72,10 @@ class TrainConfig(JsonConfig):
     def __post_init__(self) -> None:
         check_fields(self)
         if self.schedule == "linear" and not self.max_steps:
-            raise UsageError("schedule linear ends at max_steps, which is not set; set it")
+            raise UsageError("schedule linear ends at ", Option("max_steps"), "; set it")
         if not self.max_steps and not self.max_minutes:
-            raise UsageError("training needs an end: set max_steps, max_minutes or both")
+            limits = Option("max_steps"), ", ", Option("max_minutes")
+            raise UsageError("training needs an end: set ", *limits, " or both")
 
     def learning_rate(self, step: int) -> float:
         """Learning rate of step 1, 2, ... (Vaswani et al. 2017, eq. 3, scaled to the peak)."""

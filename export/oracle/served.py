@@ -11,7 +11,8 @@ from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.search import search_stream
 from transferry.runtime.decoding.strategy import Request
-from transferry.runtime.engine.worker_pool import Take, WorkItem, in_order
+from transferry.runtime.engine.preprocess import WorkItem
+from transferry.runtime.engine.worker_pool import Take, in_order
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 Item: TypeAlias = tuple[int, Sequence[int]]  # row id and source

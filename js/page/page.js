@@ -1,7 +1,6 @@
 // The page: reads the input, shows the answer as it grows. The model runs in worker.js.
 
 const at = (id) => document.getElementById(id);
-const TITLES = { generate: "Run", "fill-mask": "Fill in", embed: "Embed", classify: "Classify", tag: "Tag" };
 
 const site = await (await fetch("site.json")).json();
 const worker = new Worker("worker.js", { type: "module" });
@@ -10,7 +9,7 @@ let running = false;
 at("title").textContent = document.title = site.title;
 at("about").textContent = site.about;
 at("input-label").textContent = site.input;
-at("go").textContent = TITLES[site.task];
+at("go").textContent = site.button;
 at("input").placeholder = site.placeholder;
 for (const line of site.standing) {
   const paragraph = document.createElement("p");

@@ -36,7 +36,7 @@ async function answer(text) {
   const [model] = await engine;
   const begun = performance.now();
   const seconds = () => `${((performance.now() - begun) / 1000).toFixed(1)} s`;
-  if (site.task === "generate") {
+  if (site.method === "generate") {
     const steps = model.stream(text, site.generation, { longRows: "truncate" });
     let step;
     let tokens = 0;
@@ -51,9 +51,7 @@ async function answer(text) {
     if (error) return say({ failed: error.message });
     return say({ text: found, done: `${count} tokens in ${seconds()}` });
   }
-  const task = site.task === "fill-mask" ? "fillMask" : site.task;
-  const joined = site.task === "tag" ? { aggregation: "simple" } : {};
-  for await (const record of model[task]([text], { longRows: "truncate", ...joined })) {
+  for await (const record of model[site.method]([text], { longRows: "truncate", ...site.options })) {
     if (record.error) return say({ failed: record.error.message });
     say({ text: shown(record), done: seconds() });
   }

@@ -78,17 +78,6 @@ class Bundle:
         """Whether the model has a head that makes vectors of texts."""
         return self.manifest.head is not None and self.manifest.head.task == "embed"
 
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """Tasks of an encoder-only model."""
-        head, fills = self.manifest.head, self.tokenizer.special.mask_id is not None
-        tasks = ["embed", *["fill-mask"] * fills]
-        if head is not None and head.task != "embed":
-            tasks.append(head.task)
-            if head.task == "classify" and len(head.labels) == 1:
-                tasks.append("rank")
-        return tuple(tasks)
-
     @cached_property
     def sha256(self) -> str:
         """Hash of the manifest: of the text that was parsed, if the bundle was loaded."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -207,7 +206,8 @@ class Commands(click.Group):
             message = str(error)
             if isinstance(error, UsageError):
                 command = self.get_command(context, str(context.invoked_subcommand))
-                message = in_options(message, command.params if command else ())
+                options = [each for each in (command.params if command else ()) if each.opts]
+                message = error.worded({str(each.name): each.opts[-1] for each in options})
             raise Failure(message, error.exit_code) from error
         except ModuleNotFoundError as error:
             if str(error.name).partition(".")[0] == "transferry":
@@ -251,19 +251,6 @@ version_option = click.option(
     callback=show_versions,
     help="Show the versions of transferry, onnxruntime and torch, and exit.",
 )
-
-
-def in_options(message: str, parameters: Iterable[click.Parameter]) -> str:
-    """Returns a message about fields, such as chunk_rows, with the names of their options.
-
-    A name of one word, such as beam, may be any word: it counts only in front of "must be".
-    """
-    for parameter in parameters:
-        if isinstance(parameter, click.Option) and (name := parameter.name):
-            place = "" if "_" in name else "(?= must be )"
-            pattern = rf"(?<![\w/.=-])(?<!\w: ){re.escape(name)}(?![\w/.=-]){place}"
-            message = re.sub(pattern, parameter.opts[-1], message)
-    return message
 
 
 def current_name(name: str) -> str:

@@ -66,6 +66,7 @@ def fields_as_options(
     defaults: Mapping[str, str] | None = None,
     panel: str = "",
     panels: Mapping[str, Sequence[str]] | None = None,
+    prefixes: Mapping[str, str] | None = None,
 ) -> Callable[[Command], Command]:
     """Adds an option for each field of a dataclass, with its help from the docstring.
 
@@ -79,6 +80,7 @@ def fields_as_options(
             can be switched on and off.
         panel: Heading of the options in --help.
         panels: Fields under other headings.
+        prefixes: Words before the help of a field.
     """
     hints, helps, defaults = get_type_hints(config), field_helps(config), defaults or {}
     headings = {name: each for each, names in (panels or {}).items() for name in names}
@@ -93,6 +95,8 @@ def fields_as_options(
         )
         if NoneType in get_args(hint):
             (hint,) = (kind for kind in get_args(hint) if kind is not NoneType)
+        if before := (prefixes or {}).get(field.name):
+            text = before + (text if text[:2].isupper() else text[0].lower() + text[1:])
         several = get_origin(hint) is tuple
         if several:
             hint = get_args(hint)[0]

@@ -26,6 +26,7 @@ from transferry.runtime.console.fields import (
     given,
     together,
 )
+from transferry.runtime.engine.tasks.table import TASKS, option_names
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.jobs.job_options import JobOptions, RayOptions
@@ -157,7 +158,7 @@ FORCE = option("--force", is_flag=True, help="Replace the output if it exists.")
 AS_JSON = option("--json", "as_json", is_flag=True, help="Print the summary as JSON on stdout.")
 QUIET = option("--quiet", is_flag=True, help="Print no progress and no summary.")
 # Headings in --help.
-INPUT_OUTPUT, TASKS, SEARCH = "Input and output", "Rows", "Search"
+INPUT_OUTPUT, ROWS, SEARCH = "Input and output", "Rows", "Search"
 MACHINE, JOB, PROOF, RAY = "Machine", "Job", "Proof", "Ray"
 JOB_PANELS = {
     INPUT_OUTPUT: ("column", "format_in", "format", "limit", "force"),
@@ -262,6 +263,27 @@ job_options = together(
     AS_JSON,
     QUIET,
 )
+
+
+def tasks_by(command: str) -> list[str]:
+    """Returns the names of the tasks that a command runs."""
+    return [name for name, task in TASKS.items() if task.command == command]
+
+
+def task_options(command: str) -> Callable[[Command], Command]:
+    """Adds the options of the tasks that a command runs, and those of every job."""
+    tasks = [TASKS[name] for name in tasks_by(command)]
+    left_out = {"task", "generation", *(option_names(*TASKS.values()) - option_names(*tasks))}
+    if not any(task.has_canary for task in tasks):
+        left_out.add("canary")
+    prefixes = {}
+    for name in option_names(*tasks):
+        takers = [task.name for task in tasks if name in option_names(task)]
+        if len(takers) < len(tasks):
+            prefixes[name] = f"For {' and '.join(takers)}: "
+    return fields_as_options(
+        JobOptions, leave_out=[*left_out], panel=ROWS, panels=JOB_PANELS, prefixes=prefixes
+    )
 
 
 def require_one_stream(out: Path, *, as_json: bool) -> None:

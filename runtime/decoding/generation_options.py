@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from transferry.runtime.errors import UsageError, require
+from transferry.runtime.errors import Option, UsageError, require
 from transferry.runtime.settings import (
     MOST,
     Whole,
@@ -163,40 +163,44 @@ class GenerationOptions:
     def _check_conflicts(self) -> None:
         if self.sample and self.beam > 1:
             raise UsageError(
-                f"sample and beam={self.beam} exclude each other: "
-                "sample with beam=1, or search with sample off"
+                *(Option("sample"), " and ", Option("beam"), f"={self.beam} exclude each other: "),
+                *("choose ", Option("beam"), "=1, or turn ", Option("sample"), " off"),
             )
         if not self.scores:
-            for ranks, option in ((self.beam > 1, f"beam={self.beam}"), (self.sample, "sample")):
+            for ranks, name in ((self.beam > 1, "beam"), (self.sample, "sample")):
                 if ranks:
                     raise UsageError(
-                        f"scores=False and {option} exclude each other: only greedy search works "
-                        f"without scores; turn scores on, or leave {option} out"
+                        *(Option("scores"), "=False and ", Option(name), f"={getattr(self, name)}"),
+                        " exclude each other: only greedy search works without scores; turn ",
+                        *(Option("scores"), " on, or leave ", Option(name), " out"),
                     )
         if not self.sample:
             for name, off in OF_SAMPLING.items():
                 if getattr(self, name) != off:
                     raise UsageError(
-                        f"{name}={getattr(self, name)} has no effect without sample: "
-                        f"turn sample on, or leave {name} out"
+                        *(Option(name), f"={getattr(self, name)} has no effect without "),
+                        *(Option("sample"), ": turn it on, or leave ", Option(name), " out"),
                     )
             if self.n_best > self.beam:
                 raise UsageError(
-                    f"n_best={self.n_best} is more than beam={self.beam} can give: "
-                    f"set beam to at least {self.n_best}, or n_best to at most {self.beam}"
+                    *(Option("n_best"), f"={self.n_best} is more than ", Option("beam")),
+                    *(f"={self.beam} can give: set ", Option("beam"), " to at least "),
+                    *(f"{self.n_best}, or ", Option("n_best")),
+                    f" to at most {self.beam}",
                 )
         for least, most in (("min_length", "max_length"), ("min_total_length", "max_total_length")):
             low, high = getattr(self, least), getattr(self, most)
             if low > high and (high or most == "max_length"):
                 raise UsageError(
-                    f"{least}={low} is more than {most}={high}: lower the first or raise the second"
+                    *(Option(least), f"={low} is more than ", Option(most), f"={high}: "),
+                    "lower the first or raise the second",
                 )
         forced = len(self.prefix) + (self.forced_begin is not None)
         if forced > self.max_length:
             name = "prefix" if self.forced_begin is None else "prefix with forced_begin"
             raise UsageError(
-                f"{name} has {forced} tokens, more than max_length={self.max_length}: "
-                "shorten the first or raise the second"
+                *(f"{name} has {forced} tokens, more than ", Option("max_length")),
+                f"={self.max_length}: shorten the first or raise the second",
             )
 
 

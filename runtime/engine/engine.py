@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from transferry.runtime.engine.open_bundle import OpenBundle
-from transferry.runtime.engine.tasks.classify import classify, rank, tag
+from transferry.runtime.engine.tasks.classify import classify
 from transferry.runtime.engine.tasks.embed import embed
 from transferry.runtime.engine.tasks.fill_mask import fill_mask
 from transferry.runtime.engine.tasks.generate import generate
+from transferry.runtime.engine.tasks.rank import rank
 from transferry.runtime.engine.tasks.score import score
+from transferry.runtime.engine.tasks.table import tasks_of
+from transferry.runtime.engine.tasks.tag import tag
 from transferry.runtime.proof.recorded import verify_recorded
 from transferry.runtime.proof.report import ParityReport
 
@@ -31,6 +36,11 @@ class Engine(OpenBundle):
     classify = classify
     rank = rank
     tag = tag
+
+    @property
+    def tasks(self) -> Sequence[str]:
+        """Names of the tasks that the bundle can do."""
+        return tasks_of(self.bundle)
 
     def verify(self) -> ParityReport:
         """Compares what this engine serves with the answers recorded at export; without torch."""

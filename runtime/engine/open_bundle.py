@@ -23,6 +23,8 @@ from transferry.runtime.engine.preprocess import (
     EncodedRow,
     LongRows,
     Preprocessor,
+    Row,
+    WorkItem,
     sentences_version,
 )
 from transferry.runtime.engine.prompts import (
@@ -35,9 +37,7 @@ from transferry.runtime.engine.result import Results
 from transferry.runtime.engine.worker_pool import (
     Answer,
     Input,
-    Row,
     Worker,
-    WorkItem,
     batch_worker,
     in_order,
 )
@@ -124,15 +124,15 @@ class OpenBundle:
         Args:
             folder: The bundle.
             options: Provider, threads per replica, and how onnxruntime runs the graphs.
-            variant: Name of the variant. Default: chosen by `choose.fastest`.
-            device_ids: GPUs; all of them share the rows. Default: that of `options`.
+            variant: Name of the variant. Default: see `choose.fastest`.
+            device_ids: GPUs, which share the rows. Default: that of `options`.
             replicas: Concurrent batches per device. Default: on the CPU the cores divided by
                 threads, on CUDA one. Two replicas of one thread are faster than one of two
                 (docs/performance.md).
             batches: Limits on what is computed at once. Default: depends on the variant.
-            require_certificate: Refuse a bundle that was not verified for this way of computing:
-                "run" (or True) against the run, "recorded" against the recorded answers at least.
-                Larger batches than were verified are not computed, other searches refused.
+            require_certificate: Least strength of a certificate for this way of computing: "run"
+                (or True) against the checkpoint, "recorded" against the recorded answers. Larger
+                batches than were verified are not computed, other searches refused.
             trusted_key: PEM file of the public key that must have signed the required certificate.
             prove: Verifies, on this machine, a bundle that was verified on another.
             **session: Fields of SessionOptions that override `options`, such as `provider="cuda"`.
@@ -145,35 +145,27 @@ class OpenBundle:
             UsageError: An option is out of range, or there is no such variant.
         """
         if trusted_key is not None and not require_certificate:
-            raise UsageError("--trusted-key needs --require-certificate, which it is the key of")
+            raise UsageError("--trusted-key has no effect without --require-certificate")
+        strength = "run" if require_certificate is True else require_certificate or None
         trusted = load_public_key(Path(trusted_key)) if trusted_key is not None else None
         bundle = Bundle.load(Path(folder))
         options = replace(options or SessionOptions(), **session)
-        ids = [options.device_id] if device_ids is None else list(device_ids)
-        if len(set(ids)) != len(ids) or not ids:
-            raise UsageError(f"expected devices, each of them once, found {ids}")
-        if options.provider == "cpu" and ids != [0]:
-            raise UsageError(
-                f"provider cpu is one device, found {ids}; choose provider cuda, or more replicas"
-            )
+        devices = _devices(options, device_ids)
         if replicas is None:
             cpu = options.provider == "cpu"
             replicas = max(1, usable_cores() // options.threads) if cpu else 1
-        devices = [replace(options, device_id=number) for number in ids]
         chosen = bundle.variant(variant) if variant else fastest(bundle, devices[0], trusted)
-        strength: Strength | None = (
-            "run" if require_certificate is True else require_certificate or None
+        models, citations, required = zip(
+            *(_open_certified(bundle, chosen, each, strength, trusted, prove) for each in devices),
+            strict=True,
         )
-        opened = [
-            _open_certified(bundle, chosen, each, strength, trusted, prove) for each in devices
-        ]
-        models = [model for model, _, _ in opened]
-        required = [one for _, _, one in opened if one is not None]
-        if required:
+        if strength:
             batches = _covered(batches, models[0].batches, required)
         # Devices of one kind have the same certificate.
-        certificate = "; ".join(dict.fromkeys(citation for _, citation, _ in opened))
-        settings: dict[str, Any] = {"certificate": certificate, "required": required}
+        settings: dict[str, Any] = {
+            "certificate": "; ".join(dict.fromkeys(citations)),
+            "required": required if strength else (),
+        }
         return cls(bundle, *models, replicas=replicas, batches=batches, **settings)
 
     def __enter__(self) -> Self:
@@ -211,6 +203,11 @@ class OpenBundle:
         return self.models[0]
 
     @property
+    def tasks(self) -> Sequence[str]:
+        """Names of the tasks that the bundle can do."""
+        raise NotImplementedError
+
+    @property
     def decoder(self) -> ServedDecoder:
         """The decoder on the first device; see `decoders`."""
         return self.decoders[0]
@@ -227,7 +224,7 @@ class OpenBundle:
         if not decoders:
             raise UsageError(
                 f"{self.bundle.folder} holds an encoder-only model, which generates nothing; its "
-                f"tasks are {' and '.join(self.bundle.tasks)}"
+                f"tasks are {' and '.join(self.tasks)}"
             )
         return decoders
 
@@ -398,6 +395,18 @@ def _nothing(ahead: int) -> None:
 
 def _itself(value: Input) -> Input:
     return value
+
+
+def _devices(options: SessionOptions, device_ids: Sequence[int] | None) -> list[SessionOptions]:
+    """Returns the options of each device."""
+    ids = [options.device_id] if device_ids is None else list(device_ids)
+    if len(set(ids)) != len(ids) or not ids:
+        raise UsageError(f"expected devices, each of them once, found {ids}")
+    if options.provider == "cpu" and ids != [0]:
+        raise UsageError(
+            f"provider cpu is one device, found {ids}; choose provider cuda, or more replicas"
+        )
+    return [replace(options, device_id=number) for number in ids]
 
 
 def _open_certified(

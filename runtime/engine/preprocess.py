@@ -10,13 +10,14 @@ import importlib.metadata
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from transferry.runtime.engine.result import RowError
-from transferry.runtime.errors import UsageError, install_command
+from transferry.runtime.errors import Option, UsageError, install_command
 from transferry.runtime.settings import shown
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
+Row = TypeVar("Row")
 LongRows = Literal["error", "truncate", "split"]
 
 
@@ -51,6 +52,19 @@ class EncodedRow:
     truncated: bool = False
     row_id: int = 0
     target: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class WorkItem(Generic[Row]):
+    """A row to be computed. If it stands for several equal input rows, all get its answer.
+
+    Attributes:
+        row: The row, as the task encodes it.
+        tokens: Its length: rows of similar length are computed together.
+    """
+
+    row: Row
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -259,13 +273,14 @@ def check_long_rows(long_rows: LongRows, conflict: str = "") -> None:
     """
     if str(long_rows) not in get_args(LongRows):
         names = ", ".join(get_args(LongRows))
-        raise UsageError(f"long_rows must be one of {names}, found {long_rows!r}")
+        raise UsageError(Option("long_rows"), f" must be one of {names}, found {long_rows!r}")
     if long_rows != "split":
         return
     if conflict:
         raise UsageError(
-            f"long_rows=split and {conflict} exclude each other: only single answers of an "
-            "encoder-decoder are joined; choose long_rows=truncate or long_rows=error"
+            *(Option("long_rows"), "=split and ", conflict, " exclude each other: only single "),
+            *("answers of an encoder-decoder are joined; choose ", Option("long_rows")),
+            *("=truncate or ", Option("long_rows"), "=error"),
         )
     sentences("")
 
@@ -280,8 +295,8 @@ def sentences(text: str) -> list[str]:
         import sentencex
     except ModuleNotFoundError as error:
         raise UsageError(
-            "long_rows split needs sentencex, which is not installed; "
-            f"{install_command('sentences')}"
+            Option("long_rows"),
+            f" split needs sentencex, which is not installed; {install_command('sentences')}",
         ) from error
     # sentencex applies its English rules to languages that it does not know.
     found: list[str] = sentencex.segment("en", text)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+from transferry.runtime.engine.preprocess import WorkItem
 from transferry.runtime.engine.result import RowResult
-from transferry.runtime.engine.worker_pool import WorkItem
 
 Input = TypeVar("Input")
 Answer = TypeVar("Answer", bound=RowResult)

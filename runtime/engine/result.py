@@ -1,23 +1,15 @@
-"""Results of input rows, and the joining of those of a row that was split."""
+"""Results of input rows, in order."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
-from itertools import islice
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, Self, TypeVar
 
-from transferry.runtime.decoding.hypothesis import FinishReason, Hypothesis, length_normalised
-
 Answer = TypeVar("Answer")
-# Of joined pieces the first of these that any has.
-REASONS: tuple[FinishReason, ...] = ("length", "stop", "end")
 RowErrorKind = Literal[
     "undecodable",  # bytes that are not UTF-8
     "malformed",  # a line that is not a JSON object, or has another number of columns
@@ -85,6 +77,11 @@ class RowResult(ABC):
         return 0
 
     @property
+    def total(self) -> float:
+        """Log-probability of all tokens that were scored, in nats."""
+        return 0.0
+
+    @property
     def size(self) -> int:
         """Numbers that it holds, roughly."""
         return self.source_tokens + self.target_tokens
@@ -103,57 +100,6 @@ class RowResult(ABC):
 
     def _error(self) -> dict[str, Any]:
         return {} if self.error is None else {"error": self.error.record()}
-
-
-@dataclass(frozen=True)
-class TextHypothesis(Hypothesis):
-    """A hypothesis with its text.
-
-    Attributes:
-        text: The tokens as text.
-    """
-
-    text: str
-
-    def record(self) -> dict[str, Any]:
-        """Returns text, score and finish reason; None for no score, since JSON has no NaN."""
-        score = None if math.isnan(self.score) else round(self.score, 6)
-        return {"text": self.text, "score": score, "finish_reason": self.finish_reason}
-
-
-@dataclass(frozen=True)
-class GenerationResult(RowResult):
-    """Generated texts for one input row.
-
-    Attributes:
-        hypotheses: Best first: `n_best`, or fewer if the search found fewer; none on an error.
-    """
-
-    hypotheses: tuple[TextHypothesis, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """Text of the best hypothesis; empty on an error."""
-        return self.hypotheses[0].text if self.hypotheses else ""
-
-    @property
-    def target_tokens(self) -> int:
-        """Tokens of the best hypothesis, the end token excluded."""
-        return len(self.hypotheses[0].tokens) if self.hypotheses else 0
-
-    @property
-    def size(self) -> int:
-        """Numbers that it holds, roughly."""
-        return self.source_tokens + sum(len(each.tokens) for each in self.hypotheses)
-
-    def _answer(self, n_best: int) -> dict[str, Any]:
-        best: dict[str, Any] = {"text": "", "finish_reason": "error"}
-        if self.hypotheses:
-            best = {**self.hypotheses[0].record(), "target_tokens": self.target_tokens}
-        answer = {**best, **self._error(), "source_tokens": self.source_tokens}
-        if n_best > 1:
-            answer["n_best"] = [hypothesis.record() for hypothesis in self.hypotheses]
-        return answer
 
 
 class Results(Iterator[Answer]):
@@ -189,47 +135,3 @@ class Results(Iterator[Answer]):
         """Stops the computation."""
         with self._reading:
             self._answers.close()  # type: ignore[attr-defined]  # a generator
-
-
-def joined(
-    results: Iterator[GenerationResult], rows: deque[tuple[str, int]], length_penalty: float
-) -> Iterator[GenerationResult]:
-    """Joins the results of pieces to results of rows.
-
-    Args:
-        results: Results of all pieces, in order.
-        rows: Text of each row and number of its pieces, appended before its results arrive.
-        length_penalty: That of the search.
-    """
-    with contextlib.closing(results):  # type: ignore[type-var]  # a generator
-        for first in results:
-            text, count = rows.popleft()
-            pieces = [first, *islice(results, count - 1)]
-            yield first if count == 1 else join(text, pieces, length_penalty)
-
-
-def join(text: str, pieces: Sequence[GenerationResult], length_penalty: float) -> GenerationResult:
-    """Returns the result of a text from those of its pieces, which have one hypothesis each."""
-    source_tokens = sum(piece.source_tokens for piece in pieces)
-    for number, piece in enumerate(pieces, start=1):
-        if piece.error is not None:
-            message = f"piece {number} of {len(pieces)}: {piece.error.message}"
-            return GenerationResult(
-                text, source_tokens, error=replace(piece.error, message=message)
-            )
-    found = [piece.hypotheses[0] for piece in pieces]
-    reasons = {hypothesis.finish_reason for hypothesis in found}
-    reason = next(each for each in REASONS if each in reasons)
-    log_probability = math.fsum(hypothesis.log_probability for hypothesis in found)
-    lengths = [len(hypothesis.tokens) + (hypothesis.finish_reason == "end") for hypothesis in found]
-    # What ranked a piece is its score without the normalisation by length.
-    ranks = zip(found, lengths, strict=True)
-    total = math.fsum(piece.score * length**length_penalty for piece, length in ranks)
-    whole = TextHypothesis(
-        tuple(token for hypothesis in found for token in hypothesis.tokens),
-        log_probability,
-        length_normalised(total, sum(lengths), length_penalty),
-        reason,
-        " ".join(hypothesis.text for hypothesis in found if hypothesis.text),
-    )
-    return GenerationResult(text, source_tokens, (whole,))

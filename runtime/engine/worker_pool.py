@@ -6,36 +6,22 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeAlias, TypeVar
 
 from transferry.runtime.decoding.batching import BatchOptions, fitting, windows
+from transferry.runtime.engine.preprocess import Row, WorkItem
 from transferry.runtime.errors import InputError
 from transferry.runtime.stopping import held
 
 Input = TypeVar("Input")
-Row = TypeVar("Row")
 Answer = TypeVar("Answer")
 
 # Seconds after which a thread that waits looks whether there is still something to wait for.
 CHECK_SECONDS = 1.0
 # A replica takes at least this many rows, if that many wait: fewer make matrix products too small.
 SMALLEST_SHARE = 16
-
-
-@dataclass(frozen=True, eq=False)
-class WorkItem(Generic[Row]):
-    """A row to be computed. If it stands for several equal input rows, all get its answer.
-
-    Attributes:
-        row: The row, as the task encodes it.
-        tokens: Its length: rows of similar length are computed together.
-    """
-
-    row: Row
-    tokens: int
 
 
 # Returns at most so many items, of similar length; none once there are no more.

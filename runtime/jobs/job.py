@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property, partial
 from itertools import islice, tee
 from pathlib import Path
@@ -15,8 +15,10 @@ from typing import Any, BinaryIO, TypeAlias, cast
 
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.result import RowError, RowResult
-from transferry.runtime.errors import InputError, TransferryError, UsageError
+from transferry.runtime.engine.result import RowResult
+from transferry.runtime.engine.tasks.table import TASKS
+from transferry.runtime.engine.tasks.task import Task
+from transferry.runtime.errors import InputError, Option, TransferryError, UsageError
 from transferry.runtime.io.atomic import durable_file, require_writable, standard_output, unwritable
 from transferry.runtime.io.outputs import STANDARD_STREAM, require_own
 from transferry.runtime.io.whole import sha256
@@ -28,9 +30,9 @@ from transferry.runtime.jobs.formats.readers import (
     read_rows,
 )
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source
-from transferry.runtime.jobs.formats.rows import InputRow, hash_rows
+from transferry.runtime.jobs.formats.rows import InputRow, RowReader, hash_rows
 from transferry.runtime.jobs.formats.sources import expand
-from transferry.runtime.jobs.formats.writers import open_writer
+from transferry.runtime.jobs.formats.writers import RowWriter, open_writer
 from transferry.runtime.jobs.job_options import JobOptions, fraction
 from transferry.runtime.jobs.journal import (
     JOB_FORMAT,
@@ -49,8 +51,7 @@ from transferry.runtime.jobs.output_files import (
     foreign_output,
 )
 from transferry.runtime.jobs.summary import Summary, Tally, read_summary
-from transferry.runtime.jobs.tasks import Task, tally_of
-from transferry.runtime.settings import shown, to_toml
+from transferry.runtime.settings import to_toml
 from transferry.runtime.stopping import at_stop
 
 # Of `Engine.describe`: what decides the numbers and does not belong to the machine.
@@ -72,11 +73,11 @@ def open_sources(inputs: Inputs) -> list[Source]:
 
 
 class Runner:
-    """Computes the chunks of a job, in this process and in order, and puts its output together.
+    """Computes the chunks of a job, in this process and in order, and joins its output.
 
     Attributes:
         journal: Kind of the job's folder.
-        about: What the summary says of the runner.
+        about: Facts about the runner for the summary.
         in_order: Whether the finished chunks are always the first ones of the input.
     """
 
@@ -85,11 +86,7 @@ class Runner:
     in_order = True
 
     def check_kind(self, output: Path) -> None:
-        """Refuses to replace what is no file.
-
-        Raises:
-            UsageError: The output is such a path.
-        """
+        """Raises UsageError for an output that is not a file."""
         if output.exists() and not output.is_file():
             raise UsageError(f"{output} is not a file, so it is not replaced; name another")
 
@@ -106,7 +103,7 @@ class Runner:
         Args:
             job: The job.
             journal: Its finished chunks; has all of them afterwards.
-            summary: Counts so far; the runner keeps `saved` up to date.
+            summary: Counts; the runner keeps `saved` up to date.
             add: Adds counts to the summary; raises InputError after too many errors.
             watch: See `Job.run`.
         """
@@ -114,7 +111,7 @@ class Runner:
         for chunk in journal.chunks:
             job.require_unchanged(chunk, islice(rows, chunk.rows))
         if journal.is_complete(most) and next(rows, None) is not None:
-            raise InputError(f"{job.reader.path} has grown since its end was computed. {RESTORE}")
+            raise InputError(f"{job.layout.path} has grown since its end was computed. {RESTORE}")
         summary.saved = journal.rows
         for chunk in journal.chunks:
             add(chunk)
@@ -133,10 +130,7 @@ class Runner:
     def publish(self, job: Job, journal: Journal, describe: Callable[[str], None]) -> None:
         """Gives the output its name, last of all: where it exists, everything does.
 
-        Args:
-            job: The job.
-            journal: Its chunks, all of them finished.
-            describe: Writes summary and settings beside the output, given its hash.
+        `describe` writes summary and settings beside the output, given its hash.
         """
         with durable_file(job.output, journal.folder) as file:
             job.writer.join(journal.files, file)
@@ -193,43 +187,49 @@ class Job:
         if options.partition is not None and STANDARD_STREAM in self.sources:
             raise UsageError("a partition needs the whole input counted, so it cannot be of stdin")
         self.engine = bundle if isinstance(bundle, Engine) else Engine.load(bundle)
-        self.reader = open_inputs(
+        self.reader, self.target = self._readers()
+        self.layout = self.reader.layout
+        self.task: Task = TASKS[options.task](self.engine, options, self.layout)
+        self.writer = self._writer()
+        self.canary = None
+        if options.canary is not None:
+            self.canary = Canary(self.engine, fraction(options.canary)[1], self.task)
+        self._counted: tuple[int, str] | None = None
+
+    def _readers(self) -> tuple[RowReader, RowReader | None]:
+        """Opens the input and the targets of its rows."""
+        options = self.options
+        reader = open_inputs(
             self.sources,
             format=options.format_in,
             column=options.messages or options.prompt_ids or options.column,
             lists=options.prompt_kind in ("messages", "ids"),
             languages=(options.source_language_column, options.target_language_column),
         )
-        self.task = Task.of(self.engine, options, self.reader)
-        if options.pair is not None and self.reader.format != "jsonl":
-            columns = self.reader.columns
-            if options.pair not in columns:
-                raise InputError(
-                    f"{self.reader.path}: expected a column {options.pair} with the second texts, "
-                    f"found {', '.join(columns) or 'none besides the text'}; name another with "
-                    "--pair"
-                )
-        self.target = None
-        if options.target is not None:
-            self.target = open_reader(options.target, format=options.format_in)
-        self.writer = open_writer(
+        if (task := reader.layout.task) not in (None, options.task):
+            raise UsageError(
+                f"{reader.layout.path} asks for task {task}, not {options.task}; add --task {task}"
+            )
+        if options.target is None:
+            return reader, None
+        return reader, open_reader(options.target, format=options.format_in)
+
+    def _writer(self) -> RowWriter:
+        """Returns the writer of the output."""
+        writer = open_writer(
             self.output,
-            format=options.format,
-            reader=self.reader,
-            task=options.task,
+            format=self.options.format,
+            rows=self.layout,
+            task=self.options.task,
             n_best=self.task.n_best > 1,
             width=self.task.width,
         )
-        if self.task.n_best > 1 and self.writer.format == "text":
+        if self.task.n_best > 1 and writer.format == "text":
             raise UsageError(
-                f"text has one answer a row, and n_best is {self.task.n_best}; name another --out "
-                "or --format, such as jsonl"
+                *("text has one answer a row, and ", Option("n_best"), f" is {self.task.n_best}; "),
+                "name another --out or --format, such as jsonl",
             )
-        self.canary = None
-        if options.canary is not None:
-            _, every = fraction(options.canary)
-            task = self.task
-            self.canary = Canary(self.engine, every, task.run, task.generation)
+        return writer
 
     @property
     def folder(self) -> Path:
@@ -247,10 +247,10 @@ class Job:
             "task": options.task,
             **self.task.settings,
             "long_rows": self.task.long_rows,
-            "input_format": self.reader.format,
+            "input_format": self.layout.format,
             "column": options.column,
-            "columns": self.reader.columns,
-            "has_id": self.reader.has_id,
+            "columns": self.layout.columns,
+            "has_id": self.layout.has_id,
             "output_format": self.writer.format,
             "compression": named_format(self.output)[1],
             "width": self.task.width,
@@ -261,13 +261,15 @@ class Job:
         if options.limit is not None:
             values["limit"] = options.limit
         if options.partition is not None:
-            rows, digest = self._whole
+            rows, digest = self._whole()
             values |= {"partition": options.partition, "input_rows": rows, "input_sha256": digest}
         return cast(dict[str, Any], json.loads(json.dumps(values)))
 
-    @cached_property
     def _whole(self) -> tuple[int, str]:
-        return hash_rows(self.rows(0, self.options.limit))
+        """Returns the number of rows of the input, within the limit, and their hash."""
+        if self._counted is None:
+            self._counted = hash_rows(self.rows(0, self.options.limit))
+        return self._counted
 
     @cached_property
     def row_range(self) -> tuple[int, int | None]:
@@ -275,13 +277,13 @@ class Job:
         if self.options.partition is None:
             return 0, self.options.limit
         number, partitions = fraction(self.options.partition)
-        rows, _ = self._whole
+        rows, _ = self._whole()
         return rows * (number - 1) // partitions, rows * number // partitions
 
     def count(self) -> int:
         """Returns the number of rows by reading them all, which stdin does not allow."""
         first, last = self.row_range
-        rows, _ = self._whole
+        rows, _ = self._whole()
         return min(rows, rows if last is None else last) - first
 
     def run(
@@ -306,16 +308,7 @@ class Job:
             UsageError: The output exists, or another job writes it.
         """
         summary = Summary()
-
-        def add(tally: Tally) -> None:
-            summary.add(tally)
-            most = self.options.max_errors
-            if most is not None and summary.bad_rows > most:
-                raise InputError(
-                    f"more than {most} rows are bad, the first of them: {summary.first_error}. Fix "
-                    "the input, or allow more with --max-errors"
-                )
-
+        add = partial(self._add, summary)
         if self.output == STANDARD_STREAM:
             first, summary.made = self.row_range[0], self._made()
             with (
@@ -325,27 +318,43 @@ class Job:
             ):
                 self.write(results, file, first, count)
             return summary
+        with (
+            self._telling_saved(summary),
+            self.runner.journal.locked(self.folder) as journal,
+        ):
+            if self.output.exists() and not self.options.force:
+                finished = self._finished()
+                if journal.former() in (None, self.fingerprint):
+                    journal.clear()
+                return finished
+            if note := journal.begin(self.fingerprint, force=self.options.force):
+                say(note)
+            if journal.rows:
+                say(self._resumed(journal.rows))
+            summary.resumed = journal.session
+            self.runner.run(self, journal, summary, add, watch)
+            if not self.options.force:  # it may have appeared since the job began
+                require_own(self.output, lambda path: foreign_output(path, "job"))
+            self.runner.publish(self, journal, partial(self._describe, journal, summary, settings))
+            journal.clear()
+        return summary
+
+    def _add(self, summary: Summary, tally: Tally) -> None:
+        """Adds counts to a summary; raises InputError after too many errors."""
+        summary.add(tally)
+        most = self.options.max_errors
+        if most is not None and summary.bad_rows > most:
+            raise InputError(
+                f"more than {most} rows are bad, the first of them: {summary.first_error}. Fix the "
+                "input, or allow more with --max-errors"
+            )
+
+    @contextmanager
+    def _telling_saved(self, summary: Summary) -> Iterator[None]:
+        """Adds the number of saved rows to the message of an error or interruption."""
         try:
-            with (
-                at_stop(lambda: self._saved(summary.saved) if summary.saved else None),
-                self.runner.journal.locked(self.folder) as journal,
-            ):
-                if self.output.exists() and not self.options.force:
-                    finished = self._finished()
-                    if journal.former() in (None, self.fingerprint):
-                        journal.clear()
-                    return finished
-                if note := journal.begin(self.fingerprint, force=self.options.force):
-                    say(note)
-                if journal.rows:
-                    say(self._resumed(journal.rows))
-                summary.resumed = journal.session
-                self.runner.run(self, journal, summary, add, watch)
-                if not self.options.force:  # it may have appeared since the job began
-                    require_own(self.output, lambda path: foreign_output(path, "job"))
-                describe = partial(self._describe, journal, summary, settings)
-                self.runner.publish(self, journal, describe)
-                journal.clear()
+            with at_stop(lambda: self._saved(summary.saved) if summary.saved else None):
+                yield
         except OSError as error:
             if not summary.saved:
                 raise unwritable(self.output, error) from error
@@ -356,7 +365,6 @@ class Job:
                 raise
             message = "; ".join(filter(None, (str(error), self._saved(summary.saved))))
             raise type(error)(message) from error
-        return summary
 
     @contextmanager
     def counting(
@@ -380,7 +388,7 @@ class Job:
             yield count
 
     def _saved(self, rows: int) -> str:
-        of = f" of {self.count():,}" if "_whole" in vars(self) else ""
+        of = f" of {self.count():,}" if self._counted else ""
         return f"{rows:,}{of} rows are saved in {self.folder}"
 
     def _resumed(self, rows: int) -> str:
@@ -405,26 +413,15 @@ class Job:
         """Raises InputError if the input rows of a finished chunk are not what they were."""
         if hash_rows(rows) != (chunk.rows, chunk.source_sha256):
             raise InputError(
-                f"{self.reader.path} has changed: rows {chunk.first + 1} to "
+                f"{self.layout.path} has changed: rows {chunk.first + 1} to "
                 f"{chunk.first + chunk.rows} are not those that were computed. {RESTORE}"
             )
-
-    def _paired(self, row: InputRow) -> InputRow:
-        """Returns a row with the second text of its pair, where a column holds that."""
-        name = self.options.pair
-        if name is None:
-            return row
-        found = row.fields.get(name)
-        if not isinstance(found, str):
-            held = "nothing" if found is None else shown(found)
-            found = RowError("no-text", f"expected a text in the column {name}, found {held}")
-        return replace(row, target=found)
 
     def results(
         self, rows: Iterator[InputRow], first: int
     ) -> Generator[tuple[InputRow, RowResult], None, None]:
         """Yields each row with its result, in order; `first` is the number of the first row."""
-        kept, read = tee(map(self.writer.admit, map(self._paired, rows)))
+        kept, read = tee(map(self.writer.admit, rows))
         found = self.task.run(self.engine, map(self.task.given, read), first)
         with closing(cast("Generator[RowResult, None, None]", found)):
             yield from zip(kept, found, strict=True)
@@ -447,7 +444,7 @@ class Job:
                 yield {"id": row.id, **row.fields, **result.record(self.task.n_best)}
                 row.update(digest)
                 now = time.monotonic()
-                tally = tally_of(row, result, now - before)
+                tally = Tally.of(row.number, result, now - before)
                 before = now
                 chunk.add(tally)
                 add(tally)
@@ -493,7 +490,7 @@ class Job:
             count, found = hash_rows(islice(rows, most))
             sources.append(found)
         if hash_of_hashes(sources) != record.get("source_sha256"):
-            raise UsageError(f"{refusal}, and {self.reader.path} has changed since; {remedy}")
+            raise UsageError(f"{refusal}, and {self.layout.path} has changed since; {remedy}")
         summary = Summary.from_dict(record)
         summary.finished_before = True
         return summary

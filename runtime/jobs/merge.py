@@ -6,16 +6,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
+from transferry.runtime.engine.tasks.task import Layout
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.atomic import atomic_file, require_writable, standard_output
 from transferry.runtime.io.outputs import STANDARD_STREAM, require_own
 from transferry.runtime.io.whole import sha256
 from transferry.runtime.jobs.formats.columnar import opened_parquet
 from transferry.runtime.jobs.formats.readers import named_format
-from transferry.runtime.jobs.formats.rows import RowReader
 from transferry.runtime.jobs.formats.writers import RowWriter, open_writer
 from transferry.runtime.jobs.job_options import fraction
 from transferry.runtime.jobs.journal import JOB_FORMAT, differences, hash_output
@@ -172,18 +171,14 @@ def _writer(partition: _Partition, out: Path) -> RowWriter:
             f"{out} must be compressed as {partition.path} is; let its name end in "
             f"{compression or 'no .gz or .zst'}"
         )
-    # A writer needs to know the input's columns; the input itself may be on another machine.
-    reader = SimpleNamespace(
-        path=partition.path,
-        format=fingerprint["input_format"],
-        columns=columns,
-        has_id=fingerprint["has_id"],
-        types=types,
+    # The input itself may be on another machine.
+    rows = Layout(
+        partition.path, fingerprint["input_format"], columns, fingerprint["has_id"], types
     )
     return open_writer(
         out,
         format=format,
-        reader=cast(RowReader, reader),
+        rows=rows,
         task=fingerprint["task"],
         n_best=fingerprint.get("n_best", 1) > 1,
         width=fingerprint["width"],

@@ -143,11 +143,8 @@ class RayRunner(Runner):
             summary.saved = journal.rows
         journal.chunks = sorted(chunks, key=lambda chunk: chunk.first)
         require_all(job, folder)
-        # Added again, in order: the sums do not depend on which chunk was finished first.
-        total = Tally()
-        for chunk in journal.chunks:
-            total.add(chunk)
-        vars(summary).update(vars(total))
+        # In order: the sums do not depend on which chunk was finished first.
+        summary.recount(journal.chunks)
 
     def publish(self, job: Job, journal: Journal, describe: Callable[[str], None]) -> None:
         """Gives the folder of chunks the output's name, last of all."""
@@ -284,7 +281,7 @@ def require_all(job: Job, folder: ChunkFolder) -> None:
     if starts != ends[:-1] or not folder.is_complete(job.options.chunk_rows):
         raise InputError(f"{job.output}: some rows came back from no worker; run the job again")
     if {path.name for path in folder.outputs.iterdir()} != {chunk_name(job, n) for n in starts}:
-        raise InputError(f"{job.reader.path} has fewer rows than were computed. {RESTORE}")
+        raise InputError(f"{job.layout.path} has fewer rows than were computed. {RESTORE}")
 
 
 def compute_chunk(job: Job, first: int, rows: list[InputRow], session: int, workers: int) -> Chunk:
@@ -387,7 +384,7 @@ def chunk_source(job: Job, ranges: list[tuple[int, int | None]]) -> Any:
 
     rows_from = partial(read_rows, job.reader, job.target, last=job.row_range[1])
     read = partial(read_chunks, rows_from, job.options.chunk_rows)
-    about = BlockMetadata(None, None, [str(job.reader.path)], None)
+    about = BlockMetadata(None, None, [str(job.layout.path)], None)
     tasks = [ReadTask(partial(read, *span), about) for span in ranges]
 
     class Chunks(Datasource):  # type: ignore[misc]  # Any where Ray is not installed

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from transferry.runtime.engine.result import RowResult
 from transferry.runtime.errors import InputError
 from transferry.runtime.io.documents import checked, read_document
 
@@ -48,6 +49,23 @@ class Tally:
     repeated: int = 0
     shared_prompt_tokens: int = 0
 
+    @classmethod
+    def of(cls, number: int, result: RowResult, seconds: float) -> Tally:
+        """Counts the row of a number."""
+        error = result.error
+        return Tally(
+            rows=1,
+            errors={error.kind: 1} if error else {},
+            truncated=int(result.truncated),
+            repeated=int(result.repeated),
+            shared_prompt_tokens=result.shared_prompt_tokens,
+            source_tokens=result.source_tokens,
+            target_tokens=result.target_tokens,
+            log_probability=result.total,
+            seconds=seconds,
+            first_error=f"row {number + 1}: {error.message}" if error else "",
+        )
+
     @property
     def bad_rows(self) -> int:
         """Number of rows with an error."""
@@ -55,17 +73,15 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         """Adds other counts to these."""
-        self.rows += other.rows
         for kind, count in other.errors.items():
             self.errors[kind] = self.errors.get(kind, 0) + count
-        self.truncated += other.truncated
-        self.repeated += other.repeated
-        self.shared_prompt_tokens += other.shared_prompt_tokens
-        self.source_tokens += other.source_tokens
-        self.target_tokens += other.target_tokens
-        self.log_probability += other.log_probability
-        self.seconds += other.seconds
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.first_error = self.first_error or other.first_error
+
+
+# Fields of a tally that add up.
+_SUMS = [field.name for field in fields(Tally) if field.name not in ("errors", "first_error")]
 
 
 @dataclass
@@ -87,6 +103,13 @@ class Summary(Tally):
     made: dict[str, Any] = field(default_factory=dict)
     ahead: int = 0
     note: str = ""
+
+    def recount(self, tallies: Iterable[Tally]) -> None:
+        """Replaces the counts by sums over tallies, in order."""
+        for name, value in asdict(Tally()).items():
+            setattr(self, name, value)
+        for tally in tallies:
+            self.add(tally)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the record of OUT.summary.json: counts, rates per second, `marks` and `made`."""

@@ -17,6 +17,7 @@ from typing import Any
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST
 from transferry.runtime.bundle.specs import PORTABLE, Variant
+from transferry.runtime.engine.tasks.table import TASKS, tasks_of
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.folders import replace_folder, staged_folder
@@ -37,14 +38,6 @@ VARIANTS = (PORTABLE, "portable-int8")
 # Placeholders in service-worker.js.
 FILES, GPU_FILES, VERSION = '"FILES"', '"GPU_FILES"', "VERSION"
 SERVICE_WORKER, SETTINGS = "service-worker.js", "site.json"
-# Label and placeholder of the page's input, by task; the first task that a bundle has is taken.
-WORDS = {
-    "classify": ("Text", "A sentence"),
-    "tag": ("Text", "A sentence"),
-    "generate": ("Text", "A sentence or a beginning"),
-    "fill-mask": ("Text with [MASK] in the place of each hidden word", "The [MASK] shines."),
-    "embed": ("Text", "A sentence"),
-}
 
 
 @dataclass(frozen=True)
@@ -201,16 +194,17 @@ def site_settings(
     bundle: Bundle, variant: str, title: str, standing: tuple[str, ...], webgpu: bool
 ) -> dict[str, Any]:
     """Content of site.json, which page.js and worker.js read."""
-    encodes = bundle.manifest.architecture == "encoder-only"
-    tasks = bundle.tasks if encodes else ("generate",)
-    task = next(task for task in WORDS if task in tasks)
-    label, placeholder = WORDS[task]
+    tasks = [TASKS[name] for name in tasks_of(bundle)]
+    *_, (task, page) = ((task, task.page) for task in tasks if task.page is not None)
+    first, *rest = task.name.split("-")
     return {
         "title": title,
         "about": f"{bundle.manifest.architecture}, {variant} graphs, in this browser alone",
-        "input": label,
-        "placeholder": placeholder,
-        "task": task,
+        "input": page.label,
+        "placeholder": page.example,
+        "button": page.button,
+        "method": first + "".join(map(str.capitalize, rest)),
+        "options": dict(page.options),
         "variant": variant,
         "generation": {},
         "webgpu": webgpu,

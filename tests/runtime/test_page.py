@@ -49,7 +49,11 @@ def test_the_site_holds_what_its_page_needs(
         ),
     }
     settings = json.loads((out / "site.json").read_text())
-    assert (settings["title"], settings["task"], settings["webgpu"]) == ("A & B", "generate", True)
+    assert (settings["title"], settings["method"], settings["webgpu"]) == (
+        "A & B",
+        "generate",
+        True,
+    )
     assert any("ertificate" in line for line in settings["standing"])
     assert "for a visitor" in site.summary() and "with WebGPU" in site.summary()
 
@@ -59,7 +63,7 @@ def test_without_webgpu_its_files_stay_away(
 ) -> None:
     site = write_site(reader_bundle_folder, tmp_path / "site", runtime=runtime, webgpu=False)
     assert not [name for name in site.sizes if "webgpu" in name or "asyncify" in name]
-    assert json.loads((tmp_path / "site" / "site.json").read_text())["task"] == "fill-mask"
+    assert json.loads((tmp_path / "site" / "site.json").read_text())["method"] == "fillMask"
     assert "WebGPU" not in site.summary()
 
 

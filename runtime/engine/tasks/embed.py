@@ -4,25 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal
 
 from transferry.runtime.bundle.head import HeadSettings
-from transferry.runtime.decoding.search import pad_sources
-from transferry.runtime.engine.open_bundle import OpenBundle
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
     LongRows,
-    Preprocessor,
+    WorkItem,
     check_long_rows,
     checked_texts,
 )
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
-from transferry.runtime.engine.worker_pool import WorkItem
-from transferry.runtime.ort.encoder import EncoderModel, EncoderOutput
-from transferry.runtime.settings import MOST
+from transferry.runtime.engine.tasks.heads import cut_to_longest, default_long_rows
+from transferry.runtime.engine.tasks.task import (
+    Bounds,
+    Difference,
+    Layout,
+    Page,
+    RowOptions,
+    Task,
+    columns,
+    is_encoder,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from transferry.runtime.bundle.bundle import Bundle
+    from transferry.runtime.engine.open_bundle import OpenBundle
+    from transferry.runtime.ort.encoder import EncoderModel, EncoderOutput
 
 Pooling = Literal["mean", "first"]
 
@@ -44,6 +55,49 @@ class EmbeddingResult(RowResult):
 
     def _answer(self, n_best: int) -> dict[str, Any]:
         return self._error() or {"vector": self.vector}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedOptions(RowOptions):
+    """Options of embed.
+
+    Attributes:
+        pooling: Mean over all tokens, or the first token. Default: as the bundle's head, else mean.
+        normalise: Scale vectors to length 1.
+        prompt: Name of a text of the bundle to put before each row. Default: the bundle's own, if
+            it has one.
+    """
+
+    pooling: Pooling | None = None
+    normalise: bool = False
+    prompt: str | None = None
+
+
+class Embed(Task):
+    """Vectors of texts."""
+
+    name = "embed"
+    options = EmbedOptions
+    columns = columns(vector="vector")
+    formats = ("npy", "parquet", "jsonl", "openai")
+    default_format = "text"  # is refused: nobody wants vectors as JSON by accident
+    page = Page("Embed")
+
+    def __init__(self, engine: OpenBundle, options: EmbedOptions, layout: Layout) -> None:
+        super().__init__(engine, options, layout)
+        self.long_rows = options.long_rows or default_long_rows(engine)
+        self.width = embedding_width(engine, options.pooling)
+
+    @classmethod
+    def fits(cls, bundle: Bundle) -> bool:
+        return is_encoder(bundle)
+
+    def same(self, row: Any, again: Any, bounds: Bounds) -> Difference:
+        largest = abs(again.vector).max(initial=0.0)
+        error = float(abs(row.vector - again.vector).max(initial=0.0) / (largest or 1.0))
+        if error <= bounds.vector:
+            return "", 0
+        return f"a vector {error:.1e} of its largest entry away, at most {bounds.vector:.1e}", 0
 
 
 def embed(
@@ -79,19 +133,6 @@ def embed(
     return engine.map(checked_texts(texts), task.prepare, task.compute, encoders)
 
 
-def default_long_rows(engine: OpenBundle) -> LongRows:
-    """Returns what becomes of long rows unless told otherwise."""
-    head = engine.bundle.manifest.head
-    return "truncate" if head is not None and head.longest else "error"
-
-
-def cut_to_longest(engine: OpenBundle) -> Preprocessor:
-    """Returns the engine's preprocessor, limited to the bundle's longest row if it has one."""
-    head, preprocessor = engine.bundle.manifest.head, engine.preprocessor
-    longest = head.longest if head is not None else 0
-    return replace(preprocessor, positions=min(preprocessor.positions, longest or MOST))
-
-
 def embedding_width(engine: OpenBundle, pooling: Pooling | None) -> int:
     """Returns the length of the vectors."""
     if pooling is None and engine.bundle.embeds:
@@ -108,6 +149,8 @@ class _Embed:
         prompt: str | None,
         long_rows: LongRows,
     ) -> None:
+        import numpy as np
+
         self.preprocessor, self.long_rows = cut_to_longest(engine), long_rows
         self.output: EncoderOutput = "hidden"
         if pooling is None and engine.bundle.embeds:
@@ -133,11 +176,15 @@ class _Embed:
         ]
 
     def compute(self, encoder: EncoderModel, rows: list[EncodedRow]) -> list[EmbeddingResult]:
+        from transferry.runtime.decoding.search import pad_sources
+
         source = pad_sources([row.ids for row in rows], self.pad_id)
         found = encoder.encode(*source, (self.output,))[self.output]
         return [self._result(*pair) for pair in zip(rows, found, strict=True)]
 
     def _result(self, row: EncodedRow, found: NDArray[np.floating[Any]]) -> EmbeddingResult:
+        import numpy as np
+
         if self.output == "head":
             found = found[None]
         elif self.pooling == "first":

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from transferry.runtime.bundle.head import Aggregation
-from transferry.runtime.tokenizer.special_tokens import Place
 
-Floats = NDArray[np.float64]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from transferry.runtime.tokenizer.special_tokens import Place
+
+    Floats = NDArray[np.float64]
+    Token = tuple[Place, Floats]
+
 OUTSIDE = "O"  # the label of what belongs to no entity
 
 
@@ -64,9 +69,6 @@ def tags_of(
     return tuple(tags if aggregation == "none" else _entities(text, tags))
 
 
-Token = tuple[Place, Floats]
-
-
 def _words(tokens: Sequence[Token]) -> Iterator[list[Token]]:
     word: list[Token] = []
     for place, row in tokens:
@@ -81,6 +83,8 @@ def _words(tokens: Sequence[Token]) -> Iterator[list[Token]]:
 def _tag(
     text: str, tokens: Sequence[Token], labels: Sequence[str], aggregation: Aggregation
 ) -> Tag:
+    import numpy as np
+
     rows = np.stack([row for _, row in tokens])
     if aggregation == "average":
         chosen = rows.mean(axis=0)
@@ -92,6 +96,8 @@ def _tag(
 
 def _entities(text: str, tags: Sequence[Tag]) -> Iterator[Tag]:
     """Joins neighbours of one entity, which B- begins; those outside are left out."""
+    import numpy as np
+
     groups: list[list[Tag]] = []
     for tag in tags:
         begins, kind = _kind(tag.label)

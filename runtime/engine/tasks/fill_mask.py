@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from transferry.runtime.decoding.logits import log_sum_exp, top_k
-from transferry.runtime.decoding.search import pad_sources
-from transferry.runtime.engine.open_bundle import OpenBundle
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
     LongRows,
+    WorkItem,
     check_long_rows,
     checked_texts,
 )
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
-from transferry.runtime.engine.worker_pool import WorkItem
+from transferry.runtime.engine.tasks.task import (
+    LINES,
+    Bounds,
+    Difference,
+    Layout,
+    Page,
+    RowOptions,
+    Task,
+    columns,
+    is_encoder,
+)
 from transferry.runtime.errors import UsageError, require
-from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.settings import MOST, check_value
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from transferry.runtime.bundle.bundle import Bundle
+    from transferry.runtime.engine.open_bundle import OpenBundle
+    from transferry.runtime.ort.encoder import EncoderModel
+
 MASK = "[MASK]"
+Few = Annotated[int, msgspec.Meta(le=MOST)]
 
 
 @dataclass(frozen=True)
@@ -71,6 +86,52 @@ class FilledMaskResult(RowResult):
         return {"text": self.text, **(self._error() or {"masks": masks})}
 
 
+@dataclass(frozen=True, kw_only=True)
+class FillMaskOptions(RowOptions):
+    """Options of fill-mask.
+
+    Attributes:
+        mask: Text that stands for a masked token.
+        top: Candidates per mask.
+    """
+
+    mask: str = MASK
+    top: Few = 5
+
+
+class FillMask(Task):
+    """Likeliest tokens for masks."""
+
+    name = "fill-mask"
+    options = FillMaskOptions
+    columns = columns(text="text", masks="json")
+    formats = LINES
+    default_format = "text"
+    page = Page("Fill in", f"Text with {MASK} for each hidden word", f"The {MASK} shines.")
+
+    def __init__(self, engine: OpenBundle, options: FillMaskOptions, layout: Layout) -> None:
+        super().__init__(engine, options, layout)
+        _ = engine.encoder  # refuses other architectures before anything is opened
+
+    @classmethod
+    def fits(cls, bundle: Bundle) -> bool:
+        return is_encoder(bundle) and bundle.tokenizer.special.mask_id is not None
+
+    def same(self, row: Any, again: Any, bounds: Bounds) -> Difference:
+        """Compares the best token of each mask, and its log-probability."""
+        ties = 0
+        pairs = zip(row.candidates, again.candidates, strict=True)
+        for place, (found, wanted) in enumerate(pairs, start=1):
+            known = {candidate.token: candidate.log_probability for candidate in wanted}
+            best = found[0]
+            margin = wanted[0].log_probability - known.get(best.token, -math.inf)
+            error = abs(best.log_probability - known.get(best.token, math.inf))
+            if not max(margin, error) <= bounds.log_probability:
+                return f"mask {place} is {best.text!r}, but {wanted[0].text!r}", 0
+            ties += best.token != wanted[0].token
+        return "", ties
+
+
 def fill_mask(
     engine: OpenBundle,
     texts: Iterable[str | RowError],
@@ -99,7 +160,7 @@ def fill_mask(
             f"the tokenizer of {engine.bundle.folder} has no mask, so nothing is hidden"
         )
     check_long_rows(long_rows, "task fill-mask")
-    check_value("top", top, Annotated[int, msgspec.Meta(le=MOST)])
+    check_value("top", top, Few)
     require(top >= 1, "top", "at least 1", top)
     task = _FillMask(engine, mask, mask_id, top, long_rows)
     return engine.map(checked_texts(texts), task.prepare, task.compute, encoders)
@@ -138,11 +199,17 @@ class _FillMask:
         return WorkItem(row, len(row.ids))
 
     def compute(self, encoder: EncoderModel, rows: list[EncodedRow]) -> list[FilledMaskResult]:
+        from transferry.runtime.decoding.search import pad_sources
+
         source = pad_sources([row.ids for row in rows], self.tokenizer.special.pad_id)
         logits = encoder.encode(*source, ("logits",))["logits"]
         return [self._filled(*pair) for pair in zip(rows, logits, strict=True)]
 
     def _filled(self, row: EncodedRow, logits: NDArray[np.floating[Any]]) -> FilledMaskResult:
+        import numpy as np
+
+        from transferry.runtime.decoding.logits import log_sum_exp, top_k
+
         ids = np.array(row.ids)
         places = np.flatnonzero(ids == self.mask_id)
         scores = logits[places]

@@ -2,44 +2,279 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import islice
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from transferry.runtime.decoding.generation_options import GenerationOptions
-from transferry.runtime.decoding.hypothesis import Hypothesis
-from transferry.runtime.decoding.logits_processors import beginning
-from transferry.runtime.decoding.search import search_stream
-from transferry.runtime.decoding.shared_prompts import copied_tokens
-from transferry.runtime.decoding.stop_strings import StopStrings
-from transferry.runtime.decoding.strategy import Request
-from transferry.runtime.engine.open_bundle import OpenBundle
+from transferry.runtime.decoding.generation_options import GenerationOptions, check_generation
+from transferry.runtime.decoding.hypothesis import FinishReason, Hypothesis, length_normalised
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
     InLanguages,
     LongRows,
+    WorkItem,
     check_long_rows,
     in_languages,
 )
-from transferry.runtime.engine.prompts import Encodable, Source, checked_prompts
-from transferry.runtime.engine.result import (
-    NOT_FINITE,
-    GenerationResult,
-    Results,
-    RowError,
-    TextHypothesis,
-    joined,
+from transferry.runtime.engine.prompts import Encodable, Prompt, Source, checked_prompts
+from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
+from transferry.runtime.engine.tasks.languages import LanguageOptions
+from transferry.runtime.engine.tasks.task import (
+    LINES,
+    Bounds,
+    Difference,
+    Layout,
+    Page,
+    Task,
+    columns,
 )
-from transferry.runtime.engine.worker_pool import Take, WorkItem
-from transferry.runtime.errors import UsageError
-from transferry.runtime.ort.open_model import ServedDecoder
+from transferry.runtime.errors import Option, UsageError, joined_options
 from transferry.runtime.settings import Whole64, check_value
 
+if TYPE_CHECKING:
+    from transferry.runtime.bundle.bundle import Bundle
+    from transferry.runtime.decoding.strategy import Request
+    from transferry.runtime.engine.open_bundle import OpenBundle
+    from transferry.runtime.engine.worker_pool import Take
+    from transferry.runtime.ort.open_model import ServedDecoder
+
+# Of joined pieces the first of these that any has.
+REASONS: tuple[FinishReason, ...] = ("length", "stop", "end")
 # Difference of the row ids of neighbouring pieces of a row: larger than any number of rows.
 PIECE = 1 << 40
+
+
+@dataclass(frozen=True)
+class TextHypothesis(Hypothesis):
+    """A hypothesis with its text.
+
+    Attributes:
+        text: The tokens as text.
+    """
+
+    text: str
+
+    def record(self) -> dict[str, Any]:
+        """Returns text, score and finish reason; None for no score, since JSON has no NaN."""
+        score = None if math.isnan(self.score) else round(self.score, 6)
+        return {"text": self.text, "score": score, "finish_reason": self.finish_reason}
+
+
+@dataclass(frozen=True)
+class GenerationResult(RowResult):
+    """Generated texts for one input row.
+
+    Attributes:
+        hypotheses: Best first: `n_best`, or fewer if the search found fewer; none on an error.
+    """
+
+    hypotheses: tuple[TextHypothesis, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Text of the best hypothesis; empty on an error."""
+        return self.hypotheses[0].text if self.hypotheses else ""
+
+    @property
+    def target_tokens(self) -> int:
+        """Tokens of the best hypothesis, the end token excluded."""
+        return len(self.hypotheses[0].tokens) if self.hypotheses else 0
+
+    @property
+    def size(self) -> int:
+        """Numbers that it holds, roughly."""
+        return self.source_tokens + sum(len(each.tokens) for each in self.hypotheses)
+
+    def _answer(self, n_best: int) -> dict[str, Any]:
+        best: dict[str, Any] = {"text": "", "finish_reason": "error"}
+        if self.hypotheses:
+            best = {**self.hypotheses[0].record(), "target_tokens": self.target_tokens}
+        answer = {**best, **self._error(), "source_tokens": self.source_tokens}
+        if n_best > 1:
+            answer["n_best"] = [hypothesis.record() for hypothesis in self.hypotheses]
+        return answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(LanguageOptions):
+    """Options of generate.
+
+    Attributes:
+        generation: Fields of GenerationOptions that replace the bundle's defaults.
+        prefix: Text that every output begins with.
+        chat: Render each row as a user's turn with the bundle's chat template.
+        system: System message before each turn of --chat.
+        messages: JSONL column with a list of messages, with role and content each, to render with
+            the bundle's chat template.
+        prompt_ids: JSONL column with a list of token ids, read without changes.
+        suppress: Text that no output holds, at the beginning of a word or within one; a number is a
+            token id, unless it is quoted. Only the text's own tokens are forbidden.
+    """
+
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = ""
+    chat: bool = False
+    system: str | None = None
+    messages: str | None = None
+    prompt_ids: str | None = None
+    suppress: tuple[str, ...] = ()
+
+    @property
+    def prompt_kind(self) -> Literal["turn", "messages", "ids"] | None:
+        """Kind of the rows; None for plain texts."""
+        if self.chat:
+            return "turn"
+        if self.messages is not None:
+            return "messages"
+        return None if self.prompt_ids is None else "ids"
+
+
+class Generate(Task):
+    """Answers to texts, chats and token ids."""
+
+    name = "generate"
+    options = GenerateOptions
+    columns = columns(
+        text="text",
+        score="float",
+        finish_reason="text",
+        target_tokens="integer",
+        source_tokens="integer",
+        n_best="json",
+    )
+    formats = (*LINES, "openai")
+    default_format = "text"
+    page = Page("Run", example="A sentence or a beginning")
+    elsewhere = frozenset({"long_rows", "generation", "prefix", "suppress"})
+
+    def __init__(self, engine: OpenBundle, options: GenerateOptions, layout: Layout) -> None:
+        super().__init__(engine, options, layout)
+        tokenizer = engine.bundle.tokenizer
+        options.require(tokenizer)
+        chosen = {**layout.generation, **options.generation}
+        if "max_length" in layout.generation and "max_length" not in options.generation:
+            # A limit for the answer, which may be generous.
+            chosen["max_length"] = min(chosen["max_length"], engine.max_positions)
+        if options.suppress:
+            chosen["suppress"] = tuple(map(token_or_text, options.suppress))
+        prefix = tuple(tokenizer.encode_target(options.prefix))
+        self.generation = engine.options(**chosen, prefix=prefix)
+        engine.require_covered(self.generation)
+        if options.prompt_kind in ("turn", "messages") or layout.has_chat:
+            tokenizer.require_chat()
+        self.chosen, self.settings = options, asdict(self.generation) | self.settings
+
+    @classmethod
+    def fits(cls, bundle: Bundle) -> bool:
+        return bundle.manifest.architecture != "encoder-only"
+
+    @classmethod
+    def check(cls, options: Any) -> None:
+        check_generation(options.generation)  # a conflict with the bundle's defaults is found later
+        named = [
+            name
+            for name in ("column", "messages", "prompt_ids")
+            if getattr(options, name) is not None
+        ]
+        named += ["chat"] * options.chat
+        kinds = [name for name in named if name != "column"]
+        if len(kinds) > 1 or (kinds and "column" in named and not options.chat):
+            raise UsageError(
+                *joined_options(named),
+                " exclude each other, since each names the rows; choose one",
+            )
+        if options.system is not None and not options.chat:
+            raise UsageError(Option("system"), " has no effect without chat; add --chat")
+        if options.prompt_kind in ("turn", "messages") and options.long_rows not in (None, "error"):
+            raise UsageError(
+                *(Option("long_rows"), f"={options.long_rows} and ", Option(kinds[0])),
+                " exclude each other, since a chat ends with the turn to be answered; choose ",
+                *(Option("long_rows"), "=error"),
+            )
+        spoken = [name for name, value in options.spoken.items() if value is not None]
+        if spoken and kinds:
+            raise UsageError(
+                Option(spoken[0]),
+                " has no effect on chats and token ids, only on plain texts; leave it out",
+            )
+
+    def run(self, engine: Any, rows: Iterator[Any], first: int) -> Iterator[Any]:
+        long_rows = self.long_rows
+        found: Iterator[Any] = engine.generate(
+            rows, self.generation, first_row=first, long_rows=long_rows
+        )
+        return found
+
+    def given(self, row: Any) -> Any:
+        kind = row.kind or self.chosen.prompt_kind
+        if kind is None or not isinstance(row.text, str):
+            return self.chosen.text_of(row)
+        return Prompt(row.text, kind, self.chosen.system)
+
+    def same_row(self, row: Any, again: Any, bounds: Bounds, given: Any, number: int) -> Difference:
+        """Compares tokens and scores; other tokens may be a near tie."""
+        options = self.generation
+        assert options is not None
+        if [one.tokens for one in row.hypotheses] == [one.tokens for one in again.hypotheses]:
+            for one, other in zip(row.hypotheses, again.hypotheses, strict=True):
+                length = len(one.tokens) + 1
+                allowed = length ** (1 - options.length_penalty) * bounds.log_probability
+                if options.scores and not abs(one.score - other.score) <= allowed:
+                    scores = f"score {one.score:.6f}, but {other.score:.6f}"
+                    return f"{scores}, at most {allowed:.1e} apart", 0
+            return "", 0
+        served, reference = bounds.served, bounds.reference
+        long_rows: LongRows = "truncate" if row.truncated else "error"
+        (encoded,) = served.encode([given], options, long_rows)
+        if encoded.error is not None:
+            return self._same_pieces(row, bounds, given, number)
+        from transferry.runtime.proof.divergence import Explainer
+
+        settings, special = served.settings_of(encoded, options)
+        explainer = Explainer(
+            reference.decoder,
+            served.decoder,
+            reference.decoder,
+            special,
+            bounds.tolerance,
+            served.fitted(settings, len(encoded.ids)),
+        )
+        divergence = explainer.explain(encoded.ids, again.hypotheses, row.hypotheses, number)
+        if divergence.passes:
+            return "", 1
+        return f"{row.text!r}, but {again.text!r} ({divergence})", 0
+
+    def _same_pieces(
+        self, row: GenerationResult, bounds: Bounds, given: Any, number: int
+    ) -> Difference:
+        """Compares a row that was split piece by piece: the joined answers hide near ties."""
+        tied = 0
+        for place, text in enumerate(bounds.served.preprocessor.pieces(row.source)):
+            first = number + place * PIECE
+            piece = replace(given, text=text) if isinstance(given, InLanguages) else text
+            (one,), (again,) = (
+                self.run(engine, iter([piece]), first)
+                for engine in (bounds.served, bounds.reference)
+            )
+            difference, ties = self.same_row(one, again, bounds, piece, first)
+            if difference:
+                return f"piece {place + 1}: {difference}", 0
+            tied = max(tied, ties)
+        return "", tied
+
+
+def token_or_text(value: str) -> int | str:
+    """Returns a number as a token id, and other text without the quotes around it."""
+    if value.isdecimal() and value.isascii():
+        return int(value[:12])  # more digits are no id either
+    quoted = len(value) > 2 and value[0] == value[-1] == '"'
+    return value[1:-1] if quoted else value
 
 
 def generate(
@@ -87,8 +322,8 @@ def generate(
     engine.require_covered(options)
     if options.max_length > engine.max_positions:
         raise UsageError(
-            f"max_length is {options.max_length}, but the model has {engine.max_positions} "
-            "positions; lower max_length"
+            *(Option("max_length"), f" is {options.max_length}, but the model has "),
+            *(f"{engine.max_positions} positions; lower ", Option("max_length")),
         )
     conflict = "" if engine.decoder.has_encoder else "a decoder-only bundle"
     check_long_rows(long_rows, f"n_best={options.n_best}" if options.n_best > 1 else conflict)
@@ -140,6 +375,8 @@ class _Generate:
         return [replace(piece, row_id=number + i * PIECE) for i, piece in enumerate(pieces)]
 
     def _item(self, row: EncodedRow) -> WorkItem[EncodedRow] | GenerationResult:
+        from transferry.runtime.decoding.logits_processors import beginning
+
         options, error, tokens = self.options, row.error, len(row.ids)
         request = self._request(row)
         prefix, room = len(beginning(options, request)), request.max_length
@@ -164,6 +401,8 @@ class _Generate:
 
     def _request(self, row: EncodedRow, key: Any = None) -> Request[Any]:
         """Returns the request for a row, with its language where that is the first token."""
+        from transferry.runtime.decoding.strategy import Request
+
         options = self.options
         room, first = self.engine.room(options, len(row.ids)), row.target
         begins = self.engine.bundle.tokenizer.special.begins_with_language
@@ -173,8 +412,10 @@ class _Generate:
     def work(
         self, decoder: ServedDecoder, take: Take[EncodedRow], slots: int
     ) -> Iterator[tuple[WorkItem[EncodedRow], GenerationResult]]:
-        options, special = self.options, self.engine.bundle.tokenizer.special
+        from transferry.runtime.decoding.search import search_stream
+        from transferry.runtime.decoding.shared_prompts import copied_tokens
 
+        options, special = self.options, self.engine.bundle.tokenizer.special
         shared: dict[WorkItem[EncodedRow], int] = {}
 
         def requests(most: int) -> list[Request[WorkItem[EncodedRow]]]:
@@ -191,6 +432,8 @@ class _Generate:
             yield item, replace(result, shared_prompt_tokens=shared.pop(item, 0))
 
     def _result(self, row: EncodedRow, found: Sequence[Hypothesis]) -> GenerationResult:
+        from transferry.runtime.decoding.stop_strings import StopStrings
+
         decode = self.engine.bundle.tokenizer.decode
         stops = StopStrings(self.options.stop, decode)
         hypotheses = tuple(
@@ -202,3 +445,47 @@ class _Generate:
         return GenerationResult(
             row.text, len(row.ids), hypotheses, error=error, truncated=row.truncated
         )
+
+
+def joined(
+    results: Iterator[GenerationResult], rows: deque[tuple[str, int]], length_penalty: float
+) -> Iterator[GenerationResult]:
+    """Joins the results of pieces to results of rows.
+
+    Args:
+        results: Results of all pieces, in order.
+        rows: Text of each row and number of its pieces, appended before its results arrive.
+        length_penalty: That of the search.
+    """
+    with contextlib.closing(results):  # type: ignore[type-var]  # a generator
+        for first in results:
+            text, count = rows.popleft()
+            pieces = [first, *islice(results, count - 1)]
+            yield first if count == 1 else join(text, pieces, length_penalty)
+
+
+def join(text: str, pieces: Sequence[GenerationResult], length_penalty: float) -> GenerationResult:
+    """Returns the result of a text from those of its pieces, which have one hypothesis each."""
+    source_tokens = sum(piece.source_tokens for piece in pieces)
+    for number, piece in enumerate(pieces, start=1):
+        if piece.error is not None:
+            message = f"piece {number} of {len(pieces)}: {piece.error.message}"
+            return GenerationResult(
+                text, source_tokens, error=replace(piece.error, message=message)
+            )
+    found = [piece.hypotheses[0] for piece in pieces]
+    reasons = {hypothesis.finish_reason for hypothesis in found}
+    reason = next(each for each in REASONS if each in reasons)
+    log_probability = math.fsum(hypothesis.log_probability for hypothesis in found)
+    lengths = [len(hypothesis.tokens) + (hypothesis.finish_reason == "end") for hypothesis in found]
+    # What ranked a piece is its score without the normalisation by length.
+    ranks = zip(found, lengths, strict=True)
+    total = math.fsum(piece.score * length**length_penalty for piece, length in ranks)
+    whole = TextHypothesis(
+        tuple(token for hypothesis in found for token in hypothesis.tokens),
+        log_probability,
+        length_normalised(total, sum(lengths), length_penalty),
+        reason,
+        " ".join(hypothesis.text for hypothesis in found if hypothesis.text),
+    )
+    return GenerationResult(text, source_tokens, (whole,))

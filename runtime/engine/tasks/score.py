@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from transferry.runtime.decoding.logits import log_sum_exp
-from transferry.runtime.decoding.search import pad_sources
-from transferry.runtime.engine.open_bundle import OpenBundle
 from transferry.runtime.engine.preprocess import (
     EncodedRow,
     InLanguages,
     LongRows,
+    WorkItem,
     check_long_rows,
     checked_pairs,
     in_languages,
     too_long,
 )
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
-from transferry.runtime.engine.worker_pool import WorkItem
-from transferry.runtime.ort.open_model import ServedDecoder
+from transferry.runtime.engine.tasks.languages import LanguageOptions
+from transferry.runtime.engine.tasks.task import Layout, Task, columns
+from transferry.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from transferry.runtime.bundle.bundle import Bundle
+    from transferry.runtime.engine.open_bundle import OpenBundle
+    from transferry.runtime.ort.open_model import ServedDecoder
 
 # Limit on the logits of a batch: 256 MB of float32.
 MOST_LOGITS = 1 << 26
@@ -55,6 +58,8 @@ class ScoreResult(RowResult):
     @property
     def total(self) -> float:
         """Log-probability of all tokens, in nats."""
+        import numpy as np
+
         return float(np.sum(self.log_probabilities, dtype=np.float64))
 
     def _answer(self, n_best: int) -> dict[str, Any]:
@@ -65,6 +70,45 @@ class ScoreResult(RowResult):
             "log_probabilities": [round(value, 6) for value in self.log_probabilities],
         }
         return {**target, **(self._error() or scores)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions(LanguageOptions):
+    """Options of score.
+
+    Attributes:
+        target: File with the targets of the pairs, in the format of the input.
+    """
+
+    target: Path | None = None
+
+
+class Score(Task):
+    """Log-probabilities of texts and pairs."""
+
+    name = command = "score"
+    options = ScoreOptions
+    columns = columns(target="text", total="float", tokens="json", log_probabilities="json")
+    has_canary = False
+    elsewhere = frozenset({"long_rows", "target"})
+
+    def __init__(self, engine: OpenBundle, options: ScoreOptions, layout: Layout) -> None:
+        super().__init__(engine, options, layout)
+        options.require(engine.bundle.tokenizer)
+        self.chosen, self.arguments = options, {}
+        if engine.decoder.has_encoder is (options.target is None):
+            remedy = "name the texts to score with" if options.target is None else "leave out"
+            architecture = engine.bundle.manifest.architecture
+            raise UsageError(
+                f"{engine.bundle.folder}: the model is {architecture}; {remedy} --target"
+            )
+
+    @classmethod
+    def fits(cls, bundle: Bundle) -> bool:
+        return bundle.manifest.architecture != "encoder-only"
+
+    def given(self, row: Any) -> Any:
+        return self.chosen.text_of(row), row.target
 
 
 def score(
@@ -161,6 +205,11 @@ class _Score:
         return [result for block in blocks for result in self._block(decoder, block)]
 
     def _block(self, decoder: ServedDecoder, rows: Sequence[_ScoredRow]) -> list[ScoreResult]:
+        import numpy as np
+
+        from transferry.runtime.decoding.logits import log_sum_exp
+        from transferry.runtime.decoding.search import pad_sources
+
         pad_id = self.special.pad_id
         sources = [row.source.ids if self.has_encoder else () for row in rows]
         state = decoder.start(*pad_sources(sources, pad_id))

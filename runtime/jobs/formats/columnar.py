@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
@@ -11,7 +12,7 @@ from transferry.runtime.engine.result import RowError
 from transferry.runtime.errors import InputError, UsageError, install_command
 from transferry.runtime.jobs.formats.cells import to_json
 from transferry.runtime.jobs.formats.remote_file import RemoteFile, Source
-from transferry.runtime.jobs.formats.rows import Fields, InputRow, RowReader, unique
+from transferry.runtime.jobs.formats.rows import Fields, InputRow, RowReader, layout_of, unique
 from transferry.runtime.jobs.job_options import InputFormat
 
 _BATCH_BYTES = 1 << 23
@@ -25,16 +26,15 @@ class ColumnarReader(RowReader):
 
     def __init__(self, path: Source, format: InputFormat, schema: Any, column: str | None) -> None:
         self.file = path
-        names = unique(schema.names, path)
-        super().__init__(path, format, names, column)
-        found = schema.field(self._column).type
+        layout = layout_of(path, format, unique(schema.names, path), column)
+        found = schema.field(layout.column).type
         if not _is_text(found):
             raise InputError(
-                f"{path}: expected text in the column {self._column}, found {found}; name another "
+                f"{path}: expected text in the column {layout.column}, found {found}; name another "
                 "with --column"
             )
-        kept = ("id", *self.columns) if self.has_id else self.columns
-        self.types = {name: schema.field(name).type for name in kept}
+        kept = ("id", *layout.columns) if layout.has_id else layout.columns
+        self.layout = replace(layout, types={name: schema.field(name).type for name in kept})
 
     def _numbered(
         self, batches: Iterator[Any], start: int, first: int, last: int | None
@@ -53,14 +53,14 @@ class ParquetReader(ColumnarReader):
         groups: Rows of each row group.
     """
 
-    def __init__(self, path: Source, column: str | None) -> None:
+    def __init__(self, path: Source, format: InputFormat, column: str | None) -> None:
         with opened_parquet(path) as file:
             schema = file.schema_arrow
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             self.groups = [group.num_rows for group in groups]
             wide = max((g.total_byte_size // max(1, g.num_rows) for g in groups), default=0)
         self._batch = max(1, min(_MOST_BATCH_ROWS, _BATCH_BYTES // max(1, wide)))
-        super().__init__(path, "parquet", schema, column)
+        super().__init__(path, format, schema, column)
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams rows first to last - 1."""
@@ -78,9 +78,9 @@ class ParquetReader(ColumnarReader):
 class ArrowReader(ColumnarReader):
     """Reads Arrow IPC, a file or a stream as in the folder of a Hugging Face dataset."""
 
-    def __init__(self, path: Source, column: str | None) -> None:
+    def __init__(self, path: Source, format: InputFormat, column: str | None) -> None:
         with _opened_arrow(path) as (schema, _):
-            super().__init__(path, "arrow", schema, column)
+            super().__init__(path, format, schema, column)
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         """Streams rows first to last - 1."""

@@ -12,13 +12,21 @@ from itertools import chain, islice, tee, zip_longest
 from typing import Any, NamedTuple, cast, get_args
 
 from transferry.runtime.engine.result import RowError
+from transferry.runtime.engine.tasks.task import Layout
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.lines import Compression, read_raw_lines
 from transferry.runtime.jobs.formats.cells import decoded
 from transferry.runtime.jobs.formats.columnar import ArrowReader, ParquetReader
 from transferry.runtime.jobs.formats.openai_batch import Request, parse_request
 from transferry.runtime.jobs.formats.remote_file import Source
-from transferry.runtime.jobs.formats.rows import Fields, InputRow, Languages, RowReader, unique
+from transferry.runtime.jobs.formats.rows import (
+    Fields,
+    InputRow,
+    Languages,
+    RowReader,
+    layout_of,
+    unique,
+)
 from transferry.runtime.jobs.formats.sources import Series
 from transferry.runtime.jobs.job_options import InputFormat
 
@@ -30,17 +38,9 @@ MOST_NESTED = 100
 _FIRST_ROWS = 1000
 
 
-def open_inputs(
-    sources: Sequence[Source],
-    *,
-    format: InputFormat | None = None,
-    column: str | None = None,
-    lists: bool = False,
-    languages: Languages = (None, None),
-) -> RowReader:
+def open_inputs(sources: Sequence[Source], **chosen: Any) -> RowReader:
     """Opens the files of an input, which are read one after another; see `open_reader`."""
-    chosen: dict[str, Any] = {"column": column, "lists": lists, "languages": languages}
-    readers = [open_reader(source, format=format, **chosen) for source in sources]
+    readers = [open_reader(source, **chosen) for source in sources]
     return readers[0] if len(readers) == 1 else Series(readers)
 
 
@@ -56,10 +56,10 @@ def open_reader(
 
     Args:
         path: The file; "-" is standard input. Files of lines may be gzip or zstd.
-        format: By default from the name, else text.
-        column: The field that holds the text; by default `text` or `source`, or the only one
-            besides `id`.
-        lists: The column holds lists, of messages or of token ids; JSONL alone has them.
+        format: Format. Default: from the name, else text.
+        column: Field that holds the text. Default: `text` or `source`, or the only one besides
+            `id`.
+        lists: Whether the column holds lists, of messages or of token ids; only JSONL has lists.
         languages: Columns with the languages of the text and of its answer.
 
     Raises:
@@ -70,33 +70,22 @@ def open_reader(
     format = format or cast(InputFormat, name if name in get_args(InputFormat) else "text")
     if lists and format != "jsonl":
         raise UsageError(
-            f"{path} is read as {format}, and messages and prompt-ids name a column of JSONL; give "
-            "a .jsonl file, or add --format-in jsonl"
+            f"{path} is read as {format}, and --messages and --prompt-ids name a column of JSONL; "
+            "give a .jsonl file, or add --format-in jsonl"
         )
-    reader: RowReader
-    if format == "text":
-        for named in filter(None, (column, *languages)):
-            raise UsageError(f"{path} is read as text, which has no column {named}; leave it out")
-        reader = _TextReader(path, format, None)
-    elif format in ("parquet", "arrow"):
+    if format in ("parquet", "arrow"):
         kind = format.capitalize()
         if str(path) == "-":
             raise UsageError(f"{kind} cannot be read from standard input; name a file")
         if compression:
             raise UsageError(f"{path}: {kind} is compressed inside; unpack it first")
-        reader = (ParquetReader if format == "parquet" else ArrowReader)(path, column)
-    else:
-        kinds: dict[str, Callable[..., RowReader]] = {
-            "tsv": _TsvReader,
-            "csv": _CsvReader,
-            "jsonl": _JsonlReader,
-            "openai": _RequestReader,
-        }
-        reader = kinds[format](path, format, column)
+    for named in filter(None, (column, *languages) if format == "text" else ()):
+        raise UsageError(f"{path} is read as text, which has no column {named}; leave it out")
+    reader = _READERS[format](path, format, column)
     for named in filter(None, languages):
         # In JSONL a field may be missing in one row and present in the next.
-        if format != "jsonl" and named not in reader.columns:
-            others = ", ".join(reader.columns) or "none besides the text"
+        if format != "jsonl" and named not in reader.layout.columns:
+            others = ", ".join(reader.layout.columns) or "none besides the text"
             raise InputError(f"{path}: there is no column {named} for languages; it has {others}")
     reader.lists, reader.languages = lists, languages
     return reader
@@ -119,10 +108,12 @@ def read_rows(
         InputError: A file cannot be read, or one of the two ends before the other.
     """
     rows = reader.rows(first, last)
-    return rows if target is None else _paired(rows, target.rows(first, last), str(target.path))
+    return rows if target is None else _paired(rows, target.rows(first, last), target.layout.path)
 
 
-def _paired(rows: Iterator[InputRow], others: Iterator[InputRow], path: str) -> Iterator[InputRow]:
+def _paired(
+    rows: Iterator[InputRow], others: Iterator[InputRow], path: Source | str
+) -> Iterator[InputRow]:
     for row, other in zip_longest(rows, others):
         if row is None or other is None:
             longer = f"{path} goes on" if row is None else f"{path} ends"
@@ -145,10 +136,13 @@ class _LineReader(RowReader):
     """Reads files of lines. Standard input can be iterated once."""
 
     def __init__(self, path: Source, format: InputFormat, column: str | None) -> None:
-        self.path = self.file = path
+        self.file = path
         self._names, lines = self._header(self._lines())
-        super().__init__(path, format, self._names, column)
+        self.layout = self._layout(format, column)
         self._standard_input = lines if str(path) == "-" else None
+
+    def _layout(self, format: InputFormat, column: str | None) -> Layout:
+        return layout_of(self.file, format, self._names, column)
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:
         lines = self._standard_input or self._header(self._lines())[1]
@@ -183,11 +177,11 @@ class _TsvReader(_LineReader):
     def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
         header = next(lines, None)
         if header is None:
-            raise InputError(f"{self.path}: expected a header with names of columns, found nothing")
+            raise InputError(f"{self.file}: expected a header with names of columns, found nothing")
         names = self._cells(header)
         if isinstance(names, RowError):
-            raise InputError(f"{self.path}: the header cannot be read: {names.message}")
-        return unique(names, self.path), lines
+            raise InputError(f"{self.file}: the header cannot be read: {names.message}")
+        return unique(names, self.file), lines
 
     def _fields(self, line: _Line) -> Fields | RowError:
         cells = self._cells(line)
@@ -269,23 +263,24 @@ class _JsonlReader(_LineReader):
 
 
 class _RequestReader(_JsonlReader):
-    """Lines of the OpenAI Batch API, which shall all have the settings of the first."""
+    """Lines of the OpenAI Batch API, all with the settings of the first."""
 
-    def __init__(self, path: Source, format: InputFormat, column: str | None) -> None:
-        if column is not None:
-            raise UsageError(f"{path} holds requests, which have no column {column}; leave it out")
-        super().__init__(path, format, None)
-        self.columns, self.has_id = (), True
+    _first: Request | None = None
 
     def _header(self, lines: Iterator[_Line]) -> tuple[list[str], Iterator[_Line]]:
         first, kept = tee(islice(lines, _FIRST_ROWS))
         requests = (self._request(self._fields(line)) for line in first)
-        for request in requests:
-            if isinstance(request, Request):
-                self.generation = request.settings
-                self.has_chat, self.task = request.kind == "messages", request.task
-                break
+        self._first = next((each for each in requests if isinstance(each, Request)), None)
         return ["request"], chain(kept, lines)
+
+    def _layout(self, format: InputFormat, column: str | None) -> Layout:
+        path = self.file
+        if column is not None:
+            raise UsageError(f"{path} holds requests, which have no column {column}; leave it out")
+        if (first := self._first) is None:
+            return Layout(path, format, (), has_id=True)
+        chat = first.kind == "messages"
+        return Layout(path, format, (), True, None, "", first.settings, chat, first.task)
 
     def _request(self, fields: Fields | RowError) -> Request | RowError:
         return fields if isinstance(fields, RowError) else parse_request(fields)
@@ -298,13 +293,24 @@ class _RequestReader(_JsonlReader):
             return InputRow(number, id, request, {"number": number}, raw)
         repeated = {"number": number, "endpoint": request.endpoint, "model": request.model}
         text: str | RowError = request.text
-        if request.settings != self.generation or request.task != self.task:
+        if (request.settings, request.task) != (self.layout.generation, self.layout.task):
             text = RowError(
                 "settings",
                 "all requests of a batch must ask for the same, and this one has other settings "
                 "than the first; put it into another file",
             )
         return InputRow(number, id, text, repeated, raw, kind=request.kind)
+
+
+_READERS: dict[InputFormat, Callable[..., RowReader]] = {
+    "text": _TextReader,
+    "tsv": _TsvReader,
+    "csv": _CsvReader,
+    "jsonl": _JsonlReader,
+    "openai": _RequestReader,
+    "parquet": ParquetReader,
+    "arrow": ArrowReader,
+}
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Fields:

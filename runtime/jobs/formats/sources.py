@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +79,15 @@ class Series(RowReader):
         Raises:
             InputError: Their columns differ.
         """
-        first = readers[0]
-        for other in readers[1:]:
-            same = first.format == "jsonl" or first.layout == other.layout
+        first, *others = (reader.layout for reader in readers)
+        for other in others:
+            same = first.format == "jsonl" or str(first) == str(other)
             if first.format != other.format or not same:
                 raise InputError(
-                    f"{other.path}: expected {first.layout}, as in {first.path}, found "
-                    f"{other.layout}; run a job for each"
+                    f"{other.path}: expected {first}, as in {first.path}, found {other}; run a job "
+                    "for each"
                 )
-        vars(self).update(vars(first))
-        self.path = f"{first.path} and {len(readers) - 1} more"
+        self.layout = replace(first, path=f"{first.path} and {len(others)} more")
         self._readers, self._counts = readers, dict[int, int]()
 
     def rows(self, first: int = 0, last: int | None = None) -> Iterator[InputRow]:

@@ -13,61 +13,28 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast, get_args
+from typing import Any, BinaryIO, cast, get_args
 
 import numpy as np
 
 from transferry.runtime.engine.result import RowError
+from transferry.runtime.engine.tasks.table import TASKS
+from transferry.runtime.engine.tasks.task import Kind, Layout, OutputFormat, Task, columns
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.lines import Compression, packed, read_blocks
 from transferry.runtime.jobs.formats.cells import as_text, json_value
 from transferry.runtime.jobs.formats.columnar import import_pyarrow, opened_parquet
 from transferry.runtime.jobs.formats.openai_batch import response_line
 from transferry.runtime.jobs.formats.readers import named_format
-from transferry.runtime.jobs.formats.rows import InputRow, RowReader
-from transferry.runtime.jobs.job_options import OutputFormat, TaskName
+from transferry.runtime.jobs.formats.rows import InputRow
 
 Record = Mapping[str, Any]
-_Kind = Literal["text", "integer", "float", "boolean", "json", "vector"]
-# Formats of each task.
-FORMATS: dict[TaskName, tuple[OutputFormat, ...]] = {
-    "generate": ("jsonl", "text", "tsv", "csv", "parquet", "openai"),
-    "embed": ("npy", "parquet", "jsonl", "openai"),
-    "fill-mask": ("jsonl", "text", "tsv", "csv", "parquet"),
-    **dict.fromkeys(("classify", "rank", "tag", "score"), ("jsonl", "tsv", "csv", "parquet")),
-}
-_KINDS: dict[str, _Kind] = {
-    **dict.fromkeys(("source", "text", "finish_reason", "target", "label"), "text"),
-    **dict.fromkeys(("error_kind", "error_message"), "text"),
-    **dict.fromkeys(("target_tokens", "source_tokens"), "integer"),
-    **dict.fromkeys(("score", "total"), "float"),
-    **dict.fromkeys(("masks", "scores", "tags", "tokens", "log_probabilities", "n_best"), "json"),
-    "truncated": "boolean",
-    "vector": "vector",
-}
-# In tables `error` is two columns.
-_ANY_TASK = ("truncated", "error_kind", "error_message")
-_COUNTS = ("target_tokens", "source_tokens")
-# Fields of a task's results, in the order of the columns of a table.
-RESULT_FIELDS: dict[TaskName, tuple[str, ...]] = {
-    "generate": ("source", "text", "score", "finish_reason", *_COUNTS, *_ANY_TASK, "n_best"),
-    "embed": ("source", "vector", *_ANY_TASK),
-    "fill-mask": ("source", "text", "masks", *_ANY_TASK),
-    "classify": ("source", "label", "scores", *_ANY_TASK),
-    "rank": ("source", "score", *_ANY_TASK),
-    "tag": ("source", "tags", *_ANY_TASK),
-    "score": ("source", "target", "total", "tokens", "log_probabilities", *_ANY_TASK),
-}
+# Columns of every task behind its own; in tables `error` is two columns.
+_ANY_TASK = columns(truncated="boolean", error_kind="text", error_message="text")
 # Endings of text files: none, a number, and languages such as de, pt-BR and deu_Latn.
 _TEXT_NAME = re.compile(r"|txt|out|\d+|[a-z]{1,2}([-_][a-z]{2})?|[a-z]{3}_[a-z]{4}")
 ROW_GROUP = 4096
 _AS_SPACE = {ord(letter): " " for letter in "\t\r\n"}
-
-
-def _endings(task: TaskName) -> str:
-    """Lists the endings of names that choose a format of a task."""
-    endings = {"text": "txt", "openai": "jsonl"}
-    return ", ".join(dict.fromkeys(f".{endings.get(name, name)}" for name in FORMATS[task]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +90,8 @@ def open_writer(
     path: Path,
     *,
     format: OutputFormat | None = None,
-    reader: RowReader,
-    task: TaskName = "generate",
+    rows: Layout,
+    task: str = "generate",
     n_best: bool = False,
     width: int = 0,
 ) -> RowWriter:
@@ -132,9 +99,9 @@ def open_writer(
 
     Args:
         path: The output; "-" is standard output. Lines are compressed as the name says.
-        format: By default from the name, else text, or JSONL for scores.
-        reader: The input.
-        task: The task.
+        format: Format. Default: from the name, else that of the task.
+        rows: The input.
+        task: Name of the task.
         n_best: Whether tables list all hypotheses of a row.
         width: Length of the vectors of embed.
 
@@ -142,65 +109,81 @@ def open_writer(
         InputError: A column of the input has the name of a field of the result.
         UsageError: The task has no such format, it cannot go there, or a package is missing.
     """
-    name, compression = named_format(path)
-    if format is None and reader.format == "openai" and name == "jsonl":
-        format = "openai"
-    known = name in get_args(OutputFormat)
-    if format is None and not known and not _TEXT_NAME.fullmatch(name):
-        raise UsageError(
-            f"{path}: there is no output format {name}; let the name end in one of "
-            f"{_endings(task)}, or choose with --format"
-        )
-    default = name if known else "text" if "text" in FORMATS[task] or task == "embed" else "jsonl"
-    format = format or cast(OutputFormat, default)
-    if format not in FORMATS[task]:
-        raise UsageError(
-            f"task {task} writes {' or '.join(FORMATS[task])}, not {format}; name another --out or "
-            "--format"
-        )
-    if format == "openai" and reader.format != "openai":
-        raise UsageError(
-            f"{path}: responses answer requests, and {reader.path} is read as {reader.format}; add "
-            "--format-in openai, or choose another --format"
-        )
+    kind, compression = TASKS[task], named_format(path)[1]
+    format = _chosen_format(path, format, rows, kind)
     if format in ("npy", "parquet") and str(path) == "-":
         raise UsageError(f"{format} cannot go to standard output; name a file with --out")
     if format in ("npy", "parquet") and compression:
         raise UsageError(f"{path}: {format} is written without {compression}; leave it out")
-    if format == "text":
-        return _LineWriter(format=format, compression=compression, to_line=_text_line)
-    if format == "openai":
-        return _LineWriter(format=format, compression=compression, to_line=response_line)
+    if format in ("text", "openai"):
+        line = _text_line if format == "text" else response_line
+        return _LineWriter(format=format, compression=compression, to_line=line)
     if format == "npy":
         return _NpyWriter(format=format, width=width)
-
-    fields = RESULT_FIELDS[task]
-    refused = frozenset({"id", "error", *fields})
-    clash = sorted(refused.intersection(reader.columns))
-    if clash and reader.format != "jsonl":
+    refused = frozenset({"id", "error", "source", *kind.columns, *_ANY_TASK})
+    clash = sorted(refused.intersection(rows.columns))
+    if clash and rows.format != "jsonl":
         raise InputError(
-            f"{reader.path}: the output has fields of its own with the names {', '.join(clash)}; "
+            f"{rows.path}: the output has fields of its own with the names {', '.join(clash)}; "
             "rename these columns"
         )
     if format == "jsonl":
         return _LineWriter(
             format=format, refused=refused, compression=compression, to_line=_json_line
         )
-    if not n_best:
-        fields = tuple(name for name in fields if name != "n_best")
-    columns = tuple(name for name in reader.columns if name not in clash)
+    passed = tuple(name for name in rows.columns if name not in clash)
+    fields = _table_columns(kind, format, n_best=n_best)
     if format == "parquet":
-        schema = _schema(reader, columns, fields[1:] if task == "embed" else fields, width)
-        return _ParquetWriter(format=format, columns=columns, schema=schema)
-    names = ("id", *columns, *fields)
-    kind, joined = (_LineWriter, _csv) if format == "csv" else (_TsvWriter, _tsv)
-    return kind(
+        schema = _schema(rows, passed, fields, width)
+        return _ParquetWriter(format=format, columns=passed, schema=schema)
+    names = ("id", *passed, *fields)
+    writer, joined = (_LineWriter, _csv) if format == "csv" else (_TsvWriter, _tsv)
+    return writer(
         format=format,
-        columns=columns,
+        columns=passed,
         compression=compression,
         header=joined(names),
         to_line=partial(_table_line, joined, names),
     )
+
+
+def _chosen_format(
+    path: Path, format: OutputFormat | None, rows: Layout, task: type[Task]
+) -> OutputFormat:
+    """Returns the format by option, input or name; raises UsageError if the task has no such."""
+    name, _ = named_format(path)
+    if format is None and rows.format == "openai" and name == "jsonl":
+        format = "openai"
+    if format is None and name in get_args(OutputFormat):
+        format = cast(OutputFormat, name)
+    if format is None and not _TEXT_NAME.fullmatch(name):
+        endings = {"text": "txt", "openai": "jsonl"}
+        known = dict.fromkeys(f".{endings.get(each, each)}" for each in task.formats)
+        raise UsageError(
+            f"{path}: there is no output format {name}; let the name end in one of "
+            f"{', '.join(known)}, or choose with --format"
+        )
+    format = format or task.default_format
+    if format not in task.formats:
+        raise UsageError(
+            f"task {task.name} writes {' or '.join(task.formats)}, not {format}; name another "
+            "--out or --format"
+        )
+    if format == "openai" and rows.format != "openai":
+        raise UsageError(
+            f"{path}: responses answer requests, and {rows.path} is read as {rows.format}; add "
+            "--format-in openai, or choose another --format"
+        )
+    return format
+
+
+def _table_columns(task: type[Task], format: OutputFormat, *, n_best: bool) -> dict[str, Kind]:
+    """Returns the columns of a result with their types, in the order of a table."""
+    own = dict(task.columns)
+    listed = {"n_best": own.pop("n_best")} if "n_best" in own else {}
+    # Beside vectors in Parquet, texts would only take up space.
+    cited = {} if format == "parquet" and "vector" in own else columns(source="text")
+    return {**cited, **own, **_ANY_TASK, **(listed if n_best else {})}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,7 +382,7 @@ def _row_groups(batches: Iterable[Any]) -> Iterator[list[Any]]:
         yield group
 
 
-def _schema(reader: RowReader, columns: Iterable[str], results: Iterable[str], width: int) -> Any:
+def _schema(rows: Layout, passed: Iterable[str], results: Mapping[str, Kind], width: int) -> Any:
     pyarrow = import_pyarrow()
     types = {
         "text": pyarrow.string(),
@@ -409,12 +392,13 @@ def _schema(reader: RowReader, columns: Iterable[str], results: Iterable[str], w
         "boolean": pyarrow.bool_(),
         "vector": pyarrow.list_(pyarrow.float32(), width),
     }
-    passed = dict.fromkeys(columns, types["text"]) | (reader.types or {})
-    number = passed.pop("id", types["text" if reader.has_id else "integer"])
+    kinds = dict.fromkeys(passed, types["text"]) | (rows.types or {})
+    number = kinds.pop("id", types["text" if rows.has_id else "integer"])
     # Dictionaries keep their values only; an id that is neither a number nor text became text.
-    passed = {
+    kinds = {
         name: kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-        for name, kind in passed.items()
+        for name, kind in kinds.items()
     }
-    fields = {"id": number if pyarrow.types.is_integer(number) else types["text"], **passed}
-    return pyarrow.schema([*fields.items(), *((name, types[_KINDS[name]]) for name in results)])
+    fields = {"id": number if pyarrow.types.is_integer(number) else types["text"], **kinds}
+    own = {name: types[kind] for name, kind in results.items()}
+    return pyarrow.schema([*fields.items(), *own.items()])

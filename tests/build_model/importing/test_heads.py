@@ -37,8 +37,10 @@ from transferry.export.verify import verify_against
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.bundle.manifest import Manifest
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.tasks.classify import classify, rank, tag
+from transferry.runtime.engine.tasks.classify import classify
 from transferry.runtime.engine.tasks.embed import embed
+from transferry.runtime.engine.tasks.rank import rank
+from transferry.runtime.engine.tasks.tag import tag
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.recorded import Reference
@@ -515,13 +517,10 @@ def test_jobs_with_heads(
         ]
         assert "".join(each.text for each in row.tags) == PAIRS[0][0]
     for wrong, message in (
-        (
-            ["--task", "embed", "--pair", "other"],
-            "pair names the second text of a pair to classify",
-        ),
-        (["--task", "embed", "--aggregation", "max"], "aggregation joins the tokens that task tag"),
+        (["--task", "embed", "--pair", "other"], "only on classify and rank"),
+        (["--task", "embed", "--aggregation", "max"], "--aggregation has no effect on task embed"),
         (["--task", "rank"], "name the column of the second with --pair"),
-        (["--task", "classify", "--prompt", "query"], "prompt names a text to put before a text"),
+        (["--task", "classify", "--prompt", "query"], "--prompt has no effect on task"),
         (["--task", "generate"], "its tasks are embed and "),
         (
             ["--task", task, *paired, "--format", "npy"],

@@ -251,7 +251,7 @@ def test_a_teacher_of_another_architecture_is_refused(
     [
         (["--heads=3"], 2, "heads"),
         (["--dropout=0", "--r-drop=1"], 2, "r-drop must be 0 where dropout is 0"),
-        (["--n-best=5"], 2, "n_best=5 is more than beam=4 can give"),
+        (["--n-best=5"], 2, "--n-best=5 is more than --beam=4 can give"),
         (["--valid-source=absent"], 2, "give --valid-source and --valid-target"),
         (["--vocabulary-size=300", "--encoding=cl100k_base"], 2, "exclude each other"),
         (["--device=tpu"], 2, "device must be cpu"),

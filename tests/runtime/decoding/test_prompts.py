@@ -15,7 +15,7 @@ from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import search
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.result import GenerationResult
+from transferry.runtime.engine.tasks.generate import GenerationResult
 from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions

@@ -18,7 +18,7 @@ from transferry.runtime.decoding.shared_prompts import (
     shared_prompts,
 )
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.result import GenerationResult
+from transferry.runtime.engine.tasks.generate import GenerationResult
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
 from transferry.runtime.ort.open_model import open_model

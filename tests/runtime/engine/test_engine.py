@@ -24,8 +24,8 @@ from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import FinishReason
 from transferry.runtime.decoding.search import search
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.result import GenerationResult, RowError, TextHypothesis, join
-from transferry.runtime.engine.tasks.generate import PIECE
+from transferry.runtime.engine.result import RowError
+from transferry.runtime.engine.tasks.generate import PIECE, GenerationResult, TextHypothesis, join
 from transferry.runtime.engine.tasks.score import score
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.hardware import usable_cores

@@ -11,7 +11,7 @@ import pytest
 
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.result import GenerationResult
+from transferry.runtime.engine.tasks.generate import GenerationResult
 from transferry.runtime.errors import UsageError
 from transferry.runtime.tokenizer.chat import ChatTemplate
 

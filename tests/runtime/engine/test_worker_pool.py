@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 
 from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.engine.preprocess import WorkItem
 from transferry.runtime.engine.worker_pool import (
     Take,
     Worker,
-    WorkItem,
     WorkQueue,
     batch_worker,
     in_order,

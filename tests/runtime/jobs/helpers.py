@@ -10,7 +10,8 @@ from typing import Any
 
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
-from transferry.runtime.engine.result import GenerationResult, Results, RowError, TextHypothesis
+from transferry.runtime.engine.result import Results, RowError
+from transferry.runtime.engine.tasks.generate import GenerationResult, TextHypothesis
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
 

@@ -1,8 +1,6 @@
 """A wrong result stops the job, and the rows before it are kept."""
 
 import json
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +8,11 @@ import numpy as np
 import pytest
 
 from transferry.runtime.decoding.decoder import StepOutput
-from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.preprocess import LongRows
-from transferry.runtime.engine.result import GenerationResult, RowError
+from transferry.runtime.engine.result import RowError
+from transferry.runtime.engine.tasks.generate import Generate
+from transferry.runtime.engine.tasks.task import Layout
 from transferry.runtime.errors import ParityError
 from transferry.runtime.jobs.canary import Canary
 from transferry.runtime.jobs.job import Job
@@ -80,29 +79,24 @@ def test_long_rows_are_computed_again(
 ) -> None:
     spoil(monkeypatch, factor)
     engine = Engine.load(bundle_folder)
-    options = GenerationOptions(max_length=8)
-    run = partial(generate, options=options, long_rows=long_rows)
-    canary = Canary(engine, 1, run, options)
-    (row,) = run(engine, iter(["One two three. Four five six. " * 6]), 0)
+    options = JobOptions(generation={"max_length": 8}, long_rows=long_rows)
+    task = Generate(engine, options, Layout("lines.txt", "text", (), has_id=False))
+    canary, text = Canary(engine, 1, task), "One two three. Four five six. " * 6
+    (row,) = task.run(engine, iter([text]), 0)
     if factor == 1.0:
-        canary.check(0, row)
+        canary.check(0, row, text)
         assert canary.tally()["canaries_identical"] == 1
         return
     with pytest.raises(ParityError, match=r"line 1 .*a defect"):
-        canary.check(0, row)
-
-
-def generate(
-    engine: Engine, texts: Iterator[str], first: int, **options: Any
-) -> Iterator[GenerationResult]:
-    return engine.generate(texts, first_row=first, **options)
+        canary.check(0, row, text)
 
 
 def test_an_unreadable_row_is_not_computed_again(bundle_folder: Path, lines: Path) -> None:
     done = job(bundle_folder, lines, canary="1/1")
     assert done.canary is not None
-    (row,) = done.engine.generate([RowError("undecodable", "no UTF-8")])
-    done.canary.check(0, row)
+    error = RowError("undecodable", "no UTF-8")
+    (row,) = done.engine.generate([error])
+    done.canary.check(0, row, error)
     assert done.canary.tally()["canaries_identical"] == 1
 
 

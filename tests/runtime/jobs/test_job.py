@@ -6,6 +6,7 @@ import io
 import json
 import math
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from tests.runtime.jobs.helpers import Echo, contents, make_job, names, read_records, run
 from transferry.runtime.engine import open_bundle
+from transferry.runtime.engine.tasks.table import TASKS, option_names
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.jobs.job import Job
@@ -325,8 +327,8 @@ def test_a_summary_lies_beside_the_output(source: Path, out: Path) -> None:
         ({"partition": ""}, "partition must be I/N"),
         ({"chunk_rows": 0}, "chunk_rows must be at least 1, found 0"),
         ({"max_errors": -1}, "max_errors must be at least 0, found -1"),
-        ({"task": "embed", "generation": {"beam": 4}}, "generates nothing, so beam has no effect"),
-        ({"task": "score", "canary": "1/2"}, "task score has no canary"),
+        ({"task": "embed", "generation": {"beam": 4}}, "beam has no effect on task embed"),
+        ({"task": "score", "canary": "1/2"}, "canary has no effect on task score"),
         *(
             ({"canary": text}, "canary must be 1/N, such as 1/1000, found '")
             for text in ("", "1000", "2/3", "1/0", "1/-4", "1/x")
@@ -336,6 +338,35 @@ def test_a_summary_lies_beside_the_output(source: Path, out: Path) -> None:
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         JobOptions(**options)
+
+
+# An option of each kind, with a value that is not its default.
+CHOSEN: dict[str, Any] = {
+    **dict.fromkeys(("source_language", "target_language", "source_language_column"), "x"),
+    **dict.fromkeys(("target_language_column", "prefix", "system", "messages", "prompt_ids"), "x"),
+    **dict.fromkeys(("prompt", "pair", "mask"), "x"),
+    "generation": {"beam": 2},
+    "chat": True,
+    "suppress": ("x",),
+    "pooling": "first",
+    "normalise": True,
+    "aggregation": "simple",
+    "top": 2,
+    "target": Path("x"),
+}
+
+
+def test_a_task_refuses_the_options_of_others() -> None:
+    owned = {name: option_names(task) - {"long_rows"} for name, task in TASKS.items()}
+    assert set().union(*owned.values()) == CHOSEN.keys()
+    for task, option in product(owned, CHOSEN):
+        shown = "beam" if option == "generation" else option
+        options: dict[str, Any] = {"task": task, option: CHOSEN[option]}
+        if option not in owned[task]:
+            takers = " and ".join(name for name in owned if option in owned[name])
+            with pytest.raises(UsageError) as refused:
+                JobOptions(**options)
+            assert f"{shown} has no effect on task {task}, only on {takers};" in str(refused.value)
 
 
 def test_a_partition_of_standard_input_is_refused(out: Path) -> None:

@@ -21,7 +21,8 @@ from tests.commands import call, done
 from tests.runtime.jobs import helpers
 from tests.runtime.jobs.helpers import Echo, computed_rows, make_job, run, write_rows
 from transferry.build_model.train.corpus import builtin_pairs
-from transferry.runtime.engine.result import GenerationResult, Results, RowError
+from transferry.runtime.engine.result import Results, RowError
+from transferry.runtime.engine.tasks.generate import GenerationResult
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.chunk_folder import ChunkFolder
 from transferry.runtime.jobs.job import Job

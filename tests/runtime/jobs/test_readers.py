@@ -77,20 +77,20 @@ def test_what_others_wrote_is_read(tmp_path: Path, name: str) -> None:
     found = rows(reader)
     assert [row.text for row in found] == TEXTS
     assert [row.number for row in found] == [0, 1, 2, 3, 4]
-    assert reader.format == name.split(".")[1]
+    assert reader.layout.format == name.split(".")[1]
     assert len({row.raw for row in found}) == len(found)
     for first in range(7):
         assert rows(reader, first) == found[first:]
         for last in range(7):
             assert rows(reader, first, last) == found[first:last]
-    if reader.format == "text":
-        assert (reader.columns, reader.has_id) == ((), False)
+    if reader.layout.format == "text":
+        assert (reader.layout.columns, reader.layout.has_id) == ((), False)
         assert [row.id for row in found] == [0, 1, 2, 3, 4]
         return
-    assert (reader.columns, reader.has_id) == (("note",), True)
+    assert (reader.layout.columns, reader.layout.has_id) == (("note",), True)
     assert [row.fields for row in found] == [{"note": note} for note in NOTES]
     ids = {"tsv": [*"01234"], "csv": ["10", "11", "12", "13", "14"]}
-    assert [row.id for row in found] == ids.get(reader.format, [10, 11, 12, 13, 14])
+    assert [row.id for row in found] == ids.get(reader.layout.format, [10, 11, 12, 13, 14])
 
 
 def test_bad_lines_of_text(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_which_column_is_the_text(
         written(tmp_path, "a.jsonl", json.dumps(values).encode()),
     ):
         if chosen is InputError and not (path.suffix == ".jsonl" and column):
-            with pytest.raises(InputError, match=f"one of {', '.join(names)} with --column"):
+            with pytest.raises(InputError, match=rf"with --column \({', '.join(names)}\)"):
                 open_reader(path, column=column)
         else:
             assert texts(path, column=column) == ["no-text" if chosen is InputError else chosen]
@@ -339,7 +339,9 @@ def test_parquet_keeps_what_python_would_lose(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(table, path)
     reader = open_reader(path)
-    assert reader.types == {name: table.schema.field(name).type for name in reader.columns}
+    assert reader.layout.types == {
+        name: table.schema.field(name).type for name in reader.layout.columns
+    }
     first, second = rows(reader)
     assert {name: as_text(value) for name, value in first.fields.items()} == {
         "list": '[{"x": 1.5, "y": null}]',

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from transferry.runtime.engine.result import RowError
+from transferry.runtime.engine.tasks.table import TASKS
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.jobs.formats import writers
 from transferry.runtime.jobs.formats.readers import open_reader
 from transferry.runtime.jobs.formats.rows import RowReader
-from transferry.runtime.jobs.formats.writers import FORMATS, Record, RowWriter, open_writer
-from transferry.runtime.jobs.job_options import TaskName
+from transferry.runtime.jobs.formats.writers import Record, RowWriter, open_writer
 
 zstandard = pytest.importorskip("zstandard", reason="zstandard is an optional extra")
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
@@ -43,7 +43,7 @@ def writer_of(out: Path, content: bytes = b"id,text,note\n", **options: Any) -> 
     """A writer of a job that reads CSV; vectors for npy."""
     if out.suffix == ".npy":
         options = {"task": "embed", "width": WIDTH, **options}
-    return open_writer(out, reader=reader_of(out.parent, content=content), **options)
+    return open_writer(out, rows=reader_of(out.parent, content=content).layout, **options)
 
 
 def records(count: int, texts: Sequence[str] = TEXTS) -> list[Record]:
@@ -140,7 +140,7 @@ def test_csv_gives_back_every_string(tmp_path: Path) -> None:
 def test_tsv_has_no_place_for_tabs_and_line_breaks(tmp_path: Path) -> None:
     content = b'id,text,note\n1,a,"x\ty"\n"2\n",b,z\n3,"c\td",\n'
     reader = reader_of(tmp_path, content=content)
-    writer = open_writer(tmp_path / "out.tsv", reader=reader)
+    writer = open_writer(tmp_path / "out.tsv", rows=reader.layout)
     first, second, third = map(writer.admit, reader.rows())
     assert first.text == RowError("fields", "tsv output cannot hold the field 'note'")
     assert first.fields == {}
@@ -212,7 +212,7 @@ def passed_through(folder: Path, table: Any, name: str) -> Path:
     """A job from a table to a file that repeats its fields."""
     parquet.write_table(table, folder / "in.parquet", row_group_size=2)
     reader = open_reader(folder / "in.parquet")
-    writer = open_writer(folder / name, reader=reader)
+    writer = open_writer(folder / name, rows=reader.layout)
     rows = [
         {"id": row.id, **row.fields, "source": row.text, "text": "x"}
         for row in map(writer.admit, reader.rows())
@@ -304,7 +304,7 @@ def test_jsonl_to_a_table_has_the_fields_of_the_first_row(tmp_path: Path) -> Non
     ]
     reader = reader_of(tmp_path, "in.jsonl", "\n".join(lines).encode())
     for name in ("out.csv", "out.parquet"):
-        writer = open_writer(tmp_path / name, reader=reader)
+        writer = open_writer(tmp_path / name, rows=reader.layout)
         rows = list(map(writer.admit, reader.rows()))
         format = writer.format
         own = RowError("fields", "parquet output cannot hold the field 'id'")
@@ -337,7 +337,7 @@ def test_jsonl_to_jsonl_leaves_each_row_its_fields(tmp_path: Path) -> None:
         '{"text": "c", "score": 1, "n": 2}',
     ]
     reader = reader_of(tmp_path, "in.jsonl", "\n".join(lines).encode())
-    writer = open_writer(tmp_path / "out.jsonl", reader=reader)
+    writer = open_writer(tmp_path / "out.jsonl", rows=reader.layout)
     first, second, third = map(writer.admit, reader.rows())
     assert (first.text, first.fields) == ("a", {"n": 1})
     assert (second.text, second.fields) == ("b", {"m": [1.5, None]})
@@ -349,17 +349,20 @@ def test_jsonl_to_jsonl_leaves_each_row_its_fields(tmp_path: Path) -> None:
 def test_a_column_called_as_a_part_of_the_answer_is_refused(tmp_path: Path, name: str) -> None:
     reader = reader_of(tmp_path, content=b"source,score,error,target\n")
     with pytest.raises(InputError, match="names error, score; rename these columns"):
-        open_writer(tmp_path / name, reader=reader)
-    open_writer(tmp_path / "out.txt", reader=reader)  # which repeats nothing
+        open_writer(tmp_path / name, rows=reader.layout)
+    open_writer(tmp_path / "out.txt", rows=reader.layout)  # which repeats nothing
     with pytest.raises(InputError, match="names error, target; rename"):
-        open_writer(tmp_path / name, reader=reader, task="score")
+        open_writer(tmp_path / name, rows=reader.layout, task="score")
 
 
 def test_plain_text_and_vectors_admit_any_field(tmp_path: Path) -> None:
     reader = reader_of(tmp_path, "in.jsonl", b'{"text": "a", "score": 1, "id": "\\t"}')
     (row,) = reader.rows()
-    assert open_writer(tmp_path / "out.txt", reader=reader).admit(row) is row
-    assert open_writer(tmp_path / "out.npy", reader=reader, task="embed", width=3).admit(row) is row
+    assert open_writer(tmp_path / "out.txt", rows=reader.layout).admit(row) is row
+    assert (
+        open_writer(tmp_path / "out.npy", rows=reader.layout, task="embed", width=3).admit(row)
+        is row
+    )
 
 
 @pytest.mark.parametrize("count", [0, 1, 9, 12_345])
@@ -384,7 +387,7 @@ def test_vectors_of_another_width_are_no_rows(tmp_path: Path) -> None:
 def test_pyarrow_reads_vectors(tmp_path: Path, count: int) -> None:
     out, rows = tmp_path / "out.parquet", vectors(count)
     reader = reader_of(tmp_path, "in.txt", b"")
-    writer = open_writer(out, reader=reader, task="embed", width=WIDTH)
+    writer = open_writer(out, rows=reader.layout, task="embed", width=WIDTH)
     in_parts(writer, out, rows, [count // 2])
     table = parquet.read_table(out)
     assert table.schema.field("vector").type == pyarrow.list_(pyarrow.float32(), WIDTH)
@@ -399,7 +402,7 @@ def test_pyarrow_reads_vectors(tmp_path: Path, count: int) -> None:
 OUTPUTS = [
     *(("generate", f"out.{name}{packing}") for name in LINES for packing in ("", ".gz", ".zst")),
     ("generate", "out.parquet"),
-    *(("embed", f"out.{name}") for name in FORMATS["embed"] if name != "openai"),
+    *(("embed", f"out.{name}") for name in TASKS["embed"].formats if name != "openai"),
     *(("fill-mask", f"out.{name}") for name in ("csv", "parquet")),
     *(("score", f"out.{name}") for name in ("csv", "parquet")),
 ]
@@ -407,7 +410,7 @@ OUTPUTS = [
 
 @pytest.mark.parametrize(("task", "name"), OUTPUTS)
 def test_no_byte_tells_how_rows_were_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: TaskName, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, name: str
 ) -> None:
     monkeypatch.setattr(writers, "ROW_GROUP", 64)
     writer = writer_of(tmp_path / name, b"text,note\n", task=task, n_best=True, width=WIDTH)
@@ -523,7 +526,7 @@ def test_what_cannot_be_written_is_refused(
     tmp_path: Path, name: str, options: Any, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        open_writer(Path(name), reader=reader_of(tmp_path), **options)
+        open_writer(Path(name), rows=reader_of(tmp_path).layout, **options)
 
 
 @pytest.mark.parametrize(
@@ -538,7 +541,7 @@ def test_what_cannot_be_written_is_refused(
     ],
 )
 def test_the_name_tells_the_format(tmp_path: Path, name: str, given: Any, format: str) -> None:
-    assert open_writer(Path(name), format=given, reader=reader_of(tmp_path)).format == format
+    assert open_writer(Path(name), format=given, rows=reader_of(tmp_path).layout).format == format
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,9 +549,9 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(UsageError, match=r'pip install .*\[jobs\]"'):
-        open_writer(tmp_path / "a.parquet", reader=reader)
+        open_writer(tmp_path / "a.parquet", rows=reader.layout)
     with pytest.raises(UsageError, match=r'pip install .*\[jobs\]"'):
-        write(open_writer(tmp_path / "a.txt.zst", reader=reader), tmp_path / "a", [])
+        write(open_writer(tmp_path / "a.txt.zst", rows=reader.layout), tmp_path / "a", [])
 
 
 def test_the_example_of_the_document_is_so(

@@ -1,0 +1,254 @@
+"""What tasks of encoder-only models share: heads, pairs of texts, probabilities of labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from transferry.runtime.engine.preprocess import (
+    EncodedRow,
+    LongRows,
+    Preprocessor,
+    WorkItem,
+    check_long_rows,
+    too_long,
+)
+from transferry.runtime.engine.result import NOT_FINITE, RowError, RowResult
+from transferry.runtime.engine.tasks.task import Bounds, Difference, Layout, RowOptions, Task
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.settings import MOST, shown
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from transferry.runtime.bundle.bundle import Bundle
+    from transferry.runtime.bundle.head import HeadSettings
+    from transferry.runtime.engine.open_bundle import OpenBundle
+    from transferry.runtime.ort.encoder import EncoderModel
+
+    Floats = NDArray[np.float64]
+    Scores = NDArray[np.floating[Any]]
+
+# Text, and the second text of a pair; None for a single text.
+Pair = tuple[str | RowError, str | RowError | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOptions(RowOptions):
+    """Options of classify and rank.
+
+    Attributes:
+        pair: Column with the second text of each pair.
+    """
+
+    pair: str | None = None
+
+
+class HeadTask(Task):
+    """A task of a head that scores labels, on texts or on pairs of texts."""
+
+    def __init__(self, engine: OpenBundle, options: Any, layout: Layout) -> None:
+        super().__init__(engine, options, layout)
+        head_of(engine, self.name)
+        self.long_rows = options.long_rows or default_long_rows(engine)
+        self.pair = self.settings.get("pair")
+        self.arguments = {name: self.settings[name] for name in self.settings if name != "pair"}
+        if self.pair is not None and layout.format != "jsonl" and self.pair not in layout.columns:
+            raise InputError(
+                f"{layout.path}: expected a column {self.pair} with the second texts, found "
+                f"{', '.join(layout.columns) or 'none besides the text'}; name another with --pair"
+            )
+
+    @classmethod
+    def fits(cls, bundle: Bundle) -> bool:
+        head = bundle.manifest.head
+        return head is not None and head.task == cls.name
+
+    def given(self, row: Any) -> Any:
+        if self.pair is None:
+            return row.text
+        second = row.fields.get(self.pair)
+        if not isinstance(second, str):
+            held = "nothing" if second is None else shown(second)
+            second = RowError("no-text", f"expected a text in the column {self.pair}, found {held}")
+        return row.text, second
+
+    def same(self, row: Any, again: Any, bounds: Bounds) -> Difference:
+        found, wanted = row.numbers, again.numbers
+        error = 1.0
+        if len(found) == len(wanted):
+            pairs = zip(found, wanted, strict=True)
+            error = max((abs(one - other) for one, other in pairs), default=0.0)
+        if error <= bounds.score:
+            return "", 0
+        return f"a score {error:.1e} away, at most {bounds.score:.1e}", 0
+
+
+def head_of(engine: OpenBundle, task: str) -> HeadSettings:
+    """Returns the settings of the head that a task needs.
+
+    Raises:
+        UsageError: The bundle has no such head.
+    """
+    _ = engine.encoder  # refuses other architectures
+    head = engine.bundle.manifest.head
+    if head is None or task not in engine.tasks:
+        known = ", ".join(engine.tasks)
+        raise UsageError(f"{engine.bundle.folder} has no head for task {task}; its tasks: {known}")
+    return head
+
+
+def default_long_rows(engine: OpenBundle) -> LongRows:
+    """Returns the treatment of long rows where no option gives it."""
+    head = engine.bundle.manifest.head
+    return "truncate" if head is not None and head.longest else "error"
+
+
+def cut_to_longest(engine: OpenBundle) -> Preprocessor:
+    """Returns the engine's preprocessor, limited to the bundle's longest row if it has one."""
+    head, preprocessor = engine.bundle.manifest.head, engine.preprocessor
+    longest = head.longest if head is not None else 0
+    return replace(preprocessor, positions=min(preprocessor.positions, longest or MOST))
+
+
+def head_scores(encoder: EncoderModel, rows: Sequence[EncodedRow], pad_id: int) -> Any:
+    """Returns the head's scores of each row of a batch."""
+    from transferry.runtime.decoding.search import pad_sources
+
+    return encoder.encode(*pad_sources([row.ids for row in rows], pad_id), ("head",))["head"]
+
+
+def probabilities(scores: Scores, kind: str) -> Floats:
+    """Returns probabilities of scores `[..., labels]`, or the scores where kind is "none"."""
+    import numpy as np
+
+    exact = scores.astype(np.float64)
+    if kind == "none":
+        return exact
+    if kind == "sigmoid":
+        found: Floats = np.exp(-np.logaddexp(0.0, -exact))
+        return found
+    powers = np.exp(exact - exact.max(axis=-1, keepdims=True))
+    shares: Floats = powers / powers.sum(axis=-1, keepdims=True)
+    return shares
+
+
+@dataclass(frozen=True)
+class _PairRow:
+    """Token ids of a text or pair, with its second text."""
+
+    row: EncodedRow
+    pair: str | RowError | None
+
+
+class PairCall:
+    """A call of classify or rank: encodes texts and pairs, and makes results of scores.
+
+    Attributes:
+        head: The head.
+    """
+
+    task: str
+    result: type[Any]
+
+    def __init__(self, engine: OpenBundle, long_rows: LongRows | None) -> None:
+        """Raises UsageError for a bundle without such a head, or rows that cannot be split."""
+        self.head = head_of(engine, self.task)
+        self.long_rows = long_rows or default_long_rows(engine)
+        check_long_rows(self.long_rows, f"task {self.task}")
+        self.preprocessor = cut_to_longest(engine)
+
+    def prepare(self, rows: list[Any]) -> list[Any]:
+        """Encodes a window of rows."""
+        pairs: list[Pair] = [row if isinstance(row, tuple) else (row, None) for row in rows]
+        encoded = encode_pairs(self.preprocessor, pairs, self.long_rows)
+        return [
+            WorkItem(_PairRow(row, second), len(row.ids))
+            if row.error is None
+            else self.result(row.text, row.tokens, second, error=row.error)
+            for row, (_, second) in zip(encoded, pairs, strict=True)
+        ]
+
+    def compute(self, encoder: EncoderModel, rows: list[_PairRow]) -> list[Any]:
+        """Computes a batch."""
+        pad_id = self.preprocessor.special.pad_id
+        found = head_scores(encoder, [each.row for each in rows], pad_id)
+        return [self._result(*pair) for pair in zip(rows, found, strict=True)]
+
+    def _result(self, row: _PairRow, scores: Scores) -> RowResult:
+        import numpy as np
+
+        text, tokens = row.row.text, len(row.row.ids)
+        result: RowResult
+        if not np.isfinite(scores).all():
+            result = self.result(text, row.row.tokens, row.pair, error=NOT_FINITE)
+        else:
+            named, truncated = self.answer(scores), row.row.truncated
+            result = self.result(text, tokens, row.pair, **named, truncated=truncated)
+        return result
+
+    def answer(self, scores: Scores) -> Mapping[str, Any]:
+        """Returns the fields of a result."""
+        raise NotImplementedError
+
+
+def encode_pairs(
+    preprocessor: Preprocessor, pairs: Sequence[Pair], long_rows: LongRows
+) -> list[EncodedRow]:
+    """Encodes texts, and pairs joined as the tokenizer's template says.
+
+    Raises:
+        UsageError: There are pairs, and the tokenizer does not join pairs.
+    """
+    firsts = preprocessor.encode([first for first, _ in pairs], long_rows)
+    if all(second is None for _, second in pairs):
+        return firsts
+    if not preprocessor.special.between:
+        raise UsageError("the bundle's tokenizer joins no pairs of texts; leave the second out")
+    texts = [each if isinstance(each, str) else "" for pair in pairs for each in pair]
+    ids = iter(preprocessor.encode_batch(texts))
+    both = zip(ids, ids, strict=True)
+    return [
+        alone if second is None else _joined(preprocessor, (first, second), found, long_rows)
+        for alone, (first, second), found in zip(firsts, pairs, both, strict=True)
+    ]
+
+
+def _joined(
+    preprocessor: Preprocessor,
+    pair: tuple[str | RowError, str | RowError],
+    ids: tuple[list[int], list[int]],
+    long_rows: LongRows,
+) -> EncodedRow:
+    special, positions = preprocessor.special, preprocessor.positions
+    (first, second), (left, right) = pair, ids
+    text = first if isinstance(first, str) else ""
+    for side in (first, second):
+        if isinstance(side, RowError):
+            return EncodedRow(text, error=side)
+        if not side.strip():
+            return EncodedRow(text, error=RowError("empty", "there is no text to work on"))
+    room = positions - len(special.wrap(special.between))
+    tokens = len(special.wrap([*left, *special.between, *right]))
+    cut = len(left) + len(right) > room
+    if cut and (long_rows != "truncate" or room < 2):
+        return EncodedRow(text, (), tokens, too_long(tokens, positions))
+    if cut:
+        most = longest_first(len(left), len(right), room)
+        left, right = left[: most[0]], right[: most[1]]
+    joined = special.wrap([*left, *special.between, *right])
+    return EncodedRow(text, joined, tokens, truncated=cut)
+
+
+def longest_first(left: int, right: int, room: int) -> tuple[int, int]:
+    """Returns the lengths of two truncated texts: the longer one down to the other's first.
+
+    As truncation "longest_first" of Hugging Face's tokenizers (`truncate_encodings`).
+    """
+    short, long = sorted((left, right))
+    long = min(long, max(short, room - short))
+    if short + long > room:
+        short, long = room // 2, room - room // 2
+    return (short, long) if left <= right else (long, short)

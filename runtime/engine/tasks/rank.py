@@ -1,0 +1,85 @@
+"""Ranking: the score that a cross-encoder gives a pair of texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transferry.runtime.engine.preprocess import LongRows, checked_pairs
+from transferry.runtime.engine.result import Results, RowError, RowResult
+from transferry.runtime.engine.tasks.heads import (
+    HeadTask,
+    Pair,
+    PairCall,
+    PairOptions,
+    probabilities,
+)
+from transferry.runtime.engine.tasks.task import columns
+from transferry.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from transferry.runtime.bundle.bundle import Bundle
+    from transferry.runtime.engine.open_bundle import OpenBundle
+    from transferry.runtime.engine.tasks.heads import Scores
+
+
+@dataclass(frozen=True)
+class RankedResult(RowResult):
+    """Score of one pair of texts; NaN on an error."""
+
+    pair: str | RowError | None = None
+    score: float = math.nan
+
+    @property
+    def numbers(self) -> list[float]:
+        """The score."""
+        return [self.score]
+
+    def _answer(self, n_best: int) -> dict[str, Any]:
+        return self._error() or {"score": round(self.score, 6)}
+
+
+class Rank(HeadTask):
+    """Scores of pairs."""
+
+    name = "rank"
+    options = PairOptions
+    columns = columns(score="float")
+
+    @classmethod
+    def fits(cls, bundle: Bundle) -> bool:
+        head = bundle.manifest.head
+        return head is not None and head.task == "classify" and len(head.labels) == 1
+
+    @classmethod
+    def check(cls, options: Any) -> None:
+        if options.pair is None:
+            raise UsageError(
+                "task rank scores pairs of texts; name the column of the second with --pair"
+            )
+
+
+def rank(
+    engine: OpenBundle, pairs: Iterable[Pair], *, long_rows: LongRows | None = None
+) -> Results[RankedResult]:
+    """Scores pairs of texts with a cross-encoder, in order and in bounded memory.
+
+    Args:
+        engine: Engine of a bundle with a head that gives one score.
+        pairs: Any number of pairs; an error becomes the result of its row.
+        long_rows: As for `classify`.
+
+    Raises:
+        UsageError: The bundle has no such head, or `long_rows` is "split".
+    """
+    call = _Call(engine, long_rows)
+    return engine.map(checked_pairs(pairs), call.prepare, call.compute, engine.encoders)
+
+
+class _Call(PairCall):
+    task, result = Rank.name, RankedResult
+
+    def answer(self, scores: Scores) -> Mapping[str, Any]:
+        return {"score": float(probabilities(scores, self.head.rank)[0])}

@@ -1,0 +1,63 @@
+"""The table of all tasks, their options together, and the tasks of a bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from transferry.runtime.engine.tasks.classify import Classify
+from transferry.runtime.engine.tasks.embed import Embed, EmbedOptions
+from transferry.runtime.engine.tasks.fill_mask import FillMask, FillMaskOptions
+from transferry.runtime.engine.tasks.generate import Generate, GenerateOptions
+from transferry.runtime.engine.tasks.heads import PairOptions
+from transferry.runtime.engine.tasks.rank import Rank
+from transferry.runtime.engine.tasks.score import Score, ScoreOptions
+from transferry.runtime.engine.tasks.tag import TagOptions, TagTask
+from transferry.runtime.engine.tasks.task import Task
+from transferry.runtime.errors import Option, UsageError
+
+if TYPE_CHECKING:
+    from transferry.runtime.bundle.bundle import Bundle
+
+TaskName = Literal["generate", "embed", "fill-mask", "classify", "rank", "tag", "score"]
+# By name; where a bundle can do several, a page offers the last.
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (Generate, Embed, FillMask, Classify, Rank, TagTask, Score)
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions(
+    ScoreOptions, FillMaskOptions, TagOptions, PairOptions, EmbedOptions, GenerateOptions
+):
+    """Options of all tasks; each task takes its own."""
+
+
+def option_names(*tasks: type[Task]) -> set[str]:
+    """Returns the names of the options that tasks take."""
+    return {field.name for task in tasks for field in fields(task.options)}
+
+
+def check_options(task: type[Task], options: TaskOptions) -> None:
+    """Refuses options that conflict, and options of other tasks.
+
+    Raises:
+        UsageError: Options exclude each other, or one has no effect.
+    """
+    own = option_names(task)
+    for field in fields(TaskOptions):
+        default: Any = {} if field.name == "generation" else field.default
+        if field.name not in own and (value := getattr(options, field.name)) != default:
+            name = next(iter(value)) if field.name == "generation" else field.name
+            others = [each.name for each in TASKS.values() if field.name in option_names(each)]
+            raise UsageError(
+                Option(name),
+                f" has no effect on task {task.name}, only on {' and '.join(others)}; leave it out",
+            )
+    task.check(options)
+
+
+def tasks_of(bundle: Bundle) -> Sequence[str]:
+    """Returns the names of the tasks that a bundle can do."""
+    return [name for name, task in TASKS.items() if task.fits(bundle)]

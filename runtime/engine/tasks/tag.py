@@ -1,0 +1,148 @@
+"""Tagging: the labels of the tokens of a text, or its entities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transferry.runtime.bundle.head import Aggregation
+from transferry.runtime.engine.preprocess import (
+    EncodedRow,
+    LongRows,
+    WorkItem,
+    check_long_rows,
+    checked_texts,
+)
+from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
+from transferry.runtime.engine.tasks.entities import Tag, tags_of
+from transferry.runtime.engine.tasks.heads import (
+    HeadTask,
+    cut_to_longest,
+    default_long_rows,
+    head_of,
+    head_scores,
+    probabilities,
+)
+from transferry.runtime.engine.tasks.task import Page, RowOptions, columns
+
+if TYPE_CHECKING:
+    from transferry.runtime.engine.open_bundle import OpenBundle
+    from transferry.runtime.engine.tasks.heads import Scores
+    from transferry.runtime.ort.encoder import EncoderModel
+    from transferry.runtime.tokenizer.special_tokens import Place
+
+
+@dataclass(frozen=True)
+class TaggedResult(RowResult):
+    """Labels of the tokens of one text, special tokens left out.
+
+    Attributes:
+        tags: Its tokens, or its entities.
+        best: Probability of the likeliest label of each token.
+    """
+
+    tags: tuple[Tag, ...] = ()
+    best: tuple[float, ...] = ()
+
+    @property
+    def target_tokens(self) -> int:
+        """Number of tokens with a label."""
+        return len(self.best)
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The probabilities of the likeliest labels."""
+        return self.best
+
+    def _answer(self, n_best: int) -> dict[str, Any]:
+        tags = [{**vars(tag), "score": round(tag.score, 6)} for tag in self.tags]
+        return self._error() or {"tags": tags}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TagOptions(RowOptions):
+    """Options of tag.
+
+    Attributes:
+        aggregation: Join neighbouring tokens of one entity without changes (simple), or after
+            giving all tokens of a word one label (first, average, max).
+    """
+
+    aggregation: Aggregation = "none"
+
+
+class TagTask(HeadTask):
+    """Labels of tokens, or entities."""
+
+    name = "tag"
+    options = TagOptions
+    columns = columns(tags="json")
+    page = Page("Tag", options={"aggregation": "simple"})
+
+
+def tag(
+    engine: OpenBundle,
+    texts: Iterable[str | RowError],
+    *,
+    aggregation: Aggregation = "none",
+    long_rows: LongRows | None = None,
+) -> Results[TaggedResult]:
+    """Scores the labels of each token of texts, in order and in bounded memory.
+
+    Args:
+        engine: Engine of a bundle with a head that tags tokens.
+        texts: Any number of texts; an error becomes the result of its row.
+        aggregation: How tokens are joined to entities, see `tags_of`; "none" gives every token.
+        long_rows: As for `classify`.
+
+    Raises:
+        UsageError: The bundle has no such head, or `long_rows` is "split".
+    """
+    call = _Call(engine, aggregation, long_rows)
+    return engine.map(checked_texts(texts), call.prepare, call.compute, engine.encoders)
+
+
+@dataclass(frozen=True)
+class _TaggedRow:
+    """A text as token ids, with the place of each token but the special ones."""
+
+    row: EncodedRow
+    places: Sequence[Place]
+
+
+class _Call:
+    def __init__(
+        self, engine: OpenBundle, aggregation: Aggregation, long_rows: LongRows | None
+    ) -> None:
+        self.head, self.aggregation = head_of(engine, "tag"), aggregation
+        self.long_rows = long_rows or default_long_rows(engine)
+        check_long_rows(self.long_rows, "task tag")
+        self.preprocessor = cut_to_longest(engine)
+        self.special = engine.bundle.tokenizer.special
+        self.places = engine.bundle.tokenizer.places
+
+    def prepare(self, texts: list[str | RowError]) -> list[WorkItem[_TaggedRow] | TaggedResult]:
+        return [
+            WorkItem(_TaggedRow(row, self.places(row.text)), len(row.ids))
+            if row.error is None
+            else TaggedResult(row.text, row.tokens, error=row.error)
+            for row in self.preprocessor.encode(texts, self.long_rows)
+        ]
+
+    def compute(self, encoder: EncoderModel, rows: list[_TaggedRow]) -> list[TaggedResult]:
+        found = head_scores(encoder, [each.row for each in rows], self.special.pad_id)
+        return [self._result(*pair) for pair in zip(rows, found, strict=True)]
+
+    def _result(self, tagged: _TaggedRow, scores: Scores) -> TaggedResult:
+        import numpy as np
+
+        row, labels = tagged.row, self.head.labels
+        first, last = len(self.special.before), len(row.ids) - len(self.special.after)
+        own = scores[first:last]
+        if not np.isfinite(own).all():
+            return TaggedResult(row.text, len(row.ids), error=NOT_FINITE, truncated=row.truncated)
+        values = probabilities(own, "softmax")
+        tags = tags_of(row.text, tagged.places, values, labels, self.aggregation)
+        best = tuple(values.max(axis=-1, initial=0.0).tolist())
+        return TaggedResult(row.text, len(row.ids), tags, best, truncated=row.truncated)

@@ -1,0 +1,199 @@
+"""The protocol of a task: options, rows, records, formats, comparison, and its words on a page.
+
+Each module beside this one declares one task. The command line reads all of them for --help, so
+they import numpy and the models inside functions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+from transferry.runtime.engine.preprocess import LongRows
+
+if TYPE_CHECKING:
+    from transferry.runtime.bundle.bundle import Bundle
+    from transferry.runtime.decoding.generation_options import GenerationOptions
+    from transferry.runtime.engine.open_bundle import OpenBundle
+    from transferry.runtime.proof.compare import Tolerance
+
+OutputFormat = Literal["text", "jsonl", "tsv", "csv", "parquet", "npy", "openai"]
+# Type of a column in a table.
+Kind = Literal["text", "integer", "float", "boolean", "json", "vector"]
+TABLES: tuple[OutputFormat, ...] = ("jsonl", "tsv", "csv", "parquet")
+LINES: tuple[OutputFormat, ...] = ("jsonl", "text", "tsv", "csv", "parquet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptions:
+    """Options of every task.
+
+    Attributes:
+        long_rows: Rows longer than the model's positions: report an error, truncate them, or split
+            them into sentences and join their outputs. Default: error, or truncate where an
+            encoder-only bundle has a longest row.
+    """
+
+    long_rows: LongRows | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Columns and settings of an input, known before its rows are read.
+
+    Attributes:
+        path: The file, or words for several; "-" is standard input, which can be read once.
+        format: Its format.
+        columns: Fields that are passed through, in order: all but the text and `id`. In JSONL,
+            where each row has its own, those of the first object.
+        has_id: Whether rows have an id of their own.
+        types: Arrow types of `columns` and `id` by name, for Parquet; else None.
+        column: Field that holds the text.
+        generation: Fields of GenerationOptions that the input sets.
+        has_chat: Whether the rows are known to be chats.
+        task: The task that the input sets.
+    """
+
+    path: Any
+    format: str
+    columns: tuple[str, ...]
+    has_id: bool
+    types: Any = None
+    column: str = ""
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    has_chat: bool = False
+    task: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.format} with the columns {', '.join((self.column, *self.columns))}"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits within which rounding explains that two engines differ, and these engines.
+
+    Attributes:
+        served: The engine of the job.
+        reference: The engine that computes rows again.
+        tolerance: Limit on logits.
+        vector: Limit on the entries of a vector, in units of its largest entry.
+        score: Limit on the scores of a head.
+        log_probability: Limit on the log-probability of a token, in nats.
+    """
+
+    served: Any
+    reference: Any
+    tolerance: Tolerance
+    vector: float
+    score: float
+    log_probability: float
+
+
+# How two results differ, "" within the bounds; and the number of near ties that differ.
+Difference = tuple[str, int]
+
+
+class Page(NamedTuple):
+    """Words of a task on a page, and options of the engine's method there."""
+
+    button: str
+    label: str = "Text"
+    example: str = "A sentence"
+    options: Mapping[str, Any] = {}
+
+
+def columns(**kinds: Kind) -> Mapping[str, Kind]:
+    """Returns the columns of a table with their types, in order."""
+    return kinds
+
+
+class Task(ABC):
+    """A task with its options, ready to run on any engine of the same bundle.
+
+    Attributes:
+        name: Its name on the command line; the engine's method has "_" for "-".
+        command: The command that runs it.
+        options: Type of its options.
+        elsewhere: Options that `settings` leaves out: another key of a fingerprint holds them.
+        columns: Types of its own columns in a table, in order; every task has more.
+        formats: Formats of its records.
+        default_format: Format of an output whose name tells none.
+        has_canary: Whether `same` can compare two results.
+        page: Words of the task on a page; None where a page does not offer the task.
+        settings: Options that decide the results, by name.
+        arguments: Arguments of the engine's method.
+        long_rows: Treatment of rows that are too long.
+        generation: Generation options; None for tasks that generate nothing.
+        width: Length of the vectors; 0 for tasks without vectors.
+    """
+
+    name: ClassVar[str]
+    command: ClassVar[str] = "run"
+    options: ClassVar[type[RowOptions]]
+    elsewhere: ClassVar[frozenset[str]] = frozenset({"long_rows"})
+    columns: ClassVar[Mapping[str, Kind]]
+    formats: ClassVar[tuple[OutputFormat, ...]] = TABLES
+    default_format: ClassVar[OutputFormat] = "jsonl"
+    has_canary: ClassVar[bool] = True
+    page: ClassVar[Page | None] = None
+
+    generation: GenerationOptions | None = None
+    width = 0
+
+    def __init__(self, engine: OpenBundle, options: Any, layout: Layout) -> None:
+        """Prepares the task for an input.
+
+        Raises:
+            InputError: The input lacks a column.
+            ParityError: A required certificate does not cover the search.
+            UsageError: The bundle cannot do the task with these options.
+        """
+        self.long_rows: LongRows = options.long_rows or "error"
+        names = [each.name for each in fields(self.options) if each.name not in self.elsewhere]
+        self.settings: dict[str, Any] = {name: getattr(options, name) for name in names}
+        self.arguments = self.settings
+
+    @classmethod  # noqa: B027 - most tasks have no conflicts
+    def check(cls, options: Any) -> None:
+        """Raises UsageError for options that conflict, before a bundle is opened."""
+
+    @classmethod
+    @abstractmethod
+    def fits(cls, bundle: Bundle) -> bool:
+        """Whether a bundle can do the task."""
+
+    def given(self, row: Any) -> Any:
+        """Returns an `InputRow` as the engine takes it."""
+        return row.text
+
+    def run(self, engine: Any, rows: Iterator[Any], first: int) -> Iterator[Any]:
+        """Yields the result of each row, in order.
+
+        Args:
+            engine: An engine of the bundle.
+            rows: Results of `given`.
+            first: Number of the first row in the whole input.
+        """
+        method = getattr(engine, self.name.replace("-", "_"))
+        found: Iterator[Any] = method(rows, long_rows=self.long_rows, **self.arguments)
+        return found
+
+    def same(self, row: Any, again: Any, bounds: Bounds) -> Difference:
+        """Compares results of the job and of the reference, neither of which is an error."""
+        raise NotImplementedError
+
+    def same_row(self, row: Any, again: Any, bounds: Bounds, given: Any, number: int) -> Difference:
+        """Compares as `same`, also given the row as the engine took it and its number."""
+        return self.same(row, again, bounds)
+
+    @property
+    def n_best(self) -> int:
+        """Limit on the hypotheses of a row."""
+        return self.generation.n_best if self.generation else 1
+
+
+def is_encoder(bundle: Bundle) -> bool:
+    """Whether the model of a bundle is encoder-only."""
+    return bundle.manifest.architecture == "encoder-only"
