@@ -6,21 +6,18 @@
 
 On the CPU: texts in, means of the last hidden states out, unnormalised. MODEL is a folder of
 transformers, BUNDLE the export of its import. For each number of `--tokens` the text is cut into
-paragraphs of about so many tokens; with 0 each line is a text. The engine, CTranslate2, OpenVINO
-and transformers read the ids of the bundle's tokenizer, in batches of similar length. The peers:
-CTranslate2's Encoder, converted from MODEL, with its int8 beside an int8 variant; OpenVINO,
-converted from MODEL, in float32; transformers; and where they are installed sentence-transformers,
-with its back ends torch, ONNX and OpenVINO, and FastEmbed, both with tokenizers of their own. Batch
-size and threads of each are tuned, rounds interleaved. `distance` is the largest difference of a
-vector's number from torch's, over the largest number. `ratio` is the engine's texts per second over
-a peer's, by median time. The last line is JSON. `--quick` takes about two minutes for a variant,
-three with BERT-base and six peers.
+paragraphs of about so many tokens; with 0 each line is a text. All sides read the ids of the
+bundle's tokenizer, in batches of similar length. The peers: CTranslate2's Encoder, converted from
+MODEL, with its int8 beside an int8 variant; OpenVINO, converted from MODEL, in float32; and
+transformers. Batch size and threads of each are tuned, rounds interleaved. `distance` is the
+largest difference of a vector's number from torch's, over the largest number. `ratio` is the
+engine's texts per second over a peer's, by median time. The last line is JSON. `--quick` takes
+about two minutes for a variant.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -53,10 +50,7 @@ Embedding = Callable[[Sequence[str], int], NDArray[np.float32]]
 Means = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
 
 ENGINE, TORCH = "engine", "transformers"
-PACKAGES = (
-    *("ctranslate2", "openvino", "transformers", "torch"),
-    *("sentence-transformers", "optimum-onnx", "optimum-intel", "fastembed"),
-)
+PACKAGES = ("ctranslate2", "openvino", "transformers", "torch")
 # Rows per batch to try.
 BATCH_ROWS = (2, 4, 8, 16, 32, 64)
 
@@ -204,77 +198,6 @@ def open_openvino(model: Path, bundle: Bundle) -> dict[str, Embedding]:
     return {f"1 x {usable_cores()}": Batched(bundle, means)}
 
 
-def open_sentence_transformers(model: Path, backend: str) -> dict[str, Embedding]:
-    """Opens the model in a back end of sentence-transformers, with its own tokenizer."""
-    if backend != "torch":  # without it, the library raises a plain Exception
-        importlib.import_module(
-            {"onnx": "optimum.onnxruntime", "openvino": "optimum.intel"}[backend]
-        )
-    from sentence_transformers import SentenceTransformer
-
-    settings: dict[str, dict[str, Any]] = {
-        "torch": {"dtype": torch.float32},
-        "onnx": {"provider": "CPUExecutionProvider", "export": True},
-        "openvino": {"ov_config": {"INFERENCE_PRECISION_HINT": "f32"}, "export": True},
-    }
-    # A folder without modules of its own gets mean pooling.
-    opened: Any = SentenceTransformer(
-        str(model), device="cpu", backend=backend, model_kwargs=settings[backend]
-    )
-
-    def vectors(texts: Sequence[str], rows: int) -> NDArray[np.float32]:
-        found: NDArray[np.float32] = opened.encode(
-            list(texts), batch_size=rows, convert_to_numpy=True, show_progress_bar=False
-        )
-        return found
-
-    return {f"1 x {usable_cores()}": vectors}
-
-
-def open_fastembed(model: Path, bundle: Bundle, folder: Path) -> dict[str, Embedding]:
-    """Exports the model for FastEmbed, which has no converter, and opens it with its tokenizer."""
-    from fastembed import TextEmbedding
-    from fastembed.common.model_description import ModelSource, PoolingType
-    from transformers import AutoTokenizer
-
-    out, axes = folder / "fastembed", {0: "batch", 1: "length"}
-    hidden = Hidden(model)
-    hidden.inner.config.save_pretrained(out)
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    tokenizer.model_max_length = hidden.inner.config.max_position_embeddings
-    tokenizer.save_pretrained(out)
-    torch.onnx.export(
-        hidden,
-        Hidden.EXAMPLE,
-        out / "model.onnx",
-        input_names=["input_ids", "attention_mask"],
-        output_names=["last_hidden_state"],
-        dynamic_axes={"input_ids": axes, "attention_mask": axes, "last_hidden_state": axes},
-        dynamo=False,
-    )
-    name = str(out)  # registered for the whole process: a name of its own for each folder
-    TextEmbedding.add_custom_model(
-        model=name,
-        pooling=PoolingType.MEAN,
-        normalization=False,
-        sources=ModelSource(hf="local"),
-        dim=bundle.manifest.model["d_model"],
-        model_file="model.onnx",
-    )
-    threads = usable_cores()
-    opened = TextEmbedding(
-        name,
-        specific_model_path=str(out),
-        threads=threads,
-        providers=["CPUExecutionProvider"],
-    )
-
-    def vectors(texts: Sequence[str], rows: int) -> NDArray[np.float32]:
-        return np.stack(list(opened.embed(list(texts), batch_size=rows)))
-
-    return {f"1 x {threads}": vectors}
-
-
 def cut_texts(lines: Sequence[str], bundle: Bundle, rows: int, tokens: int) -> list[str]:
     """Returns the first lines, or paragraphs of about `tokens` tokens cut from the whole text."""
     if not tokens:
@@ -324,11 +247,6 @@ def open_sides(arguments: argparse.Namespace, variant: str, folder: Path) -> dic
     opening: dict[str, Callable[[], dict[str, Embedding]]] = {
         f"CTranslate2 {precision}": partial(open_ctranslate2, model, bundle, folder, precision),
         "OpenVINO float32": partial(open_openvino, model, bundle),
-        **{
-            f"sentence-transformers {backend}": partial(open_sentence_transformers, model, backend)
-            for backend in ("torch", "onnx", "openvino")
-        },
-        "FastEmbed": partial(open_fastembed, model, bundle, folder),
     }
     sides = {ENGINE: open_engine(arguments.bundle, variant)}
     sides[TORCH] = open_transformers(model, bundle)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from ctranslate2_model import CTranslate2Model
 from rounds import fastest
 from sentences import Answer, engine_answers
+from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.generation_options import GenerationOptions
+from transferry.runtime.engine.engine import Engine
 from transferry.runtime.hardware import usable_cores
-
-if TYPE_CHECKING:  # a side must not load the other's libraries
-    from transferry.runtime.ort.session import Provider, Runtime
+from transferry.runtime.ort.session import Provider, SessionOptions
 
 # Rows per batch to try. For the engine a row is a hypothesis, for CTranslate2 a sentence, as in
 # their own options.
@@ -40,7 +40,6 @@ class Side:
         replicas: Concurrent batches.
         threads: Threads per batch.
         provider: Execution provider of the engine.
-        runtime: What runs the engine's graphs.
     """
 
     name: Literal["engine", "ctranslate2"]
@@ -50,7 +49,6 @@ class Side:
     replicas: int = 1
     threads: int = 1
     provider: Provider = "cpu"
-    runtime: Runtime = "onnxruntime"
 
     def tune(
         self,
@@ -90,29 +88,18 @@ class Side:
         # With two replicas, one waits for the GPU while the other prepares a step.
         return [replace(self, replicas=replicas) for replicas in (1, 2)]
 
-    def load_library(self) -> None:
-        """Imports the side's library, so that the time of `open` is the model's alone."""
-        engine = "transferry.runtime.engine.engine"
-        importlib.import_module(engine if self.name == "engine" else "ctranslate2")
-
     def open(self) -> Answering:
         """Opens the model."""
         if self.name == "engine":
             return self._open_engine()
-        from ctranslate2_model import CTranslate2Model
-
         return CTranslate2Model(
             Path(self.folder), Path(self.tokenizer), self.kind, self.replicas, self.threads
         ).answer
 
     def _open_engine(self) -> Answering:
-        from transferry.runtime.decoding.batching import BatchOptions
-        from transferry.runtime.engine.engine import Engine
-        from transferry.runtime.ort.session import SessionOptions
-
         engine = Engine.load(
             self.folder,
-            SessionOptions(self.provider, self.threads, runtime=self.runtime),
+            SessionOptions(self.provider, self.threads),
             variant=self.kind,
             replicas=self.replicas,
         )

@@ -1,12 +1,10 @@
-"""Where does the time of decoding go, and how far is it from the limit of matrix products?
+"""Where does the time of decoding go?
 
     python benchmarks/step_profile.py BUNDLE TEXT [--variant portable] [--beam 1] [--rows 256]
 
-One replica with one thread on the CPU, for an encoder-decoder. Three measurements: time by stage,
-with a clock around each; time by operator, from onnxruntime's trace of a separate, slower run; and
-the matrix limit: the time that onnxruntime takes for the products with the model's weights alone,
-batched alike and each matrix in the cache, over the time of all stages. Source tokens and tokens of
-all hypotheses count as work; padding and ended rows do not. The last line is JSON.
+One replica with one thread on the CPU, for an encoder-decoder. Two measurements: time by stage,
+with a clock around each; and time by operator, from onnxruntime's trace of a separate, slower run.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from unittest import mock
 
 import onnxruntime
 
-from matrices import least_seconds, matrices, multiply_adds
 from sentences import read_sentences, search_options
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.bundle.bundle import Bundle
@@ -167,34 +164,6 @@ def read_trace(graph: str, events: Sequence[dict[str, Any]]) -> dict[str, dict[s
     }
 
 
-def matrix_limit(
-    config: ModelConfig,
-    precision: str,
-    results: Sequence[GenerationResult],
-    beam: int,
-    batch_rows: int,
-) -> dict[str, float]:
-    """Measures the least time for the products behind the answers, and counts the products."""
-    # One step per token, the end token included.
-    target = sum(
-        len(result.hypotheses[0].tokens) + (result.hypotheses[0].finish_reason == "end")
-        for result in results
-    )
-    source = sum(result.source_tokens for result in results)
-    tokens = {"source": source, "target": target * beam}
-    sentences = max(1, batch_rows // beam)
-    rows = {"source": max(1, sentences * source // len(results)), "target": sentences * beam}
-    found: dict[str, float] = {"products": 0, "least_seconds": 0.0}
-    for side, shapes in matrices(config).items():
-        found[f"{side}_tokens"] = tokens[side]
-        found[f"products_per_{side}_token"] = multiply_adds(shapes)
-        found["products"] += multiply_adds(shapes) * tokens[side]
-        with tempfile.TemporaryDirectory() as folder:
-            seconds = least_seconds(shapes, rows[side], precision, Path(folder))
-        found["least_seconds"] += seconds * tokens[side]
-    return found
-
-
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -225,15 +194,11 @@ def main() -> None:
             if seconds > whole / 200
         ]
         print(table((title, "seconds", "share"), [*rows, ("all", f"{whole:.4f}", "")]) + "\n")
-    print(
-        f"{record['gigaflops']} GFLOP/s, {record['fraction_of_limit']:.1%} of the "
-        f"{record['limit_gigaflops']} that {record['precision']} products reach on one thread\n"
-    )
     print(json.dumps(record))
 
 
 def profile(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs the three measurements."""
+    """Runs both measurements."""
     bundle = Bundle.load(arguments.bundle)
     if bundle.manifest.architecture != "encoder-decoder":
         raise UsageError(
@@ -241,23 +206,14 @@ def profile(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     variant = bundle.variant(arguments.variant)
     config = ModelConfig.from_dict(dict(bundle.manifest.model))
-    precision = "int8" if "int8" in variant.precision else "float32"
     texts = read_sentences(arguments.text, arguments.rows)
     options = search_options(arguments.beam, min(arguments.max_length, config.max_positions))
     engine = open_engine(bundle, variant, SessionOptions(), arguments.batch_rows)
-    stages, results = by_stage(engine, texts, options, arguments.rounds)
-    limit = matrix_limit(config, precision, results, arguments.beam, arguments.batch_rows)
-    seconds = sum(stages.values())
+    stages, _ = by_stage(engine, texts, options, arguments.rounds)
     return {
-        "fraction_of_limit": round(limit["least_seconds"] / seconds, 4),
-        # One multiply-add is two operations.
-        "gigaflops": round(2e-9 * limit["products"] / seconds, 1),
-        "limit_gigaflops": round(2e-9 * limit["products"] / limit["least_seconds"], 1),
-        "precision": precision,
-        "seconds": round(seconds, 4),
+        "seconds": round(sum(stages.values()), 4),
         "stages": {name: round(value, 5) for name, value in stages.items()},
         "operators": by_operator(bundle, variant, arguments.batch_rows, texts, options),
-        "limit": limit,
         "rows": len(texts),
         "beam": arguments.beam,
         "batch_rows": arguments.batch_rows,

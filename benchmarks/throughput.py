@@ -2,13 +2,12 @@
 
     pip install ".[export,peers]"
     python benchmarks/throughput.py RUN BUNDLE TEXT [--variants portable] [--beams 1,4]
-        [--batches 1,8,32] [--rows 500] [--rounds 9] [--fixed-length 32] [--plot throughput.png]
-        [--quick]
+        [--batches 1,8,32] [--rows 500] [--rounds 9] [--fixed-length 32] [--quick]
 
 On the CPU, text in and text out on both sides, with the same tokenizer, search and sentences. The
 CTranslate2 model is converted from RUN; BUNDLE must be its export. For each variant and beam size:
-the answers are compared; batch size and threads of each side are tuned; rounds are interleaved;
-separate processes measure opening time, memory and disk. `--batches` adds rows for so many
+the answers are compared; batch size and threads of each side are tuned; rounds are interleaved.
+`--batches` adds rows for so many
 sentences per batch, the same on both sides, with only the threads tuned: for those who wait for an
 answer. `ratio` is the engine's tokens per second over CTranslate2's, by median time. The last line
 is JSON. `--quick` takes about two minutes for a variant and beam size of preset small.
@@ -25,9 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ctranslate2_model import import_ctranslate2, write_ctranslate2
-from curves import measure_curves, plot_curves
 from environment import environment, processor
-from footprint import bundle_bytes, folder_bytes, footprint
 from rounds import compare, interleaved
 from sentences import Answer, fixed_sentences, read_sentences, search_options
 from sides import Side, Tuned
@@ -172,34 +169,14 @@ class Comparison:
         # Also warms both up.
         tokens = {name: sum(len(one.tokens) for one in run()) for name, run in work.items()}
         times = interleaved(work, self.arguments.rounds)
-        openings = 1 if self.arguments.quick else 3
-        disk = {
-            "engine": bundle_bytes(self.bundle, self.bundle.variant(variant)),
-            "ctranslate2": folder_bytes(Path(sides[1].folder)),
-        }
-        cell: dict[str, Any] = {
+        return {
             "kinds": {side.name: side.kind for side in sides},
             **search,
             "sentences_per_batch": sentences,
             "same_tokens": same,
             "settings": settings,
             **compare(times, tokens, len(texts), "ctranslate2"),
-            "footprint": {
-                name: footprint(one.side, texts, search, one.batch_rows, openings=openings)
-                | {"disk_bytes": disk[name]}
-                for name, one in tuned.items()
-            },
         }
-        if self.arguments.plot and beam == self.arguments.beams[0] and sentences is None:
-            cell["curves"] = measure_curves(
-                tuned, slice_, options, partial(self.fixed, len(slice_)), self.positions
-            )
-        return cell
-
-
-def megabytes(value: int | None) -> str:
-    """Formats a table cell."""
-    return "-" if value is None else f"{value / 1e6:.1f}"
 
 
 def cell_name(cell: Mapping[str, Any]) -> str:
@@ -210,7 +187,7 @@ def cell_name(cell: Mapping[str, Any]) -> str:
 
 
 def report(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Formats the tables."""
+    """Formats the table."""
     speed = [
         (
             cell["kinds"]["engine"],
@@ -225,28 +202,9 @@ def report(cells: Sequence[Mapping[str, Any]]) -> str:
         )
         for cell in cells
     ]
-    costs = [
-        (
-            cell["kinds"]["engine"],
-            cell["beam"],
-            cell["sentences_per_batch"] or "tuned",
-            name,
-            f"{found['open_seconds']:.3f}",
-            *(megabytes(found[f"{what}_bytes"]) for what in ("opened", "peak", "disk")),
-            processor(),
-        )
-        for cell in cells
-        for name, found in cell["footprint"].items()
-    ]
-    which = ("variant", "beam", "sentences per batch")
+    head = ("variant", "beam", "sentences per batch", "same rows in float32")
     sides = ("engine tokens/s", "CTranslate2 tokens/s", "ratio", "by round", "processor")
-    cost = ("side", "open s", "open MB", "peak MB", "disk MB", "processor")
-    return "\n\n".join(
-        [
-            table((*which, "same rows in float32", *sides), speed),
-            table((*which, *cost), costs),
-        ]
-    )
+    return table((*head, *sides), speed)
 
 
 def main() -> None:
@@ -275,7 +233,6 @@ def main() -> None:
         help="cut the text into sources of so many tokens, and make every answer as long",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line there too")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="for the first of the beams")
     parser.add_argument("--quick", action="store_true", help="100 rows, 3 rounds")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -294,9 +251,6 @@ def main() -> None:
     except TransferryError as error:
         parser.exit(error.exit_code, f"{parser.prog}: {error}\n")
     here = environment("ctranslate2", "tiktoken")
-    if arguments.plot:
-        title = f"beam {arguments.beams[0]}, {here['cores']} cores of {here['cpu']}"
-        plot_curves(cells, title, arguments.plot)
     print(f"\n{report(cells)}\n")
     record = json.dumps(
         {

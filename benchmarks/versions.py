@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bundles import add_options, opened
+from bundles import SETTINGS, add_options, opened
 from environment import environment
 from rounds import compare, interleaved
 from sentences import read_sentences
@@ -81,7 +81,7 @@ def measure(arguments: argparse.Namespace) -> None:
     found["same"] = sum(
         one == two for one, two in zip(rows["installed"], rows["other"], strict=True)
     )
-    settings = {name: getattr(arguments, name) for name in ("variant", "beam", "batch_rows")}
+    settings = {name: getattr(arguments, name) for name in SETTINGS}
     found |= {"rows": len(rows["installed"]), "rounds": arguments.rounds, **settings}
     found["environment"] = {name: side.environment for name, side in sides.items()}
     for side in sides.values():
@@ -92,7 +92,7 @@ def measure(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Reads the arguments, measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("bundle", type=Path)
+    parser.add_argument("bundle")
     parser.add_argument("text", type=Path)
     parser.add_argument("other", type=Path, metavar="FOLDER")
     add_options(parser)

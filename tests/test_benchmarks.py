@@ -15,21 +15,16 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from busy import Busy
 from ctranslate2_model import CTranslate2Model, write_ctranslate2
 from environment import processor
-from footprint import bundle_bytes, folder_bytes, footprint
 from marian_model import batched_answers, marian_model, torch_rows, transformers_rows
-from matrices import least_seconds, matrices, multiply_adds
 from rounds import compare, fastest, interleaved
-from runtimes import measure, sides_of
 from sentences import Answer, engine_answers, fixed_sentences, search_options
-from sides import BATCH_ROWS, Side
+from sides import Side
 from step_profile import Clock, by_operator, by_stage, open_engine, read_trace
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
-from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.export.torch_model import TorchDecoder
@@ -239,46 +234,6 @@ def test_a_sentence_without_an_answer_stops_the_comparison(bundle_folder: Path) 
         engine_answers(Engine.load(bundle_folder), ["one", " "], search_options(1, 5))
 
 
-def test_multiply_adds_equal_a_hand_count() -> None:
-    config = ModelConfig(
-        vocabulary_size=100, d_model=8, heads=2, encoder_layers=3, decoder_layers=2, d_ff=20
-    )
-    found = {part: multiply_adds(shapes) for part, shapes in matrices(config).items()}
-    # Query, key, value and output are 8 x 8 each, the feed-forward 8 x 20 and back; a decoder layer
-    # reads cross keys and values of the source, and has a query and an output of its own.
-    assert found == {
-        "source": 3 * (4 * 64 + 2 * 160) + 2 * 2 * 64,
-        "target": 2 * (4 * 64 + 2 * 64 + 2 * 160) + 800,
-    }
-
-
-@pytest.mark.parametrize("changes", [{}, dict(activation="swiglu", key_value_heads=1, tied=False)])
-def test_multiply_adds_equal_what_torch_counts(
-    checkpoint: Checkpoint, changes: dict[str, Any]
-) -> None:
-    model = of_shape(checkpoint, **changes).model
-    source, target = torch.full((3, 9), 5), torch.full((3, 7), 5)
-    with torch.inference_mode(False), FlopCounterMode(display=False) as counter:
-        model(source, torch.ones_like(source, dtype=torch.bool), target)
-    counted = sum(
-        count
-        for operator, count in counter.get_flop_counts()["Global"].items()
-        if "bmm" not in str(operator)  # attention
-    )
-    shapes = matrices(model.config)
-    expected = 3 * (9 * multiply_adds(shapes["source"]) + 7 * multiply_adds(shapes["target"]))
-    assert counted == 2 * expected
-
-
-@pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_the_matrix_limit_can_be_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
-) -> None:
-    monkeypatch.setattr("matrices.BEST_OF_SECONDS", 0.01)
-    shapes = matrices(ModelConfig(50, 16, 2, 1, 1, 24))["target"]
-    assert 0 < least_seconds(shapes, 4, precision, tmp_path) < 1
-
-
 def test_rounds_take_turns_in_both_orders() -> None:
     order: list[str] = []
 
@@ -370,42 +325,6 @@ def test_nodes_of_a_branch_are_not_counted_twice() -> None:
     }
 
 
-def test_the_bytes_of_a_bundle_of_one_variant_are_all_of_it(bundle_folder: Path) -> None:
-    bundle = Bundle.load(bundle_folder)
-    assert bundle_bytes(bundle, bundle.variant()) == folder_bytes(bundle_folder)
-
-
-@pytest.mark.parametrize(
-    "name", ["engine", pytest.param("ctranslate2", marks=pytest.mark.optional("ctranslate2"))]
-)
-def test_a_side_is_measured_without_what_it_does_not_need(
-    checkpoint: Checkpoint, bundle_folder: Path, tmp_path: Path, name: Any
-) -> None:
-    side = Side("engine", str(bundle_folder), "portable")
-    if name == "ctranslate2":
-        ctranslate2_model(checkpoint, bundle_folder, tmp_path)
-        side = Side(name, str(tmp_path), "float32", str(bundle_folder))
-    found = footprint(side, TEXTS, {"beam": 1, "max_length": 20}, 8, openings=2)
-    assert found["open_seconds"] > 0
-    if sys.platform == "linux":
-        assert found["peak_bytes"] >= found["opened_bytes"] > 1e6
-    script = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import footprint
-footprint.Side(*sys.argv[2:]).open()
-print(*{name.split(".")[0] for name in sys.modules})
-"""
-    arguments = [str(CHECKOUT / "benchmarks"), *dataclasses.astuple(side)[:4]]
-    result = subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True
-    )
-    loaded = set(result.stdout.split())
-    other = {"engine": "ctranslate2", "ctranslate2": "onnxruntime"}[name]
-    assert loaded.isdisjoint({"torch", "onnx", "transformers", other})
-    assert {"engine": "onnxruntime", "ctranslate2": "ctranslate2"}[name] in loaded
-
-
 def printed(script: str, *arguments: Path | str) -> list[str]:
     """Runs a benchmark as a process; returns the lines that it prints, the last of them JSON."""
     result = subprocess.run(
@@ -438,6 +357,21 @@ def test_versions_of_onnxruntime_answer_in_processes_of_their_own(
     assert versions == {"installed": onnxruntime.__version__, "other": "other"}
 
 
+@pytest.mark.parametrize(
+    "runtime", ["onnxruntime", pytest.param("openvino", marks=pytest.mark.optional("openvino"))]
+)
+def test_variants_and_runtimes_of_a_bundle_are_compared(
+    bundle_folder: Path, tmp_path: Path, runtime: str
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
+    side = f"{bundle_folder}:portable:{runtime}"
+    options = ["--rows", "4", "--rounds", "1", "--new-tokens", "6", "--batch-rows", "2"]
+    record = json.loads(printed("bundles.py", text, bundle_folder, side, *options)[-1])
+    assert record["same"] == {side: 4}
+    assert record["tokens"] == dict.fromkeys([str(bundle_folder), side], 4 * 6)
+
+
 @pytest.mark.optional("ctranslate2")
 def test_throughput_ends_in_a_line_of_json(
     run_folder: Path, bundle_folder: Path, tmp_path: Path
@@ -451,11 +385,9 @@ def test_throughput_ends_in_a_line_of_json(
     for cell in (tuned, held):
         assert cell["same_tokens"] == {"engine portable and ctranslate2 float32": "6/6"}
         assert cell["tokens"] == {"engine": 72, "ctranslate2": 72}
-        assert set(cell["footprint"]) == {"engine", "ctranslate2"}
     assert [side["batch_rows"] for side in held["settings"].values()] == [2, 2]
     assert set(record["ratio"]) == {"portable, beam 1", "portable, beam 1, 2 sentences"}
-    # Two rows of speed, four of costs.
-    assert sum(line.endswith(processor()) for line in lines) == 6
+    assert sum(line.endswith(processor()) for line in lines) == 2
 
 
 @pytest.mark.parametrize("beam", [1, 3])
@@ -480,19 +412,6 @@ def test_both_sides_can_be_held_to_the_same_sentences_per_batch(
         assert len(sizes) == 2 * len(opened)
         opened.clear()
         sizes.clear()
-
-
-@pytest.mark.optional("openvino")
-def test_runtimes_are_compared_on_the_same_answers(
-    bundle_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(BATCH_ROWS, "engine", (64,))
-    sides = sides_of(Bundle.load(bundle_folder))
-    assert list(sides) == ["onnxruntime portable", "OpenVINO portable"]
-    found = measure(sides, TEXTS[:4], {"beam": 2, "max_length": 6}, 1)
-    assert found["same_tokens"] == dict.fromkeys(sides, 4)
-    assert set(found["ratio"]) == {"OpenVINO portable"}
-    assert {*found["tokens"].values()} == {found["tokens"]["OpenVINO portable"]}
 
 
 def test_a_share_is_the_mean_of_what_was_asked_meanwhile() -> None:
