@@ -1,5 +1,6 @@
 """Writes docs/cli.md from the --help of every command: `make docs`."""
 
+import copy
 from pathlib import Path
 
 import click
@@ -12,17 +13,44 @@ WIDTH = 80
 OPENING = """\
 # The command line
 
-What `transferry --help` and the `--help` of every command print. This page is generated: after a
-change, `make docs` writes it anew, and a test tells when that was forgotten.
+The output of `transferry --help` and of each command's `--help`, where an option of several
+commands is described at the first of them. This page is generated: after a change, `make docs`
+writes it anew, and a test fails until then.
 """
+
+Record = tuple[str, str]
 
 
 def page() -> str:
     """Returns the page as the installed commands make it."""
     parts = [OPENING, _block(_help(main, "transferry"))]
+    described: dict[Record, str] = {}
     for name, command in main.commands.items():
-        parts += [f"## transferry {name}\n", _block(_help(command, f"transferry {name}"))]
+        short, shared = _without(command, described)
+        parts += [f"## transferry {name}\n", _block(_help(short, f"transferry {name}"))]
+        parts += [f"As in `{first}`: {', '.join(names)}.\n" for first, names in shared.items()]
     return "\n".join(parts)
+
+
+def _without(
+    command: click.Command, described: dict[Record, str]
+) -> tuple[click.Command, dict[str, list[str]]]:
+    """Hides options that an earlier command has; adds the others to `described`.
+
+    Returns:
+        A copy of the command, and the names of the hidden options by the first command.
+    """
+    short, shared = copy.copy(command), dict[str, list[str]]()
+    short.params = [copy.copy(parameter) for parameter in command.params]
+    short.add_help_option = False
+    for parameter in short.params:
+        record = parameter.get_help_record(click.Context(command))
+        if isinstance(parameter, click.Option) and record is not None:
+            first = described.setdefault(record, str(command.name))
+            if first != command.name:
+                parameter.hidden = True
+                shared.setdefault(first, []).append(f"`{parameter.opts[-1]}`")
+    return short, shared
 
 
 def _help(command: click.Command, name: str) -> str:
