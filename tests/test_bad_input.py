@@ -31,35 +31,41 @@ Spoiler = Callable[[Path], None]
 SPOILERS: dict[str, Spoiler] = {}
 
 
+# The command of the first table, to which its rows add options.
+RUN = "transferry run bundle lines.txt -o answers.jsonl"
+ANSWERS = frozenset(f"answers.jsonl{suffix}" for suffix in ("", ".settings.toml", ".summary.json"))
+
+
 @dataclass(frozen=True)
 class Row:
-    """A row of the table; `leaves` are the files that the command adds."""
+    """A row of a table."""
 
     bad_input: str
     command: str
     exit_code: int
     message: str
-    leaves: frozenset[str]
+
+    @property
+    def leaves(self) -> frozenset[str]:
+        """The files that the command adds."""
+        return ANSWERS if self.exit_code in (0, 6) else frozenset()
 
 
 def rows() -> list[Row]:
-    table = [
-        [cell.strip() for cell in line.strip("| ").split("|")]
-        for line in PAGE.read_text(encoding="utf-8").partition("\n## ")[0].splitlines()
-        if line.startswith("| ")
-    ]
-    header, *body = table
-    assert header == ["bad input", "command", "exit code", "message", "leaves"]
-    return [
-        Row(
-            bad_input,
-            command.strip("`"),
-            int(exit_code),
-            message,
-            frozenset(leaves.split(", ")) - {"nothing"},
-        )
-        for bad_input, command, exit_code, message, leaves in body
-    ]
+    sections = PAGE.read_text(encoding="utf-8").partition("\n## ")[0].split("\n### ")[1:]
+    found = []
+    for section, column in zip(sections, ("options", "command"), strict=True):
+        header, *body = [
+            [cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")]
+            for line in section.splitlines()
+            if line.startswith("| ")
+        ]
+        assert header == ["bad input", column, "exit code", "message"]
+        for bad_input, shown, exit_code, message in body:
+            shown = shown.strip("`")
+            command = f"{RUN} {shown}".strip() if column == "options" else shown
+            found.append(Row(bad_input, command, int(exit_code), message))
+    return found
 
 
 def spoils(*bad_inputs: str) -> Callable[[Spoiler], Spoiler]:
