@@ -20,9 +20,10 @@ import click
 from transferry.build_model.commands import import_, train
 from transferry.export.commands import audit, export, report, verify
 from transferry.export.distillation.commands import distil
-from transferry.runtime.console.commands import Commands, version_option
 from transferry.runtime.console.fields import fields_as_options, given
-from transferry.runtime.console.options import (
+from transferry.runtime.console.group import Commands, version_option
+from transferry.runtime.console.progress import run_job, say, show, show_summary
+from transferry.runtime.console.shared_options import (
     AS_JSON,
     BUNDLE_DEFAULTS,
     FILE,
@@ -41,7 +42,6 @@ from transferry.runtime.console.options import (
     task_options,
     tasks_by,
 )
-from transferry.runtime.console.progress import run_job, say, show, show_summary
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.errors import ProviderError
 from transferry.runtime.jobs.job_options import JobOptions

@@ -15,9 +15,10 @@ import click
 from transferry.build_model.model.config import TransformerConfig
 from transferry.build_model.train.presets import PRESETS
 from transferry.build_model.train.train_config import TrainConfig
-from transferry.runtime.console.commands import command
 from transferry.runtime.console.fields import Command, fields_as_options, together
-from transferry.runtime.console.options import (
+from transferry.runtime.console.group import command
+from transferry.runtime.console.progress import progress, say, teller
+from transferry.runtime.console.shared_options import (
     FILE,
     OUTPUT,
     check_settings,
@@ -25,7 +26,6 @@ from transferry.runtime.console.options import (
     explicit,
     option,
 )
-from transferry.runtime.console.progress import progress, say, teller
 
 PRESET_DEFAULTS = {
     name: "from the preset" for preset in PRESETS.values() for name in preset.model | preset.train

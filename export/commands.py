@@ -19,9 +19,10 @@ from transferry.export.report.proof_options import (
     require_passed,
     show_report,
 )
-from transferry.runtime.console.commands import command
 from transferry.runtime.console.fields import fields_as_options, given, together
-from transferry.runtime.console.options import (
+from transferry.runtime.console.group import command
+from transferry.runtime.console.progress import progress, say, teller
+from transferry.runtime.console.shared_options import (
     BUNDLE_DEFAULTS,
     FILE,
     MACHINE,
@@ -34,7 +35,6 @@ from transferry.runtime.console.options import (
     require_option,
     session_options,
 )
-from transferry.runtime.console.progress import progress, say, teller
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.tasks.generate import token_or_text
 from transferry.runtime.errors import ParityError, UsageError

@@ -365,7 +365,7 @@ def run_python(script: str) -> str:
 # compares runtimes with each other.
 KNOW_RUNTIMES = {
     *("runtime/ort/session.py", "runtime/ort/graph_runner.py", "runtime/ort/openvino_runner.py"),
-    *("runtime/doctor.py", "runtime/console/options.py", "export/blame/backends.py"),
+    *("runtime/doctor.py", "runtime/console/shared_options.py", "export/blame/backends.py"),
     "export/trace/greedy_graph.py",  # why an operator is another
 }
 

@@ -9,7 +9,7 @@ import pytest
 from tests.commands import call
 from tests.test_cli_outputs import place as place
 from transferry.cli import main
-from transferry.runtime.console.commands import COMMANDS
+from transferry.runtime.console.group import COMMANDS
 
 RUN = "run bundle lines.txt -o new.jsonl"
 NINES = "9" * 20

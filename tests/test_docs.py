@@ -13,7 +13,7 @@ import click
 import pytest
 
 from transferry.cli import main
-from transferry.runtime.console import options
+from transferry.runtime.console import shared_options
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
@@ -91,7 +91,7 @@ it's no shell: transferry
 
 @pytest.mark.parametrize("arguments", [*transferry_lines()])
 def test_every_command_shown_is_one(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "read_settings", lambda path: {})
+    monkeypatch.setattr(shared_options, "read_settings", lambda path: {})
     try:
         parse(arguments)
     except click.exceptions.Exit as end:  # --help and --version end here

@@ -17,9 +17,10 @@ from transferry.build_model.commands import (
 )
 from transferry.build_model.train.presets import PRESETS
 from transferry.export.distillation.options import OF_JOB
-from transferry.runtime.console.commands import command
 from transferry.runtime.console.fields import fields_as_options, together
-from transferry.runtime.console.options import (
+from transferry.runtime.console.group import command
+from transferry.runtime.console.progress import say
+from transferry.runtime.console.shared_options import (
     FILE,
     check_settings,
     configurable,
@@ -27,7 +28,6 @@ from transferry.runtime.console.options import (
     option,
     session_options,
 )
-from transferry.runtime.console.progress import say
 from transferry.runtime.errors import UsageError
 from transferry.runtime.jobs.job_options import JobOptions
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from transferry.runtime.console.commands import FilePath
 from transferry.runtime.console.fields import together
-from transferry.runtime.console.options import option
+from transferry.runtime.console.group import FilePath
 from transferry.runtime.console.progress import show, show_verdict
+from transferry.runtime.console.shared_options import option
 from transferry.runtime.errors import InputError, ParityError
 from transferry.runtime.io.atomic import require_writable
 from transferry.runtime.io.outputs import foreign_junit, foreign_page

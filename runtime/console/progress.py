@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from transferry.runtime.console.commands import COMMAND_LINE
+from transferry.runtime.console.group import COMMAND_LINE
 from transferry.runtime.console.logs import as_logged, logs_json
 from transferry.runtime.errors import BadRowsError
 from transferry.runtime.io.outputs import STANDARD_STREAM

@@ -55,7 +55,7 @@ class _Data(io.FileIO):
     def _end(self, error: OSError) -> Exception:
         from click.exceptions import Exit
 
-        from transferry.runtime.console.commands import Failure
+        from transferry.runtime.console.group import Failure
         from transferry.runtime.errors import InputError
         from transferry.runtime.io.atomic import unwritable
 

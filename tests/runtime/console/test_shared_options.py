@@ -8,10 +8,10 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from transferry.runtime.console import commands
-from transferry.runtime.console.commands import Commands
+from transferry.runtime.console import group
 from transferry.runtime.console.fields import fields_as_options, given
-from transferry.runtime.console.options import configurable
+from transferry.runtime.console.group import Commands
+from transferry.runtime.console.shared_options import configurable
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def test_unusable_settings_are_refused(text: str, message: str, tmp_path: Path) 
 def test_a_former_name_still_works(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(commands.FORMER_NAMES, "deep-water", "depth")
+    monkeypatch.setitem(group.FORMER_NAMES, "deep-water", "depth")
     assert call(*words)[1]["depth"] == 9
     settings = tmp_path / "settings.toml"
     settings.write_text(f"{words[0].lstrip('-').partition('=')[0]} = 9\n")

@@ -13,11 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from transferry.runtime.console.commands import (
-    CONFIG,
-    FilePath,
-    current_name,
-)
 from transferry.runtime.console.fields import (
     PanelOption,
     Required,
@@ -25,6 +20,11 @@ from transferry.runtime.console.fields import (
     fields_as_options,
     given,
     together,
+)
+from transferry.runtime.console.group import (
+    CONFIG,
+    FilePath,
+    current_name,
 )
 from transferry.runtime.engine.tasks.table import TASKS, option_names
 from transferry.runtime.errors import InputError, UsageError
