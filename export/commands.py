@@ -175,17 +175,19 @@ def export(
     texts = some_lines(text) if text else None
     typical = some_lines(calibrate) if calibrate else []
     from transferry.build_model.checkpoint import load_checkpoint, load_samples
-    from transferry.export.bundle import export_bundle
+    from transferry.export.bundle import Contents, export_bundle
     from transferry.export.trace.graph import Traces
 
     with progress(quiet) as show_phase:
         bundle = export_bundle(
             load_checkpoint(run_folder),
             out,
-            texts=load_samples(run_folder) if texts is None else texts,
-            variants=variants,
-            calibrate=typical,
-            one_graph=one_graph_beam if one_graph else 0,
+            Contents(
+                load_samples(run_folder) if texts is None else texts,
+                variants,
+                typical,
+                one_graph_beam if one_graph else 0,
+            ),
             force=force,
             traces=click.get_current_context().ensure_object(Traces),
             say=teller(quiet),

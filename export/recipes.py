@@ -22,28 +22,46 @@ class Recipe:
     """How a variant is made.
 
     Attributes:
+        name: The variant's name.
         precision: Of weights and arithmetic.
         providers: Providers that the variant is made for.
         prefix: Beginning of its files' names. Graphs that share weights lie in one folder, since
             onnxruntime refuses weights outside the graph's folder.
+        maker: `module:function` in this package, a `make.Maker`: a name, since the modules
+            that trace load torch.
         fused: Linear layers fused and the cache in place; else standard operators only.
     """
 
+    name: str
     precision: Precision
     providers: tuple[str, ...]
     prefix: str
+    maker: str
     fused: bool = True
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the variant is made for CPUs alone."""
+        return self.providers == ("cpu",)
 
-RECIPES = {
-    PORTABLE: Recipe(FLOAT32, ("cpu", "cuda"), "portable/", fused=False),
-    "portable-int8": Recipe(WEIGHT_ONLY, ("cpu",), "portable-int8/", fused=False),
-    "cpu-fp32": Recipe(FLOAT32, ("cpu",), "portable/fused-"),
-    "cpu-int8": Recipe(INT8, ("cpu",), "cpu-int8/"),
-    "cpu-int4": Recipe(INT4, ("cpu",), "cpu-int4/"),
-    "cuda-fp16": Recipe(FLOAT16, ("cuda",), "cuda-fp16/"),
-    "cuda-bf16": Recipe(BFLOAT16, ("cuda",), "cuda-bf16/"),
-}
+    @property
+    def reference(self) -> str:
+        """File of the answers that the variant is compared with, inside the bundle."""
+        return f"{self.prefix}{REFERENCE}" if self.precision.rounded else REFERENCE
+
+
+_CPU, _CUDA = ("cpu",), ("cuda",)
+_FLOATS, _IN_INT8 = "rewrite.fused:floats", "rewrite.weight_only:in_int8"
+_ALL = (
+    Recipe(PORTABLE, FLOAT32, ("cpu", "cuda"), "portable/", "make:portable", fused=False),
+    Recipe("portable-int8", WEIGHT_ONLY, _CPU, "portable-int8/", _IN_INT8, fused=False),
+    Recipe("cpu-fp32", FLOAT32, _CPU, "portable/fused-", _FLOATS),
+    Recipe("cpu-int8", INT8, _CPU, "cpu-int8/", "rewrite.kv_cache_int8:int8"),
+    Recipe("cpu-int4", INT4, _CPU, "cpu-int4/", "rewrite.linear_int4:int4"),
+    Recipe("cuda-fp16", FLOAT16, _CUDA, "cuda-fp16/", _FLOATS),
+    Recipe("cuda-bf16", BFLOAT16, _CUDA, "cuda-bf16/", _FLOATS),
+)
+RECIPES = {recipe.name: recipe for recipe in _ALL}
 
 
 def recipe_of(name: str, *, calibrated: bool) -> Recipe:
@@ -60,8 +78,3 @@ def recipe_of(name: str, *, calibrated: bool) -> Recipe:
             "--calibrate FILE"
         )
     return RECIPES[name]
-
-
-def reference_file(recipe: Recipe) -> str:
-    """Returns the file of the answers that a variant is compared with, inside the bundle."""
-    return f"{recipe.prefix}{REFERENCE}" if recipe.precision.rounded else REFERENCE

@@ -1,7 +1,7 @@
 """Precisions of variants: one row each, with every limit and property that the project reads.
 
 To add a precision, add its row here and its recipe in `export/recipes.py`. A type of torch needs
-no more; other weights need kernels in `export/variants.py`.
+no more; other weights need a maker in `export/rewrite`.
 """
 
 from __future__ import annotations

@@ -159,15 +159,17 @@ def make_bundle(run: Path, folder: Path, *variants: str, one_graph: int = 0) -> 
     from tests.traced import TRACES
     from transferry.build_model.checkpoint import load_checkpoint, load_samples
     from transferry.build_model.train.corpus import builtin_pairs
-    from transferry.export.bundle import export_bundle
+    from transferry.export.bundle import Contents, export_bundle
 
     export_bundle(
         load_checkpoint(run),
         folder,
-        texts=load_samples(run),
-        variants=variants,
-        calibrate=[pair.source for pair in builtin_pairs(300, seed=1)] if variants else (),
-        one_graph=one_graph,
+        Contents(
+            texts=load_samples(run),
+            variants=variants,
+            calibrate=[pair.source for pair in builtin_pairs(300, seed=1)] if variants else (),
+            one_graph=one_graph,
+        ),
         traces=TRACES,
     )
     return folder

@@ -48,9 +48,9 @@ ROOMS = {
         *("decoding", "bundle", "ort", "doctor", "proof", "engine", "page", "jobs", "console"),
     ),
     "export": (
-        *("recipes", "trace", "arithmetic", "torch_model", "rewrite", "variants", "oracle"),
+        *("recipes", "trace", "arithmetic", "torch_model", "rewrite", "make", "oracle"),
         *("subject", "checks", "blame", "faults", "report", "verify", "audit", "audit_function"),
-        *("bundle_folder", "bundle", "distillation", "commands"),
+        *("prove", "bundle_folder", "bundle", "distillation", "commands"),
     ),
 }
 MAX_MODULES = 12  # in a folder, __init__.py left out

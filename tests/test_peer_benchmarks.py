@@ -17,7 +17,7 @@ from tests.traced import TRACES
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_checkpoint
 from transferry.build_model.train.corpus import builtin_pairs
-from transferry.export.bundle import export_bundle
+from transferry.export.bundle import Contents, export_bundle
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("traces")
@@ -31,7 +31,10 @@ def measured(
     save(kind, folder / "model")
     import_checkpoint(folder / "model", folder / "run")
     export_bundle(
-        load_checkpoint(folder / "run"), folder / "bundle", variants=["cpu-fp32"], traces=TRACES
+        load_checkpoint(folder / "run"),
+        folder / "bundle",
+        Contents(variants=["cpu-fp32"]),
+        traces=TRACES,
     )
     text = folder / "text.txt"
     text.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")

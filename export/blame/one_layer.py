@@ -17,10 +17,11 @@ from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.blame.backends import ReferenceBackend
 from transferry.export.blame.plain_decoder import plain_model
+from transferry.export.make import describe, make
 from transferry.export.oracle.cases import cross_check_cases
 from transferry.export.oracle.oracle import Oracle
+from transferry.export.recipes import RECIPES
 from transferry.export.trace.store import write_graphs
-from transferry.export.variants import describe, make_variant
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import Manifest
 from transferry.runtime.bundle.specs import PORTABLE
@@ -53,9 +54,10 @@ def check_one_layer(checkpoint: Checkpoint) -> list[Comparison]:
     oracle = Oracle(model, checkpoint.tokenizer.special, Tolerance())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        graphs = make_variant(model, PORTABLE)
+        recipe = RECIPES[PORTABLE]
+        graphs = make(model, recipe)
         write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs.values()])
-        variant = describe(PORTABLE, graphs)
+        variant = describe(recipe, graphs)
         files = {
             path.relative_to(folder).as_posix(): FileRecord(sha256(path), path.stat().st_size)
             for path in folder.rglob("*.*")

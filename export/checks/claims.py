@@ -16,7 +16,7 @@ from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.checkpoint_folder import CONFIG
 from transferry.build_model.model.config import ModelConfig
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.recipes import RECIPES, reference_file
+from transferry.export.recipes import RECIPES
 from transferry.export.rewrite.kv_scales import has_int8_cache
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
@@ -126,7 +126,7 @@ def _variant_problems(variant: Variant, config: ModelConfig) -> Iterator[str]:
     yield _unequal("cache", cache, variant.cache and astuple(variant.cache))
     ranks = bool(recipe.fused and cache and recipe.providers != ("cpu",))
     yield _unequal("top_k", ranks, variant.top_k)
-    yield _unequal("reference", reference_file(recipe), variant.reference)
+    yield _unequal("reference", recipe.reference, variant.reference)
 
 
 def _reference_problems(reference: Reference, oracle: Oracle) -> Iterator[str]:

@@ -15,11 +15,11 @@ from typing import Any
 import onnx_ir as ir
 
 from transferry.build_model.model.transformer import Transformer
+from transferry.export.make import add_one_graph, make
 from transferry.export.recipes import RECIPES
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.trace.graph import Graph, Traces
 from transferry.export.trace.store import SMALLEST
-from transferry.export.variants import add_one_graph, make_variant
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import ONE_GRAPH, Variant
 from transferry.runtime.proof.one_graph import beams_of
@@ -54,7 +54,7 @@ def fresh_graphs(
     same = made_by == {name: importlib.metadata.version(name) for name in WRITERS}
     if not same or variant.name not in RECIPES:
         return None
-    made = make_variant(model, variant.name, calibration, traces)
+    made = make(model, RECIPES[variant.name], traces, calibration)
     if whole := variant.graphs.get(ONE_GRAPH):
         special, generation = bundle.tokenizer.special, bundle.manifest.generation
         add_one_graph(made, model.config, special, generation, beams_of(whole))

@@ -99,13 +99,17 @@ def _divisor(node: ir.Node | None, dividend: ir.Value) -> float:
 
 
 class Kernels(Protocol):
-    """The operators for linear layers, in one precision."""
+    """The operators for linear layers and lookups, in one precision."""
 
     def emit(self, linear: Linear, x: ir.Value, graph: ir.Graph) -> Sequence[ir.Node]:
         """Returns the nodes from x `[rows, inputs]` to a linear layer's output `[rows, outputs]`.
 
         New initializers are added to the graph.
         """
+        ...
+
+    def look_up(self, graph: ir.Graph) -> None:
+        """Replaces lookups in embeddings where the precision stores these in integers."""
         ...
 
 
@@ -127,6 +131,9 @@ class FloatKernels:
         if linear.relu:
             tape.op("Relu", [product])
         return tape.nodes
+
+    def look_up(self, graph: ir.Graph) -> None:
+        """Keeps lookups as they are."""
 
 
 class Fusion:

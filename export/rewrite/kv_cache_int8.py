@@ -18,7 +18,12 @@ import numpy as np
 import onnx_ir as ir
 
 from transferry.build_model.model.config import ModelConfig
-from transferry.export.rewrite.kv_scales import KVScales
+from transferry.build_model.model.transformer import Transformer
+from transferry.export.recipes import Recipe
+from transferry.export.rewrite.calibration import Calibration
+from transferry.export.rewrite.fused import fused_graphs, require_all
+from transferry.export.rewrite.kv_scales import KVScales, fold_kv_scales
+from transferry.export.rewrite.linear_int8 import Int8Kernels
 from transferry.export.trace.editing import (
     CONTRIB,
     alike,
@@ -32,7 +37,7 @@ from transferry.export.trace.editing import (
     size,
     transposed_from,
 )
-from transferry.export.trace.graph import CELL, Graph, Specs, spec
+from transferry.export.trace.graph import CELL, Graph, Specs, Traces, spec
 from transferry.export.trace.in_place import FUSED_OPSET
 from transferry.runtime.bundle.specs import GraphSpec
 from transferry.runtime.errors import ParityError
@@ -41,6 +46,20 @@ IR_VERSION = 10  # that of torch's exporter
 ATTENTIONS = {"cross": "cross_attention", "past": "self_attention"}
 UPDATES = 2  # index of the written values among ScatterND's inputs
 FLOAT, INT8 = ir.TensorType(ir.DataType.FLOAT), ir.TensorType(ir.DataType.INT8)
+
+
+def int8(
+    model: Transformer, recipe: Recipe, traces: Traces, calibration: Calibration | None
+) -> dict[str, Graph]:
+    """Makes a fused variant with linear layers and KV cache in int8; see `make.Maker`."""
+    assert calibration is not None, "recipe_of requires a calibration"
+    kernels, scales = Int8Kernels(calibration.activations, model.release), calibration.kv_scales
+    folded = fold_kv_scales(model, scales)
+    graphs = fused_graphs(folded, recipe, traces, kernels, "int8" if scales else None)
+    if scales:
+        attentions = quantise_cache(graphs, scales, model.config)
+        require_all(recipe, "attentions of the decoder to read integers", len(scales), attentions)
+    return graphs
 
 
 def quantise_cache(

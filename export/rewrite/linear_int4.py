@@ -12,20 +12,32 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
+from transferry.build_model.model.transformer import Transformer
+from transferry.export.recipes import Recipe
+from transferry.export.rewrite.calibration import Calibration
+from transferry.export.rewrite.fused import fused_graphs
 from transferry.export.rewrite.fusion import Linear
 from transferry.export.rewrite.linear_int8 import parameter
 from transferry.export.rewrite.weight_blocks import BLOCK, WIDE, bits_of, blocks
 from transferry.export.trace.editing import (
     CONTRIB,
-    alike,
     array_of,
     cast,
     constant,
     register,
+    replace_lookups,
     shared,
 )
+from transferry.export.trace.graph import Graph, Traces
 
 ACCURACY_LEVEL = 4
+
+
+def int4(
+    model: Transformer, recipe: Recipe, traces: Traces, calibration: Calibration | None
+) -> dict[str, Graph]:
+    """Makes a fused variant with weights in 4 bits; see `make.Maker`."""
+    return fused_graphs(model, recipe, traces, Int4Kernels())
 
 
 class Int4Kernels:
@@ -65,31 +77,27 @@ class Int4Kernels:
             tape.op("Relu", [product])
         return tape.nodes
 
+    def look_up(self, graph: ir.Graph) -> None:
+        """Looks up rows in 8 bits; a tied embedding shares its blocks with the LM head."""
+        for name in WIDE:
+            replace_lookups(graph, f"model.{name}", _rows)
 
-def look_up_blocks(graph: ir.Graph) -> None:
-    """Replaces lookups in float32 embeddings `[vocabulary, width]` by lookups in 8 bits.
 
-    A tied embedding shares its integers and scales with the LM head.
-    """
-    for weight in [graph.initializers.get(f"model.{name}") for name in WIDE]:
-        for node in list(weight.consumers()) if weight is not None else ():
-            if node.op_type != "Gather" or weight is None:
-                continue
-            integers, scales = block_weight(graph, weight)
-            tape, ids, width = ir.tape.Tape(), node.inputs[1], array_of(weight).shape[1]
-            rows = cast(tape, tape.op("Gather", [integers, ids]), ir.DataType.FLOAT)
-            middle = register(graph, f"{node.name}.middle", np.float32(128))
-            last = constant(graph, "last", [-1])
-            factors = tape.op("Unsqueeze", [tape.op("Gather", [scales, ids]), last])
-            product = tape.op("Mul", [tape.op("Sub", [rows, middle]), factors])
-            joined = constant(graph, "joined", [0, 0, -1])  # batch, length, blocks times 32
-            product = tape.op("Reshape", [product, joined])
-            if width % BLOCK:
-                ends = [constant(graph, "cut", [number]) for number in (0, width)]
-                product = tape.op("Slice", [product, *ends, last])
-            graph.insert_before(node, tape.nodes)
-            node.outputs[0].replace_all_uses_with(alike(product, node.outputs[0]))
-            graph.remove(node, safe=True)
+def _rows(tape: ir.tape.Tape, weight: ir.Value, node: ir.Node) -> ir.Value:
+    graph, ids, width = node.graph, node.inputs[1], array_of(weight).shape[1]
+    assert isinstance(graph, ir.Graph)
+    integers, scales = block_weight(graph, weight)
+    rows = cast(tape, tape.op("Gather", [integers, ids]), ir.DataType.FLOAT)
+    middle = register(graph, f"{node.name}.middle", np.float32(128))
+    last = constant(graph, "last", [-1])
+    factors = tape.op("Unsqueeze", [tape.op("Gather", [scales, ids]), last])
+    product = tape.op("Mul", [tape.op("Sub", [rows, middle]), factors])
+    joined = constant(graph, "joined", [0, 0, -1])  # batch, length, blocks times 32
+    product = tape.op("Reshape", [product, joined])
+    if width % BLOCK:
+        ends = [constant(graph, "cut", [number]) for number in (0, width)]
+        product = tape.op("Slice", [product, *ends, last])
+    return product
 
 
 def block_weight(graph: ir.Graph, weight: ir.Value) -> tuple[ir.Value, ir.Value]:

@@ -14,7 +14,16 @@ import onnx_ir as ir
 from transferry.export.rewrite.calibration import Activation
 from transferry.export.rewrite.fusion import Linear, find_linear
 from transferry.export.rewrite.weight_int8 import quantised
-from transferry.export.trace.editing import CONTRIB, alike, array_of, cast, register, shared
+from transferry.export.trace.editing import (
+    CONTRIB,
+    array_of,
+    cast,
+    register,
+    replace_lookups,
+    shared,
+)
+
+EMBEDDING = "model.embedding.weight"
 
 
 class Int8Kernels:
@@ -56,6 +65,10 @@ class Int8Kernels:
             tape.op("Relu", [product])
         return tape.nodes
 
+    def look_up(self, graph: ir.Graph) -> None:
+        """Looks up int8 rows; a tied embedding shares its integers and scales with the LM head."""
+        replace_lookups(graph, EMBEDDING, int8_rows)
+
     def _activation(self, linear: Linear) -> Activation:
         return self.activations[parameter(linear.weight)]
 
@@ -67,24 +80,14 @@ class Int8Kernels:
         )
 
 
-def quantise_embedding(graph: ir.Graph, name: str) -> None:
-    """Replaces lookups in an embedding `[vocabulary, d_model]`, if the graph has it, by int8 ones.
-
-    A tied embedding shares its integers and scales with the LM head.
-    """
-    weight = graph.initializers.get(name)
-    if weight is None:
-        return
-    for node in list(weight.consumers()):
-        if node.op_type == "Gather":
-            integers, scales = quantised_weight(graph, weight)
-            column = shared(graph, f"{scales.name}.column", array_of(scales)[:, None])
-            tape, ids = ir.tape.Tape(), node.inputs[1]
-            rows = cast(tape, tape.op("Gather", [integers, ids]), ir.DataType.FLOAT)
-            product = tape.op("Mul", [rows, tape.op("Gather", [column, ids])])
-            graph.insert_before(node, tape.nodes)
-            node.outputs[0].replace_all_uses_with(alike(product, node.outputs[0]))
-            graph.remove(node, safe=True)
+def int8_rows(tape: ir.tape.Tape, weight: ir.Value, node: ir.Node) -> ir.Value:
+    """Looks up int8 rows and scales of an embedding; see `editing.replace_lookups`."""
+    graph, ids = node.graph, node.inputs[1]
+    assert isinstance(graph, ir.Graph)
+    integers, scales = quantised_weight(graph, weight)
+    column = shared(graph, f"{scales.name}.column", array_of(scales)[:, None])
+    rows = cast(tape, tape.op("Gather", [integers, ids]), ir.DataType.FLOAT)
+    return tape.op("Mul", [rows, tape.op("Gather", [column, ids])])
 
 
 def parameter(weight: ir.Value) -> str:

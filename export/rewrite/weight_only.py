@@ -8,30 +8,39 @@ and the time of the portable one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import onnx_ir as ir
 
 from transferry.build_model.model.transformer import Transformer
+from transferry.export.recipes import Recipe
+from transferry.export.rewrite.calibration import Calibration
 from transferry.export.rewrite.linear_int8 import quantised_weight
 from transferry.export.rewrite.weight_blocks import matrices
+from transferry.export.trace.graph import Graph, Traces
+from transferry.export.trace.portable import export_graphs
 
 
-def store_in_int8(
-    graph: ir.Graph, model: Transformer, release: Callable[[], None] = lambda: None
-) -> None:
+def in_int8(
+    model: Transformer, recipe: Recipe, traces: Traces, calibration: Calibration | None
+) -> dict[str, Graph]:
+    """Makes the portable variant with weights in int8; see `make.Maker`."""
+    graphs = export_graphs(model, traces=traces)
+    for graph in graphs.values():
+        store_in_int8(graph.model.graph, model)
+    return graphs
+
+
+def store_in_int8(graph: ir.Graph, model: Transformer) -> None:
     """Replaces the matrices of a graph by integers with a scale for each output.
 
     Args:
         graph: A portable graph; its initializers have torch's names after "model.".
-        model: The model; `weight_blocks.matrices` names what is rounded.
-        release: Called when a matrix was read.
+        model: The model, whose matrices `weight_blocks.matrices` names.
     """
     for name, _ in matrices(model):
         if (weight := graph.initializers.get(f"model.{name}")) is None:
             continue
         integers, scales = quantised_weight(graph, weight, pairs=False)
-        release()
+        model.release()
         node = ir.node("DequantizeLinear", [integers, scales], {"axis": 0})
         (matrix,) = node.outputs
         matrix.name, matrix.shape, matrix.type = f"{weight.name}.float", weight.shape, weight.type

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,26 @@ def transposed_from(value: ir.Value) -> ir.Value | None:
     """Returns the input of the Transpose that computes a value, or None."""
     producer = value.producer()
     return producer.inputs[0] if producer is not None and producer.op_type == "Transpose" else None
+
+
+def replace_lookups(
+    graph: ir.Graph, name: str, rows_of: Callable[[ir.tape.Tape, ir.Value, ir.Node], ir.Value]
+) -> None:
+    """Replaces lookups in an embedding, if the graph has one of that name.
+
+    Args:
+        graph: The graph.
+        name: Initializer `[vocabulary, width]`.
+        rows_of: Returns the rows, given a tape for new nodes, the initializer and the Gather.
+    """
+    weight = graph.initializers.get(name)
+    for node in list(weight.consumers()) if weight is not None else ():
+        if node.op_type == "Gather" and weight is not None:
+            tape = ir.tape.Tape()
+            rows = rows_of(tape, weight, node)
+            graph.insert_before(node, tape.nodes)
+            node.outputs[0].replace_all_uses_with(alike(rows, node.outputs[0]))
+            graph.remove(node, safe=True)
 
 
 def drop_unused(graph: ir.Graph) -> None:

@@ -19,14 +19,14 @@ from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.export import bundle as exporting
-from transferry.export import variants
-from transferry.export.bundle import export_bundle
+from transferry.export.bundle import Contents, export_bundle
+from transferry.export.make import describe
 from transferry.export.oracle.oracle import Oracle
+from transferry.export.recipes import RECIPES
 from transferry.export.rewrite.calibration import Calibration, Histogram, LinearObserver
 from transferry.export.rewrite.kv_scales import KVRanges, fold_kv_scales
 from transferry.export.trace.graph import Graph
 from transferry.export.trace.store import write_graphs
-from transferry.export.variants import describe
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import Manifest
 from transferry.runtime.ort.portable_decoder import PortableDecoder
@@ -77,7 +77,7 @@ def _shared_traces(traces: None) -> None:
 def written(folder: Path, model: Transformer, name: str, graphs: dict[str, Graph]) -> Bundle:
     """A variant on disk, as a bundle without anything else."""
     write_graphs([(graph.model, folder / graph.spec.file) for graph in graphs.values()])
-    config, described = model.config, {name: describe(name, graphs)}
+    config, described = model.config, {name: describe(RECIPES[name], graphs)}
     files = records(folder)
     manifest = Manifest(config.architecture, config.to_dict(), {}, described, files, {})
     return Bundle(folder, manifest, BYTES)
@@ -174,24 +174,24 @@ def calibration(calm: Checkpoint, texts: list[str]) -> Calibration:
     return widest(calm, texts)
 
 
+def unproven(*given: object) -> None:
+    """Stands for `prove_variant` where other tests verify the bundle, once and in full."""
+
+
 def export_screened(
     checkpoint: Checkpoint,
     out: Path,
     *,
     names: Sequence[str] = ("cpu-fp32", "cpu-int8", "cpu-int4"),
     texts: Sequence[str],
-    **options: Any,
+    one_graph: int = 0,
 ) -> Bundle:
-    """Exports variants, that in float32 for a CPU with screened greedy search.
-
-    They are not verified here: `test_true_variant_passes` does it, once and in full.
-    """
+    """Exports variants, that in float32 for a CPU with screened greedy search, unverified."""
+    contents = Contents(texts, names, calibrate=texts, one_graph=one_graph)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(variants, "SMALLEST_VOCABULARY", 1)
-        patch.setattr(exporting, "verify_variant", lambda *_: None)
+        patch.setattr("transferry.export.rewrite.lm_head.SMALLEST_VOCABULARY", 1)
         patch.setattr(exporting, "calibrated", widest)
-        given = {"texts": texts, "variants": names, "calibrate": texts, **options}
-        return export_bundle(checkpoint, out, **given, traces=TRACES)
+        return export_bundle(checkpoint, out, contents, traces=TRACES, prove=unproven)
 
 
 @pytest.fixture(scope="session")
@@ -203,7 +203,7 @@ def export_all(calm: Checkpoint, texts: list[str]) -> Callable[..., Bundle]:
 @pytest.fixture
 def screened(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verification exports anew, and must find what `export_all` exported."""
-    monkeypatch.setattr(variants, "SMALLEST_VOCABULARY", 1)
+    monkeypatch.setattr("transferry.export.rewrite.lm_head.SMALLEST_VOCABULARY", 1)
 
 
 @pytest.fixture(scope="session")

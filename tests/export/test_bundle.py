@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import pytest
 
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.build_model.model.transformer import Transformer
 from transferry.export import bundle as export
-from transferry.export import variants
-from transferry.export.bundle import check_bundle, check_graphs, export_bundle
+from transferry.export.bundle import Contents, export_bundle
+from transferry.export.make import make
+from transferry.export.prove import check_bundle, check_graphs
 from transferry.export.trace.graph import Graph
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST
@@ -47,10 +48,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def one_weight_off(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the export lose 1 % of a single weight."""
-    honest: Callable[..., dict[str, Graph]] = vars(variants)["export_graphs"]
 
-    def export_graphs(model: Transformer, **options: Any) -> dict[str, Graph]:
-        graphs = honest(model, **options)
+    def wrong(*given: Any) -> dict[str, Graph]:
+        graphs = make(*given)
         name = "model.encoder.0.feed_forward.inner.weight"
         value = graphs["encoder"].model.graph.initializers[name]
         assert value.const_value is not None
@@ -59,7 +59,7 @@ def one_weight_off(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
         value.const_value = ir.tensor(weights, name=name)
         return graphs
 
-    monkeypatch.setattr(variants, "export_graphs", export_graphs)
+    monkeypatch.setattr(export, "make", wrong)
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
@@ -81,7 +81,7 @@ from transferry.export import bundle
 
 bundle.MAPPED = 0
 run, out = map(Path, sys.argv[1:])
-bundle.export_bundle(load_checkpoint(run), out, texts=load_samples(run))
+bundle.export_bundle(load_checkpoint(run), out, bundle.Contents(load_samples(run)))
 """
     out = tmp_path / "elsewhere"
     subprocess.run(
@@ -110,7 +110,7 @@ def test_record_holds_the_texts(bundle: Bundle, sources: list[list[int]]) -> Non
 
 
 def test_checks_pass(bundle: Bundle) -> None:
-    check_graphs(bundle)
+    check_graphs(bundle, bundle.variant())
     report = check_bundle(bundle)
     assert report.passed
     # Three cases of nine tensors, two of which select rows, by onnxruntime and onnx's evaluator.
@@ -148,7 +148,7 @@ def test_invalid_graph_is_found(
     damage(model.graph)
     onnx.save(model, path)
     with pytest.raises(ParityError, match=rf"{name}\.onnx is not a valid ONNX graph"):
-        check_graphs(bundle)
+        check_graphs(bundle, bundle.variant())
 
 
 @pytest.mark.usefixtures("short")
@@ -176,11 +176,13 @@ class TestPlace:
         note = out / "of somebody else"
         note.touch()
         with pytest.raises(UsageError, match="holds of somebody else, which transferry did not"):
-            export_bundle(checkpoint, out, texts=texts[:2], force=True, traces=TRACES)
+            export_bundle(checkpoint, out, Contents(texts=texts[:2]), force=True, traces=TRACES)
         note.unlink()
         (out / "certificates").mkdir()
         (out / "certificates" / "of the old bundle.json").touch()
-        bundle = export_bundle(checkpoint, out, texts=texts[:2], force=True, traces=TRACES)
+        bundle = export_bundle(
+            checkpoint, out, Contents(texts=texts[:2]), force=True, traces=TRACES
+        )
         assert len(Reference.load(out / REFERENCE).sources) == 2
         assert contents(out).keys() == {*bundle.manifest.files, MANIFEST}
         assert list(tmp_path.iterdir()) == [out]
@@ -213,14 +215,16 @@ def test_texts_that_do_not_fit_are_not_recorded(
     """If none fits, random sources are recorded."""
     too_long = " ".join(texts)
     bundle = export_bundle(
-        checkpoint, tmp_path / "one", texts=["", too_long, texts[0]], traces=TRACES
+        checkpoint, tmp_path / "one", Contents(texts=["", too_long, texts[0]]), traces=TRACES
     )
     assert Reference.load(bundle.folder / REFERENCE).sources == sources[:1]
-    bundle = export_bundle(checkpoint, tmp_path / "none", texts=["", too_long], traces=TRACES)
+    bundle = export_bundle(
+        checkpoint, tmp_path / "none", Contents(texts=["", too_long]), traces=TRACES
+    )
     assert len(Reference.load(bundle.folder / REFERENCE).sources) == 8
 
 
-STAGES = ("write_graphs", "check_bundle", "replace_folder")
+STAGES = ("write_graphs", "prove", "replace_folder")
 FULL = OSError(errno.ENOSPC, "No space left on device")
 errors = pytest.mark.parametrize(
     ("error", "becomes"),
@@ -248,9 +252,9 @@ def test_failed_check_leaves_nothing(
     checkpoint: Checkpoint, bundle_folder: Path, tmp_path: Path, old: Path, texts: list[str]
 ) -> None:
     with pytest.raises(ParityError, match="does not answer as torch does"):
-        export_bundle(checkpoint, tmp_path / "new" / "bundle", texts=texts, traces=TRACES)
+        export_bundle(checkpoint, tmp_path / "new" / "bundle", Contents(texts=texts), traces=TRACES)
     with pytest.raises(ParityError, match="does not answer as torch does"):
-        export_bundle(checkpoint, old, texts=texts, force=True, traces=TRACES)
+        export_bundle(checkpoint, old, Contents(texts=texts), force=True, traces=TRACES)
     require_untouched(tmp_path, old, bundle_folder)
 
 
@@ -267,11 +271,15 @@ def test_interruption_leaves_nothing(
     becomes: type[BaseException],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(export, stage, raising(error))
+    exported = partial(export_bundle, checkpoint, traces=TRACES)
+    if stage == "prove":
+        exported = partial(exported, prove=raising(error))
+    else:
+        monkeypatch.setattr(export, stage, raising(error))
     with pytest.raises(becomes):
-        export_bundle(checkpoint, tmp_path / "new" / "bundle", traces=TRACES)
+        exported(tmp_path / "new" / "bundle")
     with pytest.raises(becomes):
-        export_bundle(checkpoint, old, force=True, traces=TRACES)
+        exported(old, force=True)
     require_untouched(tmp_path, old, bundle_folder)
 
 
@@ -318,19 +326,16 @@ def test_former_bundle_that_cannot_be_removed_is_named(
 
 
 @pytest.mark.usefixtures("short")
-def test_manifest_is_written_last(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifest_is_written_last(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A process that is killed while verifying leaves a folder that cannot be loaded."""
     seen: list[Path] = []
 
-    def look(bundle: Bundle) -> None:
+    def look(checkpoint: Checkpoint, bundle: Bundle, *others: object) -> None:
         seen.append(bundle.folder)
         with pytest.raises(InputError, match=MANIFEST):
             Bundle.load(bundle.folder)
 
-    monkeypatch.setattr(export, "check_graphs", look)
-    export_bundle(checkpoint, tmp_path / "bundle", traces=TRACES)
+    export_bundle(checkpoint, tmp_path / "bundle", traces=TRACES, prove=look)
     assert [path.parent for path in seen] == [tmp_path]
     assert seen[0].name.startswith(".")
 
@@ -340,7 +345,11 @@ def test_stages_are_told(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A variant that is named twice is made once."""
     said: list[str] = []
     export_bundle(
-        checkpoint, tmp_path / "bundle", variants=["portable"], say=said.append, traces=TRACES
+        checkpoint,
+        tmp_path / "bundle",
+        Contents(variants=["portable"]),
+        say=said.append,
+        traces=TRACES,
     )
     assert said == [
         "exporting variant portable",

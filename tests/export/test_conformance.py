@@ -11,14 +11,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tests.export.conftest import unproven
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.train.corpus import builtin_pairs
-from transferry.export import bundle as exporting
-from transferry.export import variants
 from transferry.export.blame.backends import ReferenceBackend
 from transferry.export.blame.plain_decoder import PlainDecoder
-from transferry.export.bundle import export_bundle
+from transferry.export.bundle import Contents, export_bundle
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.decoder import ObservableDecoder, StepOutput
@@ -70,11 +69,9 @@ def writer_variants(calm_writer: Checkpoint, tmp_path_factory: pytest.TempPathFa
     names = "cpu-fp32", "cpu-int8", "cpu-int4", "cuda-fp16"
     lines = [pair.source for pair in builtin_pairs(300, seed=1)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(variants, "SMALLEST_VOCABULARY", 1)
-        patch.setattr(exporting, "verify_variant", lambda *_: None)  # the tests below do it
-        return export_bundle(
-            calm_writer, folder, texts=lines[:8], variants=names, calibrate=lines, traces=TRACES
-        )
+        patch.setattr("transferry.export.rewrite.lm_head.SMALLEST_VOCABULARY", 1)
+        contents = Contents(texts=lines[:8], variants=names, calibrate=lines)
+        return export_bundle(calm_writer, folder, contents, traces=TRACES, prove=unproven)
 
 
 @pytest.fixture(scope="module", params=["encoder-decoder", "decoder-only", "recurrent"])

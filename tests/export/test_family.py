@@ -20,9 +20,10 @@ from tests.traced import TRACES
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.build_model.train.evaluation import cross_entropy
+from transferry.export.make import make
 from transferry.export.oracle.cases import random_case
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.variants import make_variant
+from transferry.export.recipes import RECIPES
 from transferry.runtime.ort.open_model import Model, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import Tolerance
@@ -249,7 +250,7 @@ def trained_a_little(config: ModelConfig) -> Transformer:
 
 def opened(model: Transformer, variant: str, folder: Path) -> Model:
     """The graphs in onnxruntime, without what a bundle has besides."""
-    bundle = written(folder, model, variant, make_variant(model, variant, traces=TRACES))
+    bundle = written(folder, model, variant, make(model, RECIPES[variant], traces=TRACES))
     return open_model(bundle, bundle.variant(), SessionOptions())
 
 
@@ -270,7 +271,7 @@ def test_what_is_exported_is_what_was_trained(
 @pytest.mark.parametrize("variant", ["cuda-fp16", "cuda-bf16"])
 def test_an_encoder_gives_float32_in_every_precision(variant: str) -> None:
     model = Transformer(config_of(*OTHERS["other poolings"])).eval()
-    graph = make_variant(model, variant, traces=TRACES)["encoder"]
+    graph = make(model, RECIPES[variant], traces=TRACES)["encoder"]
     outputs = {str(each.name): str(each.dtype) for each in graph.model.graph.outputs}
     assert outputs == {spec.name: "FLOAT" for spec in graph.spec.outputs}
     assert {spec.type for spec in graph.spec.outputs} == {"float32"}

@@ -12,8 +12,8 @@ import pytest
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import load_checkpoint, load_samples
 from transferry.export import bundle as exporting
-from transferry.export import variants as making
-from transferry.export.bundle import export_bundle
+from transferry.export.bundle import Contents, export_bundle
+from transferry.export.make import make
 
 # A reader of 42 million parameters as the export treats larger ones: nothing is kept in float64,
 # and onnx's evaluator would compute one layer, which of two layers is half of the model.
@@ -22,14 +22,14 @@ import ctypes, dataclasses, gc, json, re, sys
 from pathlib import Path
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.model.transformer import Transformer
-from transferry.export import arithmetic, bundle, torch_model
+from transferry.export import arithmetic, bundle, prove, torch_model
 
 def memory(name):
     found = re.search(rf"{name}:\\s*(\\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) * 1024
 
 arithmetic.KEPT = torch_model.KEPT = bundle.MAPPED = 0
-bundle.LARGE, bundle.check_one_layer = 0, lambda checkpoint: []
+prove.LARGE, prove.check_one_layer = 0, lambda checkpoint: []
 run, out = map(Path, sys.argv[1:])
 small = load_checkpoint(run)
 config = dataclasses.replace(small.model.config, d_model=1024, d_ff=8192)
@@ -63,26 +63,19 @@ def test_a_variant_is_gone_when_the_next_is_made(
     reader_run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[weakref.ref[Any]] = []
-    make_variant = making.make_variant
 
-    def make(*arguments: Any) -> Any:
+    def watched(*arguments: Any) -> Any:
         assert not any(graph() is not None for graph in made)
-        graphs = make_variant(*arguments)
+        graphs = make(*arguments)
         made.extend(map(weakref.ref, graphs.values()))
         return graphs
 
-    monkeypatch.setattr(exporting, "make_variant", make)
+    monkeypatch.setattr(exporting, "make", watched)
     monkeypatch.setattr(exporting, "MAPPED", 0)
     checkpoint = load_checkpoint(reader_run_folder)
     texts = load_samples(reader_run_folder)
     variants = ["cpu-fp32", "cpu-int8"]
-    bundle = export_bundle(
-        checkpoint,
-        tmp_path / "bundle",
-        texts=texts,
-        variants=variants,
-        calibrate=texts,
-        traces=TRACES,
-    )
+    contents = Contents(texts, variants, calibrate=texts)
+    bundle = export_bundle(checkpoint, tmp_path / "bundle", contents, traces=TRACES)
     assert list(bundle.manifest.variants) == ["portable", *variants]
     assert len(made) == 3

@@ -15,13 +15,14 @@ from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.export import bundle as exporting
-from transferry.export.bundle import check_graphs, export_bundle
+from transferry.export.bundle import Contents, export_bundle
+from transferry.export.make import make
 from transferry.export.oracle import effort
 from transferry.export.oracle.cases import random_case
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.recipes import RECIPES
+from transferry.export.prove import check_graphs
+from transferry.export.recipes import RECIPES, recipe_of
 from transferry.export.trace.store import ALIGNMENT, WEIGHTS, write_graphs
-from transferry.export.variants import make_variant
 from transferry.export.verify import verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import CacheSpec
@@ -73,7 +74,7 @@ def test_cpu_fp32_adds_nothing_to_the_weights(
     graphs = [
         graph
         for name in ("portable", "cpu-fp32")
-        for graph in make_variant(checkpoint.model, name, traces=TRACES).values()
+        for graph in make(checkpoint.model, RECIPES[name], traces=TRACES).values()
     ]
     write_graphs([(graph.model, tmp_path / graph.spec.file) for graph in graphs])
     alone = bundle.folder / "portable" / WEIGHTS
@@ -97,13 +98,18 @@ def test_unknown_variants_are_refused(checkpoint: Checkpoint, tmp_path: Path) ->
             UsageError,
             match=r"one of portable, portable-int8, cpu-fp32, cpu-int8, cpu-int4, cuda",
         ):
-            make_variant(checkpoint.model, name, traces=TRACES)
+            recipe_of(name, calibrated=True)
         with pytest.raises(UsageError, match=f"there is no variant {name!r}"):
             export_bundle(
-                checkpoint, tmp_path / "bundle", variants=["cpu-fp32", name], traces=TRACES
+                checkpoint,
+                tmp_path / "bundle",
+                Contents(variants=["cpu-fp32", name]),
+                traces=TRACES,
             )
     with pytest.raises(UsageError, match=r"cpu-int8 is calibrated on text .*--calibrate FILE"):
-        export_bundle(checkpoint, tmp_path / "bundle", variants=["cpu-int8"], traces=TRACES)
+        export_bundle(
+            checkpoint, tmp_path / "bundle", Contents(variants=["cpu-int8"]), traces=TRACES
+        )
     assert not list(tmp_path.iterdir()), "before any work"
 
 
@@ -116,8 +122,7 @@ def test_variants_for_a_gpu_are_written_where_there_is_none(
     bundle = export_bundle(
         checkpoint,
         tmp_path / "bundle",
-        texts=load_samples(reader_run_folder),
-        variants=list(types),
+        Contents(texts=load_samples(reader_run_folder), variants=list(types)),
         say=said.append,
         traces=TRACES,
     )
@@ -142,10 +147,10 @@ def test_half_precision_answers_nearly_alike(tmp_path: Path) -> None:
     stacks = dict(encoder_layers=0, decoder_layers=1, norm_order="pre")
     config = ModelConfig.from_dict({**shape, **stacks, "architecture": "decoder-only"})
     model = Transformer(config).eval()
-    bundle = written(tmp_path, model, "cuda-fp16", make_variant(model, "cuda-fp16", traces=TRACES))
+    bundle = written(tmp_path, model, "cuda-fp16", make(model, RECIPES["cuda-fp16"], traces=TRACES))
     variant = bundle.variant()
     assert (variant.top_k, variant.cache) == (True, CacheSpec(True, "float16"))
-    check_graphs(bundle)
+    check_graphs(bundle, variant)
     # The host handles float32 alone; tensors that stay on the device are half as large.
     types = {
         (spec.role, spec.type)
@@ -173,7 +178,7 @@ def test_of_a_large_model_export_tells_a_loss_and_verify_judges(
     # It is the answers to the texts that are judged.
     case = random_case(checkpoint.model.config, 2, 3, 1, seed=0)
     monkeypatch.setattr(effort.Effort, "cases", lambda *_: [case])
-    made = partial(export_bundle, checkpoint, texts=texts[:4], traces=TRACES)
+    made = partial(export_bundle, checkpoint, contents=Contents(texts=texts[:4]), traces=TRACES)
     with pytest.raises(ParityError, match="Equivalent choices"):
         made(tmp_path / "small")
     assert not (tmp_path / "small").exists()

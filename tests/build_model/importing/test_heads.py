@@ -30,7 +30,7 @@ from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.encoder_only import FAMILIES
 from transferry.build_model.importing.huggingface.folder import Settings
 from transferry.build_model.importing.huggingface.importer import import_checkpoint
-from transferry.export.bundle import export_bundle
+from transferry.export.bundle import Contents, export_bundle
 from transferry.export.checks.claims import manifest_claims, recorded_claim
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.verify import verify_against
@@ -220,7 +220,7 @@ def test_vectors_are_those_of_sentence_transformers(kind: str, seed: int, tmp_pa
         return
     bundle = tmp_path / "bundle"
     checkpoint = load_checkpoint(run)
-    export_bundle(checkpoint, bundle, texts=TEXTS[:3], variants=["cpu-fp32"])
+    export_bundle(checkpoint, bundle, Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
     for variant in ("portable", "cpu-fp32"):
         engine = Engine.load(bundle, variant=variant)
         answers = list(embed(engine, TEXTS))
@@ -384,7 +384,7 @@ def test_labels_through_bundle_and_engine_are_theirs(
     theirs = Theirs(kind, 0, folder, "ForSequenceClassification", **PROBLEMS[problem], **more)
     import_checkpoint(folder, run)
     checkpoint = load_checkpoint(run)
-    export_bundle(checkpoint, bundle, texts=TEXTS[:3], variants=["cpu-fp32"])
+    export_bundle(checkpoint, bundle, Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
     limits: dict[str, Any] = {"truncation": "longest_first", "max_length": LONGEST}
     if kind == "roberta":
         limits["max_length"] -= 2  # positions of padding
@@ -446,7 +446,7 @@ def test_tags_are_theirs(tmp_path: Path) -> None:
     theirs = Theirs("distilbert", 0, folder, "ForTokenClassification", **PROBLEMS["softmax"])
     import_checkpoint(folder, run)
     checkpoint = load_checkpoint(run)
-    export_bundle(checkpoint, bundle, texts=TEXTS[:3], variants=["cpu-fp32"])
+    export_bundle(checkpoint, bundle, Contents(texts=TEXTS[:3], variants=["cpu-fp32"]))
     engine = Engine.load(bundle)
     assert checkpoint.head is not None
     *short, long = tag(engine, [*TEXTS, "mat " * 99], long_rows="truncate")
@@ -480,7 +480,7 @@ def test_jobs_with_heads(
     folder, run, bundle = tmp_path / "theirs", tmp_path / "run", tmp_path / "bundle"
     Theirs("bert", 0, folder, suffix, **PROBLEMS[problem])
     import_checkpoint(folder, run)
-    export_bundle(load_checkpoint(run), bundle, texts=TEXTS[:3])
+    export_bundle(load_checkpoint(run), bundle, Contents(texts=TEXTS[:3]))
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     pairs = [*PAIRS[:2], ("a", " "), ("a", 7), ("b", None)]
     records = [{"text": first, "other": second} for first, second in pairs]
@@ -600,7 +600,7 @@ def test_cross_encoders_of_sentence_transformers(tmp_path: Path) -> None:
     reading = {"transformer_task": "sequence-classification", "max_seq_length": 20}
     write(folder / "sentence_bert_config.json", reading)
     import_checkpoint(folder, run)
-    export_bundle(load_checkpoint(run), bundle, texts=TEXTS[:3])
+    export_bundle(load_checkpoint(run), bundle, Contents(texts=TEXTS[:3]))
     ranked = list(rank(Engine.load(bundle), PAIRS))
     assert [row.truncated for row in ranked] == [False, False, True, True]
     for row, pair in zip(ranked, PAIRS, strict=True):

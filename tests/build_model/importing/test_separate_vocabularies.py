@@ -15,7 +15,7 @@ from tests.commands import done
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.importer import import_checkpoint
-from transferry.export.bundle import export_bundle
+from transferry.export.bundle import Contents, export_bundle
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
@@ -95,7 +95,9 @@ def test_answers_and_scores_are_theirs(tmp_path: Path, monkeypatch: pytest.Monke
     import_checkpoint(folder, run)
     ours = load_tokenizer(run)
     texts, variants = TEXTS[:3], ["cpu-fp32"]
-    export_bundle(load_checkpoint(run), bundle, texts=texts, variants=variants, traces=TRACES)
+    export_bundle(
+        load_checkpoint(run), bundle, Contents(texts=texts, variants=variants), traces=TRACES
+    )
     wanted = []
     for text in TEXTS[:3]:
         with exact():

@@ -24,8 +24,8 @@ from transferry.export.blame.backends import (
 )
 from transferry.export.blame.one_layer import check_one_layer, one_layer
 from transferry.export.blame.plain_decoder import plain_model
-from transferry.export.bundle import check_bundle
 from transferry.export.oracle.cases import random_case
+from transferry.export.prove import check_bundle
 from transferry.export.torch_model import TorchDecoder
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import REFERENCE, Variant

@@ -12,8 +12,7 @@ import pytest
 from random_faults import random_faults
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
-from transferry.export import variants
-from transferry.export.bundle import export_bundle
+from transferry.export.bundle import Contents, export_bundle
 from transferry.export.checks.weights import WEIGHTS
 from transferry.export.faults import self_test as module
 from transferry.export.faults.bundle_copy import BundleCopy
@@ -175,7 +174,7 @@ def test_weights_of_half_precision_are_rounded_further(
     half = checkpoint.model.half().float()
     other = dataclasses.replace(checkpoint, model=half)
     bundle = export_bundle(
-        other, tmp_path / "bundle", texts=load_samples(run_folder), traces=TRACES
+        other, tmp_path / "bundle", Contents(texts=load_samples(run_folder)), traces=TRACES
     )
     kind = "all weights rounded"
     some(monkeypatch, kind)
@@ -194,7 +193,9 @@ def variant_gate(
     model = open_model(all_variants, all_variants.variant(request.param), SessionOptions())
     folder = request.getfixturevalue("tmp_path_factory").mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(variants, "SMALLEST_VOCABULARY", 1)  # as `export_all` has it
+        patch.setattr(
+            "transferry.export.rewrite.lm_head.SMALLEST_VOCABULARY", 1
+        )  # as `export_all` has it
         gate = Gate(
             calm, all_variants, model, sources, Tolerance.of(model.variant.precision), traces=TRACES
         )

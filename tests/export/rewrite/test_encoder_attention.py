@@ -7,11 +7,12 @@ import pytest
 
 from tests.export.conftest import random_reader, written
 from tests.traced import TRACES
-from transferry.export.bundle import check_graphs
+from transferry.export.make import make
 from transferry.export.oracle.cases import random_case
 from transferry.export.oracle.oracle import Oracle
+from transferry.export.prove import check_graphs
+from transferry.export.recipes import RECIPES
 from transferry.export.rewrite import encoder_attention
-from transferry.export.variants import make_variant
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
@@ -34,7 +35,7 @@ def test_an_encoder_of_fused_attentions_answers_as_torch(
     changes: dict[str, Any], fused: int, tmp_path: Path
 ) -> None:
     model = random_reader(**changes)
-    graphs = make_variant(model, "cpu-fp32", traces=TRACES)
+    graphs = make(model, RECIPES["cpu-fp32"], traces=TRACES)
     operators = [node.op_type for node in graphs["encoder"].model.graph]
     assert operators.count("Attention") == fused
     assert operators.count("Softmax") == 2 - fused
@@ -42,7 +43,7 @@ def test_an_encoder_of_fused_attentions_answers_as_torch(
         assert operators.count("MatMul") == 0
         assert operators.count("Expand") <= 2  # the bias is repeated once, not in every layer
     bundle = written(tmp_path, model, "cpu-fp32", graphs)
-    check_graphs(bundle)
+    check_graphs(bundle, bundle.variant())
     opened = open_model(bundle, bundle.variant(), SessionOptions())
     sizes = [(1, 1, 0), (3, 7, 0), (2, 13, 2)]
     cases = [random_case(model.config, *size, seed=number) for number, size in enumerate(sizes)]
@@ -54,11 +55,11 @@ def test_an_encoder_of_fused_attentions_answers_as_torch(
 def test_an_attention_written_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_attention, "KEYS_IN_HEADS", [0, 2, 1, 3])
     with pytest.raises(ParityError, match=r"cpu-fp32: expected 2 attentions of the enc.*found 0"):
-        make_variant(random_reader(), "cpu-fp32", traces=TRACES)
+        make(random_reader(), RECIPES["cpu-fp32"], traces=TRACES)
 
 
 def test_a_variant_for_a_gpu_keeps_what_every_provider_has() -> None:
-    graphs = make_variant(random_reader(), "cuda-fp16", traces=TRACES)
+    graphs = make(random_reader(), RECIPES["cuda-fp16"], traces=TRACES)
     operators = {node.op_type for node in graphs["encoder"].model.graph}
     assert "Softmax" in operators
     assert "Attention" not in operators

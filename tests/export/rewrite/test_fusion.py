@@ -14,13 +14,15 @@ from tests.export.conftest import random_reader, written
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.model.transformer import Transformer
+from transferry.export.make import make
 from transferry.export.oracle.cases import random_case
 from transferry.export.oracle.oracle import Oracle
+from transferry.export.recipes import RECIPES
 from transferry.export.rewrite import fusion
+from transferry.export.rewrite.fused import linear_layers
 from transferry.export.rewrite.fusion import FloatKernels, Fusion, find_linear
 from transferry.export.trace.editing import drop_unused, register
 from transferry.export.trace.graph import Graph, export_graph
-from transferry.export.variants import linear_layers, make_variant
 from transferry.runtime.bundle.specs import GraphSpec, TensorSpec
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import Model, open_model
@@ -41,7 +43,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     else:
         run = {"both": "run_folder"}.get(request.param, f"{request.param}_run_folder")
         model = load_checkpoint(request.getfixturevalue(run)).model
-    graphs = make_variant(model, "cpu-fp32", traces=TRACES)
+    graphs = make(model, RECIPES["cpu-fp32"], traces=TRACES)
     bundle = written(tmp_path_factory.mktemp("fused"), model, "cpu-fp32", graphs)
     return model, graphs, open_model(bundle, bundle.variant(), SessionOptions())
 
@@ -113,7 +115,7 @@ def test_a_linear_layer_that_is_not_found_is_refused(
 
     monkeypatch.setattr(fusion, "find_linear", misses_one)
     with pytest.raises(ParityError, match=r"variant cpu-fp32: expected 14 linear.*found 13"):
-        make_variant(model, "cpu-fp32", traces=TRACES)
+        make(model, RECIPES["cpu-fp32"], traces=TRACES)
 
 
 class Mixed(nn.Module):

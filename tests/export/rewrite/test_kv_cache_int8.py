@@ -14,12 +14,12 @@ from tests.export.conftest import BYTES, written
 from tests.traced import TRACES
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
-from transferry.export import variants
+from transferry.export.make import make
+from transferry.export.recipes import RECIPES
 from transferry.export.rewrite.calibration import Calibration, calibrate, vocabulary_texts
 from transferry.export.rewrite.kv_cache_int8 import quantise_cache
 from transferry.export.rewrite.kv_scales import HEADROOM, LARGEST, KVRanges, fold_kv_scales
 from transferry.export.trace.graph import Graph
-from transferry.export.variants import make_variant
 from transferry.runtime.errors import InputError, ParityError
 from transferry.runtime.ort.fused_decoder import AHEAD, FusedDecoder
 from transferry.runtime.ort.session import SessionOptions
@@ -73,7 +73,7 @@ def model_of(options: dict[str, Any]) -> Transformer:
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     model = model_of(OPTIONS[request.param])
     calibration = calibrate(model, BYTES.special, SENTENCES, 10)
-    graphs = make_variant(model, "cpu-int8", calibration, traces=TRACES)
+    graphs = make(model, RECIPES["cpu-int8"], calibration=calibration, traces=TRACES)
     bundle = written(tmp_path_factory.mktemp("int8"), model, "cpu-int8", graphs)
     decoder = FusedDecoder(bundle, bundle.variant(), SessionOptions())
     return model, calibration, graphs, decoder
@@ -182,9 +182,10 @@ def test_only_the_cache_is_int8(made: Made) -> None:
 def test_a_missed_attention_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(OPTIONS["both"])
     calibration = calibrate(model, BYTES.special, SENTENCES[:1], 4)
-    monkeypatch.setattr(variants, "quantise_cache", lambda *given: quantise_cache(*given) - 1)
+    missed = "transferry.export.rewrite.kv_cache_int8.quantise_cache"
+    monkeypatch.setattr(missed, lambda *given: quantise_cache(*given) - 1)
     with pytest.raises(ParityError, match=r"expected 4 attentions .*, found 3"):
-        make_variant(model, "cpu-int8", calibration, traces=TRACES)
+        make(model, RECIPES["cpu-int8"], calibration=calibration, traces=TRACES)
 
 
 # The engine

@@ -21,10 +21,10 @@ from transferry.export.oracle.cases import random_case
 from transferry.export.rewrite.calibration import Activation, Calibration
 from transferry.export.rewrite.fusion import Fusion
 from transferry.export.rewrite.kv_scales import CACHED, fold_kv_scales
-from transferry.export.rewrite.linear_int8 import Int8Kernels, quantise_embedding
+from transferry.export.rewrite.linear_int8 import Int8Kernels, int8_rows
 from transferry.export.rewrite.weight_int8 import quantised
 from transferry.export.torch_model import TorchDecoder
-from transferry.export.trace.editing import drop_unused
+from transferry.export.trace.editing import drop_unused, replace_lookups
 from transferry.export.trace.graph import export_graph
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import GraphSpec, TensorSpec
@@ -212,7 +212,7 @@ def test_arithmetic_is_what_the_scales_say(
     kernels = Int8Kernels(activations)
     linears = Fusion(exported, kernels).run()
     assert linears == 3 - (reads != "linear")
-    quantise_embedding(graph.graph, "embedding.weight")
+    replace_lookups(graph.graph, "embedding.weight", int8_rows)
     drop_unused(graph.graph)
     count = operators(graph)
     assert count["Relu"] == relus
@@ -256,9 +256,9 @@ def test_lookup_is_scales_times_integers(tmp_path: Path) -> None:
     tokens = TensorSpec("tokens", "source", "int64", ("batch", "source"))
     x = TensorSpec("x", "hidden", "float32", ("batch", "source", 32))
     graph = export_graph(module, GraphSpec("lookup.onnx", (tokens,), (x,))).model
-    quantise_embedding(graph.graph, "another.weight")
+    replace_lookups(graph.graph, "another.weight", int8_rows)
     assert operators(graph)["Gather"] == 1, "another embedding stays as it is"
-    quantise_embedding(graph.graph, "embedding.weight")
+    replace_lookups(graph.graph, "embedding.weight", int8_rows)
     drop_unused(graph.graph)
     assert "embedding.weight" not in graph.graph.initializers
     ir.save(graph, tmp_path / "lookup.onnx")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.export.bundle import export_bundle
+from transferry.export.bundle import Contents, export_bundle
 from transferry.export.faults.self_test import self_test
 from transferry.export.rewrite.weight_int8 import quantised
 from transferry.export.rewrite.weight_only import store_in_int8
@@ -77,16 +77,18 @@ def test_the_variant_passes_and_its_faults_are_caught(
 def test_other_weights_than_the_runs_are_refused(
     checkpoint: Checkpoint, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def coarser(graph: object, model: object, release: object) -> None:
+    def coarser(graph: object, model: object) -> None:
         monkeypatch.setattr(
             "transferry.export.rewrite.linear_int8.quantised",
             lambda weight, pairs: quantised(weight),
         )
         store_in_int8(graph, model)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("transferry.export.variants.store_in_int8", coarser)
+    monkeypatch.setattr("transferry.export.rewrite.weight_only.store_in_int8", coarser)
     with pytest.raises(ParityError):
-        export_bundle(checkpoint, tmp_path / "bundle", texts=texts, variants=[NAME], traces=TRACES)
+        export_bundle(
+            checkpoint, tmp_path / "bundle", Contents(texts=texts, variants=[NAME]), traces=TRACES
+        )
     assert not (tmp_path / "bundle").exists()
 
 
@@ -100,8 +102,7 @@ def test_every_architecture_has_it(
     bundle = export_bundle(
         load_checkpoint(folder),
         tmp_path / "bundle",
-        texts=load_samples(folder),
-        variants=[NAME],
+        Contents(texts=load_samples(folder), variants=[NAME]),
         traces=TRACES,
     )
     assert bundle.variant(NAME).precision == "int8-weights"

@@ -84,7 +84,7 @@ def test_the_top_k_changes_no_answer(ranking: FusedDecoder, plain: FusedDecoder,
 def screening(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> FusedDecoder:
     folder = tmp_path_factory.mktemp("screened") / "bundle"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transferry.export.variants.SMALLEST_VOCABULARY", 1)
+        patch.setattr("transferry.export.rewrite.lm_head.SMALLEST_VOCABULARY", 1)
         bundle = Bundle.load(make_bundle(run_folder, folder, "cpu-fp32"))
     return FusedDecoder(bundle, bundle.variant("cpu-fp32"), SessionOptions())
 

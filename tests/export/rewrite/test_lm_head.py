@@ -8,12 +8,12 @@ import pytest
 
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.export import variants
-from transferry.export.rewrite.screening import approximate_graph
+from transferry.export.make import make
+from transferry.export.recipes import RECIPES
+from transferry.export.rewrite.lm_head import approximate_graph
 from transferry.export.rewrite.weight_int8 import quantised
 from transferry.export.trace.graph import Graph
 from transferry.export.trace.store import WEIGHTS
-from transferry.export.variants import make_variant
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.graph_runner import GraphRunner
@@ -86,7 +86,7 @@ def test_small_vocabularies_are_not_screened(
     calm: Checkpoint, monkeypatch: pytest.MonkeyPatch, more: int
 ) -> None:
     smallest = calm.model.config.vocabulary_size + more
-    monkeypatch.setattr(variants, "SMALLEST_VOCABULARY", smallest)
-    assert ("approximate_logits" in make_variant(calm.model, "cpu-fp32", traces=TRACES)) == (
+    monkeypatch.setattr("transferry.export.rewrite.lm_head.SMALLEST_VOCABULARY", smallest)
+    assert ("approximate_logits" in make(calm.model, RECIPES["cpu-fp32"], traces=TRACES)) == (
         more == 0
     )

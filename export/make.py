@@ -1,0 +1,94 @@
+"""The graphs of a bundle's variants."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.transformer import Transformer
+from transferry.export.recipes import Recipe
+from transferry.export.rewrite.calibration import Calibration
+from transferry.export.rewrite.lm_head import screen_tensors
+from transferry.export.trace.beam_graph import BeamComposer
+from transferry.export.trace.graph import CELL, Graph, Traces
+from transferry.export.trace.greedy_graph import Composer, require_one_graph
+from transferry.export.trace.portable import export_graphs
+from transferry.runtime.bundle.specs import ONE_GRAPH, CacheSpec, Variant
+from transferry.runtime.tokenizer.special_tokens import SpecialTokens
+
+PACKAGE = "transferry.export"
+
+
+# Traces a model and rewrites its graphs; their names have no prefix yet.
+Maker = Callable[[Transformer, Recipe, Traces, Calibration | None], dict[str, Graph]]
+
+
+def make(
+    model: Transformer,
+    recipe: Recipe,
+    traces: Traces | None = None,
+    calibration: Calibration | None = None,
+) -> dict[str, Graph]:
+    """Exports the graphs of a variant by name.
+
+    Args:
+        model: The model in float32, in eval mode.
+        recipe: How the variant is made.
+        traces: Graphs traced before; receives the new ones. Default: none.
+        calibration: Required for an int8 variant.
+
+    Raises:
+        ParityError: A linear layer was not fused, or an attention does not read integers.
+    """
+    maker: Maker = pkgutil.resolve_name(f"{PACKAGE}.{recipe.maker}")
+    graphs = maker(model, recipe, traces or Traces(), calibration)
+    return {key: graph.at(f"{recipe.prefix}{graph.spec.file}") for key, graph in graphs.items()}
+
+
+def portable(
+    model: Transformer, recipe: Recipe, traces: Traces, calibration: Calibration | None
+) -> dict[str, Graph]:
+    """Makes the portable variant; see `Maker`."""
+    return export_graphs(model, traces=traces)
+
+
+def add_one_graph(
+    graphs: dict[str, Graph],
+    config: ModelConfig,
+    special: SpecialTokens,
+    generation: Mapping[str, Any],
+    beam: int,
+) -> None:
+    """Adds greedy search, or beam search with several beams, as one graph to the portable graphs.
+
+    Raises:
+        UsageError: The model generates nothing, or a generation default cannot be kept.
+    """
+    require_one_graph(config.architecture, generation, beam)
+    given = graphs, special, generation, config.max_positions
+    composer = Composer(*given) if beam == 1 else BeamComposer(*given, beam=beam)
+    graphs[ONE_GRAPH] = composer.graph()
+
+
+def describe(recipe: Recipe, graphs: Mapping[str, Graph]) -> Variant:
+    """Returns a variant's entry in the manifest, once its graphs are on disk."""
+    specs = {key: graph.spec for key, graph in graphs.items()}
+    cache = None
+    if (decoder := specs.get("decoder")) is not None:
+        # A state is no KV cache: the keys and values are those of the source.
+        kind = ("state",) if decoder.names("past")[0].endswith(CELL) else ()
+        stored = decoder.tensor("cross" if kind else "past").type
+        cache = CacheSpec(recipe.fused, stored, *kind)
+    return Variant(
+        recipe.name,
+        recipe.precision.name,
+        recipe.providers,
+        next(iter(graphs.values())).model.opset_imports[""],
+        specs,
+        cache,
+        top_k="top_k" in specs,
+        screen=screen_tensors(graphs),
+        reference=recipe.reference,
+    )

@@ -1,0 +1,95 @@
+"""Fused variants: the cache in place, and linear layers on onnxruntime's own kernels."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from transferry.build_model.model.transformer import Transformer
+from transferry.export.recipes import Recipe
+from transferry.export.rewrite.calibration import Calibration
+from transferry.export.rewrite.encoder_attention import attentions_to_fuse, fuse_attentions
+from transferry.export.rewrite.fusion import FloatKernels, Fusion, Kernels
+from transferry.export.rewrite.lm_head import (
+    approximate_graph,
+    is_screened,
+    segment_maxima_graph,
+    top_k_graph,
+)
+from transferry.export.trace.editing import drop_unused
+from transferry.export.trace.graph import Graph, Traces
+from transferry.export.trace.in_place import export_fused_graphs
+from transferry.export.trace.portable import export_graphs
+from transferry.runtime.errors import ParityError
+from transferry.runtime.precision import FLOAT32
+
+
+def floats(
+    model: Transformer, recipe: Recipe, traces: Traces, calibration: Calibration | None
+) -> dict[str, Graph]:
+    """Makes a fused variant in float32, float16 or bfloat16; see `make.Maker`."""
+    if recipe.precision != FLOAT32:
+        model = copy.deepcopy(model).to(getattr(torch, recipe.precision.name))
+    graphs = fused_graphs(model, recipe, traces, FloatKernels(with_relu=recipe.on_cpu))
+    if not model.config.decoder_layers:
+        return graphs
+    if not recipe.on_cpu:
+        graphs["top_k"] = top_k_graph(graphs["lm_head"])
+    elif is_screened(model):
+        graphs["approximate_logits"] = approximate_graph(graphs["lm_head"])
+        graphs["segment_maxima"] = segment_maxima_graph(graphs["exp_sums"])
+    return graphs
+
+
+def fused_graphs(
+    model: Transformer,
+    recipe: Recipe,
+    traces: Traces,
+    kernels: Kernels,
+    cache_type: str | None = None,
+) -> dict[str, Graph]:
+    """Traces a model and puts its linear layers, lookups and encoder attentions on kernels.
+
+    Args:
+        model: The model, with the weights that the graphs store or round.
+        recipe: How the variant is made.
+        traces: Graphs traced before; receives the new ones.
+        kernels: Operators of linear layers and of lookups.
+        cache_type: Element type of the KV cache. Default: the weights'.
+
+    Raises:
+        ParityError: A linear layer or an attention of the encoder was not replaced.
+    """
+    if model.config.decoder_layers:
+        graphs = export_fused_graphs(model, cache_type, traces)
+    else:
+        graphs = export_graphs(model, traces=traces)
+    linears = 0
+    for key, graph in graphs.items():
+        linears += Fusion(graph, kernels).run()
+        if key == "encoder" and recipe.on_cpu:
+            expected, found = attentions_to_fuse(model.config), fuse_attentions(graph)
+            require_all(recipe, "attentions of the encoder in one operator", expected, found)
+        kernels.look_up(graph.model.graph)
+        drop_unused(graph.model.graph)
+    require_all(recipe, "linear layers in the graphs", linear_layers(model), linears)
+    return graphs
+
+
+def require_all(recipe: Recipe, things: str, expected: int, found: int) -> None:
+    """Raises ParityError unless a rewrite found as many places as the model has."""
+    if found != expected:
+        raise ParityError(
+            f"variant {recipe.name}: expected {expected} {things}, found {found}; the exporter "
+            "wrote some in another way"
+        )
+
+
+def linear_layers(model: Transformer) -> int:
+    """Returns the number of linear layers of a model's graphs, a tied LM head included."""
+    linears = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
+    # Encoder and decoder each have the embedding.
+    twice = model.embedding_projection is not None and model.encoder and model.decoder
+    tied = model.config.lm_head and model.output is None
+    return linears + tied + bool(twice)
