@@ -55,7 +55,7 @@ PATTERNS = {
 LEFT = {
     "build_model": 125,
     "export": 146,
-    "runtime": 221,
+    "runtime": 64,
     "benchmarks": 13,
     "tests": 193,
     "docs": 122,

@@ -23,13 +23,13 @@ def script(command: click.Command, shell: str) -> str:
     """Returns the script that completes a command in a shell, one of `FILES`."""
     kind = get_completion_class(shell)
     assert kind is not None
-    # The version of bash is asked for only to warn of older ones than 4.4.
+    # click reads the version of bash only to warn about versions before 4.4.
     completion = kind(command, {}, NAME, VARIABLE)
     return completion.source_template % completion.source_vars()
 
 
 def install(command: click.Command, shell: str) -> str:
-    """Writes the script to where the shell looks; returns what is left to do.
+    """Writes the script to the shell's folder; returns the remaining steps.
 
     Raises:
         InputError: The file cannot be written.

@@ -24,9 +24,9 @@ from transferry.runtime.settings import foreign_settings, shown
 from transferry.runtime.stopping import EXIT_CODE, format_with
 from transferry.runtime.tables import printable
 
-# Options that were renamed; the former name still works, also in a --config file.
+# Renamed options; the old name still works, also in a --config file.
 FORMER_NAMES = {"opinions": "cross-check", "shard": "partition", "shard-rows": "chunk-rows"}
-# Commands by what they are for, in the order in which a model meets them.
+# Commands by purpose, in the order in which a model meets them.
 COMMANDS = {
     "Make a bundle": ("train", "distil", "import", "export"),
     "Prove it": ("verify", "report", "audit"),
@@ -40,9 +40,9 @@ class FilePath(click.Path):
     """A file or folder that is read, or one that is written.
 
     Attributes:
-        writes: Suffixes of what is written, "" for the path itself; empty for an input.
-        foreign: What is wrong with an existing output, see `require_own`; None where that is
-            checked later.
+        writes: Suffixes of the written files, "" for the path itself; empty for an input.
+        foreign: Fault of an existing output, see `require_own`; None where the command itself
+            checks it.
         remote: Whether a URL may stand there.
     """
 
@@ -53,7 +53,7 @@ class FilePath(click.Path):
         self.writes, self.foreign, self.remote = writes, foreign, remote
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Refuses what can be no path, before `exists` raises an error of its own."""
+        """Refuses an impossible path, before `exists` raises an error of its own."""
         if is_url(str(value)):
             if not self.remote:
                 self.fail(f"expected a path, found {shown(str(value))}; only INPUT may be a URL")
@@ -176,7 +176,7 @@ class Commands(click.Group):
         self.context_settings = {"max_content_width": 100, "token_normalize_func": current_name}
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Lists the commands by what they are for, with the whole first line of their help."""
+        """Lists the commands by purpose, with the whole first line of their help."""
         listed = {name for names in COMMANDS.values() for name in names}
         rest = [name for name in self.list_commands(ctx) if name not in listed]
         for heading, names in (*COMMANDS.items(), ("Other", rest)):
@@ -227,7 +227,7 @@ class Commands(click.Group):
 
 
 def show_versions(context: click.Context, parameter: click.Parameter, given: bool) -> None:
-    """Prints the version, and those of the packages that compute, then ends the command."""
+    """Prints the versions of transferry and of the packages that compute, then exits."""
     if not given or context.resilient_parsing:
         return
     click.echo(", ".join(f"{name} {version}" for name, version in versions()))

@@ -15,7 +15,7 @@ REMEDY = "raise the limit (ulimit -v), or end other programs"
 # whose threads reserve a stack and an arena. Measured with a tiny model on two cores, rounded up.
 RUNTIME, WITH_TORCH = (200, 40), (1200, 140)
 TORCH_COMMANDS = {"train", "import", "export", "audit"}
-# What the dynamic loader says.
+# Messages of the dynamic loader.
 _NO_ROOM = ("failed to map segment", "annot allocate memory", "can't start new thread")
 
 
@@ -48,7 +48,7 @@ def require_memory(arguments: Sequence[str]) -> None:
 
 
 def out_of_memory(error: BaseException) -> InputError | None:
-    """Returns what to tell the user where memory ran out; None for any other error."""
+    """Returns the error for a user whose memory ran out; None for any other error."""
     if isinstance(error, MemoryError) or any(text in str(error) for text in _NO_ROOM):
         found = str(error).strip().splitlines()
         return InputError(

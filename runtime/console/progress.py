@@ -1,4 +1,4 @@
-"""What a person sees of a command: messages, progress bars, the summary of a job."""
+"""Output of a command for people: messages, progress bars, the summary of a job."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def say(line: str, **fields: Any) -> None:
 
     Args:
         line: The message.
-        **fields: What it says, for a log of JSON.
+        **fields: Its facts, for a log of JSON.
     """
     line = as_logged(printable(line), **fields)
     if (bars := sys.modules.get("tqdm")) and sys.stderr.isatty():
@@ -75,8 +75,8 @@ class Progress:
     """How far a command is: on a terminal a bar for each phase, else a line every half minute.
 
     Attributes:
-        unit: What is counted, for a rate; no rate if empty.
-        phase: What is being done.
+        unit: Noun of the counted things, for a rate; no rate if empty.
+        phase: Words for the current phase.
     """
 
     def __init__(self, unit: str = "") -> None:
@@ -98,10 +98,10 @@ class Progress:
         """Shows a state, unless the last one was shown a moment ago.
 
         Args:
-            phase: What is being done; another one begins a new line.
+            phase: Words for the phase; another phase begins a new line.
             done: Units that are done.
             total: Units in total; None if nobody knows.
-            note: What else there is to say.
+            note: Further words.
             seconds_left: Time until a limit ends the phase.
         """
         now = time.monotonic()
@@ -143,7 +143,7 @@ class Progress:
     def _draw(self, done: int, total: int | None, told: list[str]) -> None:
         from tqdm import tqdm
 
-        # What the terminal shows of Ctrl-C must not begin a new line, or the bar would stay twice.
+        # ^C of a terminal must not begin a new line, or the bar would stay twice.
         columns = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - len("^C") - 1
         if self._bar is None:
             tqdm.monitor_interval = 0  # no thread of its own
@@ -180,7 +180,7 @@ def progress(quiet: bool, unit: str = "") -> Iterator[Callable[..., None]]:
 
     Args:
         quiet: Show nothing.
-        unit: What is counted, if its rate shall be shown.
+        unit: Noun of the counted things; shows their rate.
 
     Yields:
         `Progress.show`.

@@ -45,7 +45,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 FILE, INPUT = FilePath(), FilePath(remote=True)
-# The output of a job, with what lies beside it; a folder or file without more.
+# The output of a job, with the files beside it; a folder or file by itself.
 JOB_OUTPUT = FilePath("", ".summary.json", ".settings.toml", ".job")
 MERGED, OUTPUT = FilePath("", ".summary.json"), FilePath("")
 
@@ -271,7 +271,7 @@ def tasks_by(command: str) -> list[str]:
 
 
 def task_options(command: str) -> Callable[[Command], Command]:
-    """Adds the options of the tasks that a command runs, and those of every job."""
+    """Adds the options of every job and of the tasks that a command runs."""
     tasks = [TASKS[name] for name in tasks_by(command)]
     left_out = {"task", "generation", *(option_names(*TASKS.values()) - option_names(*tasks))}
     if not any(task.has_canary for task in tasks):
@@ -319,7 +319,7 @@ def batch_options(rows: int | None) -> BatchOptions | None:
 
 
 def _engine_loader(options: Mapping[str, Any]) -> Callable[[], Engine]:
-    """Returns what opens the bundle, in this process or in a worker of Ray."""
+    """Returns a function that opens the bundle, here or in a worker of Ray."""
     from transferry.runtime.engine.engine import Engine
 
     folder, rows, replicas = (options[name] for name in ("bundle_folder", "batch_rows", "replicas"))

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any, TextIO
 
-# What a shell reports for a program that SIGPIPE ended.
+# Exit code of a program that SIGPIPE ended.
 READER_LEFT = 141
 
 
@@ -76,7 +76,7 @@ class _Messages(io.FileIO):
 
 
 def _drop(file: io.FileIO) -> None:
-    """Sends everything that is still buffered, and what native code prints, nowhere."""
+    """Discards everything buffered, and the output of native code."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, file.fileno())
     os.close(null)

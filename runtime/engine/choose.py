@@ -1,4 +1,4 @@
-"""The variant that is served if none is named."""
+"""The variant that is served by default."""
 
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
@@ -10,13 +10,12 @@ from transferry.runtime.proof.certificates.standing import standing
 
 
 def fastest(bundle: Bundle, options: SessionOptions, trusted: PublicKey | None = None) -> Variant:
-    """Returns the variant to serve if none is named.
+    """Returns the fastest variant that is verified for this way of computing.
 
-    It is the fastest of those for the provider that is verified for this way of computing, else the
-    fastest that is verified elsewhere. If none has a certificate, it is the fastest in the model's
-    own precision, which export has compared with the recorded answers: reduced precision answers
-    differently, so without a certificate it must be named. Given a trusted key, certificates that
-    it did not sign count for nothing.
+    Without such a variant, the fastest that is verified elsewhere; without any certificate, the
+    fastest in the model's own precision, which export has compared with the recorded answers.
+    Reduced precision answers differently, so without a certificate it must be named. Certificates
+    that a trusted key did not sign do not count.
 
     Raises:
         InputError: A certificate cannot be read.

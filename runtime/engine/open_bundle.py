@@ -82,7 +82,7 @@ class OpenBundle:
             bundle: The bundle.
             models: One variant of it, opened once per device. All devices share the rows.
             replicas: Concurrent batches per device.
-            batches: Limits on what is computed at once. Default: depends on the variant.
+            batches: Limits on a batch. Default: depends on the variant.
             certificate: Citation of the certificate, for reports.
             required: Certificates that must cover every search.
         """
@@ -129,7 +129,7 @@ class OpenBundle:
             replicas: Concurrent batches per device. Default: on the CPU the cores divided by
                 threads, on CUDA one. Two replicas of one thread are faster than one of two
                 (docs/performance.md).
-            batches: Limits on what is computed at once. Default: depends on the variant.
+            batches: Limits on a batch. Default: depends on the variant.
             require_certificate: Least strength of a certificate for this way of computing: "run"
                 (or True) against the checkpoint, "recorded" against the recorded answers. Larger
                 batches than were verified are not computed, other searches refused.
@@ -257,7 +257,7 @@ class OpenBundle:
     def options(self, options: GenerationOptions | None = None, **named: Any) -> GenerationOptions:
         """Returns generation options with named fields changed.
 
-        `suppress` adds to what is suppressed, and may hold text beside token ids. A text is
+        `suppress` adds to the suppressed tokens, and may hold text beside token ids. A text is
         forbidden by its own tokens, both as it stands and after a blank: a single token everywhere,
         several as a sequence. Other tokens may still spell it.
 
@@ -275,12 +275,12 @@ class OpenBundle:
         return generation_options(suppressing(named, default, encode), default)
 
     def require_covered(self, options: GenerationOptions) -> None:
-        """Raises ParityError if a certificate is required, and none covers such a search."""
+        """Raises ParityError unless every required certificate covers such a search."""
         for certificate in self.required:
             require_search(certificate, options)
 
     def describe(self) -> dict[str, Any]:
-        """Returns what determines the answers: versions, settings, and the manifest's hash."""
+        """Returns versions, settings and the manifest's hash, which determine the answers."""
         return {
             "transferry": importlib.metadata.version("transferry"),
             "manifest_sha256": self.bundle.sha256,
@@ -431,7 +431,7 @@ def _open_certified(
 def _covered(
     batches: BatchOptions | None, default: BatchOptions, required: Sequence[Certificate]
 ) -> BatchOptions:
-    """Returns limits within what certificates cover; raises ParityError if more was asked for."""
+    """Returns limits within what certificates cover; raises ParityError for more rows."""
     most = min(certificate.batch_rows for certificate in required)
     if batches is not None and batches.rows > most:
         raise ParityError(

@@ -23,7 +23,7 @@ LongRows = Literal["error", "truncate", "split"]
 
 @dataclass(frozen=True)
 class InLanguages:
-    """A text with its language and that of its answer, by name; None is the bundle's own."""
+    """A text with the names of its language and its answer's; None is the bundle's own."""
 
     text: str
     source: str | None = None
@@ -210,7 +210,7 @@ def checked_texts(texts: Iterable[Any]) -> Iterator[Any]:
 
 
 def checked_pairs(pairs: Iterable[Any]) -> Iterator[Any]:
-    """Yields pairs of texts as they are; a string of two letters is none.
+    """Yields pairs of texts as they are; refuses a string of two letters.
 
     Raises:
         UsageError: As `checked_texts`, or something else than a pair.

@@ -39,7 +39,7 @@ class Prompt:
         """Returns the token ids, special tokens included.
 
         Raises:
-            ChatError: The chat template refuses the messages, or an id is none of the vocabulary.
+            ChatError: The chat template refuses the messages, or an id is not in the vocabulary.
             InputError: The chat template takes too long.
             UsageError: There is no chat template, or jinja2 is not installed.
         """
@@ -51,7 +51,7 @@ class Prompt:
         return tokenizer.encode_chat([*system, {"role": "user", "content": self.text}])
 
 
-# What is encoded as it is, and what may be given.
+# Inputs that are encoded without changes, and inputs of `generate`.
 Encodable: TypeAlias = str | RowError | Prompt | InLanguages
 Source: TypeAlias = Encodable | Sequence[Message] | Sequence[int]
 

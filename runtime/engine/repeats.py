@@ -15,7 +15,7 @@ Answer = TypeVar("Answer", bound=RowResult)
 
 # Tokens of the answers that are remembered, and numbers of vectors likewise: some 40 MB.
 MOST_TOKENS = 1 << 20
-# What an answer takes besides, in tokens.
+# Overhead of an answer, in tokens.
 _OVERHEAD = 32
 
 

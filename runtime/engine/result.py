@@ -58,7 +58,7 @@ class RowResult(ABC):
             of the text, or a lower bound.
         error: Why there is no answer; None if there is one.
         truncated: Whether only the beginning of the text was read.
-        repeated: Whether the answer is that of an equal row before, and was not computed again.
+        repeated: Whether the answer was copied from an equal row before.
         shared_prompt_tokens: Tokens of the prompt that were not read, but copied from another row
             of the batch that begins alike.
     """
@@ -87,10 +87,10 @@ class RowResult(ABC):
         return self.source_tokens + self.target_tokens
 
     def record(self, n_best: int = 1) -> dict[str, Any]:
-        """Returns what an output file holds of the result, in order.
+        """Returns the record of an output file, in order.
 
         Args:
-            n_best: Hypotheses that were asked for; if more than one, all are listed.
+            n_best: Limit on the hypotheses; lists all of them if above 1.
         """
         truncated = {"truncated": True} if self.truncated else {}
         return {"source": self.source, **self._answer(n_best), **truncated}
@@ -105,7 +105,7 @@ class RowResult(ABC):
 class Results(Iterator[Answer]):
     """Results in order, for `for` and for `async for`; nothing is computed before the first.
 
-    `close` stops the computation early; dropping the iterator does so too.
+    `close` stops the computation early; dropping the iterator stops it too.
     """
 
     def __init__(self, answers: Iterator[Answer]) -> None:

@@ -35,8 +35,7 @@ class WorkQueue(Generic[Row, Answer]):
 
     The reader may be interrupted anywhere: a lock that it takes could then be held for ever. So
     reader and replicas share no lock of Python's, only queues written in C, which Python documents
-    as safe there. What the reader wants changed it sends to the replicas, which have a lock among
-    themselves.
+    as safe there. The reader sends its changes to the replicas, which have a lock among themselves.
 
     Attributes:
         stopped: No more answers are needed; replicas look at it between two answers.
@@ -55,7 +54,7 @@ class WorkQueue(Generic[Row, Answer]):
         self.stopped = self._closed = False
         self._error: BaseException | None = None
         self._reader = threading.current_thread()
-        # Changes to what is waiting; only the replica that holds the lock makes them.
+        # Changes to the waiting items; only the replica that holds the lock makes them.
         self._changes: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._waiting: deque[WorkItem[Row]] = deque()
         self._taking = threading.Lock()

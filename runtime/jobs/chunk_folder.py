@@ -67,7 +67,7 @@ class ChunkFolder(Journal):
 
     @contextlib.contextmanager
     def counting(self, name: str) -> Iterator[Callable[[Summary], None]]:
-        """Yields what to call with the counts of a chunk, so that `unfinished` knows of its rows.
+        """Yields a function of the counts of a chunk, so that `unfinished` counts its rows.
 
         The size of a file counts them, one byte a row: a reader never sees half a number.
         """

@@ -1,4 +1,4 @@
-"""What a job will take, from a sample of its rows."""
+"""Estimated time and tokens of a job, from a sample of its rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLE = 256
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a whole job will take on this machine.
+    """Estimate of a whole job on this machine.
 
     Attributes:
         rows: Rows of the input.

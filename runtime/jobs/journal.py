@@ -227,7 +227,7 @@ class Journal:
         return ""
 
     def former(self) -> Fingerprint | None:
-        """Returns the fingerprint of the interrupted job; None where there is none."""
+        """Returns the fingerprint of the interrupted job, if there is one."""
         path = self.folder / JOB
         try:
             return read_document(path, dict[str, Any], "begin again") if path.exists() else None

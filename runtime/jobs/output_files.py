@@ -11,7 +11,7 @@ from transferry.runtime.jobs.journal import CHUNKS, JOB, JOURNAL, hash_output
 from transferry.runtime.jobs.summary import read_summary
 from transferry.runtime.settings import foreign_settings
 
-# What is written beside the output, by its name.
+# Files beside the output, by their suffixes.
 SUMMARY, SETTINGS, FOLDER = BESIDE = (".summary.json", ".settings.toml", ".job")
 
 
@@ -29,16 +29,16 @@ def check_output(
     foreign_folder: Callable[[Path], str] | None = None,
     what: str = "the input",
 ) -> None:
-    """Refuses an output whose files would replace an input, or what the command did not write.
+    """Refuses an output whose files would replace an input or somebody else's file.
 
     Args:
         output: The output; "-" is standard output, which has no files beside it.
         inputs: Everything that the command reads.
         command: "job" or "merge".
-        force: Replace an existing output of such a command.
-        foreign_folder: Returns what is wrong with an existing job folder, see `require_own`; None
-            for a command that has none, and no settings.
-        what: What the inputs are, for the message.
+        force: Replace an existing output of the command.
+        foreign_folder: Returns the fault of an existing job folder, see `require_own`; None for a
+            command without a job folder and settings.
+        what: Noun for the inputs in the message.
 
     Raises:
         InputError: A name cannot be written.
@@ -65,7 +65,7 @@ def foreign_output(output: Path, command: str) -> str:
     record = read_summary(output)
     if record is None or ("merged" in record) != (command == "merge"):
         return f"exists already, and no {command} wrote it"
-    # Where a job was killed before the output got its name, the summary is that of the next one.
+    # Where a job was killed before the output got its name, the summary describes the next one.
     folder = beside(output, FOLDER)
     unnamed = [folder / CHUNKS, *folder.glob(".*.part")]
     if any(_has_hash(path, record["sha256"]) for path in (output, *unnamed)):

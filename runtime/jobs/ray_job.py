@@ -46,7 +46,7 @@ from transferry.runtime.jobs.summary import Summary, Tally, read_summary
 from transferry.runtime.stopping import raising
 
 EXTENSIONS = {"text": "txt"}
-# Workers lost on one chunk before the job stops: rows that take workers down would do so for ever.
+# Workers lost on one chunk before the job stops: some rows take every worker down.
 MOST_TRIES = 5
 # Defaults: nothing leaves the machine, and stderr is for the job.
 ENVIRONMENT = {
@@ -63,10 +63,10 @@ def ray_job(
     options: JobOptions | None = None,
     ray_options: RayOptions | None = None,
 ) -> Job:
-    """Returns a job that workers of Ray compute, each of which opens the bundle once.
+    """Returns a job for workers of Ray, which open the bundle once each.
 
     The output is a folder of chunks, each named by the number of its first row and itself a whole
-    file of the format: in the order of their names they are what a plain job writes, whatever
+    file of the format: in the order of their names they have the bytes of a plain job, whatever
     stops the job or kills a worker. All workers must see the folders of input and output.
 
     Args:
@@ -107,7 +107,7 @@ class RayRunner(Runner):
         self._ray = import_ray()
 
     def check_kind(self, output: Path) -> None:
-        """Refuses to replace what is no folder of chunks."""
+        """Refuses to replace anything but a folder of chunks."""
         if output.exists() and (not output.is_dir() or read_summary(output) is None):
             raise UsageError(
                 f"{output} is not a folder of chunks with its {output.name}.summary.json, so it is "
@@ -227,7 +227,7 @@ class RayRunner(Runner):
 
 @contextlib.contextmanager
 def _hushed() -> Iterator[None]:
-    """Drops what C++ code writes to stderr: Ray says there at which level it logs."""
+    """Drops the output of C++ code on stderr, where Ray prints its log level."""
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null, 2)
@@ -377,7 +377,7 @@ def reader_ranges(job: Job, workers: int) -> list[tuple[int, int | None]]:
 
 
 def chunk_source(job: Job, ranges: list[tuple[int, int | None]]) -> Any:
-    """Returns what Ray Data reads: the rows of the input, by chunks."""
+    """Returns a source of Ray Data: the rows of the input, by chunks."""
     from ray.data import Datasource
     from ray.data.block import BlockMetadata
     from ray.data.datasource import ReadTask

@@ -1,4 +1,4 @@
-"""What a job has done: counts of rows, tokens and errors, and what explains its output."""
+"""Summary of a job: counts of rows, tokens and errors, versions and hashes."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ class Summary(Tally):
         saved: Rows of finished chunks, which an interruption cannot lose.
         resumed: Number of runs that continued the work of an earlier run.
         finished_before: Whether the output was complete before this run.
-        made: What explains the output, as JSON values: fingerprint, versions, hashes.
+        made: Fingerprint, versions and hashes of the output, as JSON values.
         ahead: Rows of a job in progress that were computed, but not written yet; not stored.
-        note: What a job in progress does where no row was computed yet; not stored.
+        note: Activity of a job before its first row; not stored.
     """
 
     saved: int = 0
@@ -178,7 +178,7 @@ class _Fingerprint(Struct):
 
 
 class _Needed(Struct):
-    """What every summary of a job has."""
+    """Fields of every summary of a job."""
 
     fingerprint: _Fingerprint
     sha256: str
@@ -191,7 +191,7 @@ def summary_path(output: Path) -> Path:
 
 
 def read_summary(output: Path) -> dict[str, Any] | None:
-    """Reads the summary beside an output; None where there is none of a job."""
+    """Reads the summary beside an output; None unless a job wrote one."""
     path, remedy = summary_path(output), "run the job again"
     try:
         record = read_document(path, dict[str, Any], remedy)

@@ -1,1 +1,1 @@
-"""What the engine does with rows: a module for each task."""
+"""The tasks of an engine: a module for each."""

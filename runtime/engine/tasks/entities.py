@@ -1,6 +1,6 @@
 """Entities of a text: tokens joined by their labels, as transformers joins them.
 
-Source: TokenClassificationPipeline of transformers 5.24, `aggregate` and what it calls.
+Source: TokenClassificationPipeline of transformers 5.24, `aggregate` and its helpers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     Token = tuple[Place, Floats]
 
-OUTSIDE = "O"  # the label of what belongs to no entity
+OUTSIDE = "O"  # the label of tokens outside of entities
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def tags_of(
         labels: Names of the labels.
         aggregation: "none" for every token; "simple" to join neighbours of one entity; "first",
             "average" and "max" to give all tokens of a word one label before: that of the first,
-            the likeliest on average, or that of the surest token.
+            the likeliest on average, or the surest token's.
     """
     # A text that was cut has more places than tokens.
     tokens = [(place, row) for place, row in zip(places, probabilities, strict=False)]

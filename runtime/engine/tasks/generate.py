@@ -313,7 +313,7 @@ def generate(
         UsageError: A field is unknown or out of range, `max_length` exceeds the model's
             positions, rows cannot be split here, there is no such language, or there are
             messages and no chat template or no jinja2.
-        ParityError: A certificate is required, and none covers such a search.
+        ParityError: A required certificate does not cover such a search.
     """
     options = engine.options(options, **named)
     languages = source_language, target_language, engine.bundle.tokenizer.special
@@ -465,7 +465,7 @@ def joined(
 
 
 def join(text: str, pieces: Sequence[GenerationResult], length_penalty: float) -> GenerationResult:
-    """Returns the result of a text from those of its pieces, which have one hypothesis each."""
+    """Joins the results of a text's pieces, which have one hypothesis each."""
     source_tokens = sum(piece.source_tokens for piece in pieces)
     for number, piece in enumerate(pieces, start=1):
         if piece.error is not None:
@@ -478,7 +478,7 @@ def join(text: str, pieces: Sequence[GenerationResult], length_penalty: float) -
     reason = next(each for each in REASONS if each in reasons)
     log_probability = math.fsum(hypothesis.log_probability for hypothesis in found)
     lengths = [len(hypothesis.tokens) + (hypothesis.finish_reason == "end") for hypothesis in found]
-    # What ranked a piece is its score without the normalisation by length.
+    # The score without the normalisation by length ranked a piece.
     ranks = zip(found, lengths, strict=True)
     total = math.fsum(piece.score * length**length_penalty for piece, length in ranks)
     whole = TextHypothesis(

@@ -1,4 +1,4 @@
-"""What tasks of encoder-only models share: heads, pairs of texts, probabilities of labels."""
+"""Parts of the tasks of encoder-only models: heads, pairs of texts, probabilities of labels."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class Task(ABC):
         return found
 
     def same(self, row: Any, again: Any, bounds: Bounds) -> Difference:
-        """Compares results of the job and of the reference, neither of which is an error."""
+        """Compares results of the job and of the reference; both are answers."""
         raise NotImplementedError
 
     def same_row(self, row: Any, again: Any, bounds: Bounds, given: Any, number: int) -> Difference:

@@ -17,7 +17,7 @@ from transferry.runtime.jobs.job_options import InputFormat
 
 _BATCH_BYTES = 1 << 23
 _MOST_BATCH_ROWS = 1024
-# What an Arrow file that can be read at any place begins with; a stream has no such mark.
+# First bytes of an Arrow file with random access; a stream has no such mark.
 _ARROW_MAGIC = b"ARROW1"
 
 
@@ -159,7 +159,7 @@ def _opened_arrow(path: Source) -> Iterator[tuple[Any, Iterator[Any]]]:
 
 
 def _local(path: Source) -> AbstractContextManager[Any]:
-    """Returns what pyarrow opens: a path, or a file elsewhere that is open."""
+    """Returns a path, or an open file elsewhere, for pyarrow."""
     return path.opened() if isinstance(path, RemoteFile) else nullcontext(path)
 
 

@@ -52,10 +52,10 @@ class Request:
 
     Attributes:
         custom_id: The user's name for it.
-        endpoint: What is asked for.
-        model: What the user calls the model; it is repeated, and not looked at.
+        endpoint: Kind of the request.
+        model: The user's name for the model, repeated in the response.
         text: The prompt; messages or token ids as JSON.
-        kind: What the text is, if no plain text.
+        kind: Type of a text that is JSON.
         settings: Fields of GenerationOptions.
     """
 
@@ -73,7 +73,7 @@ class Request:
 
 
 def parse_request(line: Mapping[str, Any]) -> Request | RowError:
-    """Returns the request of a line, or what is wrong with it."""
+    """Returns the request of a line, or its error."""
     custom_id, url, body = (line.get(name) for name in ("custom_id", "url", "body"))
     if not isinstance(custom_id, str):
         return RowError("malformed", f"expected custom_id, a text, found {shown(custom_id)}")

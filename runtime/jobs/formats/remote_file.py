@@ -1,4 +1,4 @@
-"""Files elsewhere, by URL: s3://, gs://, https://, hf:// and what else fsspec opens."""
+"""Files elsewhere, by URL: s3://, gs://, https://, hf:// and the others of fsspec."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transferry.runtime.errors import InputError, UsageError, install_command
 
 # Bytes that are read ahead.
 _BLOCK = 1 << 22
-# Packages whose exceptions are no faults of a connection: of what reads the bytes, and ours.
+# Packages whose exceptions are not faults of a connection: readers of the bytes, and ours.
 _READERS = ("builtins", "gzip", "zlib", "zstandard", "pyarrow", "transferry")
 
 
@@ -52,7 +52,7 @@ class RemoteFile:
 
         Raises:
             InputError: There is no such file, or it cannot be read.
-            UsageError: What reads such URLs is not installed.
+            UsageError: The package for such URLs is not installed.
         """
         with _told(self.url):
             system, path = import_fsspec(self.url).core.url_to_fs(self.url)
@@ -68,7 +68,7 @@ class RemoteFile:
             system, path = import_fsspec(self.url).core.url_to_fs(self.url)
             found = sorted(system.unstrip_protocol(name) for name in system.glob(path))
         if not found:
-            raise InputError(f"{self.url}: expected files of such names, found none")
+            raise InputError(f"{self.url}: expected files of this pattern, found no file")
         return [RemoteFile(url) for url in found]
 
 
@@ -78,7 +78,7 @@ Source: TypeAlias = Path | RemoteFile
 
 @contextmanager
 def _told(url: str) -> Iterator[None]:
-    """Turns what fsspec and its back ends raise into our errors."""
+    """Converts exceptions of fsspec and its back ends to our errors."""
     try:
         yield
     except ImportError as error:  # fsspec names the package that opens the scheme

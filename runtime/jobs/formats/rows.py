@@ -52,7 +52,7 @@ class InputRow:
 def layout_of(
     path: Source, format: InputFormat, names: Sequence[str], column: str | None
 ) -> Layout:
-    """Returns the layout of named fields, one of which holds the text.
+    """Returns the layout of named fields; one holds the text.
 
     Raises:
         InputError: There is no such column, or several may hold the text.

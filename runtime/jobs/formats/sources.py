@@ -26,7 +26,7 @@ def expand(names: Sequence[Source | str]) -> list[Source]:
 
     Raises:
         InputError: A pattern names no file, or a folder is no dataset.
-        UsageError: Standard input is one of several, or there are none.
+        UsageError: Standard input is one of several, or the list is empty.
     """
     found = [source for name in names for source in _expanded(name)]
     if not found:
@@ -48,7 +48,7 @@ def _expanded(name: Source | str) -> Sequence[Source]:
         return [path]
     files = sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207  # any root
     if not files:
-        raise InputError(f"{path}: expected files of such names, found none")
+        raise InputError(f"{path}: expected files of this pattern, found no file")
     return [each for file in files for each in ([file] if not file.is_dir() else _dataset(file))]
 
 

@@ -244,7 +244,7 @@ def _table_line(
 
 def _csv(cells: Iterable[str]) -> str:
     # With both characters in its line terminator, csv quotes fields with either of them;
-    # writerow returns what `write` returns.
+    # writerow passes on the result of `write`.
     line: str = csv.writer(_Echo(), lineterminator="\r\n").writerow(cells)
     return line.removesuffix("\r\n") + "\n"
 
@@ -323,7 +323,7 @@ class _NpyWriter(RowWriter):
 
 @dataclass(frozen=True, kw_only=True)
 class _ParquetWriter(RowWriter):
-    """A column each for the id, the fields of the input and those of the result."""
+    """A column for the id and for each field of the input and the result."""
 
     schema: Any
 

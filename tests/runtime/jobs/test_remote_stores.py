@@ -144,7 +144,7 @@ def check(root: str, elsewhere: str, **settings: str) -> None:
     *found, file, pattern, place = read([*urls, *absent], **settings)
     assert found == [["one", "two"], ["one", "two", "three"]]
     assert file == f"{absent[0]}: there is no such file"
-    assert pattern == f"{absent[1]}: expected files of such names, found none"
+    assert pattern == f"{absent[1]}: expected files of this pattern, found no file"
     assert isinstance(place, str)
     assert place.startswith(f"{absent[2]}: there is no such file")
     assert len(place.splitlines()) == 1

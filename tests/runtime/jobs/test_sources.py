@@ -102,14 +102,14 @@ def test_files_of_other_columns_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        (["x/*.txt"], "expected files of such names, found none"),
+        (["x/*.txt"], "expected files of this pattern, found no file"),
         (["-", "a.txt"], "standard input cannot be one of several"),
         (["."], "is a folder, and not one of a Hugging Face dataset"),
         ([], "expected an input, found none"),
         (["splits"], r"several splits; name one of them: splits/train, splits/test"),
         (["nosuch://a/b.txt"], "nosuch://a/b.txt cannot be opened"),
         (["memory://missing.txt"], "memory://missing.txt: there is no such file"),
-        (["memory://missing*.txt"], "expected files of such names, found none"),
+        (["memory://missing*.txt"], "expected files of this pattern, found no file"),
     ],
 )
 def test_what_is_no_input_is_told(
