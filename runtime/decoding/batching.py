@@ -19,19 +19,19 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 # Sources and caches are padded to a multiple of this many columns: onnxruntime's product of one row
 # with a matrix sums its last one to three terms in another order, so that padding would otherwise
-# change the last bits; and a source of one token would be computed by a kernel of its own.
+# change the last bits; and a source of one token would be computed by another kernel.
 UNIT = 4
 # Prompts are padded to a multiple of this many columns: later tokens come after the padding, and a
 # softmax adds its terms into as many sums as a vector has lanes, by their columns.
 LANES = 16
-# Limit on the characters of a window, apart from those of its last text: rows of megabytes take no
-# more memory than short ones.
+# Limit on a window's characters, except those of its last text: rows of megabytes take no more
+# memory than short rows.
 WINDOW_CHARACTERS = 1 << 24
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """Limits on what is computed at once. They decide speed and memory, never an answer.
+    """Limits on a computation. They decide speed and memory, never an answer.
 
     Attributes:
         rows: Rows that the decoder steps together; each beam of a sentence is a row.
@@ -56,13 +56,7 @@ def padded(columns: int) -> int:
 
 
 def widened(array: NDArray[Scalar], unit: int, limit: int | None = None) -> NDArray[Scalar]:
-    """Pads with zeros to a multiple of `unit` columns.
-
-    Args:
-        array: `[rows, columns]`.
-        unit: Divides the number of columns of the result.
-        limit: Maximal number of columns, if there is one.
-    """
+    """Pads `[rows, columns]` with zeros to a multiple of `unit` columns, at most `limit`."""
     extra = -array.shape[1] % unit
     if limit is not None:
         extra = max(0, min(extra, limit - array.shape[1]))
@@ -72,12 +66,10 @@ def widened(array: NDArray[Scalar], unit: int, limit: int | None = None) -> NDAr
 def windows(
     items: Iterable[Item], size: int, characters: int = WINDOW_CHARACTERS
 ) -> Iterator[list[Item]]:
-    """Cuts a stream into lists, reading no further than needed.
+    """Cuts a stream into lists of `size` items, reading no further than needed.
 
-    Args:
-        items: Texts, tuples that hold texts, or small values.
-        size: Length of every list but the last.
-        characters: A list that holds this many characters is complete.
+    Items are texts, tuples that hold texts, or small values. A list that holds `characters`
+    characters is complete, too.
     """
     window: list[Item] = []
     held = 0
@@ -98,12 +90,10 @@ def _characters(item: object) -> int:
 
 
 def fitting(lengths: Iterable[int], rows: int, tokens: int) -> int:
-    """Returns how many of the first items go into one batch.
+    """Number of first items, of given lengths in tokens, that fit into one batch.
 
-    Args:
-        lengths: Tokens of each item.
-        rows: Limit on the items.
-        tokens: Limit on items times longest; a single item may exceed it.
+    It has at most `rows` items, and items times longest is at most `tokens`; a single item may
+    exceed that.
     """
     count = longest = 0
     for length in islice(lengths, rows):
@@ -115,15 +105,15 @@ def fitting(lengths: Iterable[int], rows: int, tokens: int) -> int:
 
 
 def blocks(mask: NDArray[np.bool_], tokens: int) -> Iterator[tuple[slice, int]]:
-    """Cuts a batch into blocks of neighbouring rows, within a limit on tokens.
+    """Cuts a batch into blocks of neighbouring rows, of at most `tokens` as in `fitting`.
 
     Args:
         mask: True at tokens, False at padding, which follows them `[rows, columns]`.
-        tokens: Limit on the rows of a block times its longest; a single row may exceed it.
+        tokens: Limit on the rows of a block times its longest.
 
     Yields:
-        The rows of a block, and its columns: those of its longest row, a multiple of `UNIT` where
-        the batch has as many.
+        The rows of a block, and its number of columns: the longest row, rounded up to a multiple of
+        `UNIT` where the batch has as many.
     """
     lengths = mask.sum(axis=1).tolist()
     first = 0
@@ -138,13 +128,7 @@ def blocks(mask: NDArray[np.bool_], tokens: int) -> Iterator[tuple[slice, int]]:
 def length_batches(lengths: Sequence[int], rows: int, tokens: int) -> list[list[int]]:
     """Groups indices by length, longest first, so that the last batches are quick to finish.
 
-    Args:
-        lengths: Tokens of each item.
-        rows: Limit on the items of a batch; see `fitting`.
-        tokens: Limit on items times longest of a batch.
-
-    Returns:
-        Each index exactly once.
+    `rows` and `tokens` limit a batch as in `fitting`; each index is in exactly one batch.
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     batches: list[list[int]] = []

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from transferry.runtime.decoding.decoder import StepOutput, TopK
 from transferry.runtime.decoding.generation_options import GenerationOptions
@@ -16,7 +15,14 @@ from transferry.runtime.decoding.hypothesis import (
     length_normalised,
     ranked,
 )
-from transferry.runtime.decoding.logits import SegmentMaxima, log_sum_exp
+from transferry.runtime.decoding.logits import (
+    Bools,
+    Doubles,
+    Floats,
+    Integers,
+    SegmentMaxima,
+    log_sum_exp,
+)
 from transferry.runtime.decoding.stop_strings import StopStrings
 from transferry.runtime.decoding.strategy import Choice, Request, Strategy
 
@@ -24,24 +30,24 @@ from transferry.runtime.decoding.strategy import Choice, Request, Strategy
 # numpy more time, few segments leave more candidates above the threshold.
 SEGMENTS = 16
 # Log-probabilities, parent beams and tokens, as `best_candidates` returns them.
-Candidates: TypeAlias = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]
+Candidates: TypeAlias = tuple[Doubles, Integers, Integers]
 
 
 class BeamStrategy(Strategy):
     """Keeps the `beam` likeliest beginnings of each sentence, step by step.
 
-    Candidates of a step are ranked by log-probability, then by beam and token. With n
-    end tokens, the best `(1 + n) * beam` are considered: those that end among the first `beam` are
-    outputs, and the first `beam` that do not end go on. There are always enough of those, since
-    each beam has n ways to end. This is the rule of CTranslate2 and transformers.
+    Candidates of a step are ranked by log-probability, then by beam and token. With n end tokens,
+    the best `(1 + n) * beam` are considered: those that end among the first `beam` are outputs, and
+    the first `beam` that do not end go on. There are always enough, since each beam has n ways to
+    end. This is the rule of CTranslate2 and transformers.
 
     A beam that does not exist (a sentence begins with one beam, a forced prefix leaves one) has
-    log-probability minus infinity, and so have all its continuations. The same holds for the beams
-    of a sentence that has ended, which therefore ends nothing twice.
+    log-probability minus infinity, and so have its continuations. The same holds for the beams of
+    a sentence that has ended, which therefore ends nothing twice.
 
     Attributes:
-        totals: Log-probabilities of the beams, as processors changed them `[sentences, beam]`.
-        excess: How far the model's own log-probabilities lie above them `[sentences, beam]`.
+        totals: Log-probabilities of the beams after the processors `[sentences, beam]`.
+        excess: The model's own log-probabilities minus `totals` `[sentences, beam]`.
         best: The best `beam` ended hypotheses of each sentence, best first.
         worst_score: Their lowest score; minus infinity until there are `beam` `[sentences]`.
         failed: Whether the model gave unusable scores `[sentences]`.
@@ -67,11 +73,7 @@ class BeamStrategy(Strategy):
         self.failed = np.zeros(len(requests), np.bool_)
 
     def choose(
-        self,
-        output: StepOutput,
-        allowed: NDArray[np.floating[Any]] | None,
-        rows: NDArray[np.int64],
-        log_probabilities: NDArray[np.float64] | None = None,
+        self, output: StepOutput, allowed: Floats | None, rows: Integers, own: Doubles | None = None
     ) -> Choice:
         """Ranks the continuations of the beams; see `Strategy.choose`."""
         logits = output.all_logits[:, -1]
@@ -83,32 +85,32 @@ class BeamStrategy(Strategy):
         if maxima is None:
             segment = max(1, logits.shape[1] // max(2 * self.count, SEGMENTS))
             maxima = SegmentMaxima.of(allowed, segment)
-        if log_probabilities is None:
+        if own is None:
             candidates = partial(best_candidates, logits, allowed, normaliser, maxima)
             return self._follow(rows, normaliser, candidates)
-        changed = np.where(np.isnan(normaliser), np.nan, 0.0)
-        candidates = partial(best_candidates, allowed, allowed, changed, maxima)
-        return self._follow(rows, normaliser, candidates, (log_probabilities, allowed))
+        normalised = np.where(np.isnan(normaliser), np.nan, 0.0)
+        candidates = partial(best_candidates, allowed, allowed, normalised, maxima)
+        return self._follow(rows, normaliser, candidates, (own, allowed))
 
-    def choose_top_k(self, top_k: TopK, rows: NDArray[np.int64]) -> Choice:
+    def choose_top_k(self, top_k: TopK, rows: Integers) -> Choice:
         """Ranks the continuations of the beams; see `Strategy.choose_top_k`."""
         assert top_k.log_sum_exp is not None
         return self._follow(rows, top_k.log_sum_exp, partial(best_of_top_k, top_k))
 
     def _follow(
         self,
-        rows: NDArray[np.int64],
-        normaliser: NDArray[np.float64],
-        candidates: Callable[[NDArray[np.float64], int], Candidates],
-        changed: tuple[NDArray[np.float64], NDArray[np.floating[Any]]] | None = None,
+        rows: Integers,
+        normaliser: Doubles,
+        candidates: Callable[[Doubles, int], Candidates],
+        changed: tuple[Doubles, Floats] | None = None,
     ) -> Choice:
         """Takes the best candidates, and marks the outputs that they end.
 
         Args:
             rows: Rows of `tokens` that were stepped `[rows]`.
             normaliser: Log-sum-exp of their logits `[rows]`.
-            candidates: `best_candidates` or `best_of_top_k`, still to be given totals and count.
-            changed: The model's own log-probabilities and those that it ranks, where they differ
+            candidates: `best_candidates` or `best_of_top_k`, lacking totals and count.
+            changed: The model's own log-probabilities and the ranked ones, where they differ
                 `[rows, vocabulary]`.
         """
         beam = self.width
@@ -134,17 +136,13 @@ class BeamStrategy(Strategy):
         complete = np.where(at_limit[:, None], exists, ends)[:, :beam]
         for place in zip(*complete.nonzero(), strict=True):
             self._add(
-                int(sentences[place[0]]),
-                int(rows[parents[place]]),
-                int(tokens[place]),
-                float(totals[place]),
-                float(excess[place]),
-                bool(ends[place]),
+                *(int(sentences[place[0]]), int(rows[parents[place]]), int(tokens[place])),
+                *(float(totals[place]), float(excess[place]), bool(ends[place])),
             )
 
         order = np.argsort(ends, axis=1, kind="stable")[:, :beam]
         going_on = np.arange(len(sentences))[:, None], order
-        # Stop strings can end more candidates than end tokens do, and leave too few others.
+        # Stop strings can end more candidates than end tokens can, and leave too few others.
         totals = np.where(ends, -np.inf, totals)[going_on]
         done = failed | at_limit | self._settled(sentences, totals.max(axis=1))
         totals[done] = -np.inf
@@ -173,17 +171,13 @@ class BeamStrategy(Strategy):
         if len(best) == self.width:
             self.worst_score[sentence] = best[-1].score
 
-    def _settled(
-        self, sentences: NDArray[np.int64], log_probability: NDArray[np.float64]
-    ) -> NDArray[np.bool_]:
+    def _settled(self, sentences: Integers, log_probability: Doubles) -> Bools:
         """Whether no further hypothesis of a sentence can matter `[sentences]`.
 
-        Args:
-            sentences: Their indices `[sentences]`.
-            log_probability: Of the best live beam of each `[sentences]`.
+        `log_probability` is the best live beam's of each sentence `[sentences]`.
         """
         worst = self.worst_score[sentences]
-        settled: NDArray[np.bool_]
+        settled: Bools
         if self.options.early_stopping is True:
             settled = (log_probability == -np.inf) | (worst > -np.inf)
             return settled
@@ -203,11 +197,11 @@ class BeamStrategy(Strategy):
 
 
 def best_candidates(
-    logits: NDArray[np.floating[Any]],
-    allowed: NDArray[np.floating[Any]],
-    normaliser: NDArray[np.float64],
+    logits: Floats,
+    allowed: Floats,
+    normaliser: Doubles,
     maxima: SegmentMaxima,
-    totals: NDArray[np.float64],
+    totals: Doubles,
     count: int,
 ) -> Candidates:
     """Finds the best ways to lengthen the beams of each sentence by one token.
@@ -215,7 +209,7 @@ def best_candidates(
     Only candidates that can be among the best are normalised and compared, in float64.
 
     Args:
-        logits: Of the next token, as the model gave them `[sentences * width, vocabulary]`.
+        logits: The model's logits of the next token `[sentences * width, vocabulary]`.
         allowed: The same after the logits processors.
         normaliser: Log-sum-exp of the logits `[sentences * width]`.
         maxima: Segment maxima of the allowed logits.
@@ -243,14 +237,8 @@ def best_candidates(
     return values[best], candidates[0][best], candidates[1][best]
 
 
-def best_of_top_k(top_k: TopK, totals: NDArray[np.float64], count: int) -> Candidates:
-    """Does what `best_candidates` does with the likeliest tokens of each row.
-
-    Args:
-        top_k: At least `count` tokens of each row, or the whole vocabulary, with logits.
-        totals: Log-probabilities of the beams `[sentences, width]`.
-        count: Candidates wanted for each sentence.
-    """
+def best_of_top_k(top_k: TopK, totals: Doubles, count: int) -> Candidates:
+    """`best_candidates` from at least `count` likeliest tokens of each row, or all, with logits."""
     assert top_k.logits is not None and top_k.log_sum_exp is not None
     sentences = len(totals)
     offsets = totals.reshape(-1) - top_k.log_sum_exp
@@ -271,12 +259,8 @@ def best_of_top_k(top_k: TopK, totals: NDArray[np.float64], count: int) -> Candi
 
 
 def _contenders(
-    allowed: NDArray[np.floating[Any]],
-    maxima: SegmentMaxima,
-    offsets: NDArray[np.float64],
-    width: int,
-    count: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    allowed: Floats, maxima: SegmentMaxima, offsets: Doubles, width: int, count: int
+) -> tuple[Integers, Integers]:
     """Finds the candidates of each sentence that reach the `count`-th largest segment maximum.
 
     At least `count` candidates reach it, and few more; only segments whose maximum does hold any.
@@ -290,7 +274,7 @@ def _contenders(
         count: Candidates wanted for each sentence.
 
     Returns:
-        Rows and tokens, sorted by row and then token; none with a logit of minus infinity.
+        Rows and tokens, sorted by row and then token, without logits of minus infinity.
     """
     lowest = np.finfo(allowed.dtype).min
     absent = ~np.isfinite(offsets)

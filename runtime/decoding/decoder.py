@@ -1,16 +1,15 @@
-"""The model as a search sees it: tokens in, scores out, the KV cache as an opaque value."""
+"""The model as a search uses it: tokens in, scores out, the KV cache as an opaque value."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
-from transferry.runtime.decoding.logits import SegmentMaxima
+from transferry.runtime.decoding.logits import Bools, Doubles, Floats, Integers, SegmentMaxima
 
 State = TypeVar("State")
-Tensors = Mapping[str, NDArray[np.floating[Any]]]
+Tensors = Mapping[str, Floats]
 
 
 @dataclass(frozen=True)
@@ -19,15 +18,15 @@ class TopK:
 
     Attributes:
         tokens: Ids, the likeliest first, the lower of equally likely ones first `[rows, k]` int64.
-        usable: False where a logit is NaN or infinite, or none is finite `[rows]` bool.
+        usable: False where a logit is NaN or plus infinity, or all are minus infinity `[rows]`.
         logits: Their logits `[rows, k]`; None where the decoder found the tokens without scores.
         log_sum_exp: Log-sum-exp of all logits of a row `[rows]` float64; None likewise.
     """
 
-    tokens: NDArray[np.int64]
-    usable: NDArray[np.bool_]
-    logits: NDArray[np.floating[Any]] | None = None
-    log_sum_exp: NDArray[np.float64] | None = None
+    tokens: Integers
+    usable: Bools
+    logits: Floats | None = None
+    log_sum_exp: Doubles | None = None
 
 
 @dataclass(frozen=True)
@@ -35,22 +34,22 @@ class StepOutput:
     """Scores of the tokens that may come next: all logits, or the top k of each row alone.
 
     Attributes:
-        logits: `[rows, target, vocabulary]`, in a buffer that the next step may overwrite: copy
-            what must survive, and write only into a copy. None where `top_k` is given.
+        logits: `[rows, target, vocabulary]`, read-only, in a buffer that the next step may
+            overwrite. None where `top_k` is given.
         top_k: The likeliest tokens; None where `logits` are given.
-        log_sum_exp: Of the logits, where the decoder computes it faster than numpy does: as
-            `logits.log_sum_exp` `[rows]` float64, for a step of one token a row.
-        maxima: Maxima of segments of the logits, found along the way.
+        log_sum_exp: Of the logits of one token a row, where the decoder computes it faster than
+            numpy `[rows]` float64.
+        maxima: Maxima of segments of the logits, a by-product.
     """
 
-    logits: NDArray[np.floating[Any]] | None = None
+    logits: Floats | None = None
     top_k: TopK | None = None
-    log_sum_exp: NDArray[np.float64] | None = None
+    log_sum_exp: Doubles | None = None
     maxima: SegmentMaxima | None = None
 
     @property
-    def all_logits(self) -> NDArray[np.floating[Any]]:
-        """The logits of a step that was not asked for the top k `[rows, target, vocabulary]`."""
+    def all_logits(self) -> Floats:
+        """Logits of a step that gave no top k `[rows, target, vocabulary]`."""
         assert self.logits is not None
         return self.logits
 
@@ -65,38 +64,31 @@ class Decoder(Protocol[State]):
     @property
     def vocabulary_size(self) -> int:
         """Number of target tokens, the last dimension of the logits."""
-        ...
 
     @property
     def has_encoder(self) -> bool:
         """False for a decoder-only model, whose outputs continue the source itself."""
-        ...
 
     @property
     def shares_cache(self) -> bool:
         """Whether all rows of a sentence share one cache, so that reordering them copies nothing.
 
-        The rows of such a state are grouped by sentence, equally many neighbouring rows each: 1
+        The rows of a shared state are grouped by sentence, equally many neighbouring rows each: 1
         after `start`, more once a `select` has repeated each sentence's row. The search keeps the
         grouping where it can: it drops whole sentences, and reorders rows within a sentence only.
         """
-        ...
 
-    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> State:
-        """Encodes the source; without an encoder, fills the cache with it.
+    def start(self, source: Integers, mask: Bools) -> State:
+        """Encodes the source, or reads the prompt into the cache; returns the first state.
 
         Args:
             source: Padded token ids `[rows, source]`.
             mask: True at tokens, False at padding `[rows, source]`.
-
-        Returns:
-            The state before the first target token.
         """
-        ...
 
     def step(
         self,
-        tokens: NDArray[np.int64],
+        tokens: Integers,
         state: State,
         *,
         top: int | None = None,
@@ -114,16 +106,9 @@ class Decoder(Protocol[State]):
         Returns:
             The scores, and the state grown by `target` positions.
         """
-        ...
 
-    def select(self, state: State, rows: NDArray[np.int64]) -> State:
-        """Drops, repeats or reorders rows: row i of the result is row `rows[i]` of `state`.
-
-        Args:
-            state: The state of all rows.
-            rows: Indices of the rows to take `[selected]`.
-        """
-        ...
+    def select(self, state: State, rows: Integers) -> State:
+        """Drops, repeats or reorders rows: row i of the result is row `rows[i]` of `state`."""
 
 
 class ObservableDecoder(Decoder[State], Protocol[State]):
@@ -131,18 +116,16 @@ class ObservableDecoder(Decoder[State], Protocol[State]):
 
     def tensors(self, state: State) -> Tensors:
         """Returns the cross and past of a state by name, such as "cross.0.keys"."""
-        ...
 
 
 @runtime_checkable
 class ObservableEncoder(Protocol):
     """An encoder-only model."""
 
-    def encode(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> Tensors:
+    def encode(self, source: Integers, mask: Bools) -> Tensors:
         """Returns "hidden" `[rows, source, d_model]`, and "head" and "logits" if it has them."""
-        ...
 
 
-def longer(mask: NDArray[np.bool_], tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Extends the mask of a decoder-only cache by a step over `tokens`, none of them padding."""
+def longer(mask: Bools, tokens: Integers) -> Bools:
+    """Mask of a decoder-only cache after a step over `tokens`, all of them without padding."""
     return np.concatenate([mask, np.ones(tokens.shape, np.bool_)], axis=1)

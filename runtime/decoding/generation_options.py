@@ -16,7 +16,7 @@ from transferry.runtime.settings import (
     shown,
 )
 
-# More beams than anybody searches with, and few enough for the memory of a state.
+# More beams than any search needs, and few enough for the memory of a state.
 _Few = Annotated[int, msgspec.Meta(le=10_000)]
 _Length = Annotated[int, msgspec.Meta(le=1_000_000)]
 # Fields that only sampling reads, with the values that leave it as it is.
@@ -72,7 +72,7 @@ class GenerationOptions:
         suppress_sequences: sequences of token ids that no answer may hold.
         suppress_begin: token ids that no answer may begin with, after its prefix.
         forced_begin: token id that every answer begins with, before its prefix.
-        forced_end: token ids of which one takes the last place of an answer of maximal length.
+        forced_end: token ids; one of them takes the last place of an answer of maximal length.
         renormalise: rank beams by log-probabilities normalised again after the logits processors.
         prefix: token ids that every answer begins with.
         stop: text before which an answer ends; the tokens keep it. A prompt is not looked into.
@@ -133,32 +133,23 @@ class GenerationOptions:
         for name in _FROM_0:
             require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
         require(
-            0 <= self.length_penalty <= 10,
-            "length_penalty",
-            "from 0 to 10",
+            *(0 <= self.length_penalty <= 10, "length_penalty", "from 0 to 10"),
             self.length_penalty,
         )
         # Beyond these, float32 holds no logits divided by it.
-        require(
-            1e-6 <= self.temperature <= 1e6,
-            "temperature",
-            "from 1e-6 to 1e6 (for the likeliest token, leave sampling off)",
-            self.temperature,
-        )
+        likeliest = "(for the likeliest token, leave sampling off)"
+        holds = 1e-6 <= self.temperature <= 1e6
+        require(holds, "temperature", f"from 1e-6 to 1e6 {likeliest}", self.temperature)
         for name in ("top_p", "typical_p"):
             value = getattr(self, name)
             require(0 < value <= 1, name, "above 0 and at most 1", value)
         require(0 <= self.min_p <= 1, "min_p", "from 0 to 1", self.min_p)
-        require(
-            1e-3 <= self.repetition_penalty <= 1e3,
-            "repetition_penalty",
-            "from 0.001 to 1000",
-            self.repetition_penalty,
-        )
+        penalty = self.repetition_penalty
+        require(1e-3 <= penalty <= 1e3, "repetition_penalty", "from 0.001 to 1000", penalty)
         require(0 <= self.seed < 2**64, "seed", "from 0 to 2**64 - 1", shown(self.seed))
         for name in ("suppress_sequences", "stop"):
             empty = any(not item for item in getattr(self, name))
-            require(not empty, name, "entries, none of them empty", getattr(self, name))
+            require(not empty, name, "entries that are not empty", getattr(self, name))
 
     def _check_conflicts(self) -> None:
         if self.sample and self.beam > 1:
@@ -207,13 +198,11 @@ class GenerationOptions:
 def generation_options(
     values: Mapping[str, Any], default: GenerationOptions | None = None
 ) -> GenerationOptions:
-    """Returns options with these fields.
+    """Returns options with these fields, as tuples or, from JSON, as lists.
 
-    Args:
-        values: Fields, as tuples or, of JSON, as lists.
-        default: The other fields, of which those give way that `values` rule out: options of
-            sampling to beams or to sampling turned off, beams to sampling, n_best to fewer beams,
-            least lengths to a lower limit. Default: those of GenerationOptions itself.
+    The other fields come from `default`, unless `values` rule them out: options of sampling for
+    beams or with sampling turned off, beams for sampling, n_best for fewer beams, least lengths for
+    a lower limit. Default: the fields of GenerationOptions itself.
 
     Raises:
         UsageError: A field is unknown or has another type, or the fields conflict.
@@ -238,12 +227,12 @@ def generation_options(
 def suppressing(
     values: Mapping[str, Any], default: GenerationOptions, encode: Callable[[str], Sequence[int]]
 ) -> dict[str, Any]:
-    """Returns fields in which the text to be suppressed has become tokens.
+    """Returns fields whose suppressed text has become tokens, in addition to `default`'s.
 
     Args:
-        values: Fields, of which `suppress` may hold text beside token ids.
-        default: Options whose suppressed tokens they add to.
-        encode: Returns the token ids of a text that the model writes.
+        values: Fields, whose `suppress` may hold text beside token ids.
+        default: Options with further suppressed tokens.
+        encode: Token ids of a target's text.
 
     Raises:
         UsageError: A text has no tokens.
@@ -256,17 +245,14 @@ def suppressing(
         if isinstance(text, str):
             if not text.strip():
                 raise UsageError(f"suppress holds {shown(text)}, which has no tokens; leave it out")
-            # As it stands, and after a blank.
+            # The text itself, and after a blank.
             sequences |= dict.fromkeys(tuple(encode(each)) for each in (text, f" {text}"))
     single = (ids[0] for ids in sequences if len(ids) == 1)
     given = tuple(values.get("suppress_sequences", default.suppress_sequences))
+    ids = (item for item in suppress if not isinstance(item, str))
     return {
         **values,
-        "suppress": (
-            *default.suppress,
-            *(item for item in suppress if not isinstance(item, str)),
-            *single,
-        ),
+        "suppress": (*default.suppress, *ids, *single),
         "suppress_sequences": (*given, *(ids for ids in sequences if len(ids) > 1)),
     }
 

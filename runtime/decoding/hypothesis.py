@@ -14,11 +14,11 @@ class Hypothesis:
 
     Attributes:
         tokens: Ids, without `bos` and the end token.
-        log_probability: Sum of the model's log-probabilities of the tokens, the forced prefix and
-            the end token included, in nats. Logits processors, temperature, top-k and top-p do not
-            change it. NaN without `options.scores`.
-        score: The log-probability normalised by length, see `length_normalised`; in beam search
-            that of the processed log-probabilities, see `GenerationOptions`. NaN likewise.
+        log_probability: Sum of the model's log-probabilities of the tokens, forced prefix and end
+            token included, in nats, unchanged by logits processors, temperature, top-k and top-p.
+            NaN without `options.scores`.
+        score: `length_normalised` log-probability; in beam search of the processed
+            log-probabilities, see `GenerationOptions`. NaN likewise.
         finish_reason: "end": the model ended it. "stop": its text holds a stop string. "length": it
             reached the maximal length. "error": the model gave NaN or infinity, or no token was
             allowed.
@@ -34,7 +34,7 @@ class Hypothesis:
 
     @property
     def scored_tokens(self) -> tuple[int, ...]:
-        """The tokens that the log-probability is of: with the end token, if there is one."""
+        """The tokens that the log-probability covers: with the end token, if there is one."""
         return self.tokens if self.end is None else (*self.tokens, self.end)
 
 

@@ -1,8 +1,8 @@
 """Logits processors: rules that forbid or rate tokens before one is chosen.
 
 Greedy search and sampling apply them to the model's logits; beam search to its log-probabilities,
-if a rule changes their values, and ranks by the result. The log-probability of a hypothesis is the
-model's own in any case.
+if a rule changes their values, and ranks by the result. The log-probability of a hypothesis is
+always the model's own.
 """
 
 from abc import ABC, abstractmethod
@@ -12,13 +12,10 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from transferry.runtime.decoding.generation_options import GenerationOptions
-from transferry.runtime.decoding.logits import log_sum_exp
+from transferry.runtime.decoding.logits import Floats, Integers, log_sum_exp
 from transferry.runtime.decoding.strategy import Request
-
-Floats = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
@@ -26,17 +23,17 @@ class History:
     """The outputs so far, one a row.
 
     Attributes:
-        sentences: The sentence of each row `[rows]` int64.
-        lengths: Tokens of each row so far `[rows]` int64.
+        sentences: The sentence of each row `[rows]`.
+        lengths: Tokens of each row so far `[rows]`.
         tokens: Those tokens, `bos` left out; undefined beyond a row's length `[rows, longest]`.
-        prompts: What the decoder read before each sentence's outputs, -1 before its first token
+        prompts: Tokens that the decoder read before each sentence's outputs, -1 before the first
             `[sentences, longest prompt]`; see `prompts_of`.
     """
 
-    sentences: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    tokens: NDArray[np.int64]
-    prompts: NDArray[np.int64]
+    sentences: Integers
+    lengths: Integers
+    tokens: Integers
+    prompts: Integers
 
     @cached_property
     def whole(self) -> "History":
@@ -56,9 +53,9 @@ class LogitsProcessor(ABC):
 
     changes: ClassVar[bool] = False
 
-    @abstractmethod
-    def active(self, lengths: NDArray[np.int64]) -> bool:
-        """Whether it may do something after outputs of these lengths `[rows]`."""
+    def active(self, lengths: Integers) -> bool:
+        """Whether it may have an effect after outputs of these lengths `[rows]`."""
+        return True
 
     @abstractmethod
     def __call__(self, logits: Floats, history: History, own: Floats) -> None:
@@ -78,7 +75,7 @@ class MinLength(LogitsProcessor):
         self.lengths = np.array(lengths, np.int64)
         self.ends = np.array(ends, np.int64)
 
-    def active(self, lengths: NDArray[np.int64]) -> bool:
+    def active(self, lengths: Integers) -> bool:
         """True until all outputs have reached the greatest length."""
         return bool((lengths < self.lengths.max()).any())
 
@@ -98,7 +95,7 @@ class NoRepeatNGram(LogitsProcessor):
         self.size = size
         self.prompt = prompt
 
-    def active(self, lengths: NDArray[np.int64]) -> bool:
+    def active(self, lengths: Integers) -> bool:
         """True once an output holds an n-gram that could be repeated."""
         return self.prompt or bool((lengths >= self.size).any())
 
@@ -130,10 +127,6 @@ class RepetitionPenalty(LogitsProcessor):
     def __init__(self, penalty: float) -> None:
         self.penalty = penalty
 
-    def active(self, lengths: NDArray[np.int64]) -> bool:
-        """Always true: there is no output without a prompt or `bos`."""
-        return True
-
     def __call__(self, logits: Floats, history: History, own: Floats) -> None:
         """Divides positive logits of known tokens, multiplies negative ones."""
         seen = history.whole
@@ -153,10 +146,6 @@ class Suppress(LogitsProcessor):
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = np.array(tokens, np.int64)
 
-    def active(self, lengths: NDArray[np.int64]) -> bool:
-        """Always true."""
-        return True
-
     def __call__(self, logits: Floats, history: History, own: Floats) -> None:
         """Forbids the tokens."""
         logits[:, self.tokens] = -np.inf
@@ -167,10 +156,6 @@ class SuppressSequences(LogitsProcessor):
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
         self.sequences = [np.array(sequence, np.int64) for sequence in sequences]
-
-    def active(self, lengths: NDArray[np.int64]) -> bool:
-        """Always true: a sequence may begin in the prompt."""
-        return True
 
     def __call__(self, logits: Floats, history: History, own: Floats) -> None:
         """Forbids tokens that would complete a sequence."""
@@ -184,13 +169,13 @@ class SuppressSequences(LogitsProcessor):
 
 
 class SuppressBegin(LogitsProcessor):
-    """Forbids some tokens right after what an output has to begin with."""
+    """Forbids some tokens right after the forced beginning of an output."""
 
     def __init__(self, tokens: Sequence[int], beginnings: Sequence[Sequence[int]]) -> None:
         self.tokens = np.array(tokens, np.int64)
         self.lengths = np.array([len(beginning) for beginning in beginnings])
 
-    def active(self, lengths: NDArray[np.int64]) -> bool:
+    def active(self, lengths: Integers) -> bool:
         """True until all outputs are longer than the longest beginning."""
         return bool((lengths <= self.lengths.max()).any())
 
@@ -201,7 +186,7 @@ class SuppressBegin(LogitsProcessor):
 
 
 class ForcedEnd(LogitsProcessor):
-    """Allows only some tokens in the last place of an output of maximal length, as likely as 1."""
+    """Allows only some tokens, as likely as 1, in the last place of an output of maximal length."""
 
     changes = True
 
@@ -209,7 +194,7 @@ class ForcedEnd(LogitsProcessor):
         self.tokens = np.array(tokens, np.int64)
         self.limits = np.array(limits, np.int64)
 
-    def active(self, lengths: NDArray[np.int64]) -> bool:
+    def active(self, lengths: Integers) -> bool:
         """True once an output may lack one token only."""
         return bool((lengths + 1 >= self.limits.min()).any())
 
@@ -221,7 +206,7 @@ class ForcedEnd(LogitsProcessor):
 
 
 class ForcedPrefix(LogitsProcessor):
-    """Makes every output begin with its sentence's prefix, whatever other processors forbid."""
+    """Makes every output begin with its sentence's prefix, even if other processors forbid it."""
 
     def __init__(self, prefixes: Sequence[Sequence[int]]) -> None:
         longest = max(map(len, prefixes), default=0)
@@ -229,12 +214,12 @@ class ForcedPrefix(LogitsProcessor):
         for row, prefix in zip(self.tokens, prefixes, strict=True):
             row[: len(prefix)] = prefix
 
-    def active(self, lengths: NDArray[np.int64]) -> bool:
+    def active(self, lengths: Integers) -> bool:
         """True until all outputs are longer than the longest prefix."""
         return bool((lengths < self.tokens.shape[1]).any())
 
     def __call__(self, logits: Floats, history: History, own: Floats) -> None:
-        """Forbids all tokens but the next one of an unfinished prefix; that keeps its logit."""
+        """Forbids all tokens but the next of an unfinished prefix, whose logit it keeps."""
         rows = np.flatnonzero(history.lengths < self.tokens.shape[1])
         forced = self.tokens[history.sentences[rows], history.lengths[rows]]
         rows, forced = rows[forced >= 0], forced[forced >= 0]
@@ -243,14 +228,14 @@ class ForcedPrefix(LogitsProcessor):
 
 
 class ForcedBegin(LogitsProcessor):
-    """Makes every output begin with its sentence's token, as likely as 1; None is any token."""
+    """Makes every output begin with its sentence's token, as likely as 1; None allows any token."""
 
     changes = True
 
     def __init__(self, tokens: Sequence[int | None]) -> None:
         self.tokens = np.array([-1 if token is None else token for token in tokens], np.int64)
 
-    def active(self, lengths: NDArray[np.int64]) -> bool:
+    def active(self, lengths: Integers) -> bool:
         """True while an output is empty."""
         return bool((lengths == 0).any())
 
@@ -267,10 +252,6 @@ class Renormalise(LogitsProcessor):
 
     changes = True
 
-    def active(self, lengths: NDArray[np.int64]) -> bool:
-        """Always true."""
-        return True
-
     def __call__(self, logits: Floats, history: History, own: Floats) -> None:
         """Subtracts the log-sum-exp; a row without an allowed token stays."""
         normaliser = log_sum_exp(logits)[:, None]
@@ -278,18 +259,18 @@ class Renormalise(LogitsProcessor):
 
 
 def first_token(options: GenerationOptions, request: Request[Any]) -> int | None:
-    """Returns the token that the outputs of a request begin with, before its prefix."""
+    """Token that the outputs of a request begin with, before its prefix."""
     return options.forced_begin if request.forced_begin is None else request.forced_begin
 
 
 def beginning(options: GenerationOptions, request: Request[Any]) -> tuple[int, ...]:
-    """Returns all tokens that the outputs of a request have to begin with."""
+    """All tokens that the outputs of a request have to begin with."""
     first = first_token(options, request)
     return (*(() if first is None else (first,)), *request.prefix)
 
 
-def prompts_of(prompts: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-    """Returns prompts as one array, -1 on their left `[prompts, longest]`."""
+def prompts_of(prompts: Sequence[Sequence[int]]) -> Integers:
+    """Prompts as one array, padded on the left with -1 `[prompts, longest]`."""
     longest = max(map(len, prompts))
     return np.array([[-1] * (longest - len(prompt)) + list(prompt) for prompt in prompts], np.int64)
 
@@ -301,7 +282,7 @@ def build_logits_processors(
     *,
     has_encoder: bool,
 ) -> list[LogitsProcessor]:
-    """Returns the processors that the options ask for, in the order in which they apply."""
+    """Processors for these options, in the order in which they apply."""
     beginnings = [beginning(options, request) for request in requests]
     first = [first_token(options, request) for request in requests]
     prompts = [0 if has_encoder else len(request.source) for request in requests]

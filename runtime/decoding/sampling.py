@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from transferry.runtime.decoding.decoder import StepOutput, TopK
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import FAILED, Hypothesis, length_normalised, ranked
-from transferry.runtime.decoding.logits import log_sum_exp
+from transferry.runtime.decoding.logits import Bools, Doubles, Floats, Integers, log_sum_exp
 from transferry.runtime.decoding.stop_strings import StopStrings
 from transferry.runtime.decoding.strategy import Choice, Request, Strategy
 
@@ -47,11 +46,7 @@ class SamplingStrategy(Strategy):
             self.sampler = Sampler(options, uniforms)
 
     def choose(
-        self,
-        output: StepOutput,
-        allowed: NDArray[np.floating[Any]] | None,
-        rows: NDArray[np.int64],
-        log_probabilities: NDArray[np.float64] | None = None,
+        self, output: StepOutput, allowed: Floats | None, rows: Integers, own: Doubles | None = None
     ) -> Choice:
         """Chooses a token a row; see `Strategy.choose`."""
         logits = output.all_logits[:, -1]
@@ -68,26 +63,22 @@ class SamplingStrategy(Strategy):
         elif not restricted:
             gains = logits[chosen]
         else:
-            # Like the log-sum-exp, the maximum is finite if all scores of a row are usable.
+            # The maximum is finite if all scores of a row are usable, like the log-sum-exp.
             gains = logits.max(axis=1)
         usable = np.isfinite(gains)
         if restricted:
             usable &= np.isfinite(allowed[chosen])
         return self._follow(rows, tokens, usable, gains)
 
-    def choose_top_k(self, top_k: TopK, rows: NDArray[np.int64]) -> Choice:
+    def choose_top_k(self, top_k: TopK, rows: Integers) -> Choice:
         """Takes the likeliest token a row; see `Strategy.choose_top_k`."""
-        gains: NDArray[np.floating[Any]] | float = math.nan
+        gains: Floats | float = math.nan
         if top_k.logits is not None and top_k.log_sum_exp is not None:
             gains = top_k.logits[:, 0] - top_k.log_sum_exp
         return self._follow(rows, top_k.tokens[:, 0], top_k.usable, gains)
 
     def _follow(
-        self,
-        rows: NDArray[np.int64],
-        tokens: NDArray[np.int64],
-        usable: NDArray[np.bool_],
-        gains: NDArray[np.floating[Any]] | float,
+        self, rows: Integers, tokens: Integers, usable: Bools, gains: Floats | float
     ) -> Choice:
         """Takes the chosen tokens, and marks the outputs that they end.
 
@@ -134,41 +125,33 @@ class Sampler:
     """Draws from softmax(logits / temperature), cut by top k, top p, min p and typical p in turn.
 
     A token is drawn by inverting the cumulative distribution in the order of token ids: if two
-    tokens of nearly equal probability change places, the draw stays the same. Tokens that tie with
-    the last one admitted are admitted too.
+    tokens of nearly equal probability change places, the draw stays the same. A token that ties
+    with the last admitted token is admitted too.
 
     Args:
         options: `temperature`, `top_k`, `top_p`, `min_p` and `typical_p`.
         uniforms: A random number in [0, 1) for every output and step `[outputs, steps]`.
     """
 
-    def __init__(self, options: GenerationOptions, uniforms: NDArray[np.float64]) -> None:
+    def __init__(self, options: GenerationOptions, uniforms: Doubles) -> None:
         self.options = options
         self.uniforms = uniforms
 
-    def __call__(
-        self,
-        logits: NDArray[np.floating[Any]],
-        outputs: NDArray[np.int64],
-        lengths: NDArray[np.int64] | int,
-    ) -> NDArray[np.int64]:
-        """Draws one token a row.
+    def __call__(self, logits: Floats, outputs: Integers, lengths: Integers | int) -> Integers:
+        """Draws one token a row `[rows]`; 0 for a row without a distribution.
 
         Args:
             logits: Of the next token, minus infinity where forbidden `[rows, vocabulary]`.
             outputs: The row of `uniforms` for each row `[rows]`.
             lengths: Tokens of each row so far `[rows]`, or of all rows.
-
-        Returns:
-            Token ids `[rows]`; 0 for a row without a distribution.
         """
         cumulative = self.weights(logits).cumsum(axis=1)
         # Below the total even after rounding: the largest random number is 1 - 2**-53.
         target = self.uniforms[outputs, lengths] * cumulative[:, -1]
-        tokens: NDArray[np.int64] = (cumulative > target[:, None]).argmax(axis=1)
+        tokens: Integers = (cumulative > target[:, None]).argmax(axis=1)
         return tokens
 
-    def weights(self, logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+    def weights(self, logits: Floats) -> Doubles:
         """Returns probabilities up to a factor per row, 0 where cut off `[rows, vocabulary]`."""
         vocabulary = logits.shape[1]
         # The search reports a row of NaN or of minus infinity alone as an error.
@@ -197,34 +180,26 @@ class Sampler:
         return weights
 
 
-def typical_distances(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+def typical_distances(weights: Doubles) -> Doubles:
     """Distance of each token's information from the entropy (Meister et al. 2023, eq. 10).
 
-    Args:
-        weights: Probabilities up to a factor per row `[rows, vocabulary]`.
-
-    Returns:
-        In nats; infinity where the probability is 0 `[rows, vocabulary]`.
+    `weights` are probabilities up to a factor per row `[rows, vocabulary]`; the result is in nats,
+    infinity where the probability is 0 `[rows, vocabulary]`.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         probabilities = weights / weights.sum(axis=1, keepdims=True)
         information = -np.log(probabilities)
         entropy = np.nansum(probabilities * information, axis=1, keepdims=True)
-        distances: NDArray[np.float64] = np.abs(information - entropy)
+        distances: Doubles = np.abs(information - entropy)
     return distances
 
 
-def draw_uniforms(
-    seed: int, row_ids: Sequence[int], samples: int, steps: int
-) -> NDArray[np.float64]:
-    """Returns random numbers in [0, 1) that depend on seed, row id, sample and step alone.
+def draw_uniforms(seed: int, row_ids: Sequence[int], samples: int, steps: int) -> Doubles:
+    """Random numbers in [0, 1) from seed, row id, sample and step alone `[rows * samples, steps]`.
 
     Philox (Salmon et al. 2011) is counter-based: seed and row id are the key, the sample is the
     counter's highest word, and the step counts through the lowest. The raw words are used because
-    numpy promises their stability across versions, unlike that of its distributions.
-
-    Returns:
-        `[rows * samples, steps]`, grouped by row.
+    numpy promises their stability across versions, unlike its distributions.
     """
     words = np.empty((len(row_ids), samples, steps), np.uint64)
     for row, row_id in enumerate(row_ids):

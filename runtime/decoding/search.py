@@ -19,7 +19,7 @@ from transferry.runtime.decoding.beam_search import BeamStrategy
 from transferry.runtime.decoding.decoder import Decoder, State
 from transferry.runtime.decoding.generation_options import TOKEN_IDS, GenerationOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
-from transferry.runtime.decoding.logits import log_sum_exp
+from transferry.runtime.decoding.logits import Bools, Integers, log_sum_exp
 from transferry.runtime.decoding.logits_processors import (
     History,
     beginning,
@@ -35,12 +35,12 @@ from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 Decode: TypeAlias = Callable[[Iterable[int]], str]
 
-# Ended rows leave once they are this share of a step. Leaving copies the cache of all others (or
+# Share of ended rows in a step at which they leave. Leaving copies the cache of all others (or
 # moves as many rows as leave, where rows share a cache), staying wastes a row of every step. A
 # quarter bounds both: at most a third of the useful work is wasted, and a batch of n rows that
 # drains copies its cache at most log(n) / log(4/3) times (64 rows: 14).
 LEAVING_SHARE = 0.25
-# What a step costs besides its rows, in rows. The rows of a small batch thus stay longer: they cost
+# Cost of a step besides its rows, in rows. The rows of a small batch thus stay longer: they cost
 # little, and a new number of rows costs as much as a step.
 STEP_ROWS = 8
 
@@ -62,10 +62,10 @@ def search(
         sources: Token ids of each source, at least one each; a decoder-only model continues them.
         options: How to generate.
         special: The ids that pad, begin and end.
-        row_ids: A number for each source that seeds its samples, such as its line in the input;
-            by default its place in `sources`.
-        prefixes: The forced prefix of each source; by default `options.prefix` for all.
-        decode: Text of token ids, which stop strings are looked for in.
+        row_ids: A number for each source that seeds its samples, such as its line in the input.
+            Default: its place in `sources`.
+        prefixes: The forced prefix of each source. Default: `options.prefix` for all.
+        decode: Text of token ids, to look for stop strings.
 
     Returns:
         The hypotheses of each source, best first: `n_best`, or fewer where a beam search found
@@ -113,19 +113,19 @@ def search_stream(
     Args:
         decoder: The model.
         take: The request source: returns at most so many requests to be answered together, and an
-            empty list once there are no more.
-        options: How to generate; maximal length and prefix are those of each request.
+            empty list at its end.
+        options: How to generate; maximal length and prefix are each request's own.
         special: The ids that pad, begin and end.
         slots: Limit on the sentences of a batch.
-        decode: Text of token ids, which stop strings are looked for in.
+        decode: Text of token ids, to look for stop strings.
 
     Yields:
         The key of each request and its hypotheses, as `search` returns them, in the order in which
         the sentences end.
 
     Raises:
-        InputError: A source has no tokens.
-        UsageError: As for `search`.
+        InputError: As `search`.
+        UsageError: As `search`.
     """
     _check_tokens(options, decoder.vocabulary_size)
     stops = StopStrings(options.stop, decode)
@@ -217,7 +217,7 @@ class _Batch(Generic[State, Key]):
             yield self.keys[sentence], self.strategy.hypotheses(sentence)
 
     def drop_ended(self) -> None:
-        """Prepares the rows of the next step; ended rows may leave first."""
+        """Prepares the rows of the next step; ended rows may leave before it."""
         choice, width, stepped = self.choice, self.strategy.width, len(self.rows)
         self.rows, parents, self.tokens = choice.rows, choice.parents, choice.tokens
         ended = self.strategy.ended[choice.rows]
@@ -232,8 +232,8 @@ class _Batch(Generic[State, Key]):
         if not np.array_equal(parents, np.arange(stepped)):
             self.state = self.decoder.select(self.state, parents)
 
-    def _due(self, ended: NDArray[np.bool_]) -> bool:
-        """Whether the rows that have ended are to leave now."""
+    def _due(self, ended: Bools) -> bool:
+        """Whether ended rows have to leave now."""
         count, rows = int(np.count_nonzero(ended)), len(ended)
         if count in (0, rows):
             return count > 0
@@ -247,8 +247,8 @@ class _Batch(Generic[State, Key]):
         return bool(at_limit.any())
 
 
-def _closed_up(ended: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """Returns the rows that have not ended, the last of them in the places of ended rows."""
+def _closed_up(ended: Bools) -> NDArray[np.intp]:
+    """Rows that have not ended, the last of them in the places of ended rows."""
     left = np.flatnonzero(~ended)
     order = np.arange(len(left))
     order[ended[: len(left)]] = left[left >= len(left)]
@@ -257,11 +257,8 @@ def _closed_up(ended: NDArray[np.bool_]) -> NDArray[np.intp]:
 
 def begin(
     decoder: Decoder[State], sources: Sequence[Sequence[int]], special: SpecialTokens
-) -> tuple[State, NDArray[np.int64]]:
-    """Starts the decoder on the sources.
-
-    Returns:
-        The state, and the first input token of each output `[sources]`.
+) -> tuple[State, Integers]:
+    """Starts the decoder; returns the state and the first input token of each output `[sources]`.
 
     Raises:
         InputError: A source has no tokens.
@@ -272,13 +269,13 @@ def begin(
 
 def model_inputs(
     sources: Sequence[Sequence[int]], has_encoder: bool, special: SpecialTokens
-) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
+) -> tuple[Integers, Bools, Integers]:
     """Returns the inputs of `Decoder.start` and of the first step.
 
     Returns:
         The padded sources and their mask `[sources, source]`, and the first input token of each
         output `[sources]`: the begin token, or without an encoder the last token of the source,
-        which is then not among the padded ones.
+        left out of the padded sources.
 
     Raises:
         InputError: A source has no tokens.
@@ -295,10 +292,8 @@ def model_inputs(
     return *prompts, np.array([source[-1] for source in sources])
 
 
-def pad_sources(
-    sources: Sequence[Sequence[int]], pad_id: int
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Returns token ids padded on the right and their mask, True at tokens `[rows, source]`."""
+def pad_sources(sources: Sequence[Sequence[int]], pad_id: int) -> tuple[Integers, Bools]:
+    """Pads token ids on the right; returns them and their mask, True at tokens `[rows, source]`."""
     lengths = np.array([len(source) for source in sources])
     mask = np.arange(lengths.max()) < lengths[:, None]
     ids = np.full(mask.shape, pad_id, np.int64)

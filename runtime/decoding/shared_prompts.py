@@ -2,7 +2,7 @@
 
 Keys and values of a token depend only on the tokens before it, and a kernel computes each row of a
 product by itself. So the cache of a beginning has the same bytes whether it is read alone or as
-part of a prompt, and no answer depends on what its neighbours share.
+part of a prompt, and no answer depends on the beginnings of its neighbours.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from transferry.runtime.decoding.batching import LANES
+from transferry.runtime.decoding.logits import Bools, Integers
 
-Integers = NDArray[np.int64]
-
-# Sharing must save this part of a batch's prompt tokens: it takes one more run of the graph, and a
-# copy of the cache.
+# Least share of a batch's prompt tokens that sharing must save: it costs one more run of the graph
+# and a copy of the cache.
 LEAST_SAVING = 1 / 8
 
 
@@ -36,37 +34,33 @@ class SharedPrompts:
     first: Integers
     of_row: Integers
 
-    def copied(self, mask: NDArray[np.bool_]) -> Integers:
-        """Returns how many tokens of each row are copied from another row `[rows]`.
+    def copied(self, mask: Bools) -> Integers:
+        """Number of tokens of each row that are copied from another row `[rows]`.
 
-        Args:
-            mask: True at tokens `[rows, prompt]`.
+        `mask` is True at tokens `[rows, prompt]`.
         """
         copied: Integers = mask[:, : self.length].sum(axis=1)
         copied[self.first] = 0
         return copied
 
 
-def shared_prompts(prompts: Integers, mask: NDArray[np.bool_]) -> SharedPrompts | None:
-    """Finds the beginnings that save most tokens.
+def shared_prompts(prompts: Integers, mask: Bools) -> SharedPrompts | None:
+    """Finds the beginnings that save most tokens; None where they save too little.
 
-    With beginnings of n tokens, of which u are distinct, a batch of r rows reads (r - u) n tokens
-    less. n is chosen among the multiples of `LANES` (the portable graphs need such a length, and
-    each comparison covers as many tokens). Rows with another beginning cost only their own tokens.
+    With beginnings of n tokens, u of them distinct, a batch of r rows reads (r - u) n tokens less.
+    n is chosen among the multiples of `LANES` (the portable graphs need such a length, and each
+    comparison covers as many tokens). A row with another beginning costs only its own tokens.
 
     Args:
         prompts: Padded token ids `[rows, prompt]`.
         mask: True at tokens, False at padding `[rows, prompt]`.
-
-    Returns:
-        The beginnings; None where they save too little.
     """
     rows, columns = prompts.shape
     ids = np.where(mask, prompts, -1)
     best, saved = None, rows * columns * LEAST_SAVING
     of_row = np.zeros(rows, np.int64)
     for end in range(LANES, columns + 1, LANES):
-        # Two rows share a beginning if they shared the last one and the next tokens are the same.
+        # Two rows share a beginning if they share the previous one and the next tokens are equal.
         block = np.column_stack([of_row, ids[:, end - LANES : end]])
         _, first, of_row = np.unique(block, axis=0, return_index=True, return_inverse=True)
         of_row = of_row.reshape(rows)  # numpy 2.0 gave it another shape
@@ -79,11 +73,7 @@ def shared_prompts(prompts: Integers, mask: NDArray[np.bool_]) -> SharedPrompts 
 
 
 def copied_tokens(sources: Sequence[Sequence[int]]) -> list[int]:
-    """Returns how many tokens of each source a batch copies from another instead of reading them.
-
-    Args:
-        sources: Token ids of each source of a decoder-only model, at least one each.
-    """
+    """Number of tokens of each prompt that a batch copies from another instead of reading."""
     # The first step reads the last token.
     lengths = np.array([len(source) - 1 for source in sources])
     mask = np.arange(lengths.max()) < lengths[:, None]

@@ -10,12 +10,7 @@ from transferry.runtime.errors import UsageError
 class StopStrings:
     """Finds the first stop string in the text of tokens, across the borders of tokens.
 
-    Args:
-        stop: The strings; none is empty.
-        decode: Text of token ids; None if there is no tokenizer at hand.
-
-    Raises:
-        UsageError: There are strings, but no tokenizer.
+    `stop` has no empty strings. Raises UsageError for strings without `decode`, a tokenizer's.
     """
 
     def __init__(
@@ -39,6 +34,6 @@ class StopStrings:
         return any(stop in text for stop in self.stop)
 
     def cut(self, text: str) -> str:
-        """Returns the text before the first stop string; all of it if there is none."""
+        """Returns the text before the first stop string; the whole text without one."""
         places = (place for stop in self.stop if (place := text.find(stop)) >= 0)
         return text[: min(places, default=len(text))]

@@ -1,4 +1,4 @@
-"""What all ways of choosing tokens share: requests, growing outputs, and the choice of a step."""
+"""Requests, growing outputs and the choice of a step: common to all ways of choosing tokens."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from transferry.runtime.decoding.decoder import StepOutput, TopK
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.hypothesis import Hypothesis
+from transferry.runtime.decoding.logits import Bools, Doubles, Floats, Integers
 from transferry.runtime.decoding.stop_strings import StopStrings
 
 Key = TypeVar("Key")
@@ -26,9 +26,9 @@ class Request(Generic[Key]):
         max_length: Limit on the tokens of its outputs, at most that of the options.
         prefix: Tokens that its outputs begin with.
         row_id: Seeds its samples.
-        bos_id: The begin token of its outputs; None is that of the special tokens.
-        forced_begin: The token that its outputs begin with, before the prefix; None is that of the
-            options.
+        bos_id: The begin token of its outputs; None takes the special tokens'.
+        forced_begin: The token that its outputs begin with, before the prefix; None takes the
+            options'.
     """
 
     key: Key
@@ -51,9 +51,9 @@ class Choice:
         tokens: Their next tokens `[rows]`.
     """
 
-    rows: NDArray[np.int64]
-    parents: NDArray[np.int64] | None
-    tokens: NDArray[np.int64]
+    rows: Integers
+    parents: Integers | None
+    tokens: Integers
 
 
 class Strategy(ABC):
@@ -95,9 +95,9 @@ class Strategy(ABC):
         self.tokens = np.zeros((rows, options.max_length), np.int64)
         self.ended = np.zeros(rows, np.bool_)
 
-    def is_end(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Returns which tokens end an output, in the shape of `tokens`."""
-        found: NDArray[np.bool_]
+    def is_end(self, tokens: Integers) -> Bools:
+        """Whether each token ends an output, in the shape of `tokens`."""
+        found: Bools
         if len(self.ends) == 1:
             found = tokens == self.ends
         else:
@@ -111,45 +111,31 @@ class Strategy(ABC):
         length = int(self.lengths[sentence])
         return self.stops.end([*self.tokens[row, :length].tolist(), token])
 
-    def rows_of(self, sentences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the rows of some sentences, grouped by sentence `[sentences * width]`."""
+    def rows_of(self, sentences: Integers) -> Integers:
+        """Rows of some sentences, grouped by sentence `[sentences * width]`."""
         return (sentences[:, None] * self.width + np.arange(self.width)).ravel()
 
     @abstractmethod
     def choose(
-        self,
-        output: StepOutput,
-        allowed: NDArray[np.floating[Any]] | None,
-        rows: NDArray[np.int64],
-        log_probabilities: NDArray[np.float64] | None = None,
+        self, output: StepOutput, allowed: Floats | None, rows: Integers, own: Doubles | None = None
     ) -> Choice:
         """Chooses the next tokens from all logits, and marks the outputs that they end.
 
         Args:
             output: The scores of a step of one token a row.
-            allowed: Its logits after the active logits processors `[rows, vocabulary]`; None where
-                none was active.
+            allowed: Its logits after the active logits processors `[rows, vocabulary]`; None
+                without active processors.
             rows: Rows of `tokens` that were stepped `[rows]`.
-            log_probabilities: Where `allowed` are not logits but log-probabilities that processors
-                changed: the model's own `[rows, vocabulary]`.
+            own: The model's own log-probabilities `[rows, vocabulary]`, where `allowed` are not
+                logits but log-probabilities that processors changed.
         """
 
     @abstractmethod
-    def choose_top_k(self, top_k: TopK, rows: NDArray[np.int64]) -> Choice:
-        """Chooses the next tokens from the `top` likeliest of each row, as `choose` does.
+    def choose_top_k(self, top_k: TopK, rows: Integers) -> Choice:
+        """Chooses from at least the `top` likeliest tokens of each row, as `choose` does."""
 
-        Args:
-            top_k: The likeliest tokens, at least `top` or the whole vocabulary.
-            rows: Rows of `tokens` that were stepped `[rows]`.
-        """
-
-    def extend(self, rows: NDArray[np.int64], choice: Choice) -> None:
-        """Appends the chosen tokens to the outputs.
-
-        Args:
-            rows: The rows that were stepped `[stepped rows]`.
-            choice: What follows them.
-        """
+    def extend(self, rows: Integers, choice: Choice) -> None:
+        """Appends the chosen tokens to the outputs, after a step over `rows` `[rows]`."""
         sentences = choice.rows // self.width
         lengths = self.lengths[sentences]
         if choice.parents is not None:
@@ -161,4 +147,4 @@ class Strategy(ABC):
 
     @abstractmethod
     def hypotheses(self, sentence: int) -> list[Hypothesis]:
-        """Returns the outputs of a sentence that has ended: at most `n_best`, best first."""
+        """Outputs of a sentence that has ended: at most `n_best`, best first."""

@@ -86,7 +86,7 @@ def test_stop_strings_need_a_tokenizer(engine: Engine) -> None:
     with pytest.raises(UsageError, match="stop needs the text of tokens"):
         search(engine.decoder, [[5]], GenerationOptions(stop=(".",)), special)
     assert StopStrings(("b", "ab"), lambda ids: "").cut("xxabb") == "xx"
-    with pytest.raises(UsageError, match="stop must be entries, none of them empty"):
+    with pytest.raises(UsageError, match="stop must be entries that are not empty"):
         GenerationOptions(stop=("",))
 
 
