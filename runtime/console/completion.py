@@ -29,11 +29,7 @@ def script(command: click.Command, shell: str) -> str:
 
 
 def install(command: click.Command, shell: str) -> str:
-    """Writes the script to the shell's folder; returns the remaining steps.
-
-    Raises:
-        InputError: The file cannot be written.
-    """
+    """Writes the script to the shell's folder; returns the remaining steps."""
     path = Path.home() / FILES[shell]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -40,12 +40,7 @@ OF_ONE_CALL = ("quiet", "force", "as_json", "dry_run")
 
 
 def say(line: str, **fields: Any) -> None:
-    """Prints a message on stderr; stdout is for data.
-
-    Args:
-        line: The message.
-        **fields: Its facts, for a log of JSON.
-    """
+    """Prints a message on stderr, with facts for a log of JSON; stdout is for data."""
     line = as_logged(printable(line), **fields)
     if (bars := sys.modules.get("tqdm")) and sys.stderr.isatty():
         bars.tqdm.write(line, file=sys.stderr)  # above the bar that is on the screen
@@ -176,15 +171,7 @@ class Progress:
 
 @contextlib.contextmanager
 def progress(quiet: bool, unit: str = "") -> Iterator[Callable[..., None]]:
-    """Shows on stderr how far a command is.
-
-    Args:
-        quiet: Show nothing.
-        unit: Noun of the counted things; shows their rate.
-
-    Yields:
-        `Progress.show`.
-    """
+    """Yields `Progress.show`, or with `quiet` a function that shows nothing."""
     if quiet:
         yield lambda *state: None
         return
@@ -213,11 +200,7 @@ def _watching(job: Job, *, stdin: bool, quiet: bool) -> Iterator[Callable[[Summa
 
 
 def run_job(job: Job, options: Mapping[str, Any]) -> None:
-    """Runs a job, showing its progress and in the end its summary.
-
-    Args:
-        job: The job.
-        options: The command's options; OUT.settings.toml repeats them.
+    """Runs a job, showing its progress and in the end its summary; may write the settings.
 
     Raises:
         BadRowsError: Some rows hold an error.
@@ -262,8 +245,7 @@ def _show_estimate(job: Job, *, as_json: bool) -> None:
 def show_summary(out: Path, summary: Summary, *, quiet: bool, as_json: bool) -> None:
     """Prints the summary of a finished job: for a person on stderr, as JSON on stdout.
 
-    Raises:
-        BadRowsError: Some rows hold an error.
+    Raises BadRowsError if rows hold an error.
     """
     if not quiet:
         say(f"{out} was finished before: {summary}" if summary.finished_before else str(summary))

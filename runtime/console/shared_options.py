@@ -65,11 +65,7 @@ def option(
 def require_option(
     values: Mapping[str, Any], needed: str, *, for_options: Sequence[str], reason: str
 ) -> None:
-    """Refuses options that have no effect without another one.
-
-    Raises:
-        UsageError: One of them is given, and the other is not.
-    """
+    """Raises UsageError for options that have no effect without another one."""
     for name in for_options:
         if values[name] is not None and values[name] is not False and values[needed] is None:
             raise UsageError(f"--{name.replace('_', '-')} needs --{needed}: {reason}")
@@ -293,11 +289,7 @@ def require_one_stream(out: Path, *, as_json: bool) -> None:
 
 
 def open_job(chosen: JobOptions, options: Mapping[str, Any]) -> Job:
-    """Opens the job that `job_options` describe.
-
-    Raises:
-        TransferryError: The bundle, the input or an option cannot be used.
-    """
+    """Opens the job that `job_options` describe."""
     as_json = options["as_json"] and not options["dry_run"]
     require_one_stream(options["out"], as_json=as_json)
     fleet = RayOptions(**given(options, RayOptions))

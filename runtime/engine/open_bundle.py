@@ -193,11 +193,7 @@ class OpenBundle:
 
     @property
     def model(self) -> Model:
-        """The model on the first device.
-
-        Raises:
-            UsageError: The engine is closed.
-        """
+        """The model on the first device; raises UsageError if the engine is closed."""
         if not self.models:
             raise UsageError(f"{self!r} has no models any more; load the bundle again")
         return self.models[0]
@@ -214,11 +210,7 @@ class OpenBundle:
 
     @property
     def decoders(self) -> Sequence[ServedDecoder]:
-        """The decoder on each device.
-
-        Raises:
-            UsageError: The bundle is encoder-only.
-        """
+        """The decoder on each device; raises UsageError if the bundle is encoder-only."""
         _ = self.model
         decoders = [model for model in self.models if not isinstance(model, EncoderModel)]
         if not decoders:
@@ -235,11 +227,7 @@ class OpenBundle:
 
     @property
     def encoders(self) -> Sequence[EncoderModel]:
-        """The encoder-only model on each device.
-
-        Raises:
-            UsageError: The bundle is not encoder-only.
-        """
+        """The encoder-only model on each device; raises UsageError for other bundles."""
         _ = self.model
         encoders = [model for model in self.models if isinstance(model, EncoderModel)]
         if not encoders:
@@ -255,15 +243,11 @@ class OpenBundle:
         return GenerationOptions(**self.bundle.manifest.generation)
 
     def options(self, options: GenerationOptions | None = None, **named: Any) -> GenerationOptions:
-        """Returns generation options with named fields changed.
+        """Returns generation options with named fields changed; by default of the bundle's own.
 
         `suppress` adds to the suppressed tokens, and may hold text beside token ids. A text is
-        forbidden by its own tokens, both as it stands and after a blank: a single token everywhere,
-        several as a sequence. Other tokens may still spell it.
-
-        Args:
-            options: The other fields; see `generation_options`. Default: those of the bundle.
-            **named: Fields of GenerationOptions.
+        forbidden by its own tokens, both without and with a blank before it: a single token
+        everywhere, several as a sequence. Other tokens may still spell it.
 
         Raises:
             UsageError: A field is unknown or has another type, or the fields conflict.
@@ -340,13 +324,9 @@ class OpenBundle:
         compute: Callable[[AnyModel, list[Row]], list[Answer]],
         models: Sequence[AnyModel],
     ) -> Results[Answer]:
-        """Computes inputs in batches, in order.
+        """Computes inputs in batches on models (`decoders` or `encoders`), in order.
 
-        Args:
-            inputs: Of any number.
-            prepare: See `worker_pool.in_order`.
-            compute: Computes a batch on one of the models.
-            models: `decoders` or `encoders`.
+        `prepare` is as in `worker_pool.in_order`; `compute` computes a batch on one of the models.
         """
         workers = [batch_worker(partial(compute, model)) for model in models] * self.replicas
         return Results(self.answers(inputs, prepare, workers, self.batches.rows, _itself))
@@ -370,12 +350,8 @@ class OpenBundle:
     ) -> Iterator[Answer]:
         """Yields answers while the weights are still those that were hashed.
 
-        Args:
-            inputs: Of any number.
-            prepare: See `worker_pool.in_order`, and so the others.
-            workers: One for each replica.
-            slots: Rows computed at once.
-            key: What an answer depends on, where equal inputs have equal answers.
+        Equal inputs share an answer where `key` gives the part of an input that decides it; the
+        other arguments are those of `worker_pool.in_order`.
         """
         if key is None:
             found = in_order(inputs, prepare, workers, slots, self.batches, self._waiting)
@@ -447,13 +423,8 @@ def verify(
 ) -> ParityReport:
     """Opens a bundle and compares it with its own recorded answers.
 
-    Args:
-        folder: The bundle.
-        variant: Name of the variant; by default the one that is served (see `fastest`).
-        options: How to open it; by default on the CPU.
-
-    Returns:
-        The report; `ParityReport.require` raises ParityError unless it passed.
+    By default it compares the variant that is served (see `fastest`), on the CPU;
+    `ParityReport.require` raises ParityError unless the report passed.
 
     Raises:
         InputError: The bundle is damaged.

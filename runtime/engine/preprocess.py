@@ -91,12 +91,10 @@ class Preprocessor:
         long_rows: LongRows = "error",
         reserve: int = 0,
     ) -> list[EncodedRow]:
-        """Encodes rows, in order.
+        """Encodes rows, in order; errors in the place of texts stay.
 
-        Args:
-            texts: Texts, and errors in the place of texts.
-            long_rows: "truncate" cuts a text that is too long; else it is an error.
-            reserve: Positions to leave free when truncating.
+        A text that is too long is an error, or with "truncate" cut so that `reserve` positions are
+        free.
         """
         room = max(0, self.positions - (reserve if long_rows == "truncate" else 0))
         plain = [text.text if isinstance(text, InLanguages) else text for text in texts]
@@ -199,22 +197,14 @@ def too_long(tokens: int, positions: int, about: str = "") -> RowError:
 
 
 def checked_texts(texts: Iterable[Any]) -> Iterator[Any]:
-    """Yields texts, or pairs of texts, as they are.
-
-    Raises:
-        UsageError: One text is given in the place of several, or something else than a text.
-    """
+    """Yields texts, or pairs of texts; raises UsageError for a single text or another value."""
     if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
         raise UsageError(f"texts must be several, such as a list, found {shown(texts)}")
     return map(_checked_text, texts)
 
 
 def checked_pairs(pairs: Iterable[Any]) -> Iterator[Any]:
-    """Yields pairs of texts as they are; refuses a string of two letters.
-
-    Raises:
-        UsageError: As `checked_texts`, or something else than a pair.
-    """
+    """Yields pairs of texts; raises UsageError for another value, such as two letters."""
 
     def checked(pair: Any) -> Any:
         if type(pair) is not tuple or len(pair) != 2:
@@ -235,13 +225,7 @@ def _checked_text(text: Any) -> Any:
 def in_languages(
     texts: Iterable[Any], source: str | None, target: str | None, special: SpecialTokens
 ) -> Iterable[Any]:
-    """Gives languages to texts that have none of their own.
-
-    Args:
-        texts: Texts, `InLanguages`, errors and prompts.
-        source: Language of the texts; None is the bundle's own.
-        target: Language of the answers, likewise.
-        special: Special tokens of the bundle.
+    """Gives languages to texts without languages of their own; None is the bundle's own.
 
     Raises:
         UsageError: There is no such language.
@@ -262,11 +246,7 @@ def in_languages(
 
 
 def check_long_rows(long_rows: LongRows, conflict: str = "") -> None:
-    """Rejects a treatment of long rows that is not possible here.
-
-    Args:
-        long_rows: The treatment.
-        conflict: What excludes "split", if anything does.
+    """Rejects a treatment of long rows, and "split" where `conflict` excludes it.
 
     Raises:
         UsageError: The treatment is unknown or excluded, or its library is not installed.
@@ -286,11 +266,7 @@ def check_long_rows(long_rows: LongRows, conflict: str = "") -> None:
 
 
 def sentences(text: str) -> list[str]:
-    """Splits a text of any language into sentences, which together are the text.
-
-    Raises:
-        UsageError: sentencex is not installed.
-    """
+    """Splits a text of any language into sentences, which together are the text."""
     try:
         import sentencex
     except ModuleNotFoundError as error:

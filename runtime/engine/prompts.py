@@ -64,11 +64,7 @@ def _checked_ids(ids: list[Any], size: int) -> list[int]:
 
 
 def checked_prompts(texts: Iterable[Source]) -> Iterator[Encodable]:
-    """Yields texts and errors as they are, and chats and token ids as prompts.
-
-    Raises:
-        UsageError: One input is given in the place of several, or something else.
-    """
+    """Yields texts and errors, and chats and token ids as prompts; refuses other values."""
     if isinstance(texts, Mapping | Prompt | InLanguages):
         raise UsageError(f"texts must be several, such as a list, found {shown(texts)}")
     checked_texts(texts)
@@ -100,19 +96,10 @@ def _as_json(values: Sequence[Any]) -> str:
 def encode_prompt(
     prompt: Prompt, tokenizer: AnyTokenizer, positions: int, long_rows: LongRows, reserve: int
 ) -> EncodedRow:
-    """Encodes a prompt, or says why it cannot be.
+    """Encodes a prompt of at most `positions` tokens; its result may be an error.
 
-    Args:
-        prompt: The prompt.
-        tokenizer: The bundle's tokenizer.
-        positions: Limit on the tokens.
-        long_rows: "truncate" cuts token ids that are too many. A chat ends with the turn to be
-            answered, so it is never cut.
-        reserve: Positions to leave free when truncating.
-
-    Raises:
-        InputError: The chat template takes too long.
-        UsageError: There is no chat template, or jinja2 is not installed.
+    "truncate" cuts token ids and leaves `reserve` positions free. A chat ends with the turn to be
+    answered, so it is never cut. Raises as `Prompt.encode`, except for ChatError.
     """
     if not prompt.text.strip():
         return EncodedRow(prompt.text, error=RowError("empty", "there is no text to work on"))

@@ -22,8 +22,8 @@ _OVERHEAD = 32
 class Repeats(Generic[Input, Answer]):
     """Gives an input that was answered before its answer again.
 
-    An answer depends on its input alone, so this changes no answer, only the work. The answers
-    that were not asked for longest are forgotten first.
+    An answer depends on its input alone, so this changes only the work. The answers that were not
+    used for longest are forgotten first.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Repeats(Generic[Input, Answer]):
 
         Args:
             prepare: See `worker_pool.in_order`; gives one item or answer for each input.
-            key: What an answer depends on, hashable.
+            key: Returns the hashable part of an input that decides its answer.
         """
         self._prepare, self._key = prepare, key
         self._known: OrderedDict[Any, tuple[Answer, int]] = OrderedDict()

@@ -33,9 +33,9 @@ Worker: TypeAlias = Callable[[Take[Row], int], Iterable[tuple[WorkItem[Row], Ans
 class WorkQueue(Generic[Row, Answer]):
     """Work items on their way to the replicas, and the answers on their way back.
 
-    The reader may be interrupted anywhere: a lock that it takes could then be held for ever. So
-    reader and replicas share no lock of Python's, only queues written in C, which Python documents
-    as safe there. The reader sends its changes to the replicas, which have a lock among themselves.
+    The reader may be interrupted anywhere, and could then hold a lock for ever. So reader and
+    replicas share only queues written in C, which Python documents as safe there. The reader sends
+    its changes to the replicas, which have a lock among themselves.
 
     Attributes:
         stopped: No more answers are needed; replicas look at it between two answers.
@@ -46,9 +46,8 @@ class WorkQueue(Generic[Row, Answer]):
 
         Args:
             tokens: Limit on the tokens taken at once, padding counted.
-            workers: Number of replicas. Each takes its share of the waiting items at most, but not
-                less than `SMALLEST_SHARE`: of the last rows one replica would otherwise take all,
-                and the others would be idle.
+            workers: Number of replicas. Each takes at most its share of the waiting items, but at
+                least `SMALLEST_SHARE`: one replica would otherwise take all of the last rows.
         """
         self._tokens, self._workers = tokens, workers
         self.stopped = self._closed = False
@@ -103,25 +102,17 @@ class WorkQueue(Generic[Row, Answer]):
         self._closed = True
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Tells the replicas that no more answers are needed.
-
-        Args:
-            error: Raised where the answers are read.
-        """
+        """Tells the replicas to stop; readers of answers get the error."""
         self._error = self._error or error
         self.stopped = True
         self.close()  # wakes the replica that waits
         self._finished.put(None)
 
     def run(self, worker: Worker[Row, Answer], rows: int) -> None:
-        """Computes as one of the replicas, until there are no more items.
+        """Computes as one of the replicas, at first `rows` at once, until there are no more items.
 
         If memory runs out, unfinished items return to the queue and the worker continues with half
         as many rows at once.
-
-        Args:
-            worker: Computes items.
-            rows: How many at once, at first.
         """
         try:
             while True:
@@ -160,9 +151,7 @@ class WorkQueue(Generic[Row, Answer]):
     ) -> Iterator[Answer]:
         """Yields the answers to rows in order, waiting for each, and forgets them at the end.
 
-        Args:
-            rows: Items that were put, and answers that need no model.
-            waiting: See `in_order`.
+        Rows are items that were put, and answers that need no model; for `waiting` see `in_order`.
         """
         items: set[WorkItem[Row]] = set()
         for row in rows:

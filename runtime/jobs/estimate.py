@@ -58,15 +58,7 @@ class Estimate:
 
 
 def estimate(job: Job, most: int = SAMPLE) -> Estimate:
-    """Reads all rows, computes some drawn at random, and writes nothing.
-
-    Args:
-        job: The job.
-        most: Rows to compute.
-
-    Raises:
-        InputError: The input cannot be read.
-    """
+    """Reads all rows, computes at most `most` drawn at random, and writes nothing."""
     draw, sample, rows = random.Random(0), list[InputRow](), 0
     for row in job.rows(*job.row_range):  # algorithm R: each row is drawn as likely as any other
         rows += 1

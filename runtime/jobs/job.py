@@ -98,14 +98,10 @@ class Runner:
         add: Callable[[Tally], None],
         watch: Callable[[Summary], None],
     ) -> None:
-        """Finishes every chunk that is not finished yet.
+        """Finishes every chunk that is not finished yet; the journal has all of them afterwards.
 
-        Args:
-            job: The job.
-            journal: Its finished chunks; has all of them afterwards.
-            summary: Counts; the runner keeps `saved` up to date.
-            add: Adds counts to the summary; raises InputError after too many errors.
-            watch: See `Job.run`.
+        The runner keeps `summary.saved` up to date. `add` adds counts to the summary, and raises
+        InputError after too many errors; for `watch` see `Job.run`.
         """
         rows, first, most = job.rows(*job.row_range), job.row_range[0], job.options.chunk_rows
         for chunk in journal.chunks:
@@ -273,7 +269,7 @@ class Job:
 
     @cached_property
     def row_range(self) -> tuple[int, int | None]:
-        """The job's first row, and a row that comes after its last; None where nobody knows one."""
+        """The job's first row, and a row that comes after its last; None if unknown."""
         if self.options.partition is None:
             return 0, self.options.limit
         number, partitions = fraction(self.options.partition)

@@ -140,14 +140,9 @@ class Journal:
         return bool(self.chunks) and self.chunks[-1].rows < chunk_rows
 
     def begin(self, fingerprint: Fingerprint, *, force: bool) -> str:
-        """Resumes the job if it was interrupted, or starts it.
+        """Resumes the job if it was interrupted, or starts it; returns a note for the user, or "".
 
-        Args:
-            fingerprint: Everything that decides the output, as JSON values.
-            force: Discard the finished chunks of another job.
-
-        Returns:
-            A note for the user, or "".
+        `force` discards the finished chunks of another job.
 
         Raises:
             InputError: The finished chunks belong to another job, or to another format of folder.
@@ -237,8 +232,7 @@ class Journal:
     def read(self) -> str:
         """Reads the finished chunks and truncates the journal where one is torn or damaged.
 
-        Returns:
-            A note for the user, or "".
+        Returns a note for the user, or "".
         """
         path = self.folder / JOURNAL
         content = read_bytes(path) if path.exists() else b""

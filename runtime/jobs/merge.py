@@ -79,15 +79,12 @@ class _Partition:
 
 
 def merge(paths: Sequence[Path], out: Path, *, force: bool = False) -> Summary:
-    """Joins the outputs of all partitions of a job.
+    """Joins the outputs of all partitions of a job; returns the summary of all together.
 
     Args:
         paths: The outputs, in any order, each with its summary beside it.
-        out: The joined output, in the same format; "-" is standard output, without a summary.
+        out: The joined output, in the same format, with a summary; "-" is standard output.
         force: Replace `out` if it exists.
-
-    Returns:
-        The summary of all partitions together; it is written beside `out` too.
 
     Raises:
         InputError: A partition is missing, given twice, of another job or changed; or `out` cannot

@@ -39,10 +39,6 @@ def check_output(
         foreign_folder: Returns the fault of an existing job folder, see `require_own`; None for a
             command without a job folder and settings.
         what: Noun for the inputs in the message.
-
-    Raises:
-        InputError: A name cannot be written.
-        UsageError: A file must not be replaced.
     """
     if output == STANDARD_STREAM:
         require_apart([output], inputs, what)

@@ -67,14 +67,8 @@ def ray_job(
 
     The output is a folder of chunks, each named by the number of its first row and itself a whole
     file of the format: in the order of their names they have the bytes of a plain job, whatever
-    stops the job or kills a worker. All workers must see the folders of input and output.
-
-    Args:
-        load: Opens the engine, here and on each worker.
-        inputs: Files of the rows, see `Job`.
-        output: Folder of the chunks.
-        options: Settings of the job.
-        ray_options: Settings of the workers.
+    stops the job or kills a worker. All workers must see the folders of input and output. `load`
+    opens the engine, here and on each worker.
 
     Raises:
         InputError: The bundle or the input cannot be used.
@@ -421,11 +415,7 @@ def read_chunks(
 
 
 def import_ray() -> Any:
-    """Returns ray, with ray.data.
-
-    Raises:
-        UsageError: It is not installed.
-    """
+    """Returns ray, with ray.data; raises UsageError where it is not installed."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:

@@ -87,11 +87,7 @@ class HeadTask(Task):
 
 
 def head_of(engine: OpenBundle, task: str) -> HeadSettings:
-    """Returns the settings of the head that a task needs.
-
-    Raises:
-        UsageError: The bundle has no such head.
-    """
+    """Returns the head's settings; raises UsageError for a bundle that cannot do the task."""
     _ = engine.encoder  # refuses other architectures
     head = engine.bundle.manifest.head
     if head is None or task not in engine.tasks:
@@ -199,8 +195,7 @@ def encode_pairs(
 ) -> list[EncodedRow]:
     """Encodes texts, and pairs joined as the tokenizer's template says.
 
-    Raises:
-        UsageError: There are pairs, and the tokenizer does not join pairs.
+    Raises UsageError for pairs that the tokenizer does not join.
     """
     firsts = preprocessor.encode([first for first, _ in pairs], long_rows)
     if all(second is None for _, second in pairs):

@@ -143,7 +143,7 @@ class Task(ABC):
     width = 0
 
     def __init__(self, engine: OpenBundle, options: Any, layout: Layout) -> None:
-        """Prepares the task for an input.
+        """Prepares the task for an input; raises UsageError where the bundle cannot do it.
 
         Raises:
             InputError: The input lacks a column.
@@ -169,13 +169,7 @@ class Task(ABC):
         return row.text
 
     def run(self, engine: Any, rows: Iterator[Any], first: int) -> Iterator[Any]:
-        """Yields the result of each row, in order.
-
-        Args:
-            engine: An engine of the bundle.
-            rows: Results of `given`.
-            first: Number of the first row in the whole input.
-        """
+        """Yields the result of each row of `given`, in order; the first row has a number."""
         method = getattr(engine, self.name.replace("-", "_"))
         found: Iterator[Any] = method(rows, long_rows=self.long_rows, **self.arguments)
         return found

@@ -173,11 +173,7 @@ def _told(path: Source, kind: str, pyarrow: Any) -> Iterator[None]:
 
 
 def import_pyarrow(kind: str = "Parquet") -> Any:
-    """Returns pyarrow, with pyarrow.parquet.
-
-    Raises:
-        UsageError: It is not installed.
-    """
+    """Returns pyarrow, with pyarrow.parquet; raises UsageError where it is not installed."""
     try:
         import pyarrow
         import pyarrow.ipc

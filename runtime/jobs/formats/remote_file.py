@@ -25,11 +25,7 @@ def is_url(text: str) -> bool:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file elsewhere, which is read as it streams in and never stored.
-
-    Attributes:
-        url: Such as s3://bucket/rows.jsonl.gz.
-    """
+    """A file elsewhere, by URL, which is read as it streams in and never stored."""
 
     url: str
 
@@ -120,11 +116,7 @@ def _of_a_back_end(error: Exception) -> bool:
 
 
 def import_fsspec(url: str) -> Any:
-    """Returns fsspec.
-
-    Raises:
-        UsageError: It is not installed.
-    """
+    """Returns fsspec; raises UsageError where it is not installed."""
     try:
         import fsspec
     except ModuleNotFoundError as error:

@@ -53,20 +53,11 @@ class RowWriter(ABC):
 
     @abstractmethod
     def write(self, records: Iterable[Record], file: BinaryIO) -> None:
-        """Writes records to a file, which is a whole one of the format and stays open.
-
-        Args:
-            records: `id`, fields passed through, fields of the result, perhaps `error`.
-            file: An empty file.
-        """
+        """Writes records to an empty file, which stays open and is a whole file of the format."""
 
     @abstractmethod
     def join(self, files: Sequence[Path], file: BinaryIO) -> None:
-        """Writes the records of several files, in order, as one file.
-
-        Raises:
-            InputError: A file cannot be read, or was not written by this writer.
-        """
+        """Writes the records of several files of this writer, in order, as one file."""
 
     def admit(self, row: InputRow) -> InputRow:
         """Returns the row as the output can hold it, with an error for a field it cannot hold."""
