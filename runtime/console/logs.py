@@ -11,6 +11,14 @@ def logs_json() -> bool:
     return os.environ.get("TRANSFERRY_LOG") == "json"
 
 
+def log_every() -> float:
+    """Seconds between two lines of progress: TRANSFERRY_LOG_EVERY, or 30."""
+    try:
+        return float(os.environ.get("TRANSFERRY_LOG_EVERY", ""))
+    except ValueError:
+        return 30.0
+
+
 def log_line(message: str, level: str = "info", **fields: Any) -> str:
     """Returns a message as a line of JSON, with the time in UTC."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from transferry.runtime.console.group import COMMAND_LINE
-from transferry.runtime.console.logs import as_logged, logs_json
+from transferry.runtime.console.logs import as_logged, log_every, logs_json
 from transferry.runtime.errors import BadRowsError
 from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.jobs.formats.remote_file import RemoteFile
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from transferry.runtime.jobs.job import Job
     from transferry.runtime.jobs.summary import Summary
 
-# Seconds between two lines of progress, between two updates of a bar, and of the time over which a
-# rate is taken: rows come in batches, and the first ones say little of the rest.
-LOG_EVERY, SHOW_EVERY, WINDOW = 30.0, 0.2, 30.0
+# Seconds between two updates of a bar, and of the time over which a rate is taken: rows come in
+# batches, and the first ones say little of the rest.
+SHOW_EVERY, WINDOW = 0.2, 30.0
 # Share of the total from which on the rest is estimated before a window is full, and the least
 # width of a bar: notes that leave it no room are not shown.
 ENOUGH, LEAST_BAR = 0.01, 6
@@ -74,11 +74,17 @@ class Progress:
         phase: Words for the current phase.
     """
 
-    def __init__(self, unit: str = "") -> None:
+    def __init__(
+        self,
+        unit: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        tell: Callable[..., None] = say,
+    ) -> None:
         self.unit, self.phase = unit, ""
         self._bar: Any = None
+        self._clock, self._tell = clock, tell
         self._terminal = sys.stderr.isatty() and not logs_json()
-        self._every = SHOW_EVERY if self._terminal else LOG_EVERY
+        self._every = SHOW_EVERY if self._terminal else log_every()
         self._shown = 0.0
         self._samples: deque[tuple[float, int]] = deque()
 
@@ -99,7 +105,7 @@ class Progress:
             note: Further words.
             seconds_left: Time until a limit ends the phase.
         """
-        now = time.monotonic()
+        now = self._clock()
         if phase != self.phase:
             self.close()
             self.phase, self._samples = phase, deque()
@@ -118,7 +124,7 @@ class Progress:
         else:
             share = "" if not total else f" of {total:,} ({100 * done // total} %)"
             line = f"{phase}: " + ", ".join([f"{done:,}{share}", *told])
-            say(line, phase=phase, done=done, total=total)
+            self._tell(line, phase=phase, done=done, total=total)
 
     def _pace(self, now: float, done: int, total: int | None, seconds_left: float) -> Iterator[str]:
         """Yields the rate of the last half minute, and the time that is left at that rate."""

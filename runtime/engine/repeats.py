@@ -27,15 +27,19 @@ class Repeats(Generic[Input, Answer]):
     """
 
     def __init__(
-        self, prepare: Callable[[list[Input]], list[Any]], key: Callable[[Input], Any]
+        self,
+        prepare: Callable[[list[Input]], list[Any]],
+        key: Callable[[Input], Any],
+        most_tokens: int = MOST_TOKENS,
     ) -> None:
         """Watches a stream.
 
         Args:
             prepare: See `worker_pool.in_order`; gives one item or answer for each input.
             key: Returns the hashable part of an input that decides its answer.
+            most_tokens: Limit on the size of the answers that are remembered.
         """
-        self._prepare, self._key = prepare, key
+        self._prepare, self._key, self._most_tokens = prepare, key, most_tokens
         self._known: OrderedDict[Any, tuple[Answer, int]] = OrderedDict()
         self._tokens = 0
         # Key of each input whose answer is still to come, and whether it came before.
@@ -73,6 +77,6 @@ class Repeats(Generic[Input, Answer]):
         size = _OVERHEAD + answer.size
         self._known[key] = answer, size
         self._tokens += size
-        while self._tokens > MOST_TOKENS:
+        while self._tokens > self._most_tokens:
             _, (_, size) = self._known.popitem(last=False)
             self._tokens -= size

@@ -39,9 +39,10 @@ class ChunkFolder(Journal):
         rf"job\.json(\.tmp)?|journal\.jsonl|beside\.tmp|(chunks|shards)(\.old)?|notes|{TEMPORARY}"
     )
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, look_every: float = LOOK_EVERY) -> None:
         """Reads nothing yet."""
         super().__init__(folder)
+        self.look_every = look_every
         self.outputs, self.notes = folder / CHUNKS, folder / "notes"
 
     def begin(self, fingerprint: Fingerprint, *, force: bool) -> str:
@@ -77,7 +78,7 @@ class ChunkFolder(Journal):
             def note(summary: Summary) -> None:
                 nonlocal rows, noted
                 more = summary.rows + summary.ahead - rows
-                if more > 0 and (now := time.monotonic()) - noted >= LOOK_EVERY:
+                if more > 0 and (now := time.monotonic()) - noted >= self.look_every:
                     file.write(b"." * more)
                     rows, noted = rows + more, now
 

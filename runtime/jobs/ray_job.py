@@ -30,7 +30,7 @@ from transferry.runtime.hardware import usable_cores
 from transferry.runtime.io.atomic import sync_folder
 from transferry.runtime.io.folders import replace_folder
 from transferry.runtime.io.outputs import STANDARD_STREAM
-from transferry.runtime.jobs.chunk_folder import LOOK_EVERY, ChunkFolder
+from transferry.runtime.jobs.chunk_folder import ChunkFolder
 from transferry.runtime.jobs.formats.columnar import ParquetReader
 from transferry.runtime.jobs.formats.readers import read_rows
 from transferry.runtime.jobs.formats.rows import InputRow
@@ -236,11 +236,11 @@ def _hushed() -> Iterator[None]:
 def watching(
     folder: ChunkFolder, summary: Summary, watch: Callable[[Summary], None]
 ) -> Iterator[None]:
-    """Calls `watch` every second in a thread, with the rows of unfinished chunks included."""
+    """Calls `watch` regularly in a thread, with the rows of unfinished chunks included."""
     ended = threading.Event()
 
     def look() -> None:
-        while not ended.wait(LOOK_EVERY):
+        while not ended.wait(folder.look_every):
             ahead = folder.unfinished()
             note = "" if summary.rows + ahead else "starting Ray and its workers"
             watch(replace(summary, ahead=ahead, note=note))

@@ -126,7 +126,7 @@ def open_writer(
     fields = _table_columns(kind, format, n_best=n_best)
     if format == "parquet":
         schema = _schema(rows, passed, fields, width)
-        return _ParquetWriter(format=format, columns=passed, schema=schema)
+        return ParquetWriter(format=format, columns=passed, schema=schema)
     names = ("id", *passed, *fields)
     writer, joined = (_LineWriter, _csv) if format == "csv" else (_TsvWriter, _tsv)
     return writer(
@@ -313,16 +313,23 @@ class _NpyWriter(RowWriter):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ParquetWriter(RowWriter):
-    """A column for the id and for each field of the input and the result."""
+class ParquetWriter(RowWriter):
+    """A column for the id and for each field of the input and the result.
+
+    Attributes:
+        schema: Names and Arrow types of the columns.
+        group: Rows of a row group.
+    """
 
     schema: Any
+    group: int = ROW_GROUP
 
     def write(self, records: Iterable[Record], file: BinaryIO) -> None:
+        """Writes records in groups of rows."""
         pyarrow = import_pyarrow()
         writer = pyarrow.parquet.ParquetWriter(file, self.schema)
         rows = (_cells(record, self.schema.names) for record in records)
-        while group := list(islice(rows, ROW_GROUP)):
+        while group := list(islice(rows, self.group)):
             arrays = []
             for kind, column in zip(self.schema.types, zip(*group, strict=True), strict=True):
                 values: Iterable[Any] = column
@@ -333,10 +340,11 @@ class _ParquetWriter(RowWriter):
         writer.close()
 
     def join(self, files: Sequence[Path], file: BinaryIO) -> None:
+        """Writes the rows of several files in groups of the same sizes as `write`."""
         pyarrow = import_pyarrow()
         with pyarrow.parquet.ParquetWriter(file, self.schema) as writer:
             batches = chain.from_iterable(map(self._batches, files))
-            for group in _row_groups(batches):
+            for group in _row_groups(batches, self.group):
                 table = pyarrow.Table.from_batches(group).cast(self.schema)
                 # Else the pages would show where batches ended.
                 writer.write_table(table.combine_chunks())
@@ -345,7 +353,7 @@ class _ParquetWriter(RowWriter):
         with opened_parquet(path) as file:
             if not file.schema_arrow.equals(self.schema):
                 raise InputError(f"{path} has other columns than its job writes; run the job again")
-            yield from file.iter_batches(ROW_GROUP, use_threads=False)
+            yield from file.iter_batches(self.group, use_threads=False)
 
     def _holds_id(self, id: int | str) -> bool:
         import pyarrow
@@ -358,14 +366,14 @@ class _ParquetWriter(RowWriter):
         return True
 
 
-def _row_groups(batches: Iterable[Any]) -> Iterator[list[Any]]:
-    """Regroups batches of at most `ROW_GROUP` rows: each list but the last has that many."""
+def _row_groups(batches: Iterable[Any], most: int) -> Iterator[list[Any]]:
+    """Regroups batches of at most `most` rows: each list but the last has that many."""
     group: list[Any] = []
-    room = ROW_GROUP
+    room = most
     for batch in batches:
         if batch.num_rows >= room:
             yield [*group, batch.slice(0, room)]
-            batch, group, room = batch.slice(room), [], ROW_GROUP
+            batch, group, room = batch.slice(room), [], most
         if batch.num_rows:
             group.append(batch)
             room -= batch.num_rows

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from transferry import BatchOptions, Engine, GenerationOptions, RowError
-from transferry.runtime.engine import repeats
 from transferry.runtime.engine.preprocess import WorkItem
 from transferry.runtime.engine.repeats import Repeats
 from transferry.runtime.engine.tasks.generate import GenerationResult
@@ -17,7 +16,9 @@ from transferry.runtime.engine.worker_pool import batch_worker, in_order
 GREEDY = GenerationOptions(max_length=8, no_repeat_ngram=1)
 
 
-def answered(inputs: list[Any], window: int, computed: list[Any]) -> list[GenerationResult]:
+def answered(
+    inputs: list[Any], window: int, computed: list[Any], most_tokens: int = 1 << 20
+) -> list[GenerationResult]:
     """Answers inputs through a table; notes what is computed."""
 
     def prepare(window: list[Any]) -> list[WorkItem[Any] | GenerationResult]:
@@ -30,7 +31,7 @@ def answered(inputs: list[Any], window: int, computed: list[Any]) -> list[Genera
         computed.extend(rows)
         return [GenerationResult(row, len(row)) for row in rows]
 
-    table: Repeats[Any, GenerationResult] = Repeats(prepare, lambda each: each)
+    table: Repeats[Any, GenerationResult] = Repeats(prepare, lambda each: each, most_tokens)
     options = BatchOptions(rows=3, window=window)
     stream = in_order(inputs, table.prepare, [batch_worker(compute)], 3, options)
     return list(table.watch(stream))
@@ -51,14 +52,13 @@ def test_each_row_is_computed_once(window: int) -> None:
     assert sum(not each.repeated for each in found if each.error is None) == len(computed)
 
 
-def test_the_table_forgets_what_was_asked_for_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeats, "MOST_TOKENS", 5 * 33)
+def test_the_table_forgets_what_was_asked_for_longest_ago() -> None:
     computed: list[Any] = []
     inputs = [f"{n % 6}" if n % 3 else "x" for n in range(300)]
-    answered(inputs, 1, computed)
+    answered(inputs, 1, computed, 5 * 33)
     assert computed.count("x") < 5, "it was asked for again and again"
     computed.clear()
-    answered([f"{n % 50}" for n in range(300)], 1, computed)
+    answered([f"{n % 50}" for n in range(300)], 1, computed, 5 * 33)
     assert len(computed) == 300, "more than the table holds"
 
 

@@ -5,16 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from transferry.runtime.jobs import chunk_folder
 from transferry.runtime.jobs.chunk_folder import ChunkFolder
 from transferry.runtime.jobs.ray_job import watching
 from transferry.runtime.jobs.summary import Summary
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChunkFolder:
-    monkeypatch.setattr(chunk_folder, "LOOK_EVERY", 0.0)
-    folder = ChunkFolder(tmp_path / "out.jsonl.job")
+def folder(tmp_path: Path) -> ChunkFolder:
+    folder = ChunkFolder(tmp_path / "out.jsonl.job", look_every=0.0)
     folder.notes.mkdir(parents=True)
     return folder
 
@@ -50,10 +48,7 @@ def test_counts_of_a_killed_run_are_forgotten(folder: ChunkFolder) -> None:
     assert folder.unfinished() == 0
 
 
-def test_a_job_is_watched_while_no_chunk_comes_back(
-    folder: ChunkFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("transferry.runtime.jobs.ray_job.LOOK_EVERY", 0.01)
+def test_a_job_is_watched_while_no_chunk_comes_back(folder: ChunkFolder) -> None:
     summary, seen = Summary(), list[Summary]()
 
     def until(ahead: int) -> Summary:
