@@ -196,11 +196,7 @@ Examples:
     type=FILE,
     help="Folder of the npm package. Default: node_modules here.",
 )
-@option(
-    "--webgpu/--no-webgpu",
-    default=True,
-    help="Use WebGPU in browsers that have it.",
-)
+@option("--webgpu/--no-webgpu", default=True, help="Use WebGPU in browsers that have it.")
 @FORCE
 def page(bundle_folder: Path, out: Path, **options: Any) -> None:
     """Write a static site that runs BUNDLE in the browser.

@@ -21,20 +21,12 @@ from transferry.runtime.console.fields import (
     given,
     together,
 )
-from transferry.runtime.console.group import (
-    CONFIG,
-    FilePath,
-    current_name,
-)
+from transferry.runtime.console.group import CONFIG, FilePath, current_name
 from transferry.runtime.engine.tasks.table import TASKS, option_names
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.outputs import STANDARD_STREAM
 from transferry.runtime.jobs.job_options import JobOptions, RayOptions
-from transferry.runtime.settings import (
-    check_value,
-    read_settings,
-    shown,
-)
+from transferry.runtime.settings import check_value, read_settings, shown
 
 if TYPE_CHECKING:
     from transferry.runtime.decoding.batching import BatchOptions

@@ -27,20 +27,10 @@ from transferry.runtime.engine.preprocess import (
     WorkItem,
     sentences_version,
 )
-from transferry.runtime.engine.prompts import (
-    Encodable,
-    Prompt,
-    encode_prompt,
-)
+from transferry.runtime.engine.prompts import Encodable, Prompt, encode_prompt
 from transferry.runtime.engine.repeats import Repeats
 from transferry.runtime.engine.result import Results
-from transferry.runtime.engine.worker_pool import (
-    Answer,
-    Input,
-    Worker,
-    batch_worker,
-    in_order,
-)
+from transferry.runtime.engine.worker_pool import Answer, Input, Worker, batch_worker, in_order
 from transferry.runtime.errors import ParityError, UsageError, require
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.encoder import EncoderModel
@@ -276,10 +266,7 @@ class OpenBundle:
         }
 
     def encode(
-        self,
-        texts: Sequence[Encodable],
-        options: GenerationOptions,
-        long_rows: LongRows = "error",
+        self, texts: Sequence[Encodable], options: GenerationOptions, long_rows: LongRows = "error"
     ) -> list[EncodedRow]:
         """Encodes the sources or prompts to generate from."""
         # A truncated prompt leaves positions for the prefix and one more token.

@@ -34,13 +34,7 @@ from transferry.runtime.jobs.formats.rows import InputRow, RowReader, hash_rows
 from transferry.runtime.jobs.formats.sources import expand
 from transferry.runtime.jobs.formats.writers import RowWriter, open_writer
 from transferry.runtime.jobs.job_options import JobOptions, fraction
-from transferry.runtime.jobs.journal import (
-    JOB_FORMAT,
-    Chunk,
-    Journal,
-    differences,
-    hash_of_hashes,
-)
+from transferry.runtime.jobs.journal import JOB_FORMAT, Chunk, Journal, differences, hash_of_hashes
 from transferry.runtime.jobs.output_files import (
     BESIDE,
     FOLDER,
@@ -314,10 +308,7 @@ class Job:
             ):
                 self.write(results, file, first, count)
             return summary
-        with (
-            self._telling_saved(summary),
-            self.runner.journal.locked(self.folder) as journal,
-        ):
+        with self._telling_saved(summary), self.runner.journal.locked(self.folder) as journal:
             if self.output.exists() and not self.options.force:
                 finished = self._finished()
                 if journal.former() in (None, self.fingerprint):

@@ -36,12 +36,7 @@ from transferry.runtime.jobs.formats.readers import read_rows
 from transferry.runtime.jobs.formats.rows import InputRow
 from transferry.runtime.jobs.job import RESTORE, Inputs, Job, Runner, open_sources
 from transferry.runtime.jobs.job_options import JobOptions, RayOptions
-from transferry.runtime.jobs.journal import (
-    Chunk,
-    Journal,
-    differences,
-    hash_of_hashes,
-)
+from transferry.runtime.jobs.journal import Chunk, Journal, differences, hash_of_hashes
 from transferry.runtime.jobs.summary import Summary, Tally, read_summary
 from transferry.runtime.stopping import raising
 

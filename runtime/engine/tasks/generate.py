@@ -186,8 +186,7 @@ class Generate(Task):
         kinds = [name for name in named if name != "column"]
         if len(kinds) > 1 or (kinds and "column" in named and not options.chat):
             raise UsageError(
-                *joined_options(named),
-                " exclude each other, since each names the rows; choose one",
+                *joined_options(named), " exclude each other, since each names the rows; choose one"
             )
         if options.system is not None and not options.chat:
             raise UsageError(Option("system"), " has no effect without chat; add --chat")
