@@ -88,7 +88,7 @@ def classify(
 
 
 class _Call(PairCall):
-    task, result = Classify.name, ClassifiedResult
+    task, kind = Classify.name, ClassifiedResult
 
     def answer(self, scores: Scores) -> Mapping[str, Any]:
         kind, labels = self.head.probabilities, self.head.labels

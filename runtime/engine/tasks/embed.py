@@ -7,15 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from transferry.runtime.bundle.head import HeadSettings
-from transferry.runtime.engine.preprocess import (
-    EncodedRow,
-    LongRows,
-    WorkItem,
-    check_long_rows,
-    checked_texts,
-)
+from transferry.runtime.engine.preprocess import EncodedRow, LongRows, WorkItem, checked_texts
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
-from transferry.runtime.engine.tasks.heads import cut_to_longest, default_long_rows
+from transferry.runtime.engine.tasks.heads import EncoderCall, default_long_rows
 from transferry.runtime.engine.tasks.task import (
     Bounds,
     Difference,
@@ -33,7 +27,7 @@ if TYPE_CHECKING:
 
     from transferry.runtime.bundle.bundle import Bundle
     from transferry.runtime.engine.open_bundle import OpenBundle
-    from transferry.runtime.ort.encoder import EncoderModel, EncoderOutput
+    from transferry.runtime.engine.tasks.heads import Scores
 
 Pooling = Literal["mean", "first"]
 
@@ -127,10 +121,8 @@ def embed(
             "split".
     """
     encoders = engine.encoders
-    long_rows = long_rows or default_long_rows(engine)
-    check_long_rows(long_rows, "task embed")
-    task = _Embed(engine, pooling, normalise, prompt, long_rows)
-    return engine.map(checked_texts(texts), task.prepare, task.compute, encoders)
+    call = _Call(engine, pooling, normalise, prompt, long_rows)
+    return engine.map(checked_texts(texts), call.prepare, call.compute, encoders)
 
 
 def embedding_width(engine: OpenBundle, pooling: Pooling | None) -> int:
@@ -140,25 +132,22 @@ def embedding_width(engine: OpenBundle, pooling: Pooling | None) -> int:
     return int(engine.bundle.manifest.model["d_model"])
 
 
-class _Embed:
+class _Call(EncoderCall):
     def __init__(
         self,
         engine: OpenBundle,
         pooling: Pooling | None,
         normalise: bool,
         prompt: str | None,
-        long_rows: LongRows,
+        long_rows: LongRows | None,
     ) -> None:
         import numpy as np
 
-        self.preprocessor, self.long_rows = cut_to_longest(engine), long_rows
-        self.output: EncoderOutput = "hidden"
-        if pooling is None and engine.bundle.embeds:
-            self.output = "head"
+        super().__init__(engine, "embed", long_rows)
+        self.output = "head" if pooling is None and engine.bundle.embeds else "hidden"
         self.pooling, self.normalise = pooling or "mean", normalise
         head = engine.bundle.manifest.head or HeadSettings("embed")
         self.prompt = head.prompt(prompt)
-        self.pad_id = engine.bundle.tokenizer.special.pad_id
         self.no_vector = np.full(embedding_width(engine, pooling), np.nan, np.float32)
 
     def prepare(self, texts: list[str | RowError]) -> list[WorkItem[EncodedRow] | EmbeddingResult]:
@@ -175,14 +164,7 @@ class _Embed:
             for text, row in rows
         ]
 
-    def compute(self, encoder: EncoderModel, rows: list[EncodedRow]) -> list[EmbeddingResult]:
-        from transferry.runtime.decoding.search import pad_sources
-
-        source = pad_sources([row.ids for row in rows], self.pad_id)
-        found = encoder.encode(*source, (self.output,))[self.output]
-        return [self._result(*pair) for pair in zip(rows, found, strict=True)]
-
-    def _result(self, row: EncodedRow, found: NDArray[np.floating[Any]]) -> EmbeddingResult:
+    def result(self, row: EncodedRow, found: Scores) -> EmbeddingResult:
         import numpy as np
 
         if self.output == "head":

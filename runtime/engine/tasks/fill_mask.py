@@ -9,14 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from transferry.runtime.engine.preprocess import (
-    EncodedRow,
-    LongRows,
-    WorkItem,
-    check_long_rows,
-    checked_texts,
-)
+from transferry.runtime.engine.preprocess import EncodedRow, LongRows, WorkItem, checked_texts
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
+from transferry.runtime.engine.tasks.heads import EncoderCall
 from transferry.runtime.engine.tasks.task import (
     LINES,
     Bounds,
@@ -32,12 +27,9 @@ from transferry.runtime.errors import UsageError, require
 from transferry.runtime.settings import MOST, check_value
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from transferry.runtime.bundle.bundle import Bundle
     from transferry.runtime.engine.open_bundle import OpenBundle
-    from transferry.runtime.ort.encoder import EncoderModel
+    from transferry.runtime.engine.tasks.heads import Scores
 
 MASK = "[MASK]"
 Few = Annotated[int, msgspec.Meta(le=MOST)]
@@ -159,19 +151,21 @@ def fill_mask(
         raise UsageError(
             f"the tokenizer of {engine.bundle.folder} has no mask, so nothing is hidden"
         )
-    check_long_rows(long_rows, "task fill-mask")
+    call = _Call(engine, mask, mask_id, top, long_rows)
     check_value("top", top, Few)
     require(top >= 1, "top", "at least 1", top)
-    task = _FillMask(engine, mask, mask_id, top, long_rows)
-    return engine.map(checked_texts(texts), task.prepare, task.compute, encoders)
+    return engine.map(checked_texts(texts), call.prepare, call.compute, encoders)
 
 
-class _FillMask:
+class _Call(EncoderCall):
+    output = "logits"
+
     def __init__(
         self, engine: OpenBundle, mask: str, mask_id: int, top: int, long_rows: LongRows
     ) -> None:
+        super().__init__(engine, FillMask.name, long_rows)
         self.tokenizer = engine.bundle.tokenizer
-        self.mask, self.mask_id, self.top, self.long_rows = mask, mask_id, top, long_rows
+        self.mask, self.mask_id, self.top = mask, mask_id, top
         longest = engine.preprocessor.longest_token
         self.preprocessor = replace(
             engine.preprocessor,
@@ -198,21 +192,14 @@ class _FillMask:
             return FilledMaskResult(row.text, row.tokens, error=error)
         return WorkItem(row, len(row.ids))
 
-    def compute(self, encoder: EncoderModel, rows: list[EncodedRow]) -> list[FilledMaskResult]:
-        from transferry.runtime.decoding.search import pad_sources
-
-        source = pad_sources([row.ids for row in rows], self.tokenizer.special.pad_id)
-        logits = encoder.encode(*source, ("logits",))["logits"]
-        return [self._filled(*pair) for pair in zip(rows, logits, strict=True)]
-
-    def _filled(self, row: EncodedRow, logits: NDArray[np.floating[Any]]) -> FilledMaskResult:
+    def result(self, row: EncodedRow, found: Scores) -> FilledMaskResult:
         import numpy as np
 
         from transferry.runtime.decoding.logits import log_sum_exp, top_k
 
         ids = np.array(row.ids)
         places = np.flatnonzero(ids == self.mask_id)
-        scores = logits[places]
+        scores = found[places]
         if not np.isfinite(scores).all():
             return FilledMaskResult(row.text, len(ids), error=NOT_FINITE, truncated=row.truncated)
         values, tokens = top_k(scores, min(self.top, scores.shape[1]))

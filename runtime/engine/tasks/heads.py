@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transferry.runtime.bundle.bundle import Bundle
     from transferry.runtime.bundle.head import HeadSettings
     from transferry.runtime.engine.open_bundle import OpenBundle
-    from transferry.runtime.ort.encoder import EncoderModel
+    from transferry.runtime.ort.encoder import EncoderModel, EncoderOutput
 
     Floats = NDArray[np.float64]
     Scores = NDArray[np.floating[Any]]
@@ -109,11 +109,37 @@ def cut_to_longest(engine: OpenBundle) -> Preprocessor:
     return replace(preprocessor, positions=min(preprocessor.positions, longest or MOST))
 
 
-def head_scores(encoder: EncoderModel, rows: Sequence[EncodedRow], pad_id: int) -> Any:
-    """Returns the head's scores of each row of a batch."""
-    from transferry.runtime.decoding.search import pad_sources
+class EncoderCall:
+    """A call of a task of an encoder-only model: encodes rows, and makes results of batches.
 
-    return encoder.encode(*pad_sources([row.ids for row in rows], pad_id), ("head",))["head"]
+    Attributes:
+        output: Output of the model for the results.
+    """
+
+    output: EncoderOutput = "head"
+
+    def __init__(self, engine: OpenBundle, task: str, long_rows: LongRows | None) -> None:
+        """Raises UsageError for a treatment of long rows that the task lacks."""
+        self.long_rows = long_rows or default_long_rows(engine)
+        check_long_rows(self.long_rows, f"task {task}")
+        self.preprocessor = cut_to_longest(engine)
+        self.special = engine.bundle.tokenizer.special
+
+    def prepare(self, rows: list[Any]) -> list[Any]:
+        """Returns a work item for each row, or the result of an error."""
+        raise NotImplementedError
+
+    def compute(self, encoder: EncoderModel, rows: list[Any]) -> list[Any]:
+        """Returns the results of a batch of `EncodedRow`."""
+        from transferry.runtime.decoding.search import pad_sources
+
+        source = pad_sources([row.ids for row in rows], self.special.pad_id)
+        found = encoder.encode(*source, (self.output,))[self.output]
+        return [self.result(*pair) for pair in zip(rows, found, strict=True)]
+
+    def result(self, row: Any, found: Scores) -> RowResult:
+        """Returns the result of a row from the output."""
+        raise NotImplementedError
 
 
 def probabilities(scores: Scores, kind: str) -> Floats:
@@ -132,58 +158,48 @@ def probabilities(scores: Scores, kind: str) -> Floats:
 
 
 @dataclass(frozen=True)
-class _PairRow:
+class PairRow(EncodedRow):
     """Token ids of a text or pair, with its second text."""
 
-    row: EncodedRow
-    pair: str | RowError | None
+    pair: str | RowError | None = None
 
 
-class PairCall:
-    """A call of classify or rank: encodes texts and pairs, and makes results of scores.
+class PairCall(EncoderCall):
+    """A call of classify or rank.
 
     Attributes:
+        task: The task.
+        kind: Type of its results.
         head: The head.
     """
 
     task: str
-    result: type[Any]
+    kind: type[Any]
 
     def __init__(self, engine: OpenBundle, long_rows: LongRows | None) -> None:
         """Raises UsageError for a bundle without such a head, or rows that cannot be split."""
         self.head = head_of(engine, self.task)
-        self.long_rows = long_rows or default_long_rows(engine)
-        check_long_rows(self.long_rows, f"task {self.task}")
-        self.preprocessor = cut_to_longest(engine)
+        super().__init__(engine, self.task, long_rows)
 
     def prepare(self, rows: list[Any]) -> list[Any]:
-        """Encodes a window of rows."""
+        """Encodes texts and pairs."""
         pairs: list[Pair] = [row if isinstance(row, tuple) else (row, None) for row in rows]
         encoded = encode_pairs(self.preprocessor, pairs, self.long_rows)
         return [
-            WorkItem(_PairRow(row, second), len(row.ids))
+            WorkItem(PairRow(**vars(row), pair=second), len(row.ids))
             if row.error is None
-            else self.result(row.text, row.tokens, second, error=row.error)
+            else self.kind(row.text, row.tokens, second, error=row.error)
             for row, (_, second) in zip(encoded, pairs, strict=True)
         ]
 
-    def compute(self, encoder: EncoderModel, rows: list[_PairRow]) -> list[Any]:
-        """Computes a batch."""
-        pad_id = self.preprocessor.special.pad_id
-        found = head_scores(encoder, [each.row for each in rows], pad_id)
-        return [self._result(*pair) for pair in zip(rows, found, strict=True)]
-
-    def _result(self, row: _PairRow, scores: Scores) -> RowResult:
+    def result(self, row: PairRow, found: Scores) -> Any:
+        """Returns the answer to scores, or an error unless all are finite."""
         import numpy as np
 
-        text, tokens = row.row.text, len(row.row.ids)
-        result: RowResult
-        if not np.isfinite(scores).all():
-            result = self.result(text, row.row.tokens, row.pair, error=NOT_FINITE)
-        else:
-            named, truncated = self.answer(scores), row.row.truncated
-            result = self.result(text, tokens, row.pair, **named, truncated=truncated)
-        return result
+        if not np.isfinite(found).all():
+            return self.kind(row.text, row.tokens, row.pair, error=NOT_FINITE)
+        named, truncated = self.answer(found), row.truncated
+        return self.kind(row.text, len(row.ids), row.pair, **named, truncated=truncated)
 
     def answer(self, scores: Scores) -> Mapping[str, Any]:
         """Returns the fields of a result."""

@@ -79,7 +79,7 @@ def rank(
 
 
 class _Call(PairCall):
-    task, result = Rank.name, RankedResult
+    task, kind = Rank.name, RankedResult
 
     def answer(self, scores: Scores) -> Mapping[str, Any]:
         return {"score": float(probabilities(scores, self.head.rank)[0])}

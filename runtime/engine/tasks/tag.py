@@ -7,29 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transferry.runtime.bundle.head import Aggregation
-from transferry.runtime.engine.preprocess import (
-    EncodedRow,
-    LongRows,
-    WorkItem,
-    check_long_rows,
-    checked_texts,
-)
+from transferry.runtime.engine.preprocess import EncodedRow, LongRows, WorkItem, checked_texts
 from transferry.runtime.engine.result import NOT_FINITE, Results, RowError, RowResult
 from transferry.runtime.engine.tasks.entities import Tag, tags_of
-from transferry.runtime.engine.tasks.heads import (
-    HeadTask,
-    cut_to_longest,
-    default_long_rows,
-    head_of,
-    head_scores,
-    probabilities,
-)
+from transferry.runtime.engine.tasks.heads import EncoderCall, HeadTask, head_of, probabilities
 from transferry.runtime.engine.tasks.task import Page, RowOptions, columns
 
 if TYPE_CHECKING:
     from transferry.runtime.engine.open_bundle import OpenBundle
     from transferry.runtime.engine.tasks.heads import Scores
-    from transferry.runtime.ort.encoder import EncoderModel
     from transferry.runtime.tokenizer.special_tokens import Place
 
 
@@ -104,45 +90,36 @@ def tag(
 
 
 @dataclass(frozen=True)
-class _TaggedRow:
+class _TaggedRow(EncodedRow):
     """A text as token ids, with the place of each token but the special ones."""
 
-    row: EncodedRow
-    places: Sequence[Place]
+    places: Sequence[Place] = ()
 
 
-class _Call:
+class _Call(EncoderCall):
     def __init__(
         self, engine: OpenBundle, aggregation: Aggregation, long_rows: LongRows | None
     ) -> None:
         self.head, self.aggregation = head_of(engine, "tag"), aggregation
-        self.long_rows = long_rows or default_long_rows(engine)
-        check_long_rows(self.long_rows, "task tag")
-        self.preprocessor = cut_to_longest(engine)
-        self.special = engine.bundle.tokenizer.special
+        super().__init__(engine, "tag", long_rows)
         self.places = engine.bundle.tokenizer.places
 
     def prepare(self, texts: list[str | RowError]) -> list[WorkItem[_TaggedRow] | TaggedResult]:
         return [
-            WorkItem(_TaggedRow(row, self.places(row.text)), len(row.ids))
+            WorkItem(_TaggedRow(**vars(row), places=self.places(row.text)), len(row.ids))
             if row.error is None
             else TaggedResult(row.text, row.tokens, error=row.error)
             for row in self.preprocessor.encode(texts, self.long_rows)
         ]
 
-    def compute(self, encoder: EncoderModel, rows: list[_TaggedRow]) -> list[TaggedResult]:
-        found = head_scores(encoder, [each.row for each in rows], self.special.pad_id)
-        return [self._result(*pair) for pair in zip(rows, found, strict=True)]
-
-    def _result(self, tagged: _TaggedRow, scores: Scores) -> TaggedResult:
+    def result(self, row: _TaggedRow, found: Scores) -> TaggedResult:
         import numpy as np
 
-        row, labels = tagged.row, self.head.labels
         first, last = len(self.special.before), len(row.ids) - len(self.special.after)
-        own = scores[first:last]
+        own = found[first:last]
         if not np.isfinite(own).all():
             return TaggedResult(row.text, len(row.ids), error=NOT_FINITE, truncated=row.truncated)
         values = probabilities(own, "softmax")
-        tags = tags_of(row.text, tagged.places, values, labels, self.aggregation)
+        tags = tags_of(row.text, row.places, values, self.head.labels, self.aggregation)
         best = tuple(values.max(axis=-1, initial=0.0).tolist())
         return TaggedResult(row.text, len(row.ids), tags, best, truncated=row.truncated)
