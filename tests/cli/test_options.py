@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.test_outputs import place as place
 from tests.commands import call
-from tests.test_cli_outputs import place as place
 from transferry.cli import main
 from transferry.runtime.console.group import COMMANDS
 
