@@ -32,6 +32,7 @@ from transferry.runtime.decoding.generation_options import GenerationOptions, ge
 from transferry.runtime.decoding.hypothesis import Hypothesis, length_normalised
 from transferry.runtime.decoding.logits import log_sum_exp
 from transferry.runtime.decoding.search import pad_sources, search
+from transferry.runtime.engine.tasks.fill_mask import FillMask
 from transferry.runtime.errors import InputError
 from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import Model
@@ -71,8 +72,7 @@ class _Score:
     Attributes:
         total: Log-probability of all tokens, in nats.
         largest: The largest magnitude of a logit.
-        spread: How far off the total is where values at a border are rounded otherwise, in nats;
-            0 where that was not tried.
+        spread: Change of the total by rounding values at a border the other way, in nats.
     """
 
     total: float
@@ -345,7 +345,7 @@ class Oracle:
         if fills and mask_id is None:
             raise InputError("expected a tokenizer with a mask, found none; verify without --text")
         comparisons: list[Comparison] = []
-        tally = Tally("fill-mask" if fills or head is None else head.task, self.tolerance)
+        tally = Tally(FillMask.name if fills or head is None else head.task, self.tolerance)
         for row, source in enumerate(sources):
             tokens = np.array([source], np.int64)
             places = np.arange(len(self.special.before), len(source), HIDE_EVERY)

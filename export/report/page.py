@@ -16,6 +16,7 @@ from markupsafe import Markup, escape
 from transferry.export.report import figures, heat_map
 from transferry.export.report.answers import side_by_side
 from transferry.export.report.heat_map import LAYER
+from transferry.runtime.engine.tasks.fill_mask import FillMask
 from transferry.runtime.errors import InputError
 from transferry.runtime.proof.report import FIRST_DIFFERENCES, FIRST_FAULTS, SCHEMA, setting_text
 
@@ -368,7 +369,7 @@ def _growth(record: Mapping[str, Any]) -> Figure | str:
     worst, last = max(known, key=lambda place: float(place["error"])), known[-1]
     own = [_scientific(place["reference_error"]) for place in (worst, last)]
     # An encoder-only model fills in hidden tokens, in no order of steps.
-    filled = any(item["search"] == "fill-mask" for item in record["decisions"])
+    filled = any(item["search"] == FillMask.name for item in record["decisions"])
     title = "Error over hidden tokens" if filled else "Error over decoding steps"
     fed = "" if filled else ", each after the tokens that torch chose or was given"
     text = (

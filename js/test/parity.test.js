@@ -7,7 +7,6 @@ import test from "node:test";
 import { Bundle, Engine } from "../index.js";
 import { installed } from "./onnxruntime.js";
 
-const METHODS = { "fill-mask": "fillMask" };
 const path = process.env.TRANSFERRY_CASES;
 const cases = path ? JSON.parse(readFileSync(path, "utf8")) : { answers: [], ids: [], refused: [] };
 const NONE = path ? false : "TRANSFERRY_CASES names no file; tests/js writes one";
@@ -28,12 +27,12 @@ for (const name of ["onnxruntime-node", "onnxruntime-web"]) {
   test(`${name} gives the records of Python`, { skip }, async (context) => {
     const session = name.endsWith("web") ? { executionProviders: ["wasm"] } : {};
     const engines = new Map();
-    for (const { bundle, variant, task, options, texts, records } of cases.answers) {
+    for (const { bundle, variant, task, method, options, texts, records } of cases.answers) {
       await context.test(`${task} ${JSON.stringify(options)}, ${variant}`, async () => {
         const key = `${bundle} ${variant}`;
         if (!engines.has(key)) engines.set(key, await Engine.load(bundle, { ort, session, variant }));
         const found = [];
-        for await (const record of engines.get(key)[METHODS[task] ?? task](texts, options)) found.push(record);
+        for await (const record of engines.get(key)[method](texts, options)) found.push(record);
         assert.equal(found.length, records.length);
         records.forEach((record, row) => {
           const plain = JSON.parse(JSON.stringify(found[row], (_, value) => (ArrayBuffer.isView(value) ? [...value] : value)));

@@ -202,7 +202,9 @@ def answers_of(
         found = getattr(engine, method)(rows if pairs else texts, **options)
         records = [each.record(options.get("n_best", 1)) for each in found]
     options = {"longRows" if name == "long_rows" else name: options[name] for name in options}
-    case = {"bundle": str(folder), "variant": variant, "task": task, "options": options}
+    first, *rest = task.split("-")  # "fill-mask" is the method fillMask
+    named = {"task": task, "method": first + "".join(map(str.capitalize, rest))}
+    case = {"bundle": str(folder), "variant": variant, **named, "options": options}
     return {**case, "texts": texts, "records": records}
 
 

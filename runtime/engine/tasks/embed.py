@@ -74,7 +74,7 @@ class Embed(Task):
     options = EmbedOptions
     columns = columns(vector="vector")
     formats = ("npy", "parquet", "jsonl", "openai")
-    default_format = "text"  # is refused: nobody wants vectors as JSON by accident
+    default_format = "text"  # not among `formats`: the output of a job must name its format
     page = Page("Embed")
 
     def __init__(self, engine: OpenBundle, options: EmbedOptions, layout: Layout) -> None:
