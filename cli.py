@@ -18,8 +18,9 @@ from typing import Any
 import click
 
 from transferry.build_model.commands import import_, train
-from transferry.export.commands import audit, export, report, verify
-from transferry.export.distillation.commands import distil
+from transferry.export.distillation.distil_command import distil
+from transferry.export.export_command import export
+from transferry.export.proof_commands import audit, report, verify
 from transferry.runtime.console.fields import fields_as_options, given
 from transferry.runtime.console.group import Commands, version_option
 from transferry.runtime.console.progress import run_job, say, show, show_summary

@@ -27,7 +27,7 @@ FLOAT64 = 8  # bytes
 
 @dataclass(frozen=True)
 class Rounded:
-    """A weight that is stored in integers, and what its product does to the input.
+    """A weight stored in integers, and the rounding of its product's input.
 
     Attributes:
         integers: `[outputs, inputs]`, or in blocks `[outputs, blocks, inputs of a block]`.

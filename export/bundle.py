@@ -56,7 +56,7 @@ class Contents:
     """Contents of a bundle besides the portable variant.
 
     Attributes:
-        texts: Sentences for the recorded reference; random tokens if none fits the model.
+        texts: Sentences for the recorded reference; random tokens if no sentence fits the model.
         variants: Names of other variants.
         calibrate: Sentences that an int8 variant is calibrated on.
         one_graph: Beams of a search to add as one graph, 1 for greedy search; 0 leaves it out.

@@ -77,7 +77,7 @@ def describe(recipe: Recipe, graphs: Mapping[str, Graph]) -> Variant:
     specs = {key: graph.spec for key, graph in graphs.items()}
     cache = None
     if (decoder := specs.get("decoder")) is not None:
-        # A state is no KV cache: the keys and values are those of the source.
+        # A state is no KV cache: only the source has keys and values.
         kind = ("state",) if decoder.names("past")[0].endswith(CELL) else ()
         stored = decoder.tensor("cross" if kind else "past").type
         cache = CacheSpec(recipe.fused, stored, *kind)

@@ -132,7 +132,7 @@ class TorchEncoder:
 
     @torch.inference_mode()
     def head(self, hidden: Floats, mask: Mask) -> Floats:
-        """Returns what the head gives for hidden states `[rows, source, d_model]`."""
+        """Returns the head's output for hidden states `[rows, source, d_model]`."""
         states, places = _on_device(self.model, hidden, mask)
         assert self.model.head is not None
         with self._arithmetic:
@@ -141,11 +141,11 @@ class TorchEncoder:
 
 
 def moved_heads(exact: TorchEncoder, mask: Mask, *sides: Tensors) -> tuple[list[Tensors], float]:
-    """Returns what the head gives where hidden states are as far off as torch's are, and its unit.
+    """Returns outputs of the head for hidden states with torch's error, and their unit.
 
-    A head gives few numbers, in which torch may happen to round nothing at all: its own error on
-    one text says little about rounding. And sums may cancel: the unit of its error is the largest
-    number that it gives for random hidden states of the same size.
+    A head outputs few numbers, and torch may by chance round no number: its error on one text
+    says little about rounding. Sums may cancel, too: the unit is the largest output for random
+    hidden states of the same size.
 
     Args:
         exact: The oracle.

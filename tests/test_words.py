@@ -54,7 +54,7 @@ PATTERNS = {
 # A ratchet, lowered to 0: hits that are left, by folder.
 LEFT = {
     "build_model": 125,
-    "export": 146,
+    "export": 89,
     "runtime": 64,
     "benchmarks": 13,
     "tests": 193,

@@ -1,12 +1,12 @@
 """Sequence-level knowledge distillation (Kim and Rush 2016): a student learns a teacher's answers.
 
-    RUN/distilled/rows.jsonl      texts with references, while the teacher answers
-    RUN/distilled/answers.jsonl   the teacher's answers, the output of a job
-    RUN/distilled/valid.jsonl     pairs held out, where there are no validation pairs
-    RUN/distilled/pairs.jsonl     what the student is trained on
+    OUT/distilled/rows.jsonl      texts with references, while the teacher answers
+    OUT/distilled/answers.jsonl   the teacher's answers, the output of a job
+    OUT/distilled/valid.jsonl     pairs held out, where there are no validation pairs
+    OUT/distilled/pairs.jsonl     training pairs of the student
 
-Each file appears whole and in this order; then training begins. So the same call continues after
-any interruption: it does what is not done yet.
+Each file appears whole and in this order; then training begins. The same call continues after any
+interruption with the first step that is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transferry.build_model.train.evaluation import Evaluation
 from transferry.build_model.train.follow import follow, read_files
 from transferry.build_model.train.recipe import PairFiles, TrainingRecipe
 from transferry.build_model.train.train_config import TrainConfig
-from transferry.export.distillation.options import CORPUS, NOT_OF_STUDENT, OF_JOB, SESSION
+from transferry.export.distillation import OF_JOB
 from transferry.export.distillation.pairs import distilled, write_pairs
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST
@@ -45,6 +45,11 @@ from transferry.runtime.settings import read_made, read_settings
 from transferry.runtime.tokenizer.byte_pair import SOURCES, Tokenizer
 
 Show = Callable[..., None]
+CORPUS = ("source", "target", "pairs")
+# Fields of SessionOptions that are options of a distillation.
+SESSION = ("runtime", "provider", "threads", "optimisation")
+# Fields of ModelConfig that are no options: the tokenizer sizes a student, an encoder-decoder.
+NOT_OF_STUDENT = ("vocabulary_size", "architecture")
 
 
 def distil(
@@ -63,13 +68,13 @@ def distil(
 
     Args:
         teacher: Bundle of an encoder-decoder.
-        out: Run folder of the student.
+        out: Checkpoint of the student.
         beam: Beam of the teacher.
         n_best: Hypotheses to choose from by sentence BLEU. Default: as many as the beam where there
             are references, else 1.
         preset: Shape and training settings of the student.
         device: Device to train on: "cpu", "cuda" or "auto".
-        force: Replace the run in `out`.
+        force: Replace the checkpoint in `out`.
         quiet: Print no progress.
         **options: Other options of `transferry distil` by their names, such as
             `source="train.en", target="train.de", max_steps=4000`.
@@ -78,8 +83,8 @@ def distil(
         Validation scores of the student.
 
     Raises:
-        InputError: The bundle, the text or an interrupted run cannot be used, or no answer can.
-        KeyboardInterrupt: It was interrupted; the message says how to continue.
+        InputError: The bundle, the text, the interrupted checkpoint or every answer is unusable.
+        KeyboardInterrupt: The message says how to continue.
         ProviderError: A device cannot run here.
         UsageError: Options do not fit each other or the bundle, or `out` holds something else.
     """
@@ -118,7 +123,7 @@ def distil(
 
 
 def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all options of a distillation; raises UsageError for one that is none."""
+    """Returns all options of a distillation; raises UsageError for an unknown one."""
     fields = [*dataclasses.fields(TrainConfig), *dataclasses.fields(TransformerConfig)]
     names = [field.name for field in fields if field.name not in NOT_OF_STUDENT]
     session = {field.name: field.default for field in dataclasses.fields(SessionOptions)}
@@ -138,7 +143,7 @@ def _corpus(options: Mapping[str, Any]) -> PairFiles | Path:
     """Returns the pairs to distil, or the text where there are no references."""
     source, target, pairs = (options[name] and Path(options[name]) for name in CORPUS)
     if STANDARD_STREAM in (source, target, pairs):
-        raise UsageError("the text is read more than once, which stdin cannot be; name a file")
+        raise UsageError("the text is read more than once, and stdin only once; name a file")
     if pairs and not source and not target:
         return PairFiles(pairs)
     if source and not pairs:
@@ -163,7 +168,7 @@ def _teacher(folder: Path) -> Bundle:
     """Opens the teacher's bundle."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
-            "distil is one process; for several GPUs, train on its RUN/distilled/pairs.jsonl: "
+            "distil is one process; for several GPUs, train on OUT/distilled/pairs.jsonl: "
             "torchrun ... transferry.cli train --pairs"
         )
     bundle = Bundle.load(folder)
@@ -176,7 +181,7 @@ def _teacher(folder: Path) -> Bundle:
 
 
 def _recipe(out: Path, options: Mapping[str, Any], teacher: Bundle) -> TrainingRecipe:
-    """Returns how the student is trained."""
+    """Returns the training recipe of the student."""
     paths = {**dict.fromkeys(CORPUS), "pairs": out / run_folder.PAIRS}
     absent = dict.fromkeys(("text", "valid_text", "architecture"))
     fixed = {"builtin": False, "skip_bad": True}
@@ -192,7 +197,7 @@ def _recipe(out: Path, options: Mapping[str, Any], teacher: Bundle) -> TrainingR
 
 
 def _hashes(options: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the hashes of what is distilled, by the name of the option."""
+    """Returns the hashes of teacher and corpus, by option."""
     files = {name: Path(options[name]) for name in CORPUS if options[name] is not None}
     files["teacher"] = Path(options["teacher"]) / MANIFEST
     return {f"{name}_sha256": sha256(path) for name, path in files.items()}
@@ -236,7 +241,7 @@ def _answer(
     show: Show,
     say: Callable[[str], None],
 ) -> None:
-    """Has the teacher answer every row; continues an interrupted job."""
+    """Runs the teacher on every row; continues an interrupted job."""
     rows = out / run_folder.ROWS
     if references is not None and not rows.exists():
         with atomic_file(rows) as file:

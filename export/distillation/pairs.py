@@ -18,7 +18,7 @@ from transferry.runtime.errors import InputError
 from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.io.lines import read_lines
 
-# What the last token of a whole answer was; others were cut off at the longest.
+# Finish reasons of whole answers; others were cut off at the longest length.
 WHOLE = ("end", "stop")
 
 
@@ -89,12 +89,12 @@ def distilled(
 def best_hypothesis(answer: dict[str, Any], reference: str | None) -> DistilledPair | None:
     """Returns the hypothesis with the highest sentence BLEU, or without a reference the likeliest.
 
-    Sentence BLEU is that of `sacrebleu.sentence_bleu`. Of equals, the likelier is taken. None if
-    every hypothesis is empty or was cut off before its end.
+    `sacrebleu.sentence_bleu` computes the sentence BLEU; of equal hypotheses the likelier is taken.
+    Returns None if every hypothesis is empty or was cut off before its end.
 
     Args:
         answer: A record of a job, hypotheses best first.
-        reference: What the text should become.
+        reference: Reference translation of the source.
     """
     best: DistilledPair | None = None
     for rank, hypothesis in enumerate(answer.get("n_best", [answer]), start=1):
@@ -112,14 +112,14 @@ def best_hypothesis(answer: dict[str, Any], reference: str | None) -> DistilledP
 def write_pairs(
     taught: Sequence[DistilledPair], corpus: Sequence[SentencePair], pairs: Path, valid: Path | None
 ) -> None:
-    """Writes what the student is trained on: the pairs of the corpus, then those of the teacher.
+    """Writes the training pairs of the student: first the corpus, then the teacher's answers.
 
     Args:
         taught: Pairs of the teacher.
         corpus: Pairs with references; empty without references.
         pairs: File to write; it appears last.
-        valid: File for pairs that are held out: of the corpus if there is one. Their sources are
-            not trained on with any target. None to hold out nothing.
+        valid: File for held-out pairs, of the corpus if there is one; their sources are in no
+            training pair. None to hold out nothing.
 
     Raises:
         InputError: There are too few pairs to hold out a part.

@@ -19,9 +19,9 @@ KEYS_IN_HEADS = [0, 2, 3, 1]  # likewise, with the features of a key in a column
 
 
 def attentions_to_fuse(config: ModelConfig) -> int:
-    """Returns how many attentions of a model's encoder `fuse_attentions` replaces.
+    """Returns the number of encoder attentions that `fuse_attentions` replaces.
 
-    None where something comes between the linear layers and the products of heads, or between
+    Zero where an operator stands between the linear layers and the products of heads, or between
     these products and the softmax.
     """
     plain = config.positions != "rotary" and config.kv_heads == config.heads
@@ -87,13 +87,13 @@ def _fuse(softmax: ir.Node, graph: ir.Graph, biases: dict[ir.Value, ir.Value]) -
         output=of_width(),
     )
     graph.insert_before(product, tape.nodes)
-    # What reads it reshapes it, into a matrix, and its numbers are in the same order.
+    # Its reader reshapes it into a matrix, with the numbers in the same order.
     joined.outputs[0].replace_all_uses_with(attended)
     return True
 
 
 def _before(value: ir.Value, permutation: list[int]) -> ir.Value | None:
-    """Returns what a value was before it was split into heads by a permutation, or None."""
+    """Returns the value before a permutation split it into heads, or None."""
     transpose = value.producer()
     if transpose is None or transpose.op_type != "Transpose":
         return None

@@ -88,7 +88,7 @@ def find_linear(node: ir.Node) -> Linear | None:
 
 
 def _divisor(node: ir.Node | None, dividend: ir.Value) -> float:
-    """Returns the constant power of two by which a node divides a value; 1 if there is none."""
+    """Returns the constant power of two by which a node divides a value, or 1."""
     if node is None or node.op_type != "Div" or node.inputs[0] is not dividend:
         return 1.0
     constant = argument(node, 1).const_value

@@ -107,7 +107,7 @@ class KVRanges:
 def fold_kv_scales(model: Transformer, scales: Mapping[str, KVScales]) -> Transformer:
     """Returns an equivalent copy of a model that computes keys and values divided by their scales.
 
-    The scales come by the attention's name. All other weights are those of the model itself.
+    The scales come by the attention's name. The copy shares all other weights with the model.
     """
     changed = [id(each) for name in scales for each in model.get_submodule(name).parameters()]
     weights = [*model.parameters(), *model.buffers()]
@@ -134,7 +134,7 @@ def fold_kv_scales(model: Transformer, scales: Mapping[str, KVScales]) -> Transf
 def _multiply(layer: nn.Module, factors: Tensor) -> None:
     """Multiplies each output of a linear layer, or of a norm, by its factor."""
     for parameter in layer.parameters():
-        # A norm of each head takes the factors of the first, which are those of all.
+        # A norm of each head takes the factors of the first head, equal to all others.
         shape = (-1, *[1] * (parameter.dim() - 1))
         each = factors.to(parameter.device)[: parameter.shape[0]].reshape(shape)
         offset = 1.0 if isinstance(layer, RMSNorm) and layer.offset else 0.0

@@ -61,8 +61,8 @@ class Int4Kernels:
             "accuracy_level": ACCURACY_LEVEL,
         }
         tape = ir.tape.Tape()
-        # With AVX2 alone the kernel of a single row sums the blocks of 4 bits in another order than
-        # that of several, so a row of zeros keeps it company.
+        # With AVX2 alone the kernels of one row and of several sum blocks of 4 bits in different
+        # orders: a row of zeros always selects the kernel of several.
         single = attributes["bits"] == 4
         if single:
             zeros = shared(graph, f"zeros_{inputs}", np.zeros((1, inputs), np.float32))

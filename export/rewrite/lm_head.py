@@ -27,7 +27,7 @@ def top_k_graph(head: Graph) -> Graph:
     """Returns a fused LM head with top-k: hidden, count -> top_logits, top_tokens, relative_sums.
 
     The log-sum-exp of a row is log(relative_sums) plus its largest logit. It is NaN where a logit
-    is NaN or infinite, or none is finite.
+    is NaN or infinite, or no logit is finite.
     """
     model = head.model.clone()
     graph, tape = model.graph, ir.tape.Tape(model.graph)

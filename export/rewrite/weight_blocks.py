@@ -1,6 +1,6 @@
 """Weights in blocks of 32, each with a scale of its own: 4 bits, or 8 where tokens are chosen.
 
-The layout is that of MatMulNBits (onnxruntime, ContribOperators.md), symmetric: an integer q of b
+The layout of MatMulNBits (onnxruntime, ContribOperators.md), symmetric: an integer q of b
 bits stands for (q - 2^(b-1)) s.
 """
 
@@ -19,8 +19,8 @@ from transferry.build_model.model.transformer import Transformer
 # The one length with which a row of a product is the same in a batch of any size; with 64, rows of
 # odd batches differ in the last bits.
 BLOCK = 32
-# The last product decides between tokens, and what is looked up is read as it is: 4 bits there
-# change tokens (microsoft/onnxruntime#29849), and cost little, for the layers hold most weights.
+# 4 bits in the last product and in lookups change tokens (microsoft/onnxruntime#29849); 8 bits
+# cost little there, since the layers hold most weights.
 WIDE = ("embedding.weight", "source_embedding.weight", "output.weight")
 
 
@@ -80,6 +80,6 @@ def matrices(model: Transformer) -> Iterator[tuple[str, NDArray[np.float32]]]:
 
 
 def block_weights(model: Transformer) -> Iterator[tuple[str, Blocks]]:
-    """Yields what an int4 variant stores in blocks, by name."""
+    """Yields the weights that an int4 variant stores in blocks, by name."""
     for name, weight in matrices(model):
         yield name, blocks(weight, bits_of(name))

@@ -1,6 +1,6 @@
 """Beam search as one graph of standard ONNX operators.
 
-The rules are those of `runtime.decoding.beam_search`, in float32: candidates ranked by
+It follows the rules of `runtime.decoding.beam_search`, in float32: candidates ranked by
 log-probability, then the lower beam, then the lower token; hypotheses kept by
 `log_probability / length ** length_penalty`.
 """
@@ -29,7 +29,7 @@ class BeamComposer(Composer):
         beam: Beams of a sentence, and hypotheses that the graph returns.
     """
 
-    # The tokens of the best hypotheses lie in rows, like those of the beams.
+    # The tokens of the best hypotheses lie in rows, as the tokens of the beams do.
     carried: ClassVar[Mapping[str, tuple[str, int]]] = {
         "target": ("int64", 2),
         "ended": ("bool", 1),

@@ -24,7 +24,7 @@ def register(graph: ir.Graph, name: str, array: NDArray[Any] | np.generic) -> ir
 
 
 def shared(graph: ir.Graph, name: str, array: NDArray[Any] | np.generic) -> ir.Value:
-    """Returns the initializer of a name; adds it if there is none."""
+    """Returns the initializer of a name, added if it is absent."""
     return graph.initializers.get(name) or register(graph, name, array)
 
 

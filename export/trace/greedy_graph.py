@@ -1,7 +1,7 @@
 """Greedy search as one graph of standard ONNX operators: encoder, and a Loop over the decoder step.
 
-Any runtime answers with it in one call. What a step computes from weights, source and cross alone
-is computed once, before the Loop. The weights are those of the portable graphs, in the same file.
+Any runtime answers with it in one call. A value that depends on weights, source and cross alone is
+computed once, before the Loop. It shares the weights of the portable graphs, in their file.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def require_one_graph(architecture: str, generation: Mapping[str, Any], beam: in
         )
     if architecture == "encoder-only":
         raise UsageError(
-            "--one-graph needs a model that generates, found an encoder-only one, which is one "
-            "graph already; leave --one-graph out"
+            "--one-graph needs a model that generates, found an encoder-only one, one graph "
+            "already; leave --one-graph out"
         )
     options, plain = generation_options(generation), GenerationOptions()
-    rules = (*REFUSED, "renormalise") if beam > 1 else REFUSED  # which concerns beams alone
+    rules = (*REFUSED, "renormalise") if beam > 1 else REFUSED
     refused = [name for name in rules if getattr(options, name) != getattr(plain, name)]
     if architecture == "decoder-only":  # there the caller writes prompts, not beginnings
         refused += [
@@ -55,7 +55,7 @@ def require_one_graph(architecture: str, generation: Mapping[str, Any], beam: in
     if refused:
         raise UsageError(
             f"--one-graph cannot keep {', '.join(refused)} of the model's generation defaults; "
-            "leave --one-graph out, or remove the default from the run's generation settings"
+            "leave --one-graph out, or remove the default from the checkpoint's generation settings"
         )
 
 
@@ -104,7 +104,7 @@ class Composer:
         max_positions: Positions of the model, which bound an answer.
     """
 
-    # Element type and number of axes of what the Loop carries, besides the cache.
+    # Element type and number of axes of each value that the Loop carries, besides the cache.
     carried: ClassVar[Mapping[str, tuple[str, int]]] = {
         "target": ("int64", 2),
         "ended": ("bool", 1),
@@ -223,7 +223,7 @@ class Composer:
         return value
 
     def _begun(self, target: ir.Value, begun: ir.Value, batch: ir.Value) -> dict[str, ir.Value]:
-        """Returns what the search carries from step to step, besides target, past and its end."""
+        """Returns the values that the Loop carries, besides target, past and `ended`."""
         main = self.main
         ends = [main.of(1), main.of(1 << 40), main.of(1)]
         return {
@@ -233,7 +233,7 @@ class Composer:
         }
 
     def _answers(self, results: Mapping[str, ir.Value], batch: ir.Value) -> list[ir.Value]:
-        """Returns tokens, lengths and log-probabilities, given what the Loop carried last."""
+        """Returns tokens, lengths and log-probabilities, given the last carried values."""
         return [results[role] for role in ANSWERS]
 
     def _padded_right(self) -> tuple[ir.Value, ir.Value]:
@@ -337,7 +337,7 @@ class Composer:
         return ir.Graph([number, before, *given.values()], outputs, nodes=body, name="step")
 
     def _hoisted(self, nodes: list[ir.Node], feeds: Mapping[str, ir.Value]) -> list[ir.Node]:
-        """Moves what no step changes before the Loop; returns the other nodes."""
+        """Moves nodes without an input from the step before the Loop; returns the other nodes."""
         fixed = {id(value) for value in (*self.weights.values(), *feeds.values())}
         left = []
         for node in nodes:
@@ -358,7 +358,7 @@ class Composer:
         """Takes the likeliest token of each row, the lowest of equally likely ones.
 
         Returns:
-            What is carried on, and the cache.
+            The carried values, and the cache.
         """
         step, ended = self.step, given["ended"]
         last = step.op("Gather", [logits, step.of(-1, flat=False)], {"axis": 1})
@@ -413,7 +413,7 @@ class Composer:
         return logits
 
     def _forbidding(self, tokens: Sequence[int], size: int) -> ir.Value:
-        """Returns what added to logits forbids tokens `[vocabulary]`."""
+        """Returns a bias of logits that forbids tokens `[vocabulary]`."""
         flat, step = np.array(tokens, np.int64)[:, None], self.step
         zeros = step.op(
             "ConstantOfShape", [step.of(size)], {"value": ir.tensor(np.zeros(1, np.float32))}

@@ -63,7 +63,7 @@ class CacheInPlace:
 
 
 class CellOfEach(CellState):
-    """The state before each token `[batch, target, d_model]`, each of which is one row's next."""
+    """The state before each token `[batch, target, d_model]`; each token continues another row."""
 
     def continued(self, forget: Tensor, given: Tensor, longest: int) -> tuple[Tensor, CellState]:
         """See `CellState.continued`; the state has the shape of the tokens."""

@@ -33,8 +33,8 @@ def write_graphs(
 
     Args:
         graphs: The graphs; afterwards they refer to the stored weights.
-        written: What earlier calls stored, by folder; receives what this one stores. Graphs written
-            one after another so share weights as those of one call do.
+        written: Tensors of earlier calls, by folder; receives the new ones. Graphs of several
+            calls then share weights, too.
     """
     written = {} if written is None else written
     folders: dict[Path, list[tuple[ir.Model, Path]]] = {}

@@ -325,7 +325,7 @@ def test_a_function_is_the_reference(linear: Callable[[float], Path]) -> None:
         ("ct2 --reference run", 3, "ct2 holds a model of CTranslate2 (model.bin)"),
         ("absent --reference run", 3, "absent: cannot be read: No such file"),
         ("graphs --reference absent", 3, "expected a folder that `transferry import` reads"),
-        ("graphs --reference run --atol 1e-3", 2, "--atol needs --plant"),
+        ("graphs --reference run --atol 1e-3", 2, "--atol has no effect without --plant"),
         ("graphs", 2, "Missing option '--reference'"),
         ("graphs --reference run --names absent.toml", 3, "found a folder"),
         ("text.onnx --reference run", 3, "expected an ONNX graph"),

@@ -300,11 +300,11 @@ def test_too_many_errors_stop_it_and_a_higher_limit_continues(
 def test_a_teacher_is_needed(bundle_folder: Path, corpus: list[str], tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "run")]
     for arguments, code, message in (
-        ([*corpus, *out], 2, "expected the bundle of a TEACHER, found none"),
+        ([*corpus, *out], 2, "expected a TEACHER, the bundle that answers"),
         ([tmp_path / "absent", *corpus, *out], 3, "absent"),
         ([bundle_folder, *out], 2, "give --source, with --target where there are references"),
         ([bundle_folder, *corpus[:2], "--n-best=2", *out], 2, "--n-best needs references"),
-        ([bundle_folder, "--source=-", *out], 2, "read more than once, which stdin cannot be"),
+        ([bundle_folder, "--source=-", *out], 2, "read more than once, and stdin only once"),
     ):
         result = call("distil", *arguments)
         assert result.exit_code == code, result.stderr
@@ -318,7 +318,7 @@ def test_several_processes_are_refused(
     bundle_folder: Path, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match=r"train on its RUN/distilled/pairs\.jsonl"):
+    with pytest.raises(UsageError, match=r"train on OUT/distilled/pairs\.jsonl"):
         distil(bundle_folder, tmp_path / "run", source=corpus[1])
 
 

@@ -156,5 +156,5 @@ def test_rules_and_numbers_that_it_cannot_have_are_refused() -> None:
 def test_beams_without_one_graph_are_refused(run_folder: Path, tmp_path: Path) -> None:
     refused = call("export", run_folder, "--out", tmp_path / "bundle", "--one-graph-beam", "4")
     assert refused.exit_code == 2
-    assert "--one-graph-beam is the number of beams of --one-graph" in refused.stderr
+    assert "--one-graph-beam has no effect without --one-graph" in refused.stderr
     assert not (tmp_path / "bundle").exists()

@@ -1,4 +1,4 @@
-"""The commands that make and prove graphs: export, verify, report and audit.
+"""The commands that prove graphs: verify, report and audit.
 
 Each imports what it needs when it runs, so that --help is instant.
 """
@@ -21,12 +21,11 @@ from transferry.export.report.proof_options import (
 )
 from transferry.runtime.console.fields import fields_as_options, given, together
 from transferry.runtime.console.group import command
-from transferry.runtime.console.progress import progress, say, teller
+from transferry.runtime.console.progress import progress, say
 from transferry.runtime.console.shared_options import (
     BUNDLE_DEFAULTS,
     FILE,
     MACHINE,
-    OUTPUT,
     SEARCH,
     TOKENS,
     batch_options,
@@ -51,13 +50,12 @@ search_options = together(
         "--suppress",
         panel=SEARCH,
         multiple=True,
-        help="Text that no output of the search holds, as for `run`; a number is a token id.",
+        help="Text that the search never outputs, as for `run`; a number is a token id.",
     ),
     fields_as_options(
         GenerationOptions, leave_out=VERIFIED, defaults=BUNDLE_DEFAULTS, panel=SEARCH
     ),
 )
-# How a verification is certified.
 certify_options = together(
     option(
         "--certify",
@@ -77,17 +75,15 @@ certify_options = together(
         "--batch-rows",
         panel=CERTIFICATE,
         type=click.IntRange(1, 65_536),
-        help="Rows computed at once; a certificate covers no larger batch. Default: what the "
-        "variant is served with.",
+        help="Rows per batch; a certificate covers no more. Default: depends on the variant.",
     ),
     option(
         "--force",
         panel=CERTIFICATE,
         is_flag=True,
-        help="Replace a stronger certificate; certify few rows.",
+        help="Overwrite a stronger certificate, or certify fewer than 30 rows.",
     ),
 )
-# What a verification compares.
 _compared = partial(option, panel=COMPARISON)
 
 
@@ -106,100 +102,6 @@ def given_search(options: Mapping[str, Any]) -> dict[str, Any]:
 @command(
     epilog="""\b
 Examples:
-  transferry export runs/ende --out bundles/ende
-  transferry export runs/ende --out bundles/ende --variant cpu-fp32 \\
-    --variant cpu-int8 --calibrate sample.en
-"""
-)
-@configurable
-@click.argument("run_folder", metavar="RUN", type=FILE)
-@option("--out", type=OUTPUT, required=True, help="Bundle folder.")
-@option("--force", is_flag=True, help="Replace the bundle in --out.")
-@option(
-    "--text",
-    type=FILE,
-    help="Sentences for the recorded reference answers. Default: validation samples kept in RUN.",
-)
-@option(
-    "--variant",
-    "variants",
-    multiple=True,
-    default=("cpu-fp32",),
-    help="Variant to add to portable: cpu-fp32, cpu-int8, cpu-int4, portable-int8, cuda-fp16 or "
-    "cuda-bf16; portable alone adds none. Repeatable.",
-)
-@option(
-    "--calibrate",
-    type=FILE,
-    help="Text similar to later input, to calibrate the value ranges of cpu-int8.",
-)
-@option(
-    "--one-graph",
-    is_flag=True,
-    help="Add portable/generate.onnx: the whole search, for any runtime to call once.",
-)
-@option(
-    "--one-graph-beam",
-    type=click.IntRange(1, 64),
-    default=1,
-    help="Beams of --one-graph; 1 is greedy search.",
-)
-@option("--quiet", is_flag=True, help="Print no progress.")
-def export(
-    run_folder: Path,
-    out: Path,
-    force: bool,
-    text: Path | None,
-    variants: tuple[str, ...],
-    calibrate: Path | None,
-    one_graph: bool,
-    one_graph_beam: int,
-    quiet: bool,
-) -> None:
-    """Export a trained RUN as a bundle, and verify it.
-
-    A bundle holds graphs, weights, tokenizer and reference answers. If a graph's answers differ
-    from torch's, nothing is written and the exit code is 4.
-    """
-    from transferry.build_model.checkpoint_folder import read_config
-    from transferry.export.bundle_folder import require_replaceable
-    from transferry.export.recipes import recipe_of
-    from transferry.runtime.io.lines import some_lines
-
-    if one_graph_beam > 1 and not one_graph:
-        raise UsageError("--one-graph-beam is the number of beams of --one-graph; add that too")
-    for name in variants:
-        recipe_of(name, calibrated=calibrate is not None)
-    require_replaceable(out, force=force)
-    read_config(run_folder)
-    texts = some_lines(text) if text else None
-    typical = some_lines(calibrate) if calibrate else []
-    from transferry.build_model.checkpoint import load_checkpoint, load_samples
-    from transferry.export.bundle import Contents, export_bundle
-    from transferry.export.trace.graph import Traces
-
-    with progress(quiet) as show_phase:
-        bundle = export_bundle(
-            load_checkpoint(run_folder),
-            out,
-            Contents(
-                load_samples(run_folder) if texts is None else texts,
-                variants,
-                typical,
-                one_graph_beam if one_graph else 0,
-            ),
-            force=force,
-            traces=click.get_current_context().ensure_object(Traces),
-            say=teller(quiet),
-            done=show_phase,
-        )
-    size = sum(record.size for record in bundle.manifest.files.values())
-    say(f"{out}: {len(bundle.manifest.files) + 1} files, {size / 1e6:.1f} MB, verified")
-
-
-@command(
-    epilog="""\b
-Examples:
   transferry verify bundles/ende --checkpoint runs/ende --text test.en.gz --certify 2026-11-21
   transferry verify bundles/ende --checkpoint runs/ende --text text.en --self-test
   transferry verify bundles/ende --json        # on a host without torch
@@ -207,12 +109,12 @@ Examples:
 )
 @configurable
 @click.argument("bundle_folder", metavar="BUNDLE", type=FILE)
-@_compared("--checkpoint", type=FILE, help="Run of BUNDLE; compare with its torch model.")
+@_compared("--checkpoint", type=FILE, help="Checkpoint of BUNDLE, to compare with its torch model.")
 @_compared(
     "--text",
     type=FILE,
-    help="Sentences to run through both, one per line. Default: validation samples kept in the "
-    "run.",
+    help="Sentences to run through both, one per line. Default: the checkpoint's validation "
+    "samples.",
 )
 @_compared(
     "--target", type=FILE, help="Reference translations of --text, to compare BLEU and perplexity."
@@ -241,8 +143,8 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     With --checkpoint, torch and ONNX Runtime compute the same inputs: every tensor over a sweep of
     sizes, and on --text teacher-forced answers, greedy search, beam search, sampling, and the
     search that you describe with --beam and the other search options. Without --checkpoint, the
-    bundle is compared with the answers recorded at export, and torch is not needed. If a tensor is
-    wrong, the report names the torch module in which the fault begins.
+    bundle is compared with the answers recorded at export, without torch. If a tensor is wrong, the
+    report names the torch module in which the fault begins.
     """
     checkpoint, text, target = (options[name] for name in ("checkpoint", "text", "target"))
     date, force = options["certify"], options["force"]
@@ -250,7 +152,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
     of_torch = ("text", "target", "self_test", "cross_check", "batch_rows", *search)
     reason = "without torch only the recorded answers are compared"
     require_option(options, "checkpoint", for_options=of_torch, reason=reason)
-    require_option(options, "text", for_options=["target"], reason="what it translates")
+    require_option(options, "text", for_options=["target"], reason="it translates the text")
     require_option(options, "certify", for_options=["sign"], reason="it signs the certificate")
     from transferry.build_model.checkpoint_folder import read_config
     from transferry.export.report.write import write_report
@@ -282,7 +184,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
         report = verify_recorded(bundle, open_model(bundle, variant, session))
     else:
         with progress(options["quiet"]) as show_phase:
-            show_phase("loading torch and the run", 0, 1)
+            show_phase("loading torch and the checkpoint", 0, 1)
             from transferry.build_model.checkpoint import load_checkpoint, load_samples
             from transferry.export.oracle.cases import fitting
             from transferry.export.trace.graph import Traces
@@ -331,8 +233,8 @@ Examples:
 def report(records: tuple[Path, ...], output: Path) -> None:
     """Write reports of `verify --json` as one HTML page, side by side.
 
-    They may be of several variants of a bundle, and come from several machines. Exits with 4 if one
-    of them failed.
+    The reports may be of several variants of a bundle and of several machines. Exits with 4 if a
+    report failed.
     """
     from transferry.export.report.write import write_page
 
@@ -356,39 +258,38 @@ Examples:
     "--reference",
     required=True,
     metavar="FOLDER|MODULE:FUNCTION",
-    help="What the graphs were made from: a folder that `import` reads, a run, or a function that "
-    "returns a torch module and its inputs, which is run.",
+    help="Source of the graphs: a folder that `import` reads, a checkpoint, or a function to call "
+    "for a torch module and its inputs.",
 )
 @option("--text", type=FILE, help="Texts to run through both, one per line.")
 @option(
     "--names",
     type=FILE,
-    help="TOML file that names the inputs and outputs of FOLDER, which then is one ONNX file.",
+    help="TOML file that names the inputs and outputs of FOLDER, a single ONNX file.",
 )
 @option(
     "--suffix",
     default="",
-    help="Suffix of the graphs to audit, where a folder holds several of each kind: _quantized for "
-    "model_quantized.onnx.",
+    help="Suffix of the graphs to audit in a folder with several of each kind, such as _quantized.",
 )
 @option(
     "--precision",
     type=click.Choice([name for name, row in PRECISIONS.items() if not row.weights_only]),
-    help="Precision to judge the graphs by. Default: what the operators say.",
+    help="Precision to judge the graphs by. Default: from the operators.",
 )
 @option(
     "--padding",
     "paddings",
     type=click.Choice(["left", "right"]),
     multiple=True,
-    help="Side on which batches are padded; repeatable. Default: both where the reference answers "
-    "the same, else right.",
+    help="Padded side of batches; repeatable. Default: both if the reference answers alike, else "
+    "right.",
 )
 @option("--plant", is_flag=True, help="Plant faults in copies of the graphs; each must be caught.")
 @option(
     "--atol",
     type=click.FloatRange(0, min_open=True, max=1e6),
-    help="Tolerance of your own; tells which of the planted faults it would have missed.",
+    help="Your own tolerance, to list the planted faults that pass it.",
 )
 @option(
     "--provider",
@@ -408,13 +309,13 @@ Examples:
 def audit(graphs: Path, reference: str, **options: Any) -> None:
     """Prove that graphs of another tool answer as torch does, or exit with 4.
 
-    FOLDER is what optimum or the builder of onnxruntime-genai wrote, or one ONNX file. Tensors are
-    compared with torch in float64 over a sweep of sizes, tokens of greedy and beam search on
-    --text, and each row with itself in padded batches. Sizes that do not run, outputs that are not
-    as declared and runs that differ are faults too.
+    FOLDER is a folder of optimum or of onnxruntime-genai's builder, or one ONNX file. The audit
+    compares tensors with torch in float64 over a sweep of sizes, tokens of greedy and beam search
+    on --text, and each row with itself in padded batches. Sizes that do not run, outputs that
+    differ from their declaration and runs that differ are faults too.
     """
     if options["atol"] is not None and not options["plant"]:
-        raise UsageError("--atol needs --plant: it is tried on planted faults")
+        raise UsageError("--atol has no effect without --plant")
     from transferry.export.audit import audit as audited
     from transferry.export.audit import tolerance_of
     from transferry.export.audit_function import FunctionAudit
@@ -432,8 +333,8 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
             for name in ("text", "names", "paddings", "suffix"):
                 if options[name]:
                     raise UsageError(
-                        f"--{name.removesuffix('s') if name == 'paddings' else name} is of no use "
-                        f"with --reference {reference}, which gives the inputs; leave it out"
+                        f"--{name.removesuffix('s') if name == 'paddings' else name} has no "
+                        f"effect with --reference {reference}, which gives the inputs; leave it out"
                     )
             whole = read_whole(graphs)
             precision = options["precision"] or whole.precision()

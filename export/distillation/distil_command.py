@@ -16,7 +16,7 @@ from transferry.build_model.commands import (
     validation_pairs_options,
 )
 from transferry.build_model.train.presets import PRESETS
-from transferry.export.distillation.options import OF_JOB
+from transferry.export.distillation import OF_JOB
 from transferry.runtime.console.fields import fields_as_options, together
 from transferry.runtime.console.group import command
 from transferry.runtime.console.progress import say
@@ -49,8 +49,7 @@ teacher_options = together(
         "--n-best",
         panel=TEACHER,
         type=click.IntRange(1, 10_000),
-        help="Hypotheses of which the one with the highest sentence BLEU is taken. Default: as "
-        "many as the beam with references, else 1.",
+        help="Hypotheses to choose from by sentence BLEU. Default: beam with references, else 1.",
     ),
     fields_as_options(
         JobOptions,
@@ -85,10 +84,10 @@ Examples:
 def distil(context: click.Context, /, **options: Any) -> None:
     """Train a student on the answers of TEACHER, a bundle.
 
-    The teacher answers --source or the sources of --pairs. With references, of its n best
-    hypotheses the one with the highest sentence BLEU is taken, and the student is trained on the
-    references too. Unusable pairs and rows that hold an error are dropped and counted. The answers
-    and the pairs are kept in RUN/distilled. The same command continues an interrupted run.
+    The teacher answers --source or the sources of --pairs. With references, the student learns the
+    hypothesis with the highest sentence BLEU, and the references too. Unusable pairs and rows with
+    an error are dropped and counted. OUT/distilled keeps answers and pairs. The same command
+    continues an interrupted distillation.
     """
     from transferry.build_model import checkpoint_folder as run_folder
     from transferry.export.distillation.distil import distil as distilled
@@ -99,5 +98,5 @@ def distil(context: click.Context, /, **options: Any) -> None:
         options.pop("resume", None)
         check_settings(context, out / run_folder.SETTINGS)
     if options["teacher"] is None:
-        raise UsageError("expected the bundle of a TEACHER, found none; name it")
+        raise UsageError("expected a TEACHER, the bundle that answers; name it")
     say(f"{distilled(**options)}; {out}")

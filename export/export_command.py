@@ -1,0 +1,106 @@
+"""The command `export`. It imports what it needs when it runs, so that --help is instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from transferry.runtime.console.group import command
+from transferry.runtime.console.progress import progress, say, teller
+from transferry.runtime.console.shared_options import FILE, OUTPUT, configurable, option
+from transferry.runtime.errors import UsageError
+
+
+@command(
+    epilog="""\b
+Examples:
+  transferry export runs/ende --out bundles/ende
+  transferry export runs/ende --out bundles/ende --variant cpu-fp32 \\
+    --variant cpu-int8 --calibrate sample.en
+"""
+)
+@configurable
+@click.argument("checkpoint", metavar="CHECKPOINT", type=FILE)
+@option("--out", type=OUTPUT, required=True, help="Bundle folder.")
+@option("--force", is_flag=True, help="Replace the bundle in --out.")
+@option(
+    "--text",
+    type=FILE,
+    help="Sentences for the recorded answers. Default: the checkpoint's validation samples.",
+)
+@option(
+    "--variant",
+    "variants",
+    multiple=True,
+    default=("cpu-fp32",),
+    help="Variant to add to portable: cpu-fp32, cpu-int8, cpu-int4, portable-int8, cuda-fp16 or "
+    "cuda-bf16; portable alone adds none. Repeatable.",
+)
+@option(
+    "--calibrate",
+    type=FILE,
+    help="Text similar to later input, to calibrate cpu-int8.",
+)
+@option(
+    "--one-graph",
+    is_flag=True,
+    help="Add portable/generate.onnx: the whole search, for any runtime to call once.",
+)
+@option(
+    "--one-graph-beam",
+    type=click.IntRange(1, 64),
+    default=1,
+    help="Beams of --one-graph; 1 is greedy search.",
+)
+@option("--quiet", is_flag=True, help="Print no progress.")
+def export(
+    checkpoint: Path,
+    out: Path,
+    force: bool,
+    text: Path | None,
+    variants: tuple[str, ...],
+    calibrate: Path | None,
+    one_graph: bool,
+    one_graph_beam: int,
+    quiet: bool,
+) -> None:
+    """Export CHECKPOINT as a verified bundle.
+
+    A bundle holds graphs, weights, tokenizer and reference answers. If an answer differs from
+    torch's, the command writes nothing and exits with 4.
+    """
+    from transferry.build_model.checkpoint_folder import read_config
+    from transferry.export.bundle_folder import require_replaceable
+    from transferry.export.recipes import recipe_of
+    from transferry.runtime.io.lines import some_lines
+
+    if one_graph_beam > 1 and not one_graph:
+        raise UsageError("--one-graph-beam has no effect without --one-graph")
+    for name in variants:
+        recipe_of(name, calibrated=calibrate is not None)
+    require_replaceable(out, force=force)
+    read_config(checkpoint)
+    texts = some_lines(text) if text else None
+    typical = some_lines(calibrate) if calibrate else []
+    from transferry.build_model.checkpoint import load_checkpoint, load_samples
+    from transferry.export.bundle import Contents, export_bundle
+    from transferry.export.trace.graph import Traces
+
+    with progress(quiet) as show_phase:
+        bundle = export_bundle(
+            load_checkpoint(checkpoint),
+            out,
+            Contents(
+                texts=load_samples(checkpoint) if texts is None else texts,
+                variants=variants,
+                calibrate=typical,
+                one_graph=one_graph_beam if one_graph else 0,
+            ),
+            force=force,
+            traces=click.get_current_context().ensure_object(Traces),
+            say=teller(quiet),
+            done=show_phase,
+        )
+    size = sum(record.size for record in bundle.manifest.files.values())
+    say(f"{out}: {len(bundle.manifest.files) + 1} files, {size / 1e6:.1f} MB, verified")
