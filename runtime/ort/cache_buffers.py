@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from transferry.runtime.bundle.specs import Role
 from transferry.runtime.decoding.batching import blocks, padded
+from transferry.runtime.decoding.logits import Bools, Floats, Integers
 from transferry.runtime.ort.graph_runner import BufferView, GraphRunner
 
-Integers = NDArray[np.int64]
 
-
-def unused_columns(bias: NDArray[np.floating[Any]], count: int) -> Integers:
-    """Returns the first columns of each slot that none of its rows attends to.
+def unused_columns(bias: Floats, count: int) -> Integers:
+    """First `count` columns of each slot that no row attends to, ascending `[slots, count]`.
 
     So the place of a row's keys and values, and with it the order of rounded sums over them,
     depends on its own sentence alone.
@@ -24,9 +21,6 @@ def unused_columns(bias: NDArray[np.floating[Any]], count: int) -> Integers:
     Args:
         bias: `[slots, width, capacity]`.
         count: Columns wanted of each slot; they may lie beyond the capacity.
-
-    Returns:
-        `[slots, count]`, ascending.
     """
     slots, _, capacity = bias.shape
     columns = np.tile(np.arange(capacity + count), (slots, 1))
@@ -65,14 +59,9 @@ class CacheBuffers:
         ]
 
     def cells(self, columns: Integers, former: Integers | None = None) -> Integers:
-        """Returns slot, head and column of the cells in columns `[slots, new]`.
+        """Slot, head and column of cells, of columns `[slots, new]`: `[slots, new, kv_heads, 3]`.
 
-        Args:
-            columns: `[slots, new]`.
-            former: The cells of as many other columns, which are changed and returned.
-
-        Returns:
-            `[slots, new, kv_heads, 3]`.
+        `former`, the cells of as many other columns, is changed and returned.
         """
         cells = former
         if cells is None:
@@ -82,11 +71,11 @@ class CacheBuffers:
         cells[..., 2] = columns[..., None]
         return cells
 
-    def encode(self, source: Integers, mask: NDArray[np.bool_], tokens: int) -> list[BufferView]:
-        """Encodes sources into buffers of cross keys and values.
+    def encode(self, source: Integers, mask: Bools, tokens: int) -> list[BufferView]:
+        """Encodes padded token ids into buffers of cross keys and values.
 
         Args:
-            source: Padded token ids `[rows, source]`.
+            source: Token ids `[rows, source]`.
             mask: True at tokens `[rows, source]`.
             tokens: Limit on the tokens to encode at once, padding counted.
         """
@@ -109,12 +98,11 @@ class CacheBuffers:
         return cross
 
     def move(self, buffers: Sequence[BufferView], chosen: Integers) -> list[BufferView]:
-        """Copies some slots to other places, in place, and returns views of the slots chosen.
+        """Copies some slots to other places, in place, and returns views of the chosen slots.
 
         Args:
             buffers: All of cross, then all of past where that is a KV cache.
-            chosen: The slot for each place, either the one that is there or one from beyond the
-                last place `[places]`.
+            chosen: The slot for each place: its own, or one from beyond the last place `[places]`.
         """
         places = np.flatnonzero(chosen != np.arange(len(chosen)))
         if len(places):
@@ -132,12 +120,12 @@ class CacheBuffers:
     def gather(
         self, past: Sequence[BufferView], slots: Integers, room: int, capacity: int
     ) -> list[BufferView]:
-        """Copies slots of past into new buffers of another capacity.
+        """Copies slots of past into new buffers of another capacity, both counted in columns.
 
         Args:
             past: Buffers of `room` columns.
             slots: Slots to take `[slots]`.
-            room: Their columns.
+            room: Columns of the old buffers.
             capacity: Columns of the new buffers.
         """
         gather = self._runners["gather"]

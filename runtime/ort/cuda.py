@@ -1,4 +1,4 @@
-"""CUDA as this machine has it: the driver, the GPUs, and what keeps onnxruntime from using them."""
+"""CUDA on this machine: the driver, the GPUs, and obstacles for onnxruntime."""
 
 import contextlib
 import ctypes
@@ -17,11 +17,11 @@ _PRELOAD_LOCK = threading.Lock()
 
 @dataclass(frozen=True)
 class CudaObstacle:
-    """Reason why CUDA cannot run here.
+    """Reason why CUDA cannot run here, and its remedy in one line.
 
     Attributes:
-        missing: What is missing or wrong, as a clause.
-        remedy: How to fix it, in one line.
+        missing: The missing or wrong part, as a clause.
+        remedy: How to fix it.
         gpu_present: Whether a GPU goes unused because of it.
     """
 
@@ -31,16 +31,10 @@ class CudaObstacle:
 
 
 def cuda_obstacle(device_id: int = 0) -> CudaObstacle | None:
-    """Looks for a reason why CUDA cannot run, from the driver upwards.
+    """First reason why CUDA cannot run on a GPU, from the driver upwards; None without one.
 
-    If a library is missing, onnxruntime says so on stderr only and opens a CPU session; so
-    everything that it needs is checked first.
-
-    Args:
-        device_id: The GPU to use.
-
-    Returns:
-        The first obstacle, or None if nothing is known to be missing.
+    onnxruntime reports a missing library on stderr only, and opens a CPU session; so everything
+    that it needs is checked first.
     """
     driver = _query_driver()
     if driver is None:
@@ -125,7 +119,7 @@ def cuda_compute_capability(device_id: int) -> str:
 
 
 def _preload_cuda_libraries() -> str:
-    """Loads the CUDA libraries that pip installed, and returns those that failed to load.
+    """Loads the CUDA libraries that pip installed, and returns the failures.
 
     `preload_dlls` prints failures to stdout, where results may go. Redirecting stdout is global,
     hence the lock for replicas that open sessions at the same time.

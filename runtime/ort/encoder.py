@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.batching import BatchOptions, blocks
+from transferry.runtime.decoding.logits import Bools, Floats, Integers
 from transferry.runtime.ort.graph_runner import describe, runtime_of
 from transferry.runtime.ort.session import Provider, SessionOptions
 
@@ -25,12 +25,7 @@ class EncoderModel:
     """Runs a variant of an encoder-only bundle; several threads may use it at once."""
 
     def __init__(self, bundle: Bundle, variant: Variant, options: SessionOptions) -> None:
-        """Opens the graph.
-
-        Raises:
-            ProviderError: The provider asked for cannot run here.
-            InputError: The graph cannot be opened.
-        """
+        """Opens the graph; raises as `open_model`."""
         self.variant, self.options = variant, options
         self.batches = BatchOptions(tokens=PASS_TOKENS[options.provider])
         graph = variant.graphs["encoder"]
@@ -42,28 +37,28 @@ class EncoderModel:
         (self._runner,) = runtime_of(options).open(bundle, {"encoder": graph}, options).values()
 
     def describe(self) -> dict[str, Any]:
-        """Returns what determines the numbers: settings, hardware, and where the nodes run."""
+        """Returns everything that determines the numbers; see `graph_runner.describe`."""
         return describe(self.variant, self.options, [self._runner])
 
     def encode(
         self,
-        source: NDArray[np.int64],
-        mask: NDArray[np.bool_],
+        source: Integers,
+        mask: Bools,
         outputs: Sequence[EncoderOutput] | None = None,
-    ) -> dict[str, NDArray[np.floating[Any]]]:
+    ) -> dict[str, Floats]:
         """Encodes token ids.
 
         Args:
             source: Padded token ids `[rows, source]`.
             mask: True at tokens, False at padding `[rows, source]`.
-            outputs: Outputs to compute; all that there are by default.
+            outputs: Outputs to compute. Default: all of the graph's.
 
         Returns:
             "hidden" `[rows, source, d_model]`, "head" `[rows, width]` or `[rows, source, width]`,
             and "logits" `[rows, source, vocabulary]`, undefined at padding.
         """
         outputs = self.outputs if outputs is None else outputs
-        runner, found = self._runner, dict[str, NDArray[np.floating[Any]]]()
+        runner, found = self._runner, dict[str, Floats]()
         for rows, columns in blocks(mask, PASS_TOKENS[self.options.provider]):
             part = source[rows, :columns], mask[rows, :columns]
             inputs = {

@@ -1,16 +1,22 @@
 """The files that an ONNX graph reads beside itself, found without the onnx package.
 
-A graph names the files of its large tensors, and onnxruntime opens whatever is named. This reads
-the names from protobuf's wire format (https://protobuf.dev/programming-guides/encoding/), with the
-field numbers of onnx.proto.
+A graph names the files of its large tensors, and onnxruntime opens every one. This reads the names
+from protobuf's wire format (https://protobuf.dev/programming-guides/encoding/), with the field
+numbers of onnx.proto.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 from typing import TypeAlias
 
-# Fields to descend into: number and the message that is there.
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.manifest import REMEDY
+from transferry.runtime.bundle.specs import GraphSpec
+from transferry.runtime.errors import InputError
+
+# Fields to descend into: number and message.
 Fields: TypeAlias = dict[int, str]
 MESSAGES: dict[str, Fields] = {
     "model": {7: "graph", 20: "training", 25: "function"},
@@ -27,7 +33,7 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
 def external_files(model: bytes) -> list[str]:
-    """Returns the paths of the files that a graph reads, relative to its own, each once.
+    """Paths of the files that a graph reads, relative to its own, each once.
 
     Raises:
         ValueError: The bytes are no protobuf message.
@@ -45,6 +51,23 @@ def external_files(model: bytes) -> list[str]:
             elif found is not None:
                 waiting.append((found, value))
     return list(names)
+
+
+def watched_graph(bundle: Bundle, graph: GraphSpec) -> bytes:
+    """Returns the bytes of a graph, and has the bundle watch the files that the graph reads.
+
+    Raises:
+        InputError: The file is no graph, or reads a file that the manifest does not list.
+    """
+    content = bundle.files.read(graph.file)
+    try:
+        names = external_files(content)
+    except ValueError as error:
+        path = bundle.graph(graph)
+        raise InputError(f"{path} is no ONNX graph: {error}; {REMEDY}") from error
+    for name in names:
+        bundle.files.watch(PurePosixPath(graph.file).with_name(name).as_posix())
+    return content
 
 
 def _fields(content: memoryview) -> Iterator[tuple[int, memoryview]]:

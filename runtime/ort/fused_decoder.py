@@ -1,15 +1,15 @@
-"""Decoders of the fused variants: each sentence has a slot, which its beams share.
+"""Decoders of the fused variants: each sentence has a slot that its beams share.
 
 With a KV cache, the graphs write new keys and values into fixed buffers, and attend to the columns
-that a bias admits. What a search does to the cache (beams change places, or one is taken twice) is
-thus done to the bias, a small array on the host. A buffer moves only if sentences leave or it is
-too short. A recurrent decoder has a state for each beam instead, and what a search does is done to
-the array that says which state a beam continues.
+that a bias admits. A search's changes to the cache (beams change places, or one is taken twice) are
+thus made to the bias, a small array on the host. A buffer moves only if sentences leave or it is
+too short. A recurrent decoder has a state for each beam instead, and a search's changes are made to
+the array of the states that the beams continue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Role, Variant
 from transferry.runtime.decoding.batching import UNIT, BatchOptions, blocks, padded
 from transferry.runtime.decoding.decoder import StepOutput
+from transferry.runtime.decoding.logits import Bools, Floats, Integers
 from transferry.runtime.decoding.shared_prompts import shared_prompts
 from transferry.runtime.ort.cache_buffers import CacheBuffers, unused_columns
 from transferry.runtime.ort.encoder import PASS_TOKENS
@@ -33,8 +34,8 @@ from transferry.runtime.ort.graph_runner import (
 from transferry.runtime.ort.lm_head import LMHead
 from transferry.runtime.ort.session import Provider, SessionOptions
 
-# Columns that a cache may have beyond those in use: every step reads all of them, but making the
-# cache shorter copies it.
+# Columns that a cache may have beyond the columns in use: every step reads all, but shortening the
+# cache copies it.
 SPARE_COLUMNS = 8 * UNIT
 # Further steps that a new cache has room for where a step reads only its own columns, so that room
 # costs nothing but memory.
@@ -48,9 +49,6 @@ BATCHES: dict[Provider, BatchOptions] = {
     "cuda": BatchOptions(rows=1024, tokens=1 << 17),
 }
 
-Floats = NDArray[np.floating[Any]]
-Integers = NDArray[np.int64]
-
 
 @dataclass(frozen=True)
 class FusedState:
@@ -61,17 +59,17 @@ class FusedState:
 
     Attributes:
         cross: Keys and values of the sources on the device `[slots, kv_heads, source, d_head]`.
-        past: Keys and values of earlier positions `[slots, kv_heads, capacity, d_head]`, likewise.
+        past: Keys and values of earlier positions, likewise `[slots, kv_heads, capacity, d_head]`.
         source_bias: 0 at a token of the source, else minus infinity `[slots, 1, 1, source]`.
-        bias: 0 at the columns of a row's own history, else minus infinity `[slots, width,
-            capacity]`.
+        bias: 0 at the columns of a row's own history, else minus infinity
+            `[slots, width, capacity]`.
         positions: Positions of the next tokens `[slots, width]`.
         held: Position of the token in a column, where a row attends to it `[slots, capacity]`.
         prompt: Tokens of the prompt in a slot `[slots]`.
         padding: Padding after that prompt, up to the longest in its batch `[slots]`.
         gapless: Whether each slot has one row, whose history fills the first columns.
-        calls: Steps bound to these buffers, by tokens of a slot, whether it is a single token with
-            no gap before it, and the buffer of the hidden states.
+        calls: Steps bound to these buffers, by tokens of a slot, whether the step is a single token
+            without a gap before it, and the buffer of the hidden states.
     """
 
     cross: Sequence[BufferView]
@@ -99,7 +97,7 @@ class RecurrentState:
         past: States of the decoder's layers on the device `[past, d_model]`.
         spare: Buffers that the next step writes; none before the first.
         rows: The row of past that each row continues `[slots, width]`.
-        calls: Steps bound to these buffers, by those of past and of the hidden states.
+        calls: Steps bound to these buffers, by the buffers of past and of the hidden states.
     """
 
     cross: Sequence[BufferView]
@@ -111,17 +109,12 @@ class RecurrentState:
 
 
 class SlotDecoder:
-    """What the decoders of fused variants share; several threads may use one at once."""
+    """Common part of the decoders of fused variants; several threads may use one at once."""
 
     shares_cache = True
 
     def __init__(self, bundle: Bundle, variant: Variant, options: SessionOptions) -> None:
-        """Opens the graphs.
-
-        Raises:
-            ProviderError: The provider asked for cannot run here.
-            InputError: A graph cannot be opened.
-        """
+        """Opens the graphs; raises as `open_model`."""
         self.variant, self.options = variant, options
         self.batches = BATCHES[options.provider]
         self._runners = open_graphs(bundle, variant.graphs, options)
@@ -134,11 +127,11 @@ class SlotDecoder:
         self.shares_prompts = not self.has_encoder and options.rows_are_independent
 
     def describe(self) -> dict[str, Any]:
-        """Returns what determines the numbers: settings, hardware, and where the nodes run."""
+        """Returns everything that determines the numbers; see `graph_runner.describe`."""
         return describe(self.variant, self.options, self._runners.values())
 
-    def _encoded(self, source: Integers, mask: NDArray[np.bool_]) -> list[BufferView]:
-        """Returns cross of the sources; none without an encoder."""
+    def _encoded(self, source: Integers, mask: Bools) -> list[BufferView]:
+        """Cross of the sources; empty without an encoder."""
         if not self.has_encoder:
             return []
         return self._buffers.encode(source, mask, PASS_TOKENS[self.options.provider])
@@ -152,14 +145,14 @@ class SlotDecoder:
         *,
         single: bool,
     ) -> BoundCall:
-        """Binds a step to the buffers of a state.
+        """Binds a step to the cross and past of a state.
 
         Args:
-            state: Whose cross and past it reads.
+            state: The state.
             hidden: Buffer for the hidden states.
             present: Buffers for the present.
             changing: The inputs of every step.
-            single: Whether it is of one token a slot without a gap before it.
+            single: Whether the step is one token a slot without a gap before it.
         """
         value = self._decoder.value
         fixed: dict[Role, Sequence[Bindable]] = {"past": state.past}
@@ -174,16 +167,26 @@ class SlotDecoder:
             in_place |= {"kept": state.cross}
         return self._decoder.bind(fixed=fixed, changing=changing, in_place=in_place)
 
+    def _named(
+        self, cross: Sequence[BufferView], source_bias: Floats, width: int, past: Iterable[Floats]
+    ) -> dict[str, Floats]:
+        """Cross of each row, as long as the longest source, and past, by their names."""
+        source = (source_bias == 0).sum(axis=-1).max()
+        sources = (each[:, :, :source] for each in _by_row(cross, width))
+        graph = self._decoder.graph
+        names = [*graph.names("cross"), *graph.names("past")]
+        return dict(zip(names, (*sources, *past), strict=True))
+
 
 class FusedDecoder(SlotDecoder):
     """Runs a fused variant with a KV cache."""
 
     def __init__(self, bundle: Bundle, variant: Variant, options: SessionOptions) -> None:
-        """See `SlotDecoder`."""
+        """Opens the graphs; raises as `open_model`."""
         super().__init__(bundle, variant, options)
         self._windows = bool(self._decoder.graph.names("columns"))
 
-    def start(self, source: Integers, mask: NDArray[np.bool_]) -> FusedState:
+    def start(self, source: Integers, mask: Bools) -> FusedState:
         """Encodes the sources or reads the prompts; see `Decoder.start`."""
         slots, length = source.shape
         state = FusedState(
@@ -214,12 +217,12 @@ class FusedDecoder(SlotDecoder):
         new, positions = tokens.shape[1], state.positions
         if new > 1:
             positions = (positions[:, :, None] + np.arange(new)).reshape(slots, -1)
-        # What this finds in a cache without gaps are the positions.
+        # The unused columns of a cache without gaps are the positions.
         columns = positions if state.gapless else unused_columns(state.bias, width * new)
         state = self._with_room(state, columns)
         # Row `row` of a slot writes its `new` tokens side by side, after those of the rows before.
         own = columns.reshape(slots, width, new)
-        # Copies, which the last token's row is a view of.
+        # A copy, whose last token's row the next state views.
         bias = state.bias[:, :, None].repeat(new, axis=2)
         slot, row = np.arange(slots)[:, None], np.arange(width)
         for token in range(new):
@@ -277,10 +280,7 @@ class FusedDecoder(SlotDecoder):
         return self._with_columns(taken, chosen, bias.shape[-1])
 
     def tensors(self, state: FusedState) -> dict[str, Floats]:
-        """Copies cross and past to the host in the layout of the portable graphs, one cache a row.
-
-        The source is as long as the longest of the state.
-        """
+        """Copies cross and past to the host, one cache a row, as the portable graphs have them."""
         slots, width = state.positions.shape
         seen = (state.bias == 0).reshape(slots * width, -1)
         prompt, padding = (each.repeat(width)[:, None] for each in (state.prompt, state.padding))
@@ -294,11 +294,7 @@ class FusedDecoder(SlotDecoder):
         if self._int8:
             cross, past = self._buffers.dequantised(cross, past)
         columns = (np.take_along_axis(each, order, axis=2) for each in _by_row(past, width))
-        source = (state.source_bias == 0).sum(axis=-1).max()
-        sources = (each[:, :, :source] for each in _by_row(cross, width))
-        graph = self._decoder.graph
-        names = [*graph.names("cross"), *graph.names("past")]
-        return dict(zip(names, (*sources, *columns), strict=True))
+        return self._named(cross, state.source_bias, width, columns)
 
     def _bind(self, state: FusedState, new: int, single: bool, hidden: BufferView) -> BoundCall:
         """Binds a step of `new` tokens a slot to the buffers of a state."""
@@ -312,9 +308,7 @@ class FusedDecoder(SlotDecoder):
         }
         return self._bound(state, hidden, state.past, changing, single=single)
 
-    def _read_prompts(
-        self, state: FusedState, source: Integers, mask: NDArray[np.bool_]
-    ) -> FusedState:
+    def _read_prompts(self, state: FusedState, source: Integers, mask: Bools) -> FusedState:
         """Returns a state whose cache holds the prompts."""
         rows, length = source.shape
         lengths = mask.sum(axis=1)
@@ -344,7 +338,7 @@ class FusedDecoder(SlotDecoder):
         self,
         past: Sequence[BufferView],
         source: Integers,
-        mask: NDArray[np.bool_],
+        mask: Bools,
         begin: int = 0,
     ) -> None:
         """Reads prompts into buffers that hold the columns before `begin`."""
@@ -372,7 +366,7 @@ class FusedDecoder(SlotDecoder):
             decoder.run(inputs, in_place={"present": views})
 
     def _with_room(self, state: FusedState, columns: Integers) -> FusedState:
-        """Returns a state whose cache has the columns to be written next, and few unused ones."""
+        """Returns a state whose cache has the columns of the next step, and few unused ones."""
         room = state.bias.shape[-1]
         needed = int(columns.max()) + 1
         if needed <= room <= needed + SPARE_COLUMNS:
@@ -390,7 +384,7 @@ class FusedDecoder(SlotDecoder):
         """Copies slots of the cache into one of another capacity.
 
         Args:
-            state: A state that has already been reduced to `slots`, but for its past.
+            state: A state already reduced to `slots`, except its past.
             slots: Slots of the past to take `[slots]`.
             capacity: Columns of the new cache, enough for all that rows attend to.
         """
@@ -399,18 +393,17 @@ class FusedDecoder(SlotDecoder):
         held = np.zeros((len(slots), capacity), np.int64)
         kept = slice(min(room, capacity))
         bias[..., kept], held[:, kept] = state.bias[..., kept], state.held[:, kept]
-        past = (
-            self._buffers.gather(state.past, slots, room, capacity)
-            if room
-            else self._buffers.zeros("past", len(slots), capacity)
-        )
+        if room:
+            past = self._buffers.gather(state.past, slots, room, capacity)
+        else:
+            past = self._buffers.zeros("past", len(slots), capacity)
         return replace(state, past=past, bias=bias, held=held, calls={})
 
 
 class RecurrentDecoder(SlotDecoder):
     """Runs a fused variant with a state for each row instead of a cache of keys and values."""
 
-    def start(self, source: Integers, mask: NDArray[np.bool_]) -> RecurrentState:
+    def start(self, source: Integers, mask: Bools) -> RecurrentState:
         """Encodes the sources; see `Decoder.start`."""
         past = self._buffers.zeros("past", len(source), 0)
         rows = np.arange(len(source))[:, None]
@@ -431,7 +424,7 @@ class RecurrentDecoder(SlotDecoder):
         if tokens.shape[1] > 1:
             logits = []
             for token in tokens.T:
-                # Into other buffers than those of the state given, which stays as it is.
+                # Into new buffers: the given state stays as it is.
                 output, state = self.step(token[:, None], replace(state, spare=[]))
                 logits.append(output.all_logits.copy())  # the next step uses its buffer
             return StepOutput(np.concatenate(logits, axis=1)), state
@@ -452,7 +445,7 @@ class RecurrentDecoder(SlotDecoder):
         return output, replace(state, past=state.spare, spare=state.past, rows=rows)
 
     def select(self, state: RecurrentState, rows: Integers) -> RecurrentState:
-        """Takes rows of the state; see `Decoder.select`. None of them moves."""
+        """Takes rows of the state; see `Decoder.select`. No row moves."""
         slots, width = state.rows.shape
         chosen, shape = _grouped(rows, width)
         taken = state.rows.reshape(-1)[rows].reshape(shape)
@@ -464,23 +457,15 @@ class RecurrentDecoder(SlotDecoder):
         return replace(state, cross=cross, source_bias=source_bias, rows=taken, calls={})
 
     def tensors(self, state: RecurrentState) -> dict[str, Floats]:
-        """Copies cross and past to the host in the layout of the portable graphs, one state a row.
-
-        The source is as long as the longest of the state.
-        """
-        cross, past = state.cross, state.past
-        if self._int8:
-            cross, _ = self._buffers.dequantised(cross, [])
-        source = (state.source_bias == 0).sum(axis=-1).max()
-        sources = (each[:, :, :source] for each in _by_row(cross, state.rows.shape[1]))
-        cells = (each.numpy()[state.rows.reshape(-1), None, None] for each in past)
-        graph = self._decoder.graph
-        names = [*graph.names("cross"), *graph.names("past")]
-        return dict(zip(names, (*sources, *cells), strict=True))
+        """Copies cross and past to the host, one state a row, as the portable graphs have them."""
+        cross = self._buffers.dequantised(state.cross, [])[0] if self._int8 else state.cross
+        rows, width = state.rows.reshape(-1), state.rows.shape[1]
+        cells = (each.numpy()[rows, None, None] for each in state.past)
+        return self._named(cross, state.source_bias, width, cells)
 
 
-def _source_bias(mask: NDArray[np.bool_]) -> Floats:
-    """Returns 0 at a token, else minus infinity, `[slots, 1, 1, source]` with padded columns."""
+def _source_bias(mask: Bools) -> Floats:
+    """0 at a token, else minus infinity, with padded columns `[slots, 1, 1, source]`."""
     slots, length = mask.shape
     bias = np.full((slots, 1, 1, padded(length)), -np.inf, np.float32)
     bias[:, 0, 0, :length][mask] = 0
@@ -488,7 +473,7 @@ def _source_bias(mask: NDArray[np.bool_]) -> Floats:
 
 
 def _grouped(rows: Integers, width: int) -> tuple[Integers, tuple[int, int]]:
-    """Returns the slots of selected rows, and how many those are and how many rows each has."""
+    """Slots of selected rows, and the number of slots and of rows in each."""
     of_row = rows // width
     chosen, counts = _runs(of_row)
     if (counts != counts[0]).any() or np.bincount(chosen).max() > 1:
@@ -498,7 +483,7 @@ def _grouped(rows: Integers, width: int) -> tuple[Integers, tuple[int, int]]:
 
 
 def _closes_up(chosen: Integers) -> bool:
-    """Whether slots that stay keep their places, and those that move come from the end."""
+    """Whether slots that stay keep their places, and slots that move come from the end."""
     left = len(chosen)
     return bool((chosen[chosen != np.arange(left)] >= left).all())
 
@@ -508,6 +493,6 @@ def _by_row(buffers: Sequence[BufferView], width: int) -> Iterator[Floats]:
 
 
 def _runs(values: Integers) -> tuple[Integers, Integers]:
-    """Returns value and length of each run of neighbouring equal values."""
+    """Value and length of each run of neighbouring equal values."""
     starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
     return values[starts], np.diff(np.append(starts, len(values)))

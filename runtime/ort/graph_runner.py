@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -21,7 +21,7 @@ from transferry.runtime.bundle.manifest import REMEDY
 from transferry.runtime.bundle.specs import PORTABLE, GraphSpec, Role, Variant
 from transferry.runtime.errors import AllocationError, InputError
 from transferry.runtime.hardware import cpu_name, instruction_sets, usable_cores
-from transferry.runtime.ort.external_files import external_files
+from transferry.runtime.ort.external_files import watched_graph
 from transferry.runtime.ort.openvino_runner import OpenVinoRunner, openvino_version
 from transferry.runtime.ort.session import (
     SessionOptions,
@@ -74,7 +74,7 @@ class BufferView:
 
     @cached_property
     def whole(self) -> bool:
-        """Whether it is of all rows."""
+        """Whether the view has all rows of the buffer."""
         return bool(self.count == self.buffer.shape()[0])
 
     def numpy(self) -> NDArray[Any]:
@@ -94,17 +94,11 @@ class GraphRunner:
 
         Raises:
             ProviderError: The provider cannot run here.
-            InputError: The graph cannot be opened, is another than the manifest describes, or reads
-                a file that the manifest does not list.
+            InputError: The graph cannot be opened, differs from the manifest, or reads a file that
+                the manifest does not list.
         """
         self.graph = graph
-        path, content = bundle.graph(graph), bundle.files.read(graph.file)
-        try:
-            weights = external_files(content)
-        except ValueError as error:
-            raise InputError(f"{path} is no ONNX graph: {error}; {REMEDY}") from error
-        for name in weights:
-            bundle.files.watch(PurePosixPath(graph.file).with_name(name).as_posix())
+        path, content = bundle.graph(graph), watched_graph(bundle, graph)
         self.session = open_session(path, options, content)
         bundle.files.require_unchanged()
         self._require_described(path)
@@ -148,7 +142,7 @@ class GraphRunner:
             raise self._failure(error) from error
 
     def zeros(self, role: Role, shape: Sequence[int]) -> OrtValue:
-        """Returns a device buffer of zeros, of the element type that tensors of a role have."""
+        """Device buffer of zeros, of the element type of a role's tensors."""
         kind = self.graph.tensor(role).type
         if kind != "bfloat16":
             return self.value(np.zeros(shape, kind))
@@ -171,9 +165,8 @@ class GraphRunner:
         Args:
             inputs: All inputs by role, in the manifest's order.
             outputs: Roles of the outputs to return, which stay on the device.
-            host: Arrays for other outputs, by role. onnxruntime computes an output that is
-                requested nowhere, and drops it.
-            in_place: Device buffers for yet other outputs, by role; inputs among them.
+            host: Arrays for other outputs, by role. onnxruntime drops outputs that nobody requests.
+            in_place: Device buffers for yet other outputs, by role, perhaps inputs.
 
         Raises:
             AllocationError: There is not enough memory.
@@ -195,13 +188,13 @@ class GraphRunner:
         in_place: Mapping[Any, Sequence[Bindable]] | None = None,
         host: Mapping[Any, NDArray[Any]] | None = None,
     ) -> BoundCall:
-        """Binds all inputs and outputs once, for many runs.
+        """Binds all inputs and outputs once, for many runs; `in_place` and `host` as for `run`.
 
         Args:
             fixed: Inputs that stay the same, by role.
             changing: Inputs that every run replaces, by role; the arrays are overwritten.
-            in_place: As for `run`.
-            host: As for `run`.
+            in_place: Device buffers for outputs, by role.
+            host: Arrays for outputs, by role.
         """
         values = {role: (array, self.value(array)) for role, array in (changing or {}).items()}
         inputs = {**fixed, **{role: [value] for role, (_, value) in values.items()}}
@@ -209,12 +202,7 @@ class GraphRunner:
         return BoundCall(self, binding, values, host or {}, held=(fixed, in_place))
 
     def run_bound(self, binding: onnxruntime.IOBinding) -> None:
-        """Runs a binding of all inputs and outputs.
-
-        Raises:
-            AllocationError: As `run`.
-            InputError: As `run`.
-        """
+        """Runs a binding of all inputs and outputs; raises as `run`."""
         try:
             self.session.run_with_iobinding(binding)
         except ERRORS as error:
@@ -239,25 +227,22 @@ class GraphRunner:
         in_place: Mapping[Any, Sequence[Bindable]],
     ) -> onnxruntime.IOBinding:
         binding, device = self.session.io_binding(), (self._device, self._device_id)
-        for role, values in inputs.items():
-            for name, value in zip(self._names.get(role, ()), values, strict=True):
-                if not isinstance(value, BufferView):
-                    binding.bind_ortvalue_input(name, value)
-                elif value.whole:  # several times as fast as by its address
-                    binding.bind_ortvalue_input(name, value.buffer)
-                else:
-                    binding.bind_input(name, *device, *value.where)
         for role, array in host.items():
             (name,) = self._names[role]
             binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        for role, values in in_place.items():
-            for name, value in zip(self._names.get(role, ()), values, strict=True):
-                if not isinstance(value, BufferView):
-                    binding.bind_ortvalue_output(name, value)
-                elif value.whole:
-                    binding.bind_ortvalue_output(name, value.buffer)
-                else:
-                    binding.bind_output(name, *device, *value.where)
+        sides = (
+            (inputs, binding.bind_ortvalue_input, binding.bind_input),
+            (in_place, binding.bind_ortvalue_output, binding.bind_output),
+        )
+        for tensors, bind_value, bind_address in sides:
+            for role, values in tensors.items():
+                for name, value in zip(self._names.get(role, ()), values, strict=True):
+                    if not isinstance(value, BufferView):
+                        bind_value(name, value)
+                    elif value.whole:  # several times as fast as by its address
+                        bind_value(name, value.buffer)
+                    else:
+                        bind_address(name, *device, *value.where)
         return binding
 
 
@@ -280,12 +265,7 @@ class BoundCall:
     held: Sequence[Any]
 
     def run(self, **inputs: NDArray[Any]) -> Mapping[str, NDArray[Any]]:
-        """Runs the graph on new values of the changing inputs, and returns `host`.
-
-        Raises:
-            AllocationError: As `GraphRunner.run`.
-            InputError: As `GraphRunner.run`.
-        """
+        """Runs the graph on new values of changing inputs; returns `host`, raises as `run`."""
         for role, array in inputs.items():
             host, value = self.changing[role]
             host[...] = array
@@ -305,11 +285,9 @@ class PortableRunner(Protocol):
 
     def nodes(self) -> Mapping[str, int]:
         """Counts the nodes by where they run."""
-        ...
 
     def value(self, array: NDArray[Any]) -> Any:
         """Takes an array as an input; see `GraphRunner.value`."""
-        ...
 
     def run(
         self,
@@ -318,7 +296,6 @@ class PortableRunner(Protocol):
         host: Mapping[Any, NDArray[Any]] | None = None,
     ) -> list[Any]:
         """Runs the graph; see `GraphRunner.run`."""
-        ...
 
 
 def open_graphs(
@@ -327,7 +304,7 @@ def open_graphs(
     """Opens graphs by name, one per core at a time: packing weights takes most of the time.
 
     Raises:
-        ProviderError: The provider asked for cannot run here.
+        ProviderError: The requested provider cannot run here.
         InputError: A graph cannot be opened.
     """
     with ThreadPoolExecutor(usable_cores()) as pool:
@@ -343,10 +320,10 @@ def _open_in_openvino(
 
 @dataclass(frozen=True)
 class GraphRuntime:
-    """A runtime of graphs. What is served asks it, and never which one it is.
+    """A runtime of graphs. No other code depends on the choice of runtime.
 
     Attributes:
-        open: Opens graphs of the portable variant by name; raises what `open_graphs` raises.
+        open: Opens graphs of the portable variant by name; raises as `open_graphs`.
         version: Returns its version; raises ProviderError if it is not installed.
         portable_alone: Whether it lacks the operators of all variants but the portable one.
     """
@@ -374,7 +351,7 @@ def runtime_of(options: SessionOptions) -> GraphRuntime:
 def describe(
     variant: Variant, options: SessionOptions, runners: Iterable[PortableRunner]
 ) -> dict[str, Any]:
-    """Returns what determines the numbers: settings, hardware, and where the nodes run."""
+    """Returns everything that determines the numbers: settings, hardware, providers of nodes."""
     nodes: Counter[str] = Counter()
     for runner in runners:
         nodes.update(runner.nodes())

@@ -14,14 +14,12 @@ from onnxruntime import OrtValue
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.decoder import StepOutput, TopK
-from transferry.runtime.decoding.logits import SEGMENT, SegmentMaxima, log_sum_exp
+from transferry.runtime.decoding.logits import SEGMENT, Doubles, Floats, SegmentMaxima, log_sum_exp
 from transferry.runtime.ort.graph_runner import Bindable, BoundCall, BufferView, GraphRunner
 from transferry.runtime.ort.screened_argmax import ScreenedArgmax
 
 # Sums of exponentials that float32 holds in full precision, their largest terms included.
 SMALLEST_SUM, LARGEST_SUM = 1e-30, 1e38
-
-Floats = NDArray[np.floating[Any]]
 
 
 class _Workspace(threading.local):
@@ -47,13 +45,7 @@ class LMHead:
     def __init__(
         self, bundle: Bundle, variant: Variant, runners: Mapping[str, GraphRunner]
     ) -> None:
-        """Reads the weights of the screened argmax, if the variant has one.
-
-        Args:
-            bundle: The bundle of the variant.
-            variant: A variant whose cache is updated in place.
-            runners: Its graphs by name.
-        """
+        """Reads the weights of the screened argmax, if the variant has it."""
         self._runners = runners
         self._own = _Workspace()
         self._top_k = variant.top_k
@@ -64,7 +56,7 @@ class LMHead:
             self.screened = ScreenedArgmax(**weights)
 
     def hidden(self, rows: int) -> BufferView:
-        """Returns the buffer for the hidden states of this thread's next step over `rows` rows."""
+        """Buffer for the hidden states of this thread's next step over `rows` rows."""
         own, decoder = self._own, self._runners["decoder"]
         if rows in own.views:
             return own.views[rows]
@@ -79,12 +71,9 @@ class LMHead:
     def scores(
         self, shape: tuple[int, ...], *, top: int | None = None, normalise: bool = False
     ) -> StepOutput:
-        """Scores the hidden states of the last step; see `Decoder.step`.
+        """Scores the hidden states of the last step, over tokens of a shape `[rows, target]`.
 
-        Args:
-            shape: Of the tokens that it read `[rows, target]`.
-            top: As there.
-            normalise: As there.
+        See `Decoder.step`.
         """
         rows = math.prod(shape)
         if top is not None and self._top_k:
@@ -101,7 +90,7 @@ class LMHead:
         return StepOutput(by_token, None, _log_of_sums(found["exp_sums"], logits), maxima)
 
     def screen(self, rows: int) -> tuple[Floats, Floats, SegmentMaxima] | None:
-        """Returns the arguments of `ScreenedArgmax.argmax`, or None without a screen."""
+        """Arguments of `ScreenedArgmax.argmax`; None without a screen."""
         return self._approximate(rows) if self.screened is not None else None
 
     def _approximate(self, rows: int) -> tuple[Floats, Floats, SegmentMaxima]:
@@ -110,12 +99,10 @@ class LMHead:
         return self.hidden(rows).numpy(), approximate, maxima
 
     def _ranked(self, rows: int, k: int) -> TopK:
-        """Returns the k likeliest tokens of each row, ranked on the device."""
+        """The k likeliest tokens of each row, ranked on the device."""
         found = self._run("top_k", rows, k)
-        logits, tokens, sums = (
-            found[role] for role in ("top_logits", "top_tokens", "relative_sums")
-        )
-        normaliser = logits[:, 0] + np.log(sums, dtype=np.float64)
+        logits, tokens = found["top_logits"], found["top_tokens"]
+        normaliser = logits[:, 0] + np.log(found["relative_sums"], dtype=np.float64)
         return TopK(tokens, np.isfinite(normaliser), logits, normaliser)
 
     def _run(self, name: str, rows: int, k: int = 0) -> Mapping[str, NDArray[Any]]:
@@ -148,11 +135,11 @@ class LMHead:
         return call.run()
 
 
-def _log_of_sums(sums: Floats, logits: Floats) -> NDArray[np.float64]:
+def _log_of_sums(sums: Floats, logits: Floats) -> Doubles:
     """Log-sum-exp of each row `[rows]`, from the sums of the exponentials of the logits.
 
-    The graph does not subtract the largest logit first. Where float32 cannot hold its sum, the
-    row is computed again the slow, safe way.
+    The graph does not subtract the largest logit first. A row whose sum float32 cannot hold is
+    computed again the slow, safe way.
     """
     extreme = ~((sums > SMALLEST_SUM) & (sums < LARGEST_SUM))
     if not extreme.any():

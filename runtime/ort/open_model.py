@@ -1,4 +1,4 @@
-"""Opens a variant of a bundle as its architecture and its cache require."""
+"""Opens a variant of a bundle, by its architecture and its cache."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class ServedDecoder(ObservableDecoder[Any], Protocol):
     shares_prompts: bool
 
     def describe(self) -> dict[str, Any]:
-        """Returns what determines the numbers: settings, hardware, and where the nodes run."""
-        ...
+        """Returns everything that determines the numbers; see `graph_runner.describe`."""
 
 
 Model = ServedDecoder | EncoderModel
@@ -41,7 +40,7 @@ def open_model(bundle: Bundle, variant: Variant, options: SessionOptions) -> Mod
     """Opens the graphs of a variant.
 
     Raises:
-        ProviderError: The provider asked for cannot run here.
+        ProviderError: The requested provider cannot run here.
         InputError: A graph cannot be opened.
         UsageError: The runtime cannot run such a variant.
     """

@@ -1,14 +1,14 @@
 """Runs a portable graph in OpenVINO on the CPU, in float32, with tensors addressed by role.
 
-It stands in for `GraphRunner`: the decoder and the encoder are the same with either runtime. What a
-step returns is computed into buffers that the next step reads, so that the cache is not copied.
+It stands in for `GraphRunner`: decoder and encoder are the same with either runtime. A step's
+results are computed into buffers that the next step reads, so that the cache is not copied.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from transferry.runtime.bundle.manifest import REMEDY
 from transferry.runtime.bundle.specs import GraphSpec
 from transferry.runtime.errors import InputError, ProviderError, install_command
 from transferry.runtime.hardware import usable_cores
-from transferry.runtime.ort.external_files import external_files
+from transferry.runtime.ort.external_files import watched_graph
 from transferry.runtime.ort.session import SessionOptions
 
 # By default OpenVINO computes in bfloat16 or float16 where the CPU can.
@@ -33,11 +33,7 @@ _core: Any = None
 
 
 def openvino_module() -> Any:
-    """Imports OpenVINO.
-
-    Raises:
-        ProviderError: It is not installed.
-    """
+    """Imports OpenVINO; raises ProviderError if it is not installed."""
     try:
         import openvino
     except ImportError as error:
@@ -49,12 +45,9 @@ def openvino_core() -> Any:
     """Returns the only Core of this process, which lives as long as the process.
 
     A Core has the thread that loads its first model handle signals on a stack of the Core's, and
-    when it is destroyed brings back the stack of before: that of another Core, perhaps gone by
-    then. With OpenVINO 2026.4 the next Ctrl-C after two that are destroyed in the order of their
-    making is a segmentation fault.
-
-    Raises:
-        ProviderError: OpenVINO is not installed.
+    when it is destroyed restores the previous stack: another Core's, perhaps gone by then. With
+    OpenVINO 2026.4 the next Ctrl-C after two are destroyed in the order of their making is a
+    segmentation fault. Raises ProviderError if OpenVINO is not installed.
     """
     global _core
     with _opening:
@@ -86,17 +79,17 @@ def compiled_in_float32(path: Path, **settings: Any) -> Any:
 
 
 class HostValue:
-    """A tensor in host memory, with the methods of onnxruntime's OrtValue that are used."""
+    """A tensor in host memory, with the used methods of onnxruntime's OrtValue."""
 
     def __init__(self, array: NDArray[Any]) -> None:
         self.array = array
 
     def numpy(self) -> NDArray[Any]:
-        """Returns the tensor, not a copy."""
+        """The tensor itself, not a copy."""
         return self.array
 
     def shape(self) -> list[int]:
-        """Returns its sizes."""
+        """Sizes of the tensor."""
         return list(self.array.shape)
 
 
@@ -108,18 +101,13 @@ class OpenVinoRunner:
 
         Raises:
             ProviderError: OpenVINO is not installed, or does not compute in float32 here.
-            InputError: The graph cannot be compiled, is another than the manifest describes, or
-                reads a file that the manifest does not list.
+            InputError: The graph cannot be compiled, differs from the manifest, or reads a file
+                that the manifest does not list.
         """
         self._openvino = openvino_module()
         self.graph, path = graph, bundle.graph(graph)
-        try:
-            weights = external_files(bundle.files.read(graph.file))
-        except ValueError as error:
-            raise InputError(f"{path} is no ONNX graph: {error}; {REMEDY}") from error
-        for name in weights:
-            bundle.files.watch(PurePosixPath(graph.file).with_name(name).as_posix())
-        # One stream for each replica that the cores can take, of so many threads each.
+        watched_graph(bundle, graph)
+        # One stream for each replica that the cores can take.
         streams = max(1, usable_cores() // options.threads)
         threads = streams * options.threads
         try:
@@ -209,7 +197,7 @@ class OpenVinoRunner:
                 f"expected {self.graph.file} to run in OpenVINO, found: {_reason(error)}. Verify "
                 "the bundle here, or choose --runtime onnxruntime"
             ) from error
-        # Whose size the graph decides is computed into memory that the next run overwrites.
+        # An output whose size the graph decides lies in memory that the next run overwrites.
         return [
             HostValue(results[name] if name in results else request.get_tensor(name).data.copy())
             for name in wanted

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.batching import LANES, UNIT, BatchOptions, widened
 from transferry.runtime.decoding.decoder import StepOutput, longer
+from transferry.runtime.decoding.logits import Bools, Floats, Integers
 from transferry.runtime.decoding.shared_prompts import shared_prompts
 from transferry.runtime.ort.graph_runner import describe, runtime_of
 from transferry.runtime.ort.session import SessionOptions
@@ -40,10 +40,10 @@ class PortableState:
     mask: Any
     cross: Sequence[Any]
     past: Sequence[Any]
-    host_mask: NDArray[np.bool_]
-    sentences: NDArray[np.int64]
+    host_mask: Bools
+    sentences: Integers
     columns: int
-    scratch: NDArray[np.floating[Any]]
+    scratch: Floats
 
 
 class PortableDecoder:
@@ -52,12 +52,7 @@ class PortableDecoder:
     shares_cache = False
 
     def __init__(self, bundle: Bundle, variant: Variant, options: SessionOptions) -> None:
-        """Opens the graphs.
-
-        Raises:
-            ProviderError: The provider asked for cannot run here.
-            InputError: A graph cannot be opened.
-        """
+        """Opens the graphs; raises as `open_model`."""
         self.variant, self.options = variant, options
         self.batches = BatchOptions()
         graphs = variant.steps
@@ -79,10 +74,10 @@ class PortableDecoder:
         self.shares_prompts = not self.has_encoder and independent
 
     def describe(self) -> dict[str, Any]:
-        """Returns what determines the numbers: settings, hardware, and where the nodes run."""
+        """Returns everything that determines the numbers; see `graph_runner.describe`."""
         return describe(self.variant, self.options, self._runners.values())
 
-    def start(self, source: NDArray[np.int64], mask: NDArray[np.bool_]) -> PortableState:
+    def start(self, source: Integers, mask: Bools) -> PortableState:
         """Encodes the sources or reads the prompts; see `Decoder.start`."""
         rows, columns = source.shape
         source = widened(source, self._unit, self._max_positions)
@@ -107,9 +102,7 @@ class PortableDecoder:
             self._decoder.value(mask), cross, past, mask, sentences, columns, scratch
         )
 
-    def _read_prompts(
-        self, source: NDArray[np.int64], mask: NDArray[np.bool_], empty: Sequence[Any]
-    ) -> Sequence[Any]:
+    def _read_prompts(self, source: Integers, mask: Bools, empty: Sequence[Any]) -> Sequence[Any]:
         """Returns a past that holds the prompts."""
         shared = shared_prompts(source, mask) if self.shares_prompts else None
         if shared is None:
@@ -121,12 +114,10 @@ class PortableDecoder:
         past = self._select.run({"rows": [rows], "state": past}, "selected")
         return self._read(source[:, begin:], past, begin) if begin < source.shape[1] else past
 
-    def _read(
-        self, source: NDArray[np.int64], past: Sequence[Any], begin: int = 0
-    ) -> Sequence[Any]:
+    def _read(self, source: Integers, past: Sequence[Any], begin: int = 0) -> Sequence[Any]:
         """Returns the past after further tokens of prompts, padding included."""
-        # Padding comes after all tokens of its row, so none of them attends to it. With a mask that
-        # hides none of it, its own keys and values are those of prompts that are read at once.
+        # Padding comes after all tokens of its row, so no token attends to it. With a mask that
+        # shows all of it, its own keys and values equal those of prompts that are read at once.
         before = np.ones((len(source), begin), np.bool_)
         inputs = {
             "target": [self._decoder.value(source)],
@@ -137,7 +128,7 @@ class PortableDecoder:
 
     def step(
         self,
-        tokens: NDArray[np.int64],
+        tokens: Integers,
         state: PortableState,
         *,
         top: int | None = None,
@@ -165,13 +156,13 @@ class PortableDecoder:
         state = replace(state, mask=device_mask, past=present, host_mask=mask, scratch=logits)
         return StepOutput(logits), state
 
-    def select(self, state: PortableState, rows: NDArray[np.int64]) -> PortableState:
+    def select(self, state: PortableState, rows: Integers) -> PortableState:
         """Takes rows of the state; see `Decoder.select`."""
         chosen = self._select.value(rows)
         past = state.past
         sentences = state.sentences[rows]
         if past[0].shape()[2] or len(rows) != len(state.sentences):
-            if self._recurrent:  # a few numbers a row, and none of the graph's shapes
+            if self._recurrent:  # a few numbers a row, unlike the graph's shapes
                 past = [self._decoder.value(value.numpy()[rows]) for value in past]
             else:
                 past = self._select.run({"rows": [chosen], "state": past}, "selected")
@@ -190,14 +181,14 @@ class PortableDecoder:
             sentences=sentences,
         )
 
-    def tensors(self, state: PortableState) -> dict[str, NDArray[np.floating[Any]]]:
+    def tensors(self, state: PortableState) -> dict[str, Floats]:
         """Copies the cross and past of a state to the host, by their names in the graph.
 
         The source has its original length.
         """
         graph = self._decoder.graph
         names = [*graph.names("cross"), *graph.names("past")]
-        # On the CPU `numpy()` is a view of what the next step reads; `delete` copies.
+        # On the CPU `numpy()` is a view of the next step's input; `delete` copies.
         cross = [value.numpy()[:, :, : state.columns].copy() for value in state.cross]
         padded = state.columns if self.has_encoder else state.columns + -state.columns % self._unit
         padding = np.arange(state.columns, padded)

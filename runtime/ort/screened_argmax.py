@@ -6,8 +6,8 @@ logits q_j = ĥ · ŵ_j + b_j, with ĥ and ŵ_j quantised to 8 bits. By Cauchy-S
     |h · w_j + b_j - q_j| = |(h - ĥ) · ŵ_j + h · (w_j - ŵ_j)| <= |h - ĥ| |ŵ_j| + |h| |w_j - ŵ_j|
 
 so a token whose approximate logit lies further below another's than both radii allow is not the
-argmax. Most rows keep one token, which needs no product at all; the others get exact logits of the
-few that they keep.
+argmax. Most rows keep one token and need no product at all; the others get exact logits of their
+few tokens.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from transferry.runtime.decoding.logits import SegmentMaxima
+from transferry.runtime.decoding.logits import Bools, Doubles, Integers, SegmentMaxima
 from transferry.runtime.errors import InputError
 
 Floats = NDArray[np.float32]
 
 # A row with more tokens in reach than this is scored in full: gathering would cost more.
 MOST = 1024
-# Tokens of which float32 weights are widened to float64 at once, to bound the memory.
+# Tokens whose float32 weights are widened to float64 at once, to bound the memory.
 CHUNK = 2048
 
 # Relative error of the approximate product besides quantisation. The integers are summed exactly;
@@ -41,12 +41,12 @@ SMALLEST_STEP = 2.0**-100
 
 @dataclass
 class ScreeningCounts:
-    """What screening did so far.
+    """Counts of screening so far.
 
     Attributes:
         rows: Rows screened.
         certified: Rows decided by the bound alone.
-        full: Rows of which all tokens were scored in float32.
+        full: Rows whose tokens were all scored in float32.
         candidates: Tokens scored in float64.
     """
 
@@ -59,7 +59,7 @@ class ScreeningCounts:
 class ScreenedArgmax:
     """Finds the exact argmax of h · w_j + b_j from approximate logits and a bound on their error.
 
-    The result is that of float64 and depends on a row's hidden state alone: the approximate logits
+    The result is float64's and depends on a row's hidden state alone: the approximate logits
     decide only how much work it takes, and other rows do not matter.
     """
 
@@ -92,7 +92,7 @@ class ScreenedArgmax:
             )
         self.counts = ScreeningCounts()
         self._weight, self._bias = weight, bias
-        # Covers the rounding of what is computed here in float32: sums of d squares, the bound
+        # Covers the rounding of float32 computations here: sums of d squares, the bound
         # itself, and a value of h on the verge of two integers (255 units of 2^-24, twice).
         self._slack = 1 + (d_model + 1024) * 2.0**-23
         radii = np.empty((3, vocabulary))
@@ -107,23 +107,20 @@ class ScreenedArgmax:
                 "expected finite weights, scales and biases of the vocabulary projection, found "
                 "NaN or infinity: export the bundle again, from a checkpoint that passes verify"
             )
-        # |ŵ_j|, |w_j - ŵ_j| and what depends on no hidden state, by token, and the largest of each.
+        # |ŵ_j|, |w_j - ŵ_j| and the part that depends on no hidden state, by token; their maxima.
         self._radii = (radii * self._slack).astype(np.float32)
         self._largest_radii = self._radii.max(axis=1)
 
-    def argmax(
-        self, hidden: Floats, approximate: Floats, maxima: SegmentMaxima
-    ) -> NDArray[np.int64]:
-        """Returns the token of the largest exact logit of each row, the lowest id among equals.
+    def argmax(self, hidden: Floats, approximate: Floats, maxima: SegmentMaxima) -> Integers:
+        """Token of each row's largest exact logit, the lowest id among equals `[rows]`.
+
+        The token is -1 where the hidden state is not finite.
 
         Args:
             hidden: Inputs of the projection `[rows, d_model]`: the whole tensor that the graph
-                quantised by DynamicQuantizeLinear, since its range is that of all rows.
+                quantised by DynamicQuantizeLinear, whose range spans all rows.
             approximate: Logits of the int8 product, bias included `[rows, vocabulary]`.
             maxima: Their segment maxima.
-
-        Returns:
-            Token ids `[rows]` int64; -1 where the hidden state is not finite.
         """
         rows = len(hidden)
         tokens = np.full(rows, -1)
@@ -154,15 +151,15 @@ class ScreenedArgmax:
         return tokens
 
     def bound(self, hidden: Floats) -> Floats:
-        """Returns how far approximate logits may lie from the exact ones `[rows, vocabulary]`."""
+        """Largest distance of approximate from exact logits `[rows, vocabulary]`."""
         radii: Floats = self._factors(hidden)[2] @ self._radii
         return radii
 
-    def _factors(self, hidden: Floats) -> tuple[np.float32, NDArray[np.float64], Floats]:
-        """Returns the quantisation step, the norms of the rows, and the factors of the radii.
+    def _factors(self, hidden: Floats) -> tuple[np.float32, Doubles, Floats]:
+        """Quantisation step, norms of the rows, and factors of the radii.
 
-        The range always has 0 in it, and its ends are at most half a step from an integer, so that
-        nothing is clipped by more than it would be rounded.
+        The range always contains 0, and its ends are at most half a step from an integer, so that
+        clipping never exceeds rounding.
         """
         step = (hidden.max(initial=0) - hidden.min(initial=0)) / np.float32(255)
         norms = np.sqrt(np.einsum("rd,rd->r", hidden, hidden)) * self._slack + 2.0**-60
@@ -174,8 +171,8 @@ class ScreenedArgmax:
 
     def _contenders(
         self, approximate: Floats, maxima: SegmentMaxima, factors: Floats
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Returns row and token of the possible argmaxes, and which rows have too many."""
+    ) -> tuple[Integers, Integers, Bools]:
+        """Row and token of the possible argmaxes, and whether a row has too many."""
         largest = factors @ self._largest_radii
         reach = maxima.maxima.max(axis=1) - largest
         # First by the largest radius of all tokens, which costs one comparison a segment.
@@ -192,16 +189,16 @@ class ScreenedArgmax:
         return row[kept], token[kept], full
 
     def _score_in_full(
-        self, hidden: Floats, rows: NDArray[np.int64], norms: NDArray[np.float64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Scores all tokens in float32 and returns rows and tokens that may be the best.
+        self, hidden: Floats, rows: Integers, norms: Doubles
+    ) -> tuple[Integers, Integers]:
+        """Scores all tokens in float32; returns rows and tokens that may be the best.
 
         A float32 product is off by gamma_d |h| |w_j| at most, gamma_d = d u / (1 - d u), u = 2^-24,
         in whatever order it is summed (Higham 2002, Accuracy and Stability, eq. 3.5).
         """
         scores = hidden[rows] @ self._weight.T
         size = self._radii[0] + self._radii[1]
-        # Eight more roundings: of the bias, of the bound and of what is compared with it.
+        # Eight more roundings: of the bias, of the bound and of its comparison.
         rounding = np.float32((hidden.shape[1] + 8) * 2.0**-24 * self._slack)
         radius = norms[rows, None].astype(np.float32) * size * rounding + self._radii[2]
         if self._bias is not None:
@@ -211,10 +208,8 @@ class ScreenedArgmax:
         index, token = np.nonzero(~(scores + radius < reach[:, None]))  # true where NaN
         return rows[index], token
 
-    def _exact(
-        self, hidden: Floats, row: NDArray[np.int64], token: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
-        """Scores of tokens in float64, where products of float32 are exact: [candidates]."""
+    def _exact(self, hidden: Floats, row: Integers, token: Integers) -> Doubles:
+        """Scores of tokens in float64, where products of float32 are exact `[candidates]`."""
         scores = np.empty(len(row))
         for first in range(0, len(row), CHUNK):
             block = slice(first, first + CHUNK)

@@ -1,8 +1,8 @@
 """Opens onnxruntime sessions that run on the requested provider, or fails.
 
 onnxruntime itself answers a request for CUDA with a CPU session if a library, the driver or the GPU
-is missing (microsoft/onnxruntime#17801, #23372). Here that is a `ProviderError` that names what is
-missing and how to fix it.
+is missing (microsoft/onnxruntime#17801, #23372). Here it is a `ProviderError` that names the
+missing part and its remedy.
 """
 
 import functools
@@ -20,7 +20,7 @@ from transferry.runtime.errors import AllocationError, InputError, ProviderError
 from transferry.runtime.ort.cuda import cuda_obstacle
 from transferry.runtime.settings import check_value, field_types
 
-# More threads than cores are of no use, and thousands end the process.
+# More threads than cores are useless, and thousands end the process.
 Few = Annotated[int, msgspec.Meta(le=1024)]
 Provider = Literal["cpu", "cuda"]
 Runtime = Literal["onnxruntime", "openvino"]
@@ -38,19 +38,12 @@ _OPTIMISATION_LEVELS: dict[Optimisation, onnxruntime.GraphOptimizationLevel] = {
 }
 # onnxruntime's own errors share no base class below Exception.
 _OPENING_ERRORS = (
-    native.EPFail,
-    native.Fail,
-    native.InvalidArgument,
-    native.InvalidGraph,
-    native.InvalidProtobuf,
-    native.NoSuchFile,
-    native.NotImplemented,
-    native.RuntimeException,
-    RuntimeError,
-    ValueError,
+    *(native.EPFail, native.Fail, native.InvalidArgument, native.InvalidGraph),
+    *(native.InvalidProtobuf, native.NoSuchFile, native.NotImplemented, native.RuntimeException),
+    *(RuntimeError, ValueError),
 )
-# onnxruntime's words where memory is short: of its arena, which gets no more or may not grow, of
-# C++ by either compiler, of CUDA, of CUDA's libraries.
+# Messages of short memory: of onnxruntime's arena, exhausted or not allowed to grow, of C++ by
+# either compiler, of CUDA, of CUDA's libraries.
 _SHORTAGES = (
     *("Failed to allocate memory", "is smaller than requested bytes"),
     *("bad_alloc", "bad allocation", "out of memory", "ALLOC_FAILED"),
@@ -90,11 +83,7 @@ class SessionOptions:
         return self.provider == "cpu" and self.runtime == "onnxruntime"
 
     def __post_init__(self) -> None:
-        """Rejects values that onnxruntime would ignore or reinterpret.
-
-        Raises:
-            UsageError: A value lies outside its range.
-        """
+        """Refuses values that onnxruntime would ignore or reinterpret, with UsageError."""
         for name in ("threads", "device_id", "provider_options", "profile"):
             check_value(name, getattr(self, name), field_types(type(self))[name])
         if str(self.provider) not in _PROVIDER_NAMES:
@@ -152,7 +141,7 @@ def open_session(
         )
     if options.provider == "cuda" and (obstacle := cuda_obstacle(options.device_id)):
         raise ProviderError(
-            f"provider cuda was asked for, but {obstacle.missing}. To fix it: {obstacle.remedy}"
+            f"provider cuda was requested, but {obstacle.missing}. To fix it: {obstacle.remedy}"
         )
     try:
         session = _create(model, options, graph)
@@ -172,7 +161,7 @@ def open_session(
         if (fault := _fault_of_file(model, graph)) is not None:
             raise _unreadable(model, fault) from fault
         raise ProviderError(
-            f"provider {options.provider} was asked for, but onnxruntime cannot start it: "
+            f"provider {options.provider} was requested, but onnxruntime cannot start it: "
             f"{_reason(error)}. `transferry doctor` tells what works here."
         ) from error
     require_provider(session, options.provider)
@@ -186,7 +175,7 @@ def is_shortage(error: Exception) -> bool:
 
 
 def provider_settings(options: SessionOptions) -> dict[str, str]:
-    """Returns the provider's options: the defaults here, overridden by `provider_options`.
+    """Provider's options: the defaults here, overridden by `provider_options`.
 
     Another runtime than onnxruntime is one of them, so that a certificate is for one runtime.
     """
@@ -201,20 +190,16 @@ def provider_settings(options: SessionOptions) -> dict[str, str]:
 
 
 def tf32(options: SessionOptions) -> str:
-    """Returns whether CUDA may round products to TF32: "on", "off", or "none" on the CPU."""
+    """Whether CUDA may round products to TF32: "on", "off", or "none" on the CPU."""
     if options.provider == "cpu":
         return "none"
     return "off" if provider_settings(options)["use_tf32"] == "0" else "on"
 
 
 def assigned_nodes(session: onnxruntime.InferenceSession) -> dict[str, int]:
-    """Counts the graph's nodes by the provider that runs them.
+    """Counts the graph's nodes by provider, such as `{"CUDAExecutionProvider": 210}`.
 
-    Args:
-        session: A session from `open_session`, which makes onnxruntime record the assignment.
-
-    Returns:
-        For example `{"CUDAExecutionProvider": 210, "CPUExecutionProvider": 12}`.
+    The session comes from `open_session`, which makes onnxruntime record the assignment.
     """
     counts: Counter[str] = Counter()
     for subgraph in session.get_provider_graph_assignment_info():
@@ -270,25 +255,21 @@ def _share_arena() -> None:
 
 
 def require_provider(session: onnxruntime.InferenceSession, provider: Provider) -> None:
-    """Checks that a session runs on the requested provider.
-
-    Raises:
-        ProviderError: It runs on another.
-    """
+    """Raises ProviderError for a session that runs on another provider than the requested one."""
     name = _PROVIDER_NAMES[provider]
     first = session.get_providers()[0]
     nodes = assigned_nodes(session)
     # A session can name CUDA first and still leave every node to the CPU. A graph may fold into
-    # no node at all, so only nodes that went elsewhere count against the provider.
+    # no node at all, so only nodes on another provider count.
     if first != name or (nodes and name not in nodes):
         raise ProviderError(
-            f"provider {provider} was asked for, but onnxruntime opened the session on {first} "
+            f"provider {provider} was requested, but onnxruntime opened the session on {first} "
             f"(nodes by provider: {nodes}). `transferry doctor` tells what works here."
         )
 
 
 def _fault_of_file(model: Path, graph: bytes | None) -> Exception | None:
-    """Returns the error of the CPU provider, which runs everywhere, if the graph is at fault."""
+    """Error of the CPU provider, which runs everywhere, if the graph is at fault."""
     try:
         _create(model, SessionOptions(optimisation="disable"), graph)
     except native.NotImplemented:
