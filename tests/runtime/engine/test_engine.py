@@ -1,11 +1,8 @@
 """What an engine opens, generates and refuses; that batches change nothing is test_any_batch.py."""
 
 import itertools
-import json
 import math
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from transferry.build_model.train.corpus import builtin_pairs
+from tests.runtime.engine.searches import BEAM, GREEDY, SAMPLING, SEARCHES, Tokens
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.batching import BatchOptions
@@ -27,38 +24,11 @@ from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.result import RowError
 from transferry.runtime.engine.tasks.generate import PIECE, GenerationResult, TextHypothesis, join
 from transferry.runtime.engine.tasks.score import score
-from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.errors import UsageError
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.io.lines import read_lines
 from transferry.runtime.ort.portable_decoder import PortableDecoder, PortableState
 from transferry.runtime.ort.session import SessionOptions
-
-Tokens = tuple[int, ...]
-
-# A random model would say one token again and again.
-GREEDY = GenerationOptions(max_length=12, no_repeat_ngram=1)
-BEAM = GenerationOptions(max_length=12, no_repeat_ngram=1, beam=4, n_best=4, length_penalty=0.6)
-SAMPLING = GenerationOptions(max_length=12, sample=True, n_best=2, top_k=50, top_p=0.9, seed=3)
-SEARCHES = pytest.mark.parametrize(
-    "options", [GREEDY, BEAM, SAMPLING], ids=["greedy", "beam", "sampling"]
-)
-
-
-@pytest.fixture(scope="module")
-def engine(bundle_folder: Path) -> Engine:
-    return Engine.load(bundle_folder, replicas=2, batches=BatchOptions(rows=8, window=30))
-
-
-@pytest.fixture(scope="module")
-def bundle(engine: Engine) -> Bundle:
-    return engine.bundle
-
-
-@pytest.fixture(scope="module")
-def texts() -> list[str]:
-    """Sentences of 1 to some 30 tokens, none twice."""
-    pairs = builtin_pairs(60, seed=7)
-    return list(dict.fromkeys(["a", "two", *(pair.source for pair in pairs)]))
 
 
 @pytest.fixture
@@ -333,94 +303,6 @@ def test_nan_is_never_an_answer(
             assert (result.error.kind, result.hypotheses) == ("not-finite", ())
         elif result.source_tokens != length:
             assert result == wanted
-
-
-class Scarce(PortableDecoder):
-    """Has memory for so many rows at a time, and runs out of it in the middle of a batch."""
-
-    def __init__(self, bundle: Bundle, most: int) -> None:
-        super().__init__(bundle, bundle.variant(), SessionOptions())
-        self.most, self.failures = most, 0
-
-    def step(
-        self, tokens: NDArray[np.int64], state: PortableState, **wanted: Any
-    ) -> tuple[StepOutput, PortableState]:
-        if len(tokens) > self.most and state.past[0].shape()[2] == 3:
-            self.failures += 1
-            raise MemoryError(f"no room for {len(tokens)} rows")
-        return super().step(tokens, state, **wanted)
-
-
-@pytest.mark.parametrize("most", [4, 13])
-@SEARCHES
-def test_where_memory_runs_out_the_answers_are_the_same(
-    engine: Engine, texts: list[str], options: GenerationOptions, most: int
-) -> None:
-    scarce = Scarce(engine.bundle, most)
-    halving = Engine(engine.bundle, scarce, replicas=2, batches=BatchOptions(rows=64, window=30))
-    assert list(halving.generate(texts, options)) == list(engine.generate(texts, options))
-    assert scarce.failures > 0
-
-
-def test_no_memory_for_a_single_row_is_an_error(bundle: Bundle, texts: list[str]) -> None:
-    with pytest.raises(
-        InputError, match=r"not enough memory for a single row \(no room for 4 rows\)"
-    ):
-        list(Engine(bundle, Scarce(bundle, 3)).generate(texts, BEAM))
-
-
-def test_where_onnxruntime_has_no_more_memory_the_answers_are_the_same(
-    bundle_folder: Path, texts: list[str]
-) -> None:
-    """A process in which onnxruntime may not have what a large batch takes, and says so itself."""
-    script = f"""
-import json, sys
-import onnxruntime
-from onnxruntime.capi import onnxruntime_pybind11_state as native
-from transferry.runtime.ort import session
-from transferry.runtime.decoding.batching import BatchOptions
-from transferry.runtime.engine.engine import Engine
-from transferry.runtime.decoding.generation_options import GenerationOptions
-from transferry.runtime.engine.worker_pool import WorkQueue
-
-rows, limit = map(int, sys.argv[1:])
-if limit:
-    kind, place = native.OrtAllocatorType.ORT_ARENA_ALLOCATOR, native.OrtMemType.DEFAULT
-    arena = native.OrtArenaCfg({{"max_mem": limit, "arena_extend_strategy": 1}})
-    onnxruntime.create_and_register_allocator(native.OrtMemoryInfo("Cpu", kind, 0, place), arena)
-    session._share_arena = lambda: None  # this one is shared
-
-back, put_back = [], WorkQueue.put_back
-
-def told(queue, items):
-    back.append(len(items))
-    put_back(queue, items)
-
-WorkQueue.put_back = told
-texts = json.load(sys.stdin)
-texts = [f"{{number}} {{text}}" for number in range(10) for text in texts]
-batches = BatchOptions(rows=rows, tokens=1 << 24)
-engine = Engine.load({str(bundle_folder)!r}, replicas=2, batches=batches)
-results = engine.generate(texts, GenerationOptions(max_length=4))
-print(json.dumps([back, [repr(result.hypotheses) for result in results]]))
-"""
-
-    def answered(rows: int, limit: int) -> tuple[list[int], list[str]]:
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(rows), str(limit)],
-            input=json.dumps(texts),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        back, hypotheses = json.loads(done.stdout)
-        return back, hypotheses
-
-    never, expected = answered(32, 0)
-    back, found = answered(1000, 10_000_000)
-    assert (never, found) == ([], expected)
-    assert len(back) > 0, "memory ran out"
 
 
 def test_an_endless_stream_is_read_two_windows_ahead(bundle_folder: Path, texts: list[str]) -> None:

@@ -1,0 +1,120 @@
+"""Types and values of tables in Parquet, read back by pyarrow."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.runtime.jobs.formats.records import in_parts, records, writer_of
+from transferry.runtime.jobs.formats.readers import open_reader
+from transferry.runtime.jobs.formats.writers import open_writer
+
+pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+
+def test_pyarrow_reads_tables(tmp_path: Path) -> None:
+    rows = records(40)
+    writer = writer_of(tmp_path / "out.parquet", n_best=True)
+    table = parquet.read_table(in_parts(writer, tmp_path / "out.parquet", rows, [9, 9, 30]))
+    assert [(field.name, str(field.type)) for field in table.schema] == [
+        *(("id", "string"), ("note", "string"), ("source", "string"), ("text", "string")),
+        *(("score", "double"), ("finish_reason", "string"), ("target_tokens", "int64")),
+        *(("source_tokens", "int64"), ("truncated", "bool"), ("error_kind", "string")),
+        *(("error_message", "string"), ("n_best", "string")),
+    ]
+    assert table.schema.metadata is None
+    for found, row in zip(table.to_pylist(), rows, strict=True):
+        error = row.get("error", {})
+        assert found.pop("error_kind") == error.get("kind")
+        assert found.pop("error_message") == error.get("message")
+        assert found.pop("truncated") == ("truncated" in row)
+        n_best = found.pop("n_best")
+        assert (n_best and json.loads(n_best)) == row.get("n_best")
+        assert found == {name: row.get(name) for name in found}
+
+
+def passed_through(folder: Path, table: Any, name: str) -> Path:
+    """A job from a table to a file that repeats its fields."""
+    parquet.write_table(table, folder / "in.parquet", row_group_size=2)
+    reader = open_reader(folder / "in.parquet")
+    writer = open_writer(folder / name, rows=reader.layout)
+    rows = [
+        {"id": row.id, **row.fields, "source": row.text, "text": "x"}
+        for row in map(writer.admit, reader.rows())
+    ]
+    return in_parts(writer, folder / name, rows, [1])
+
+
+TYPED = {
+    "at": pyarrow.array([1, None, 2], pyarrow.timestamp("ns", "UTC")),
+    "day": pyarrow.array([1, None, 2], pyarrow.date32()),
+    "price": pyarrow.array(["1.10", None, "2.00"]).cast(pyarrow.decimal128(5, 2)),
+    "bytes": pyarrow.array([b"\xff", None, b""]),
+    "list": pyarrow.array([[{"x": 1.5}], None, []]),
+    "map": pyarrow.array([[("k", 1)], None, []], pyarrow.map_("string", "int8")),
+    "big": pyarrow.array(["a", None, "b"], pyarrow.large_string()),
+    "half": pyarrow.array([0.5, None, float("inf")], pyarrow.float16()),
+    "small": pyarrow.array([1, None, -2], pyarrow.int8()),
+    "waited": pyarrow.array([5, None, 6], pyarrow.duration("s")),
+    "share": pyarrow.array([0.1, None, float("inf")], pyarrow.float32()),
+    "yes": pyarrow.array([True, None, False]),
+}
+
+
+def test_parquet_to_parquet_keeps_types_and_values(tmp_path: Path) -> None:
+    ids = pyarrow.array([7, 8, 9], pyarrow.uint16())
+    kinds = pyarrow.array(["x", None, "x"])
+    before = pyarrow.table(
+        {"text": ["a", "b", "c"], "id": ids, **TYPED, "kind": kinds.dictionary_encode()}
+    )
+    after = parquet.read_table(passed_through(tmp_path, before, "out.parquet"))
+    for name in TYPED:
+        assert after.schema.field(name).type == before.schema.field(name).type
+        assert after[name].combine_chunks() == before[name].combine_chunks()
+    assert after["id"].combine_chunks() == ids
+    assert after["kind"].combine_chunks() == kinds  # of categories the values stay
+
+
+def test_parquet_to_jsonl_and_csv(tmp_path: Path) -> None:
+    table = pyarrow.table({"text": ["a", "b", "c"], **TYPED})
+    lines = passed_through(tmp_path, table, "out.jsonl").read_text(encoding="utf-8").splitlines()
+    expected: dict[str, tuple[Any, Any]] = {
+        "at": ("1970-01-01T00:00:00.000000001Z", "1970-01-01T00:00:00.000000002Z"),
+        "day": ("1970-01-02", "1970-01-03"),
+        "price": ("1.10", "2.00"),
+        "bytes": ("/w==", ""),
+        "list": ([{"x": 1.5}], []),
+        "map": ([{"key": "k", "value": 1}], []),
+        "big": ("a", "b"),
+        "half": (0.5, None),
+        "small": (1, -2),
+        "waited": (5, 6),
+        "share": (float(np.float32(0.1)), None),
+        "yes": (True, False),
+    }
+    for number, line in enumerate(lines):
+        fields = {name: (first, None, last)[number] for name, (first, last) in expected.items()}
+        answer = {"source": "abc"[number], "text": "x"}
+        assert json.loads(line) == {"id": number, **fields, **answer}
+    assert number == 2
+    path = passed_through(tmp_path, table, "out.csv")
+    (row, _, _) = open_reader(path, column="text").rows()
+    assert row.fields["at"] == "1970-01-01T00:00:00.000000001Z"
+    assert row.fields["list"] == '[{"x": 1.5}]'
+    assert (row.fields["yes"], row.fields["price"]) == ("true", "1.10")
+
+
+@pytest.mark.parametrize("kind", ["timestamp", "string", "dictionary", "null"])
+def test_ids_of_parquet(tmp_path: Path, kind: str) -> None:
+    ids = {
+        "timestamp": (pyarrow.array([1000], pyarrow.timestamp("ms")), "1970-01-01T00:00:01.000"),
+        "string": (pyarrow.array(["x"]), "x"),
+        "dictionary": (pyarrow.array(["x"]).dictionary_encode(), "x"),
+        "null": (pyarrow.array([None], pyarrow.int32()), 0),
+    }
+    column, id = ids[kind]
+    path = passed_through(tmp_path, pyarrow.table({"text": ["a"], "id": column}), "out.parquet")
+    assert parquet.read_table(path)["id"].to_pylist() == [id]
