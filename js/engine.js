@@ -90,7 +90,7 @@ export class Engine {
   /**
    * Generates an answer to one text; yields its text as it grows, and returns the record.
    *
-   * With beams the text is that of the likeliest beam, which may be another one a step later.
+   * With beams the text is the likeliest beam's, perhaps another beam a step later.
    *
    * @param {string | number[]} text
    * @param {object} [values] fields of the generation options

@@ -61,7 +61,7 @@ LEFT = {
     "docs": 122,
     "cli.py": 0,
     "README.md": 5,
-    "js/README.md": 4,
+    "js/README.md": 0,
 }
 
 

@@ -1,6 +1,6 @@
 // Arithmetic on the logits of one row.
 
-/** Returns the log-sum-exp; NaN where a logit is NaN or plus infinity, or none is finite. */
+/** Returns the log-sum-exp; NaN where a logit is NaN or plus infinity, or all are minus infinity. */
 export function logSumExp(logits) {
   let largest = -Infinity;
   for (const value of logits) if (!(value <= largest)) largest = value;

@@ -63,7 +63,7 @@ const FIELDS = {
   scores: [true, flag],
 };
 
-/** The options' own defaults, which those of a bundle override. */
+/** Defaults of the options, overridden by a bundle's. */
 export const DEFAULTS = Object.freeze(
   Object.fromEntries(Object.entries(FIELDS).map(([name, [value]]) => [name, value])),
 );
@@ -74,9 +74,9 @@ const LENGTHS = [
 ];
 
 /**
- * Returns options with these fields; those of `base` that they rule out give way.
+ * Returns options with these fields; fields of `base` that they rule out give way.
  *
- * @param {object} values fields, of which `suppress` may hold text if there is `encode`
+ * @param {object} values fields; `suppress` may hold text if there is `encode`
  * @param {object} [base] the other fields; default: DEFAULTS
  * @param {(text: string) => number[]} [encode] token ids of a text
  * @returns {object} all fields

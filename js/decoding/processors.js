@@ -12,7 +12,7 @@ const always = () => true;
  * Returns the rules that the options ask for, in the order in which they apply.
  *
  * @param {object} options see options.js
- * @param {object} request prompt: what the decoder read before the output (the begin token of an
+ * @param {object} request prompt: tokens that the decoder read before the output (the begin token of an
  *   encoder-decoder); promptLength: its tokens as lengths count them; first: the token that outputs
  *   begin with or null; limit: most tokens of the output
  * @param {number[]} ends end tokens

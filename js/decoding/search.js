@@ -47,7 +47,7 @@ export async function* search(decoder, options, request, ends, decode) {
   }
 }
 
-/** Returns the logits and what the rules make of them: for beams of log-probabilities. */
+/** Returns the logits and their restriction by the rules, for beams of log-probabilities. */
 function restricted(logits, output, rules, ranks) {
   const active = rules.filter((rule) => rule.active(output.length));
   if (!active.length) return { logits, allowed: logits };

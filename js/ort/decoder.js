@@ -2,7 +2,7 @@
 
 import { tensor } from "./graph.js";
 
-// What sources and prompts are padded to a multiple of, as in Python: the last bits depend on it.
+// Sources and prompts are padded to a multiple of these, as in Python: the last bits depend on it.
 const SOURCE_UNIT = 4;
 const PROMPT_UNIT = 16;
 

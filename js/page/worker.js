@@ -26,7 +26,7 @@ async function load() {
     try {
       return [await open("webgpu"), "webgpu"];
     } catch (error) {
-      console.warn("WebGPU:", error); // a GPU that lacks what the graphs need
+      console.warn("WebGPU:", error); // a GPU that lacks an operation of the graphs
     }
   }
   return [await open("wasm"), "wasm"];

@@ -145,7 +145,7 @@ export function longestFirst(left, right, room) {
   return left <= right ? [short, long] : [long, short];
 }
 
-/** Returns probabilities of scores in float64; the scores themselves where kind is "none". */
+/** Returns probabilities of scores in float64; the scores themselves if kind is "none". */
 export function probabilities(scores, kind) {
   const exact = Array.from(scores);
   if (kind === "none") return exact;

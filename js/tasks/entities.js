@@ -1,7 +1,7 @@
 // Entities of a text: tokens joined by their labels, as transformers joins them
 // (TokenClassificationPipeline, `aggregate`).
 
-const OUTSIDE = "O"; // the label of what belongs to no entity
+const OUTSIDE = "O"; // the label of tokens outside of entities
 
 /**
  * Returns the tokens of a text with their likeliest labels, or its entities.

@@ -84,12 +84,12 @@ class Translator {
     if (!quantifier) return atom;
     if (this.takes("?")) return `${atom}${quantifier}?`;
     if (!this.takes("+")) return `${atom}${quantifier}`;
-    // Ruby has no possessive {n,m}: what follows repeats the repetition.
+    // Ruby has no possessive {n,m}: the + after it repeats the repetition.
     if (this.ruby && quantifier.startsWith("{")) return `(?:${atom}${quantifier})+`;
     return this.atomic(`${atom}${quantifier}`);
   }
 
-  /** Returns what matches a source and gives nothing back. */
+  /** Returns a group that matches a source without backtracking. */
   atomic(source) {
     this.groups += 1;
     return `(?:(?=(?<p${this.groups}>${source}))\\k<p${this.groups}>)`;

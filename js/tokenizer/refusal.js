@@ -1,4 +1,4 @@
-// What of a tokenizer.json is not read.
+// Refusal of parts of a tokenizer.json that are not supported.
 
 import { UsageError } from "../errors.js";
 

@@ -1,7 +1,7 @@
 // The tokenizer of a bundle, by the kind that tokenizer.json names.
 //
 // A tokenizer has special, vocabularySize, longestToken (most characters of one id, null if
-// unlimited), encode(text), encodeTarget(text) for what the model writes, decode(ids), and perhaps
+// unlimited), encode(text), encodeTarget(text) for targets, decode(ids), and perhaps
 // decodePartial(ids) and places(text).
 
 import { InputError, UsageError } from "../errors.js";

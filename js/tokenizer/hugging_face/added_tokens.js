@@ -101,7 +101,7 @@ class Finder {
     if (this.#records.size) this.#expression = literal(...this.#records.keys());
   }
 
-  /** Returns places of tokens, and of what lies between them with null (`find_matches`). */
+  /** Returns places of tokens, and of the text between them with null (`find_matches`). */
   places(text, special) {
     const found = [];
     let last = 0;

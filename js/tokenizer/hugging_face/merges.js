@@ -82,7 +82,7 @@ export class Merges {
       }
       const bytes = spells ? byteTokens(token).map((byte) => this.#ids.get(byte)) : [undefined];
       if (!bytes.includes(undefined)) {
-        // What is unknown before stays pending, as in the library.
+        // Unknown characters before stay pending, as in the library.
         symbols.push(...bytes.map((byte) => ({ id: byte, size: 1 })));
         return;
       }

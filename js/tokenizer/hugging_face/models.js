@@ -18,7 +18,7 @@ export function modelOf(settings) {
   return new Cached(new Model(settings));
 }
 
-/** Returns the type of a model in a file of times when none was written. */
+/** Returns the type of a model in an old file that names no type. */
 function guessed({ merges, vocab, continuing_subword_prefix: prefix }) {
   if (merges) return "BPE";
   if (Array.isArray(vocab)) return "Unigram";

@@ -11,7 +11,7 @@ const ACCENT = /^\p{Mn}$/u;
 const MARK = /^\p{M}$/u;
 // As is_chinese_char of tokenizers, which leaves out part of extension E.
 const CHINESE = /^[\u4e00-\u9fff\u3400-\u4dbf\u{20000}-\u{2a6df}\u{2a700}-\u{2b73f}\u{2b740}-\u{2b81f}\u{2b920}-\u{2ceaf}\uf900-\ufaff\u{2f800}-\u{2fa1f}]$/u;
-// As Nmt of tokenizers: control characters, and what counts as a blank.
+// As Nmt of tokenizers: control characters, and characters that count as blanks.
 const NMT_DROPPED = /^[\x01-\x08\x0b\x0e-\x1f\x7f\x8f\x9f]$/;
 const NMT_BLANK = /^[\t\n\f\r\u1680\u200b-\u200f\u2028\u2029\u2581\ufeff\ufffd]$/;
 

@@ -140,8 +140,8 @@ export class Piece {
    * Splits at matches of an expression.
    *
    * @param {RegExp} expression
-   * @param {string} behavior what becomes of a match, as tokenizer.json names it
-   * @param {boolean} invert whether what is no match counts as one
+   * @param {string} behavior treatment of a match, as tokenizer.json names it
+   * @param {boolean} invert whether the text between matches counts as a match
    */
   split(expression, behavior, invert = false) {
     const found = matches(expression, this.text).map(([from, to, is]) => [from, to, is !== invert]);
@@ -149,7 +149,7 @@ export class Piece {
   }
 }
 
-/** Returns places of matches and of what lies between them, in order, with which is which. */
+/** Returns start, end and whether it is a match for each match and each text between, in order. */
 export function matches(expression, text) {
   const found = [];
   let last = 0;
@@ -174,7 +174,7 @@ const joinedWhere = (joins) => (found) => {
   return made;
 };
 
-/** What becomes of matches that split a text. */
+/** Treatments of matches that split a text. */
 export const BEHAVIORS = {
   Removed: (found) => found.filter(([, , is]) => !is),
   Isolated: (found) => found,
