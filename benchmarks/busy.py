@@ -51,5 +51,5 @@ class Busy:
 
     @property
     def mean(self) -> float | None:
-        """Mean of all samples; None if there are none."""
+        """Mean of all samples; None without samples."""
         return round(statistics.fmean(self._shares), 3) if self._shares else None

@@ -43,7 +43,7 @@ def compute_type(precision: str) -> str:
     """CTranslate2's compute type for a variant's precision.
 
     Raises:
-        UsageError: There is none.
+        UsageError: CTranslate2 has no such type.
     """
     if precision == "float32":
         return precision
@@ -180,7 +180,7 @@ class Comparison:
 
 
 def cell_name(cell: Mapping[str, Any]) -> str:
-    """Returns what a cell measures, such as "cpu-int8, beam 4, 8 sentences"."""
+    """Returns the name of a cell, such as "cpu-int8, beam 4, 8 sentences"."""
     held = cell["sentences_per_batch"]
     name = f"{cell['kinds']['engine']}, beam {cell['beam']}"
     return name if held is None else f"{name}, {held} sentences"

@@ -27,7 +27,7 @@ from sentences import read_sentences
 
 
 class Version:
-    """A process that answers the texts whenever it is asked."""
+    """A process that answers the texts on request."""
 
     def __init__(self, folder: Path | None) -> None:
         """Opens the bundle, with the onnxruntime of a folder or, by default, the installed one."""

@@ -1,4 +1,4 @@
-"""Runs the console blocks of the pages and writes what they print: `make sessions`.
+"""Runs the console blocks of the pages and writes their output: `make sessions`.
 
 A block of ```console has commands after "$ " and their output. All pages share one folder, in the
 order below: the tutorial makes the run and the bundle that the others use. Where Chromium is
@@ -64,7 +64,7 @@ def run(command: str, folder: Path) -> list[str]:
 
 
 def recorded(text: str, answer: Callable[[str], list[str]]) -> str:
-    """Returns a page with what `answer` gives for each command."""
+    """Returns a page with the answer to each command."""
 
     def block(match: re.Match[str]) -> str:
         lines = []

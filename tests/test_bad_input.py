@@ -175,7 +175,7 @@ def change_weight(place: Path, change: Callable[[float], float]) -> None:
 
 @spoils(
     "missing output folder",
-    "name too long for what is written beside it",
+    "name too long for the files beside it",
     "device as a report",
     "closed standard input",
     "closed standard input that is not needed",

@@ -34,15 +34,15 @@ PATTERNS = {
     r" (?:says?|has|have|had|declares?|lacks?|wants?|gives?|asks?|leaves?)\b": "name the thing",
     r"\b(?:is|are|was|were|be|or|if|and|but|there) (?-i:none)\b": ("'no X', 'without X': name X"),
     r"\bnone of (?:them|it|its|these|those|ours|that)\b": "'no X', or 'neither'",
-    r"\b(?:is|are|was|were|does|do|says?|said|it) so\b(?! (?:that|far|many|much|long|few|short)\b)"
+    r"\b(?:is|are|was|were) so\b(?=$|[.,;:)|])|\b(?:does|do|says?|said|it) so\b(?! that\b)"
     r"|\d so\b|, so (?:is|are|does|do|has|have)\b": "repeat the verb or the noun",
     r"\b(?:0|1|None) means (?:not|no|none)\b|\bmeans not\b": "'0 disables ...'",
     r"\b(?:says?|said|tells?|told|asked|declares?|knows?) of (?:it|its|itself|them)\b": (
         "name the thing"
     ),
-    r"\b(?:is|are|was|were) (?:said|asked|told)\b(?! to\b)": "active voice: 'prints', 'asks for'",
-    r"\bas such\b|\bthe one of\b|\bof such\b": "name the thing",
-    r"\b(?:than|of|is|are|as|with|to|by|from|in|and|or|for|on|like|between) (?:that|those) of\b": (
+    r"\b(?:is|are|was|were) (?:said|asked|told)\b(?! to\b| for\b)": "active voice: 'prints'",
+    r"\bas such\b|\bthe one of\b": "name the thing",
+    r"\b(?:than|of|is|are|as|with|to|by|from|in|and|or|for|on|like|between) that of\b": (
         "repeat the noun, or use the possessive"
     ),
     r"\bthe (?:former|latter)\b": "repeat the noun",
@@ -53,15 +53,10 @@ PATTERNS = {
 
 # A ratchet, lowered to 0: hits that are left, by folder.
 LEFT = {
-    "build_model": 125,
-    "export": 89,
-    "runtime": 64,
-    "benchmarks": 13,
-    "tests": 193,
-    "docs": 122,
-    "cli.py": 0,
-    "README.md": 5,
-    "js/README.md": 0,
+    "build_model": 100,
+    "export": 80,
+    "runtime": 35,
+    "tests": 180,
 }
 
 

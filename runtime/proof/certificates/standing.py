@@ -109,7 +109,7 @@ def require_standing(
     """
     reason, certificate = found.reason, found.certificate
     if certificate is not None and strength == "run" != certificate.strength:
-        reason, certificate = "the one of this session is against the recorded answers alone", None
+        reason, certificate = "this session was verified against the recorded answers alone", None
     if certificate is None:
         raise ParityError(
             f"{bundle.folder} has no certificate that holds here: {reason}. Verify it: "
