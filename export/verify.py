@@ -42,7 +42,7 @@ from transferry.runtime.decoding.generation_options import generation_options, s
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.encoder import EncoderModel
-from transferry.runtime.ort.open_model import Model
+from transferry.runtime.ort.open_model import ServedModel
 from transferry.runtime.precision import FLOAT32, TaskBudget
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.one_graph import OneGraph
@@ -57,7 +57,7 @@ Done = Callable[[str, int, int], None]
 def verify_against(
     checkpoint: Checkpoint,
     bundle: Bundle,
-    model: Model,
+    model: ServedModel,
     texts: Sequence[str],
     targets: Sequence[str] | None = None,
     *,
@@ -232,7 +232,7 @@ def _text_parity(
 
 
 def _settings(
-    checkpoint: Checkpoint, model: Model, texts: Sequence[str], batches: BatchOptions
+    checkpoint: Checkpoint, model: ServedModel, texts: Sequence[str], batches: BatchOptions
 ) -> dict[str, Any]:
     return {
         **model.describe(),

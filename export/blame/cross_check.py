@@ -20,7 +20,7 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder
 from transferry.runtime.errors import TransferryError
-from transferry.runtime.ort.open_model import Model, open_model
+from transferry.runtime.ort.open_model import ServedModel, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import Case, Tolerance, Truth, compare, observe
 from transferry.runtime.proof.report import CrossCheck, sum_up
@@ -40,7 +40,7 @@ Opener = Callable[
 
 def run_cross_check(
     oracle: Oracle,
-    served: Model,
+    served: ServedModel,
     bundle: Bundle,
     backends: Sequence[type[Backend]] = BACKENDS,
 ) -> list[CrossCheck]:

@@ -49,7 +49,7 @@ from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError, ParityError, ProviderError, TransferryError
 from transferry.runtime.io.folders import temporary_folder
 from transferry.runtime.ort.encoder import EncoderModel
-from transferry.runtime.ort.open_model import Model, open_model
+from transferry.runtime.ort.open_model import ServedModel, open_model
 from transferry.runtime.ort.session import SessionOptions, open_session, require_provider
 from transferry.runtime.precision import EPSILON, Precision
 from transferry.runtime.proof.compare import (
@@ -87,7 +87,7 @@ def faults_of(copy: BundleCopy) -> list[Fault]:
 def self_test(
     checkpoint: Checkpoint,
     bundle: Bundle,
-    model: Model,
+    model: ServedModel,
     sources: Sequence[Sequence[int]],
     tolerance: Tolerance,
     done: Callable[[int, int], None] = lambda done, total: None,
@@ -161,7 +161,7 @@ class Gate:
         self,
         checkpoint: Checkpoint,
         bundle: Bundle,
-        model: Model,
+        model: ServedModel,
         sources: Sequence[Sequence[int]],
         tolerance: Tolerance,
         traces: Traces | None = None,
@@ -226,16 +226,16 @@ class Gate:
             claims.append(graphs_claim(self._fresh, bundle, variant))
         return failed or next((claim.name for claim in claims if claim.problem), "")
 
-    def _open(self, bundle: Bundle) -> Model:
+    def _open(self, bundle: Bundle) -> ServedModel:
         return open_model(bundle, self._honest.variant, self._honest.options)
 
-    def _checks(self, model: Model) -> Iterator[Decisions | list[Comparison]]:
+    def _checks(self, model: ServedModel) -> Iterator[Decisions | list[Comparison]]:
         for case, truth in self._truths:
             yield compare(case, truth, observe(model, case), self._oracle.tolerance)
             yield self_consistency(model, case)
         yield from self._text(self._sources).check(model)
 
-    def _one_graph(self, bundle: Bundle, model: Model) -> Iterator[Decisions]:
+    def _one_graph(self, bundle: Bundle, model: ServedModel) -> Iterator[Decisions]:
         assert not isinstance(model, EncoderModel)
         one = OneGraph(bundle, model.variant, model.options)
         yield from check_one_graph(self._oracle, one, model, self._text(self._sources))
@@ -280,7 +280,7 @@ class Gate:
             for case in cases
         ]
 
-    def _other_tokens(self, model: Model, rounding: Tolerance) -> bool:
+    def _other_tokens(self, model: ServedModel, rounding: Tolerance) -> bool:
         honest, oracle = self._honest, self._oracle
         if isinstance(model, EncoderModel) or isinstance(honest, EncoderModel):
             # It fills in the largest score, and all scores were compared.

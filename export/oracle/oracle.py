@@ -35,7 +35,7 @@ from transferry.runtime.decoding.search import pad_sources, search
 from transferry.runtime.engine.tasks.fill_mask import FillMask
 from transferry.runtime.errors import InputError
 from transferry.runtime.ort.encoder import EncoderModel
-from transferry.runtime.ort.open_model import Model
+from transferry.runtime.ort.open_model import ServedModel
 from transferry.runtime.precision import FLOAT32, Precision
 from transferry.runtime.proof.compare import (
     INT8_STEP,
@@ -464,7 +464,7 @@ class TextParity:
         searched = sum(len(self.sources[:: self._every(name)]) for name in self.searches)
         return searched + (1 + bool(variant.screen)) * count  # the last is `text`
 
-    def check(self, model: Model) -> Iterator[Decisions | list[Comparison]]:
+    def check(self, model: ServedModel) -> Iterator[Decisions | list[Comparison]]:
         """Yields the result of one check after another."""
         oracle, sources = self.oracle, self.sources
         if not sources:

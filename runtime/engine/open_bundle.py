@@ -34,7 +34,7 @@ from transferry.runtime.engine.worker_pool import Answer, Input, Worker, batch_w
 from transferry.runtime.errors import ParityError, UsageError, require
 from transferry.runtime.hardware import usable_cores
 from transferry.runtime.ort.encoder import EncoderModel
-from transferry.runtime.ort.open_model import Model, ServedDecoder, open_model
+from transferry.runtime.ort.open_model import ServedDecoder, ServedModel, open_model
 from transferry.runtime.ort.session import Few, SessionOptions
 from transferry.runtime.proof.certificates.certificate import Certificate, Strength
 from transferry.runtime.proof.certificates.signature import PublicKey, load_public_key
@@ -48,7 +48,7 @@ from transferry.runtime.proof.report import ParityReport
 from transferry.runtime.settings import check_value, shown
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
-AnyModel = TypeVar("AnyModel", bound=Model)
+AnyModel = TypeVar("AnyModel", bound=ServedModel)
 
 
 class OpenBundle:
@@ -60,7 +60,7 @@ class OpenBundle:
     def __init__(
         self,
         bundle: Bundle,
-        *models: Model,
+        *models: ServedModel,
         replicas: int = 1,
         batches: BatchOptions | None = None,
         certificate: str = "not looked for",
@@ -79,7 +79,7 @@ class OpenBundle:
         check_value("replicas", replicas, Few)
         require(replicas >= 1, "replicas", "at least 1", replicas)
         self.bundle = bundle
-        self.models: Sequence[Model] = models
+        self.models: Sequence[ServedModel] = models
         self.replicas = replicas
         self.batches = batches or models[0].batches
         self.certificate = certificate
@@ -103,7 +103,7 @@ class OpenBundle:
         batches: BatchOptions | None = None,
         require_certificate: Strength | bool = False,
         trusted_key: Path | str | None = None,
-        prove: Callable[[Bundle, Model], ParityReport] = verify_recorded,
+        prove: Callable[[Bundle, ServedModel], ParityReport] = verify_recorded,
         **session: Any,
     ) -> Self:
         """Opens a bundle.
@@ -182,7 +182,7 @@ class OpenBundle:
         yield from (("replicas", self.replicas), ("certificate", self.certificate))
 
     @property
-    def model(self) -> Model:
+    def model(self) -> ServedModel:
         """The model on the first device; raises UsageError if the engine is closed."""
         if not self.models:
             raise UsageError(f"{self!r} has no models any more; load the bundle again")
@@ -378,8 +378,8 @@ def _open_certified(
     options: SessionOptions,
     strength: Strength | None,
     trusted: PublicKey | None,
-    prove: Callable[[Bundle, Model], ParityReport],
-) -> tuple[Model, str, Certificate | None]:
+    prove: Callable[[Bundle, ServedModel], ParityReport],
+) -> tuple[ServedModel, str, Certificate | None]:
     """Opens a variant on one device, cites its certificate, and returns one that is required."""
     found = standing(bundle, variant, options, trusted)
     signed = trusted is not None

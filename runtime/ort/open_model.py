@@ -33,10 +33,10 @@ class ServedDecoder(ObservableDecoder[Any], Protocol):
         """Returns everything that determines the numbers; see `graph_runner.describe`."""
 
 
-Model = ServedDecoder | EncoderModel
+ServedModel = ServedDecoder | EncoderModel
 
 
-def open_model(bundle: Bundle, variant: Variant, options: SessionOptions) -> Model:
+def open_model(bundle: Bundle, variant: Variant, options: SessionOptions) -> ServedModel:
     """Opens the graphs of a variant.
 
     Raises:

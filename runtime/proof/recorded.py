@@ -28,7 +28,7 @@ from transferry.runtime.io.arrays import open_arrays
 from transferry.runtime.io.atomic import atomic_file
 from transferry.runtime.io.documents import parse_document
 from transferry.runtime.io.whole import read_bytes
-from transferry.runtime.ort.open_model import Model
+from transferry.runtime.ort.open_model import ServedModel
 from transferry.runtime.proof.compare import Case, Comparison, Tolerance, Truth, compare, observe
 from transferry.runtime.proof.divergence import Decode, ExpectedAnswers, Tally
 from transferry.runtime.proof.one_graph import OneGraph
@@ -242,7 +242,7 @@ def check_reference(
     return comparisons, decisions
 
 
-def verify_recorded(bundle: Bundle, model: Model) -> ParityReport:
+def verify_recorded(bundle: Bundle, model: ServedModel) -> ParityReport:
     """Compares a bundle, opened as it will be served, with its own recorded answers."""
     tolerance = Tolerance.of(model.variant.precision)
     reference = Reference.of(bundle, model.variant)

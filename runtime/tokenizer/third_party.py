@@ -376,12 +376,12 @@ class SentencePieceTables(SentencePiecePair):
         return 1 + max(map(int, self._ids.values()))
 
 
-class _Model(msgspec.Struct):
+class _Vocabulary(msgspec.Struct):
     vocab: msgspec.Raw = msgspec.Raw(b"[]")
 
 
-class _File(msgspec.Struct):
-    model: _Model
+class _VocabularyFile(msgspec.Struct):
+    model: _Vocabulary
 
 
 def largest_id(content: bytes) -> int:
@@ -390,7 +390,7 @@ def largest_id(content: bytes) -> int:
     Raises:
         ValueError: The file has another form.
     """
-    table = msgspec.json.decode(content, type=_File).model.vocab
+    table = msgspec.json.decode(content, type=_VocabularyFile).model.vocab
     if not bytes(table).startswith(b"{"):
         return 0  # a list, in the order of the ids
     return max(msgspec.json.decode(table, type=dict[str, int]).values(), default=0)

@@ -24,7 +24,7 @@ from transferry.export.make import make
 from transferry.export.oracle.cases import random_case
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.recipes import RECIPES
-from transferry.runtime.ort.open_model import Model, open_model
+from transferry.runtime.ort.open_model import ServedModel, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.tokenizer.byte_pair import SOURCES
@@ -248,7 +248,7 @@ def trained_a_little(config: ModelConfig) -> Transformer:
     return model.eval()
 
 
-def opened(model: Transformer, variant: str, folder: Path) -> Model:
+def opened(model: Transformer, variant: str, folder: Path) -> ServedModel:
     """The graphs in onnxruntime, without what a bundle has besides."""
     bundle = written(folder, model, variant, make(model, RECIPES[variant], traces=TRACES))
     return open_model(bundle, bundle.variant(), SessionOptions())

@@ -27,7 +27,7 @@ from transferry.export.verify import verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.errors import InputError
-from transferry.runtime.ort.open_model import Model, open_model
+from transferry.runtime.ort.open_model import ServedModel, open_model
 from transferry.runtime.ort.portable_decoder import PortableDecoder, PortableState
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import Case, Comparison, Tolerance
@@ -170,7 +170,7 @@ def test_fault_is_caught(
     assert faults(oracle.numbers(decoder, [case])) == tensors
 
 
-def opened(bundle: Bundle) -> Model:
+def opened(bundle: Bundle) -> ServedModel:
     return open_model(bundle, bundle.variant(), SessionOptions())
 
 

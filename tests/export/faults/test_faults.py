@@ -21,7 +21,7 @@ from transferry.export.oracle.oracle import Oracle
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.errors import InputError
-from transferry.runtime.ort.open_model import Model, open_model
+from transferry.runtime.ort.open_model import ServedModel, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import Tolerance
 
@@ -47,12 +47,12 @@ def copy_of(bundle: Bundle, folder: Path) -> BundleCopy:
     return BundleCopy(bundle, bundle.variant(), folder / "copy")
 
 
-def opened(copy: BundleCopy) -> Model:
+def opened(copy: BundleCopy) -> ServedModel:
     copy.seal()
     return open_model(Bundle.load(copy.folder), copy.variant, SessionOptions())
 
 
-def faulty(checkpoint: Checkpoint, model: Model, factor: float = 8.0) -> list[str]:
+def faulty(checkpoint: Checkpoint, model: ServedModel, factor: float = 8.0) -> list[str]:
     oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, Tolerance(factor))
     found = oracle.numbers(model, brief_sweep(checkpoint.model.config, BatchOptions().rows))
     return [f"{item.case}: {item.tensor}: {item.fault}" for item in found if item.fault]

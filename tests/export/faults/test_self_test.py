@@ -22,7 +22,7 @@ from transferry.export.oracle.cases import source_of
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import InputError, ParityError
 from transferry.runtime.io.whole import sha256
-from transferry.runtime.ort.open_model import Model, open_model
+from transferry.runtime.ort.open_model import ServedModel, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.report import Claim, ParityReport, PlantedFault
@@ -47,7 +47,7 @@ def side(request: pytest.FixtureRequest) -> Side:
     return checkpoint, bundle, sources
 
 
-def opened(bundle: Bundle) -> Model:
+def opened(bundle: Bundle) -> ServedModel:
     return open_model(bundle, bundle.variant(), SessionOptions())
 
 

@@ -25,13 +25,13 @@ from transferry.export.trace.editing import drop_unused, register
 from transferry.export.trace.graph import Graph, export_graph
 from transferry.runtime.bundle.specs import GraphSpec, TensorSpec
 from transferry.runtime.errors import ParityError
-from transferry.runtime.ort.open_model import Model, open_model
+from transferry.runtime.ort.open_model import ServedModel, open_model
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.tokenizer.byte_pair import SOURCES
 
 Graphs = dict[str, Graph]
-Made = tuple[Transformer, Graphs, Model]
+Made = tuple[Transformer, Graphs, ServedModel]
 
 
 @pytest.fixture(scope="module", params=["both", "writer", "reader", "pre-norm reader"])

@@ -20,7 +20,7 @@ from transferry.runtime.engine.tasks.embed import embed
 from transferry.runtime.engine.tasks.fill_mask import fill_mask
 from transferry.runtime.engine.tasks.score import score
 from transferry.runtime.ort.encoder import EncoderModel
-from transferry.runtime.ort.open_model import Model
+from transferry.runtime.ort.open_model import ServedModel
 
 # A random model would repeat one token. A third of the answers end before their limit.
 GREEDY = GenerationOptions(max_length=24, no_repeat_ngram=1)
@@ -99,11 +99,11 @@ def exact(result: RowResult) -> dict[str, Any]:
     }
 
 
-def devices(model: Model, count: int) -> list[Model]:
+def devices(model: ServedModel, count: int) -> list[ServedModel]:
     """Copies of a model, each of which begins only when the others are at work as well."""
     meeting = threading.Barrier(count)
 
-    def device() -> Model:
+    def device() -> ServedModel:
         one = copy.copy(model)
         name = "encode" if isinstance(model, EncoderModel) else "start"
         compute, waited = getattr(model, name), threading.Event()
