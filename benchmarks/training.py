@@ -6,7 +6,6 @@ On the CPU. All sides make the same optimiser steps on the same batches, in inte
 
 - `plain`: torch.nn.Transformer of the same shape between an embedding and an LM head, Adam.
 - `trainer`: the steps of `transferry train`.
-- `trainer, glibc`: the same while the allocator returns freed memory as it usually does.
 - `trainer, R-Drop` and `trainer, BPE dropout`: the same with `--r-drop 5`, `--bpe-dropout 0.1`.
 
 `ratio` is a side's target tokens per second over those of `plain`, by median time; target tokens
@@ -19,7 +18,6 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -106,16 +104,10 @@ def plain_steps(trainer: Trainer, batches: list[list[int]]) -> None:
         optimizer.step()
 
 
-def trainer_steps(trainer: Trainer, batches: list[list[int]], *, kept: bool = True) -> None:
-    """Makes the trainer's own steps on batches of its examples.
-
-    Args:
-        trainer: The trainer.
-        batches: Indices into its examples.
-        kept: Whether freed memory is kept, as in a training.
-    """
+def trainer_steps(trainer: Trainer, batches: list[list[int]]) -> None:
+    """Makes the trainer's own steps on batches of its examples."""
     trainer.model.train()
-    with freed_memory_kept() if kept else nullcontext():
+    with freed_memory_kept():
         for indices in batches:
             trainer._step(trainer.model, [indices])
 
@@ -144,7 +136,6 @@ def sides(
     work: dict[str, Callable[[], None]] = {
         PLAIN: partial(plain_steps, usual, batches),
         "trainer": partial(steps_of, usual),
-        "trainer, glibc": partial(steps_of, usual, kept=False),
         "trainer, R-Drop": partial(steps_of, trainer(r_drop=5.0)),
         "trainer, BPE dropout": partial(steps_of, trainer(bpe_dropout=0.1)),
     }

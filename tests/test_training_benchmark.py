@@ -63,7 +63,6 @@ def test_it_ends_in_a_line_of_json(
     record = json.loads(lines[-1])
     assert set(record["ratio"]) == {
         "trainer",
-        "trainer, glibc",
         "trainer, R-Drop",
         "trainer, BPE dropout",
     }
