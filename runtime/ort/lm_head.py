@@ -101,8 +101,8 @@ class LMHead:
     def _ranked(self, rows: int, k: int) -> TopK:
         """The k likeliest tokens of each row, ranked on the device."""
         found = self._run("top_k", rows, k)
-        logits, tokens = found["top_logits"], found["top_tokens"]
-        normaliser = logits[:, 0] + np.log(found["relative_sums"], dtype=np.float64)
+        logits, tokens, sums = found["top_logits"], found["top_tokens"], found["relative_sums"]
+        normaliser = logits[:, 0] + np.log(sums, dtype=np.float64)
         return TopK(tokens, np.isfinite(normaliser), logits, normaliser)
 
     def _run(self, name: str, rows: int, k: int = 0) -> Mapping[str, NDArray[Any]]:
