@@ -1,6 +1,6 @@
 """Which planted faults does `verify` catch, and do those that it misses change an answer?
 
-    python benchmarks/faults.py RUN BUNDLE TEXT OTHER [--rows 100] [--others 1000] [--faults 120]
+    python benchmarks/faults.py CHECKPOINT BUNDLE TEXT OTHER [--rows 100] [--faults 120]
 
 For each variant, the faults of the self-test and random ones are planted, one at a time. The copy
 is judged by the self-test's gate, a part of `verify`, and if that passes by `verify` on the rows of

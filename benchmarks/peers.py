@@ -1,12 +1,12 @@
 """How fast is the engine compared with other ways to generate in Python, on the same weights?
 
     pip install ".[export,peers]"
-    python benchmarks/peers.py RUN BUNDLE TEXT [--beams 1,4] [--rows 500] [--rounds 9] [--quick]
-    python benchmarks/peers.py RUN BUNDLE TEXT --provider cuda --variant cuda-fp16 --rows 8000
+    python benchmarks/peers.py CHECKPOINT BUNDLE TEXT [--beams 1,4] [--rows 500] [--quick]
+    python benchmarks/peers.py CHECKPOINT BUNDLE TEXT --provider cuda --variant cuda-fp16
 
 The peers: transformers' `generate` with a MarianMTModel, the same through Optimum and ONNX Runtime
 (exported with its cache), and the plain torch loop with a cache, which is greedy only. All have
-RUN's weights, our tokenizer, length-sorted batches and the same search; text in, text out. The
+the same weights, our tokenizer, length-sorted batches and the same search; text in, text out. The
 batch size of each is tuned on the first sentences; torch and Optimum use all cores for one batch,
 as by default. With `--provider cuda` all run on the first GPU, torch and transformers in the
 variant's precision, Optimum in float32, and GPU utilisation is reported. Peers that are missing or

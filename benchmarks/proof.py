@@ -1,6 +1,6 @@
 """How long does `verify` take compared with answering the same text once on both sides?
 
-    python benchmarks/proof.py RUN BUNDLE TEXT [--rows 1000] [--rounds 1]
+    python benchmarks/proof.py CHECKPOINT BUNDLE TEXT [--rows 1000] [--rounds 1]
 
 torch and the bundle answer with greedy search and with a beam of 4, in the batches of `verify`;
 then `verify` itself runs. One thread, interleaved rounds. The last line is JSON.

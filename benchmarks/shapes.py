@@ -2,8 +2,8 @@
 
     pip install ".[export,peers,tokenizers,sentencepiece]"
     python benchmarks/shapes.py SHAPE TEXT FOLDER [--layers N]
-    transferry import FOLDER --out RUN
-    transferry export RUN --out BUNDLE --variant cpu-fp32 --variant cpu-int8 --calibrate TEXT
+    transferry import FOLDER --out CHECKPOINT
+    transferry export CHECKPOINT --out BUNDLE --variant cpu-fp32 --variant cpu-int8 --calibrate TEXT
 
 SHAPE is one of:
 

@@ -1,11 +1,11 @@
 """How fast is the engine compared with CTranslate2, on the same weights?
 
     pip install ".[export,peers]"
-    python benchmarks/throughput.py RUN BUNDLE TEXT [--variants portable] [--beams 1,4]
+    python benchmarks/throughput.py CHECKPOINT BUNDLE TEXT [--variants portable] [--beams 1,4]
         [--batches 1,8,32] [--rows 500] [--rounds 9] [--fixed-length 32] [--quick]
 
 On the CPU, text in and text out on both sides, with the same tokenizer, search and sentences. The
-CTranslate2 model is converted from RUN; BUNDLE must be its export. For each variant and beam size:
+CTranslate2 model is converted from CHECKPOINT, whose export is BUNDLE. For each variant and beam:
 the answers are compared; batch size and threads of each side are tuned; rounds are interleaved.
 `--batches` adds rows for so many
 sentences per batch, the same on both sides, with only the threads tuned: for those who wait for an
