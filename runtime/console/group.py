@@ -119,17 +119,11 @@ class CheckedCommand(click.Command):
         """Checks the paths, then runs the command."""
         inputs: list[Path] = []
         outputs: list[tuple[Path, FilePath]] = []
-        for parameter in self.params:
-            kind, value = parameter.type, ctx.params.get(str(parameter.name))
-            if isinstance(value, str):
-                _require_text(parameter, value)
-            if isinstance(kind, FilePath) and value is not None:
-                paths = value if isinstance(value, tuple) else (value,)
-                local = [path for path in paths if isinstance(path, Path)]
-                if isinstance(parameter, click.Argument) and ctx.info_name in TORCH_COMMANDS:
-                    _require_there(local)
-                inputs += () if kind.writes else local
-                outputs += [(path, kind) for path in local if kind.writes]
+        for parameter, kind, paths in self._paths(ctx):
+            if isinstance(parameter, click.Argument) and ctx.info_name in TORCH_COMMANDS:
+                _require_there(paths)
+            inputs += () if kind.writes else paths
+            outputs += [(path, kind) for path in paths if kind.writes]
         # Settings that a command wrote are read, and may be written again beside the same output.
         if (config := ctx.meta.get(CONFIG)) is not None and foreign_settings(config):
             inputs.append(config)
@@ -138,12 +132,22 @@ class CheckedCommand(click.Command):
             for path, kind in outputs
             for suffix in kind.writes[: 1 if path == STANDARD_STREAM else None]
         ]
-        if not ctx.params.get("resume"):  # a run is continued in its folder, with its files
+        if not ctx.params.get("resume"):  # a training is continued in its folder, with its files
             require_apart(written, inputs)
         for path, kind in outputs:
             if kind.foreign is not None:
                 require_own(path, kind.foreign)
         return super().invoke(ctx)
+
+    def _paths(self, ctx: click.Context) -> Iterator[tuple[click.Parameter, FilePath, list[Path]]]:
+        """Yields parameters of paths with the local ones; refuses texts that are not UTF-8."""
+        for parameter in self.params:
+            kind, value = parameter.type, ctx.params.get(str(parameter.name))
+            if isinstance(value, str):
+                _require_text(parameter, value)
+            if isinstance(kind, FilePath) and value is not None:
+                paths = value if isinstance(value, tuple) else (value,)
+                yield parameter, kind, [path for path in paths if isinstance(path, Path)]
 
 
 def _require_there(inputs: Iterable[Path]) -> None:

@@ -117,8 +117,7 @@ class OpenBundle:
             variant: Name of the variant. Default: see `choose.fastest`.
             device_ids: GPUs, which share the rows. Default: that of `options`.
             replicas: Concurrent batches per device. Default: on the CPU the cores divided by
-                threads, on CUDA one. Two replicas of one thread are faster than one of two
-                (docs/performance.md).
+                threads, on CUDA one (docs/performance.md).
             batches: Limits on a batch. Default: depends on the variant.
             require_certificate: Least strength of a certificate for this way of computing: "run"
                 (or True) against the checkpoint, "recorded" against the recorded answers. Larger
@@ -129,8 +128,7 @@ class OpenBundle:
 
         Raises:
             InputError: The folder is not a bundle, or is damaged.
-            ParityError: A required certificate is missing or not signed by the trusted key, or the
-                recorded answers differ here.
+            ParityError: A required certificate is missing, or the recorded answers differ here.
             ProviderError: The provider cannot run here.
             UsageError: An option is out of range, or there is no such variant.
         """
@@ -151,12 +149,10 @@ class OpenBundle:
         )
         if strength:
             batches = _covered(batches, models[0].batches, required)
+        named: dict[str, Any] = {"required": required if strength else (), "batches": batches}
         # Devices of one kind have the same certificate.
-        settings: dict[str, Any] = {
-            "certificate": "; ".join(dict.fromkeys(citations)),
-            "required": required if strength else (),
-        }
-        return cls(bundle, *models, replicas=replicas, batches=batches, **settings)
+        named["certificate"] = "; ".join(dict.fromkeys(citations))
+        return cls(bundle, *models, replicas=replicas, **named)
 
     def __enter__(self) -> Self:
         return self

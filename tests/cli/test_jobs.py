@@ -16,6 +16,7 @@ import pytest
 from tests.commands import call, done
 from tests.runtime.jobs.helpers import read_records
 from transferry.build_model.train.corpus import builtin_pairs
+from transferry.runtime.console.logs import log_every
 from transferry.runtime.console.progress import Progress
 
 
@@ -208,6 +209,14 @@ def test_a_terminal_has_a_bar_that_fits(
     assert states[-1].startswith("rows 100 %")
     # The terminal shows Ctrl-C as ^C, which fits beside it.
     assert all(len(state) + len("^C") < columns for state in states), states
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("5", 5.0), ("soon", 30.0)])
+def test_the_environment_sets_the_interval_of_progress(
+    monkeypatch: pytest.MonkeyPatch, text: str, seconds: float
+) -> None:
+    monkeypatch.setenv("TRANSFERRY_LOG_EVERY", text)
+    assert log_every() == seconds
 
 
 def test_the_rate_is_that_of_the_last_half_minute(monkeypatch: pytest.MonkeyPatch) -> None:
