@@ -42,7 +42,7 @@ def freed_memory_kept() -> Iterator[None]:
 
 
 def return_memory() -> None:
-    """Returns what a phase of work has left: cycles of objects, free heap between blocks in use."""
+    """Frees memory after a phase of work: object cycles, and free heap between used blocks."""
     gc.collect()
     _glibc("malloc_trim", 0)
 

@@ -1,10 +1,10 @@
-"""A run on disk: safetensors and JSON, each file written whole or not at all.
+"""A checkpoint on disk: safetensors and JSON, each file written whole or not at all.
 
-RUN/
+CHECKPOINT/
   config.json                  format version, ModelConfig, TrainConfig (null if imported) and
                                default generation options for the bundle
   settings.toml                options of the command, for `--resume`
-  corpus/                      the built-in corpus, if the run was trained on it
+  corpus/                      the built-in corpus, if the checkpoint was trained on it
   tokenizer.json ...           settings and files of the tokenizer
   samples.json                 sentences whose answers export records
   model.safetensors            weights to export
@@ -40,7 +40,7 @@ from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
 
 WEIGHTS = "model.safetensors"
 SAMPLES = "samples.json"
-# Types of the weights of a run: float32 has every number of the other two, which are half as large.
+# Types of stored weights: float32 has every number of the other two, which are half as large.
 STORED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,11 +50,11 @@ class Checkpoint:
 
     Attributes:
         model: The model in eval mode, float32, on the CPU.
-        config: Training settings; None if the run was imported.
+        config: Training settings; None if the checkpoint was imported.
         tokenizer: Its tokenizer.
         generation: Fields of GenerationOptions that become the bundle's defaults.
         sha256: Hash of the weights file; empty if the model was not read from a file.
-        head: What the head of an encoder-only model is for; None if it has none.
+        head: Purpose of the head of an encoder-only model; None if it has none.
     """
 
     model: Transformer
@@ -122,7 +122,7 @@ def save_config(
     generation: Mapping[str, Any] | None = None,
     head: HeadSettings | None = None,
 ) -> None:
-    """Writes config.json; `train` is None for an imported run."""
+    """Writes config.json; `train` is None for an imported checkpoint."""
     record: dict[str, Any] = {
         "format": FORMAT,
         "model": model.to_dict(),
@@ -141,7 +141,7 @@ def load_config(folder: Path) -> tuple[ModelConfig, TrainConfig]:
 
     Raises:
         InputError: The file is missing, not JSON, of another format version or has unknown
-            settings; or the run was imported.
+            settings; or the checkpoint was imported.
     """
     model, train, *_ = _read_config(folder)
     if train is None:
@@ -162,7 +162,7 @@ def _read_config(
             None if head is None else checked(head, HeadSettings, f"{path}: head", REMEDY),
         )
     except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
-        raise InputError(f"{path} is not the config of a run: {error}") from error
+        raise InputError(f"{path} is not the config of a checkpoint: {error}") from error
 
 
 def save_samples(folder: Path, texts: Sequence[str]) -> None:
@@ -172,7 +172,7 @@ def save_samples(folder: Path, texts: Sequence[str]) -> None:
 
 
 def load_samples(folder: Path) -> list[str]:
-    """Reads samples.json; returns an empty list if the run has no such file.
+    """Reads samples.json; returns an empty list if the checkpoint has no such file.
 
     Raises:
         InputError: The file is not a JSON list of strings.
@@ -210,7 +210,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     if tokenizer.vocabulary_size != model_config.vocabulary_size:
         raise InputError(
             f"{folder}: the tokenizer has {tokenizer.vocabulary_size} ids, but config.json has "
-            f"vocabulary_size {model_config.vocabulary_size}; take both from one run"
+            f"vocabulary_size {model_config.vocabulary_size}; take both from one checkpoint"
         )
     model = Transformer(model_config)
     _fill(model, folder)
@@ -219,7 +219,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _fill(model: Transformer, folder: Path) -> None:
-    """Reads the weights of a run into its model, one tensor in memory at a time."""
+    """Reads the weights of a checkpoint into its model, one tensor in memory at a time."""
     path, state = folder / WEIGHTS, model.state_dict()
     with _opened(path) as file:
         found = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -229,7 +229,7 @@ def _fill(model: Transformer, folder: Path) -> None:
             shape = "no such tensor" if wanted is None else list(wanted.shape)
             raise InputError(
                 f"{path} does not fit {folder / CONFIG}: expected {name} {shape}, found "
-                f"{is_there or 'none'}; take both from one run"
+                f"{is_there or 'none'}; take both from one checkpoint"
             )
         # Opened for each, so that what was read before need not stay in memory.
         with _opened(path) as file:

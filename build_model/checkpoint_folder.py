@@ -1,4 +1,4 @@
-"""The folder of a run: created, refused or replaced; the options of its command."""
+"""The folder of a checkpoint: created, refused or replaced; the options of its command."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from transferry.runtime.stopping import at_stop, held
 
 CONFIG = "config.json"
 SETTINGS = "settings.toml"
-STATE = "state.safetensors"  # what --resume continues from
+STATE = "state.safetensors"  # the state that --resume continues from
 FORMAT = 1  # of config.json
 REMEDY = "train again, or restore the file"
-# Where the files of a run that is being replaced are kept, in its folder.
+# Where the files of a checkpoint that is being replaced are kept, in its folder.
 FORMER = ".former"
-# Every run has one of these settings: trained runs the first, imported ones the second.
+# Every checkpoint has one of these settings: trained ones the first, imported ones the second.
 MARKS = frozenset({"preset", "huggingface"})
-# What training and import write into a run.
+# Files that training and import write into a checkpoint.
 OWN = re.compile(
     r"settings\.toml|(config|samples|tokenizer|huggingface|vocab)\.json|metrics\.jsonl|curves\.png"
     r"|(model|state|checkpoints/\d+)\.safetensors|corpus/(train|valid|test)\.(en|de)"
     r"|ranks\.tiktoken|sentencepiece\.model|(source|target)\.spm|chat_template\.jinja"
     r"|distilled/((rows|answers|pairs|valid)\.jsonl|answers\.jsonl\.(summary\.json|job/[^/]+))"
 )
-# What `transferry distil` keeps in a run.
+# Files that `transferry distil` keeps in a checkpoint.
 DISTILLED = "distilled"
 ROWS, ANSWERS, PAIRS, VALID = (
     f"{DISTILLED}/{name}.jsonl" for name in ("rows", "answers", "pairs", "valid")
 )
-# Options that a run does not store, and options that may change on --resume: the end of the
+# Options that a checkpoint does not store, and options that may change on --resume: the end of the
 # training, the limit for errors of a teacher, and the places of files.
 OF_ONE_CALL = {"out", "resume", "force", "device", "quiet"}
 MAY_CHANGE = {"max_steps", "max_minutes", "max_errors", "teacher"} | {
@@ -55,11 +55,11 @@ def leader() -> bool:
 
 
 def check_folder(out: Path, *, force: bool, resumable: bool = False) -> bool:
-    """Returns whether a folder holds a run to be replaced.
+    """Returns whether a folder holds a checkpoint to be replaced.
 
     Args:
         out: The folder, which need not exist.
-        force: Replace a run.
+        force: Replace a checkpoint.
         resumable: The command has --resume.
 
     Raises:
@@ -73,32 +73,32 @@ def check_folder(out: Path, *, force: bool, resumable: bool = False) -> bool:
     if not force:
         resume = "continue it with --resume, or " if resumable else ""
         raise UsageError(f"{out} is not empty; {resume}replace it with --force")
-    require_own(out, foreign_run)
+    require_own(out, foreign_checkpoint)
     return True
 
 
-def foreign_run(out: Path) -> str:
-    """Returns what is wrong with a folder that should be a run; "" if nothing is."""
+def foreign_checkpoint(out: Path) -> str:
+    """Describes the fault of a folder that should be a checkpoint; "" if it is one."""
     kept = out / FORMER / SETTINGS
     path = kept if kept.exists() else out / SETTINGS
     # Other programs also write settings.toml.
     if foreign_settings(path) or MARKS.isdisjoint(read_settings(path)):
-        return "is not a run"
+        return "is not a checkpoint"
     return foreign_member(out, lambda name: bool(OWN.fullmatch(name.removeprefix(f"{FORMER}/"))))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Reads config.json of a run, without a look at what it says of the model.
+    """Reads config.json of a checkpoint, without checking the fields of the model.
 
     Raises:
-        InputError: The folder is no run, the file is damaged, or it has another format version.
+        InputError: There is no checkpoint, or the file is damaged or of another format version.
     """
     path = folder / CONFIG
     if not path.exists():
-        raise InputError(f"{path} is missing: expected a run, {found_at(folder)}")
+        raise InputError(f"{path} is missing: expected a checkpoint, {found_at(folder)}")
     record = read_document(path, dict[str, Any], REMEDY)
     if "model_type" in record:
-        raise InputError(f"{folder}: expected a run, {found_at(folder)}")
+        raise InputError(f"{folder}: expected a checkpoint, {found_at(folder)}")
     if record.get("format") != FORMAT:
         raise InputError(
             f"{path} must have format {FORMAT}, found {record.get('format', 'none')!r}; use the "
@@ -108,7 +108,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def resumable(out: Path) -> bool:
-    """Whether the run has something to continue from: a state, or answers of a teacher."""
+    """Whether the checkpoint has something to continue from: a state, or answers of a teacher."""
     return any((out / name).exists() for name in (STATE, ANSWERS, f"{ANSWERS}.job"))
 
 
@@ -116,15 +116,15 @@ def resumable(out: Path) -> bool:
 def training(
     out: Path, *, force: bool, resume: bool, leads: bool = True, command: str = "train"
 ) -> Iterator[None]:
-    """Makes an empty folder for a run; when resuming, uses the folder as it is.
+    """Makes an empty folder for a checkpoint; when resuming, uses the folder as it is.
 
-    The files of a run that is replaced are kept until the new one can be resumed. After an earlier
-    error they come back, or the folder is removed, so that a second attempt needs no --force.
+    A replaced checkpoint is kept until the new training can be resumed. After an earlier error it
+    comes back, or the folder is removed, so that a second attempt needs no --force.
 
     Args:
         out: The folder.
-        force: Replace a run.
-        resume: Continue the run in the folder.
+        force: Replace a checkpoint.
+        resume: Continue the training in the folder.
         leads: Whether this process looks after the folder; one of several does.
         command: The command, for the message that tells how to continue.
 
@@ -163,7 +163,7 @@ def training(
 
 
 def _begin(out: Path, former: Path, *, force: bool) -> None:
-    """Creates the folder of a training, with the files of the run that it replaces set aside."""
+    """Creates the folder of a training and sets the replaced checkpoint aside."""
     try:
         replaces = check_folder(out, force=force, resumable=True)
         out.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ def _begin(out: Path, former: Path, *, force: bool) -> None:
 
 
 def _set_aside(out: Path, former: Path) -> None:
-    """Moves the files of a run into its folder `former`, which a kill may have left."""
+    """Moves the files of a checkpoint into its folder `former`, which a kill may have left."""
     if resumable(out) and (former / SETTINGS).exists():
         shutil.rmtree(former, ignore_errors=True)
     if (former / SETTINGS).exists():  # the files beside it are of a training that made nothing
@@ -206,7 +206,7 @@ def _clear(folder: Path, *, keep: Path) -> None:
 def remember(
     out: Path, options: Mapping[str, Any], made: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Writes RUN/settings.toml with the command's options, and with what else explains the run."""
+    """Writes the command's options and further facts into settings.toml."""
     chosen = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in options.items()
@@ -219,20 +219,22 @@ def remember(
 def recall(
     out: Path, options: dict[str, Any], given: Mapping[str, Any], command: str = "train"
 ) -> dict[str, Any]:
-    """Returns the options for continuing a run: the stored ones, except those that may change.
+    """Returns the options for continuing a training: the stored ones, except those that may change.
 
     Args:
-        out: The run.
+        out: The checkpoint.
         options: All options of the resuming command.
         given: Those of them that the user gave.
         command: The resuming command.
 
     Raises:
-        UsageError: A given option would change the run, or another command made it.
-        InputError: There is no run to continue.
+        UsageError: A given option would change the training, or another command made it.
+        InputError: There is no training to continue.
     """
     if given.get("force"):
-        raise UsageError("--resume and --force exclude each other: continue a run or replace it")
+        raise UsageError(
+            "--resume and --force exclude each other: continue a training or replace its checkpoint"
+        )
     stored = read_settings(out / SETTINGS)
     if "huggingface" in stored:
         raise UsageError(
@@ -250,14 +252,14 @@ def recall(
             if value is None:
                 found = "found it left out; give it again"
             raise UsageError(
-                f"the run was started with {flag} {stored.get(name, 'left out')}, {found}, or "
+                f"the training was started with {flag} {stored.get(name, 'left out')}, {found}, or "
                 "start over with --force"
             )
     return options | stored | dict(given)
 
 
 def recalled(out: Path, options: Mapping[str, Any]) -> str:
-    """Returns a line on the settings with which a run is continued."""
+    """Returns a line on the settings of a continued training."""
     told = (
         f"--{name.replace('_', '-')}{'' if value is True else f' {shlex.quote(str(value))}'}"
         for name, value in options.items()

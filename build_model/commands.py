@@ -1,4 +1,4 @@
-"""The commands that make a run: training and importing.
+"""The commands that make a checkpoint: training and importing.
 
 Each imports what it needs when it runs, so that --help is instant.
 """
@@ -31,7 +31,7 @@ PRESET_DEFAULTS = {
     name: "from the preset" for preset in PRESETS.values() for name in preset.model | preset.train
 }
 DATA = "Data"
-# What an encoder-decoder is trained and validated on.
+# Training and validation data of an encoder-decoder.
 _data = partial(option, panel=DATA, type=FILE)
 training_pairs_options = together(
     _data("--source", help="Training sentences, one per line, plain or gzip."),
@@ -61,7 +61,7 @@ def training_options(
     Args:
         preset: The default preset.
         presets: Presets to choose from.
-        vocabulary: What --help says about the vocabulary without an option.
+        vocabulary: Default of the vocabulary, as --help shows it.
         leave_out: Fields of TransformerConfig that get no option.
     """
     return together(
@@ -84,9 +84,9 @@ def training_options(
             help="tiktoken encoding to cut down to the corpus instead of training a vocabulary: "
             "cl100k_base or o200k_base.",
         ),
-        option("--out", type=OUTPUT, required=True, help="Run folder."),
-        option("--resume", is_flag=True, help="Continue the interrupted run in --out."),
-        option("--force", is_flag=True, help="Replace the run in --out."),
+        option("--out", type=OUTPUT, required=True, help="Checkpoint folder."),
+        option("--resume", is_flag=True, help="Continue the interrupted training in --out."),
+        option("--force", is_flag=True, help="Replace the checkpoint in --out."),
         option("--device", default="auto", help="Device to train on: cpu, cuda or auto."),
         option("--quiet", is_flag=True, help="Print no progress."),
         fields_as_options(TrainConfig, defaults=PRESET_DEFAULTS, panel="Training"),
@@ -127,28 +127,28 @@ def train(context: click.Context, /, **options: Any) -> None:
     """Train a Transformer on sentence pairs or on text.
 
     --preset sets the shape of the model and the training settings; the other options override
-    single ones. The run folder holds the weights, the tokenizer, metrics.jsonl, curves.png and
+    single ones. The checkpoint holds the weights, the tokenizer, metrics.jsonl, curves.png and
     settings.toml.
     """
-    from transferry.build_model import checkpoint_folder as run_folder
+    from transferry.build_model import checkpoint_folder
     from transferry.build_model.train.recipe import TrainingRecipe
 
     out, resume, quiet = options["out"], options["resume"], options["quiet"]
     if resume:
-        options = run_folder.recall(out, options, explicit(context))
-        check_settings(context, out / run_folder.SETTINGS)
-    recipe, leads = TrainingRecipe.from_options(options), run_folder.leader()
+        options = checkpoint_folder.recall(out, options, explicit(context))
+        check_settings(context, out / checkpoint_folder.SETTINGS)
+    recipe, leads = TrainingRecipe.from_options(options), checkpoint_folder.leader()
     if not resume:
         recipe.configs()
-    with run_folder.training(out, force=options["force"], resume=resume, leads=leads):
+    with checkpoint_folder.training(out, force=options["force"], resume=resume, leads=leads):
         from transferry.build_model.train.follow import follow
 
-        remember = partial(run_folder.remember, out, options)
+        remember = partial(checkpoint_folder.remember, out, options)
         if leads and not resume:
             remember()
         talk, device = teller(quiet or not leads), options["device"]
         if resume:
-            talk(run_folder.recalled(out, options))
+            talk(checkpoint_folder.recalled(out, options))
         with progress(quiet or not leads, "steps") as show:
             marks = follow(
                 recipe, out, device=device, resume=resume, say=talk, show=show, begun=remember
@@ -167,18 +167,18 @@ Examples:
 )
 @configurable
 @click.argument("huggingface", metavar="FOLDER", type=FILE)
-@option("--out", type=OUTPUT, required=True, help="Run folder.")
+@option("--out", type=OUTPUT, required=True, help="Checkpoint folder.")
 @option("--adapter", type=FILE, help="Folder of a LoRA adapter of PEFT to merge into the weights.")
-@option("--force", is_flag=True, help="Replace the run in --out.")
-@option("--quiet", is_flag=True, help="Do not list what was imported and what was left out.")
+@option("--force", is_flag=True, help="Replace the checkpoint in --out.")
+@option("--quiet", is_flag=True, help="Do not print the summary of imported and omitted parts.")
 def import_(huggingface: Path, out: Path, adapter: Path | None, force: bool, quiet: bool) -> None:
-    """Import a checkpoint of Hugging Face or Marian from FOLDER as a run.
+    """Import a model of Hugging Face or Marian from FOLDER as a checkpoint.
 
-    FOLDER holds config.json, weights and the tokenizer. Features that cannot be converted are named
-    and refused; see docs/import.md, which lists the model types.
+    FOLDER holds config.json, weights and the tokenizer. Unsupported features are refused
+    by name; docs/import.md lists the model types.
     """
-    from transferry.build_model.importing.huggingface.importer import import_checkpoint
+    from transferry.build_model.importing.huggingface.importer import import_pretrained
 
     told = teller(quiet)
     with progress(quiet) as show:
-        import_checkpoint(huggingface, out, adapter=adapter, force=force, say=told, show=show)
+        import_pretrained(huggingface, out, adapter=adapter, force=force, say=told, show=show)

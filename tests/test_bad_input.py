@@ -198,7 +198,7 @@ def change_weight(place: Path, change: Callable[[float], float]) -> None:
     "missing bundle",
     "missing run, told before torch is loaded",
     "input and bundle swapped",
-    "bundle in place of a run",
+    "bundle in place of a checkpoint",
     "bundle that is imported",
     "value of the wrong type",
     "unknown encoding, told before the text is read",

@@ -12,10 +12,10 @@ import encoders
 import generators
 import shapes
 from environment import processor
-from tests.build_model.importing.test_huggingface import save
+from tests.build_model.importing.huggingface.small_models import save
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.build_model.importing.huggingface.importer import import_checkpoint
+from transferry.build_model.importing.huggingface.importer import import_pretrained
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.export.bundle import Contents, export_bundle
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
@@ -29,7 +29,7 @@ def measured(
 ) -> None:
     """Runs a benchmark on a small random model."""
     save(kind, folder / "model")
-    import_checkpoint(folder / "model", folder / "run")
+    import_pretrained(folder / "model", folder / "run")
     export_bundle(
         load_checkpoint(folder / "run"),
         folder / "bundle",
@@ -106,7 +106,7 @@ def test_a_random_shape_can_be_imported(
     monkeypatch.setattr(sys, "argv", ["shapes.py", shape, str(text), str(folder), "--layers", "1"])
     shapes.main()
     assert f"shape {shape}" in capsys.readouterr().out
-    import_checkpoint(folder, tmp_path / "run")
+    import_pretrained(folder, tmp_path / "run")
     tokenizer = load_tokenizer(tmp_path / "run")
     ids = tokenizer.encode(TEXTS[0])
     assert 0 < len(ids) < len(TEXTS[0]), "trained on the text"

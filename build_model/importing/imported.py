@@ -26,9 +26,9 @@ class Imported:
         tokenizer: Its tokenizer.
         generation: Fields of GenerationOptions that become the bundle's defaults.
         ignored: Settings of `generate` that do not, with value and reason.
-        notes: What else the user has to know, a line each.
+        notes: Further notes for the user, a line each.
         unused: Settings that nothing here reads, by file.
-        head: What the head of an encoder-only model is for; None if it has none.
+        head: Task, labels and prompts of the head of an encoder-only model; None without one.
     """
 
     kind: str

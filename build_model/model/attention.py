@@ -14,7 +14,7 @@ from transferry.build_model.model.norms import make_norm
 
 
 class KeyValues(NamedTuple):
-    """What attention reads: one key and one value a position and head.
+    """Keys and values of attention, one of each per position and head.
 
     Attributes:
         keys: [batch, kv_heads, length, d_head]
@@ -32,10 +32,10 @@ class KeyValues(NamedTuple):
 
 
 class Past(Protocol):
-    """What takes up the keys and values of new positions: a cache that grows, or one in place."""
+    """A cache of keys and values that grows, or is written in place."""
 
     def append(self, newer: KeyValues) -> KeyValues:
-        """Returns what the new positions read: earlier keys and values, and their own."""
+        """Adds keys and values of new positions; returns these after the earlier ones."""
         ...
 
 
@@ -54,7 +54,7 @@ def padding_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def windowed(bias: Tensor, distance: Tensor, window: int, queries: Tensor | None = None) -> Tensor:
-    """Returns M that hides also what is `window` or more positions away; 0 hides nothing.
+    """Returns M that also hides positions at a distance of `window` or more; 0 hides nothing.
 
     Args:
         bias: M, broadcastable to [batch, heads, queries, length].

@@ -66,13 +66,13 @@ Architecture = Literal["encoder-decoder", "decoder-only", "encoder-only"]
 Activation = Literal[
     "relu", "gelu", "gelu-tanh", "gelu-quick", "swish", "swiglu", "geglu", "geglu-tanh", "reglu"
 ]
-# Of a layer of the head, which may have none.
+# Activation of a layer of the head.
 HeadActivation = Literal[
     "none", "tanh", "sigmoid", "relu", "gelu", "gelu-tanh", "gelu-quick", "swish"
 ]
-# What makes one vector of the hidden states of a text: that of the first or the last token, the
-# largest of each feature, the mean, the sum divided by the root of the length, or the mean weighted
-# by position 1, 2, ... (Muennighoff 2022, SGPT).
+# How the hidden states of a text become one vector: first or last token, maximum or mean of each
+# feature, sum divided by the root of the length, or mean weighted by position 1, 2, ...
+# (Muennighoff 2022, SGPT).
 Pooling = Literal["first", "last", "max", "mean", "root-mean", "weighted"]
 # Activations of the gate, by the name of the gated unit.
 GATED: dict[Activation, Activation] = {
@@ -159,12 +159,12 @@ class TransformerConfig(JsonConfig):
 
 @dataclass(frozen=True)
 class ModelConfig(TransformerConfig):
-    """Shape of any model here: that of the paper, and variations that imported models need.
+    """Shape of a model, with the variations of imported models.
 
     Attributes:
         head_width: Width of an attention head; 0 means d_model / heads.
         query_key_value_bias: Add a bias to the queries, keys and values; None means as `bias`.
-        attention_output_bias: Likewise for what joins the heads.
+        attention_output_bias: Likewise for the output of attention.
         feed_forward_bias: Likewise for the feed-forward sublayer.
         norm_bias: Likewise for LayerNorm.
         norm_offset: Norms multiply by 1 + weight, as in Gemma.
@@ -176,7 +176,7 @@ class ModelConfig(TransformerConfig):
         attention_divisor: Divisor of the scores; 0 means sqrt(head width), as in the paper.
         divide_by_layer: Divide the scores of the first layer by 1, of the second by 2, and so on,
             as scale_attn_by_inverse_layer_idx of GPT-2.
-        attention_softcap: Scores s become cap * tanh(s / cap), as in Gemma 2; 0 means not.
+        attention_softcap: Scores s become cap * tanh(s / cap), as in Gemma 2; 0 disables it.
         output_softcap: Likewise for the logits.
         windows: For each layer, how many positions a token sees to the left, itself included
             (Beltagy et al. 2020); an encoder's token sees as many to the right. 0 means all; none
@@ -194,19 +194,19 @@ class ModelConfig(TransformerConfig):
         encoder_d_ff: Likewise for the inner width of its feed-forward sublayer.
         separate_positions: Encoder and decoder each have learned positions, and a norm of the
             embedding, of their own, as in BART.
-        relative_buckets: Buckets of distances, to each of which and each head belongs a number that
-            is added to the scores (Raffel et al. 2020, section 2.1); 0 means none.
+        relative_buckets: Buckets of distances; the number of a bucket and head is added to the
+            scores (Raffel et al. 2020, section 2.1). 0 disables them.
         relative_distance: The distance from which all share the last bucket.
         scale_output: Divide the decoder's output by sqrt(d_model), as in T5.
         project_sum: The matrix of embedding_width takes the sum of embedding and position,
             normalised, and has a bias, as in ELECTRA.
-        first_norm: Norm before the first sublayer; ModernBERT has none, since the embedding is
+        first_norm: Norm before the first sublayer; false in ModernBERT, whose embedding is
             normalised.
         output_activation: Activation of output_transform; None means as `activation`.
         output_transform_bias: Add a bias to its linear layer; None means as `bias`.
         lm_head: Project hidden states to logits; only an encoder-only model may go without.
-        pooling: What the head of an encoder-only model makes of the hidden states of a text, joined
-            where there are several; none where it reads each token.
+        pooling: Poolings of the hidden states of a text, concatenated; empty where the head of an
+            encoder-only model reads each token.
         head_widths: Width of each linear layer of the head.
         head_activations: The activation after each.
         head_biases: Whether each has a bias.
@@ -302,7 +302,7 @@ class ModelConfig(TransformerConfig):
         self._check_head()
 
     def _check_head(self) -> None:
-        """Checks what an encoder-only model alone may have."""
+        """Checks the fields of encoder-only models."""
         alone = self.architecture == "encoder-only"
         for name in ("pooling", "head_widths", "segments"):
             value = getattr(self, name)
@@ -326,7 +326,7 @@ class ModelConfig(TransformerConfig):
 
     @property
     def d_head_output(self) -> int:
-        """Width of what the head gives, of a text or of each token."""
+        """Width of the head's output, for a text or each token."""
         return self.head_widths[-1] if self.head_widths else self.d_model * len(self.pooling)
 
     def _check_layers(self) -> None:
@@ -400,12 +400,12 @@ class ModelConfig(TransformerConfig):
 
     @property
     def looks_at_columns(self) -> bool:
-        """Whether what a token sees depends on positions in the cache, not on the order alone."""
+        """Whether attention depends on positions in the cache, and not on their order alone."""
         return any(self.windows) or bool(self.relative_buckets)
 
     @property
     def source_vocabulary(self) -> int:
-        """Number of tokens of what the encoder reads."""
+        """Size of the encoder's vocabulary."""
         return self.source_vocabulary_size or self.vocabulary_size
 
     def window(self, layer: int) -> int:

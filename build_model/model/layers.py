@@ -1,4 +1,4 @@
-"""What a Transformer is stacked from: positions, feed-forward, and one layer class."""
+"""Positions, feed-forward sublayer and layer of a Transformer."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Residual(nn.Module):
         return x + self.change(x, sublayer)
 
     def change(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns what is added to x [batch, length, d_model], where the order is not "post"."""
+        """Returns the summand of x [batch, length, d_model], where the order is not "post"."""
         before = self.order in ("pre", "sandwich")
         y: Tensor = self.dropout(sublayer(self.norm(x) if before else x))
         after = self.outer_norm if before else self.norm

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-PAGE = mmap.PAGESIZE  # every weight begins a page, as pages are what is released
+PAGE = mmap.PAGESIZE  # weights begin on a page, since whole pages are released
 
 
 class MappedWeights:

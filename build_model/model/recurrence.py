@@ -12,7 +12,7 @@ from transferry.build_model.model.config import ModelConfig
 
 
 class CellState(NamedTuple):
-    """What an SSRU carries from one position to the next, however many came before.
+    """State that an SSRU carries from one position to the next, of fixed size.
 
     Attributes:
         cell: c_t of the last position, [batch, 1, 1, d_model]; of rank 4 as keys and values are.

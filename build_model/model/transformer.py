@@ -122,7 +122,7 @@ class Transformer(nn.Module):
     def _initialise(self) -> None:
         """Xavier (Glorot and Bengio 2010, eq. 16); W_Q, W_K and W_V as parts of one matrix.
 
-        The smaller query, key and value are what keeps a post-norm encoder alive: with the full
+        Smaller queries, keys and values keep a post-norm encoder alive: with the full
         gain, attention outweighs the residual, and within 2,500 steps at a rate of 4e-3 every
         position of the encoder had become the same vector (docs/training.md).
         """
@@ -144,7 +144,7 @@ class Transformer(nn.Module):
                 nn.init.normal_(table, std=1.0 if scaled else 0.02)
 
     def release(self) -> None:
-        """Takes what was read of mapped weights out of memory."""
+        """Releases the pages of mapped weights from memory."""
         if self.mapped is not None:
             self.mapped.release()
 
@@ -192,7 +192,7 @@ class Transformer(nn.Module):
         return embedded
 
     def _rotations(self, positions: Tensor, layers: int) -> list[Rotation | None]:
-        """Returns what turns queries and keys at positions, for each layer."""
+        """Returns the rotation of queries and keys at positions, for each layer."""
         config = self.config
         if config.positions != "rotary":
             return [None] * layers
@@ -219,7 +219,7 @@ class Transformer(nn.Module):
             bias: M, where neither windows nor distances matter.
             positions: Of the queries, [queries] or [batch, queries] int64.
             columns: Of the keys, [length] or [batch, length] int64.
-            relative: What distances add.
+            relative: Biases of distances.
             layers: Number of layers.
             queries: As for `windowed`.
         """
@@ -333,10 +333,10 @@ class Transformer(nn.Module):
             cross_bias: M of cross-attention, broadcastable to [batch, heads, target, source];
                 not used where there is no encoder.
             cross: As for `decode`.
-            past: What takes up each layer's new keys and values; see `Past`.
+            past: Cache of each layer; see `Past`.
 
         Returns:
-            What `logits` projects [batch, target, d_model], and the present.
+            Hidden states for `logits` [batch, target, d_model], and the present.
         """
         x = self.embed(target, positions)
         layers = len(self.decoder)
@@ -365,7 +365,7 @@ class Transformer(nn.Module):
         return softcapped(F.linear(x, weight, self.output_bias), self.config.output_softcap)
 
     def answers(self, source: Tensor, source_mask: Tensor) -> dict[str, Tensor]:
-        """Returns what an encoder-only model gives, as far as it has the parts.
+        """Returns the outputs of an encoder-only model, as far as it has the parts.
 
         Args:
             source: [batch, source] int64
@@ -389,7 +389,7 @@ class Transformer(nn.Module):
         Args:
             source: [batch, source] int64; of no length where there is no encoder.
             source_mask: [batch, source] bool, True at a token.
-            target: [batch, target] int64, what the decoder reads; not used where there is none.
+            target: [batch, target] int64, input of the decoder, if any.
                 Padding at the end needs no mask: no earlier position sees it.
 
         Returns:

@@ -33,7 +33,7 @@ class Example(NamedTuple):
 
     Attributes:
         source: Input of the encoder.
-        target: Label of each position; the padding id where there is none.
+        target: Label of each position; the padding id where a position has no label.
         target_input: Input of the decoder at each position.
     """
 

@@ -1,4 +1,4 @@
-"""What `transferry train` does with its recipe: from files to a trained run."""
+"""The training of `transferry train`: from the files of a recipe to a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from transferry.runtime.tokenizer.byte_pair import (
     Tokenizer,
 )
 
-# Number and length of the validation texts kept with the run.
+# Number and length of the validation texts kept with the checkpoint.
 SAMPLES, SAMPLE_CHARACTERS = 100, 200
 # Without a validation text, one in so many tokens or pairs is held out, and at most so many pairs.
 HELD_OUT, MOST_HELD_OUT = 10, 1000
@@ -47,10 +47,10 @@ class Learned:
     """Text of a recipe, prepared for training.
 
     Attributes:
-        tokenizer: Made from the text; when resuming, the run's own.
+        tokenizer: Made from the text; when resuming, the checkpoint's own.
         examples: Training examples.
         validation: Validation examples.
-        samples: Texts kept with the run, whose answers export records in the bundle.
+        samples: Texts kept with the checkpoint, whose answers export records in the bundle.
     """
 
     tokenizer: Tokenizer
@@ -72,11 +72,11 @@ def follow(
     """Trains into `folder`; returns and raises as `Trainer.run`.
 
     Args:
-        recipe: What is trained, on what.
-        folder: Folder of the run; when resuming, of the run to continue.
+        recipe: The model, its data and its settings.
+        folder: Folder of the checkpoint; when resuming, that of the training to continue.
         device: "cpu", "cuda" or "auto".
-        resume: Continue the run in `folder`.
-        say: Receives lines about what was read and made, and each validation.
+        resume: Continue the training in `folder`.
+        say: Receives lines about data, vocabulary and model, and each validation.
         show: See `Trainer.run`.
         begun: See `Trainer.run`.
     """

@@ -1,8 +1,8 @@
 """The training loop: AdamW over batches of bounded tokens, resumable to the same weights.
 
 A step depends on the seed and its number only: the order of batches comes from (seed, epoch),
-dropout from (seed, step, rank). So the saved state needs no random state, and a run that was killed
-and resumed ends with the weights of an uninterrupted one.
+dropout from (seed, step, rank). So the saved state needs no random numbers, and a resumed training
+ends with the weights of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -142,12 +142,12 @@ class Trainer:
         say: Callable[[str], None] | None = None,
         show: Callable[..., None] | None = None,
     ) -> Evaluation | None:
-        """Trains to the end set in the config and writes RUN/model.safetensors.
+        """Trains to the end set in the config and writes CHECKPOINT/model.safetensors.
 
         Args:
-            resume: Continue from RUN/state.safetensors.
+            resume: Continue from CHECKPOINT/state.safetensors.
             begun: Called by process 0 once nothing is left to refuse.
-            say: Called by process 0 with a line for the user: what is resumed, each validation.
+            say: Called by process 0 with a line for the user: the resumed step, each validation.
             show: Called by process 0 with the phase, the steps done, the steps in total (None
                 where the time or the loss ends the training) and a note.
 
@@ -343,7 +343,7 @@ class Trainer:
         self._show("training", progress.step, config.max_steps or None, note, left)
 
     def _resumed(self) -> str:
-        """Says how far the interrupted training came, and what ends this one."""
+        """Describes the progress of the interrupted training and the end of this one."""
         progress, config = self.progress, self.config
         of = f" of {config.max_steps:,}" if config.max_steps else ""
         limit = f" of {config.max_minutes:g}" if config.max_minutes else ""
@@ -425,8 +425,8 @@ class Trainer:
         tensors, record = checkpoint.load_tensors(path)
         if record.get("data") != self.fingerprint:
             raise InputError(
-                f"{path} is from training on other text; give the files that the run began with, "
-                f"or {START_OVER}"
+                f"{path} is from training on other text; give the files that the training began "
+                f"with, or {START_OVER}"
             )
         try:
             self.progress = msgspec.convert(

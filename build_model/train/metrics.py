@@ -14,7 +14,7 @@ from transferry.runtime.io.whole import read_bytes
 METRICS = "metrics.jsonl"
 CURVES = "curves.png"
 # Of every figure of the project, with matplotlib's defaults beneath, so that a user's own style
-# changes none.
+# has no effect.
 PLOT_STYLE = {
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -35,11 +35,11 @@ _LOSS, _BLEU, _RATE = "#2563a8", "#b4690e", "#8a5a9e"
 
 
 class Metrics:
-    """Appends records to RUN/metrics.jsonl.
+    """Appends records to CHECKPOINT/metrics.jsonl.
 
     After a kill the file may be ahead of the saved state or end in half a line. Opening it at
-    `step` drops later records and the final scores of an earlier end, so that a resumed run leaves
-    the same file as an uninterrupted one.
+    `step` drops later records and earlier final scores, so that a resumed training leaves the same
+    file as an uninterrupted one.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -74,7 +74,7 @@ class Metrics:
             raise unwritable(self.path, error, kept="", otherwise=" and resume") from error
 
     def draw(self) -> None:
-        """Plots loss, BLEU if there is any, and learning rate over steps into RUN/curves.png."""
+        """Plots loss, BLEU if any, and learning rate over steps into curves.png."""
         from matplotlib import style
         from matplotlib.figure import Figure
 

@@ -38,7 +38,7 @@ class TrainingRecipe:
 
     Attributes:
         train: Training text: pairs for an encoder-decoder, else a text file. None is the built-in
-            corpus, written into the run.
+            corpus, written into the checkpoint.
         valid: Validation text. None holds out a part of the training text, or is the built-in
             corpus.
         preset: Shape and settings to start from.
@@ -94,23 +94,6 @@ class TrainingRecipe:
                 f"{options['vocabulary_size']} exclude each other; leave one out"
             )
 
-        def given(prefix: str) -> PairFiles | Path | None:
-            if options["builtin"]:
-                return None
-            source, target, pairs, text = (options[prefix + name] for name in (*sides, "text"))
-            if wanted == ("text",):
-                if options["text"] is None:
-                    raise UsageError("give --text, or --builtin")
-                return None if text is None else Path(text)
-            if prefix and (source, target, pairs) == (None, None, None):
-                return None
-            if pairs is not None and source is None and target is None:
-                return PairFiles(Path(pairs))
-            if pairs is None and source is not None and target is not None:
-                return PairFiles(Path(source), Path(target))
-            flags = [f"--{prefix}{name}".replace("_", "-") for name in sides]
-            raise UsageError(f"give {flags[0]} and {flags[1]}, or {flags[2]}, or --builtin")
-
         def changes(config: type[Any]) -> dict[str, Any]:
             # The tokenizer determines the size of the vocabulary.
             names = {field.name for field in dataclasses.fields(config)} - {"vocabulary_size"}
@@ -118,8 +101,8 @@ class TrainingRecipe:
             return {name: value for name, value in given.items() if value is not None}
 
         return cls(
-            given(""),
-            given("valid_"),
+            _data(options, sides, wanted),
+            _data(options, sides, wanted, "valid_"),
             preset,
             changes(ModelConfig),
             changes(TrainConfig),
@@ -143,3 +126,24 @@ class TrainingRecipe:
             masked = model_config.architecture == "encoder-only"
             require_vocabulary(self.vocabulary_size, PASSAGES if masked else SOURCES)
         return model_config, train_config
+
+
+def _data(
+    options: Mapping[str, Any], sides: tuple[str, ...], wanted: tuple[str, ...], prefix: str = ""
+) -> PairFiles | Path | None:
+    """Returns the training data, or with the prefix the validation data; None if left out."""
+    if options["builtin"]:
+        return None
+    source, target, pairs, text = (options[prefix + name] for name in (*sides, "text"))
+    if wanted == ("text",):
+        if options["text"] is None:
+            raise UsageError("give --text, or --builtin")
+        return None if text is None else Path(text)
+    if prefix and (source, target, pairs) == (None, None, None):
+        return None
+    if pairs is not None and source is None and target is None:
+        return PairFiles(Path(pairs))
+    if pairs is None and source is not None and target is not None:
+        return PairFiles(Path(source), Path(target))
+    flags = [f"--{prefix}{name}".replace("_", "-") for name in sides]
+    raise UsageError(f"give {flags[0]} and {flags[1]}, or {flags[2]}, or --builtin")

@@ -10,7 +10,7 @@ from typing import Any
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.checkpoint_folder import CONFIG, REMEDY
-from transferry.build_model.importing.huggingface.importer import import_checkpoint
+from transferry.build_model.importing.huggingface.importer import import_pretrained
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.io.documents import read_document
 from transferry.runtime.io.folders import temporary_folder
@@ -32,7 +32,7 @@ def load_reference(folder: Path) -> Checkpoint:
             "module:function, found none of them"
         )
     with temporary_folder() as made:
-        import_checkpoint(folder, made / "run")
+        import_pretrained(folder, made / "run")
         return load_checkpoint(made / "run")
 
 

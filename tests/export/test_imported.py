@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.build_model.importing.test_huggingface import marian_vocabulary
-from tests.build_model.importing.test_model_types import (
+from tests.build_model.importing.huggingface.drawn import (
     Drawn,
     byte_level_tokenizer,
     exact,
     transformers,
 )
+from tests.build_model.importing.huggingface.small_models import marian_vocabulary
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder
-from transferry.build_model.importing.huggingface.importer import import_checkpoint
+from transferry.build_model.importing.huggingface.importer import import_pretrained
 from transferry.export import bundle as exporting
 from transferry.export.bundle import export_bundle
 from transferry.runtime.engine.engine import Engine
@@ -61,7 +61,7 @@ def test_the_engine_answers_as_generate_does(
     folder, run = tmp_path / "theirs", tmp_path / "run"
     drawn = Drawn(kind, 0, folder, write_tokenizer(kind, folder) + 3, 3 if THOROUGH else 1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    import_checkpoint(folder, run)
+    import_pretrained(folder, run)
     monkeypatch.setattr(exporting, "PORTABLE", variant)  # no other is traced
     monkeypatch.setattr("transferry.export.oracle.effort.RECORDED_LENGTH", 4)
     export_bundle(load_checkpoint(run), tmp_path / "bundle", traces=TRACES)

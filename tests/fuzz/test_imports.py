@@ -17,21 +17,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tests.build_model.importing import (
-    test_adapters,
-    test_chat_import,
-    test_heads,
-    test_languages,
-    test_toolkits,
-)
-from tests.build_model.importing.test_huggingface import bert_vocabulary, sentencepiece_model
-from tests.build_model.importing.test_model_types import (
+from tests.build_model.importing.formats import test_adapters
+from tests.build_model.importing.huggingface import test_chat_import, test_languages
+from tests.build_model.importing.huggingface.drawn import (
     TYPES,
     Drawn,
     byte_level_tokenizer,
     transformers,
 )
-from tests.build_model.importing.test_separate_vocabularies import write as write_marian
+from tests.build_model.importing.huggingface.small_models import (
+    bert_vocabulary,
+    sentencepiece_model,
+)
+from tests.build_model.importing.huggingface.test_separate_vocabularies import write as write_marian
+from tests.build_model.importing.toolkits import test_marian
+from tests.build_model.importing.toolkits.test_sentence_transformers import sentence_folder
 from tests.fuzz.models import ODD
 from tests.fuzz.sandbox import Sandbox
 from tests.fuzz.test_documents import Place, mutations, places, replaced, require_survived
@@ -130,7 +130,7 @@ def adapted(folder: Path) -> None:
 
 
 def npz(folder: Path) -> None:
-    test_toolkits.save_marian(folder)
+    test_marian.save_marian(folder)
 
 
 FOLDERS: dict[str, Callable[[Path], None]] = {
@@ -219,7 +219,7 @@ def test_an_odd_value_of_config_json_is_read_or_refused(kind: str, tmp_path: Pat
 
 def test_an_odd_value_of_sentence_transformers_is_read_or_refused(tmp_path: Path) -> None:
     poolings, dense = ("mean", "cls"), [torch.nn.Linear(64, 5)]
-    test_heads.sentence_folder(tmp_path, *poolings, dense=dense, normalise=True)
+    sentence_folder(tmp_path, *poolings, dense=dense, normalise=True)
     for path in sorted(tmp_path.rglob("*.json")):
         content = json.loads(path.read_text())
         more = {"pooling_mode": "mean", "default_prompt_name": "query", "activation_fn": "x"}

@@ -61,7 +61,7 @@ _ROLES = {
 
 @dataclass
 class _Change:
-    """What an adapter has for one module: tensor names by role, and the scale."""
+    """Change of one module: tensor names by role, and the scale."""
 
     module: str
     parts: dict[str, str] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Adapter:
     Attributes:
         rank: Rank, unless rank_pattern says otherwise.
         changes: Low-rank changes by the name of the weight.
-        replaced: Names of whole tensors by the name of what they replace.
+        replaced: Names of whole tensors by the name of the tensor that they replace.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pickled tensors of torch.save, read without running what a pickle may hold.
+"""Pickled tensors of torch.save, read without running code.
 
 torch's weights_only unpickler (torch.load) builds tensors, numbers, texts and containers of these,
 and stops at anything else before it runs.

@@ -19,7 +19,7 @@ from transferry.runtime.errors import InputError
 
 FLOATING = (*STORED, torch.float64)
 
-# Of safetensors; what is not named here has no type of torch's, and counts as bytes.
+# Types of safetensors; others have no type of torch's, and count as bytes.
 _TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -83,7 +83,7 @@ class SafetensorsFile(Tensors):
     """A safetensors file."""
 
     def __init__(self, path: Path, if_missing: str = DAMAGED, if_damaged: str = DAMAGED) -> None:
-        """Opens nothing yet; what to do about a missing or damaged file is for errors."""
+        """Opens nothing yet; the remedies are for errors."""
         self.origin, self._path = str(path), path
         self._remedies = if_missing, if_damaged
 

@@ -24,7 +24,7 @@ _KINDS: dict[str, Callable[[Path], Tensors]] = {
     "pytorch_model.bin": PickledFile,
 }
 _SAVED = "load it with transformers and write it anew with save_pretrained"
-# What a folder may hold instead of weights, by pattern, and what to do.
+# Files that a folder may hold instead of weights, by pattern, and the remedy.
 _INSTEAD = {
     ADAPTER_CONFIG: (
         "an adapter without its model; import the folder of the model that the adapter was made "
@@ -79,7 +79,7 @@ def open_weights(folder: Path) -> Tensors:
     """Opens model.safetensors or pytorch_model.bin, or the several files of their index.
 
     Raises:
-        InputError: There is none of them, or an index is malformed or points outside of the folder.
+        InputError: They are missing, or an index is malformed or points outside of the folder.
     """
     for name, kind in _KINDS.items():
         if (folder / name).exists():

@@ -1,1 +1,1 @@
-"""Import of Hugging Face checkpoints as runs; transformers itself is not needed."""
+"""Import of models of Hugging Face as checkpoints."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from transferry.build_model.importing.huggingface.folder import Settings
-from transferry.build_model.importing.huggingface.rope import SLIDING, read_rotary
+from transferry.build_model.importing.huggingface.rope import SLIDING, RotaryKeys, read_rotary
 from transferry.build_model.importing.huggingface.tables import (
     ACTIVATIONS,
     BUFFER,
@@ -100,7 +100,8 @@ def _llama_fields(config: Settings, longest: int = 2048) -> dict[str, Any]:
 
 def _rotary_fields(config: Settings, fields: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Returns the fields with those of rotary positions."""
-    rotary = read_rotary(config, head_width(fields), fields["max_positions"], **options)
+    keys = RotaryKeys(**options)
+    rotary = read_rotary(config, head_width(fields), fields["max_positions"], keys)
     return fields | rotary.fields()
 
 
@@ -247,10 +248,9 @@ def _gemma3_shape(config: Settings, names: set[str]) -> ModelConfig:
     parameters = config.get("rope_parameters")
     nested = isinstance(parameters, dict) and isinstance(parameters.get(SLIDING), dict)
     own = config if nested else Settings(config.path, {})
-    base = config.number("rope_local_base_freq", 10000.0)
-    local = read_rotary(
-        own, d_head, longest, kind=SLIDING, base=base, base_key="rope_local_base_freq"
-    )
+    local_base = "rope_local_base_freq"
+    keys = RotaryKeys(config.number(local_base, 10000.0), local_base)
+    local = read_rotary(own, d_head, longest, keys, SLIDING)
     if local.scale != 1.0:
         config.refuse("rope_parameters", config.get("rope_parameters"), "no yarn in sliding layers")
     fields = _rotary_fields(config, fields, base=1_000_000.0)
@@ -314,10 +314,8 @@ def _gpt_neox_shape(config: Settings, names: set[str]) -> ModelConfig:
     """GPT-NeoX (Black et al. 2022), so Pythia."""
     fields = sizes(config)
     longest = config.whole("max_position_embeddings", 2048)
-    d_head, base_key = head_width(fields), "rotary_emb_base"
-    rotary = read_rotary(
-        config, d_head, longest, base_key=base_key, share=0.25, share_key="rotary_pct"
-    )
+    keys = RotaryKeys(base_key="rotary_emb_base", share=0.25, share_key="rotary_pct")
+    rotary = read_rotary(config, head_width(fields), longest, keys)
     bias = config.flag("attention_bias", True)
     return ModelConfig(
         **PRE_NORM,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal, cast
 
 from transferry.build_model.importing.huggingface.folder import Settings
-from transferry.build_model.importing.huggingface.rope import SLIDING, read_rotary
+from transferry.build_model.importing.huggingface.rope import SLIDING, RotaryKeys, read_rotary
 from transferry.build_model.importing.huggingface.tables import (
     ACTIVATIONS,
     GATES,
@@ -203,8 +203,8 @@ def _modernbert_shape(config: Settings, names: set[str]) -> ModelConfig:
     every = max(1, config.whole("global_attn_every_n_layers", 3))
     sliding = layer_types(config, layers, [each % every != 0 for each in range(layers)])
     window, d_head = config.whole("local_attention", 128) // 2 + 1, head_width(fields)
-    near = read_rotary(config, d_head, longest, kind=SLIDING, base_key="local_rope_theta")
-    far = read_rotary(config, d_head, longest, base=160000.0, base_key="global_rope_theta")
+    near = read_rotary(config, d_head, longest, RotaryKeys(base_key="local_rope_theta"), SLIDING)
+    far = read_rotary(config, d_head, longest, RotaryKeys(160000.0, "global_rope_theta"))
     if near.scale != 1.0:
         config.refuse("rope_parameters", config.get("rope_parameters"), "no yarn in sliding layers")
     biases: dict[str, Any] = {
@@ -266,13 +266,13 @@ MODERNBERT: Table = {
 
 # --- Classification -------------------------------------------------------------------------------
 
-# What makes probabilities of scores, by problem_type.
+# Activation that turns scores into probabilities, by problem_type.
 PROBLEMS: dict[str, Literal["softmax", "sigmoid", "none"]] = {
     "single_label_classification": "softmax",
     "multi_label_classification": "sigmoid",
     "regression": "none",
 }
-# Of a cross-encoder, under the names that folders give them.
+# Activations of a cross-encoder, by their names in folders.
 RANKS: dict[str, Literal["sigmoid", "none"]] = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
     "torch.nn.modules.linear.Identity": "none",
@@ -295,7 +295,7 @@ def _labels(config: Settings) -> tuple[str, ...]:
 
 
 def _rank(config: Settings) -> Literal["sigmoid", "none"]:
-    """What CrossEncoder of sentence-transformers makes the score of a pair with."""
+    """Activation that CrossEncoder of sentence-transformers applies to the score of a pair."""
     former = config.get("sbert_ce_default_activation_function")
     said = config.get("sentence_transformers", {})
     name = said.get("activation_fn", former) if isinstance(said, dict) else said

@@ -31,8 +31,8 @@ Value = TypeVar("Value")
 class Settings:
     """A JSON file of settings; unsupported values raise an error with the key.
 
-    null counts as absent, as in transformers. What was asked for is remembered, so that nothing of
-    a file is left out in silence.
+    null counts as absent, as in transformers. Every key that is read is remembered, so that unread
+    keys can be reported.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
@@ -150,7 +150,7 @@ class PretrainedFolder:
         generation: generation_config.json, empty if absent.
         tokenizer: tokenizer_config.json, empty if absent.
         special_tokens: special_tokens_map.json, empty if absent.
-        notes: What the tokenizer does otherwise than its files say, for the summary.
+        notes: Differences of the tokenizer from its files, for the summary.
         segments: Of the tokens of a pair of texts, as the tokenizer numbers them; set by it.
     """
 
@@ -224,7 +224,7 @@ class PretrainedFolder:
 
 
 def _elsewhere(folder: Path) -> str:
-    """Says where the checkpoint is, or what to do to have one."""
+    """Describes where the checkpoint is, or how to get one."""
     if folder.is_file():
         return f"{folder} is a file; name the folder that holds it"
     if not folder.is_dir():

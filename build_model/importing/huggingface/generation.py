@@ -1,7 +1,7 @@
-"""What generation_config.json asks of `generate`, as defaults of generation of a bundle.
+"""Settings of generation_config.json as defaults of generation of a bundle.
 
 Every key of transformers' GenerationConfig is treated here: it becomes a field of
-GenerationOptions, changes no token, or is left out and told with its value.
+GenerationOptions, changes no token, or is left out and reported with its value.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CARRIED = (
 )
 # Keys of the tokenizer; see `vocabularies`.
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
-# Keys that decide how or how fast the same tokens come, or what is returned beside them.
+# Keys of speed and memory, or of outputs beside the tokens.
 # remove_invalid_values only hides an error of the model.
 SAME_TOKENS = (
     *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "use_mtp"),
@@ -61,7 +61,7 @@ SAME_TOKENS = (
     *("speculation_type", "low_memory", "prefill_chunk_size", "continuous_batching_config"),
     *("transformers_version", "_from_model_config", "_commit_hash"),
 )
-# Keys that change tokens in a way that transferry does not have, with the value that changes none.
+# Keys that change tokens in an unsupported way, with the value that has no effect.
 UNSUPPORTED: Mapping[str, Any] = {
     "assistant_ensemble_weight": None,
     "constraints": None,
@@ -118,7 +118,7 @@ class _Reader:
     """Reads settings of one file.
 
     Attributes:
-        left_out: What is not carried, with value and reason.
+        left_out: Settings that are not carried over, with value and reason.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class _Reader:
         self.left_out[name] = f"{json.dumps(value)} ({reason})"
 
     def _whole(self, name: str) -> int | None:
-        # Limits may be as good as none.
+        # A limit may be beyond every length.
         return None if self.settings.get(name) is None else self.settings.whole(name, most=1 << 63)
 
     def _count(self, name: str) -> int | None:

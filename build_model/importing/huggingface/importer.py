@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transferry.build_model import checkpoint as run
-from transferry.build_model import checkpoint_folder as run_folder
+from transferry.build_model import checkpoint, checkpoint_folder
 from transferry.build_model.importing.formats.lora import Adapter
 from transferry.build_model.importing.formats.writer import tensor_writer
 from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder, encoder_only
@@ -16,10 +15,11 @@ from transferry.build_model.importing.huggingface.folder import (
     CONFIG,
     GENERATION,
     PretrainedFolder,
+    Settings,
     require_plain,
 )
 from transferry.build_model.importing.huggingface.generation import generation_defaults
-from transferry.build_model.importing.huggingface.tables import Family
+from transferry.build_model.importing.huggingface.tables import Family, Table
 from transferry.build_model.importing.huggingface.vocabularies import TOKENIZERS
 from transferry.build_model.importing.huggingface.weights import adapted, convert_weights
 from transferry.build_model.importing.imported import Imported
@@ -49,7 +49,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Imported:
+def read_pretrained(folder: Path, adapter_folder: Path | None = None) -> Imported:
     """Reads a folder of transformers or Marian, without the values of its tensors.
 
     Args:
@@ -71,6 +71,38 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
     sentence = read_sentence_transformers(folder)
     pretrained = PretrainedFolder(folder if sentence is None else sentence.transformer)
     config = pretrained.config
+    kind = _model_type(config, sentence)
+    family, shape, head = _shape(FAMILIES[kind], pretrained, sentence)
+    ends = _ends(pretrained, shape)
+    tokenizer = TOKENIZERS[kind](pretrained, shape)
+    if head is not None and head.task == "classify":
+        family, shape = _with_segments(family, shape, pretrained, tokenizer)
+    files, tensors = [config, pretrained.tokenizer, pretrained.special_tokens], pretrained.tensors()
+    if sentence is not None:
+        head = _cut(sentence, head, pretrained, shape, tokenizer)
+        files, tensors = [*sentence.files, *files], sentence.tensors(tensors)
+    notes: list[str] = []
+    generation: dict[str, Any] = {}
+    ignored: dict[str, Any] = {}
+    if shape.decoder_layers:
+        notes += _end_outputs(pretrained, tokenizer, ends)
+        generation, ignored = generation_defaults(pretrained, shape)
+    if adapter is not None:
+        tensors = adapted(family, shape, tensors, adapter)
+    weights = convert_weights(family, shape, tensors, str(folder))
+    notes += [] if adapter is None else [adapter.describe()]
+    notes += [f"tokenizer: {note}" for note in pretrained.notes]
+    unused = {
+        _relative(settings.path, folder): values
+        for settings in files
+        if (values := settings.unread())
+    }
+    found = (kind, shape, weights, tokenizer, generation, ignored)
+    return Imported(*found, notes, unused, head)
+
+
+def _model_type(config: Settings, sentence: SentenceModules | None) -> str:
+    """Returns the model_type; refuses an unknown one, and quantised weights."""
     if config.get("model_type") is None:
         raise InputError(
             f"{config.path}: model_type must be named, found none; add that of the model's kind, "
@@ -80,63 +112,59 @@ def read_checkpoint(folder: Path, adapter_folder: Path | None = None) -> Importe
     if sentence is not None and kind not in encoder_only.FAMILIES:
         config.refuse("model_type", kind, f"{' or '.join(encoder_only.FAMILIES)} with {MODULES}")
     require_plain(config)
-    family, files = FAMILIES[kind], [config, pretrained.tokenizer]
-    head: HeadSettings | None = None
-    notes: list[str] = []
+    return kind
+
+
+def _shape(
+    family: Family, pretrained: PretrainedFolder, sentence: SentenceModules | None
+) -> tuple[Family, ModelConfig, HeadSettings | None]:
+    """Returns the family with the tensors of the head, the shape with it, and its settings."""
+    config = pretrained.config
     try:
         shape = family.shape(config, pretrained.names())
         if sentence is not None and sentence.settings.task == "embed":
-            shape, head = replace(shape, **sentence.fields), sentence.settings
-            family = replace(family, table={**family.table, **sentence.table})
+            fields: Mapping[str, Any] = sentence.fields
+            table: Table = sentence.table
+            head = sentence.settings
         elif (classifier := family.classifier(config)) is not None:
-            shape, head = replace(shape, **classifier.fields), classifier.settings
-            family = replace(family, table={**family.table, **classifier.table})
+            fields, table, head = classifier.fields, classifier.table, classifier.settings
+        else:
+            return family, shape, None
+        shape = replace(shape, **fields)
+        return replace(family, table={**family.table, **table}), shape, head
     except UsageError as error:
         raise InputError(f"{config.path}: {error}") from error
+
+
+def _ends(pretrained: PretrainedFolder, shape: ModelConfig) -> list[int]:
+    """Returns the ids that end outputs, as the folder names them.
+
+    Raises:
+        InputError: The model has no such id.
+    """
     ends = pretrained.tokens("eos_token_id") if shape.decoder_layers else []
     if ends and max(ends) >= shape.vocabulary_size:
-        said = pretrained.generation.get("eos_token_id") is not None
-        path = pretrained.generation.path if said else config.path
+        named = pretrained.generation.get("eos_token_id") is not None
+        path = (pretrained.generation if named else pretrained.config).path
         raise InputError(
             f"{path}: eos_token_id must be below vocab_size, {shape.vocabulary_size}, found "
             f"{max(ends)}; set it to the id of the token that ends a text"
         )
-    tokenizer = TOKENIZERS[kind](pretrained, shape)
-    if head is not None and head.task == "classify":
-        family, shape = _with_segments(family, shape, pretrained, tokenizer)
-    if sentence is not None:
-        head = _cut(sentence, head, pretrained, shape, tokenizer)
-        files = [*sentence.files, *files]
-    generation: dict[str, Any] = {}
-    ignored: dict[str, Any] = {}
-    if shape.decoder_layers:
-        if not ends:
-            ends = [tokenizer.special.eos_id]
-            notes.append(
-                f"no eos_token_id in {CONFIG}: outputs end with {ends[0]}, the tokenizer's"
-            )
-        elif (
-            pretrained.generation.path.exists()
-            and pretrained.generation.get("eos_token_id") is None
-        ):
-            notes.append(f"no eos_token_id in {GENERATION}: outputs end with that of {CONFIG}")
-        tokenizer.special = replace(tokenizer.special, more_ends=tuple(ends[1:]))
-        generation, ignored = generation_defaults(pretrained, shape)
-    tensors = pretrained.tensors()
-    if sentence is not None:
-        tensors = sentence.tensors(tensors)
-    if adapter is not None:
-        tensors = adapted(family, shape, tensors, adapter)
-    weights = convert_weights(family, shape, tensors, str(folder))
-    notes += [] if adapter is None else [adapter.describe()]
-    notes += [f"tokenizer: {note}" for note in pretrained.notes]
-    unused = {
-        _relative(settings.path, folder): values
-        for settings in (*files, pretrained.special_tokens)
-        if (values := settings.unread())
-    }
-    found = (kind, shape, weights, tokenizer, generation, ignored)
-    return Imported(*found, notes, unused, head)
+    return ends
+
+
+def _end_outputs(
+    pretrained: PretrainedFolder, tokenizer: AnyTokenizer, ends: list[int]
+) -> list[str]:
+    """Gives the tokenizer its further end tokens; returns notes on their origin."""
+    notes, generation = [], pretrained.generation
+    if not ends:
+        ends = [tokenizer.special.eos_id]
+        notes = [f"no eos_token_id in {CONFIG}: outputs end with {ends[0]}, the tokenizer's"]
+    elif generation.path.exists() and generation.get("eos_token_id") is None:
+        notes = [f"no eos_token_id in {GENERATION}: outputs end with that of {CONFIG}"]
+    tokenizer.special = replace(tokenizer.special, more_ends=tuple(ends[1:]))
+    return notes
 
 
 def _relative(path: Path, folder: Path) -> str:
@@ -146,10 +174,10 @@ def _relative(path: Path, folder: Path) -> str:
 def _with_segments(
     family: Family, shape: ModelConfig, pretrained: PretrainedFolder, tokenizer: AnyTokenizer
 ) -> tuple[Family, ModelConfig]:
-    """Lets a model tell the two texts of a pair apart, if it was trained to.
+    """Adds segments to a model that was trained to tell the two texts of a pair apart.
 
     Raises:
-        InputError: The tokenizer numbers the segments otherwise than by what ends the first one.
+        InputError: The tokenizer numbers the segments in another way than by the end of the first.
     """
     kinds = pretrained.config.whole("type_vocab_size", 2) if family.segments else 0
     if kinds < 2 or not any(pretrained.segments):
@@ -198,7 +226,7 @@ def _cut(
     return replace(head, longest=int(min(longest, shape.max_positions)), rank=rank)
 
 
-def import_checkpoint(
+def import_pretrained(
     folder: Path,
     out: Path,
     *,
@@ -207,29 +235,29 @@ def import_checkpoint(
     say: Callable[[str], None] = lambda line: None,
     show: Callable[[str, int, int], None] = lambda *state: None,
 ) -> None:
-    """Imports a checkpoint as a run, which export accepts like a trained one.
+    """Imports a model as a checkpoint, which export accepts like a trained one.
 
     Args:
         folder: Folder that `save_pretrained` of transformers or Marian wrote.
-        out: The run.
+        out: The checkpoint.
         adapter: Folder of an adapter that PEFT wrote, merged into the weights.
-        force: Replace an existing run.
+        force: Replace an existing checkpoint.
         say: Receives the summary.
         show: See `Converted.write`.
 
     Raises:
-        InputError: As `read_checkpoint`; a tensor is not finite; or the run cannot be written.
-        UsageError: `out` is not empty and `force` is off, or it holds something else than a run.
+        InputError: As `read_pretrained`; a tensor is not finite; or the disk is full.
+        UsageError: `out` is not empty and `force` is off, or it holds anything but a checkpoint.
     """
-    run_folder.check_folder(out, force=force)
+    checkpoint_folder.check_folder(out, force=force)
     with staged_folder(out) as staged:  # before the long reading
-        imported = read_checkpoint(folder, adapter)
-        run.save_config(staged, imported.config, None, imported.generation, imported.head)
+        imported = read_pretrained(folder, adapter)
+        checkpoint.save_config(staged, imported.config, None, imported.generation, imported.head)
         imported.tokenizer.save(staged)
-        with tensor_writer(staged / run.WEIGHTS, imported.weights.shapes) as file:
+        with tensor_writer(staged / checkpoint.WEIGHTS, imported.weights.shapes) as file:
             imported.weights.write(file, show)
         own = {} if adapter is None else {"adapter": adapter}
-        run_folder.remember(staged, {"huggingface": folder} | own)
-        run_folder.check_folder(out, force=force)  # again, since the weights took their time
+        checkpoint_folder.remember(staged, {"huggingface": folder} | own)
+        checkpoint_folder.check_folder(out, force=force)  # again, since the weights took their time
         replace_folder(staged, out)
     say(imported.to_text())

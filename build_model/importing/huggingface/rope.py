@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transferry.build_model.importing.huggingface.folder import Settings
@@ -12,8 +12,8 @@ from transferry.build_model.model.layers import rotary_rates
 from transferry.runtime.errors import InputError
 from transferry.runtime.settings import shown
 
-# Kinds of scaling that are told apart by the length of a text, which a cache of keys cannot follow.
-# Within the first length they are those of every text.
+# Kinds of scaling whose rates depend on the length of a text, which a cache of keys cannot follow.
+# Up to the first length, the rates are the same for every text.
 DYNAMIC, LONGROPE = "dynamic", "longrope"
 # Layers with a window, and others.
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -47,43 +47,64 @@ class Rotary:
         )
 
 
+@dataclass(frozen=True)
+class RotaryKeys:
+    """Names and defaults of the rotary settings of a model type.
+
+    Attributes:
+        base: Base where the file names none.
+        base_key: Its name outside of rope_scaling and rope_parameters.
+        share: Share of the features that turn, where the file names none.
+        share_key: Its name outside; without one, the model type turns all features.
+        renamed: Kinds of scaling that mean another kind in this model type.
+    """
+
+    base: float = 10000.0
+    base_key: str = "rope_theta"
+    share: float = 1.0
+    share_key: str | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Context:
+    """Quantities on which the kinds of scaling depend."""
+
+    base: float
+    width: int
+    d_head: int
+    longest: int
+    original: int = 0
+
+
 def read_rotary(
-    config: Settings,
-    d_head: int,
-    longest: int,
-    *,
-    kind: str = FULL,
-    base: float = 10000.0,
-    base_key: str = "rope_theta",
-    share: float = 1.0,
-    share_key: str | None = None,
-    renamed: Mapping[str, str] | None = None,
+    config: Settings, d_head: int, longest: int, keys: RotaryKeys | None = None, kind: str = FULL
 ) -> Rotary:
-    """Reads rope_scaling, rope_parameters (since transformers 5) and what older files say outside.
+    """Reads rope_scaling, rope_parameters (since transformers 5) and the settings of older files.
 
     Args:
         config: config.json.
         d_head: Width of a head.
         longest: max_position_embeddings.
+        keys: Names and defaults of the model type. Default: those of Llama.
         kind: The layers, where each kind of them has settings of its own.
-        base: Base where the file names none.
-        base_key: Its name outside.
-        share: Share of the features that turn, where the file names none.
-        share_key: Its name outside; without one, the model type turns all features.
-        renamed: Kinds of scaling that mean another one in this model type.
 
     Raises:
         InputError: A setting is unsupported.
     """
-    found = _section(config, kind)
+    keys, found = keys or RotaryKeys(), _section(config, kind)
     try:
-        base = found.number("rope_theta", config.number(base_key, base))
-        if share_key is not None:
-            share = found.number("partial_rotary_factor", config.number(share_key, share))
+        base = found.number("rope_theta", config.number(keys.base_key, keys.base))
+        share = keys.share
+        if keys.share_key is not None:
+            share = found.number("partial_rotary_factor", config.number(keys.share_key, share))
         elif (part := found.number("partial_rotary_factor", share)) != share:
             # transformers turns all features of such a type, or fails where they are scaled.
             config.leave("partial_rotary_factor", part)
-        return _rotary(config, found, d_head, longest, base, share, renamed or {})
+        scaling, width = _kind(found, keys), int(d_head * share)
+        if not 0 < width <= d_head or base <= 1.0:
+            found.refuse("partial_rotary_factor", share, "a share of a head, and a base above 1")
+        return _rotary(config, found, scaling, _Context(base, width, d_head, longest))
     except (ArithmeticError, ValueError) as error:
         raise InputError(
             f"{config.path}: expected settings of rotary positions that can be computed, found "
@@ -91,23 +112,16 @@ def read_rotary(
         ) from error
 
 
-def _rotary(
-    config: Settings,
-    found: Settings,
-    d_head: int,
-    longest: int,
-    base: float,
-    share: float,
-    renamed: Mapping[str, str],
-) -> Rotary:
-    older = found.get("type", "default")
-    scaling = found.get("rope_type", older)
-    if not isinstance(scaling, str):
-        found.refuse("rope_type", scaling, "the name of a kind of scaling")
-    scaling = renamed.get(scaling, scaling)
-    width = int(d_head * share)
-    if not 0 < width <= d_head or base <= 1.0:
-        found.refuse("partial_rotary_factor", share, "a share of a head, and a base above 1")
+def _kind(found: Settings, keys: RotaryKeys) -> str:
+    """Returns the kind of scaling, under its newer name."""
+    kind = found.get("rope_type", found.get("type", "default"))
+    if not isinstance(kind, str):
+        found.refuse("rope_type", kind, "the name of a kind of scaling")
+    return keys.renamed.get(kind, kind)
+
+
+def _rotary(config: Settings, found: Settings, scaling: str, context: _Context) -> Rotary:
+    base, width, longest = context.base, context.width, context.longest
     rates, scale = [1.0 / base ** (even / width) for even in range(0, width, 2)], 1.0
     if scaling not in SCALINGS and scaling not in ("default", DYNAMIC, LONGROPE):
         found.refuse("rope_type", scaling, f"default, {DYNAMIC}, {LONGROPE}, {', '.join(SCALINGS)}")
@@ -129,10 +143,11 @@ def _rotary(
             config.leave("max_position_embeddings", kept)
             longest = original
     elif scaling in SCALINGS:
-        rates, scale = SCALINGS[scaling](rates, found, _Context(base, width, original, longest))
+        context = replace(context, original=original)
+        rates, scale = SCALINGS[scaling](rates, found, context)
     for name, value in found.unread().items():
         found.refuse(name, value, f"nothing of that name with {scaling}")
-    plain = rates == rotary_rates(d_head, base) and scale == 1.0
+    plain = rates == rotary_rates(context.d_head, base) and scale == 1.0
     return Rotary(base, tuple(rates), scale, longest, plain)
 
 
@@ -146,14 +161,6 @@ def _section(config: Settings, kind: str) -> Settings:
         found = values or found
     own = found.get(kind, found)
     return Settings(config.path, own if isinstance(own, dict) else {})
-
-
-@dataclass(frozen=True)
-class _Context:
-    base: float
-    width: int
-    original: int
-    longest: int
 
 
 def _linear(rates: list[float], found: Settings, context: _Context) -> tuple[list[float], float]:

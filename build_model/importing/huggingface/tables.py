@@ -1,4 +1,4 @@
-"""What the tables of model types are made of: a row for each tensor, and what becomes of it.
+"""Rows of the tables of model types: a tensor of theirs, and its conversion.
 
 In a table "#" stands for a layer's number and "*" for weight or bias. A value is the name of our
 tensor, a `Move` if the tensor changes, or `NoPlace` if our model has no such tensor.
@@ -26,7 +26,7 @@ class Move:
     Attributes:
         ours: Names of our tensors, in order.
         change: Converts their tensor to ours, which the shape of our model may determine.
-        adds: If the result is added to another tensor's: what it is, for the report.
+        adds: Name for the report, if the result is added to another tensor.
         turned: Whether their matrix is [in, out].
     """
 
@@ -41,7 +41,7 @@ class NoPlace:
     """A tensor that our model does not have.
 
     Attributes:
-        what: What it belongs to, for the report; empty for constants.
+        what: Part of the model, for the report; empty for constants.
     """
 
     what: str = ""
@@ -57,7 +57,7 @@ class Classifier:
     Attributes:
         fields: Fields of ModelConfig.
         table: Our tensors by theirs.
-        settings: What it is for.
+        settings: Task, labels and prompts.
     """
 
     fields: Mapping[str, Any]
@@ -73,9 +73,9 @@ class Family:
         models: Models of this type, as people call them.
         shape: Makes the ModelConfig from config.json and the names of all tensors.
         table: Our tensors by theirs.
-        prefixes: Prefixes of the names, of which the first that fits is dropped.
+        prefixes: Prefixes of the names; the first that fits is dropped.
         computes: Tensors that a formula gives if the file lacks them.
-        classifier: Returns the head that config.json speaks of, None if it has none.
+        classifier: Returns the head that config.json names, None without one.
         segments: Name of the vectors of segments; empty if the type does not tell them apart.
     """
 
@@ -125,7 +125,7 @@ def flat(ours: str) -> Move:
 
 
 BUFFER = NoPlace()
-# The embedding of both sides, which nobody uses where each has its own.
+# The embedding of both sides; unused where each side has its own.
 SHARED = "shared.weight"
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -164,7 +164,7 @@ def head_width(fields: Mapping[str, Any]) -> int:
 
 
 def same_heads(config: Settings, name: str) -> None:
-    """Refuses another number of heads under the name that counts where there are both."""
+    """Refuses a config.json whose two numbers of heads differ."""
     if name in config.values:
         config.only("num_attention_heads", config.whole(name))
 

@@ -59,8 +59,8 @@ class LanguageClass:
     """A tokenizer class of transformers that marks a source with a token of its language.
 
     Attributes:
-        pattern: What names of languages look like.
-        default: The source's language where the folder names none.
+        pattern: Regular expression of the names of languages.
+        default: The source's language where the folder names no other.
         after: Whether the token comes after the end token, and not before the text.
         begins: Whether an answer's language is its begin token (Liu et al. 2020, section 2.2).
         legacy: Whether `legacy_behaviour` puts the token after the end token.
@@ -79,7 +79,7 @@ LANGUAGE_CLASSES = {
     "MBart50Tokenizer": LanguageClass(r"[a-z]{2}_[A-Z]{2}", "en_XX"),
     "M2M100Tokenizer": LanguageClass(r"[a-z]{2,3}", "en"),
 }
-# Classes where the folder names none.
+# Classes of folders that name no class.
 OF_LANGUAGES = {"m2m_100": "M2M100Tokenizer", "mbart": "MBartTokenizer"}
 
 

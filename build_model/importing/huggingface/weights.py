@@ -35,7 +35,7 @@ OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 CONSTANTS = ("embeddings.position_ids", "embeddings.token_type_ids", "rotary_emb.inv_freq")
 # Parts of a quantised matrix, where config.json does not say that it is one.
 QUANTISED = (".qweight", ".qzeros", ".g_idx", ".SCB", ".weight_scale", ".absmax")
-# What a file may lack.
+# Tensors that a file may lack.
 FORMULAS = {"positions": "positions", "output_bias": "output bias (zeros)"}
 
 
@@ -51,7 +51,7 @@ class Written(Protocol):
 
 @dataclass(frozen=True)
 class _Step:
-    """What becomes of one of their tensors: our names, and how it changes."""
+    """Conversion of one of their tensors: our names, and the change."""
 
     move: Move
     ours: tuple[str, ...]
@@ -64,8 +64,8 @@ class Converted:
     Attributes:
         shapes: Our tensors by name, without numbers, of the types that they are stored in: as in
             the checkpoint where that is float32, bfloat16 or float16, else float32.
-        left_out: Count of numbers that have no place, by what they belong to.
-        computed: Count of numbers that a formula gives, not the file, by what they belong to.
+        left_out: Number of parameters without a place, by part of the model.
+        computed: Number of parameters that a formula gives and not the file, by part.
     """
 
     tensors: Tensors
@@ -112,7 +112,7 @@ class Converted:
         for ours, tensor in self._formulas.items():
             out[ours] = tensor
         came_from: dict[str, str] = {}
-        # What is added to another comes after it.
+        # A summand comes after the tensor to which it is added.
         names = sorted(self._steps, key=lambda name: bool(self._steps[name].move.adds))
         for number, name in enumerate(names):
             show("copying tensors", number, len(names))
@@ -178,17 +178,7 @@ def convert_weights(
             raise _is_quantised(origin, f"{kind} in the tensor {name}")
         pieces = _pieces(move, layer, tensor, config)
         for ours, piece in pieces:
-            if ours not in expected:
-                raise InputError(
-                    f"{origin}: the tensor {name} has no place in the model of config.json; take "
-                    "both from one checkpoint"
-                )
-            shape = [1, *expected[ours][1:]] if move.adds else expected[ours]
-            if list(piece.shape) != shape:
-                raise InputError(
-                    f"{origin}: the tensor {name} of shape {list(tensor.shape)} does not fit: by "
-                    f"config.json {ours} must have the shape {shape}, found {list(piece.shape)}"
-                )
+            _require_fitting(expected.get(ours), move, (name, tensor), (ours, piece), origin)
             kept = tensor.dtype if tensor.dtype in STORED and not move.adds else torch.float32
             known = converted.shapes.get(ours)
             # A sum, or one of two types, is float32.
@@ -205,6 +195,28 @@ def convert_weights(
             converted.computed[what] = converted.computed.get(what, 0) + tensor.numel()
     _require_all(family, expected, converted, origin)
     return converted
+
+
+def _require_fitting(
+    expected: list[int] | None,
+    move: Move,
+    theirs: tuple[str, Tensor],
+    ours: tuple[str, Tensor],
+    origin: str,
+) -> None:
+    """Refuses a tensor that has no place in our model, or does not fit there."""
+    (name, tensor), (own, piece) = theirs, ours
+    if expected is None:
+        raise InputError(
+            f"{origin}: the tensor {name} has no place in the model of config.json; take both from "
+            "one checkpoint"
+        )
+    shape = [1, *expected[1:]] if move.adds else expected
+    if list(piece.shape) != shape:
+        raise InputError(
+            f"{origin}: the tensor {name} of shape {list(tensor.shape)} does not fit: by "
+            f"config.json {own} must have the shape {shape}, found {list(piece.shape)}"
+        )
 
 
 def adapted(family: Family, config: ModelConfig, tensors: Tensors, adapter: Adapter) -> Tensors:

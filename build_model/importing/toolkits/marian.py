@@ -182,7 +182,7 @@ def _turned(ours: str) -> Move:
 
 
 def _with_start(ours: str, value: float = 0.0, *, turned: bool = False) -> Move:
-    """One more row for what a target begins with, after those of the vocabulary."""
+    """One more row, with which a target begins, after those of the vocabulary."""
 
     def change(tensor: Tensor, config: ModelConfig) -> tuple[Tensor, ...]:
         rows = tensor.t() if turned else tensor
@@ -256,7 +256,7 @@ def _computed(config: ModelConfig) -> dict[str, Tensor]:
 def _tokenizer(
     folder: Path, options: Settings, decoding: Settings, config: ModelConfig
 ) -> tuple[AnyTokenizer, int, str]:
-    """Tokenizer, id of the unknown token, and what to know of it."""
+    """Returns the tokenizer, the id of the unknown token, and a note for the user."""
     path = _vocabulary(folder, options, decoding)
     start = config.vocabulary_size - 1
     if path.suffix == ".spm":

@@ -1,4 +1,4 @@
-"""Folders of sentence-transformers: modules.json, and what its modules do after the Transformer.
+"""Folders of sentence-transformers: modules.json, and the modules after the Transformer.
 
 A folder lists its modules: a Transformer in the format of transformers, then Pooling, Dense and
 Normalize. They become the head of the model. A cross-encoder is a Transformer alone, which has a
@@ -31,7 +31,7 @@ TRANSFORMER = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-# By what a folder calls them; in this order where it says which by a flag for each.
+# By their names in a folder; in this order where a folder has a flag for each.
 POOLINGS: dict[str, Pooling] = {
     "cls": "first",
     "max": "max",
@@ -135,7 +135,7 @@ def read_sentence_transformers(folder: Path) -> SentenceModules | None:
         return None
     listed = read_document(folder / MODULES, list[dict[str, Any]], REMEDY)
     modules = [_module(folder, entry) for entry in listed]
-    # What it drops in training it keeps in use.
+    # Dropout is inactive outside of training.
     modules = [(kind, place) for kind, place in modules if kind != "Dropout"]
     kinds = [kind for kind, _ in modules]
     texts = Settings.read(folder / SETTINGS, required=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.build_model.importing.test_huggingface import save
+from tests.build_model.importing.huggingface.small_models import save
 from transferry.export.audit import audit
 from transferry.export.subject.layout import read_layout
 from transferry.export.subject.reference import load_reference

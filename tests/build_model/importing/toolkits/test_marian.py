@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.commands import call, done
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.build_model.importing.huggingface.importer import import_checkpoint, read_checkpoint
+from transferry.build_model.importing.huggingface.importer import import_pretrained, read_pretrained
 from transferry.build_model.importing.toolkits import marian
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
@@ -61,64 +61,66 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 class Formula:
-    """A post-norm or pre-norm Transformer over one row, by parts with names of its own."""
+    """A post-norm or pre-norm Transformer over one row, by Marian's names."""
 
-    def __init__(
-        self,
-        linear: Callable[[str, Array], Array],
-        norm: Callable[[str, Array], Array],
-        activation: str,
-        *,
-        pre: bool,
-    ) -> None:
-        self.linear, self.norm, self.activation, self.pre = linear, norm, activation, pre
+    def __init__(self, weights: Weights, options: dict[str, Any]) -> None:
+        self.weights = {name: value.astype(np.float64) for name, value in weights.items()}
+        self.pre = options["transformer-preprocess"] == "n"
+        self.activation = ACTIVATIONS[options["transformer-ffn-activation"]]
+
+    def linear(self, base: str, letter: str, x: Array) -> Array:
+        return x @ self.weights[f"{base}_W{letter}"] + self.weights[f"{base}_b{letter}"]
+
+    def norm(self, name: str, x: Array) -> Array:
+        ending = "_pre" if self.pre and not name.endswith("top") else ""
+        scale, bias = (self.weights[f"{name}_ln_{kind}{ending}"] for kind in ("scale", "bias"))
+        return layer_norm(x, scale, bias, 1e-6)
 
     def sublayer(self, name: str, x: Array, change: Callable[[Array], Array]) -> Array:
         if self.pre:
             return x + change(self.norm(name, x))
         return self.norm(name, x + change(x))
 
-    def attention(self, name: str, x: Array, memory: Array | None, causal: bool) -> Array:
-        memory = x if memory is None else memory
-        parts = [
-            self.linear(f"{name} {letter}", y).reshape(len(y), HEADS, -1).transpose(1, 0, 2)
+    def attention(self, base: str, x: Array, memory: Array, causal: bool) -> Array:
+        query, key, value = (
+            self.linear(base, letter, y).reshape(len(y), HEADS, -1).transpose(1, 0, 2)
             for letter, y in zip("qkv", (x, memory, memory), strict=True)
-        ]
-        query, key, value = parts
+        )
         scores = query @ key.transpose(0, 2, 1) / math.sqrt(WIDTH // HEADS)
         if causal:
             scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
         heads = (softmax(scores) @ value).transpose(1, 0, 2).reshape(len(x), WIDTH)
-        return self.linear(f"{name} o", heads)
+        return self.linear(base, "o", heads)
 
     def stack(self, stack: str, x: Array, memory: Array | None = None) -> Array:
         for layer in range(1, DEPTH + 1):
-            x = self.layer(f"{stack} {layer}", x, memory)
-        return self.norm(f"{stack} top", x) if self.pre else x
+            x = self.layer(f"{stack}_l{layer}", x, memory)
+        return self.norm(f"{stack}_top", x) if self.pre else x
 
     def layer(self, base: str, x: Array, memory: Array | None) -> Array:
         causal = memory is not None
 
-        def see_itself(y: Array) -> Array:
-            return self.attention(f"{base} self", y, None, causal)
-
-        def see_source(y: Array) -> Array:
-            return self.attention(f"{base} context", y, memory, False)
-
         def feed_forward(y: Array) -> Array:
-            inner = ACTIVATIONS[self.activation](self.linear(f"{base} 1", y))
-            return self.linear(f"{base} 2", inner)
+            return self.linear(
+                f"{base}_ffn", "2", self.activation(self.linear(f"{base}_ffn", "1", y))
+            )
 
-        x = self.sublayer(f"{base} self", x, see_itself)
+        x = self.sublayer(
+            f"{base}_self_Wo", x, lambda y: self.attention(f"{base}_self", y, y, causal)
+        )
         if memory is not None:
-            x = self.sublayer(f"{base} context", x, see_source)
-        return self.sublayer(f"{base} ffn", x, feed_forward)
+            x = self.sublayer(
+                f"{base}_context_Wo",
+                x,
+                lambda y: self.attention(f"{base}_context", y, memory, False),
+            )
+        return self.sublayer(f"{base}_ffn_ffn", x, feed_forward)
 
 
-def sinusoids(length: int, first: int) -> Array:
+def sinusoids(length: int) -> Array:
     half = WIDTH // 2
     rates = 10000.0 ** -(np.arange(half) / (half - 1))
-    angles = np.arange(first, first + length)[:, None] * rates
+    angles = np.arange(length)[:, None] * rates
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
 
 
@@ -203,38 +205,17 @@ def marian_logits(
     weights: Weights, options: dict[str, Any], source: list[int], target: list[int]
 ) -> Array:
     """Of every position; a target begins with a zero vector, then its tokens follow."""
-    pre = options["transformer-preprocess"] == "n"
-
-    def linear(name: str, x: Array) -> Array:
-        stack, layer, *rest = name.split()
-        part = f"{rest[0]}_W{rest[1]}" if len(rest) == 2 else f"ffn_W{rest[0]}"
-        full = f"{stack}_l{layer}_{part}"
-        bias = full[: full.rindex("W")] + "b" + full[full.rindex("W") + 1 :]
-        return x @ weights[full].astype(np.float64) + weights[bias]
-
-    def norm(name: str, x: Array) -> Array:
-        stack, layer, *rest = name.split()
-        if layer == "top":
-            full, ending = f"{stack}_top", ""
-        else:
-            inner = "ffn_ffn" if rest[0] == "ffn" else f"{rest[0]}_Wo"
-            full, ending = f"{stack}_l{layer}_{inner}", "_pre" if pre else ""
-        scale, bias = (weights[f"{full}_ln_{kind}{ending}"] for kind in ("scale", "bias"))
-        return layer_norm(x, scale, bias, 1e-6)
-
-    formula = Formula(linear, norm, options["transformer-ffn-activation"], pre=pre)
-    embedding = weights["Wemb"].astype(np.float64)
+    formula = Formula(weights, options)
+    embedding = formula.weights["Wemb"]
 
     def embed(rows: Array) -> Array:
-        if "Wpos" in weights:
-            return rows + weights["Wpos"][: len(rows)]
-        return math.sqrt(WIDTH) * rows + sinusoids(len(rows), 0)
+        return math.sqrt(WIDTH) * rows + sinusoids(len(rows))
 
     encoded = formula.stack("encoder", embed(embedding[source]))
     shifted = np.concatenate([np.zeros((1, WIDTH)), embedding[target]])
     decoded = formula.stack("decoder", embed(shifted), encoded)
-    output = weights.get("decoder_ff_logit_out_Wt", embedding)
-    return decoded @ output.T.astype(np.float64) + weights["decoder_ff_logit_out_b"]
+    output = formula.weights.get("decoder_ff_logit_out_Wt", embedding)
+    return decoded @ output.T + formula.weights["decoder_ff_logit_out_b"]
 
 
 def save_marian(
@@ -288,7 +269,7 @@ MARIANS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", [name for name in MARIANS if name != "pre without top"])
 def test_marian_s_logits_are_the_formula_s(name: str, tmp_path: Path) -> None:
     weights, options = save_marian(tmp_path / "theirs", MARIANS[name])
-    import_checkpoint(tmp_path / "theirs", tmp_path / "run")
+    import_pretrained(tmp_path / "theirs", tmp_path / "run")
     model = load_checkpoint(tmp_path / "run").model.double()
     start = model.config.vocabulary_size - 1
     source, target = [3, 9, 2, 5, 0], [4, 7, 7, 2]
@@ -308,7 +289,7 @@ def test_learned_positions_and_no_top_are_followed(tmp_path: Path) -> None:
             del weights[f"{stack}_top_ln_{kind}"]
     weights["Wpos"] = drawn((20, WIDTH))
     write_marian(tmp_path, weights, full)
-    imported = read_checkpoint(tmp_path)
+    imported = read_pretrained(tmp_path)
     assert not imported.config.final_norm
     assert not imported.config.scale_embedding
     assert imported.config.max_positions == 20
@@ -354,7 +335,7 @@ def test_marian_s_own_sentencepiece_model_gives_the_ids(tmp_path: Path) -> None:
     (tmp_path / "vocab.yml").unlink()
     (tmp_path / "decoder.yml").write_text("vocabs: [vocab.spm, vocab.spm]\nallow-unk: true\n")
     (tmp_path / "vocab.spm").write_bytes(content)
-    imported = read_checkpoint(tmp_path)
+    imported = read_pretrained(tmp_path)
     for text in TEXTS:
         assert imported.tokenizer.encode(text) == model.encode(text)
     assert imported.tokenizer.special.after == (0,)
@@ -368,7 +349,7 @@ def test_pieces_and_a_table_of_ids_give_marian_s_ids(tmp_path: Path) -> None:
     save_marian(tmp_path, words=words)
     for side in ("source", "target"):
         (tmp_path / f"{side}.spm").write_bytes(content)
-    tokenizer = read_checkpoint(tmp_path).tokenizer
+    tokenizer = read_pretrained(tmp_path).tokenizer
     ids = {piece: number + 2 for number, piece in enumerate(words)}
     for text in TEXTS[:3]:
         wanted = [ids.get(piece, 1) for piece in model.encode(text, out_type=str)]
@@ -401,7 +382,7 @@ def test_an_option_of_marian_is_refused_by_name(
 ) -> None:
     save_marian(tmp_path, changes)
     with pytest.raises(InputError, match=rf"model\.npz: .*{message}"):
-        read_checkpoint(tmp_path)
+        read_pretrained(tmp_path)
 
 
 def test_a_damaged_folder_of_marian_is_refused(tmp_path: Path) -> None:
@@ -409,7 +390,7 @@ def test_a_damaged_folder_of_marian_is_refused(tmp_path: Path) -> None:
 
     def refused(message: str) -> None:
         with pytest.raises(InputError, match=message):
-            read_checkpoint(tmp_path).weights.write({})
+            read_pretrained(tmp_path).weights.write({})
 
     def write(**changes: Any) -> None:
         write_marian(tmp_path, weights | changes, options)
@@ -456,7 +437,7 @@ def test_an_adapter_is_for_transformers_alone(tmp_path: Path) -> None:
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
     torch.save({"x": torch.ones(2)}, tmp_path / "adapter" / "adapter_model.bin")
     with pytest.raises(UsageError, match="--adapter must be left out"):
-        read_checkpoint(tmp_path / "theirs", tmp_path / "adapter")
+        read_pretrained(tmp_path / "theirs", tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("width", [16, 512])

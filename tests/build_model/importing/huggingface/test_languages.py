@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.build_model.importing.test_huggingface import sentencepiece_model
-from tests.build_model.importing.test_model_types import Drawn, exact, transformers
-from tests.build_model.importing.test_tokenizers import pieces
+from tests.build_model.importing.huggingface.drawn import Drawn, exact, transformers
+from tests.build_model.importing.huggingface.small_models import sentencepiece_model
+from tests.build_model.importing.huggingface.tokenizer.test_tokenizers import pieces
 from tests.commands import call, done
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.build_model.importing.huggingface.importer import import_checkpoint
+from transferry.build_model.importing.huggingface.importer import import_pretrained
 from transferry.export.bundle import export_bundle
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.preprocess import InLanguages, Preprocessor
@@ -93,7 +93,7 @@ def imported(kind: str, folder: Path) -> tuple[Drawn, Any]:
     size = {"M2M-100": 250, "WMT 21": 150}.get(kind, 480)
     said = {"tokenizer_class": "MBart50Tokenizer"} if write is mbart50_of_config else {}
     drawn = Drawn(model_type, 0, theirs, size, depth=1, rewrite=lambda record: record.update(said))
-    import_checkpoint(theirs, folder / "run")
+    import_pretrained(theirs, folder / "run")
     return drawn, transformers.AutoTokenizer.from_pretrained(theirs)
 
 
@@ -134,7 +134,7 @@ def test_a_language_that_the_folder_lacks_is_refused(tmp_path: Path) -> None:
     for message, wrong in wrongs.items():
         path.write_text(json.dumps(json.loads(path.read_text()) | {"src_lang": wrong}))
         with pytest.raises(InputError, match=message):
-            import_checkpoint(tmp_path / "theirs", tmp_path / "other")
+            import_pretrained(tmp_path / "theirs", tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 

@@ -15,13 +15,20 @@ from typing import Any
 
 import pytest
 
-from tests.build_model.importing.test_huggingface import marian_vocabulary, sentencepiece_model
-from tests.build_model.importing.test_tokenizers import SEEDS, byte_level, tokenizers, transformers
-from tests.fuzz.models import ODD
+from tests.build_model.importing.huggingface.small_models import (
+    marian_vocabulary,
+    sentencepiece_model,
+)
+from tests.build_model.importing.huggingface.tokenizer.test_tokenizers import (
+    SEEDS,
+    byte_level,
+    tokenizers,
+    transformers,
+)
 from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.vocabularies import TOKENIZERS
 from transferry.build_model.model.config import ModelConfig
-from transferry.runtime.errors import InputError, TransferryError, UsageError
+from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
 
@@ -264,45 +271,6 @@ def test_without_transformers_the_command_that_installs_it_is_told(
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UsageError, match=r"needs transformers 5, .* pip install .*\[import\]"):
         imported(tmp_path, "BERT")
-
-
-READ = (
-    *CHANGES,
-    *("add_eos_token", "added_tokens_decoder", "padding_side", "tgt_lang", "tokenizer_class"),
-    *("chat_template", "errors", "model_input_names", "auto_map", "fix_mistral_regex", "max_len"),
-    *("model_specific_special_tokens", "chat_control_tokens", "tokenizer_file", "vocab_file"),
-    *("init_inputs", "fast_tokenizer_files", "vocab", "merges", "post_processor", "image_token"),
-    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
-)
-
-
-@pytest.mark.parametrize("kind", ["BERT", "RoBERTa", "T5", "mBART-50"])
-def test_an_odd_setting_of_a_tokenizer_is_followed_told_or_refused(
-    kind: str, tmp_path: Path
-) -> None:
-    write_folder(tmp_path, kind)
-    path = tmp_path / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    values = (*ODD, "true", False, ["a"], {"1": {"content": "a"}}, {"content": "</s>"})
-    pairs = [(name, odd) for name in READ for odd in values]
-    followed = 0
-    for name, odd in random.Random(kind).sample(pairs, min(len(pairs), 60 * len(SEEDS))):
-        path.write_text(json.dumps({**settings, name: odd}))
-        try:
-            ours, checkpoint = imported(tmp_path, kind)
-        except TransferryError:
-            continue
-        if name in checkpoint.tokenizer.unread():
-            continue
-        try:
-            theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-            wanted = [theirs(text, split_special_tokens=True).input_ids for text in TEXTS]
-        except Exception:  # noqa: BLE001 - whatever transformers fails with
-            continue
-        followed += 1
-        found = [ours.special.wrap(ours.encode(text)) for text in TEXTS]
-        assert found == wanted, (name, odd)
-    assert followed > len(SEEDS)
 
 
 @pytest.mark.parametrize("cleans", [False, True])

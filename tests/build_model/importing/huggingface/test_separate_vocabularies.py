@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.build_model.importing.test_huggingface import marian_vocabulary, spm
-from tests.build_model.importing.test_model_types import exact, randomise, transformers
+from tests.build_model.importing.huggingface.drawn import exact, randomise, transformers
+from tests.build_model.importing.huggingface.small_models import marian_vocabulary, spm
 from tests.commands import done
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.build_model.importing.huggingface.importer import import_checkpoint
+from transferry.build_model.importing.huggingface.importer import import_pretrained
 from transferry.export.bundle import Contents, export_bundle
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError
@@ -72,7 +72,7 @@ def test_each_side_has_its_ids(larger: str, tmp_path: Path) -> None:
     folder.mkdir()
     _, size = write(folder, larger=larger)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    import_checkpoint(folder, run)
+    import_pretrained(folder, run)
     ours = load_tokenizer(run)
     assert ours.vocabulary_size == size
     for text in TEXTS[:3]:
@@ -92,7 +92,7 @@ def test_answers_and_scores_are_theirs(tmp_path: Path, monkeypatch: pytest.Monke
     folder.mkdir()
     model, _ = write(folder, larger="source")
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    import_checkpoint(folder, run)
+    import_pretrained(folder, run)
     ours = load_tokenizer(run)
     texts, variants = TEXTS[:3], ["cpu-fp32"]
     export_bundle(
@@ -138,8 +138,8 @@ def test_a_table_that_does_not_fit_is_named(tmp_path: Path) -> None:
     ):
         path.write_text(json.dumps(changed))
         with pytest.raises(InputError, match=message):
-            import_checkpoint(folder, tmp_path / "run")
+            import_pretrained(folder, tmp_path / "run")
     path.write_text(json.dumps(table))
     (folder / "target_vocab.json").unlink()
     with pytest.raises(InputError, match=r"target_vocab\.json"):
-        import_checkpoint(folder, tmp_path / "run")
+        import_pretrained(folder, tmp_path / "run")

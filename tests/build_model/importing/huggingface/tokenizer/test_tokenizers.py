@@ -260,33 +260,6 @@ def test_a_special_token_that_the_model_lacks_is_left_out(special: bool, tmp_pat
         assert after.encode(text) == before.encode(text)
 
 
-TOOL = {"__type": "AddedToken", "content": "<tool>", "lstrip": False, "normalized": True}
-
-
-@pytest.mark.parametrize(
-    ("config", "others"),
-    [
-        ({"additional_special_tokens": ["<tool>"]}, {}),
-        ({"additional_special_tokens": [TOOL]}, {}),
-        ({"additional_special_tokens": [TOOL]}, {"additional_special_tokens": ["<tool>"]}),
-        ({}, {"additional_special_tokens": ["<tool>"]}),
-        ({}, {"extra_special_tokens": [TOOL]}),
-        ({"pad_token": TOOL}, {}),
-        ({"pad_token": TOOL}, {"pad_token": "<tool>"}),
-    ],
-)
-def test_a_token_of_added_tokens_json_is_special_where_theirs_is(
-    config: dict[str, Any], others: dict[str, Any], tmp_path: Path
-) -> None:
-    size = gpt2_folder(tmp_path, **config)
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<tool>": size}))
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps(others))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    ours = imported(tmp_path, "gpt2", size + 1)
-    wanted = theirs("a <tool> b", split_special_tokens=True).input_ids
-    assert ours.special.wrap(ours.encode("a <tool> b")) == wanted
-
-
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "phi3"])
 def test_a_sentencepiece_model_alone_is_read_by_its_library(kind: str, tmp_path: Path) -> None:
     spm = pytest.importorskip("sentencepiece", reason=REASON)

@@ -20,7 +20,7 @@ from transferry.build_model.importing.formats.tensors import SafetensorsFile, Te
 from transferry.build_model.importing.formats.weight_files import open_weights
 from transferry.build_model.importing.formats.writer import tensor_writer
 from transferry.build_model.importing.huggingface.folder import PretrainedFolder
-from transferry.build_model.importing.huggingface.importer import read_checkpoint
+from transferry.build_model.importing.huggingface.importer import read_pretrained
 from transferry.runtime.errors import InputError
 
 STATE = {
@@ -271,7 +271,7 @@ def test_quantised_folders_are_named(kind: str | None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     told = kind or r'\{"bits": 4\}'
     with pytest.raises(InputError, match=rf"quantization_config is {told}: the weights are quant"):
-        read_checkpoint(tmp_path)
+        read_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.int8])

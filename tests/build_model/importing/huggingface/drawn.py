@@ -1,7 +1,4 @@
-"""Every model type gives transformers' numbers and tokens, whatever its config.json says.
-
-Configurations are drawn: two of each type in `make test`, as many as wanted with EXAMPLES=….
-"""
+"""Drawn configurations of every model type, transformers' model and ours."""
 
 from __future__ import annotations
 
@@ -16,20 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
-from transferry.build_model.importing.huggingface import encoder_decoder
 from transferry.build_model.importing.huggingface.folder import PretrainedFolder
-from transferry.build_model.importing.huggingface.importer import FAMILIES, import_checkpoint
+from transferry.build_model.importing.huggingface.importer import FAMILIES
 from transferry.build_model.importing.huggingface.weights import convert_weights
 from transferry.build_model.model.transformer import Transformer
-from transferry.export.torch_model import TorchDecoder
-from transferry.runtime.decoding.generation_options import GenerationOptions
-from transferry.runtime.decoding.search import search
-from transferry.runtime.errors import InputError
-from transferry.runtime.tokenizer.byte_pair import load_tokenizer
-from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
 REASON = "a test dependency, which is not installed: it is what the import is held against"
 transformers = pytest.importorskip("transformers", reason=REASON)
@@ -430,10 +419,6 @@ class Drawn:
                 self.theirs.get_submodule(name.rpartition(".")[0]).weights = buffer.double()
 
 
-def test_every_type_has_a_case() -> None:
-    assert set(TYPES) == set(FAMILIES)
-
-
 def require_same_logits(drawn: Drawn) -> None:
     rows = torch.randint(3, drawn.shape.source_vocabulary, (3, 13))
     target = torch.randint(3, drawn.shape.vocabulary_size, (3, 9))
@@ -452,198 +437,6 @@ def require_same_logits(drawn: Drawn) -> None:
         wanted, found = wanted[mask], found[mask]
     assert wanted.abs().max() > 0.1
     assert (found - wanted).abs().max() <= 1e-9 * wanted.abs().max(), drawn.shape
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", TYPES)
-@torch.inference_mode()
-def test_logits_and_tokens_are_theirs(kind: str, seed: int, tmp_path: Path) -> None:
-    drawn = Drawn(kind, seed, tmp_path)
-    require_same_logits(drawn)
-    both = drawn.shape.architecture == "encoder-decoder"
-    if drawn.shape.architecture == "encoder-only":
-        return
-
-    prompts = [[3, 5, 7], [9], [3, 4, 5, 6, 7, 8, 9, 10, 11]]
-    begin = drawn.config.decoder_start_token_id if both else 3
-    special = SpecialTokens(drawn.config.pad_token_id, begin, eos_id=2, after=())
-    for beam in (1, 3):
-        expected = []
-        for prompt in prompts:
-            with exact():
-                answer = drawn.theirs.generate(
-                    torch.tensor([prompt]),
-                    attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                    do_sample=False,
-                    num_beams=beam,
-                    max_new_tokens=12,
-                    early_stopping=beam > 1,
-                )[0].tolist()
-            answer = answer[1 if both else len(prompt) :]
-            expected.append(answer[: answer.index(2)] if 2 in answer else answer)
-        options = GenerationOptions(beam=beam, max_length=12)
-        answers = search(TorchDecoder.oracle(drawn.ours), prompts, options, special)
-        assert [list(row[0].tokens) for row in answers] == expected
-
-
-# Types whose tokenizer.json may be of any kind, as of the class TokenizersBackend.
-AS_THEY_STAND = (
-    *("roberta", "xlm-roberta", "mpnet", "modernbert"),
-    *(kind for kind in encoder_decoder.FAMILIES if kind != "marian"),
-)
-# Keys that other parts of a folder must follow, or that cannot be saved.
-NOT_DRAWN = (
-    *("vocab_size", "decoder_vocab_size", "pad_token_id", "max_position_embeddings"),
-    "output_attentions",
-)
-# What transformers raises for a value that it does not support.
-ILLEGAL = (
-    *(ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError),
-    StrictDataclassError,
-)
-
-
-def is_legal(name: str, config: Any, change: dict[str, Any]) -> bool:
-    """Whether transformers computes with a changed configuration."""
-    with contextlib.suppress(*ILLEGAL):
-        changed = type(config)(**config.to_dict() | change)
-        torch.manual_seed(0)
-        made = getattr(transformers, name)(changed).eval()
-        fed = {"decoder_input_ids": torch.tensor([[5, 6]])} if changed.is_encoder_decoder else {}
-        made(torch.tensor([[4, 5, 7]]), **fed)
-        return True
-    return False
-
-
-def other_values(key: str, value: Any) -> list[Any]:
-    """Values of the same type, some of which may be illegal."""
-    if type(value) is bool:
-        return [not value]
-    if type(value) is int:
-        return [value + 1, 2 * value, value // 2]
-    if type(value) is float:
-        return [value / 2, value + 0.25]
-    if type(value) is str and "act" in key:
-        return [other for other in ("relu", "gelu", "silu", "tanh") if other != value]
-    return []
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", TYPES)
-@torch.inference_mode()
-def test_a_changed_key_is_carried_told_or_refused(kind: str, seed: int, tmp_path: Path) -> None:
-    name, _ = TYPES[kind]
-    drawn = Drawn(kind, seed, tmp_path / "before")
-    settings = {
-        key: values
-        for key, value in drawn.config.to_dict().items()
-        if key not in NOT_DRAWN and (values := other_values(key, value))
-    }
-    draw = Draw(f"changed {kind} {seed}")
-    for key in draw.sample(sorted(settings), 6):
-        change = {key: draw.choice(settings[key])}
-        if is_legal(name, drawn.config, change):
-            break
-    else:
-        pytest.fail("no legal change was drawn")
-    try:
-        changed = Drawn(kind, seed, tmp_path / "after", **change)
-    except InputError as error:
-        # By the key, or by the tensors that the change brought into the file.
-        assert key in str(error) or "tensor" in str(error), change
-        return
-    if key not in changed.unread:
-        require_same_logits(changed)
-
-
-# Whole numbers that are no sizes, so that their default fits a small model.
-NO_SIZES = (
-    *("original_max_position_embeddings", "sliding_window", "max_window_layers"),
-    *("query_pre_attn_scalar", "local_attention", "global_attn_every_n_layers"),
-    *("relative_attention_num_buckets", "relative_attention_max_distance"),
-    *("no_rope_layer_interval", "layer_types", "no_rope_layers", "rope_parameters"),
-)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", TYPES)
-@torch.inference_mode()
-def test_an_absent_key_has_their_default(kind: str, seed: int, tmp_path: Path) -> None:
-    """As in files of older versions, and of others."""
-    name, _ = TYPES[kind]
-    written = getattr(transformers, name).config_class().to_dict()
-    keys = [
-        key
-        for key, value in written.items()
-        if (type(value) in (bool, float, str) or key in NO_SIZES) and key not in NOT_DRAWN
-    ]
-    keys = sorted({*keys} - {"model_type", "transformers_version", "is_encoder_decoder"})
-    drawn = Drawn(kind, seed, tmp_path / "before")
-    for key in Draw(f"absent {kind} {seed}").sample(keys, 3):
-        change: dict[str, Any] = {key: None if isinstance(written[key], list) else written[key]}
-        if not is_legal(name, drawn.config, change):
-            continue
-        try:
-            changed = Drawn(kind, seed, tmp_path / key, rewrite=without(key), **change)
-        except InputError as error:
-            assert key in str(error) or "tensor" in str(error), key
-        else:
-            require_same_logits(changed)
-
-
-def without(key: str) -> Callable[[dict[str, Any]], None]:
-    def rewrite(record: dict[str, Any]) -> None:
-        record.pop(key, None)
-
-    return rewrite
-
-
-def in_older_words(record: dict[str, Any]) -> None:
-    """Writes rotary positions as versions before 5 did."""
-    found, neox = record.pop("rope_parameters"), record["model_type"] == "gpt_neox"
-    outer = {
-        "rope_theta": "rotary_emb_base" if neox else "rope_theta",
-        "partial_rotary_factor": "rotary_pct" if neox else "partial_rotary_factor",
-    }
-    record |= {name: found.pop(key) for key, name in outer.items() if key in found}
-    kind = found.pop("rope_type")
-    if kind != "default":
-        record["rope_scaling"] = {"type": kind, **found}
-    # Names of other types, which transformers does not read.
-    record |= {"rope_theta": 7.0, "partial_rotary_factor": 0.1} if neox else {"rotary_pct": 0.1}
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", [kind for kind in ROTARY if not kind.startswith("gemma3")])
-@torch.inference_mode()
-def test_rotary_positions_may_stand_under_older_names(kind: str, seed: int, tmp_path: Path) -> None:
-    require_same_logits(Drawn(kind, seed, tmp_path, rewrite=in_older_words))
-
-
-@pytest.mark.parametrize("kind", [kind for kind in ROTARY if kind not in ("phi3", "gpt_neox")])
-@torch.inference_mode()
-def test_a_share_that_turns_is_told_where_transformers_turns_all(kind: str, tmp_path: Path) -> None:
-    own = {"rope_theta": 100.0, "rope_type": "default", "partial_rotary_factor": 0.5}
-    both = {"sliding_attention": own, "full_attention": own}
-    nested = kind.startswith("gemma3")
-    drawn = Drawn(kind, 0, tmp_path, rope_parameters=both if nested else own)
-    assert drawn.unread["partial_rotary_factor"] == 0.5
-    require_same_logits(drawn)
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "bart", "t5", "distilbert"])
-def test_another_number_of_heads_under_the_other_name_is_refused(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="num_attention_heads is 1, which cannot be imported"):
-        Drawn(kind, 0, tmp_path, rewrite=lambda record: record.update(num_attention_heads=1))
-
-
-@pytest.mark.parametrize("kind", ["bart", "marian", "pegasus", "m2m_100"])
-@torch.inference_mode()
-def test_untied_sides_have_embeddings_of_their_own(kind: str, tmp_path: Path) -> None:
-    own: dict[str, Any] = {"share_encoder_decoder_embeddings": True} if kind == "marian" else {}
-    drawn = Drawn(kind, 0, tmp_path, tie_word_embeddings=False, **own)
-    assert drawn.shape.source_vocabulary_size == VOCABULARY
-    require_same_logits(drawn)
 
 
 def byte_level_tokenizer(folder: Path, begin: str, end: str) -> Any:
@@ -674,25 +467,3 @@ def byte_level_tokenizer(folder: Path, begin: str, end: str) -> Any:
     )
     theirs.save_pretrained(folder)
     return theirs
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("roberta", "xlm-roberta", "mpnet", "modernbert"),
-        *sorted(encoder_decoder.FAMILIES.keys() - {"marian"}),
-    ],
-)
-def test_tokenizers_of_encoders_are_theirs(kind: str, tmp_path: Path) -> None:
-    folder, run = tmp_path / "theirs", tmp_path / "run"
-    begin = "" if kind in ("t5", "mt5", "pegasus") else "<s>"
-    theirs = byte_level_tokenizer(folder, begin, "</s>")
-    Drawn(kind, 0, folder, vocabulary=len(theirs) + 3)
-    import_checkpoint(folder, run)
-    ours = load_tokenizer(run)
-    for text in ["the cat sat", "Straße über", "日本 😀", "", "  a  b"]:
-        assert ours.special.wrap(ours.encode(text)) == theirs(text)["input_ids"]
-        ids = ours.encode(text)
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
-    # What looks like a special token is text.
-    assert set(ours.encode("<s></s>")).isdisjoint(ours.special.ids())

@@ -1,0 +1,82 @@
+"""Folders with heads, and transformers' own classes beside them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.build_model.importing.huggingface.drawn import (
+    LONGEST,
+    REASON,
+    TYPES,
+    Draw,
+    byte_level_tokenizer,
+    exact,
+    randomise,
+)
+
+transformers = pytest.importorskip("transformers", reason=REASON)
+tokenizers = pytest.importorskip("tokenizers", reason=REASON)
+
+TEXTS = ["the cat sat", "Straße über Häuser, the mat", "a", "on the mat " * 6]
+EXPORTED = ("bert", "mpnet")  # through bundle and engine too; exporting takes seconds
+
+
+def join_pairs(folder: Path, kind: str) -> None:
+    """Gives a folder's tokenizer the template of pairs of its model type."""
+    path = str(folder / "tokenizer.json")
+    made = tokenizers.Tokenizer.from_file(path)
+    pair = "<s> $A </s> </s> $B </s>"
+    if kind in ("bert", "electra", "distilbert"):
+        pair = "<s> $A </s> $B:1 </s>:1"
+    if kind == "modernbert":
+        pair = "<s> $A </s> $B </s>"
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", pair=pair, special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    made.save(path)
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    inputs = ["input_ids", "attention_mask", *["token_type_ids"] * (kind in ("bert", "electra"))]
+    write(folder / "tokenizer_config.json", {**config, "model_input_names": inputs})
+
+
+class Theirs:
+    """A drawn checkpoint of transformers with a tokenizer, and its model in float64."""
+
+    def __init__(self, kind: str, seed: int, folder: Path, suffix: str, **settings: Any) -> None:
+        byte_level_tokenizer(folder, "<s>", "</s>")
+        join_pairs(folder, kind)
+        self.tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        name, drawn = TYPES[kind]
+        model_class = getattr(transformers, name.replace("ForMaskedLM", suffix))
+        ends = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+        positions = {"max_position_embeddings": LONGEST}
+        chosen = drawn(Draw(f"{kind} {seed} {suffix}")) | positions | ends | settings
+        if kind in ("bert", "electra"):
+            chosen["type_vocab_size"] = 2
+        config = model_class.config_class(vocab_size=len(self.tokenizer), **chosen)
+        torch.manual_seed(seed)
+        made = model_class(config).eval()
+        randomise(made)
+        made.save_pretrained(folder)
+        with exact():
+            self.model = model_class(config).eval()
+        self.model.load_state_dict(made.double().state_dict())
+        self.model.double()
+
+    @torch.inference_mode()
+    def __call__(self, text: str, pair: str | None = None, **limits: Any) -> Any:
+        read = self.tokenizer(text, pair, return_tensors="pt", split_special_tokens=True, **limits)
+        known = inspect.signature(self.model.forward).parameters
+        with exact():
+            return self.model(**{name: read[name] for name in read if name in known})
+
+
+def write(path: Path, record: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record), encoding="utf-8")

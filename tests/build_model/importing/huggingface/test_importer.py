@@ -1,0 +1,490 @@
+"""Imported models answer as transformers does; nothing is half-written."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.build_model.importing.huggingface.drawn import exact
+from tests.build_model.importing.huggingface.small_models import (
+    KINDS,
+    LINES,
+    Copies,
+    Made,
+    Makes,
+    bert_model,
+    change,
+    edited,
+    float64,
+    listing,
+    llama_model,
+    on_a_grid,
+    require_equal,
+    save,
+)
+from tests.commands import call, done
+from transferry.build_model.checkpoint import load_checkpoint
+from transferry.build_model.importing.formats.tensors import HeldTensors
+from transferry.build_model.importing.huggingface.encoder_decoder import marian_positions
+from transferry.build_model.importing.huggingface.folder import Settings
+from transferry.build_model.importing.huggingface.importer import (
+    FAMILIES,
+    import_pretrained,
+    read_pretrained,
+)
+from transferry.build_model.importing.huggingface.weights import convert_weights
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.model.transformer import Transformer
+from transferry.export.torch_model import TorchDecoder
+from transferry.runtime.bundle.specs import REFERENCE
+from transferry.runtime.decoding.generation_options import GenerationOptions
+from transferry.runtime.decoding.search import search
+from transferry.runtime.engine.engine import Engine
+from transferry.runtime.errors import InputError, UsageError
+from transferry.runtime.proof.recorded import Reference
+from transferry.runtime.tokenizer.byte_pair import load_tokenizer
+
+REASON = "a test dependency, which is not installed: it is what the import is held against"
+transformers = pytest.importorskip("transformers", reason=REASON)
+spm = pytest.importorskip("sentencepiece", reason=REASON)
+
+
+@torch.inference_mode()
+def require_same_logits(ours: Transformer, theirs: Any) -> None:
+    size, architecture = ours.config.vocabulary_size, ours.config.architecture
+    generator = torch.Generator().manual_seed(1)
+    source = torch.randint(size, (3, 11), generator=generator)
+    target = torch.randint(size, (3, 9), generator=generator)
+    mask = torch.arange(11) < torch.tensor([11, 6, 1])[:, None]
+
+    def read(*inputs: Tensor, **options: Any) -> Any:
+        with exact():
+            return theirs(*inputs, **options)
+
+    if architecture == "decoder-only":
+        nothing = source[:, :0]
+        require_equal(ours(nothing, nothing.bool(), source), read(source).logits)
+        return
+    if architecture == "encoder-only":
+        found = read(source, attention_mask=mask.long(), output_hidden_states=True)
+        require_equal(ours.encode(source, mask)[mask], found.hidden_states[-1][mask])
+        scores = found.prediction_logits if "prediction_logits" in found else found.logits
+        require_equal(ours(source, mask, source)[mask], scores[mask])
+        return
+    found = read(source, attention_mask=mask.long(), decoder_input_ids=target)
+    require_equal(ours(source, mask, target), found.logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_logits_are_theirs(kind: str, made: Makes) -> None:
+    require_same_logits(made(kind).ours(), made(kind).theirs())
+
+
+VARIATIONS = {
+    "llama, tied, a base of its own": (
+        "llama",
+        lambda size: llama_model(
+            size,
+            tie_word_embeddings=True,
+            num_key_value_heads=1,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        ),
+    ),
+    "bert, the head alone": ("bert", lambda size: bert_model(size, kind="BertForMaskedLM")),
+    "gpt2, untied": (
+        "gpt2",
+        lambda size: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                **dict(vocab_size=size, n_embd=32, n_layer=1, n_head=4, n_positions=64),
+                **dict(n_inner=40, activation_function="relu", tie_word_embeddings=False),
+                **dict(bos_token_id=size - 1, eos_token_id=size - 1),
+            )
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_the_logits_of_variations_are_theirs(name: str, tmp_path: Path) -> None:
+    kind, make = VARIATIONS[name]
+    model = save(kind, tmp_path / "theirs", make)
+    import_pretrained(tmp_path / "theirs", tmp_path / "run")
+    theirs = float64(type(model), tmp_path / "theirs")
+    require_same_logits(load_checkpoint(tmp_path / "run").model.double(), theirs)
+
+
+@torch.inference_mode()
+def generate(model: Any, sources: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+    """What transformers answers to each source, the tokens around the answer left out."""
+    answers = []
+    end = model.generation_config.eos_token_id
+    for source in sources:
+        prompt = torch.tensor([source])
+        mask = torch.ones_like(prompt)
+        found = model.generate(prompt, attention_mask=mask, do_sample=False, **options)[0].tolist()
+        answer = found[1:] if model.config.is_encoder_decoder else found[len(source) :]
+        answers.append(answer[: answer.index(end)] if end in answer else answer)
+    return answers
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+@pytest.mark.parametrize("kind", ["marian", "gpt2", "llama"])
+def test_greedy_and_beam_search_give_their_tokens(kind: str, beam: int, made: Makes) -> None:
+    run, sources = load_checkpoint(made(kind).run), made(kind).sources()
+    assert len(set(map(len, sources))) > 1
+    early = {"early_stopping": True} if beam > 1 else {}
+    theirs = made(kind).theirs()
+    with exact():
+        wanted = generate(theirs, sources, num_beams=beam, max_new_tokens=14, **early)
+    suppress = tuple(run.generation.get("suppress", ()))
+    options = GenerationOptions(beam=beam, max_length=14, suppress=suppress)
+    found = search(TorchDecoder.oracle(run.model), sources, options, run.tokenizer.special)
+    assert [list(row[0].tokens) for row in found] == wanted
+    # Neither all the same nor all cut off.
+    assert len(set(map(tuple, wanted))) > 1
+    assert {len(answer) < 14 for answer in wanted} == {True, False}
+
+
+def test_the_position_table_is_theirs_number_by_number() -> None:
+    kind = transformers.models.marian.modeling_marian.MarianSinusoidalPositionalEmbedding
+    for length, width in ((512, 512), (40, 32)):
+        config = ModelConfig(9, width, 4, 1, 1, 8, max_positions=length, positions="learned")
+        assert torch.equal(
+            marian_positions(config)["positions"], kind(length, width).create_weight()
+        )
+
+
+def test_a_position_table_of_the_file_is_taken(tmp_path: Path) -> None:
+    """opus-mt checkpoints of older versions hold it, once for either side."""
+    save("marian", tmp_path)
+    table = on_a_grid(torch.randn(64, 32))
+    with edited(tmp_path) as tensors:
+        for side in ("encoder", "decoder"):
+            tensors[f"model.{side}.embed_positions.weight"] = table.clone()
+    converted = read_pretrained(tmp_path).weights
+    assert torch.equal(converted.state["positions"], table)
+    assert converted.computed == {}
+    with edited(tmp_path) as tensors:
+        tensors["model.decoder.embed_positions.weight"] = table + 1
+    converted = read_pretrained(tmp_path).weights
+    with pytest.raises(InputError, match=r"embed_positions.weight and .* differ"):
+        converted.write({})
+
+
+def published(kind: str, tmp_path: Path, **config: Any) -> ModelConfig:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": kind, **config}))
+    return FAMILIES[kind].shape(Settings.read(path), set())
+
+
+def nothing_of(shapes: dict[str, Tensor]) -> HeldTensors:
+    """Tensors of a shape that take no memory."""
+    return HeldTensors(shapes, "nothing")
+
+
+def test_the_parameters_of_known_models_add_up(tmp_path: Path) -> None:
+    gpt2 = dict(vocab_size=50257, n_embd=768, n_head=12, n_layer=12, n_positions=1024)
+    config = published("gpt2", tmp_path, **gpt2)
+    with torch.device("meta"):
+        theirs = transformers.GPT2Model(transformers.GPT2Config()).state_dict()
+    converted = convert_weights(FAMILIES["gpt2"], config, nothing_of(theirs), "gpt2")
+    assert converted.parameters == 124_439_808
+    assert converted.left_out == {}
+
+    bert = dict(vocab_size=30522, hidden_size=768, num_attention_heads=12)
+    config = published("bert", tmp_path, **bert, num_hidden_layers=12, intermediate_size=3072)
+    with torch.device("meta"):
+        theirs = transformers.BertModel(transformers.BertConfig()).state_dict()
+    converted = convert_weights(FAMILIES["bert"], config, nothing_of(theirs), "bert")
+    assert converted.left_out["pooler"] == 590_592
+    assert sum(converted.left_out.values()) == 590_592 + 2 * 768
+    assert converted.parameters + sum(converted.left_out.values()) == 109_482_240
+
+    llama = dict(vocab_size=32000, hidden_size=4096, num_attention_heads=32)
+    depth = dict(num_hidden_layers=32, intermediate_size=11008, max_position_embeddings=4096)
+    config = published("llama", tmp_path, **llama, **depth, rms_norm_eps=1e-5)
+    with torch.device("meta"):
+        ours = Transformer(config)
+    assert sum(parameter.numel() for parameter in ours.parameters()) == 6_738_415_616
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_imported_and_left_out_is_told(kind: str, made: Makes) -> None:
+    (said,) = made(kind).said
+    total = sum(parameter.numel() for parameter in made(kind).model.parameters())
+    if kind == "marian":
+        # Two tables of positions are theirs, as numbers that are not trained; the bias is ours.
+        total += made(kind).model.final_logits_bias.numel() - 2 * 64 * 32
+        assert f"computed: positions {64 * 32:,}\n" in said
+        last = made(kind).model.config.vocab_size - 1
+        defaults = f"early_stopping False, max_length 20, suppress ({last},)"
+        assert f"generation defaults: {defaults}" in said
+    assert f"{kind}, {load_checkpoint(made(kind).run).model.config.architecture}: " in said
+    assert f" of {total:,} parameters\n" in f"{said}\n"
+    if kind == "bert":
+        assert "left out: token types (the first is in the positions) 64, " in said
+        assert "pooler 1,056" in said
+        assert "next-sentence head 66" in said
+        assert f"imported {total - 64 - 1056 - 66:,} of" in said
+    else:
+        assert "left out" not in said
+
+
+def test_tensors_are_counted_while_they_are_copied(made: Makes) -> None:
+    weights = read_pretrained(made("gpt2").folder).weights
+    shown: list[tuple[str, int, int]] = []
+    weights.write({}, lambda *state: shown.append(state))
+    total = len(shown) - 1
+    assert shown == [("copying tensors", number, total) for number in range(total + 1)]
+    assert total > 20
+
+
+def test_what_is_not_used_is_told(copied: Copies, tmp_path: Path) -> None:
+    theirs, said = copied("llama"), list[str]()
+    change(theirs / "config.json", attention_dropout=0.1, initializer_range=0.02, novelty="x" * 99)
+    change(theirs / "tokenizer_config.json", model_max_length=512, sp_model_kwargs={}, added=None)
+    import_pretrained(theirs, tmp_path / "run", say=said.append)
+    (line,) = [line for line in said[0].splitlines() if line.startswith("not used: ")]
+    config, tokenizer = line.removeprefix("not used: ").split("; tokenizer_config.json: ")
+    assert {"attention_dropout 0.1", "initializer_range 0.02"} <= set(config.split(", "))
+    assert f'novelty "{"x" * 39}…' in config
+    assert "hidden_size" not in config
+    assert "model_max_length 512" in tokenizer
+    assert "sp_model_kwargs {}" in tokenizer
+    assert "added null" not in tokenizer
+
+
+def test_several_end_tokens_are_kept_in_their_order(copied: Copies, tmp_path: Path) -> None:
+    theirs = copied("llama")
+    change(theirs / "generation_config.json", eos_token_id=[7, 2, 7, 5])
+    import_pretrained(theirs, tmp_path / "run")
+    special = load_tokenizer(tmp_path / "run").special
+    assert (special.ends, special.ids() & {5}) == ((7, 2, 5), set())
+    for ids, found in (([2, 10**6], "10{6}"), (10**6, "10{6}"), ([2, -1], "-1"), ([2, "x"], "'x'")):
+        change(theirs / "generation_config.json", eos_token_id=ids)
+        with pytest.raises(InputError, match=rf"eos_token_id must be .*, found {found}"):
+            read_pretrained(theirs)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_what_older_versions_wrote_is_read(kind: str, copied: Copies, made: Makes) -> None:
+    """Names without the prefix of a head, norms as gamma and beta, buffers, and tied copies."""
+    theirs = copied(kind)
+    wanted = read_pretrained(made(kind).folder).weights.state
+    with edited(theirs) as tensors:
+        for name in list(tensors):
+            old = name.removeprefix("transformer.")
+            if "LayerNorm" in name:
+                old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+                old = old.replace("LayerNorm.bias", "LayerNorm.beta")
+            tensors[old] = tensors.pop(name)
+        if kind == "gpt2":
+            tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.bool)
+            tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+            # Of other types; no type reads these names.
+            tensors["embeddings.position_ids"] = torch.arange(64)[None]
+            tensors["layers.0.rotary_emb.inv_freq"] = torch.ones(2)
+            tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+        else:
+            tensors["bert.embeddings.position_ids"] = torch.arange(64)[None]
+            tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
+    found = read_pretrained(theirs).weights.state
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_is_kept_as_it_is(
+    kind: str, dtype: torch.dtype, made: Makes, copied: Copies
+) -> None:
+    """The run takes half the room, and the model has the same numbers in float32."""
+    theirs = copied(kind)
+    copy.deepcopy(made(kind).model).to(dtype).save_pretrained(theirs)
+    with edited(theirs) as tensors:
+        assert {tensor.dtype for tensor in tensors.values()} == {dtype}
+    run = theirs.parent / "run"
+    import_pretrained(theirs, run)
+    stored = load_file(run / "model.safetensors")
+    # Sums and formulas are float32.
+    own = {"bert": {"positions"}, "marian": {"positions"}}.get(kind, set())
+    assert {name for name in stored if stored[name].dtype == torch.float32} == own
+    state = load_checkpoint(run).model.state_dict()
+    assert all(torch.equal(state[name], stored[name].float()) for name in state)
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    size = (run / "model.safetensors").stat().st_size
+    assert size < 0.6 * (made(kind).run / "model.safetensors").stat().st_size
+
+
+def test_several_files_are_one_model(made: Makes, copied: Copies) -> None:
+    theirs = copied("llama")
+    (theirs / "model.safetensors").unlink()
+    made("llama").model.save_pretrained(theirs, max_shard_size="30KB")
+    shards = sorted(theirs.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    found = read_pretrained(theirs).weights.state
+    wanted = read_pretrained(made("llama").folder).weights.state
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    shards[1].unlink()
+    with pytest.raises(InputError, match=f"{shards[1].name} is missing"):
+        read_pretrained(theirs)
+    change(theirs / "model.safetensors.index.json", weight_map={"x": "../x.safetensors"})
+    with pytest.raises(InputError, match=r"index.json: expected files of its own folder"):
+        read_pretrained(theirs)
+
+
+def test_nothing_is_half_written(
+    made: Makes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(
+        "transferry.build_model.importing.formats.writer.TensorWriter.__setitem__", full
+    )
+    with pytest.raises(InputError, match="No space left on device; nothing was written"):
+        import_pretrained(made("gpt2").folder, tmp_path / "run")
+    assert listing(tmp_path) == set()
+
+
+def test_a_run_is_replaced_with_force_only(made: Makes, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    import_pretrained(made("gpt2").folder, out)
+    with pytest.raises(UsageError, match="is not empty; replace it with --force"):
+        import_pretrained(made("bert").folder, out)
+    assert load_checkpoint(out).model.config.architecture == "decoder-only"
+    import_pretrained(made("bert").folder, out, force=True)
+    assert load_checkpoint(out).model.config.architecture == "encoder-only"
+    assert listing(tmp_path) == {"run", *(f"run/{name}" for name in listing(out))}
+    (out / "settings.toml").unlink()
+    with pytest.raises(UsageError, match="is not a checkpoint"):
+        import_pretrained(made("gpt2").folder, out, force=True)
+    with pytest.raises(InputError, match="it is a file"):
+        import_pretrained(made("gpt2").folder, out / "config.json", force=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_imported_run_has_no_training(kind: str, made: Makes) -> None:
+    run = made(kind).run
+    assert load_checkpoint(run).config is None
+    record = json.loads((run / "config.json").read_text())
+    assert record["train"] is None
+    wanted: dict[str, Any] = {"early_stopping": False, "max_length": 20}
+    if kind == "marian":
+        wanted["suppress"] = [record["model"]["vocabulary_size"] - 1]
+    assert record.get("generation", {}) == ({} if kind == "bert" else wanted)
+    result = call("train", "--out", run, "--resume")
+    assert result.exit_code == 2
+    assert "was imported, so it has no training to continue" in result.stderr
+
+
+@pytest.mark.usefixtures("traces")
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_their_folder_to_answers(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transferry.export.oracle.effort.RECORDED_LENGTH", 6)
+    made = Made(kind, tmp_path, depth=1)  # the time that export takes grows with the layers
+    run, bundle, lines = tmp_path / "imported", tmp_path / "bundle", tmp_path / "lines.txt"
+    lines.write_text("".join(f"{line}\n" for line in LINES), encoding="utf-8")
+    result = done("import", made.folder, "--out", run)
+    assert f"{kind}, " in result.stderr
+    assert result.stdout == ""
+    assert call("import", made.folder, "--out", run).exit_code == 2
+    assert done("import", made.folder, "--out", run, "--force", "--quiet").stderr == ""
+    # Of others than Marian, tests/export/test_imported.py has the fused variant.
+    variant = ("--variant", "cpu-fp32" if kind == "marian" else "portable")
+    done("export", run, "--out", bundle, "--text", lines, *variant)
+    report = done("verify", bundle, "--checkpoint", run, "--text", lines).stdout
+    searches = {"fill-mask"} if kind == "bert" else {"greedy", "beam 4"}
+    assert all(name in report for name in searches)
+    done("verify", bundle)
+    recorded = Reference.load(bundle / REFERENCE).searches
+    if kind == "marian":
+        assert recorded
+        assert all("suppress" in item.options for item in recorded)
+    if kind == "bert":
+        require_their_readings(made, bundle, tmp_path)
+        return
+    sources = made.sources()
+    wanted = generate(made.model, sources, num_beams=1, max_new_tokens=14)
+    suppress = Engine.load(bundle).default_options().suppress
+    assert suppress == ((load_tokenizer(run).vocabulary_size - 1,) if kind == "marian" else ())
+    out = tmp_path / "answers.jsonl"
+    done("run", bundle, lines, "-o", out, "--max-length", "14")
+    found = [json.loads(line)["text"] for line in out.read_text(encoding="utf-8").splitlines()]
+    assert found == [load_tokenizer(run).decode(answer) for answer in wanted]
+    options = GenerationOptions(max_length=14, suppress=suppress)
+    rows = [row.hypotheses[0].tokens for row in Engine.load(bundle).generate(LINES, options)]
+    assert [list(tokens) for tokens in rows] == wanted
+    pairs = ("--target", lines) if kind == "marian" else ()
+    scores = tmp_path / "scores.jsonl"
+    done("score", bundle, lines, *pairs, "-o", scores)
+    if kind == "marian":
+        require_the_target_model(bundle, lines, scores)
+
+
+def require_the_target_model(bundle: Path, lines: Path, scores: Path) -> None:
+    """Targets and prefixes are split by target.spm, sources by source.spm."""
+    engine = Engine.load(bundle)
+    tokenizer, prefix = engine.bundle.tokenizer, "hello world"
+    assert tokenizer.encode(prefix) != tokenizer.encode_target(prefix)
+    for line, row in zip(LINES, scores.read_text(encoding="utf-8").splitlines(), strict=True):
+        assert json.loads(row)["tokens"] == [*tokenizer.encode_target(line), 0]
+    options_said = ("--prefix", prefix, "--max-length", "20", "--format", "jsonl")
+    given = done("run", bundle, lines, *options_said).stdout.splitlines()
+    options = GenerationOptions(
+        max_length=20,
+        prefix=tuple(tokenizer.encode_target(prefix)),
+        suppress=engine.default_options().suppress,
+    )
+    answers = [round(row.hypotheses[0].score, 6) for row in engine.generate(LINES, options)]
+    assert [json.loads(line)["score"] for line in given] == answers
+
+
+@torch.inference_mode()
+def require_their_readings(made: Made, bundle: Path, tmp_path: Path) -> None:
+    """Vectors and filled masks of an exported BERT."""
+    theirs = transformers.BertTokenizer.from_pretrained(made.folder)
+    ours = load_tokenizer(made.run)
+    lines, out = tmp_path / "masked.txt", tmp_path / "filled.jsonl"
+    texts = ["the [MASK] sat on", "[MASK] world, this is", "Straße über [MASK]"]
+    lines.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    done("run", bundle, lines, "-o", out, "--task", "fill-mask")
+    for text, line in zip(texts, out.read_text(encoding="utf-8").splitlines(), strict=True):
+        read = theirs(text, return_tensors="pt")
+        scores = made.model(**read).prediction_logits[0]
+        best = scores[read.input_ids[0] == theirs.mask_token_id].argmax()
+        assert json.loads(line)["masks"][0][0]["text"] == ours.decode([int(best)])
+    vectors = tmp_path / "vectors.npy"
+    done("run", bundle, lines, "-o", vectors, "--task", "embed", "--pooling", "first")
+    for text, vector in zip(texts, np.load(vectors), strict=True):
+        # Here the mask is text, as every special token is.
+        read = theirs(text, split_special_tokens=True, return_tensors="pt")
+        wanted = made.model.bert(**read).last_hidden_state[0, 0]
+        assert np.abs(vector - wanted.numpy()).max() < 1e-5
+
+
+def test_a_bert_without_a_head_is_for_embedding(tmp_path: Path) -> None:
+    save("bert", tmp_path / "theirs", lambda size: bert_model(size, kind="BertModel"))
+    said: list[str] = []
+    import_pretrained(tmp_path / "theirs", tmp_path / "run", say=said.append)
+    assert "only --task embed works" in said[0]
+    run = load_checkpoint(tmp_path / "run")
+    assert run.tokenizer.special.mask_id is None
+    assert not run.model.config.output_transform
+    theirs = transformers.BertModel.from_pretrained(tmp_path / "theirs", dtype=torch.float64)
+    source = torch.randint(run.tokenizer.vocabulary_size, (2, 12))
+    mask = torch.ones_like(source, dtype=torch.bool)
+    with torch.inference_mode():
+        found = theirs.eval()(source).last_hidden_state
+        require_equal(run.model.double().encode(source, mask), found)

@@ -1,0 +1,275 @@
+"""Folders that cannot be imported are refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.build_model.importing.huggingface.small_models import (
+    KINDS,
+    Copies,
+    change,
+    edited,
+    listing,
+)
+from transferry.build_model.importing.huggingface.importer import (
+    FAMILIES,
+    import_pretrained,
+    read_pretrained,
+)
+from transferry.runtime.errors import InputError
+
+REASON = "a test dependency, which is not installed: it is what the import is held against"
+spm = pytest.importorskip("sentencepiece", reason=REASON)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("llama", "model_type", "mamba"),
+        ("llama", "model_type", None),
+        ("llama", "hidden_act", "mish"),
+        ("llama", "attention_bias", "yes"),
+        ("llama", "rope_parameters", [1]),
+        ("llama", "quantization_config", {"bits": 4}),
+        ("llama", "num_hidden_layers", "2"),
+        ("llama", "rms_norm_eps", "small"),
+        ("llama", "tie_word_embeddings", "no"),
+        ("llama", "num_attention_heads", 0),
+        ("gpt2", "activation_function", "tanh"),
+        ("gpt2", "add_cross_attention", True),
+        ("gpt2", "vocab_size", 99),
+        ("bert", "hidden_act", "mish"),
+        ("bert", "position_embedding_type", "relative_key"),
+        ("bert", "is_decoder", True),
+        ("bert", "add_cross_attention", True),
+        ("marian", "decoder_vocab_size", 40),
+        ("marian", "normalize_before", True),
+        ("marian", "normalize_embedding", True),
+        ("marian", "add_final_layer_norm", True),
+        ("marian", "static_position_embeddings", False),
+        ("marian", "activation_function", "tanh"),
+    ],
+)
+def test_a_setting_is_refused_by_name(kind: str, name: str, value: Any, copied: Copies) -> None:
+    theirs = copied(kind)
+    change(theirs / "config.json", **{name: value})
+    # A vocabulary that is too small lacks the end token first.
+    told = {"num_attention_heads": "heads", "vocab_size": "eos_token_id"}.get(name, name)
+    found = "" if value is None else re.escape(json.dumps(value))
+    with pytest.raises(InputError, match=rf"config\.json: {told} (is|must be) .*{found}|'{value}'"):
+        read_pretrained(theirs)
+
+
+@pytest.mark.parametrize(
+    ("rope", "name"),
+    [
+        ({"rope_type": "proportional"}, "rope_type"),
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "linear", "factor": 0.0}, "factor"),
+        ({"rope_type": "linear", "factor": 2.0, "mrope_section": [1, 2]}, "mrope_section"),
+        ({"type": "yarn", "factor": 2.0, "beta_fast": "fast"}, "beta_fast"),
+        ({"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 1.0}, "high_freq_factor"),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "short_factor"),
+        ({"partial_rotary_factor": "all"}, "partial_rotary_factor"),
+        ({"rope_theta": 0.5}, "partial_rotary_factor"),
+    ],
+)
+def test_rotary_settings_are_refused_by_name(
+    rope: dict[str, Any], name: str, copied: Copies
+) -> None:
+    theirs = copied("llama")
+    change(theirs / "config.json", rope_parameters=rope)
+    with pytest.raises(InputError, match=rf"config\.json: {name} (is|must be) "):
+        read_pretrained(theirs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "name", "value"),
+    [
+        ("marian", "generation_config.json", "bad_words_ids", [[3, 100_000]]),
+        ("marian", "generation_config.json", "bad_words_ids", [[100_000]]),
+        ("marian", "generation_config.json", "bad_words_ids", "pad"),
+        ("llama", "generation_config.json", "bos_token_id", [1, 5]),
+        ("gpt2", "tokenizer_config.json", "tokenizer_class", "CamembertTokenizer"),
+        ("gpt2", "tokenizer_config.json", "auto_map", ["a.B", None]),
+        ("llama", "tokenizer_config.json", "fix_mistral_regex", True),
+    ],
+)
+def test_a_setting_of_another_file_is_refused_by_name(
+    kind: str, file: str, name: str, value: Any, copied: Copies
+) -> None:
+    theirs = copied(kind)
+    if not (theirs / file).exists():
+        (theirs / file).write_text("{}")
+    change(theirs / file, **{name: value})
+    with pytest.raises(InputError, match=rf"{re.escape(file)}: {name} is .*supported: "):
+        read_pretrained(theirs)
+
+
+def drop(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+def rename(tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name.replace("up_proj", "op_proj")] = tensors.pop(name)
+
+
+def turn(tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].T.contiguous()
+
+
+def widen(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][None, None].clone()
+
+
+def spoil(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"][3] = float("nan")
+
+
+def pack(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.0.mlp.scales"] = torch.ones(4)
+    tensors["model.layers.0.mlp.qweight"] = torch.ones(4, dtype=torch.int32)
+
+
+def quantise(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
+
+
+def deepen(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.2.input_layernorm.weight"] = tensors["model.norm.weight"].clone()
+
+
+def classify(tensors: dict[str, Tensor]) -> None:
+    tensors["score.weight"] = tensors["model.norm.weight"].clone()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (drop, r"the tensor layers\.1\.mlp\.up_proj\.weight is missing"),
+        (rename, r"the tensor model\.layers\.1\.mlp\.op_proj\.weight is unknown"),
+        (
+            turn,
+            r"layers\.0\.mlp\.up_proj\.weight .* must have the shape \[48, 32\]",
+        ),
+        (widen, r"model\.norm\.weight of shape \[1, 1, 32\] does not fit"),
+        (quantise, r"found int8 in the tensor lm_head\.weight: they are quantised\. Import"),
+        (pack, r"found the tensor model\.layers\.0\.mlp\.qweight: they are quantised\. Import"),
+        (deepen, r"the tensor model\.layers\.2\.input_layernorm\.weight has no place"),
+        (classify, r"the tensor score\.weight is unknown"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(
+    damage: Callable[[dict[str, Tensor]], None], message: str, copied: Copies
+) -> None:
+    theirs = copied("llama")
+    with edited(theirs) as tensors:
+        damage(tensors)
+    with pytest.raises(InputError, match=message):
+        read_pretrained(theirs)
+
+
+def test_a_tensor_without_value_is_named_and_nothing_is_written(copied: Copies) -> None:
+    theirs = copied("llama")
+    with edited(theirs) as tensors:
+        spoil(tensors)
+    with pytest.raises(InputError, match=r"finite numbers in the tensor model\.norm\.weight"):
+        import_pretrained(theirs, theirs.parent / "run")
+    assert listing(theirs.parent) == {"theirs", *(f"theirs/{name}" for name in listing(theirs))}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tensor_that_is_missing_is_named(kind: str, copied: Copies) -> None:
+    theirs = copied(kind)
+    whole = load_file(theirs / "model.safetensors")
+    # A file may lack these; of BERT the first tells that there is a head.
+    dispensable = ("cls.predictions.bias", "pooler", "seq_relationship", "final_logits_bias")
+    for name in whole:
+        if any(part in name for part in dispensable):
+            continue
+        save_file(
+            {other: tensor for other, tensor in whole.items() if other != name},
+            theirs / "model.safetensors",
+        )
+        known = re.escape(name.removeprefix(FAMILIES[kind].prefixes[0]))
+        with pytest.raises(InputError, match=rf"the tensor {known}\b.* (is|are) missing"):
+            read_pretrained(theirs)
+
+
+def test_an_output_that_is_not_the_embedding_is_refused(copied: Copies) -> None:
+    theirs = copied("gpt2")
+    with edited(theirs) as tensors:
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
+    converted = read_pretrained(theirs).weights
+    with pytest.raises(InputError, match=r"lm_head\.weight .*differ|wte\.weight .*differ"):
+        converted.write({})
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.999])
+def test_a_truncated_file_is_refused(kept: float, copied: Copies) -> None:
+    theirs = copied("llama")
+    path = theirs / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
+    with pytest.raises(InputError, match=r"model\.safetensors is not a whole safetensors file"):
+        read_pretrained(theirs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "message"),
+    [
+        ("llama", "config.json", r"config\.json is missing"),
+        ("llama", "model.safetensors", r"model\.safetensors is missing; .*pytorch_model\.bin"),
+        ("marian", "target.spm", r"found no target\.spm; copy it from the model"),
+        ("marian", "vocab.json", r"found no vocab\.json; copy it from the model"),
+        (
+            "gpt2",
+            "merges.txt",
+            r"tokenizer\.json or vocab\.json and merges\.txt, found no merges",
+        ),
+        ("bert", "vocab.txt", r"in tokenizer\.json or vocab\.txt, found no vocab\.txt; copy it"),
+    ],
+)
+def test_a_missing_file_is_named(kind: str, file: str, message: str, copied: Copies) -> None:
+    theirs = copied(kind)
+    (theirs / file).unlink()
+    with pytest.raises(InputError, match=message):
+        read_pretrained(theirs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [("llama", "model.safetensors"), ("llama", "tokenizer.json"), ("marian", "source.spm")],
+)
+def test_a_pointer_of_git_lfs_is_refused(kind: str, file: str, copied: Copies) -> None:
+    theirs = copied(kind)
+    (theirs / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
+    with pytest.raises(InputError, match=rf"{re.escape(file)}: expected the file, .*git lfs pull"):
+        read_pretrained(theirs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [
+        ("llama", "config.json"),
+        ("llama", "tokenizer.json"),
+        ("marian", "source.spm"),
+        ("marian", "vocab.json"),
+        ("gpt2", "vocab.json"),
+        ("bert", "vocab.txt"),
+    ],
+)
+def test_rubbish_is_refused(kind: str, file: str, copied: Copies) -> None:
+    theirs = copied(kind)
+    (theirs / file).write_bytes(b"\xff\x00{[rubbish")
+    with pytest.raises(InputError, match=rf"{re.escape(file)}"):
+        read_pretrained(theirs)

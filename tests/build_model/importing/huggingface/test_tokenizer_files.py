@@ -1,0 +1,226 @@
+"""Text becomes the ids of transformers' own classes, and they become its text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.build_model.importing.huggingface.small_models import (
+    LEADING_BLANKS,
+    TEXTS,
+    bert_vocabulary,
+    gpt2_vocabulary,
+    llama_vocabulary,
+    marian_vocabulary,
+)
+from transferry.build_model.importing.huggingface.folder import PretrainedFolder
+from transferry.build_model.importing.huggingface.vocabularies import TOKENIZERS, ranks_of
+from transferry.build_model.model.config import ModelConfig
+from transferry.build_model.train.vocabulary import byte_of_character
+from transferry.runtime.errors import InputError
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
+
+REASON = "a test dependency, which is not installed: it is what the import is held against"
+transformers = pytest.importorskip("transformers", reason=REASON)
+tokenizers = pytest.importorskip("tokenizers", reason=REASON)
+
+
+def bert_cased(folder: Path) -> int:
+    size = bert_vocabulary(folder)
+    (folder / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    return size
+
+
+def saved_anew(kind: str, make: Callable[[Path], int]) -> Callable[[Path], int]:
+    """As transformers writes it today, tokenizer.json and nothing else."""
+
+    def write(folder: Path) -> int:
+        size = make(folder)
+        theirs = getattr(transformers, kind).from_pretrained(folder)
+        for path in folder.iterdir():
+            path.unlink()
+        theirs.save_pretrained(folder)
+        assert {path.name for path in folder.iterdir()} == {
+            "tokenizer.json",
+            "tokenizer_config.json",
+        }
+        return size
+
+    return write
+
+
+def llama_sentencepiece(folder: Path) -> int:
+    size = llama_vocabulary(folder)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    return size
+
+
+TOKENIZER_FILES: dict[str, tuple[str, str, Callable[[Path], int]]] = {
+    "marian": ("marian", "MarianTokenizer", marian_vocabulary),
+    "gpt2, vocab.json": ("gpt2", "GPT2Tokenizer", gpt2_vocabulary),
+    "gpt2, tokenizer.json": (
+        "gpt2",
+        "GPT2Tokenizer",
+        saved_anew("GPT2Tokenizer", gpt2_vocabulary),
+    ),
+    "llama, tokenizer.json": ("llama", "LlamaTokenizer", llama_vocabulary),
+    "llama, tokenizer.model": ("llama", "LlamaTokenizer", llama_sentencepiece),
+    "bert, vocab.txt": ("bert", "BertTokenizer", bert_vocabulary),
+    "bert, vocab.txt, cased": ("bert", "BertTokenizer", bert_cased),
+    "bert, tokenizer.json": ("bert", "BertTokenizer", saved_anew("BertTokenizer", bert_cased)),
+}
+# Ids in config.json; the last of the vocabulary is negative.
+IDS: dict[str, dict[str, Any]] = {
+    "marian": {"pad_token_id": -1, "decoder_start_token_id": -1, "eos_token_id": 0},
+    "gpt2": {"eos_token_id": -1},
+    "llama": {"bos_token_id": 1, "eos_token_id": [2]},
+    "bert": {},
+}
+
+
+def imported_tokenizer(kind: str, make: Callable[[Path], int], folder: Path) -> AnyTokenizer:
+    size = make(folder)
+    ids = {name: size - 1 if value == -1 else value for name, value in IDS[kind].items()}
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **ids}))
+    shape = ModelConfig(size, 8, 2, 1, 0, 8, architecture="encoder-only", output_transform=True)
+    return TOKENIZERS[kind](PretrainedFolder(folder), shape)
+
+
+@pytest.mark.parametrize("name", TOKENIZER_FILES)
+def test_text_becomes_their_ids_and_they_become_their_text(name: str, tmp_path: Path) -> None:
+    kind, class_name, make = TOKENIZER_FILES[name]
+    ours = imported_tokenizer(kind, make, tmp_path)
+    theirs = getattr(transformers, class_name).from_pretrained(tmp_path)
+    # SentencePiece puts a blank before a text that begins with one, as before any other; the
+    # LlamaTokenizer of transformers 5 does not. The library that the model came with is followed.
+    texts = TEXTS if name == "llama, tokenizer.model" else [*TEXTS, LEADING_BLANKS]
+    for text in texts:
+        wanted = theirs(text, split_special_tokens=True).input_ids
+        ids = ours.special.wrap(ours.encode(text))
+        assert ids == wanted, text
+        assert ours.decode(ids) == theirs.decode(wanted, skip_special_tokens=True), text
+        target = theirs(text_target=text, split_special_tokens=True).input_ids
+        assert ours.special.wrap(ours.encode_target(text)) == target, text
+    assert ours.encode_batch(texts) == [ours.encode(text) for text in texts]
+    if name == "llama, tokenizer.model":
+        assert ours.decode(ours.encode(LEADING_BLANKS)) == LEADING_BLANKS
+    # Ids that stand for no text of the model.
+    assert ours.decode([*ours.special.ids()]) == ""
+    (tmp_path / "saved").mkdir()
+    ours.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved") == ours
+    assert ours.vocabulary_size == len(theirs)
+
+
+@pytest.mark.parametrize("name", TOKENIZER_FILES)
+def test_no_text_becomes_a_special_token(name: str, tmp_path: Path) -> None:
+    kind, class_name, make = TOKENIZER_FILES[name]
+    ours = imported_tokenizer(kind, make, tmp_path)
+    theirs = getattr(transformers, class_name).from_pretrained(tmp_path)
+    special = {str(token) for token in theirs.all_special_tokens}
+    assert special & {"</s>", "[MASK]", "<|endoftext|>"}
+    # Unknown to SentencePiece, it would come out whole, and transformers takes that for the token.
+    for token in [*special, "</s>"]:
+        for text in (token, f"a{token}b", f"x {token} y"):
+            assert not ours.special.ids().intersection(ours.encode(text)), text
+
+
+def test_a_source_may_begin_with_its_language(tmp_path: Path) -> None:
+    ours = imported_tokenizer("marian", marian_vocabulary, tmp_path)
+    theirs = transformers.MarianTokenizer.from_pretrained(tmp_path)
+    language = theirs.convert_tokens_to_ids(">>fra<<")
+    assert ours.encode(">>fra<< hello") == theirs(">>fra<< hello").input_ids[:-1]
+    assert ours.encode(">>fra<< hello")[0] == language
+    assert language not in ours.encode_target(">>fra<< hello")
+    # What is no language of the table is text, and transformers makes one unknown token of it.
+    assert len(ours.encode(">>xyz<< hello")) > len(theirs(">>xyz<< hello").input_ids)
+
+
+@pytest.mark.parametrize(
+    ("said", "around"),
+    [
+        ({"add_bos_token": True}, ((1,), ())),
+        ({"add_bos_token": False, "add_eos_token": True}, ((), (2,))),
+        ({"add_bos_token": True, "add_eos_token": True}, ((1,), (2,))),
+    ],
+)
+def test_llama_begins_and_ends_as_its_folder_says(
+    said: dict[str, bool], around: tuple[tuple[int, ...], ...], tmp_path: Path
+) -> None:
+    def write(folder: Path) -> int:
+        size = llama_sentencepiece(folder)
+        (folder / "tokenizer_config.json").write_text(json.dumps(said))
+        return size
+
+    special = imported_tokenizer("llama", write, tmp_path).special
+    assert (special.before, special.after) == around
+    theirs = transformers.LlamaTokenizer.from_pretrained(tmp_path)
+    assert special.wrap(theirs("ok", add_special_tokens=False).input_ids) == theirs("ok").input_ids
+
+
+@pytest.mark.parametrize("template", ["$A", "<s> $A", "<s> <s> $A </s>"])
+def test_what_lies_around_a_text_is_seen_in_tokenizer_json(template: str, tmp_path: Path) -> None:
+    llama_vocabulary(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    path = tmp_path / "tokenizer.json"
+    found = tokenizers.Tokenizer.from_file(str(path))
+    found.post_processor = tokenizers.processors.TemplateProcessing(
+        single=template, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    # What a training leaves behind must not cut or fill a text.
+    found.enable_truncation(3)
+    found.enable_padding(length=20)
+    found.save(str(path))
+    ours = imported_tokenizer("llama", lambda folder: found.get_vocab_size(), tmp_path)
+    before, _, after = template.partition("$A")
+    ids = {"<s>": 1, "</s>": 2}
+    assert ours.special.before == tuple(ids[token] for token in before.split())
+    assert ours.special.after == tuple(ids[token] for token in after.split())
+    assert len(ours.encode("hello world, this is a test")) not in (3, 20)
+
+
+BYTES = list(byte_of_character())
+
+
+def vocabulary(*tokens: str, first: int = 0) -> dict[str, int]:
+    return {token: number for number, token in enumerate([*BYTES, *tokens], start=first)}
+
+
+def test_ids_in_the_order_of_merges_are_ranks() -> None:
+    merges = [("b", "c"), ("a", "bc"), ("abc", "bc")]
+    tokens = ["bc", "abc", "abcbc"]
+    ranks, first = ranks_of(vocabulary(*tokens), merges, "x")
+    assert first == 0
+    assert [ranks[token.encode()] for token in tokens] == [256, 257, 258]
+    assert ranks[b" "] == BYTES.index("Ġ")
+    ranks, first = ranks_of(vocabulary(*tokens, first=7), merges, "x")
+    assert (first, ranks[b"bc"]) == (7, 256)
+
+
+@pytest.mark.parametrize(
+    ("ids", "merges", "message"),
+    [
+        (vocabulary("bc", "ab"), [("a", "b"), ("b", "c")], "order of the merges"),
+        (vocabulary("ab", "x", "bc"), [("a", "b"), ("b", "c")], "order of the merges"),
+        # One token, two ways.
+        (
+            vocabulary("ab", "bc", "abc"),
+            [("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")],
+            "order of the merges",
+        ),
+        # By ranks, "abc" would be reached through "bc", which is joined first, and is not.
+        (vocabulary("bc", "ab", "abc"), [("b", "c"), ("a", "b"), ("ab", "c")], "merge ab c"),
+        (vocabulary("ab"), [("a", "b"), ("b", "c")], "no 'bc'"),
+        ({"a": 0, "b": 1, "ab": 2}, [("a", "b")], "all 256 bytes"),
+    ],
+)
+def test_what_cannot_be_ranks_is_refused(
+    ids: dict[str, int], merges: list[tuple[str, str]], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        ranks_of(ids, merges, "x")
