@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.build_model.importing.formats import test_adapters
-from tests.build_model.importing.huggingface import test_chat_import, test_languages
 from tests.build_model.importing.huggingface.drawn import (
     TYPES,
     Drawn,
@@ -29,7 +28,10 @@ from tests.build_model.importing.huggingface.small_models import (
     bert_vocabulary,
     sentencepiece_model,
 )
-from tests.build_model.importing.huggingface.test_separate_vocabularies import write as write_marian
+from tests.build_model.importing.huggingface.tokenizer import test_chat_import, test_languages
+from tests.build_model.importing.huggingface.tokenizer.test_separate_vocabularies import (
+    write as write_marian,
+)
 from tests.build_model.importing.toolkits import test_marian
 from tests.build_model.importing.toolkits.test_sentence_transformers import sentence_folder
 from tests.fuzz.models import ODD

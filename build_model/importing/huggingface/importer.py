@@ -20,7 +20,7 @@ from transferry.build_model.importing.huggingface.folder import (
 )
 from transferry.build_model.importing.huggingface.generation import generation_defaults
 from transferry.build_model.importing.huggingface.tables import Family, Table
-from transferry.build_model.importing.huggingface.vocabularies import TOKENIZERS
+from transferry.build_model.importing.huggingface.tokenizer.vocabularies import TOKENIZERS
 from transferry.build_model.importing.huggingface.weights import adapted, convert_weights
 from transferry.build_model.importing.imported import Imported
 from transferry.build_model.importing.toolkits.marian import read_marian

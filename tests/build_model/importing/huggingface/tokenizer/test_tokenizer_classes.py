@@ -26,7 +26,7 @@ from tests.build_model.importing.huggingface.tokenizer.test_tokenizers import (
     transformers,
 )
 from transferry.build_model.importing.huggingface.folder import PretrainedFolder
-from transferry.build_model.importing.huggingface.vocabularies import TOKENIZERS
+from transferry.build_model.importing.huggingface.tokenizer.vocabularies import TOKENIZERS
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer

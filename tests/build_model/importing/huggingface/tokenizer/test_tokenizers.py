@@ -20,7 +20,7 @@ from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.tokenizer.fast_tokenizer import (
     read_fast_tokenizer,
 )
-from transferry.build_model.importing.huggingface.vocabularies import TOKENIZERS
+from transferry.build_model.importing.huggingface.tokenizer.vocabularies import TOKENIZERS
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import Tokenizer, load_tokenizer

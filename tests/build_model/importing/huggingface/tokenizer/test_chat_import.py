@@ -11,7 +11,7 @@ import torch
 
 from tests.commands import call, done
 from transferry.build_model.importing.huggingface.folder import PretrainedFolder
-from transferry.build_model.importing.huggingface.vocabularies import TOKENIZERS
+from transferry.build_model.importing.huggingface.tokenizer.vocabularies import TOKENIZERS
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import Tokenizer, load_tokenizer

@@ -18,7 +18,7 @@ from tests.build_model.importing.huggingface.small_models import (
     marian_vocabulary,
 )
 from transferry.build_model.importing.huggingface.folder import PretrainedFolder
-from transferry.build_model.importing.huggingface.vocabularies import TOKENIZERS, ranks_of
+from transferry.build_model.importing.huggingface.tokenizer.vocabularies import TOKENIZERS, ranks_of
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.train.vocabulary import byte_of_character
 from transferry.runtime.errors import InputError
