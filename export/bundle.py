@@ -29,7 +29,7 @@ from transferry.export.recipes import Recipe, recipe_of
 from transferry.export.rewrite.calibration import CALIBRATION, Calibration
 from transferry.export.rewrite.calibration import calibrate as calibrate_model
 from transferry.export.trace.graph import Traces
-from transferry.export.trace.greedy_graph import require_one_graph
+from transferry.export.trace.search_graph import require_one_graph
 from transferry.export.trace.store import Places, write_graphs
 from transferry.export.verify import Done
 from transferry.runtime.bundle.bundle import Bundle

@@ -11,10 +11,11 @@ from transferry.build_model.model.transformer import Transformer
 from transferry.export.recipes import Recipe
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.rewrite.lm_head import screen_tensors
-from transferry.export.trace.beam_graph import BeamComposer
+from transferry.export.trace.beam_graph import BeamGraph
 from transferry.export.trace.graph import CELL, Graph, Traces
-from transferry.export.trace.greedy_graph import Composer, require_one_graph
+from transferry.export.trace.greedy_graph import GreedyGraph
 from transferry.export.trace.portable import export_graphs
+from transferry.export.trace.search_graph import require_one_graph
 from transferry.runtime.bundle.specs import ONE_GRAPH, CacheSpec, Variant
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
 
@@ -68,7 +69,7 @@ def add_one_graph(
     """
     require_one_graph(config.architecture, generation, beam)
     given = graphs, special, generation, config.max_positions
-    composer = Composer(*given) if beam == 1 else BeamComposer(*given, beam=beam)
+    composer = GreedyGraph(*given) if beam == 1 else BeamGraph(*given, beam=beam)
     graphs[ONE_GRAPH] = composer.graph()
 
 

@@ -368,7 +368,8 @@ def run_python(script: str) -> str:
 KNOW_RUNTIMES = {
     *("runtime/ort/session.py", "runtime/ort/graph_runner.py", "runtime/ort/openvino_runner.py"),
     *("runtime/doctor.py", "runtime/console/shared_options.py", "export/blame/backends.py"),
-    "export/trace/greedy_graph.py",  # why an operator is another
+    "export/trace/greedy_graph.py",  # the reason for an operator
+    "export/trace/search_graph.py",
 }
 
 

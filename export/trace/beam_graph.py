@@ -15,11 +15,11 @@ import onnx_ir as ir
 
 from transferry.export.trace.editing import cast
 from transferry.export.trace.graph import Graph
-from transferry.export.trace.greedy_graph import Composer
+from transferry.export.trace.search_graph import END, SearchGraph
 
 
-class BeamComposer(Composer):
-    """Composes the graph, with beam search; the rows of the Loop are the beams.
+class BeamGraph(SearchGraph):
+    """Composes the graph with beam search; the rows of the Loop are the beams.
 
     A beam that does not exist has log-probability minus infinity, and so have the beams of a
     sentence that has ended. `length_penalty` and `early_stopping` of the generation defaults are
@@ -73,10 +73,10 @@ class BeamComposer(Composer):
 
     def _begun(self, target: ir.Value, begun: ir.Value, batch: ir.Value) -> dict[str, ir.Value]:
         main, beam = self.main, self.main.of(self.beam)
-        tokens = main.op("Slice", [target, main.of(1), main.of(1 << 40), main.of(1)])
+        tokens = main.columns(target, 1, END)
         first = np.full((1, self.beam), -np.inf, np.float32)
         first[0, 0] = 0  # each sentence begins with one beam
-        totals = main.op("Constant", [], {"value": ir.tensor(first)})
+        totals = main.constant(first)
         shape = main.op("Concat", [batch, beam], {"axis": 0})
         return {
             "tokens": tokens,
@@ -93,8 +93,8 @@ class BeamComposer(Composer):
         main, found = self.main, results["best_tokens"]
         shape = main.op("Concat", [batch, main.of(self.beam), main.size(found, 1)], {"axis": 0})
         tokens = main.op("Reshape", [found, shape])
-        nan = main.op("Constant", [], {"value": ir.tensor(np.float32(np.nan))})
-        failed = main.op("Unsqueeze", [results["failed"], main.of(1)])
+        nan = main.constant(np.float32(np.nan))
+        failed = main.unsqueezed(results["failed"], 1)
         totals = main.op("Where", [failed, nan, results["best_totals"]])
         return [tokens, results["best_lengths"], totals]
 
@@ -109,24 +109,24 @@ class BeamComposer(Composer):
         step, beam = self.step, self.beam
         candidates, failed = self._candidates(given, logits)
         values, parents, tokens = candidates
-        lowest = step.op("Constant", [], {"value": ir.tensor(np.finfo(np.float32).min)})
-        nothing = step.op("Constant", [], {"value": ir.tensor(np.float32(-np.inf))})
+        lowest = step.constant(np.finfo(np.float32).min)
+        nothing = step.constant(np.float32(-np.inf))
         exists = step.op("GreaterOrEqual", [values, lowest])
-        each = step.op("Unsqueeze", [tokens, step.of(2)])
+        each = step.unsqueezed(tokens, 2)
         is_end = step.any(step.op("Equal", [each, step.of(*self.special.ends)]), 2)
         ends = step.op("And", [exists, is_end])
         length = step.op("Add", [given["length"], step.of(1)])
         full = step.op("GreaterOrEqual", [length, limit])
         # At the limit all of them are complete.
-        complete = step.op("And", [self._column(full), self._first(exists)])
+        complete = step.op("And", [step.unsqueezed(full, 1), self._first(exists)])
         complete = step.op("Or", [complete, self._first(ends)])
         # Rows of the parents: those of a sentence follow each other.
         sentence = self._numbers(step.size(values, 0))
-        base = self._column(step.op("Mul", [sentence, step.of(beam)]))
+        base = step.unsqueezed(step.op("Mul", [sentence, step.of(beam)]), 1)
         rows = step.op("Add", [base, parents])
 
         penalty = np.float32(self.options.length_penalty)
-        exponent = step.op("Constant", [], {"value": ir.tensor(penalty)})
+        exponent = step.constant(penalty)
         floats = cast(step, length, ir.DataType.FLOAT)
         scale = step.op("Pow", [floats, exponent])
         totals = self._first(values)
@@ -142,8 +142,8 @@ class BeamComposer(Composer):
         after = {
             "length": length,
             "best_scores": best_scores,
-            "best_totals": self._picked(step.joined(given["best_totals"], totals), order),
-            "best_lengths": self._picked(step.joined(given["best_lengths"], lengths), order),
+            "best_totals": step.picked(step.joined(given["best_totals"], totals), order),
+            "best_lengths": step.picked(step.joined(given["best_lengths"], lengths), order),
             "best_tokens": self._best_tokens(given, rows, tokens, base, order),
         }
 
@@ -154,14 +154,14 @@ class BeamComposer(Composer):
         _, place = step.op_multi_out(
             "TopK", [keys, step.of(beam)], {"axis": 1, "largest": 0}, num_outputs=2
         )
-        totals = self._picked(step.op("Where", [ends, nothing, values]), place)
+        totals = step.picked(step.op("Where", [ends, nothing, values]), place)
         settled = self._settled(totals, best_scores, scale, limit)
         ended = step.op("Or", [step.op("Or", [given["ended"], full]), settled])
         failed = step.op("Or", [given["failed"], failed])
         ended = step.op("Or", [ended, failed])
-        column = self._column(ended)
-        row = step.op("Reshape", [self._picked(rows, place), step.of(-1)])
-        target = step.op("Reshape", [self._picked(tokens, place), step.of(-1, 1)])
+        column = step.unsqueezed(ended, 1)
+        row = step.op("Reshape", [step.picked(rows, place), step.of(-1)])
+        target = step.op("Reshape", [step.picked(tokens, place), step.of(-1, 1)])
         grown = step.op("Gather", [given["tokens"], row], {"axis": 0})
         after |= {
             "target": target,
@@ -190,27 +190,27 @@ class BeamComposer(Composer):
         every = step.op("LogSoftmax", [logits], {"axis": -1})
         last = step.op("Gather", [every, step.of(-1, flat=False)], {"axis": 1})
         # Forced first tokens; after them a step reads one token, which is scored already.
-        begun = step.op("Slice", [given["target"], step.of(1), step.of(1 << 40), step.of(1)])
-        unused = step.op("Slice", [given["target"], step.of(0), step.of(1), step.of(1)])
-        scored = step.op("Unsqueeze", [step.joined(begun, unused), step.of(2)])
+        begun = step.columns(given["target"], 1, END)
+        unused = step.columns(given["target"], 0, 1)
+        scored = step.unsqueezed(step.joined(begun, unused), 2)
         gains = step.op("GatherElements", [every, scored], {"axis": 2})
         forced = step.joined(
             step.op("GreaterOrEqual", [begun, step.of(0)]),
             step.op("Less", [unused, step.of(0)]),
         )
-        zero = step.op("Constant", [], {"value": ir.tensor(np.float32(0))})
-        forced = step.op("Unsqueeze", [forced, step.of(2)])
+        zero = step.constant(np.float32(0))
+        forced = step.unsqueezed(forced, 2)
         gains = step.op("Where", [forced, gains, zero])
         gains = step.op("ReduceSum", [gains, step.of(1, 2)], {"keepdims": 0})
         totals = step.op("Reshape", [given["totals"], step.of(-1)])
-        totals = self._column(step.op("Add", [totals, gains]))
+        totals = step.unsqueezed(step.op("Add", [totals, gains]), 1)
 
-        nothing = step.op("Constant", [], {"value": ir.tensor(np.float32(-np.inf))})
-        wrong = step.op("IsNaN", [step.op("Slice", [last, step.of(0), step.of(1), step.of(1)])])
+        nothing = step.constant(np.float32(-np.inf))
+        wrong = step.op("IsNaN", [step.columns(last, 0, 1)])
         values = step.op("Add", [self._allowed(last, given["tokens"]), totals])
         values = step.op("Where", [wrong, nothing, values])
         values = step.op("Reshape", [values, step.of(-1, beam * size)])
-        lowest = step.op("Constant", [], {"value": ir.tensor(np.finfo(np.float32).min)})
+        lowest = step.constant(np.finfo(np.float32).min)
         live = step.op("GreaterOrEqual", [given["totals"], lowest])
         wrong = step.op("Reshape", [wrong, step.of(-1, beam)])
         failed = step.any(step.op("And", [live, wrong]), 1)
@@ -232,7 +232,7 @@ class BeamComposer(Composer):
         """Returns the tokens of the best hypotheses among the kept and the new ones, as rows."""
         step, beam = self.step, self.step.of(self.beam)
         pad = step.op("Mul", [given["target"], step.of(0)])
-        pad = step.op("Slice", [pad, step.of(0), step.of(1), step.of(1)])
+        pad = step.columns(pad, 0, 1)
         pad = step.op("Add", [pad, step.of(self.special.pad_id)])
         kept = step.joined(given["best_tokens"], pad)
         parents = step.op("Reshape", [self._first(rows), step.of(-1)])
@@ -251,29 +251,23 @@ class BeamComposer(Composer):
     ) -> ir.Value:
         """Whether no further hypothesis of a sentence can matter; see `BeamStrategy._settled`."""
         step = self.step
-        worst = step.op("Slice", [best_scores, step.of(-1), step.of(1 << 40), step.of(1)])
+        worst = step.columns(best_scores, -1, END)
         worst = step.op("Squeeze", [worst, step.of(1)])
         top = step.op("ReduceMax", [totals, step.of(1)], {"keepdims": 0})
         if self.options.early_stopping is True:
-            lowest = step.op("Constant", [], {"value": ir.tensor(np.finfo(np.float32).min)})
+            lowest = step.constant(np.finfo(np.float32).min)
             none_left = step.op("Less", [top, lowest])
             return step.op("Or", [none_left, step.op("GreaterOrEqual", [worst, lowest])])
         if self.options.early_stopping == "never":
             penalty = np.float32(self.options.length_penalty)
-            exponent = step.op("Constant", [], {"value": ir.tensor(penalty)})
+            exponent = step.constant(penalty)
             scale = step.op("Pow", [cast(step, limit, ir.DataType.FLOAT), exponent])
         return step.op("LessOrEqual", [step.op("Div", [top, scale]), worst])
-
-    def _column(self, value: ir.Value) -> ir.Value:
-        return self.step.op("Unsqueeze", [value, self.step.of(1)])
 
     def _first(self, value: ir.Value) -> ir.Value:
         """Returns the first columns, as many as there are beams."""
         step = self.step
-        return step.op("Slice", [value, step.of(0), step.of(self.beam), step.of(1)])
-
-    def _picked(self, value: ir.Value, places: ir.Value) -> ir.Value:
-        return self.step.op("GatherElements", [value, places], {"axis": 1})
+        return step.columns(value, 0, self.beam)
 
     def _numbers(self, count: ir.Value) -> ir.Value:
         """Returns 0, 1, 2, ... up to a count `[1]`."""

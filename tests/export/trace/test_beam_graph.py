@@ -13,9 +13,9 @@ import pytest
 
 from tests.commands import call
 from transferry.build_model.train.corpus import builtin_pairs
-from transferry.export.trace.beam_graph import BeamComposer
+from transferry.export.trace.beam_graph import BeamGraph
 from transferry.export.trace.graph import Graph
-from transferry.export.trace.greedy_graph import require_one_graph
+from transferry.export.trace.search_graph import require_one_graph
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import ONE_GRAPH
 from transferry.runtime.decoding.generation_options import GenerationOptions
@@ -85,7 +85,7 @@ def test_hypotheses_are_those_of_the_search(
             name: Graph(ir.load(bundle.graph(spec)), spec) for name, spec in variant.steps.items()
         }
         positions = int(bundle.manifest.model["max_positions"])
-        made = BeamComposer(graphs, special, chosen, positions, beam=beam).graph()
+        made = BeamGraph(graphs, special, chosen, positions, beam=beam).graph()
         path = tmp_path / f"{number}.onnx"
         ir.save(made.model, path, external_data=f"{number}.bin")
         tokens, lengths, totals = opened(path)(feeds)

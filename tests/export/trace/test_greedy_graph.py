@@ -9,7 +9,7 @@ import pytest
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.export.torch_model import TorchDecoder
-from transferry.export.trace.greedy_graph import require_one_graph
+from transferry.export.trace.search_graph import require_one_graph
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import ONE_GRAPH
 from transferry.runtime.decoding.generation_options import GenerationOptions
