@@ -25,11 +25,14 @@ from typing import Any
 from random_faults import random_faults
 from sentences import read_sentences
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
-from transferry.export.faults.bundle_copy import BundleCopy
+from transferry.export.checks.graphs import fresh_graphs
 from transferry.export.faults.fault import Fault
-from transferry.export.faults.self_test import Gate, faults_of
+from transferry.export.faults.self_test import BundleTest, faults_of
 from transferry.export.oracle.cases import source_of
-from transferry.export.verify import PLANTED_ROWS, verify_against
+from transferry.export.oracle.oracle import Oracle
+from transferry.export.subject.bundle import BundleSubject
+from transferry.export.subject.bundle_copy import BundleCopy
+from transferry.export.verify import PLANTED_ROWS, Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.fill_mask import fill_mask
@@ -86,8 +89,17 @@ class Trial:
             source_of(text, checkpoint.tokenizer, config, number)
             for number, text in enumerate(texts[:PLANTED_ROWS], start=1)
         ]
-        tolerance = Tolerance.of(self.variant.precision)
-        self.gate = Gate(checkpoint, bundle, model, sources, tolerance)
+        subject = BundleSubject.of(checkpoint, bundle, model)
+        oracle = Oracle.of(
+            checkpoint.model,
+            checkpoint.tokenizer.special,
+            Tolerance.of(self.variant.precision),
+            precision=subject.precision,
+            calibration=subject.calibration,
+        )
+        given = bundle, self.variant, subject.calibration
+        fresh = fresh_graphs(checkpoint.model, *given)
+        self.gate = BundleTest(subject, oracle.remembering(), sources, fresh).gate()
         self.honest = list(self._answers(bundle))
 
     def run(self, most: int, seed: int) -> dict[str, Any]:
@@ -118,12 +130,13 @@ class Trial:
         except InputError:
             return "", "not planted"
         copy.seal()
-        if caught := self.gate.check(folder):
+        assert where is not None
+        if caught := self.gate.caught_by(self.gate.subject.reopened(folder)):
             return where, caught
         faulty = Bundle.load(folder)
         try:
             model = open_model(faulty, self.variant, SessionOptions())
-            report = verify_against(self.checkpoint, faulty, model, self.texts)
+            report = verify_against(self.checkpoint, faulty, model, Request(self.texts))
         except TransferryError:
             return where, "verify"
         if not report.passed:

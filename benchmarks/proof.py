@@ -24,7 +24,7 @@ from transferry.export.oracle.effort import LONGEST_ANSWER
 from transferry.export.oracle.oracle import ROWS
 from transferry.export.oracle.searches import search_settings
 from transferry.export.torch_model import TorchDecoder
-from transferry.export.verify import verify_against
+from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import length_batches
 from transferry.runtime.decoding.decoder import Decoder
@@ -70,7 +70,7 @@ def main() -> None:
 
     def verify() -> None:
         opened = open_model(bundle, variant, SessionOptions())
-        verify_against(checkpoint, bundle, opened, texts).require()
+        verify_against(checkpoint, bundle, opened, Request(texts)).require()
 
     times = interleaved({"answer": answer, "verify": verify}, arguments.rounds)
     medians = {name: statistics.median(values) for name, values in times.items()}

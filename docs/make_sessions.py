@@ -77,7 +77,7 @@ def recorded(text: str, answer: Callable[[str], list[str]]) -> str:
 
 def plant_fault(bundle: Path, copy: Path) -> None:
     """Copies a bundle with a weight of its last layer a quarter larger."""
-    from transferry.export.faults.bundle_copy import BundleCopy
+    from transferry.export.subject.bundle_copy import BundleCopy
     from transferry.runtime.bundle.bundle import Bundle
 
     honest = Bundle.load(bundle)

@@ -195,7 +195,9 @@ class _Making:
         model, special = self.checkpoint.model, self.checkpoint.tokenizer.special
         calibration = self.calibration if precision.rounded else None
         sources = recorded_sources(model, _sources(self.checkpoint, texts))
-        oracle = Oracle(model, special, Tolerance(), precision=precision, calibration=calibration)
+        oracle = Oracle.of(
+            model, special, Tolerance(), precision=precision, calibration=calibration
+        )
         return oracle.record(
             sources or random_sources(model.config, RECORDED_SOURCES),
             recorded_length(model),

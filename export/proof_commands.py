@@ -188,7 +188,7 @@ def verify(bundle_folder: Path, **options: Any) -> None:
             from transferry.build_model.checkpoint import load_checkpoint, load_samples
             from transferry.export.oracle.cases import fitting
             from transferry.export.trace.graph import Traces
-            from transferry.export.verify import verify_against
+            from transferry.export.verify import Request, verify_against
 
             trained = load_checkpoint(checkpoint)
             kept = fitting(load_samples(checkpoint), trained.tokenizer, trained.model.config)
@@ -196,12 +196,14 @@ def verify(bundle_folder: Path, **options: Any) -> None:
                 trained,
                 bundle,
                 open_model(bundle, variant, session),
-                kept if texts is None else texts,
-                targets,
-                cross_check=options["cross_check"],
-                plant_faults=options["self_test"],
-                batches=batch_options(options["batch_rows"]),
-                search=search or None,
+                Request(
+                    kept if texts is None else texts,
+                    targets,
+                    cross_check=options["cross_check"],
+                    plant_faults=options["self_test"],
+                    batches=batch_options(options["batch_rows"]),
+                    search=search or None,
+                ),
                 traces=click.get_current_context().ensure_object(Traces),
                 done=show_phase,
             )
@@ -316,10 +318,12 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
     """
     if options["atol"] is not None and not options["plant"]:
         raise UsageError("--atol has no effect without --plant")
+    from transferry.export.audit import Planting
     from transferry.export.audit import audit as audited
-    from transferry.export.audit import tolerance_of
-    from transferry.export.audit_function import FunctionAudit
+    from transferry.export.audit_function import audit_function
     from transferry.export.report.write import write_report
+    from transferry.export.subject.foreign import ForeignFolder
+    from transferry.export.subject.function import FunctionGraph, called
     from transferry.export.subject.layout import read_layout, read_whole
     from transferry.export.subject.reference import load_reference, named_function
     from transferry.runtime.io.lines import some_lines
@@ -327,7 +331,7 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
 
     texts = some_lines(options["text"]) if options["text"] else []
     session = SessionOptions(**given(options, SessionOptions))
-    planted = {"plant": options["plant"], "atol": options["atol"]}
+    planting = Planting(options["plant"], options["atol"])
     with progress(options["quiet"]) as show_phase:
         if (function := named_function(reference)) is not None:
             for name in ("text", "names", "paddings", "suffix"):
@@ -338,23 +342,14 @@ def audit(graphs: Path, reference: str, **options: Any) -> None:
                     )
             whole = read_whole(graphs)
             precision = options["precision"] or whole.precision()
-            work = FunctionAudit.of(function, reference, tolerance_of(precision))
-            given_layout = work.layout(whole)
-            report = work.report(
-                graphs, given_layout, session, precision, **planted, done=show_phase
-            )
+            graph = FunctionGraph(whole, session, *called(function, reference))
+            report = audit_function(graphs, graph, precision, planting, show_phase)
         else:
-            report = audited(
-                graphs,
-                read_layout(graphs, options["names"], options["suffix"]),
-                load_reference(Path(reference)),
-                texts,
-                session=session,
-                precision=options["precision"],
-                paddings=options["paddings"],
-                **planted,
-                done=show_phase,
-            )
+            layout = read_layout(graphs, options["names"], options["suffix"])
+            trained = load_reference(Path(reference))
+            folder = ForeignFolder(layout, session, trained, options["paddings"])
+            chosen = {"precision": options["precision"], "planting": planting}
+            report = audited(graphs, folder, texts, **chosen, done=show_phase)
     show_report(report, as_json=options["as_json"])
     files = {"page": options["page"], "junit": options["junit"]}
     write_report(report, **files, date=None, certificate=None)

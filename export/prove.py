@@ -16,7 +16,7 @@ from transferry.export.blame.one_layer import check_one_layer
 from transferry.export.blame.plain_decoder import plain_model
 from transferry.export.oracle.effort import Effort, parameters
 from transferry.export.recipes import RECIPES
-from transferry.export.verify import Done, verify_against
+from transferry.export.verify import Done, Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.errors import ParityError
@@ -80,8 +80,7 @@ def prove_variant(
         checkpoint,
         bundle,
         model,
-        effort.texts(checkpoint, texts),
-        effort=effort,
+        Request(effort.texts(checkpoint, texts), effort=effort),
         done=partial(_of_variant, done, variant.name),
     )
     if not effort.loss:

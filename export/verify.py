@@ -4,49 +4,46 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import onnx
-import torch
-
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.export.blame.cross_check import RUNTIMES, run_cross_check
+from transferry.export.blame.cross_check import cross_checks
 from transferry.export.blame.localise import localise
+from transferry.export.checks.check import Check, Findings, claim, prove
 from transferry.export.checks.claims import (
     default_generation,
     manifest_claims,
     recorded_claim,
     require_exported_from,
 )
-from transferry.export.checks.graphs import fresh_graphs, graphs_claim
-from transferry.export.checks.positions import walk
-from transferry.export.checks.scores import compare_scores
-from transferry.export.checks.task_metrics import token_agreement, translation
+from transferry.export.checks.graphs import Fresh, fresh_graphs, graphs_claim
+from transferry.export.checks.numbers import numbers
+from transferry.export.checks.positions import positions
+from transferry.export.checks.scores import scores
+from transferry.export.checks.searches import Text, served_searches
+from transferry.export.checks.task_metrics import task_metrics
+from transferry.export.checks.texts import feeding, given_answers, readings
 from transferry.export.checks.weights import weights_claim
-from transferry.export.checks.whole_search import check_one_graph
+from transferry.export.checks.whole_search import whole_searches
 from transferry.export.faults.self_test import self_test
 from transferry.export.oracle.cases import random_sources, source_of
 from transferry.export.oracle.effort import ALL, Effort
-from transferry.export.oracle.oracle import Oracle, TextParity
+from transferry.export.oracle.oracle import Oracle
 from transferry.export.oracle.served import REPLICAS
-from transferry.export.recipes import RECIPES
-from transferry.export.rewrite.calibration import Calibration
+from transferry.export.subject.bundle import BundleSubject
 from transferry.export.trace.graph import Traces
 from transferry.runtime.bundle.bundle import Bundle
-from transferry.runtime.bundle.specs import PORTABLE
+from transferry.runtime.bundle.specs import ONE_GRAPH, PORTABLE
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.generation_options import generation_options, suppressing
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.ort.encoder import EncoderModel
 from transferry.runtime.ort.open_model import ServedModel
-from transferry.runtime.precision import FLOAT32, TaskBudget
-from transferry.runtime.proof.compare import Tolerance
-from transferry.runtime.proof.one_graph import OneGraph
-from transferry.runtime.proof.report import Decisions, Origin, ParityReport, TaskMetric
+from transferry.runtime.proof.compare import Case, Tolerance
+from transferry.runtime.proof.report import Origin, ParityReport
 
 SAMPLED = 4  # one row in so many is sampled and scored too: little differs from greedy search
 PLANTED_ROWS = 4  # of the searches of the self-test
@@ -54,157 +51,227 @@ PLANTED_ROWS = 4  # of the searches of the self-test
 Done = Callable[[str, int, int], None]
 
 
+@dataclass(frozen=True)
+class Request:
+    """Settings of a verification.
+
+    Attributes:
+        texts: Sentences to run every search on.
+        targets: Reference answers to the texts, for BLEU and perplexity.
+        cross_check: Run a few cases on other runtimes too.
+        plant_faults: Plant faults in copies of the bundle, if it passes.
+        batches: Limits on the rows computed at once when the texts are answered. Default: those
+            that the variant is served with.
+        search: Fields of GenerationOptions of a search to run besides the standard ones;
+            `suppress` may hold text.
+        effort: How much to check; by default everything.
+    """
+
+    texts: Sequence[str] = ()
+    targets: Sequence[str] | None = None
+    cross_check: bool = False
+    plant_faults: bool = False
+    batches: BatchOptions | None = None
+    search: Mapping[str, Any] | None = None
+    effort: Effort = ALL
+
+
 def verify_against(
     checkpoint: Checkpoint,
     bundle: Bundle,
     model: ServedModel,
-    texts: Sequence[str],
-    targets: Sequence[str] | None = None,
+    request: Request,
     *,
-    cross_check: bool = False,
-    plant_faults: bool = False,
-    batches: BatchOptions | None = None,
-    search: Mapping[str, Any] | None = None,
-    effort: Effort = ALL,
     traces: Traces | None = None,
     done: Done = lambda phase, done, total: None,
 ) -> ParityReport:
-    """Compares a bundle with the run that it was exported from.
+    """Compares a bundle with the checkpoint that it was exported from.
 
     In the portable variant, whose nodes are those that torch traced, a wrong tensor is traced back
     to the module in which the fault begins.
 
     Args:
-        checkpoint: The run.
+        checkpoint: The checkpoint.
         bundle: The bundle.
         model: A variant of it, opened as it will be served.
-        texts: Sentences to run every search on.
-        targets: Reference answers to the texts, for BLEU and perplexity.
-        cross_check: Run a few cases on other runtimes too.
-        plant_faults: Plant faults in copies of the bundle, if it passes.
-        batches: Limits on what is computed at once when the texts are answered. Default: those that
-            the variant is served with.
-        search: Fields of GenerationOptions of a search to run besides the standard ones;
-            `suppress` may hold text.
-        effort: How much to check; by default everything.
+        request: Texts and settings.
         traces: Graphs traced before, for the comparison with graphs exported anew.
         done: Called with the phase, the steps finished and their total.
 
     Raises:
         UsageError: The cross-check of another variant than the portable one.
-        InputError: A text is empty or longer than the model's positions, run and bundle differ in
-            tokenizer or shape, or the targets do not fit the texts.
+        InputError: A text is empty or longer than the model's positions, checkpoint and bundle
+            differ in tokenizer or shape, or the targets do not fit the texts.
     """
     require_exported_from(checkpoint, bundle)
-    config, variant = checkpoint.model.config, model.variant
-    if variant.name != PORTABLE and cross_check:
+    if model.variant.name != PORTABLE and request.cross_check:
         raise UsageError(
             f"the cross-check needs variant {PORTABLE}, whose graphs any runtime can run, not "
-            f"{variant.name}: add --variant {PORTABLE}"
+            f"{model.variant.name}: add --variant {PORTABLE}"
         )
-    # Not what the bundle says: a lower precision would widen the tolerance.
-    recipe = RECIPES.get(variant.name)
-    precision = recipe.precision if recipe else FLOAT32
-    tolerance = Tolerance.of(precision.name)
-    calibration = Calibration.of(bundle, variant) if precision.calibrated else None
-    special = checkpoint.tokenizer.special
-    traces = traces or Traces()
-    # Before the oracle, which takes memory too.
-    claims = [
-        *manifest_claims(checkpoint, bundle),
-        weights_claim(checkpoint.model, bundle, variant, calibration),
-    ]
-    oracle = Oracle(
-        checkpoint.model, special, tolerance, precision=precision, calibration=calibration
-    )
-    if effort.anew:
-        claims.append(recorded_claim(bundle, variant, oracle))
-        fresh = fresh_graphs(checkpoint.model, bundle, variant, calibration, traces)
-        claims += [graphs_claim(fresh, bundle, variant)] if fresh is not None else []
-    batches = batches or model.batches
-    batches = replace(batches, rows=min(batches.rows, effort.batch_rows or batches.rows))
-    if search is not None:
-        default = generation_options(default_generation(checkpoint))
-        search = suppressing(search, default, checkpoint.tokenizer.encode_target)
-    if search is None and default_generation(checkpoint).keys() & {"beam", "n_best", "sample"}:
-        search = {}  # what the bundle does by default is none of the standard searches
-    text = _text_parity(checkpoint, oracle, texts, targets, batches, effort.longest)
-    text = replace(text, given=search)
-    cases = effort.cases(config, text.sources, batches.rows, precision.integers)
-    total = len(cases) + text.rows(variant) + (RUNTIMES if cross_check else 0)
-    oracle.done = _counter(total, done)
-    comparisons = oracle.numbers(model, cases)
-    if not isinstance(model, EncoderModel):
-        comparisons += walk(oracle, model, effort.positions)
-    decisions: list[Decisions] = []
-    for found in text.check(model):
-        if isinstance(found, Decisions):
-            decisions.append(found)
-        else:
-            comparisons += found
-    if texts and not isinstance(model, EncoderModel):
-        # Without targets a source is scored as its own: any text will do.
-        engine = Engine(bundle, model, replicas=REPLICAS, batches=batches)
-        given: Sequence[str | None] = [None] * len(texts)
-        if config.encoder_layers:
-            given = targets or texts
-        pairs = list(zip(texts, given, strict=True))[::SAMPLED]
-        comparisons += compare_scores(oracle, engine, pairs)
-    if not isinstance(model, EncoderModel):
-        one = OneGraph.of(bundle, variant, model.options)
-        decisions += check_one_graph(oracle, one, model, text) if one is not None else []
-    checked = run_cross_check(oracle, model, bundle) if cross_check else ()
-    report = ParityReport(
-        str(bundle.folder),
-        _settings(checkpoint, model, texts, batches),
-        tolerance,
-        comparisons,
-        decisions,
-        _task_metrics(checkpoint, text, targets, precision.task),
-        text.forcing.growth(),
-        text.forcing.margins(),
-        checked,
-        claims=claims,
-        searches=[asdict(text.options(name)) for name in text.searches] if decisions else [],
-    )
-    if plant_faults and report.passed:
-        few = text.sources[:PLANTED_ROWS] or random_sources(config, PLANTED_ROWS)
+    work = Verification.of(checkpoint, bundle, model, request, traces or Traces())
+    found = work.run(partial(done, "verifying"))
+    report = work.report(found)
+    if request.plant_faults and report.passed:
+        few = work.text.sources[:PLANTED_ROWS]
+        few = few or random_sources(checkpoint.model.config, PLANTED_ROWS)
         told = partial(done, "self-test")
-        planted = self_test(checkpoint, bundle, model, few, tolerance, told, traces)
+        planted = self_test(work.subject, work.oracle, few, work.fresh, told)
         return replace(report, self_test=planted)
-    wrong = any(item.fault for item in comparisons) or not all(item.passed for item in decisions)
-    if wrong and variant.name == PORTABLE:
+    return replace(report, origin=work.origin(found))
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The checks of a variant beside its checkpoint.
+
+    Attributes:
+        subject: The variant.
+        oracle: torch's side.
+        request: Texts and settings.
+        text: The texts as token ids, and their searches.
+        batches: Limits on the rows computed at once.
+        cases: Cases of random tokens.
+        fresh: The graphs that export makes now; None if they are not compared.
+        files: Findings on the manifest and the stored weights.
+    """
+
+    subject: BundleSubject
+    oracle: Oracle
+    request: Request
+    text: Text
+    batches: BatchOptions
+    cases: Sequence[Case]
+    fresh: Fresh
+    files: Findings
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        bundle: Bundle,
+        model: ServedModel,
+        request: Request,
+        traces: Traces,
+    ) -> Verification:
+        """Checks the stored weights, and prepares the other checks."""
+        subject, effort = BundleSubject.of(checkpoint, bundle, model), request.effort
+        # Before the oracle, which takes memory too.
+        given = bundle, subject.variant, subject.calibration
+        files = prove(
+            [
+                claim("manifest", lambda: manifest_claims(checkpoint, bundle)),
+                claim("weights", lambda: [weights_claim(checkpoint.model, *given)]),
+            ]
+        )
+        special, precision = checkpoint.tokenizer.special, subject.precision
+        oracle = Oracle.of(
+            checkpoint.model,
+            special,
+            Tolerance.of(precision.name),
+            precision=precision,
+            calibration=subject.calibration,
+        )
+        batches = request.batches or model.batches
+        batches = replace(batches, rows=min(batches.rows, effort.batch_rows or batches.rows))
+        text = text_of(checkpoint, request)
+        cases = effort.cases(oracle.config, text.sources, batches.rows, precision.integers)
+        fresh = fresh_graphs(checkpoint.model, *given, traces) if effort.anew else None
+        return cls(subject, oracle, request, text, batches, cases, fresh, files)
+
+    def run(self, done: Callable[[int, int], None]) -> Findings:
+        """Runs all checks."""
+        found = self.files
+        found.add(prove(self.checks(), done=done))
+        return found
+
+    def checks(self) -> list[Check]:
+        """Returns the checks, in order."""
+        subject, oracle, text = self.subject, self.oracle, self.text
+        bundle, variant, fresh = subject.bundle, subject.variant, self.fresh
+        found: list[Check] = []
+        if self.request.effort.anew:
+            found.append(claim("recorded", lambda: [recorded_claim(bundle, variant, oracle)]))
+        if fresh is not None:
+            found.append(claim("graphs", lambda: [graphs_claim(fresh, bundle, variant)]))
+        found += numbers(subject, oracle, self.cases)
+        if subject.decodes:
+            found += self._searches()
+        elif text.sources:
+            found.append(readings(subject, oracle, text.sources, subject.checkpoint.head))
+        if self.request.cross_check:
+            found += cross_checks(oracle, subject.model, bundle)
+        return found
+
+    def _searches(self) -> list[Check]:
+        """Returns the checks of a decoder: its positions, and its answers to text."""
+        subject, oracle, text = self.subject, self.oracle, self.text
+        rows, batches, texts = len(text.sources), self.batches, self.request.texts
+        found = [positions(subject, oracle, self.request.effort.positions)]
+        found += served_searches(subject, oracle, text, subject.variant, batches)
+        if rows:
+            fed = partial(feeding, text, oracle.special)
+            found.append(given_answers(subject, oracle, fed, rows))
+            # Without targets a source is scored as its own: any text will do.
+            given: Sequence[str | None] = [None] * len(texts)
+            if oracle.config.encoder_layers:
+                given = self.request.targets or texts
+            pairs = list(zip(texts, given, strict=True))[::SAMPLED]
+            engine = Engine(subject.bundle, subject.model, replicas=REPLICAS, batches=batches)
+            found.append(scores(oracle, engine, pairs))
+        if ONE_GRAPH in subject.variant.graphs:
+            found += whole_searches(subject, oracle, text, batches.rows)
+        return found
+
+    def report(self, found: Findings) -> ParityReport:
+        """Returns the report of the findings, without origin and self-test."""
+        subject, text, request = self.subject, self.text, self.request
+        budget = subject.precision.task
+        settings = {
+            **subject.describe(),
+            "rows": len(request.texts),
+            "batch_rows": self.batches.rows,
+            "text_sha256": hashlib.sha256("\n".join(request.texts).encode()).hexdigest(),
+        }
+        return ParityReport(
+            str(subject.folder),
+            settings,
+            self.oracle.tolerance,
+            found.comparisons,
+            found.decisions,
+            task_metrics(found, budget, subject.checkpoint.tokenizer, text.fed, request.targets),
+            found.forcing.growth(),
+            found.forcing.margins(),
+            found.runtimes,
+            claims=found.claims,
+            searches=[asdict(text.options(each)) for each in text.searches]
+            if found.decisions
+            else [],
+        )
+
+    def origin(self, found: Findings) -> Origin | None:
+        """Traces a wrong tensor of the portable variant back; None if no answer is wrong."""
+        subject = self.subject
+        wrong = any(item.fault for item in found.comparisons)
+        wrong = wrong or not all(item.passed for item in found.decisions)
+        if not wrong or subject.variant.name != PORTABLE:
+            return None
         # Where only a search shows the fault, one of the cases may still do.
-        shown = oracle.failed or cases
-        served = variant, model.options
-        origin = localise(checkpoint.model, bundle, *served, tolerance, shown)
-        return replace(report, origin=origin or Origin.none_found(len(shown)))
-    return report
+        shown = found.failing or self.cases
+        served = subject.variant, subject.options
+        model, tolerance = subject.checkpoint.model, self.oracle.tolerance
+        origin = localise(model, subject.bundle, *served, tolerance, shown)
+        return origin or Origin.none_found(len(shown))
 
 
-def _counter(total: int, done: Done) -> Callable[[int], None]:
-    """Adds up steps and passes on the sum, with the total."""
-    finished = 0
+def text_of(checkpoint: Checkpoint, request: Request) -> Text:
+    """Turns texts into sources, and targets or prompts into tokens to feed whole.
 
-    def advance(steps: int) -> None:
-        nonlocal finished
-        finished += steps
-        done("verifying", finished, total)
-
-    return advance
-
-
-def _text_parity(
-    checkpoint: Checkpoint,
-    oracle: Oracle,
-    texts: Sequence[str],
-    targets: Sequence[str] | None,
-    batches: BatchOptions,
-    longest: int,
-) -> TextParity:
-    """Turns texts into sources, and targets or prompts into tokens to feed whole."""
-    tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
-    special = tokenizer.special
+    Raises:
+        InputError: A text is empty or too long, or the targets do not fit the texts.
+    """
+    tokenizer, config, texts = checkpoint.tokenizer, checkpoint.model.config, request.texts
+    special, targets = tokenizer.special, request.targets
     if targets is not None and (len(targets) != len(texts) or not config.encoder_layers):
         raise InputError(
             f"expected a target for each of {len(texts)} texts of an encoder-decoder, found "
@@ -226,43 +293,10 @@ def _text_parity(
     elif targets is not None:
         encoded = [tokenizer.encode_target(target) for target in targets]
         fed = [[special.bos_id, *tokens, special.eos_id] for tokens in encoded]
-    generation = default_generation(checkpoint)
-    given = (oracle, generation, sources, longest, fed, SAMPLED, batches)
-    return TextParity(*given, head=checkpoint.head, decode=tokenizer.decode)
-
-
-def _settings(
-    checkpoint: Checkpoint, model: ServedModel, texts: Sequence[str], batches: BatchOptions
-) -> dict[str, Any]:
-    return {
-        **model.describe(),
-        "torch": torch.__version__,
-        "onnx": onnx.__version__,
-        "against": "the run",
-        "run_sha256": checkpoint.sha256,
-        **({} if checkpoint.head is None else {"task": checkpoint.head.task}),
-        "rows": len(texts),
-        "batch_rows": batches.rows,
-        "text_sha256": hashlib.sha256("\n".join(texts).encode()).hexdigest(),
-    }
-
-
-def _task_metrics(
-    checkpoint: Checkpoint, text: TextParity, targets: Sequence[str] | None, budget: TaskBudget
-) -> list[TaskMetric]:
-    """Metrics of the answers to text; none without text."""
-    if not text.forcing.tokens:
-        return []
-    forcing = text.forcing
-    metrics = [forcing.choices(budget.choices), forcing.worst_choice(budget.choice)]
-    if not text.best:  # without a decoder: of the tokens that are filled in
-        return metrics
-    metrics.append(token_agreement(text.best["greedy"]))
-    if targets is not None:
-        metrics += [
-            translation(checkpoint.tokenizer, name, text.best[name], targets, budget.bleu)
-            for name in ("greedy", "beam 4")
-        ]
-    if text.fed is not None:
-        metrics.append(forcing.perplexity(budget.perplexity))
-    return metrics
+    generation, search = default_generation(checkpoint), request.search
+    if search is not None:
+        search = suppressing(search, generation_options(generation), tokenizer.encode_target)
+    elif generation.keys() & {"beam", "n_best", "sample"}:
+        search = {}  # the bundle's default search is none of the standard ones
+    given = config, sources, generation, request.effort.longest, fed, SAMPLED, search
+    return Text(*given, tokenizer.decode)

@@ -14,6 +14,7 @@ import onnxruntime
 
 from transferry.export.blame.backends import BACKENDS, Backend
 from transferry.export.blame.plain_decoder import plain_model
+from transferry.export.checks.check import Check, Findings
 from transferry.export.oracle.cases import cross_check_cases
 from transferry.export.oracle.oracle import Oracle
 from transferry.runtime.bundle.bundle import Bundle
@@ -28,7 +29,6 @@ from transferry.runtime.proof.report import CrossCheck, sum_up
 SERVED = "onnxruntime as served"
 # On the CPU, where every bundle can be opened.
 UNOPTIMISED = f"onnxruntime {onnxruntime.__version__} cpu, unoptimised"
-RUNTIMES = 2 + len(BACKENDS)
 
 LONGEST_REASON = 160
 
@@ -38,18 +38,17 @@ Opener = Callable[
 ]
 
 
-def run_cross_check(
+def cross_checks(
     oracle: Oracle,
     served: ServedModel,
     bundle: Bundle,
     backends: Sequence[type[Backend]] = BACKENDS,
-) -> list[CrossCheck]:
-    """Runs a few small cases on the served model and on every other runtime that is installed.
+) -> list[Check]:
+    """Returns a check of a few small cases for the served model and for every other runtime.
 
-    A runtime that is absent or fails does not raise; its result has the reason.
+    A runtime that is absent or fails raises nothing; its result has the reason.
     """
-    cases = cross_check_cases(oracle.config)
-    expected = [(case, oracle.truth(case)) for case in cases]
+    cases = [(case, oracle.truth(case)) for case in cross_check_cases(oracle.config)]
     variant = served.variant
     unoptimised = SessionOptions(optimisation="disable")
     openers: list[tuple[str, Opener]] = [
@@ -57,11 +56,14 @@ def run_cross_check(
         (UNOPTIMISED, lambda: nullcontext((UNOPTIMISED, open_model(bundle, variant, unoptimised)))),
         *((backend.name, partial(_opened, backend, bundle, variant)) for backend in backends),
     ]
-    results = []
-    for name, opener in openers:
-        results.append(_run(name, opener, expected, oracle.tolerance))
-        oracle.done(1)
-    return results
+
+    def check(name: str, opener: Opener) -> Check:
+        def run(so_far: Findings) -> Iterator[Findings]:
+            yield Findings(runtimes=[_run(name, opener, cases, oracle.tolerance)], steps=1)
+
+        return Check(name, run, 1)
+
+    return [check(*each) for each in openers]
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.transformer import Transformer
 from transferry.export.blame.backends import ReferenceBackend
 from transferry.export.blame.plain_decoder import plain_model
+from transferry.export.checks.numbers import compare_cases
 from transferry.export.make import describe, make
 from transferry.export.oracle.cases import cross_check_cases
 from transferry.export.oracle.oracle import Oracle
@@ -51,7 +52,7 @@ def one_layer(model: Transformer) -> Transformer:
 def check_one_layer(checkpoint: Checkpoint) -> list[Comparison]:
     """Compares onnx's evaluator with torch on the portable graphs of one layer."""
     model = one_layer(checkpoint.model)
-    oracle = Oracle(model, checkpoint.tokenizer.special, Tolerance())
+    oracle = Oracle.of(model, checkpoint.tokenizer.special, Tolerance())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = RECIPES[PORTABLE]
@@ -68,4 +69,4 @@ def check_one_layer(checkpoint: Checkpoint) -> list[Comparison]:
         )
         bundle = Bundle(folder, manifest, checkpoint.tokenizer)
         evaluator = plain_model(variant, ReferenceBackend(bundle, variant))
-        return oracle.numbers(evaluator, cross_check_cases(config))
+        return compare_cases(oracle, evaluator, cross_check_cases(config))

@@ -26,6 +26,8 @@ from transferry.runtime.proof.one_graph import beams_of
 from transferry.runtime.proof.report import Claim
 
 GRAPHS = "graphs"
+# Graphs that export makes now, by name; None if versions differ.
+Fresh = Mapping[str, Graph] | None
 # Packages that decide the graphs.
 WRITERS = ("transferry", "torch", "onnx", "onnxscript")
 
@@ -36,7 +38,7 @@ def fresh_graphs(
     variant: Variant,
     calibration: Calibration | None,
     traces: Traces | None = None,
-) -> Mapping[str, Graph] | None:
+) -> Fresh:
     """Exports the graphs of a variant anew, for `graphs_claim`.
 
     Args:

@@ -2,44 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from transferry.export.checks.check import Check, Findings
 from transferry.export.oracle.cases import MOST_LOGITS, NEW_TOKENS, random_case
 from transferry.export.oracle.oracle import Oracle
-from transferry.runtime.decoding.decoder import ObservableDecoder, State
-from transferry.runtime.proof.compare import Case, Comparison, compare, truth
+from transferry.export.subject.subject import Subject
+from transferry.runtime.decoding.decoder import ObservableDecoder
+from transferry.runtime.proof.compare import Case, compare, truth
 
 BLOCK = 64  # positions that torch computes at once
 
 
-def walk(
-    oracle: Oracle,
-    model: ObservableDecoder[State],
-    positions: int | None = None,
-    *,
-    seed: int = 0,
-) -> list[Comparison]:
-    """Compares the logits at every position up to the model's last, or so many.
+def positions(
+    subject: Subject[Any], oracle: Oracle, most: int | None = None, *, seed: int = 0
+) -> Check:
+    """Returns the check of the logits at every position up to the model's last, or so many.
 
-    Two rows change places after each block, so that the cache moves as it grows.
-
-    Returns:
-        A comparison for each block of positions. The case of one that fails ends at its worst
-        position, and is added to `Oracle.failed`.
+    Two rows change places after each block, so that the cache moves as it grows. It finds a
+    comparison for each block; the failing case of a wrong one ends at its worst position.
     """
+    longest = oracle.config.max_positions if most is None else most
+
+    def run(so_far: Findings) -> Iterator[Findings]:
+        yield from _walk(subject.model, oracle, longest, seed)
+
+    return Check("positions", run, stage="later step")
+
+
+def _walk(
+    model: ObservableDecoder[Any], oracle: Oracle, longest: int, seed: int
+) -> Iterator[Findings]:
     config = oracle.config
     case = random_case(config, 2, NEW_TOKENS, 0, seed=seed)
     source, mask, swapped = case.source, case.mask, np.array([1, 0])
-    longest = config.max_positions if positions is None else positions
     longest -= 0 if config.encoder_layers else source.shape[1]
     generator = np.random.default_rng(seed)
     target = generator.integers(config.vocabulary_size, size=(2, longest))
     sides: list[ObservableDecoder[Any]] = [oracle.exact, oracle.reference, *oracle.others]
     states = [side.start(source, mask) for side in sides]
     state = model.start(source, mask)
-    comparisons: list[Comparison] = []
     block = max(1, min(BLOCK, MOST_LOGITS // config.vocabulary_size))
     for first in range(0, longest, block):
         tokens, expected, logits = target[:, first : first + block], [], []
@@ -54,13 +59,12 @@ def walk(
         name = f"positions {first} to {last}"
         fed = Case(name, source, mask, target[:, : last + 1], first, stage="later step")
         given = compare(fed, truth(fed, *expected), {"logits": found}, oracle.tolerance)
+        failing = []
         if given[0].fault:
             distance = np.abs(found - expected[0]["logits"]).max(axis=(0, 2))
             worst = first + int(distance.argmax())
-            shown = Case(f"position {worst}", source, mask, target[:, : worst + 1], worst)
-            oracle.failed.append(shown)
-        comparisons += given
+            failing = [Case(f"position {worst}", source, mask, target[:, : worst + 1], worst)]
+        yield Findings(comparisons=given, failing=failing)
         states = [side.select(each, swapped) for side, each in zip(sides, states, strict=True)]
         state = model.select(state, swapped)
         source, mask, target = source[swapped], mask[swapped], target[swapped]
-    return comparisons

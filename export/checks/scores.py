@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from transferry.export.checks.check import Check, Findings
 from transferry.export.oracle.oracle import Oracle
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.score import TOO_SHORT, Pair, score
@@ -13,6 +14,15 @@ from transferry.runtime.proof.compare import Comparison, limited
 from transferry.runtime.proof.divergence import forced
 
 ROWS = 64  # scored by the oracle at once
+
+
+def scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> Check:
+    """Returns the check of the log-probability of each token; see `compare_scores`."""
+
+    def run(so_far: Findings) -> Iterator[Findings]:
+        yield Findings(comparisons=compare_scores(oracle, engine, pairs))
+
+    return Check("scores", run)
 
 
 def compare_scores(oracle: Oracle, engine: Engine, pairs: Sequence[Pair]) -> list[Comparison]:

@@ -8,9 +8,42 @@ from collections.abc import Iterable, Sequence
 from sacrebleu.metrics.bleu import BLEU as CorpusBLEU
 from sacrebleu.significance import PairedTest, Result
 
+from transferry.export.checks.check import Findings
 from transferry.runtime.decoding.hypothesis import Hypothesis
+from transferry.runtime.precision import TaskBudget
 from transferry.runtime.proof.report import AGREEMENT, BLEU, TaskMetric
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
+
+
+def task_metrics(
+    found: Findings,
+    budget: TaskBudget,
+    tokenizer: AnyTokenizer,
+    fed: Sequence[Sequence[int]] | None = None,
+    targets: Sequence[str] | None = None,
+) -> list[TaskMetric]:
+    """Returns the metrics of answers to text; none without text.
+
+    Args:
+        found: Findings of all checks.
+        budget: The largest changes that pass.
+        tokenizer: Decodes answers.
+        fed: Given answers, of which the perplexity is told.
+        targets: Reference answers.
+    """
+    forcing = found.forcing
+    if not forcing.tokens:
+        return []
+    metrics = [forcing.choices(budget.choices), forcing.worst_choice(budget.choice)]
+    if not found.best:  # without a decoder: of the tokens that are filled in
+        return metrics
+    metrics.append(token_agreement(found.best["greedy"]))
+    if targets is not None:
+        metrics += [
+            translation(tokenizer, name, found.best[name], targets, budget.bleu)
+            for name in ("greedy", "beam 4")
+        ]
+    return metrics + ([] if fed is None else [forcing.perplexity(budget.perplexity)])
 
 
 def token_agreement(pairs: Iterable[tuple[Hypothesis, Hypothesis]]) -> TaskMetric:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transferry.build_model.model.config import ModelConfig
-from transferry.export.faults.bundle_copy import BundleCopy
 
 Given = TypeVar("Given")
-Plant = Callable[[BundleCopy], str]
+# Plants a fault in a copy; returns the change and its place, None where there is no place.
+Plant = Callable[[Any], str | None]
 Applies = Callable[[ModelConfig], bool]
 
 
@@ -24,18 +24,16 @@ class Fault:
 
     Attributes:
         kind: Its name in the report.
-        plant: Plants it in a copy and describes what was changed, and where.
+        plant: Plants it in a copy and describes the change; see `Plant`.
         applies: Whether a model of this shape can have it.
         everywhere: Whether any variant can have it; else it is planted in graphs as torch's
             exporter writes them.
-        whole: Whether it is planted in the graph `generate` instead of the step graphs.
     """
 
     kind: str
     plant: Plant
     applies: Applies = lambda config: True
     everywhere: bool = False
-    whole: bool = False
 
 
 class Faults(list[Fault]):

@@ -1,30 +1,20 @@
-"""Faults in copies of foreign graphs: is each caught, and would the user's tolerance have been?"""
+"""Faults of other tools' graphs: weights, masks, positions, the cache, declared shapes."""
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace as changed
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from transferry.export.faults.bundle_copy import add, constant, replace
-from transferry.export.faults.self_test import rounding_of
-from transferry.export.oracle.oracle import Oracle
-from transferry.export.subject.layout import BITS, PRODUCTS, GraphFile, Layout
-from transferry.export.subject.model import Observable
-from transferry.runtime.errors import InputError, TransferryError
-from transferry.runtime.io.folders import temporary_folder
-from transferry.runtime.proof.compare import Case, Comparison, compare, observe
-from transferry.runtime.proof.report import Claim, Decisions, PlantedFault
+from transferry.export.faults.fault import Fault
+from transferry.export.subject.bundle_copy import add, constant, replace
+from transferry.export.subject.graph_copy import GraphCopy
+from transferry.export.subject.layout import BITS, PRODUCTS, GraphFile
 
-Checks = Callable[[Layout], Iterator[Claim | Decisions | list[Comparison]]]
-Answers = Callable[[Layout], Sequence[NDArray[Any]]]
 # What a fault changed, and where; None where a graph has no place for it.
 Plant = Callable[[ir.Model, GraphFile], str | None]
 
@@ -45,24 +35,45 @@ def _set(value: ir.Value, array: NDArray[Any]) -> None:
     value.const_value = ir.Tensor(array, name=value.name)
 
 
-def _scaled(model: ir.Model, graph: GraphFile) -> str | None:
-    weights = _weights(model)
-    if not weights:
-        return None
-    value = weights[len(weights) // 2]
-    _set(value, value.const_value.numpy() * np.float32(1.001))  # type: ignore[union-attr]
-    return f"{value.name} times 1.001"
+def _of_weight(change: Callable[[NDArray[Any]], NDArray[Any]], told: str) -> Plant:
+    """Returns the change of the matrix of median size."""
+
+    def plant(model: ir.Model, graph: GraphFile) -> str | None:
+        return _changed(_weights(model), change, told)
+
+    return plant
 
 
-def _swapped(model: ir.Model, graph: GraphFile) -> str | None:
-    weights = _weights(model)
+def _changed(
+    weights: Sequence[ir.Value], change: Callable[[NDArray[Any]], NDArray[Any]], told: str
+) -> str | None:
     if not weights:
         return None
     value = weights[len(weights) // 2]
     array = value.const_value.numpy().copy()  # type: ignore[union-attr]
+    _set(value, change(array))
+    return f"{value.name}{told}"
+
+
+def _swapped(array: NDArray[Any]) -> NDArray[Any]:
     array[:, [0, 1]] = array[:, [1, 0]]
-    _set(value, array)
-    return f"{value.name}: columns 0 and 1"
+    return array
+
+
+def _rounded(array: NDArray[Any]) -> NDArray[Any]:
+    step = np.abs(array).max() / 127
+    rounded: NDArray[Any] = np.round(array / step) * step
+    return rounded.astype(array.dtype)
+
+
+def _reversed(model: ir.Model, graph: GraphFile) -> str | None:
+    found = [
+        node.inputs[1]
+        for node in model.graph.all_nodes()
+        if node.op_type in (BITS, *PRODUCTS) and len(node.inputs) > 1
+    ]
+    weights = [value for value in found if value is not None and value.const_value is not None]
+    return _changed(weights, lambda array: array[::-1].copy(), ": its first axis backwards")
 
 
 def _rare_row(model: ir.Model, graph: GraphFile) -> str | None:
@@ -76,31 +87,6 @@ def _rare_row(model: ir.Model, graph: GraphFile) -> str | None:
             _set(table, array)
             return f"{table.name}: row {len(array) // 3} times 1.05"
     return None
-
-
-def _rounded(model: ir.Model, graph: GraphFile) -> str | None:
-    weights = _weights(model)
-    if not weights:
-        return None
-    value = weights[len(weights) // 2]
-    array = value.const_value.numpy()  # type: ignore[union-attr]
-    step = np.abs(array).max() / 127
-    _set(value, (np.round(array / step) * step).astype(array.dtype))
-    return f"{value.name} rounded to 8 bits"
-
-
-def _reversed(model: ir.Model, graph: GraphFile) -> str | None:
-    found = [
-        node.inputs[1]
-        for node in model.graph.all_nodes()
-        if node.op_type in (BITS, *PRODUCTS) and len(node.inputs) > 1
-    ]
-    weights = [value for value in found if value is not None and value.const_value is not None]
-    if not weights:
-        return None
-    value = weights[len(weights) // 2]
-    _set(value, value.const_value.numpy()[::-1].copy())  # type: ignore[union-attr]
-    return f"{value.name}: its first axis backwards"
 
 
 def _epsilon(model: ir.Model, graph: GraphFile) -> str | None:
@@ -209,153 +195,32 @@ def _declared(model: ir.Model, graph: GraphFile) -> str | None:
     return f"{output.name} declares {sizes[-1]} in its last axis"
 
 
+SWAPPED = "swapped cache rows"
 FAULTS: dict[str, Plant] = {
-    "a weight scaled": _scaled,
-    "two columns of a weight swapped": _swapped,
+    "a weight scaled": _of_weight(lambda array: array * np.float32(1.001), " times 1.001"),
+    "two columns of a weight swapped": _of_weight(_swapped, ": columns 0 and 1"),
     "one row of the embedding": _rare_row,
-    "a weight in 8 bits": _rounded,
+    "a weight in 8 bits": _of_weight(_rounded, " rounded to 8 bits"),
     "a weight of integers reversed": _reversed,
     "norm epsilon changed": _epsilon,
     "padding mask dropped": _unmasked,
     "positions one too low": _shifted,
     "later rows of a batch": _last_row,
-    "swapped cache rows": _stale,
+    SWAPPED: _stale,
     "noise": _noise,
     "another declared shape": _declared,
 }
 
 
-def self_test(
-    layout: Layout,
-    checks: Checks,
-    answers: Answers,
-    changes: Callable[[Layout], bool],
-    atol: float | None,
-    done: Callable[[int, int], None] = lambda done, total: None,
-) -> list[PlantedFault]:
-    """Plants every kind of fault that the graphs have a place for, and checks each copy.
-
-    Args:
-        layout: Honest graphs; they are copied, never changed.
-        checks: Yields the results of the checks of graphs.
-        answers: Returns what graphs give on the input that a tolerance is usually tried on.
-        changes: Whether graphs that pass the checks answer otherwise than the honest ones.
-        atol: The user's own tolerance of these answers; None if there is none.
-        done: Called with the number of faults finished and of all faults.
-
-    Returns:
-        The faults; with a tolerance, whether that would have let them pass.
-
-    Raises:
-        InputError: The graphs take no fault.
-    """
-    planted: list[PlantedFault] = []
-    honest = answers(layout) if atol is not None else []
-    last = layout.step or layout.decoder
-    with temporary_folder() as made:
-        for number, (kind, plant) in enumerate(FAULTS.items(), start=1):
-            folder = made / f"copy-{number}"
-            shutil.copytree(last.path.parent, folder)
-            copied = _moved(layout, folder)
-            target = copied.step if kind == "swapped cache rows" and copied.step else copied.decoder
-            model = ir.load(target.path)
-            where = plant(model, target)
-            if where is not None:
-                _save(model, target.path)
-                caught = _first_failure(copied, checks)
-                fault = PlantedFault(kind, where, bool(caught) or changes(copied), caught)
-                if atol is not None:
-                    found = None
-                    with contextlib.suppress(TransferryError):
-                        found = answers(copied)
-                    distance = _distance(honest, found)
-                    fault = changed(fault, difference=distance, tolerated=distance <= atol)
-                planted.append(fault)
-            shutil.rmtree(folder)
-            done(number, len(FAULTS))
-    if not planted:
-        raise InputError(f"{layout.decoder.path}: no fault can be planted in these graphs")
-    return planted
+def foreign_faults() -> list[Fault]:
+    """Returns every kind of fault; a graph without a place for one is left as it is."""
+    return [
+        Fault(kind, partial(_planted, plant, kind == SWAPPED)) for kind, plant in FAULTS.items()
+    ]
 
 
-def answers_otherwise(
-    oracle: Oracle,
-    honest: Observable,
-    found: Callable[[], Observable],
-    cases: Sequence[Case],
-    precision: str,
-) -> bool:
-    """Whether a model's numbers differ from the honest one's by more than rounding.
-
-    Args:
-        oracle: Tells how much torch rounds.
-        honest: The honest graphs.
-        found: Opens the others.
-        cases: Inputs that the checks do not use.
-        precision: Precision of the graphs.
-    """
-    rounding = rounding_of(precision)
-    try:
-        model = found()
-        for case in cases:
-            wanted = changed(oracle.truth(case), oracle=observe(honest, case))
-            if any(item.fault for item in compare(case, wanted, observe(model, case), rounding)):
-                return True
-    except TransferryError:
-        return True
-    return False
-
-
-def _distance(honest: Sequence[NDArray[Any]], found: Sequence[NDArray[Any]] | None) -> float:
-    if found is None or any(a.shape != b.shape for a, b in zip(honest, found, strict=True)):
-        return float("inf")
-    pairs = zip(honest, found, strict=True)
-    return max(float(np.abs(a.astype(np.float64) - b).max(initial=0.0)) for a, b in pairs)
-
-
-def _moved(layout: Layout, folder: Path) -> Layout:
-    def move(graph: GraphFile) -> GraphFile:
-        return changed(graph, path=folder / graph.path.name)
-
-    return changed(
-        layout,
-        decoder=move(layout.decoder),
-        encoder=layout.encoder and move(layout.encoder),
-        step=layout.step and move(layout.step),
-    )
-
-
-def _save(model: ir.Model, path: Path) -> None:
-    """Writes a graph whose weights are partly in a file beside it, to another file of weights."""
-    model.graph.sort()
-    ir.external_data.load_to_model(model)
-    large = sum(
-        value.const_value.nbytes
-        for value in model.graph.initializers.values()
-        if value.const_value is not None
-    )
-    if large > 1 << 30:
-        ir.save(model, path, external_data="planted.bin")
-    else:
-        ir.save(model, path)
-
-
-def _first_failure(layout: Layout, checks: Checks) -> str:
-    """Returns the first check that fails; empty if all pass."""
-    try:
-        for found in checks(layout):
-            if isinstance(found, Claim):
-                failed = found.name if found.problem else ""
-            elif isinstance(found, Decisions):
-                failed = "" if found.passed else found.search
-            else:
-                failed = next((_named(item) for item in found if item.fault), "")
-            if failed:
-                return failed
-    except TransferryError:
-        return "running"
-    return ""
-
-
-def _named(item: Comparison) -> str:
-    return "batch independence" if " alone and in " in item.case else item.stage
+def _planted(plant: Plant, later: bool, copy: GraphCopy) -> str | None:
+    """Plants a fault in the graph of first steps, or in that of later ones."""
+    if later and copy.layout.step is not None:
+        copy.edit(copy.layout.step)
+    return plant(copy.model, copy.graph)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from transferry.export.faults.bundle_copy import (
+from transferry.export.faults.fault import Faults, decodes, given, last, tables
+from transferry.export.subject.bundle_copy import (
     BundleCopy,
     add,
     constant,
@@ -18,7 +19,6 @@ from transferry.export.faults.bundle_copy import (
     replace,
     scalar,
 )
-from transferry.export.faults.fault import Faults, decodes, given, last, tables
 from transferry.runtime.decoding.batching import BatchOptions
 
 FAULTS = Faults()

@@ -10,9 +10,9 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
-from transferry.export.faults.bundle_copy import BundleCopy, add, constant, replace
 from transferry.export.faults.fault import Fault, Faults, given
 from transferry.export.faults.variant_faults import variant_faults
+from transferry.export.subject.bundle_copy import BundleCopy, add, constant, replace
 from transferry.runtime.bundle.specs import ONE_GRAPH
 from transferry.runtime.proof.one_graph import beams_of
 
@@ -30,11 +30,10 @@ def one_graph_faults(copy: BundleCopy) -> list[Fault]:
     absent += [] if _choices(copy, "ScatterND") else [RULES]
     absent += [] if _choices(copy, "Pow") else [BEAMS[1]]
     found = [fault for fault in FAULTS if fault.applies(copy.config) and fault.kind not in absent]
-    named = [
+    return [
         dataclasses.replace(fault, kind=f"{ONE_GRAPH}: {fault.kind.removeprefix(f'{ONE_GRAPH}: ')}")
         for fault in (*found, *variant_faults(copy))
     ]
-    return [dataclasses.replace(fault, whole=True) for fault in named]
 
 
 def _loop(copy: BundleCopy) -> ir.Node:

@@ -1,33 +1,30 @@
-"""Self-test: faults are planted in copies of a bundle, and verification must catch them.
-
-Each copy goes through the checks of `verify`, in order, up to the first that fails. A copy that
-passes all of them is compared with the honest bundle on inputs that the checks have not seen, to
-tell a fault that was missed from one that changes no answer.
-"""
+"""Faults in copies of a bundle, which the checks of `verify` must catch."""
 
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 
-from transferry.build_model.checkpoint import Checkpoint
 from transferry.build_model.model.config import ModelConfig
+from transferry.export.checks.check import Check, attempt, claim
 from transferry.export.checks.claims import (
     default_generation,
     manifest_claims,
     recorded_claim,
     require_exported_from,
 )
-from transferry.export.checks.graphs import GRAPHS, fresh_graphs, graphs_claim
-from transferry.export.checks.weights import WEIGHTS, weights_claim
-from transferry.export.checks.whole_search import check_one_graph
+from transferry.export.checks.graphs import Fresh, graphs_claim
+from transferry.export.checks.numbers import numbers
+from transferry.export.checks.searches import Text, served_searches
+from transferry.export.checks.texts import feeding, given_answers, readings
+from transferry.export.checks.weights import weights_claim
+from transferry.export.checks.whole_search import one_graph_options, whole_searches
 from transferry.export.faults import graph_faults, weight_faults
-from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.faults.fault import Fault, rare_tokens
+from transferry.export.faults.gate import Gate
 from transferry.export.faults.one_graph_faults import one_graph_faults
 from transferry.export.faults.variant_faults import variant_faults
 from transferry.export.oracle.cases import (
@@ -39,32 +36,20 @@ from transferry.export.oracle.cases import (
     sizes,
     vocabulary,
 )
-from transferry.export.oracle.oracle import Oracle, TextParity
+from transferry.export.oracle.oracle import Oracle
 from transferry.export.oracle.searches import BRIEF
-from transferry.export.rewrite.calibration import Calibration
-from transferry.export.trace.graph import Traces
-from transferry.runtime.bundle.bundle import Bundle
+from transferry.export.subject.bundle import BundleSubject
+from transferry.export.subject.bundle_copy import BundleCopy
+from transferry.export.subject.subject import Observable
 from transferry.runtime.bundle.specs import ONE_GRAPH, PORTABLE
 from transferry.runtime.decoding.search import search
-from transferry.runtime.errors import InputError, ParityError, ProviderError, TransferryError
+from transferry.runtime.errors import ParityError, ProviderError
 from transferry.runtime.io.folders import temporary_folder
-from transferry.runtime.ort.encoder import EncoderModel
-from transferry.runtime.ort.open_model import ServedModel, open_model
 from transferry.runtime.ort.session import SessionOptions, open_session, require_provider
 from transferry.runtime.precision import EPSILON, Precision
-from transferry.runtime.proof.compare import (
-    STAGES,
-    Case,
-    Comparison,
-    Tolerance,
-    Truth,
-    compare,
-    observe,
-)
+from transferry.runtime.proof.compare import Case, Tolerance, Truth, compare, observe
 from transferry.runtime.proof.divergence import ExpectedAnswers, Explainer, Tally
-from transferry.runtime.proof.one_graph import OneGraph
-from transferry.runtime.proof.report import Decisions, PlantedFault
-from transferry.runtime.proof.self_consistency import self_consistency
+from transferry.runtime.proof.report import PlantedFault
 
 FAULTS: tuple[Fault, ...] = (*weight_faults.FAULTS, *graph_faults.FAULTS)
 LONGEST_ANSWER = 32
@@ -85,60 +70,50 @@ def faults_of(copy: BundleCopy) -> list[Fault]:
 
 
 def self_test(
-    checkpoint: Checkpoint,
-    bundle: Bundle,
-    model: ServedModel,
+    subject: BundleSubject,
+    oracle: Oracle,
     sources: Sequence[Sequence[int]],
-    tolerance: Tolerance,
+    fresh: Fresh,
     done: Callable[[int, int], None] = lambda done, total: None,
-    traces: Traces | None = None,
 ) -> list[PlantedFault]:
     """Plants every kind of fault that applies, and verifies each faulty copy.
 
     Args:
-        checkpoint: The run that the bundle was exported from.
-        bundle: An honest bundle; it is copied, never changed.
-        model: A variant of it, opened as it will be served.
+        subject: An honest variant; it is copied, never changed.
+        oracle: torch's side of `verify`.
         sources: Token ids of the sources of the searches; may be empty.
-        tolerance: What passes.
+        fresh: The graphs that export makes now, by name; None if versions differ.
         done: Called with the number of faults finished and of all faults.
-        traces: Graphs traced before.
 
     Raises:
         ParityError: The bundle itself does not pass, so that its copies would prove nothing.
         InputError: A fault cannot be planted: the graphs are not those that this version exports.
     """
-    gate = Gate(checkpoint, bundle, model, sources, tolerance, traces)
-    planted = [_fallen_back(bundle.graph(next(iter(model.variant.graphs.values()))))]
+    variant = subject.variant
+    planted = [_fallen_back(subject.bundle.graph(next(iter(variant.graphs.values()))))]
+    test = BundleTest(subject, oracle.remembering(), sources, fresh)
     with temporary_folder() as folder:
-        # Rewritten like the others, so that the rewriting itself is not what is caught.
-        honest = BundleCopy(bundle, model.variant, folder / "honest")
-        faults = faults_of(honest)
-        copies = [(honest, False)]
-        if ONE_GRAPH in model.variant.graphs:
-            one = BundleCopy(bundle, model.variant, folder / "one", whole=True)
-            faults = [*faults, *one_graph_faults(one)]
-            copies.append((one, True))
-        done(1, len(faults) + 1)
-        for copy, whole in copies:
-            copy.rewrite()
-            copy.seal()
-            if caught := gate.check(copy.folder, whole=whole):
+        parts: list[tuple[Gate[BundleSubject], list[Fault]]] = []
+        for whole in (False, True) if ONE_GRAPH in variant.graphs else (False,):
+            gate = test.gate(whole=whole)
+            # Rewritten like the others, so that the rewriting itself is not what is caught.
+            honest = gate.subject.copy(folder / "copy")
+            honest.rewrite()
+            honest.seal()
+            if caught := gate.caught_by(gate.subject.reopened(honest.folder)):
                 raise ParityError(
-                    f"{bundle.folder} does not pass as it is: {caught} fails. Verify it without "
-                    "the self-test, and fix what that reports: until then its copies prove nothing"
+                    f"{subject.folder} does not pass as it is: {caught} fails. Verify it without "
+                    "the self-test, and fix the faults of that report: until then its copies prove "
+                    "nothing"
                 )
-        for number, fault in enumerate(faults, start=2):
-            copy = BundleCopy(bundle, model.variant, folder / "planted", whole=fault.whole)
-            where = fault.plant(copy)
-            copy.seal()
-            caught = gate.check(copy.folder, whole=fault.whole)
-            # A stored weight or an attribute may differ by less than any answer shows.
-            changes = caught not in ("", WEIGHTS, GRAPHS)
-            changes = changes or gate.changes(copy.folder, whole=fault.whole)
-            planted.append(PlantedFault(fault.kind, where, changes, caught))
-            shutil.rmtree(copy.folder)
-            done(number, len(faults) + 1)
+            honest.restore()
+            parts.append((gate, (one_graph_faults if whole else faults_of)(honest)))
+        total = 1 + sum(len(faults) for _, faults in parts)
+        done(1, total)
+        for gate, faults in parts:
+            for found in gate.plant(faults, folder / "copy"):
+                planted += [] if found is None else [found]
+                done(len(planted), total)
     return planted
 
 
@@ -154,164 +129,136 @@ def _fallen_back(graph: Path) -> PlantedFault:
     return PlantedFault(FELL_BACK, where, True, caught)
 
 
-class Gate:
-    """The checks of `verify`, with torch's side of the cases computed once."""
+@dataclass(frozen=True)
+class BundleTest:
+    """The checks of `verify` for many copies of one bundle.
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        bundle: Bundle,
-        model: ServedModel,
-        sources: Sequence[Sequence[int]],
-        tolerance: Tolerance,
-        traces: Traces | None = None,
-    ) -> None:
-        self._checkpoint, self._bundle = checkpoint, bundle
-        self._honest = model
-        precision = Precision.of(model.variant.precision)
-        self._calibration = Calibration.of(bundle, model.variant) if precision.calibrated else None
-        self._oracle = Oracle(
-            checkpoint.model,
-            checkpoint.tokenizer.special,
-            tolerance,
-            precision=precision,
-            calibration=self._calibration,
-        )
-        self._config = checkpoint.model.config
-        self._generation = default_generation(checkpoint)
-        self._recorded = bundle.manifest.files[model.variant.reference]
-        self._sources = sources
-        self._fresh = fresh_graphs(
-            checkpoint.model, bundle, model.variant, self._calibration, traces
-        )
-        cases = brief_sweep(self._config, model.batches.rows)
-        cases += lengths(self._config, sources)
-        if precision.integers:
-            cases += single_tokens(self._config)
-        self._truths = [(case, self._oracle.truth(case)) for case in cases]
+    Attributes:
+        honest: The honest variant.
+        oracle: torch's side, which remembers.
+        sources: Token ids of the sources of the searches.
+        fresh: The graphs that export makes now.
+    """
 
-    def check(self, folder: Path, *, whole: bool = False) -> str:
-        """Verifies a bundle and returns the first check that fails; empty if all pass.
+    honest: BundleSubject
+    oracle: Oracle
+    sources: Sequence[Sequence[int]]
+    fresh: Fresh
 
-        With `whole` the answers of the graph `generate` are compared, and the step graphs, which
-        are honest then, are not run again.
+    def gate(self, *, whole: bool = False) -> Gate[BundleSubject]:
+        """Returns the gate of the step graphs, or with `whole` of the graph `generate`."""
+        honest = self.honest
+        if not whole:
+            return Gate(honest, partial(self.checks, answers=self.step_checks), self.other_numbers)
+        subject = BundleSubject.of(honest.checkpoint, honest.bundle, honest.model, whole=True)
+        return Gate(subject, partial(self.checks, answers=self.whole_checks), self.other_answers)
+
+    def checks(
+        self, copy: BundleSubject, answers: Callable[[BundleSubject], Iterator[Check]]
+    ) -> Iterator[Check]:
+        """Yields the checks of a copy: claims, answers, and then what the files hold.
+
+        The files come last, to show the faults that the answers alone reveal.
         """
-        try:
-            bundle = Bundle.load(folder)
-        except TransferryError:
-            return "loading"
-        try:
-            require_exported_from(self._checkpoint, bundle)
-        except InputError:
-            return "tokenizer"
-        claims = manifest_claims(self._checkpoint, bundle)
-        if bundle.manifest.files[self._honest.variant.reference] != self._recorded:
-            claims.append(recorded_claim(bundle, self._honest.variant, self._oracle))
-        for claim in claims:
-            if claim.problem:
-                return claim.name
-        try:
-            model = self._open(bundle)
-        except TransferryError:
-            return "session"
-        try:
-            checks = self._one_graph(bundle, model) if whole else self._checks(model)
-            failed = next(filter(None, map(_failed, checks)), "")
-        except InputError:
-            return "running"
-        # Last, to show what the answers alone tell.
-        variant = bundle.variant(self._honest.variant.name)
-        claims = [weights_claim(self._checkpoint.model, bundle, variant, self._calibration)]
-        if self._fresh is not None:
-            claims.append(graphs_claim(self._fresh, bundle, variant))
-        return failed or next((claim.name for claim in claims if claim.problem), "")
+        honest, checkpoint = self.honest, self.honest.checkpoint
+        model, variant = checkpoint.model, honest.variant
+        yield attempt("loading", lambda: copy.bundle)
+        yield attempt("tokenizer", lambda: require_exported_from(checkpoint, copy.bundle))
+        yield claim("manifest", lambda: manifest_claims(checkpoint, copy.bundle))
+        reference = copy.bundle.manifest.files[variant.reference]
+        if reference != honest.bundle.manifest.files[variant.reference]:
+            yield claim("recorded", lambda: [recorded_claim(copy.bundle, variant, self.oracle)])
+        yield attempt("session", lambda: copy.model)
+        yield from answers(copy)
+        given = copy.bundle, variant
+        yield claim("weights", lambda: [weights_claim(model, *given, honest.calibration)])
+        if self.fresh is not None:
+            fresh = self.fresh
+            yield claim("graphs", lambda: [graphs_claim(fresh, *given)])
 
-    def _open(self, bundle: Bundle) -> ServedModel:
-        return open_model(bundle, self._honest.variant, self._honest.options)
+    def step_checks(self, copy: BundleSubject) -> Iterator[Check]:
+        """Yields the checks of the step graphs."""
+        yield from numbers(copy, self.oracle, self.cases)
+        text = self.text(self.sources)
+        if not text.sources:
+            return
+        if not copy.decodes:
+            yield readings(copy, self.oracle, text.sources)
+            return
+        batches = copy.model.batches
+        yield from served_searches(copy, self.oracle, text, self.honest.variant, batches)
+        yield given_answers(copy, self.oracle, partial(feeding, text, self.oracle.special), 0)
 
-    def _checks(self, model: ServedModel) -> Iterator[Decisions | list[Comparison]]:
-        for case, truth in self._truths:
-            yield compare(case, truth, observe(model, case), self._oracle.tolerance)
-            yield self_consistency(model, case)
-        yield from self._text(self._sources).check(model)
-
-    def _one_graph(self, bundle: Bundle, model: ServedModel) -> Iterator[Decisions]:
-        assert not isinstance(model, EncoderModel)
-        one = OneGraph(bundle, model.variant, model.options)
-        yield from check_one_graph(self._oracle, one, model, self._text(self._sources))
-
-    def _text(self, sources: Sequence[Sequence[int]]) -> TextParity:
-        fed = None if self._config.encoder_layers else sources
-        given = self._oracle, self._generation, sources, LONGEST_ANSWER, fed
-        return TextParity(*given, standard=BRIEF)
-
-    def changes(self, folder: Path, *, whole: bool = False) -> bool:
-        """Whether a bundle gives other answers than the honest one, whatever `check` returns.
-
-        Both run in onnxruntime on inputs that `check` does not use. A difference counts if it is
-        larger than rounding in the variant's precision, or if it chooses another token where there
-        is no tie.
-        """
-        rounding = rounding_of(self._honest.variant.precision)
-        try:
-            bundle = Bundle.load(folder)
-            if whole:
-                return self._other_answers(bundle)
-            model = self._open(bundle)
-            for case, truth in self._honest_answers:
-                if _failed(compare(case, truth, observe(model, case), rounding)):
-                    return True
-            return self._other_tokens(model, rounding)
-        except InputError:
-            return True
+    def whole_checks(self, copy: BundleSubject) -> Iterator[Check]:
+        """Yields the checks of the graph `generate`; the step graphs, honest then, do not run."""
+        rows = copy.model.batches.rows
+        yield from whole_searches(copy, self.oracle, self.text(self.sources), rows)
 
     @cached_property
-    def _honest_answers(self) -> list[tuple[Case, Truth]]:
-        """Tensors of the honest bundle, with torch's own error as the measure of rounding."""
-        most = self._config.max_positions
-        cases = [
-            *random_cases(
-                self._config, [(5, 9, 2), (3, 16, 0), (3, 5, 7), (2, most, most)], seed=1000
-            ),
-            *_with_rare_tokens(self._config, seed=1000),
-        ]
-        return [
-            (case, replace(self._oracle.truth(case), oracle=observe(self._honest, case)))
-            for case in cases
-        ]
+    def cases(self) -> list[Case]:
+        """Cases of random tokens that show faults quickly."""
+        config = self.oracle.config
+        found = brief_sweep(config, self.honest.model.batches.rows)
+        found += lengths(config, self.sources)
+        return found + (list(single_tokens(config)) if self._precision.integers else [])
 
-    def _other_tokens(self, model: ServedModel, rounding: Tolerance) -> bool:
-        honest, oracle = self._honest, self._oracle
-        if isinstance(model, EncoderModel) or isinstance(honest, EncoderModel):
-            # It fills in the largest score, and all scores were compared.
+    @property
+    def _precision(self) -> Precision:
+        return Precision.of(self.honest.variant.precision)
+
+    def text(self, sources: Sequence[Sequence[int]]) -> Text:
+        """Returns the text of brief searches."""
+        config = self.oracle.config
+        fed = None if config.encoder_layers else sources
+        generation = default_generation(self.honest.checkpoint)
+        return Text(config, sources, generation, LONGEST_ANSWER, fed, standard=BRIEF)
+
+    def other_numbers(self, copy: BundleSubject) -> bool:
+        """Whether a tensor or a token differs from the honest one by more than rounding.
+
+        A token counts where there is no tie.
+        """
+        rounding = rounding_of(self._precision.name)
+        if differs(copy.model, self.unseen, rounding):
+            return True
+        if not copy.decodes:  # it fills in the largest score, and all scores were compared
             return False
-        sources = self._unseen()
+        honest, oracle, sources = self.honest.model, self.oracle, self._unseen_sources()
         for name in BRIEF:
-            options = self._text(sources).options(name)
+            options = self.text(sources).options(name)
             answers = search(honest, sources, options, oracle.special)
             expected = ExpectedAnswers(range(len(sources)), sources, answers)
-            explain = Explainer(honest, model, oracle.exact, oracle.special, rounding, options)
+            given = honest, copy.model, oracle.exact, oracle.special, rounding, options
             tally = Tally(name, rounding)
-            tally.compare(model, [expected], options, oracle.special, explain)
+            tally.compare(copy.model, [expected], options, oracle.special, Explainer(*given))
             if tally.decisions().defects:
                 return True
         return False
 
-    def _unseen(self) -> list[list[int]]:
-        """Sources that `check` does not use."""
-        case = random_case(self._config, 6, 8, 0, seed=2000)
-        tokens = zip(case.source, case.mask, strict=True)
-        return [row[mask].tolist() or [self._oracle.special.bos_id] for row, mask in tokens]
+    @cached_property
+    def unseen(self) -> list[tuple[Case, Truth]]:
+        """Tensors of the honest variant on cases that the checks do not use."""
+        config = self.oracle.config
+        most = config.max_positions
+        drawn = [(5, 9, 2), (3, 16, 0), (3, 5, 7), (2, most, most)]
+        cases = random_cases(config, drawn, seed=1000)
+        cases += _with_rare_tokens(config, seed=1000)
+        return honest_truths(self.oracle, self.honest.model, cases)
 
-    def _other_answers(self, bundle: Bundle) -> bool:
+    def _unseen_sources(self) -> list[list[int]]:
+        """Sources that the checks do not use."""
+        case = random_case(self.oracle.config, 6, 8, 0, seed=2000)
+        tokens = zip(case.source, case.mask, strict=True)
+        return [row[mask].tolist() or [self.oracle.special.bos_id] for row, mask in tokens]
+
+    def other_answers(self, copy: BundleSubject) -> bool:
         """Whether the graph `generate` gives other answers than the honest one."""
-        honest, special, sources = self._honest, self._oracle.special, self._unseen()
-        both = [OneGraph(each, honest.variant, honest.options) for each in (self._bundle, bundle)]
-        options = replace(self._text(sources).options("greedy"), scores=True)
-        options = replace(options, beam=both[0].beam, n_best=both[0].beam)
-        asked = sources, options, special, honest.batches.rows
+        special, sources = self.oracle.special, self._unseen_sources()
+        both = self.honest.one_graph, copy.one_graph
+        options = one_graph_options(self.text(sources), both[0].beam)
+        asked = sources, options, special, self.honest.model.batches.rows
         wanted, found = (one.answers_all_ways(*asked) for one in both)
-        _, own = self._oracle.scores(sources, [ways[0] for ways in wanted], options)
+        _, own = self.oracle.scores(sources, [ways[0] for ways in wanted], options)
         pairs = [
             pair
             for row, other in zip(wanted, found, strict=True)
@@ -327,8 +274,24 @@ class Gate:
         )
 
 
+def honest_truths(
+    oracle: Oracle, honest: Observable, cases: Sequence[Case]
+) -> list[tuple[Case, Truth]]:
+    """Returns the tensors of an honest model, with torch's own error as the measure of rounding."""
+    return [(case, replace(oracle.truth(case), oracle=observe(honest, case))) for case in cases]
+
+
+def differs(model: Observable, expected: Sequence[tuple[Case, Truth]], rounding: Tolerance) -> bool:
+    """Whether a tensor of a model differs from the honest one by more than rounding."""
+    return any(
+        item.fault
+        for case, truth in expected
+        for item in compare(case, truth, observe(model, case), rounding)
+    )
+
+
 def rounding_of(precision: str) -> Tolerance:
-    """Returns what two models of a precision may be apart if both compute the same."""
+    """Returns how far apart two models of a precision may be if both compute the same."""
     factor = ROUNDING * Precision.of(precision).epsilon / EPSILON
     # It proves nothing, so it may be as large as it gets.
     return Tolerance(factor, EPSILON, most=math.inf)
@@ -360,10 +323,3 @@ def _with_rare_tokens(config: ModelConfig, *, seed: int = 0) -> list[Case]:
         for tokens in [case.source if case.source.size else case.target]
         if any(token in tokens for token in rare_tokens(config))
     ]
-
-
-def _failed(found: Decisions | Sequence[Comparison]) -> str:
-    """Returns the search, or the first stage of the model, that failed; empty if none did."""
-    if isinstance(found, Decisions):
-        return "" if found.passed else found.search
-    return min((item.stage for item in found if item.fault), key=STAGES.index, default="")

@@ -13,8 +13,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from transferry.export.faults.bundle_copy import BundleCopy, add, constant, replace
 from transferry.export.faults.fault import Fault
+from transferry.export.subject.bundle_copy import BundleCopy, add, constant, replace
 from transferry.runtime.bundle.specs import TensorSpec
 
 SMALL = 1.01  # factor of what is made wrong

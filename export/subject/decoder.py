@@ -6,6 +6,7 @@ graph without a cache reads everything again at each step.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -43,6 +44,14 @@ class ForeignState:
     past: Arrays | None = field(default=None)
 
 
+def padded(rows: Sequence[Sequence[int]], pad_id: int, padding: Padding) -> tuple[Ids, Mask]:
+    """Pads rows on a side; returns token ids and mask `[rows, columns]`."""
+    if padding == "right":
+        return pad_sources(rows, pad_id)
+    ids, mask = pad_sources([row[::-1] for row in rows], pad_id)
+    return ids[:, ::-1], mask[:, ::-1]
+
+
 def _require_cache(cache: Arrays, rows: int) -> None:
     for name, value in cache.items():
         if value.ndim != 4 or len(value) != rows:
@@ -56,6 +65,7 @@ class ForeignDecoder:
     """Runs foreign graphs that generate."""
 
     shares_cache = False
+    gives = frozenset(["logits"])
 
     def __init__(
         self,
@@ -90,10 +100,25 @@ class ForeignDecoder:
 
     def padded(self, padding: Padding) -> ForeignDecoder:
         """Returns the same decoder with padding on a side; the sessions are shared."""
-        other = object.__new__(ForeignDecoder)
-        other.__dict__.update(self.__dict__)
+        other = copy.copy(self)
         other.padding = padding
         return other
+
+    def read(
+        self, rows: Sequence[Sequence[int]], padding: Padding
+    ) -> list[dict[str, NDArray[Any]]]:
+        """Returns the logits after each text, and without an encoder those of a later step too."""
+        decoder = self.padded(padding)
+        if decoder.has_encoder:
+            state = decoder.start(*pad_sources(rows, self._pad_id))
+            output, _ = decoder.step(np.zeros((len(rows), 1), np.int64), state)
+            return [{"logits": row} for row in output.all_logits]
+        state = decoder.start(*pad_sources([row[:-1] for row in rows], self._pad_id))
+        tokens = np.array([[row[-1]] for row in rows])
+        output, state = decoder.step(tokens, state)
+        later, _ = decoder.step(tokens, state)
+        logits = np.concatenate([output.all_logits, later.all_logits], axis=1)
+        return [{"logits": row} for row in logits]
 
     def start(self, source: Ids, mask: Mask) -> ForeignState:
         """Encodes the source; a prompt is read by the first step. See `Decoder.start`."""
@@ -107,10 +132,7 @@ class ForeignDecoder:
         return ForeignState([()] * len(rows), mask, states)
 
     def _pad(self, rows: Sequence[Sequence[int]]) -> tuple[Ids, Mask]:
-        if self.padding == "right":
-            return pad_sources(rows, self._pad_id)
-        ids, mask = pad_sources([row[::-1] for row in rows], self._pad_id)
-        return ids[:, ::-1], mask[:, ::-1]
+        return padded(rows, self._pad_id, self.padding)
 
     def step(
         self, tokens: Ids, state: ForeignState, *, top: int | None = None, normalise: bool = False

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
 from transferry.runtime.errors import InputError
-from transferry.runtime.io.documents import checked
+from transferry.runtime.io.documents import checked, read_document
 from transferry.runtime.precision import FLOAT32, PRECISIONS
 
 # Names as optimum and the builder of onnxruntime-genai write them.
@@ -140,6 +139,19 @@ class Layout:
         """All graphs, in the order in which they run."""
         return [each for each in (self.encoder, self.decoder, self.step) if each is not None]
 
+    def moved(self, folder: Path) -> Layout:
+        """Returns the same graphs in a copy of their folder."""
+
+        def move(graph: GraphFile) -> GraphFile:
+            return replace(graph, path=folder / graph.path.name)
+
+        return replace(
+            self,
+            decoder=move(self.decoder),
+            encoder=self.encoder and move(self.encoder),
+            step=self.step and move(self.step),
+        )
+
     def precision(self) -> str:
         """Returns the precision of the products: the coarsest of the graphs."""
         found = {each for graph in self.graphs for each in _precisions(graph.path)}
@@ -213,7 +225,7 @@ def read_layout(folder: Path, names: Path | None = None, suffix: str = "") -> La
     if names is not None:
         return _named(folder, names)
     if folder.is_file():
-        return _one(folder, "one file", {})
+        return Layout("one file", described(folder))
     if not folder.is_dir():
         raise InputError(f"{folder}: expected a folder of ONNX graphs or an ONNX file, found none")
     if (folder / CTRANSLATE2).is_file() and not list(folder.glob("*.onnx")):
@@ -223,9 +235,11 @@ def read_layout(folder: Path, names: Path | None = None, suffix: str = "") -> La
         )
     config: Mapping[str, Any] = {}
     if (folder / GENAI).is_file():
-        config = _json(folder / GENAI)
+        config = read_document(folder / GENAI, dict[str, Any], "write the model again")
         file = config.get("model", {}).get("decoder", {}).get("filename", "model.onnx")
-        return _one(_required(folder / str(file)), "onnxruntime-genai", config)
+        if not (folder / str(file)).is_file():
+            raise InputError(f"{folder / str(file)}: expected the graph that {GENAI} names")
+        return Layout("onnxruntime-genai", described(folder / str(file)), config=config)
     encoder = _first(folder, ENCODERS, suffix)
     decoder = _first(folder, DECODERS if encoder else ALONE, suffix)
     if decoder is None:
@@ -238,7 +252,7 @@ def read_layout(folder: Path, names: Path | None = None, suffix: str = "") -> La
             "file, with --names if its tensors have other names than optimum gives them"
         )
     if encoder is None:
-        return _one(decoder, "optimum", {})
+        return Layout("optimum", described(decoder))
     step = _first(folder, STEPS, suffix)
     graph = described(decoder)
     split = described(step) if step is not None and "use_cache" not in graph.inputs else None
@@ -268,30 +282,10 @@ def _load(path: Path) -> ir.Model:
         ) from error
 
 
-def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise InputError(f"{path}: expected JSON, found {error}; write the model again") from error
-    if not isinstance(read, dict):
-        raise InputError(f"{path}: expected a JSON object; write the model again")
-    return read
-
-
 def _first(folder: Path, files: Sequence[str], suffix: str) -> Path | None:
     names = [file.replace(".onnx", f"{suffix}.onnx") for file in files]
     places = (folder / part / name for name in names for part in ("", "onnx"))
     return next((path for path in places if path.is_file()), None)
-
-
-def _required(path: Path) -> Path:
-    if not path.is_file():
-        raise InputError(f"{path}: expected the graph that {GENAI} names, found none")
-    return path
-
-
-def _one(path: Path, writer: str, config: Mapping[str, Any]) -> Layout:
-    return Layout(writer, described(path), config=config)
 
 
 def _named(path: Path, names: Path) -> Layout:

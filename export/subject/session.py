@@ -109,15 +109,6 @@ class ForeignGraph:
             if (kind := self._outputs[name].type) not in FLOATS:
                 raise InputError(f"{path}: expected floats in output {name}, found {kind}")
 
-    def takes(self, role: str) -> bool:
-        """Whether there is an input of a meaning."""
-        return role in self.graph.inputs
-
-    def width(self, role: str) -> int | str:
-        """Returns the last declared dimension of an output."""
-        shape: list[int | str] = self._outputs[self.graph.outputs[role]].shape
-        return shape[-1]
-
     def empty(self, rows: int, kv_heads: int, d_head: int) -> dict[str, NDArray[Any]]:
         """Returns a cache without positions, of the sizes given where the graph declares none.
 

@@ -66,7 +66,7 @@ def decoder(bundle: Bundle) -> PortableDecoder:
 
 @pytest.fixture(scope="session")
 def oracle(checkpoint: Checkpoint) -> Oracle:
-    return Oracle(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
+    return Oracle.of(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,10 +18,13 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.commands import call
 from tests.export.subject.graphs import decoder_with_past, linear_layer, masked_model, saved
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
-from transferry.export.audit import audit, made, tolerance_of
+from transferry.export.audit import Audit, Planting, audit, tolerance_of
 from transferry.export.faults.foreign_faults import FAULTS
+from transferry.export.faults.gate import Gate
+from transferry.export.subject.foreign import ForeignFolder
 from transferry.export.subject.layout import GraphFile, read_layout, read_whole
 from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.report import ParityReport
 
 
@@ -45,7 +48,8 @@ def audited(
     checkpoint: Checkpoint = load_checkpoint(run)
     texts = load_samples(run)[:9]
     sides: Any = padding
-    return audit(folder, read_layout(folder), checkpoint, texts, paddings=sides, plant=plant)
+    subject = ForeignFolder(read_layout(folder), SessionOptions(), checkpoint, sides)
+    return audit(folder, subject, texts, planting=Planting(plant))
 
 
 def test_a_decoder_with_past_passes(writer: Path, writer_run_folder: Path) -> None:
@@ -161,8 +165,10 @@ def test_the_self_test_tells_what_a_tolerance_would_have_missed(
 def test_faults_that_the_checks_miss_are_told(
     writer: Path, writer_run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transferry.export.faults.foreign_faults._first_failure", lambda *_: "")
-    report = audit(writer, read_layout(writer), load_checkpoint(writer_run_folder), [], plant=True)
+    monkeypatch.setattr(Gate, "caught_by", lambda *_: "")
+    checkpoint = load_checkpoint(writer_run_folder)
+    subject = ForeignFolder(read_layout(writer), SessionOptions(), checkpoint)
+    report = audit(writer, subject, [], planting=Planting(plant=True))
     assert not report.passed
     harmless = {item.kind for item in report.self_test if not item.changes_answer}
     assert harmless == {"another declared shape"}
@@ -184,7 +190,8 @@ def test_names_of_a_toml_file(writer: Path, writer_run_folder: Path, tmp_path: P
     layout = read_layout(tmp_path / "x.onnx", names)
     assert layout.decoder.inputs["tokens"] == "x.input_ids"
     checkpoint = load_checkpoint(writer_run_folder)
-    report = audit(tmp_path, layout, checkpoint, ["a"], paddings=["right"])
+    subject = ForeignFolder(layout, SessionOptions(), checkpoint, ["right"])
+    report = audit(tmp_path, subject, ["a"])
     assert report.faults == []
     refused = call("audit", tmp_path / "x.onnx", "--reference", writer_run_folder)
     assert refused.exit_code == 3
@@ -379,8 +386,8 @@ def test_the_suffix_chooses_the_graphs(writer: Path, tmp_path: Path) -> None:
 
 def test_the_token_that_pads_is_in_no_random_source(reader_run_folder: Path) -> None:
     """RoBERTa's kin count no position for it, so that torch would answer otherwise."""
-    work = made(load_checkpoint(reader_run_folder), ["a"], "float32", [])
-    assert not any((case.source == work.oracle.special.pad_id).any() for case in work.cases())
+    work = Audit.of(load_checkpoint(reader_run_folder), ["a"], "float32")
+    assert not any((case.source == work.oracle.special.pad_id).any() for case in work.cases)
 
 
 def test_random_cases_are_padded_on_the_side_that_is_named(

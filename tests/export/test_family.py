@@ -20,6 +20,7 @@ from tests.traced import TRACES
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.build_model.train.evaluation import cross_entropy
+from transferry.export.checks.numbers import compare_cases
 from transferry.export.make import make
 from transferry.export.oracle.cases import random_case
 from transferry.export.oracle.oracle import Oracle
@@ -261,8 +262,8 @@ def test_what_is_exported_is_what_was_trained(
     model = trained_a_little(config)
     sizes = [(1, 1, 0), (3, 7, 0), (2, 5, 4)]
     cases = [random_case(config, *size, seed=number) for number, size in enumerate(sizes)]
-    comparisons = Oracle(model, SOURCES, Tolerance()).numbers(
-        opened(model, variant, tmp_path), cases
+    comparisons = compare_cases(
+        Oracle.of(model, SOURCES, Tolerance()), opened(model, variant, tmp_path), cases
     )
     assert len(comparisons) >= 2 * len(cases)
     assert [f"{item.case}: {item.tensor}: {item.fault}" for item in comparisons if item.fault] == []

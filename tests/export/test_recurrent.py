@@ -14,11 +14,12 @@ from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.recurrence import SSRU, CellState, scanned
 from transferry.build_model.model.transformer import Transformer, greedy
 from transferry.build_model.train.vocabulary import train_bpe
-from transferry.export.faults.bundle_copy import BundleCopy, add, constant, replace
+from transferry.export.checks.numbers import compare_cases
 from transferry.export.oracle.cases import random_case
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.rewrite.calibration import Calibration
-from transferry.export.verify import verify_against
+from transferry.export.subject.bundle_copy import BundleCopy, add, constant, replace
+from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import CacheSpec
 from transferry.runtime.errors import UsageError
@@ -113,7 +114,9 @@ def test_every_variant_is_torchs_model(
     request: pytest.FixtureRequest, texts: list[str], variant: str
 ) -> None:
     checkpoint, bundle = side(request, variant)
-    report = verify_against(checkpoint, bundle, opened(bundle, variant), texts[:4], traces=TRACES)
+    report = verify_against(
+        checkpoint, bundle, opened(bundle, variant), Request(texts[:4]), traces=TRACES
+    )
     assert report.passed, report_text(report)
     if variant in ("portable", "cpu-fp32"):
         assert [item.identical for item in report.decisions][:2] == [4, 4]
@@ -142,9 +145,9 @@ def test_a_wrong_state_is_caught(
     precision = Precision.of(bundle.variant(variant).precision)
     calibration = Calibration.of(bundle, bundle.variant(variant)) if precision.calibrated else None
     given = checkpoint.model, checkpoint.tokenizer.special, Tolerance.of(precision.name)
-    oracle = Oracle(*given, precision=precision, calibration=calibration)
+    oracle = Oracle.of(*given, precision=precision, calibration=calibration)
     cases = [random_case(checkpoint.model.config, 3, 5, 2, seed=seed) for seed in range(3)]
-    wrong = {item.tensor for item in oracle.numbers(served, cases) if item.fault}
+    wrong = {item.tensor for item in compare_cases(oracle, served, cases) if item.fault}
     assert {"past.0.cell", "logits"} <= wrong
     assert "cross.0.keys" not in wrong
 

@@ -16,6 +16,7 @@ from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.export import bundle as exporting
 from transferry.export.bundle import Contents, export_bundle
+from transferry.export.checks.numbers import compare_cases
 from transferry.export.make import make
 from transferry.export.oracle import effort
 from transferry.export.oracle.cases import random_case
@@ -23,7 +24,7 @@ from transferry.export.oracle.oracle import Oracle
 from transferry.export.prove import check_graphs
 from transferry.export.recipes import RECIPES, recipe_of
 from transferry.export.trace.store import ALIGNMENT, WEIGHTS, write_graphs
-from transferry.export.verify import verify_against
+from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import CacheSpec
 from transferry.runtime.errors import ParityError, UsageError
@@ -161,13 +162,13 @@ def test_half_precision_answers_nearly_alike(tmp_path: Path) -> None:
     assert types == {("bias", "float32"), ("logits", "float32"), ("hidden", "float16")}
     opened = open_model(bundle, variant, SessionOptions())
     cases = [random_case(config, *size, seed=0) for size in [(1, 1, 0), (3, 7, 0), (2, 5, 4)]]
-    oracle = Oracle(model, SOURCES, Tolerance.of("float16"))
-    comparisons = oracle.numbers(opened, cases)
+    oracle = Oracle.of(model, SOURCES, Tolerance.of("float16"))
+    comparisons = compare_cases(oracle, opened, cases)
     assert not [item.fault for item in comparisons if item.fault]
     assert np.isfinite([item.error for item in comparisons]).all()
     # The tolerance of float32 is a thousandth of that.
-    oracle = Oracle(model, SOURCES, replace(oracle.tolerance, factor=Tolerance().factor))
-    assert [item.tensor for item in oracle.numbers(opened, cases) if item.fault]
+    oracle = Oracle.of(model, SOURCES, replace(oracle.tolerance, factor=Tolerance().factor))
+    assert [item.tensor for item in compare_cases(oracle, opened, cases) if item.fault]
 
 
 def test_of_a_large_model_export_tells_a_loss_and_verify_judges(
@@ -189,6 +190,6 @@ def test_of_a_large_model_export_tells_a_loss_and_verify_judges(
     assert len(told) == 1
     assert "too few answers" in told[0]
     model = open_model(bundle, bundle.variant("cpu-int4"), SessionOptions())
-    report = verify_against(checkpoint, bundle, model, texts[:16], traces=TRACES)
+    report = verify_against(checkpoint, bundle, model, Request(texts[:16]), traces=TRACES)
     assert not report.passed
     assert all("Equivalent choices" in fault or "hoice" in fault for fault in report.faults)

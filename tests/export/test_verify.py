@@ -19,11 +19,14 @@ from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.transformer import Transformer
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.build_model.train.vocabulary import train_bpe
+from transferry.export.checks.check import prove
+from transferry.export.checks.numbers import compare_cases
+from transferry.export.checks.texts import readings
 from transferry.export.oracle.cases import random_case, sizes, sweep
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.oracle.teacher_forcing import TeacherForcing
+from transferry.export.subject.subject import OpenedModel
 from transferry.export.torch_model import TorchDecoder, TorchEncoder
-from transferry.export.verify import verify_against
+from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.errors import InputError
@@ -48,7 +51,7 @@ def faults(comparisons: list[Comparison]) -> set[str]:
 
 
 def test_true_bundle_passes(oracle: Oracle, decoder: PortableDecoder) -> None:
-    comparisons = oracle.numbers(decoder, sweep(oracle.config))
+    comparisons = compare_cases(oracle, decoder, sweep(oracle.config))
     assert faults(comparisons) == set()
     # 33 sizes, and two that run through the vocabulary; in each the logits, and keys and values of
     # cross and past in each of two layers. Rows are selected in 13.
@@ -119,7 +122,7 @@ def test_one_weight_one_percent_off_is_caught(oracle: Oracle, case: Case, name: 
     with torch.no_grad():
         weight = model.get_parameter(name).view(-1)
         weight[weight.abs().argmax()] *= 1.01
-    assert faults(oracle.numbers(TorchDecoder(model), [case]))
+    assert faults(compare_cases(oracle, TorchDecoder(model), [case]))
 
 
 def test_positions_that_begin_anew_are_caught_in_later_steps(
@@ -132,7 +135,7 @@ def test_positions_that_begin_anew_are_caught_in_later_steps(
         return embed(tokens, at - at[0], **more)
 
     monkeypatch.setattr(model, "embed", anew)
-    comparisons = oracle.numbers(TorchDecoder(model), sweep(oracle.config))
+    comparisons = compare_cases(oracle, TorchDecoder(model), sweep(oracle.config))
     faulty = {item.stage for item in comparisons if item.fault}
     assert faulty == {"later step"}
 
@@ -167,7 +170,7 @@ def test_fault_is_caught(
 ) -> None:
     """In the tensors that it touches, and in no others."""
     decoder = broken(bundle, bundle.variant(), SessionOptions())
-    assert faults(oracle.numbers(decoder, [case])) == tensors
+    assert faults(compare_cases(oracle, decoder, [case])) == tensors
 
 
 def opened(bundle: Bundle) -> ServedModel:
@@ -175,7 +178,7 @@ def opened(bundle: Bundle) -> ServedModel:
 
 
 def verify(checkpoint: Checkpoint, bundle: Bundle, texts: list[str]) -> ParityReport:
-    return verify_against(checkpoint, bundle, opened(bundle), texts, traces=TRACES)
+    return verify_against(checkpoint, bundle, opened(bundle), Request(texts), traces=TRACES)
 
 
 class TestVerifyAgainst:
@@ -189,9 +192,9 @@ class TestVerifyAgainst:
             checkpoint,
             bundle,
             opened(bundle),
-            texts[:5],
-            done=lambda *state: progress.append(state),
+            Request(texts[:5]),
             traces=TRACES,
+            done=lambda *state: progress.append(state),
         )
         report.require()
         assert [(item.search, item.identical) for item in report.decisions] == [
@@ -229,9 +232,7 @@ class TestVerifyAgainst:
             checkpoint,
             bundle,
             opened(bundle),
-            texts[:4],
-            cross_check=True,
-            plant_faults=True,
+            Request(texts[:4], cross_check=True, plant_faults=True),
             traces=TRACES,
         )
         report.require()
@@ -313,11 +314,11 @@ class TestFillings:
                 return found
 
         tokenizer = reader.tokenizer
-        oracle = Oracle(reader.model, special or tokenizer.special, Tolerance())
+        oracle = Oracle.of(reader.model, special or tokenizer.special, Tolerance())
         texts = [pair.source for pair in builtin_pairs(300, seed=0)[:8]]
         sources = [tokenizer.special.wrap(tokenizer.encode(text)) for text in texts]
-        _, decisions = oracle.readings(Nudged(reader.model), sources, TeacherForcing())
-        assert isinstance(decisions, Decisions)
+        subject = OpenedModel(Nudged(reader.model))
+        (decisions,) = prove([readings(subject, oracle, sources)]).decisions
         return decisions
 
     def test_the_same_encoder_passes(self, reader: Checkpoint) -> None:

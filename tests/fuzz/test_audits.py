@@ -16,8 +16,10 @@ from onnx import TensorProto, helper
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.export.audit import audit
 from transferry.export.oracle.effort import Effort
+from transferry.export.subject.foreign import ForeignFolder
 from transferry.export.subject.layout import INPUTS, OUTPUTS, PAST, PRESENT, read_layout
 from transferry.runtime.errors import InputError
+from transferry.runtime.ort.session import SessionOptions
 
 CACHES = [f"{layer}.{name}" for layer in (0, 1) for name in ("decoder.key", "encoder.key", "key")]
 FILES = [
@@ -120,7 +122,8 @@ def test_no_graph_passes_or_ends_in_a_traceback(
         onnx.save(data.draw(graphs()), folder / name)
     checkpoint, texts = references[reference]
     try:
-        report = audit(folder, read_layout(folder), checkpoint, texts)
+        subject = ForeignFolder(read_layout(folder), SessionOptions(), checkpoint)
+        report = audit(folder, subject, texts)
     except InputError as error:
         assert str(error)
     else:

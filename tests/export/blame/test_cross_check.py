@@ -13,9 +13,17 @@ from numpy.typing import NDArray
 from tests.sealed import records
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.export.blame import cross_check as module
-from transferry.export.blame.backends import Arrays, Backend, NodeBackend, ReferenceBackend
-from transferry.export.blame.cross_check import RUNTIMES, SERVED, UNOPTIMISED, run_cross_check
+from transferry.export.blame.backends import (
+    BACKENDS,
+    Arrays,
+    Backend,
+    NodeBackend,
+    ReferenceBackend,
+)
+from transferry.export.blame.cross_check import SERVED, UNOPTIMISED, cross_checks
 from transferry.export.blame.plain_decoder import PlainDecoder
+from transferry.export.checks.check import prove
+from transferry.export.checks.numbers import compare_cases
 from transferry.export.oracle.cases import cross_check_cases, random_case
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.trace.store import WEIGHTS
@@ -26,6 +34,7 @@ from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import STAGES, Tolerance, observe
+from transferry.runtime.proof.divergence import Tally
 from transferry.runtime.proof.report import CrossCheck
 
 STEPS = ["encoder", "first step", "later step"]
@@ -63,7 +72,7 @@ class Unopened(ReferenceBackend):
 def ask(
     oracle: Oracle, served: PortableDecoder, bundle: Bundle, *backends: type[Backend]
 ) -> list[CrossCheck]:
-    return run_cross_check(oracle, served, bundle, backends)
+    return prove(cross_checks(oracle, served, bundle, backends)).runtimes
 
 
 def faulty(result: CrossCheck) -> list[str]:
@@ -84,12 +93,12 @@ def test_all_agree_on_a_right_graph(
 ) -> None:
     checkpoint = load_checkpoint(request.getfixturevalue(f"{prefix}run_folder"))
     bundle = Bundle.load(request.getfixturevalue(f"{prefix}bundle_folder"))
-    done: list[int] = []
     special = checkpoint.tokenizer.special
-    oracle = Oracle(checkpoint.model, special, Tolerance(), done.append)
+    oracle = Oracle.of(checkpoint.model, special, Tolerance())
     served = open_model(bundle, bundle.variant(), SessionOptions())
-    found = run_cross_check(oracle, served, bundle)
-    assert sum(done) == RUNTIMES == len(found)
+    checked = prove(cross_checks(oracle, served, bundle))
+    found = checked.runtimes
+    assert checked.steps == 2 + len(BACKENDS) == len(found)
     assert [result.runtime for result in found[:2]] == [SERVED, UNOPTIMISED]
     others = [result.runtime.split()[0] for result in found[2:]]
     assert others == ["onnx.reference", "OpenVINO", "onnxruntime-web"]
@@ -172,7 +181,10 @@ def test_a_plain_decoder_searches_and_selects_as_the_served_one(
     variant = bundle.variant()
     plain = PlainDecoder(variant, ReferenceBackend(bundle, variant))
     options = GenerationOptions(max_length=6, beam=2, n_best=2)
-    assert oracle.search(plain, "beam 2", sources[:2], options).decisions().identical == 2
+    tally = Tally("beam 2", oracle.tolerance)
+    explain, expected = oracle.explainer(plain, options), oracle.expected(sources[:2], options)
+    tally.compare(plain, expected, options, oracle.special, explain)
+    assert tally.decisions().identical == 2
     case, rows = random_case(oracle.config, 7, 6, 5, seed=2), np.array([3, 0, 0, 5])
     sides: tuple[Any, ...] = plain, decoder
     found, wanted = (
@@ -192,7 +204,7 @@ def test_the_cases_are_small_and_meet_every_stage(oracle: Oracle, decoder: Porta
     assert any(case.rows is not None and len(set(case.rows)) < len(case.rows) for case in cases)
     stages = set()
     for case in cases:
-        for item in oracle.numbers(decoder, [case]):
+        for item in compare_cases(oracle, decoder, [case]):
             stages.add(item.stage)
         assert observe(decoder, case)["logits"].shape[:2] == (len(case.kept), 3)
     assert stages == set(STAGES) - {"text"}

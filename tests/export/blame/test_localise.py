@@ -24,8 +24,8 @@ from transferry.build_model.model.transformer import Transformer
 from transferry.export.blame import localise
 from transferry.export.blame import served_graph as served
 from transferry.export.blame import traced_program as program
-from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.oracle.cases import random_case, sweep
+from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.export.torch_model import TorchDecoder
 from transferry.export.trace import portable as graphs
 from transferry.export.trace.store import WEIGHTS, write_graphs

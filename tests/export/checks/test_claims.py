@@ -11,7 +11,7 @@ from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.export.checks.claims import manifest_claims, recorded_claim
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.verify import verify_against
+from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import Manifest
 from transferry.runtime.bundle.specs import REFERENCE, CacheSpec, Variant
@@ -81,7 +81,7 @@ def test_an_honest_bundle_says_what_the_run_says(kind: str, request: pytest.Fixt
     checkpoint = load_checkpoint(request.getfixturevalue(f"{kind}run_folder"))
     bundle = Bundle.load(request.getfixturevalue(f"{kind}bundle_folder"))
     assert problems(checkpoint, bundle) == {}
-    oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
+    oracle = Oracle.of(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
     assert recorded_claim(bundle, bundle.variant(), oracle).problem == ""
 
 
@@ -160,7 +160,7 @@ CHANGES: dict[str, Change] = {
 def rerecorded(
     bundle: Bundle, checkpoint: Checkpoint, tmp_path: Any
 ) -> Iterator[Callable[[Change], str]]:
-    oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
+    oracle = Oracle.of(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
 
     def problem(change: Change) -> str:
         change(Reference.load(bundle.folder / REFERENCE)).save(tmp_path / REFERENCE)
@@ -184,7 +184,7 @@ def test_a_wrong_claim_fails_the_verification(checkpoint: Checkpoint, bundle: Bu
         bundle, variants={"portable": variant}, generation={"max_length": 20, "beam": 2}
     )
     model = open_model(wrong, variant, SessionOptions())
-    report = verify_against(checkpoint, wrong, model, [], traces=TRACES)
+    report = verify_against(checkpoint, wrong, model, Request([]), traces=TRACES)
     assert not report.passed
     assert report.tolerance == Tolerance()
     assert [line.partition(":")[0] for line in report.faults] == [

@@ -11,8 +11,8 @@ import pytest
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.checks.graphs import fresh_graphs, graphs_claim
-from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.rewrite.calibration import Calibration
+from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.export.trace.graph import Graph
 from transferry.runtime.bundle.bundle import Bundle
 

@@ -14,7 +14,7 @@ from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.checks.task_metrics import token_agreement, translation
 from transferry.export.recipes import RECIPES
-from transferry.export.verify import verify_against
+from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST
 from transferry.runtime.bundle.specs import PORTABLE
@@ -58,7 +58,7 @@ def verify(
         patch.setitem(RECIPES, PORTABLE, recipe)
         # The file still holds float32.
         patch.setattr("transferry.export.verify.weights_claim", lambda *_: Claim("weights"))
-        return verify_against(checkpoint, bundle, model, texts, targets, traces=TRACES)
+        return verify_against(checkpoint, bundle, model, Request(texts, targets), traces=TRACES)
 
 
 def test_half_precision_passes_as_what_it_is(

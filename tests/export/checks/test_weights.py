@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.checks import weights as stored_weights
 from transferry.export.checks.weights import RunWeights, weights_claim
-from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.rewrite.calibration import Calibration
+from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.export.trace.store import SMALLEST
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import StoredTensor

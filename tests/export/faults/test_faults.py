@@ -13,11 +13,12 @@ from torch import nn
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
 from transferry.build_model.model.transformer import Transformer
-from transferry.export.faults.bundle_copy import BundleCopy, add, replace
+from transferry.export.checks.numbers import compare_cases
 from transferry.export.faults.fault import Fault, rare_tokens
 from transferry.export.faults.self_test import FAULTS, brief_sweep, faults_of
 from transferry.export.oracle.cases import sizes, vocabulary
 from transferry.export.oracle.oracle import Oracle
+from transferry.export.subject.bundle_copy import BundleCopy, add, replace
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.errors import InputError
@@ -53,8 +54,8 @@ def opened(copy: BundleCopy) -> ServedModel:
 
 
 def faulty(checkpoint: Checkpoint, model: ServedModel, factor: float = 8.0) -> list[str]:
-    oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, Tolerance(factor))
-    found = oracle.numbers(model, brief_sweep(checkpoint.model.config, BatchOptions().rows))
+    oracle = Oracle.of(checkpoint.model, checkpoint.tokenizer.special, Tolerance(factor))
+    found = compare_cases(oracle, model, brief_sweep(checkpoint.model.config, BatchOptions().rows))
     return [f"{item.case}: {item.tensor}: {item.fault}" for item in found if item.fault]
 
 
@@ -157,11 +158,11 @@ def test_planted_bundle_answers_as_torch_with_the_same_fault(
         TWINS[kind](twin)
     if kind == "positions shifted by one" and checkpoint.model.config.positions != "learned":
         # The oracle would make its tables anew, without the fault.
-        oracle = Oracle(twin, checkpoint.tokenizer.special, Tolerance())
+        oracle = Oracle.of(twin, checkpoint.tokenizer.special, Tolerance())
         with torch.no_grad():
             shift(oracle.exact.model)
         cases = brief_sweep(checkpoint.model.config, BatchOptions().rows)
-        assert not [item for item in oracle.numbers(model, cases) if item.fault]
+        assert not [item for item in compare_cases(oracle, model, cases) if item.fault]
     else:
         # Twice the default: a model with a norm or a scale missing is none that it was measured on
         # (8.2 was seen), and a fault that is not the named one is thousands of times as large.
@@ -173,6 +174,7 @@ def test_one_weight_is_one_weight(pair: Pair, tmp_path: Path, kind: str) -> None
     _, bundle = pair
     copy = copy_of(bundle, tmp_path)
     where = named(kind).plant(copy)
+    assert where is not None
     copy.seal()
     changed = []
     for spec in bundle.variant().graphs.values():

@@ -3,32 +3,30 @@
 import contextlib
 import dataclasses
 import math
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from random_faults import random_faults
+from tests.export.faults.bundles import Side, bundle_test, side_of, tested
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint, load_samples
 from transferry.export.bundle import Contents, export_bundle
 from transferry.export.checks.weights import WEIGHTS
 from transferry.export.faults import self_test as module
-from transferry.export.faults.bundle_copy import BundleCopy
 from transferry.export.faults.fault import Fault
-from transferry.export.faults.self_test import FAULTS, FELL_BACK, Gate, faults_of, self_test
+from transferry.export.faults.gate import Gate
+from transferry.export.faults.self_test import FAULTS, FELL_BACK, BundleTest, faults_of
 from transferry.export.oracle.cases import source_of
+from transferry.export.subject.bundle import BundleSubject
+from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import InputError, ParityError
 from transferry.runtime.io.whole import sha256
-from transferry.runtime.ort.open_model import ServedModel, open_model
-from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.report import Claim, ParityReport, PlantedFault
 from transferry.runtime.proof.views import report_text
 
-Side = tuple[Checkpoint, Bundle, list[list[int]]]
 HARMLESS = {
     "one weight off by one ULP",
     # softmax cancels it, but in a decoder's cache it is seen.
@@ -38,29 +36,15 @@ HARMLESS = {
 
 @pytest.fixture(scope="module", params=["", "writer_", "reader_"], ids=["both", "writer", "reader"])
 def side(request: pytest.FixtureRequest) -> Side:
-    run = request.getfixturevalue(f"{request.param}run_folder")
-    checkpoint = load_checkpoint(run)
-    texts = load_samples(run)[:2]
-    tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
-    sources = [source_of(text, tokenizer, config, number) for number, text in enumerate(texts)]
-    bundle = Bundle.load(request.getfixturevalue(f"{request.param}bundle_folder"))
-    return checkpoint, bundle, sources
+    return side_of(request, f"{request.param}run_folder", f"{request.param}bundle_folder", [])
 
 
-def opened(bundle: Bundle) -> ServedModel:
-    return open_model(bundle, bundle.variant(), SessionOptions())
+def blunt(factor: float = 8.0) -> Tolerance:
+    return Tolerance(factor=factor, most=math.inf)
 
 
-def run(side: Side, tolerance: float = 8.0, **changes: Any) -> dict[str, PlantedFault]:
-    checkpoint, bundle, sources = side
-    sources = changes.pop("sources", sources)
-    limit = Tolerance(factor=tolerance, most=math.inf)
-    found = self_test(checkpoint, bundle, opened(bundle), sources, limit, **changes, traces=TRACES)
-    return {item.kind: item for item in found}
-
-
-def content(folder: Path) -> dict[Path, str]:
-    return {path: sha256(path) for path in folder.rglob("*") if path.is_file()}
+def without_text(side: Side) -> Side:
+    return *side[:2], []
 
 
 def some(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
@@ -69,22 +53,16 @@ def some(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
     monkeypatch.setattr(module, "faults_of", lambda config: chosen)
 
 
-def numbers_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gate compares neither stored weights nor graphs."""
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate compares no stored weights."""
     monkeypatch.setattr(module, "weights_claim", lambda *_: Claim(WEIGHTS, ""))
-    monkeypatch.setattr(module, "fresh_graphs", lambda *_: None)
-
-
-def gate_of(side: Side) -> Gate:
-    checkpoint, bundle, sources = side
-    return Gate(checkpoint, bundle, opened(bundle), sources, Tolerance(), traces=TRACES)
 
 
 def test_every_fault_that_changes_an_answer_is_caught(side: Side) -> None:
     checkpoint, bundle, _ = side
     before = content(bundle.folder)
     progress: list[tuple[int, int]] = []
-    found = run(side, done=lambda done, total: progress.append((done, total)))
+    found = tested(side, blunt(), done=lambda done, total: progress.append((done, total)))
     assert content(bundle.folder) == before
     changing = {kind for kind, item in found.items() if item.changes_answer}
     assert len(changing) >= 14
@@ -108,8 +86,8 @@ def test_gate_with_a_blunt_tolerance_is_found_out(
 ) -> None:
     kinds = ("one weight off by 1 %", "one weight off by one ULP", "padding mask dropped")
     some(monkeypatch, *kinds)
-    numbers_only(monkeypatch)
-    found = run(side, 1e9, sources=[])
+    no_weights(monkeypatch)
+    found = tested(without_text(side), blunt(1e9), stored=False)
     assert [found[kind].passed for kind in kinds] == [False, True, False]
     assert [found[kind].changes_answer for kind in kinds] == [True, False, True]
     report = ParityReport("b", {}, Tolerance(), [], self_test=list(found.values()))
@@ -119,7 +97,8 @@ def test_gate_with_a_blunt_tolerance_is_found_out(
         report.require()
     some(monkeypatch, kinds[0])
     monkeypatch.setattr(Tolerance, "factor", 1e9)
-    assert not run(side, 1e9, sources=[])[kinds[0]].passed, "a blunt default hides nothing"
+    found = tested(without_text(side), blunt(1e9), stored=False)
+    assert not found[kinds[0]].passed, "a blunt default hides nothing"
 
 
 def test_gate_without_cases_still_has_the_searches(
@@ -128,10 +107,10 @@ def test_gate_without_cases_still_has_the_searches(
     monkeypatch.setattr(module, "brief_sweep", lambda config, rows: [])
     monkeypatch.setattr(module, "lengths", lambda config, sources: [])
     some(monkeypatch, "weights of an untrained model")
-    numbers_only(monkeypatch)
-    found = run(side)["weights of an untrained model"]
+    no_weights(monkeypatch)
+    found = tested(side, blunt(), stored=False)["weights of an untrained model"]
     assert found.caught_by in {"greedy", "text"}
-    missed = run(side, sources=[])["weights of an untrained model"]
+    missed = tested(without_text(side), blunt(), stored=False)["weights of an untrained model"]
     assert (missed.changes_answer, missed.caught_by) == (True, "")
 
 
@@ -139,9 +118,9 @@ def test_guard_that_lets_the_cpu_pass_for_cuda_is_found_out(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     some(monkeypatch)
-    assert run(side, sources=[])[FELL_BACK].passed
+    assert tested(without_text(side), blunt())[FELL_BACK].passed
     monkeypatch.setattr(module, "require_provider", lambda session, provider: None)
-    assert not run(side, sources=[])[FELL_BACK].passed
+    assert not tested(without_text(side), blunt())[FELL_BACK].passed
 
 
 def test_other_tokens_change_an_answer(
@@ -149,21 +128,22 @@ def test_other_tokens_change_an_answer(
 ) -> None:
     """Where no number is compared, the chosen tokens tell; an encoder alone has only numbers."""
     checkpoint, bundle, _ = side
-    gate = gate_of(side)
-    monkeypatch.setattr(Gate, "_honest_answers", [])
-    assert not gate.changes(bundle.folder)
+    monkeypatch.setattr(BundleTest, "unseen", [])
+    gate = bundle_test(side).gate()
+    assert not gate.changes(gate.subject)
     (fault,) = [fault for fault in FAULTS if fault.kind == "two layers swapped"]
     copy = BundleCopy(bundle, bundle.variant(), tmp_path / "copy")
     fault.plant(copy)
     copy.seal()
-    assert gate.changes(copy.folder) == bool(checkpoint.model.config.decoder_layers)
+    changes = gate.changes(gate.subject.reopened(copy.folder))
+    assert changes == bool(checkpoint.model.config.decoder_layers)
 
 
 def test_bundle_that_fails_by_itself_is_refused(side: Side) -> None:
     checkpoint, bundle, sources = side
     other = dataclasses.replace(checkpoint, model=type(checkpoint.model)(checkpoint.model.config))
     with pytest.raises(ParityError, match="does not pass as it is"):
-        run((other, bundle, sources))
+        tested((other, bundle, sources), blunt())
 
 
 def test_weights_of_half_precision_are_rounded_further(
@@ -178,7 +158,7 @@ def test_weights_of_half_precision_are_rounded_further(
     )
     kind = "all weights rounded"
     some(monkeypatch, kind)
-    planted = run((other, bundle, []))[kind]
+    planted = tested((other, bundle, []), blunt())[kind]
     assert planted.planted.endswith("tensors, to 7 bits of mantissa")
     assert planted.caught_by == "encoder"
 
@@ -186,69 +166,68 @@ def test_weights_of_half_precision_are_rounded_further(
 @pytest.fixture(scope="module", params=["cpu-fp32", "cpu-int8", "cpu-int4"])
 def variant_gate(
     request: pytest.FixtureRequest, calm: Checkpoint, texts: list[str], all_variants: Bundle
-) -> tuple[Gate, BundleCopy, Path]:
-    """The gate of a fused variant, with screened greedy search, and a copy to list its faults."""
+) -> tuple[Gate[BundleSubject], Path]:
+    """The gate of a fused variant, with screened greedy search, and a folder for a copy."""
     tokenizer, config = calm.tokenizer, calm.model.config
     sources = [source_of(text, tokenizer, config, number) for number, text in enumerate(texts[:2])]
-    model = open_model(all_variants, all_variants.variant(request.param), SessionOptions())
-    folder = request.getfixturevalue("tmp_path_factory").mktemp(request.param)
+    folder = request.getfixturevalue("tmp_path_factory").mktemp(request.param) / "copy"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "transferry.export.rewrite.lm_head.SMALLEST_VOCABULARY", 1
-        )  # as `export_all` has it
-        gate = Gate(
-            calm, all_variants, model, sources, Tolerance.of(model.variant.precision), traces=TRACES
-        )
-    return gate, BundleCopy(all_variants, model.variant, folder / "honest"), folder
+        # As `export_all` has it.
+        patch.setattr("transferry.export.rewrite.lm_head.SMALLEST_VOCABULARY", 1)
+        test = bundle_test((calm, all_variants, sources), variant=request.param)
+    return test.gate(), folder
 
 
 def test_each_output_of_each_graph_has_a_fault_that_is_caught(
-    variant_gate: tuple[Gate, BundleCopy, Path], all_variants: Bundle
+    variant_gate: tuple[Gate[BundleSubject], Path],
 ) -> None:
-    gate, honest, folder = variant_gate
-    caught = {}
-    for fault in faults_of(honest):
-        copy = BundleCopy(all_variants, honest.variant, folder / "planted")
-        fault.plant(copy)
-        copy.seal()
-        caught[fault.kind] = gate.check(copy.folder)
-        shutil.rmtree(copy.folder)
+    gate, folder = variant_gate
+    variant = gate.subject.variant
+    found = gate.plant(faults_of(gate.subject.copy(folder)), folder)
+    caught = {item.kind: item.caught_by for item in found if item is not None}
     outputs = {
         f"{name}: wrong {output.role.replace('_', ' ')}"
-        for name, graph in honest.variant.graphs.items()
+        for name, graph in variant.graphs.items()
         for output in graph.outputs
     }
     of_kind = {"cpu-fp32": "approximate_logits", "cpu-int8": "dequantise", "cpu-int4": "lm_head"}
-    assert of_kind[honest.variant.name] in honest.variant.graphs
+    assert of_kind[variant.name] in variant.graphs
     assert outputs <= caught.keys()
     harmless = {kind for kind, check in caught.items() if not check}
     assert harmless <= {"stored constant off"}
+    # The copy is put back after each fault, and the bundle is never touched.
+    assert content(folder) == content(gate.subject.folder)
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {
+        path.relative_to(folder).as_posix(): sha256(path)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_honest_copy_of_each_variant_passes(
-    variant_gate: tuple[Gate, BundleCopy, Path], all_variants: Bundle
+    variant_gate: tuple[Gate[BundleSubject], Path],
 ) -> None:
-    gate, honest, _ = variant_gate
+    gate, folder = variant_gate
+    honest = gate.subject.copy(folder)
     honest.rewrite()
     honest.seal()
-    assert not gate.check(honest.folder)
+    assert not gate.caught_by(gate.subject.reopened(folder))
+    honest.restore()
 
 
 @pytest.mark.parametrize("variant_gate", ["cpu-fp32", "cpu-int8"], indirect=True)
 def test_random_faults_that_change_an_answer_are_caught(
-    variant_gate: tuple[Gate, BundleCopy, Path], all_variants: Bundle
+    variant_gate: tuple[Gate[BundleSubject], Path],
 ) -> None:
-    gate, honest, folder = variant_gate
-    planted = []
+    gate, folder = variant_gate
+    planted: list[PlantedFault] = []
     for fault in random_faults(20, seed=1):
-        copy = BundleCopy(all_variants, honest.variant, folder / "planted")
         with contextlib.suppress(InputError):  # it has no place in this variant
-            where = fault.plant(copy)
-            copy.seal()
-            caught = gate.check(copy.folder)
-            if honest.variant.exact:  # in int8 a value at a border may hide a small one
-                assert caught or not gate.changes(copy.folder), f"{fault.kind}: {where}"
-            planted.append(caught)
-        shutil.rmtree(copy.folder)
+            planted += [each for each in gate.plant([fault], folder) if each is not None]
+    # In int8 a value at a border may hide a small one.
+    assert not gate.subject.variant.exact or all(item.passed for item in planted)
     assert len(planted) >= 12
-    assert sum(map(bool, planted)) >= 8
+    assert sum(bool(item.caught_by) for item in planted) >= 8

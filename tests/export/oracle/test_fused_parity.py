@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.export.faults.bundle_copy import BundleCopy, Change
 from transferry.export.faults.graph_faults import double_from_row
 from transferry.export.oracle.cases import random_case
-from transferry.export.verify import verify_against
+from transferry.export.subject.bundle_copy import BundleCopy, Change
+from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import UsageError
 from transferry.runtime.ort.open_model import open_model
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("screened")
 
 def verify(calm: Checkpoint, bundle: Bundle, name: str, texts: list[str]) -> ParityReport:
     model = open_model(bundle, bundle.variant(name), SessionOptions())
-    return verify_against(calm, bundle, model, texts, traces=TRACES)
+    return verify_against(calm, bundle, model, Request(texts), traces=TRACES)
 
 
 @pytest.mark.parametrize("name", ["cpu-fp32", "cpu-int8", "cpu-int4"])
@@ -123,4 +123,4 @@ def test_rows_of_the_largest_batch_are_verified(
 def test_the_cross_check_needs_the_portable_graphs(calm: Checkpoint, all_variants: Bundle) -> None:
     model = open_model(all_variants, all_variants.variant("cpu-fp32"), SessionOptions())
     with pytest.raises(UsageError, match="not cpu-fp32: add --variant portable"):
-        verify_against(calm, all_variants, model, [], cross_check=True, traces=TRACES)
+        verify_against(calm, all_variants, model, Request([], cross_check=True), traces=TRACES)

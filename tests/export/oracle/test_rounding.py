@@ -8,10 +8,11 @@ import pytest
 from numpy.typing import NDArray
 
 from transferry.build_model.checkpoint import Checkpoint
-from transferry.export.faults.bundle_copy import BundleCopy
+from transferry.export.checks.numbers import compare_cases
 from transferry.export.oracle.cases import single_tokens, sizes
 from transferry.export.oracle.oracle import Oracle
 from transferry.export.rewrite.calibration import CALIBRATION, Calibration
+from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.errors import InputError
 from transferry.runtime.ort.open_model import open_model
@@ -31,12 +32,12 @@ def calibration_read(all_variants: Bundle) -> Calibration:
 @pytest.fixture(scope="module")
 def int8_oracle(calm: Checkpoint, calibration_read: Calibration) -> Oracle:
     special = calm.tokenizer.special
-    return Oracle(calm.model, special, Tolerance.of("int8"), calibration=calibration_read)
+    return Oracle.of(calm.model, special, Tolerance.of("int8"), calibration=calibration_read)
 
 
 def judged(oracle: Oracle, bundle: Bundle) -> list[Comparison]:
     model = open_model(bundle, bundle.variant(INT8), SessionOptions())
-    return oracle.numbers(model, single_tokens(oracle.config))
+    return compare_cases(oracle, model, single_tokens(oracle.config))
 
 
 def test_a_calibration_survives_its_file(
@@ -71,7 +72,7 @@ def test_longer_texts_cross_borders_and_pass(int8_oracle: Oracle, all_variants: 
     model = open_model(all_variants, all_variants.variant(INT8), SessionOptions())
     # On no kind of rounding does a value cross in each set of cases; in three of four one does.
     for seed in range(0, 1000, 100):
-        comparisons = int8_oracle.numbers(model, sizes(int8_oracle.config, seed=seed))
+        comparisons = compare_cases(int8_oracle, model, sizes(int8_oracle.config, seed=seed))
         assert not [item for item in comparisons if item.fault]
         if max(item.error for item in comparisons) > 1e-3:
             return

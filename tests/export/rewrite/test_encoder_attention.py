@@ -7,6 +7,7 @@ import pytest
 
 from tests.export.conftest import random_reader, written
 from tests.traced import TRACES
+from transferry.export.checks.numbers import compare_cases
 from transferry.export.make import make
 from transferry.export.oracle.cases import random_case
 from transferry.export.oracle.oracle import Oracle
@@ -47,7 +48,7 @@ def test_an_encoder_of_fused_attentions_answers_as_torch(
     opened = open_model(bundle, bundle.variant(), SessionOptions())
     sizes = [(1, 1, 0), (3, 7, 0), (2, 13, 2)]
     cases = [random_case(model.config, *size, seed=number) for number, size in enumerate(sizes)]
-    comparisons = Oracle(model, PASSAGES, Tolerance()).numbers(opened, cases)
+    comparisons = compare_cases(Oracle.of(model, PASSAGES, Tolerance()), opened, cases)
     assert len(comparisons) >= len(cases)
     assert [f"{item.case}: {item.tensor}: {item.fault}" for item in comparisons if item.fault] == []
 

@@ -14,6 +14,7 @@ from tests.export.conftest import random_reader, written
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.model.transformer import Transformer
+from transferry.export.checks.numbers import compare_cases
 from transferry.export.make import make
 from transferry.export.oracle.cases import random_case
 from transferry.export.oracle.oracle import Oracle
@@ -81,7 +82,7 @@ def test_fused_graphs_answer_as_torch(made: Made) -> None:
     model, _, opened = made
     sizes = [(1, 1, 0), (3, 7, 0), (2, 5, 4)]
     cases = [random_case(model.config, *size, seed=number) for number, size in enumerate(sizes)]
-    comparisons = Oracle(model, SOURCES, Tolerance()).numbers(opened, cases)
+    comparisons = compare_cases(Oracle.of(model, SOURCES, Tolerance()), opened, cases)
     assert len(comparisons) >= 2 * len(cases)
     assert [f"{item.case}: {item.tensor}: {item.fault}" for item in comparisons if item.fault] == []
 

@@ -13,6 +13,7 @@ from tests.export.conftest import written
 from tests.export.test_family import config_of
 from tests.traced import TRACES
 from transferry.build_model.model.transformer import Transformer
+from transferry.export.checks.numbers import compare_cases
 from transferry.export.make import make
 from transferry.export.oracle.cases import single_tokens, sizes
 from transferry.export.oracle.oracle import Oracle
@@ -95,14 +96,16 @@ def test_a_model_is_what_torch_rounding_alike_computes(name: str, tmp_path: Path
     model = Transformer(config_of(*MODELS[name])).eval()
     bundle = written(tmp_path, model, INT4, make(model, RECIPES[INT4], traces=TRACES))
     decoder = open_model(bundle, bundle.variant(INT4), SessionOptions())
-    oracle = Oracle(model, SOURCES, Tolerance.of("int4"), precision=Precision.of("int4"))
-    found = oracle.numbers(decoder, [*single_tokens(model.config), *sizes(model.config)])
+    oracle = Oracle.of(model, SOURCES, Tolerance.of("int4"), precision=Precision.of("int4"))
+    found = compare_cases(oracle, decoder, [*single_tokens(model.config), *sizes(model.config)])
     assert not [item for item in found if item.fault]
     sharp = [item for item in found if item.budget < 1e-5]
     assert sharp
     assert max(item.error for item in sharp) < 2e-6
     # And it does round: the model as trained is further off.
-    plain = Oracle(model, SOURCES, Tolerance()).numbers(decoder, single_tokens(model.config))
+    plain = compare_cases(
+        Oracle.of(model, SOURCES, Tolerance()), decoder, single_tokens(model.config)
+    )
     assert max(item.error for item in plain) > 1e-3
 
 

@@ -6,19 +6,19 @@ import numpy as np
 import onnx
 import pytest
 
+from tests.export.faults.bundles import bundle_test
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.bundle import Contents, export_bundle
 from transferry.export.faults.self_test import self_test
 from transferry.export.rewrite.weight_int8 import quantised
 from transferry.export.rewrite.weight_only import store_in_int8
-from transferry.export.verify import verify_against
+from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import ParityError
 from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.session import SessionOptions
-from transferry.runtime.proof.compare import Tolerance
 
 NAME = "portable-int8"
 
@@ -62,14 +62,13 @@ def test_the_variant_passes_and_its_faults_are_caught(
     small: Bundle, checkpoint: Checkpoint, texts: list[str], sources: list[list[int]]
 ) -> None:
     model = open_model(small, small.variant(NAME), SessionOptions())
-    report = verify_against(checkpoint, small, model, texts, traces=TRACES)
+    report = verify_against(checkpoint, small, model, Request(texts), traces=TRACES)
     assert report.passed, report.faults
     assert {item.search for item in report.decisions} >= {"greedy", "beam 4"}
     # Nothing is rounded but weights, so no difference is tolerated.
     assert not any(item.defects or item.tolerated for item in report.decisions)
-    planted = self_test(
-        checkpoint, small, model, sources[:2], Tolerance.of("int8-weights"), traces=TRACES
-    )
+    test = bundle_test((checkpoint, small, sources[:2]), variant=NAME)
+    planted = self_test(test.honest, test.oracle, test.sources, test.fresh)
     assert sum(item.changes_answer for item in planted) >= 5
     assert all(item.passed for item in planted)
 

@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
-from transferry.export.faults.bundle_copy import add, constant
+from transferry.export.subject.bundle_copy import add, constant
 from transferry.runtime.bundle.bundle import Bundle
 
 

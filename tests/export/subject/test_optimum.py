@@ -9,8 +9,10 @@ import pytest
 
 from tests.build_model.importing.huggingface.small_models import save
 from transferry.export.audit import audit
+from transferry.export.subject.foreign import ForeignFolder
 from transferry.export.subject.layout import read_layout
 from transferry.export.subject.reference import load_reference
+from transferry.runtime.ort.session import SessionOptions
 
 pytestmark = [pytest.mark.optional("optimum"), pytest.mark.optimum]
 
@@ -33,5 +35,6 @@ def test_what_optimum_exports_passes(kind: str, task: str, tmp_path: Path) -> No
     )
     reference = load_reference(tmp_path / "model")
     texts = ["a small test", "another one, longer", "a"]
-    report = audit(tmp_path / "onnx", read_layout(tmp_path / "onnx"), reference, texts)
+    folder = ForeignFolder(read_layout(tmp_path / "onnx"), SessionOptions(), reference)
+    report = audit(tmp_path / "onnx", folder, texts)
     assert report.faults == []

@@ -26,7 +26,7 @@ from transferry.build_model.importing.huggingface.importer import import_pretrai
 from transferry.export.bundle import Contents, export_bundle
 from transferry.export.checks.claims import manifest_claims, recorded_claim
 from transferry.export.oracle.oracle import Oracle
-from transferry.export.verify import verify_against
+from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.manifest import Manifest
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.classify import classify
@@ -161,7 +161,7 @@ def test_labels_through_bundle_and_engine_are_theirs(
         else:
             with pytest.raises(UsageError, match="no head for task rank; its tasks: embed, class"):
                 rank(engine, PAIRS)
-        report = verify_against(checkpoint, engine.bundle, engine.model, TEXTS)
+        report = verify_against(checkpoint, engine.bundle, engine.model, Request(TEXTS))
         assert report.passed, report_text(report)
         manifest = engine.bundle.manifest
         assert manifest.head is not None
@@ -201,7 +201,7 @@ def test_tags_are_theirs(tmp_path: Path) -> None:
         found = np.array([each.score for each in row.tags])
         assert np.abs(found - scores.max(dim=-1).values.numpy()).max() < 1e-5
     assert long.truncated and len(long.tags) == LONGEST - 2
-    report = verify_against(checkpoint, engine.bundle, engine.model, TEXTS)
+    report = verify_against(checkpoint, engine.bundle, engine.model, Request(TEXTS))
     assert report.passed and report.decisions[0].search == "tag"
     with pytest.raises(UsageError, match="no head for task classify; its tasks: embed, tag"):
         classify(engine, ["a"])
@@ -272,7 +272,7 @@ def test_jobs_with_heads(
         assert failed.exit_code == 2 and message in failed.stderr, failed.stderr
     # A recorded unit of the head in which errors look small is no answer of torch's.
     checkpoint, variant = load_checkpoint(run), engine.bundle.variant()
-    oracle = Oracle(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
+    oracle = Oracle.of(checkpoint.model, checkpoint.tokenizer.special, Tolerance())
     assert recorded_claim(engine.bundle, variant, oracle).problem == ""
     known = Reference.of(engine.bundle, variant)
     cases = [(case, replace(truth, least=10 * truth.least)) for case, truth in known.cases]

@@ -24,7 +24,7 @@ from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.huggingface.encoder_only import FAMILIES
 from transferry.build_model.importing.huggingface.importer import import_pretrained
 from transferry.export.bundle import Contents, export_bundle
-from transferry.export.verify import verify_against
+from transferry.export.verify import Request, verify_against
 from transferry.runtime.bundle.head import HeadSettings
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.engine.tasks.embed import embed
@@ -159,7 +159,7 @@ def test_vectors_are_those_of_sentence_transformers(kind: str, seed: int, tmp_pa
         assert np.array_equal(np.load(out)[0], asked.vector)
         (long,) = embed(engine, TEXTS[3:], long_rows="error")
         assert long.error is not None
-        assert verify_against(checkpoint, engine.bundle, engine.model, TEXTS[:2]).passed
+        assert verify_against(checkpoint, engine.bundle, engine.model, Request(TEXTS[:2])).passed
 
 
 def test_a_transformer_in_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +16,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from transferry.build_model.model.config import ModelConfig
+from transferry.export.subject.folder_copy import FolderCopy
 from transferry.export.trace.store import SMALLEST, store
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST
@@ -29,19 +29,17 @@ PLANTED = "planted.bin"  # the changed weights, beside the graphs; the others st
 Change = Callable[[NDArray[Any]], NDArray[Any]]
 
 
-class BundleCopy:
+class BundleCopy(FolderCopy):
     """A copy of a bundle; `seal` makes its manifest agree with the edits."""
 
     def __init__(
         self, bundle: Bundle, variant: Variant, folder: Path, *, whole: bool = False
     ) -> None:
-        """Copies a bundle into a folder that does not exist, for edits of one variant.
+        """Copies a bundle into a folder, for edits of one variant; see `FolderCopy`.
 
         With `whole`, the graph `generate` alone is edited, else all others.
         """
-        # No links: onnx_ir and onnxruntime refuse weights outside of the folder.
-        shutil.copytree(bundle.folder, folder)
-        self.folder = folder
+        super().__init__(bundle.folder, folder)
         self.manifest = bundle.manifest
         self.variant = variant
         self.specs = {ONE_GRAPH: variant.graphs[ONE_GRAPH]} if whole else variant.steps
@@ -58,10 +56,12 @@ class BundleCopy:
         """Writes a file of the copy, with its hash in the manifest."""
         (self.folder / name).write_bytes(content)
         self._written.add(name)
+        self.touched.add(name)
 
     def truncate(self, name: str, *, vouched: bool) -> None:
         """Cuts a file in half; if vouched, with its new hash in the manifest."""
         path = self.folder / name
+        self.touched.add(name)
         os.truncate(path, path.stat().st_size // 2)
         self._damaged = True
         if vouched:
@@ -77,6 +77,7 @@ class BundleCopy:
             records[name] = FileRecord(sha256(path), path.stat().st_size)
         manifest = dataclasses.replace(self.manifest, files={**self.manifest.files, **records})
         (self.folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+        self.touched |= {MANIFEST, *self._written}
 
     def rewrite(self) -> None:
         """Rewrites a weight unchanged, so that a copy without a fault is rewritten too."""

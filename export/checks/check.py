@@ -1,0 +1,160 @@
+"""The one loop of every proof: checks run in order, and their findings are collected.
+
+`verify`, `audit` and the self-test are lists of checks. A check compares one property of a subject
+with its oracle and yields findings; the loop counts progress and turns a check that does not run
+into a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from transferry.export.oracle.teacher_forcing import TeacherForcing
+from transferry.runtime.decoding.hypothesis import Hypothesis
+from transferry.runtime.errors import InputError, TransferryError
+from transferry.runtime.proof.compare import STAGES, Case, Comparison, Tolerance
+from transferry.runtime.proof.report import Claim, CrossCheck, Decisions
+
+Pairs = list[tuple[Hypothesis, Hypothesis]]
+# Told the steps finished and their total.
+Progress = Callable[[int, int], None]
+INDEPENDENCE = " alone and in "  # in the name of a case that is compared with its batch
+
+
+@dataclass
+class Findings:
+    """Findings of a check, or of all checks so far.
+
+    Attributes:
+        claims: Statements of the subject beside the truth.
+        comparisons: Tensors.
+        decisions: Searches.
+        runtimes: Results of other runtimes.
+        failing: Cases in which a tensor is wrong.
+        best: The best answers of torch as trained and of the subject, by search.
+        forcing: Errors and margins on given answers; empty without any.
+        steps: Cases and rows compared.
+    """
+
+    claims: list[Claim] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
+    decisions: list[Decisions] = field(default_factory=list)
+    runtimes: list[CrossCheck] = field(default_factory=list)
+    failing: list[Case] = field(default_factory=list)
+    best: dict[str, Pairs] = field(default_factory=dict)
+    forcing: TeacherForcing = field(default_factory=TeacherForcing)
+    steps: int = 0
+
+    def add(self, found: Findings) -> None:
+        """Adds the findings of one more check."""
+        self.claims += found.claims
+        self.comparisons += found.comparisons
+        self.decisions += found.decisions
+        self.runtimes += found.runtimes
+        self.failing += found.failing
+        self.best |= found.best
+        self.forcing = found.forcing if found.forcing.tokens else self.forcing
+        self.steps += found.steps
+
+    @property
+    def failure(self) -> str:
+        """The claim, the search or the first stage of the model that failed; empty if none did."""
+        for claim in self.claims:
+            if claim.problem:
+                return claim.name
+        for decided in self.decisions:
+            if not decided.passed:
+                return decided.search
+        faults = [item for item in self.comparisons if item.fault]
+        if not faults:
+            return ""
+        first = min(faults, key=lambda item: STAGES.index(item.stage))
+        return "batch independence" if INDEPENDENCE in first.case else first.stage
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of a subject beside its oracle.
+
+    Attributes:
+        name: Case or search, for the fault of a check that does not run.
+        run: Yields findings, given those of the checks before.
+        steps: Cases and rows that it compares.
+        stage: Stage of the model, for the same fault.
+    """
+
+    name: str
+    run: Callable[[Findings], Iterator[Findings]]
+    steps: int = 0
+    stage: str = "text"
+
+
+def found_by(checks: Iterable[Check], so_far: Findings, *, faults: bool) -> Iterator[Findings]:
+    """Runs checks and yields their findings, one after another.
+
+    Args:
+        checks: The checks, in order.
+        so_far: Takes all findings.
+        faults: Whether a check that does not run is a fault of the subject.
+
+    Raises:
+        InputError: A check does not run, and `faults` is off.
+    """
+    for check in checks:
+        try:
+            for found in check.run(so_far):
+                so_far.add(found)
+                yield found
+        except InputError as error:
+            if not faults:
+                raise
+            broken = Findings(comparisons=[failed(check.name, check.stage, error)])
+            so_far.add(broken)
+            yield broken
+
+
+def prove(
+    checks: Iterable[Check], *, faults: bool = False, done: Progress = lambda steps, total: None
+) -> Findings:
+    """Runs checks and collects their findings; see `found_by`."""
+    checks = list(checks)
+    total, whole = sum(check.steps for check in checks), Findings()
+    for found in found_by(checks, whole, faults=faults):
+        if found.steps:
+            done(min(whole.steps, total), total)
+    return whole
+
+
+def first_failure(checks: Iterable[Check], *, faults: bool) -> str:
+    """Runs checks up to the first that fails and names it; empty if all pass."""
+    try:
+        found = found_by(checks, Findings(), faults=faults)
+        return next((name for each in found if (name := each.failure)), "")
+    except InputError:
+        return "running"
+
+
+def attempt(name: str, action: Callable[[], Any]) -> Check:
+    """Returns the check that an action raises none of the project's errors."""
+
+    def run(found: Findings) -> Iterator[Findings]:
+        try:
+            action()
+        except TransferryError as error:
+            yield Findings(claims=[Claim(name, str(error))])
+
+    return Check(name, run)
+
+
+def claim(name: str, made: Callable[[], Sequence[Claim]]) -> Check:
+    """Returns the check of some claims."""
+    return Check(name, lambda found: iter([Findings(claims=[*made()])]))
+
+
+def failed(case: str, stage: str, error: InputError) -> Comparison:
+    """Returns the comparison of a case that does not run."""
+    return Comparison(case, "outputs", stage, np.inf, 0.0, Tolerance().budget(0.0), str(error))

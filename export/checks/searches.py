@@ -1,0 +1,170 @@
+"""Searches over text: the subject's tokens and scores beside torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transferry.build_model.model.config import ModelConfig
+from transferry.export.checks.check import Check, Findings, Pairs
+from transferry.export.oracle.oracle import Oracle
+from transferry.export.oracle.searches import GIVEN, RECORDED, SEARCHES, WHOLE, search_settings
+from transferry.export.oracle.served import Answers, serve
+from transferry.export.subject.subject import Subject
+from transferry.runtime.bundle.specs import Variant
+from transferry.runtime.decoding.batching import BatchOptions
+from transferry.runtime.decoding.decoder import Decoder
+from transferry.runtime.decoding.generation_options import GenerationOptions, generation_options
+from transferry.runtime.proof.divergence import Decode, Tally
+
+SCREENED = "greedy, screened"
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text of a proof and how it is searched.
+
+    Attributes:
+        config: Shape of the model.
+        sources: Token ids of each source.
+        generation: The bundle's defaults of generation.
+        longest: Most tokens of an answer.
+        fed: Targets to feed whole, from the start token on. Default: torch's greedy answers.
+        sampled: Searches other than `WHOLE` run on one source in so many.
+        given: Fields of GenerationOptions of one search more, besides the bundle's defaults.
+        decode: Returns the text of token ids, for the report; None leaves the texts out.
+        standard: Names of the other searches.
+    """
+
+    config: ModelConfig
+    sources: Sequence[Sequence[int]]
+    generation: Mapping[str, Any]
+    longest: int
+    fed: Sequence[Sequence[int]] | None = None
+    sampled: int = 1
+    given: Mapping[str, Any] | None = None
+    decode: Decode | None = None
+    standard: Sequence[str] = tuple(SEARCHES)
+
+    @property
+    def searches(self) -> list[str]:
+        """Names of the searches: the standard ones, and the one that is given."""
+        return [*self.standard, *([] if self.given is None else [GIVEN])]
+
+    def every(self, name: str) -> int:
+        """Returns how many sources there are for each that a search runs on."""
+        return 1 if name in (*WHOLE, GIVEN) else self.sampled
+
+    def options(self, name: str) -> GenerationOptions:
+        """Returns the options of a search."""
+        given = (self.given or {}) if name == GIVEN else {}
+        length = min(self.longest, given.get("max_length", self.longest))
+        generation = vars(generation_options(given, generation_options(self.generation)))
+        settings = search_settings(name, generation, self.config, self.sources, length)
+        return GenerationOptions(**settings)
+
+
+@dataclass(frozen=True)
+class Search:
+    """One way to answer sources.
+
+    Attributes:
+        name: For the report.
+        decoder: Steps as this way does; explains differing tokens.
+        sources: Token ids of each source.
+        options: How to search.
+        answers: Returns the hypotheses of each source, once for each time that it was answered.
+        prefixes: Beginnings of each source's answer.
+        rows: Most rows that torch searches at once; see `Oracle.expected`.
+    """
+
+    name: str
+    decoder: Decoder[Any]
+    sources: Sequence[Sequence[int]]
+    options: GenerationOptions
+    answers: Callable[[], Sequence[Answers]]
+    prefixes: Sequence[Sequence[int]] | None = None
+    rows: int | None = None
+
+    def add_to(self, tally: Tally, oracle: Oracle) -> Iterator[int]:
+        """Adds the comparison of the answers to a tally; yields the number of rows of each batch.
+
+        Scores are compared if the options ask for them.
+        """
+        explain = oracle.explainer(self.decoder, replace(self.options, scores=True))
+        given = self.answers()
+        more: dict[str, Any] = {"prefixes": self.prefixes, "rows": self.rows}
+        for batch in oracle.expected(self.sources, self.options, **more):
+            tally.add(batch, [given[row] for row in batch.rows], explain)
+            yield len(batch.rows)
+
+    def check(
+        self,
+        oracle: Oracle,
+        *,
+        best: str = "",
+        trained: bool = False,
+        decode: Decode | None = None,
+    ) -> Check:
+        """Returns the check of this search.
+
+        Args:
+            oracle: torch's side.
+            best: Name under which the best answers are kept; empty to drop them.
+            trained: Keep torch's answers as trained, not with the rounding of the variant.
+            decode: Returns the text of token ids, for the report.
+        """
+
+        def run(so_far: Findings) -> Iterator[Findings]:
+            tally = Tally(self.name, oracle.tolerance)
+            for rows in self.add_to(tally, oracle):
+                yield Findings(steps=rows)
+            pairs: Pairs = [tally.best[row] for row in sorted(tally.best)]
+            if trained:
+                answers = oracle.trained_answers(self.sources, self.options)
+                both = zip(answers, pairs, strict=True)
+                pairs = [(wanted[0], found) for wanted, (_, found) in both]
+            kept = {best: pairs} if best else {}
+            yield Findings(decisions=[tally.decisions(decode)], best=kept)
+
+        return Check(self.name, run, len(self.sources))
+
+
+def served_searches(
+    subject: Subject[Any],
+    oracle: Oracle,
+    text: Text,
+    variant: Variant,
+    batches: BatchOptions,
+) -> list[Check]:
+    """Returns a check of each search over text, through the path that serves.
+
+    Args:
+        subject: A variant of a bundle with a decoder.
+        oracle: torch's side.
+        text: Sources and searches.
+        variant: The variant.
+        batches: Limits on the rows that are computed at once.
+    """
+
+    def served(name: str, options: GenerationOptions, every: int) -> Search:
+        sources = text.sources[::every]
+
+        def answers() -> Sequence[Answers]:
+            numbers = range(len(sources))
+            return serve(subject.model, sources, options, oracle.special, batches, numbers)
+
+        return Search(name, subject.model, sources, options, answers)
+
+    checks = []
+    for name in text.searches if text.sources else ():
+        every = text.every(name)
+        called = name if every == 1 else f"{name} of every {every}th row"
+        search = served(called, text.options(name), every)
+        trained = oracle.rounds and name in RECORDED
+        checks.append(search.check(oracle, best=name, trained=trained, decode=text.decode))
+    if variant.screen and text.sources:
+        unscored = replace(text.options("greedy"), scores=False)
+        checks.append(served(SCREENED, unscored, 1).check(oracle, decode=text.decode))
+    return checks

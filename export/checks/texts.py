@@ -1,0 +1,192 @@
+"""Text fed whole: given answers to a decoder, and passages to an encoder-only model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferry.export.checks.check import Check, Findings
+from transferry.export.checks.numbers import numbers
+from transferry.export.checks.searches import Text
+from transferry.export.oracle.oracle import Oracle
+from transferry.export.oracle.teacher_forcing import TeacherForcing, chosen_from
+from transferry.export.subject.subject import Subject
+from transferry.runtime.bundle.head import HeadSettings
+from transferry.runtime.decoding.logits import log_sum_exp
+from transferry.runtime.decoding.search import pad_sources
+from transferry.runtime.engine.tasks.fill_mask import FillMask
+from transferry.runtime.errors import InputError
+from transferry.runtime.proof.compare import Case, Tolerance, compare, observe, truth
+from transferry.runtime.proof.divergence import Divergence, Tally
+from transferry.runtime.proof.report import Difference
+from transferry.runtime.tokenizer.byte_pair import SpecialTokens
+
+HIDE_EVERY = 7  # tokens of a text, for an encoder-only model to fill in
+TEXT = "text"
+# Source and target of each row to feed, given the findings so far; the last token is predicted.
+Fed = Callable[[Findings], Sequence[tuple[Sequence[int], Sequence[int]]]]
+
+
+def feeding(
+    text: Text, special: SpecialTokens, so_far: Findings
+) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """Returns source and target of each row to feed; without an encoder the target alone."""
+    config, fed = text.config, text.fed
+    if fed is None:
+        fed = [[special.bos_id, *wanted.scored_tokens] for wanted, _ in so_far.best["greedy"]]
+    return [
+        (source if config.encoder_layers else [], target[: config.max_positions + 1])
+        for source, target in zip(text.sources, fed, strict=True)
+    ]
+
+
+def given_answers(
+    subject: Subject[Any], oracle: Oracle, fed: Fed, rows: int, name: str = TEXT
+) -> Check:
+    """Returns the check of every tensor where the target of each row is fed after its source."""
+    return Check(name, partial(_given_answers, subject, oracle, fed), rows)
+
+
+def _given_answers(
+    subject: Subject[Any], oracle: Oracle, fed: Fed, so_far: Findings
+) -> Iterator[Findings]:
+    pairs, forcing = [pair for pair in fed(so_far) if len(pair[1]) > 1], TeacherForcing()
+    pad_id = oracle.special.pad_id
+    for batch in oracle.batches([max(map(len, pair)) for pair in pairs]):
+        source, mask = pad_sources([pairs[row][0] for row in batch], pad_id)
+        # Padding follows the target, and is the same for both sides.
+        target, _ = pad_sources([pairs[row][1][:-1] for row in batch], pad_id)
+        name = f"text, rows {', '.join(map(str, batch[:3]))}{' ...' if len(batch) > 3 else ''}"
+        case = Case(name, source, mask, target, 0, stage=TEXT)
+        sides, found = oracle.observe(case), observe(subject.model, case)
+        compared = compare(case, truth(case, *sides), found, oracle.tolerance, subject.tensors)
+        # The loss of an int8 variant is its loss against the model as trained.
+        trained = observe(oracle.trained, case) if oracle.rounds else sides[1]
+        for number, row in enumerate(batch):
+            logits = (tensors["logits"][number] for tensors in (*sides[:2], found, trained))
+            forcing.add(pairs[row][1], *logits)
+        failing = [case] if any(item.fault for item in compared) else []
+        yield Findings(comparisons=compared, failing=failing, steps=len(batch))
+    yield Findings(forcing=forcing)
+
+
+def passages(subject: Subject[Any], oracle: Oracle, texts: Sequence[Sequence[int]]) -> list[Check]:
+    """Returns a check of every tensor for each text, of which nothing is chosen."""
+    return numbers(subject, oracle, [_passage(row, text) for row, text in enumerate(texts)])
+
+
+def _passage(row: int, text: Sequence[int]) -> Case:
+    tokens = np.array([text], np.int64)
+    nothing = np.zeros((1, 0), np.int64)
+    return Case(f"text, row {row}", tokens, np.ones_like(tokens, np.bool_), nothing, 0, stage=TEXT)
+
+
+def readings(
+    subject: Subject[Any],
+    oracle: Oracle,
+    texts: Sequence[Sequence[int]],
+    head: HeadSettings | None = None,
+) -> Check:
+    """Returns the check of an encoder-only model: every tensor, and the choices made by them.
+
+    The model chooses tokens for some that are hidden, or the labels of a head. The check raises
+    InputError if tokens are to be filled in and the tokenizer has no mask.
+    """
+    return Check(TEXT, partial(_readings, subject, oracle, texts, head), len(texts))
+
+
+def _readings(
+    subject: Subject[Any],
+    oracle: Oracle,
+    texts: Sequence[Sequence[int]],
+    head: HeadSettings | None,
+    so_far: Findings,
+) -> Iterator[Findings]:
+    config, special = oracle.config, oracle.special
+    fills, mask_id = config.lm_head and not config.has_head, special.mask_id
+    if fills and mask_id is None:
+        raise InputError("expected a tokenizer with a mask, found none; verify without --text")
+    found, forcing = Findings(), TeacherForcing()
+    tally = Tally(FillMask.name if fills or head is None else head.task, oracle.tolerance)
+    for row, text in enumerate(texts):
+        case = _passage(row, text)
+        places = np.arange(len(special.before), len(text), HIDE_EVERY)
+        if fills and mask_id is not None:
+            case.source[:, places] = mask_id
+        (sides, least), given = oracle.sides(case), observe(subject.model, case)
+        expected = truth(case, *sides, least=least)
+        found.comparisons += compare(case, expected, given, oracle.tolerance, subject.tensors)
+        trained = observe(oracle.trained.encoder, case) if oracle.rounds else sides[1]
+        yield Findings(steps=1)
+        choices = [
+            tensors["logits"][0, places] if fills else chosen_from(tensors, head)
+            for tensors in (*sides, given, trained)
+        ]
+        if not choices[0].size:  # numbers and vectors, of which nothing is chosen
+            continue
+        exact, left, *others, right, meant = (each.astype(np.float64) for each in choices)
+        forcing.add([0, *left.argmax(axis=1)], exact, left, right, meant)
+        where = places if fills else np.arange(len(left))
+        borders = bool(oracle.others)
+        _Choices(exact, left, others, right, where, borders, oracle.tolerance).count(row, tally)
+    yield Findings(comparisons=found.comparisons, forcing=forcing)
+    if forcing.tokens:
+        yield Findings(decisions=[tally.decisions()])
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """Scores among which one text's tokens or labels are chosen.
+
+    Attributes:
+        exact: Those of the oracle `[choices, options]` float64; all others likewise.
+        left: Those of torch in float32.
+        others: Those of torch with other roundings.
+        right: Those of the model.
+        where: Place of each choice, for the report `[choices]`.
+        borders: Whether torch rounds values to integers.
+        tolerance: The largest error that passes.
+    """
+
+    exact: NDArray[np.float64]
+    left: NDArray[np.float64]
+    others: Sequence[NDArray[np.float64]]
+    right: NDArray[np.float64]
+    where: NDArray[np.int64]
+    borders: bool
+    tolerance: Tolerance
+
+    def count(self, row: int, tally: Tally) -> None:
+        """Counts the choices of a text as equal, tied or different."""
+        exact, right = self.exact, self.right
+        wanted, found = self.left.argmax(axis=1), right.argmax(axis=1)
+        largest = np.abs(exact).max(initial=0.0)
+        errors = (np.abs(side - exact).max(initial=0.0) for side in (self.left, *self.others))
+        own_error = max(errors) / largest
+        # A log-probability is a logit less the logits' log-sum-exp: each may be off.
+        own = float(2 * max(own_error, self.tolerance.floor) * largest)
+        allowed = self.tolerance.factor * own
+        few = 2 * self.tolerance.floor * largest
+        rounding = Tolerance.factor * (few if self.borders else own)
+        divergences = [
+            Divergence(
+                int(place), (int(one),), (int(other),), margin, allowed, min(allowed, rounding)
+            )
+            for place, one, other, scores in zip(self.where, wanted, found, exact, strict=True)
+            if one != other or not np.isfinite(scores).all()
+            for margin in [float(np.abs(scores[one] - scores[other]))]
+        ]
+        if not np.isfinite(right).all():
+            tally.differ(Difference(row, "the graph gave NaN or infinity"), False)
+        elif divergences:
+            worst = max(divergences, key=lambda item: item.margin - item.allowed)
+            tally.differ(*worst.difference(row))
+        else:
+            chosen = np.arange(len(wanted)), wanted
+            scores = [logits[chosen] - log_sum_exp(logits) for logits in (exact, right)]
+            tally.agree(row, np.abs(scores[0] - scores[1]).tolist(), own)

@@ -1,0 +1,161 @@
+"""A folder of another tool's graphs as the subject of an audit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+from numpy.typing import NDArray
+
+from transferry.build_model.checkpoint import Checkpoint
+from transferry.export.oracle.cases import random_case
+from transferry.export.subject.decoder import ForeignDecoder, Padding
+from transferry.export.subject.encoder import ForeignEncoder
+from transferry.export.subject.graph_copy import GraphCopy
+from transferry.export.subject.layout import Layout
+from transferry.export.subject.subject import CopiedSubject
+from transferry.runtime.errors import InputError
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.proof.compare import observe
+from transferry.runtime.proof.report import Claim
+
+# Rows and columns of the unpadded input that exporters try a tolerance on (optimum's
+# `validate_model_outputs` has its defaults).
+TRIED = (2, 16)
+
+
+class GraphsSubject(CopiedSubject[Any]):
+    """Graphs of another tool.
+
+    Attributes:
+        layout: The graphs.
+        session: How they run.
+    """
+
+    def __init__(self, layout: Layout, session: SessionOptions) -> None:
+        self.layout, self.session = layout, session
+
+    def describe(self, precision: str) -> Mapping[str, Any]:
+        """Returns what decides the numbers of graphs that are judged by a precision."""
+        layout, session = self.layout, self.session
+        share = layout.in_integers()
+        return {
+            "written by": layout.writer,
+            "precision": precision,
+            "provider": session.provider,
+            "threads": session.threads,
+            "torch": torch.__version__,
+            "graphs": ", ".join(graph.path.name for graph in layout.graphs),
+            "optimisation": session.optimisation,
+            "onnxruntime": onnxruntime.__version__,
+            **({"weights in integers": f"{share:.0%}"} if share else {}),
+        }
+
+    def copy(self, folder: Path) -> GraphCopy:
+        """Returns an editable copy of the graph that reads the first tokens."""
+        return GraphCopy(self.layout, folder)
+
+
+class ForeignFolder(GraphsSubject):
+    """Graphs that read and write tokens, beside a checkpoint.
+
+    Attributes:
+        checkpoint: The reference.
+        paddings: Sides on which batches are padded.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        session: SessionOptions,
+        checkpoint: Checkpoint,
+        paddings: Sequence[Padding] = (),
+    ) -> None:
+        """Takes the sides that the reference can have by default."""
+        super().__init__(layout, session)
+        self.checkpoint = checkpoint
+        self.paddings = [*paddings] or default_paddings(checkpoint)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether there is a decoder."""
+        return bool(self.checkpoint.model.config.decoder_layers)
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """Names of the tensors to compare: those that the graphs give."""
+        found: frozenset[str] = self.model.gives
+        return found
+
+    def open(self) -> ForeignDecoder | ForeignEncoder:
+        """Opens the graphs.
+
+        Raises:
+            InputError: They are of another architecture, or cannot be opened.
+            ProviderError: The provider asked for cannot run here.
+        """
+        layout, config = self.layout, self.checkpoint.model.config
+        pad_id = self.checkpoint.tokenizer.special.pad_id
+        both = config.architecture == "encoder-decoder"
+        if both != (layout.encoder is not None):
+            found = "an encoder and a decoder" if layout.encoder else "one graph without an encoder"
+            raise InputError(
+                f"the reference is {config.architecture}, the folder holds {found}; name the "
+                "reference that the graphs were made from"
+            )
+        if not self.decodes:
+            return ForeignEncoder(layout, self.session, config, pad_id)
+        side: Padding = "right" if "right" in self.paddings else "left"
+        return ForeignDecoder(layout, self.session, config, pad_id, side)
+
+    def claims(self) -> list[Claim]:
+        """Compares genai_config.json with the reference."""
+        given = self.layout.config.get("model", {})
+        if not given:
+            return []
+        config, special = self.checkpoint.model.config, self.checkpoint.tokenizer.special
+        ends = given.get("eos_token_id", [])
+        decoder = given.get("decoder", {})
+        pairs = {
+            "vocab_size": (given.get("vocab_size"), config.vocabulary_size),
+            "num_hidden_layers": (decoder.get("num_hidden_layers"), config.decoder_layers),
+            "context_length": (given.get("context_length"), config.max_positions),
+            "eos_token_id": (
+                sorted(ends if isinstance(ends, list) else [ends]),
+                sorted(special.ends),
+            ),
+        }
+        return [
+            Claim(
+                f"genai_config.json: {name}", "" if a == b else f"says {a}, the reference has {b}"
+            )
+            for name, (a, b) in pairs.items()
+        ]
+
+    def reopened(self, folder: Path) -> ForeignFolder:
+        """Returns the graphs of a copy beside the same reference."""
+        layout = self.layout.moved(folder)
+        return ForeignFolder(layout, self.session, self.checkpoint, self.paddings)
+
+    def tried(self) -> Sequence[NDArray[Any]]:
+        """Returns the outputs on an unpadded input of random tokens."""
+        case = random_case(self.checkpoint.model.config, *TRIED, 0, seed=0)
+        whole = replace(case, mask=np.ones_like(case.mask), target=case.target[:, :1], rows=None)
+        return list(observe(self.model, whole).values())
+
+
+def default_paddings(checkpoint: Checkpoint) -> list[Padding]:
+    """Returns the sides on which batches are padded.
+
+    Positions that are added to embeddings count from the left edge in an encoder, so that torch
+    itself answers otherwise where they are padded there.
+    """
+    config = checkpoint.model.config
+    if config.encoder_layers and config.positions in ("sinusoidal", "learned"):
+        return ["right"]
+    return ["left", "right"]

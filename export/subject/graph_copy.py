@@ -1,0 +1,46 @@
+"""An editable copy of another tool's graphs, for planting faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+
+from transferry.export.subject.folder_copy import FolderCopy
+from transferry.export.subject.layout import GraphFile, Layout
+
+PLANTED = "planted.bin"  # the weights of a large graph that was edited
+LARGE = 1 << 30  # bytes of weights from which on they lie beside the graph
+
+
+class GraphCopy(FolderCopy):
+    """A copy of a folder of graphs, of which one is edited.
+
+    Attributes:
+        layout: The copied graphs.
+        graph: The graph that is edited; `edit` chooses it.
+        model: The same, loaded.
+    """
+
+    def __init__(self, layout: Layout, folder: Path) -> None:
+        """Copies the folder; see `FolderCopy`."""
+        super().__init__(layout.decoder.path.parent, folder)
+        self.layout = layout.moved(folder)
+        self.edit(self.layout.decoder)
+
+    def edit(self, graph: GraphFile) -> None:
+        """Chooses the graph to edit."""
+        self.graph, self.model = graph, ir.load(graph.path)
+
+    def seal(self) -> None:
+        """Writes the graph; weights that lay in a file beside it go to another file."""
+        path, model = self.graph.path, self.model
+        model.graph.sort()
+        ir.external_data.load_to_model(model)
+        self.touched |= {path.name, PLANTED}
+        sizes = (
+            value.const_value.nbytes
+            for value in model.graph.initializers.values()
+            if value.const_value is not None
+        )
+        ir.save(model, path, external_data=PLANTED if sum(sizes) > LARGE else None)
