@@ -1,4 +1,4 @@
-"""What all tests share: the corpus, what a test of CUDA needs, and models and their bundles."""
+"""Fixtures of all tests: the corpus, the needs of a test of CUDA, and models and their bundles."""
 
 import fcntl
 import gc

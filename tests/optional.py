@@ -1,4 +1,4 @@
-"""What the marker `optional` names: packages and programs that `make setup` leaves out."""
+"""Values of the marker `optional` names: packages and programs that `make setup` leaves out."""
 
 import importlib.util
 import shutil

@@ -269,7 +269,7 @@ def empty_line(place: Path) -> None:
 
 
 def interrupt(place: Path) -> None:
-    """Leaves a job of which the first of two chunks is finished."""
+    """Leaves a job with the first of two chunks finished."""
     from transferry.runtime.jobs.job import Job
     from transferry.runtime.jobs.job_options import JobOptions
     from transferry.runtime.jobs.summary import Summary
@@ -396,7 +396,7 @@ def malformed_pair(place: Path) -> None:
 
 
 class Code:
-    """What runs code where a pickle is opened with pickle."""
+    """An object that runs code where a pickle is opened with pickle."""
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
         return print, ("run",)

@@ -23,13 +23,13 @@ SHARED = (
     *("runtime.errors", "runtime.io", "runtime.settings", "runtime.stopping"),
     *("runtime.tokenizer", "runtime.bundle.head"),
 )
-# The modules that hold commands and what they share: click is theirs alone.
+# The modules of commands and their shared parts: click is theirs alone.
 COMMAND_LINE = (
     *("cli", "build_model.commands", "export.export_command", "export.proof_commands"),
     "export.distillation.distil_command",
     *("export.report.proof_options", "runtime.console"),
 )
-# What each part of the project may import of the project besides itself.
+# Imports of each part of the project from the others.
 PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
     "__main__": ("cli", "runtime"),
     "cli": PACKAGES,
@@ -43,7 +43,7 @@ PROJECT_IMPORTS: dict[str, tuple[str, ...]] = {
     "runtime": (),
     "__init__": ("runtime",),
 }
-# The rooms of a package, leaf first: each may import those before it, and none that comes after.
+# The rooms of a package, leaf first: each may import those before it, and no later one.
 ROOMS = {
     "runtime": (
         *("errors", "stopping", "hardware", "precision", "io", "settings", "tables", "tokenizer"),
@@ -60,7 +60,7 @@ STANDARD_LIBRARY = frozenset(sys.stdlib_module_names)
 RUNTIME_LIBRARIES = STANDARD_LIBRARY | {
     *("filelock", "msgspec", "numpy", "onnxruntime", "tiktoken", "tqdm"),
 }
-# What a part of the runtime may use where it is installed.
+# Optional libraries of parts of the runtime.
 OPTIONAL_LIBRARIES = {
     "runtime.io.lines": frozenset({"zstandard"}),
     "runtime.jobs.formats.writers": frozenset({"pyarrow"}),
@@ -111,7 +111,7 @@ def module_name(relative: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Full names of what a file imports anywhere, within functions and type checking included."""
+    """Full names of all imports of a file, within functions and type checking included."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -363,8 +363,8 @@ def run_python(script: str) -> str:
     return result.stdout
 
 
-# Who may know that there is more than one runtime: what opens graphs, what a user names, and what
-# compares runtimes with each other.
+# Who may know that there is more than one runtime: modules that open graphs, that a user names, or
+# that compare runtimes.
 KNOW_RUNTIMES = {
     *("runtime/ort/session.py", "runtime/ort/graph_runner.py", "runtime/ort/openvino_runner.py"),
     *("runtime/doctor.py", "runtime/console/shared_options.py", "export/blame/backends.py"),

@@ -78,7 +78,7 @@ def test_from_a_proof_to_a_result_that_cites_it(
 def test_a_certificate_covers_what_was_verified(
     bundle: Path, run_folder: Path, lines: Path, tmp_path: Path
 ) -> None:
-    """Searches, batch sizes, and what the bundle was compared with."""
+    """Searches, batch sizes, and the side compared with the bundle."""
     assert call("verify", bundle, "--certify", DATE).exit_code == 0
     run: list[str | Path] = ["run", bundle, lines, "-o", tmp_path / "out"]
     refused = call(*run, "--require-certificate")

@@ -1,4 +1,4 @@
-"""What the documents say of the command line, the Makefile and each other is so."""
+"""The documents agree with the command line, the Makefile and each other."""
 
 import contextlib
 import itertools
@@ -17,18 +17,18 @@ from transferry.runtime.console import shared_options
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
-# A link or a picture: ![...](...), with what follows #.
+# A link or a picture: ![...](...), with the part after #.
 LINK = re.compile(r"\]\(<?([^)#>\s]*)(?:#([^)>\s]*))?[^)]*\)")
 
 
 def blocks(text: str) -> list[str]:
-    """What stands in fenced blocks, lines that a backslash continues joined."""
+    """Content of fenced blocks, lines that a backslash continues joined."""
     fenced = re.findall(r"^ *```[^\n]*\n(.*?)^ *```", text, re.S | re.M)
     return [re.sub(r"\\\n\s*", "", block) for block in fenced]
 
 
 def commands(line: str) -> Iterator[list[str]]:
-    """The simple commands of a shell line as words, without redirections and what precedes."""
+    """The simple commands of a shell line as words, without redirections and assignments."""
     lexer = shlex.shlex(line.strip().removeprefix("$ "), posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     words: list[str] = []
@@ -47,7 +47,7 @@ def shell_commands(text: str, program: str) -> list[list[str]]:
     """The arguments of each command of a program in the fenced blocks."""
     found = []
     for line in "\n".join(blocks(text)).splitlines():
-        # What shlex cannot read, an apostrophe in prose say, is no shell.
+        # A line that shlex cannot read, with an apostrophe in prose say, is no shell.
         with contextlib.suppress(ValueError):
             found += [words[1:] for words in commands(line) if Path(words[0]).name == program]
     return found
@@ -123,7 +123,7 @@ def test_every_make_target_shown_exists(path: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What may follow # in a link to a page: its headings, as GitHub and the site name them."""
+    """Anchors of a page: its headings, as GitHub and the site name them."""
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in headings}
@@ -189,7 +189,7 @@ def test_the_session_in_python_runs(
     assert names["report"].passed
 
 
-# What a test of an architecture uses: its fixtures, or the name.
+# Words of a test of an architecture: its fixtures, or the name.
 OF_ARCHITECTURE = {
     "encoder-decoder": r"\b(bundle_folder|run_folder|both)\b",
     "decoder-only": r"writer_",

@@ -34,7 +34,7 @@ def graph(whole_bundle_folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(whole_bundle_folder: Path) -> list[int]:
-    """What the search that serves answers to the source of the page."""
+    """The answer of the serving search to the source of the page."""
     bundle = Bundle.load(whole_bundle_folder)
     decoder = PortableDecoder(bundle, bundle.variant(), SessionOptions())
     special = bundle.tokenizer.special

@@ -1,4 +1,4 @@
-"""What is built from the checkout: the sources as one package `transferry`, and nothing else."""
+"""Wheel and sdist of the checkout: the sources as one package `transferry`, and nothing else."""
 
 import shutil
 import subprocess
@@ -35,7 +35,7 @@ with Engine.load("bundle", provider="cpu") as engine:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what git would commit, so that the build leaves nothing in the checkout."""
+    """A copy of the files that git would commit, so that the build leaves no traces."""
     if not (CHECKOUT / ".git").exists():
         pytest.skip("not a git checkout: what belongs to the project is unknown")
     listing = subprocess.run(

@@ -21,8 +21,8 @@ GENERATED = {"cli.md", "CHANGELOG.md"}
 
 # Each with a better form, for the message.
 PATTERNS = {
-    r"^What\b(?! to\b|[^.?]*\?)": "begin with a noun: 'Result of a row'",
-    r"^Which\b(?![^.?]*\?)|\bthat which\b|\bwhich it is\b": "name the thing",
+    r"^(?-i:What)\b(?! to\b|[^.?]*\?)": "begin with a noun: 'Result of a row'",
+    r"^(?-i:Which)\b(?![^.?]*\?)|\bthat which\b|\bwhich it is\b": "name the thing",
     r"\bof which\b": "'whose', or two sentences",
     r"\b(?:of|in|by|from|with|on|for|at|as|to|than|against|and|or) what\b(?! to\b| is wrong\b)": (
         "name the thing"

@@ -1,4 +1,4 @@
-"""What was saved comes back bit by bit; what is damaged is refused by name, never half-written."""
+"""A saved checkpoint comes back bit by bit; a damaged one is refused, never half-written."""
 
 import errno
 import json
@@ -41,7 +41,7 @@ TRAIN = TrainConfig(max_steps=7, seed=3)
 
 
 def save(folder: Path) -> Transformer:
-    """Writes what a finished training leaves for export."""
+    """Writes the files of a finished training."""
     torch.manual_seed(0)
     model = Transformer(SHAPE)
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""What commands write: never over an input, and over nothing that the command did not write."""
+"""Outputs of commands: never over an input, and over nothing that the command did not write."""
 
 import json
 import os

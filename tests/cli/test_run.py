@@ -47,7 +47,7 @@ class TestRun:
         settings = f"{first}.settings.toml"
         assert call("run", "--config", settings, "-o", second).exit_code == 0
         assert second.read_bytes() == first.read_bytes()
-        # What was not said again was found in the settings; what is said wins.
+        # Settings give the options that are not repeated; the command line wins.
         assert call("run", "--config", settings, "--max-length", "9").exit_code == 2
         assert call("run", "--config", settings, "--force", "--max-length", "9").exit_code == 0
         assert second.read_bytes() != first.read_bytes()

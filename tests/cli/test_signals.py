@@ -33,7 +33,7 @@ def start(*arguments: str | Path) -> subprocess.Popen[bytes]:
 def interrupt(
     process: subprocess.Popen[bytes], number: signal.Signals, ready: Callable[[], bool]
 ) -> str:
-    """Sends a signal once the process is far enough, and returns what it says to that."""
+    """Sends a signal once the process is far enough, and returns its message."""
     try:
         give_up = time.monotonic() + 1200
         while not ready():
@@ -71,7 +71,7 @@ class TestSignals:
         process = start("train", *pairs, *SMALLEST, *ENDLESS, "--out", run)
         said = interrupt(process, number, (run / "state.safetensors").exists)
         assert f"continue with: transferry train --out '{run}' --resume\n" in said
-        # Without the files on the command line; the end is said anew.
+        # Without the files on the command line; the end is reported anew.
         result = call("train", "--out", run, "--resume", "--max-steps", "1", "--quiet")
         assert result.exit_code == 0, result.stderr
         assert (run / "model.safetensors").exists()

@@ -147,7 +147,7 @@ class TestTrain:
 
         assert call("train", "--out", run, "--resume", "--max-steps", "3").exit_code == 0
         assert steps() == 3
-        # Where a run ends is remembered from the last time that it was said.
+        # Where a run ends is remembered from the last command that gave it.
         assert call("train", "--out", run, "--resume", "--preset", "tiny").exit_code == 0
         assert steps() == 3
 

@@ -1,4 +1,4 @@
-"""Another precision without a copy gives what a copy gives, of every kind of model."""
+"""Another precision without a copy gives a copy's results, for every kind of model."""
 
 import copy
 from typing import Any

@@ -113,7 +113,7 @@ def test_checks_pass(bundle: Bundle) -> None:
     check_graphs(bundle, bundle.variant())
     report = check_bundle(bundle)
     assert report.passed
-    # Three cases of nine tensors, two of which select rows, by onnxruntime and onnx's evaluator.
+    # Three cases of nine tensors (two select rows), by onnxruntime and onnx's evaluator.
     assert len(report.comparisons) == 2 * (3 * 9 + 2)
     assert [item.rows for item in report.decisions] == [8, 8]
 
@@ -212,7 +212,7 @@ class TestPlace:
 def test_texts_that_do_not_fit_are_not_recorded(
     checkpoint: Checkpoint, texts: list[str], sources: list[list[int]], tmp_path: Path
 ) -> None:
-    """If none fits, random sources are recorded."""
+    """Without a fitting sentence, random sources are recorded."""
     too_long = " ".join(texts)
     bundle = export_bundle(
         checkpoint, tmp_path / "one", Contents(texts=["", too_long, texts[0]]), traces=TRACES

@@ -130,7 +130,7 @@ def next_logits(decoder: ObservableDecoder[Any], tokens: Integers, state: Any) -
 
 
 class Walk:
-    """A state that is stepped and selected, and what each of its rows has read."""
+    """A state that is stepped and selected, and the tokens read by each row."""
 
     def __init__(self, subject: Subject, sources: Sequence[Sequence[int]]) -> None:
         self.subject, self.sources = subject, list(sources)
@@ -218,7 +218,7 @@ WALKS: dict[str, list[int | list[int]]] = {
 
 @pytest.mark.parametrize("name", WALKS)
 def test_a_walk_gives_what_the_model_gives_at_once(subject: Subject, name: str) -> None:
-    """Without a cache, without padding, and for each row what that row has read."""
+    """Without a cache, without padding, each row from the tokens that it has read."""
     sources = SOURCES
     if subject.oracle.has_encoder:
         sources = [[*source, 2] for source in SOURCES]
@@ -356,7 +356,7 @@ def test_all_ways_to_score_agree(subject: Subject, top: int | str | None, normal
 
 
 def scored(output: StepOutput) -> list[NDArray[Any]]:
-    """Everything that a step says of its rows, copied."""
+    """All results of a step, copied."""
     found: list[NDArray[Any] | None] = [output.log_sum_exp]
     if output.logits is not None:
         found.append(output.logits[:, -1])

@@ -222,7 +222,7 @@ def loss_of(model: Transformer, source: Tensor, mask: Tensor, tokens: Tensor) ->
 
 
 def trained_a_little(config: ModelConfig) -> Transformer:
-    """Wide random weights after three steps, each of which must reach every parameter."""
+    """Wide random weights after three steps that reach every parameter."""
     torch.manual_seed(0)
     model = Transformer(config)
     with torch.no_grad():
@@ -250,7 +250,7 @@ def trained_a_little(config: ModelConfig) -> Transformer:
 
 
 def opened(model: Transformer, variant: str, folder: Path) -> ServedModel:
-    """The graphs in onnxruntime, without what a bundle has besides."""
+    """The graphs in onnxruntime, without the rest of a bundle."""
     bundle = written(folder, model, variant, make(model, RECIPES[variant], traces=TRACES))
     return open_model(bundle, bundle.variant(), SessionOptions())
 

@@ -21,7 +21,7 @@ from tests.fuzz.sandbox import LOAD, MEMORY, SECONDS, Sandbox
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.runtime.io.whole import sha256
 
-# Done; refused as input; and where an answer or a certificate no longer is what it must be.
+# Done; refused as input; and where an answer or a certificate is no longer valid.
 EXIT_CODES = {0, 3, 4}
 # Wrong options; a job folder that is not ours; rows that hold an error.
 MORE_CODES = {
@@ -62,7 +62,7 @@ READ: dict[str, tuple[str, ...]] = {
     "rows.jsonl": ("run", "bundle", "rows.jsonl", "-o", "new.jsonl", "--quiet"),
 }
 
-# What is no JSON value of Python's, as text.
+# Texts that Python does not write as JSON.
 RAW = (
     *(b"Infinity", b"NaN", b"1e999", b"9" * 5000, b'"\\ud800"', b'"\xff"', b"[" * 100_000),
     *(b'{"a":' * 100_000, b"{", b"", b'{"a":1,"a":2}'),

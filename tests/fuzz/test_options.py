@@ -217,7 +217,7 @@ def execute(place: Path, words: list[str]) -> None:
 
 
 def contents(folder: Path) -> dict[Path, str]:
-    """What every path in a folder is, with the hash of a file."""
+    """Kind of every path in a folder, with the hash of a file."""
     return {path: content(path) for path in folder.rglob("*")}
 
 

@@ -28,7 +28,7 @@ from transferry.runtime.engine.open_bundle import verify
 from transferry.runtime.io.whole import sha256
 from transferry.runtime.page.site import WASM, WEBGPU
 
-# What a test waits for at most where a defect would have it wait for ever, in seconds.
+# Longest wait in seconds, where a defect would wait for ever.
 PATIENCE = 120.0
 # Commands that load torch take seconds; of these the short run tries fewer moments.
 TORCH = {
@@ -65,7 +65,7 @@ NUMBERS = st.sampled_from([signal.SIGTERM, signal.SIGINT])
 
 @dataclass
 class Place:
-    """A folder with the inputs, and the hashes of what each command made undisturbed."""
+    """A folder with the inputs, and the hashes of each command's undisturbed output."""
 
     folder: Path
     temporary: Path
@@ -99,8 +99,8 @@ class Place:
         }
 
     def learn(self, name: str) -> None:
-        """Runs a command once for what it makes, and how long it takes."""
-        if name == "export":  # the longest of all, of which the bundle itself is the result
+        """Runs a command once; returns its outputs and its time."""
+        if name == "export":  # the longest of all, whose result is the bundle itself
             nothing = hashlib.sha256(b"").hexdigest()
             files = [path for path in (self.folder / "bundle").rglob("*") if path.is_file()]
             self.made[name] = {"stdout": nothing} | {
@@ -124,7 +124,7 @@ class Place:
 
 @functools.cache
 def import_seconds(torch: bool) -> float:
-    """What a process takes to import what its command needs."""
+    """Seconds for a process's imports."""
     begun = time.monotonic()
     module = "transferry.export.bundle" if torch else "transferry.runtime.jobs.job"
     subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
@@ -208,7 +208,7 @@ def require_clean_stop(place: Place, name: str, moment: float, number: signal.Si
 
 
 def may_stay(place: Place, name: str) -> bool:
-    """Whether what an interrupted command left is what the next one goes on with, or whole."""
+    """Whether an interrupted command left a state to continue from, or a whole output."""
     left = {path for path in names(place.folder) if path.startswith("new")}
     if name == "train":
         return not left or "new/state.safetensors" in left

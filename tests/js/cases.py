@@ -1,4 +1,4 @@
-"""What tests of js/ share: hard strings, bundles of a tokenizer alone, and running `npm test`."""
+"""Parts of the tests of js/: hard strings, bundles of a tokenizer alone, and running `npm test`."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
 JS = Path(__file__).resolve().parents[2] / "js"
 NODE = program("node")
 
-# What tokenizers get wrong: one of each kind, then mixtures of them.
+# Strings that tokenizers get wrong: one of each kind, then mixtures of them.
 PIECES = (
     *(
         "Straße",
@@ -157,7 +157,7 @@ def ids_case(
 
 
 def npm_test(cases: Path | None = None) -> str:
-    """Runs the tests of js/ that compare cases, or the others; returns what they print."""
+    """Runs the tests of js/ that compare cases, or the others; returns their output."""
     assert NODE is not None
     name = "units" if cases is None else "parity"
     command = [NODE, "--test", "--test-reporter=tap", str(JS / "test" / f"{name}.test.js")]
@@ -176,7 +176,7 @@ def write_cases(
     ids: list[dict[str, Any]],
     refused: Sequence[dict[str, str]] = (),
 ) -> Path:
-    """Writes what js/test compares: records, ids, and bundles that must be refused."""
+    """Writes the files that js/test compares: records, ids, and bundles that must be refused."""
 
     def plain(value: object) -> object:
         assert isinstance(value, np.ndarray)

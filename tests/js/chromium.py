@@ -103,7 +103,7 @@ class Chromium:
         self.until("document.body?.dataset.state === 'ready'")
 
     def answer(self, text: str) -> str:
-        """Types a text, runs the model, and returns what the page answers."""
+        """Types a text, runs the model, and returns the page's answer."""
         typed = f"document.getElementById('input').value = {json.dumps(text)}"
         self.evaluate(f"{typed}; document.getElementById('go').click()")
         self.until("document.body.dataset.state === 'ready'")

@@ -327,7 +327,7 @@ def pair(kind: type[SentencePiecePair]) -> ThirdPartyTokenizer:
 
 
 def drawn(seed: int, **options: Any) -> ThirdPartyTokenizer:
-    """Pieces with few different scores, of which some are unused and some user-defined."""
+    """Pieces with few different scores; some are unused, some user-defined."""
     proto = pytest.importorskip("sentencepiece.sentencepiece_model_pb2").ModelProto()
     proto.ParseFromString(spm(**options))
     rng = random.Random(seed)

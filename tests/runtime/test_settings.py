@@ -1,4 +1,4 @@
-"""What was written is what is read, and every value stands for itself in TOML."""
+"""Written settings are read unchanged, and every value stands for itself in TOML."""
 
 import tomllib
 from pathlib import Path

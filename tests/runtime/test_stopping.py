@@ -13,7 +13,7 @@ import pytest
 import transferry
 from transferry.runtime import stopping
 
-# What a test waits for at most where a defect would have it wait for ever, in seconds.
+# Longest wait in seconds, where a defect would wait for ever.
 PATIENCE = 60.0
 
 

@@ -16,7 +16,7 @@ from transferry.build_model.model.transformer import Transformer
 
 
 def mapped_bytes() -> int:
-    """What this process has in memory of mapped files, in bytes."""
+    """Bytes of mapped files in this process's memory."""
     found = re.search(r"RssFile:\s*(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024

@@ -1,4 +1,4 @@
-"""R-Drop and BPE dropout do what their papers say, and training with them is resumable."""
+"""R-Drop and BPE dropout follow their papers, and training with them is resumable."""
 
 import random
 import signal

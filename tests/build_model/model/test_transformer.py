@@ -159,7 +159,7 @@ def embed(model: Transformer, tokens: Tensor) -> Tensor:
 def answers(
     model: Transformer, reference: nn.Transformer, source: Tensor, target: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What torch.nn.Transformer says: the encoder's output, and logits at every target position."""
+    """torch.nn.Transformer's encoder output, and logits at every target position."""
     padding = source == 0
     with torch.no_grad():
         encoded = reference.encoder(embed(model, source), src_key_padding_mask=padding)

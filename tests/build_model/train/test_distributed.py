@@ -129,7 +129,7 @@ def test_two_processes_train_what_one_does(tmp_path: Path, monkeypatch: pytest.M
 
 
 def main() -> None:
-    """Trains into sys.argv[1]/two, and writes what this process saw to sys.argv[1]/RANK.json."""
+    """Trains into sys.argv[1]/two, and writes its results to sys.argv[1]/RANK.json."""
     folder = Path(sys.argv[1])
     written: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The loss is that of each sentence alone; BLEU sets each translation beside its own reference."""
+"""The loss equals each sentence's alone; BLEU sets each translation beside its own reference."""
 
 import pytest
 import torch

@@ -95,7 +95,7 @@ def weights(folder: Path) -> bytes:
 
 
 def records(folder: Path) -> list[dict[str, float]]:
-    """The metrics, without what a clock says."""
+    """The metrics, without times."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     clock = ("seconds", "tokens_per_second")
     return [{k: v for k, v in json.loads(line).items() if k not in clock} for line in lines]

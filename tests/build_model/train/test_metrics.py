@@ -1,4 +1,4 @@
-"""The record of a resumed training is that of an uninterrupted one, and it becomes a picture."""
+"""The record of a resumed training equals an uninterrupted one's, and it becomes a picture."""
 
 import json
 from pathlib import Path

@@ -69,7 +69,7 @@ def recipe(pairs: PairFiles, **changes: Any) -> TrainingRecipe:
 def follow(
     what: TrainingRecipe, folder: Path, *, resume: bool = False
 ) -> tuple[Evaluation | None, str]:
-    """Runs it; returns the marks and what was said."""
+    """Runs it; returns the marks and the messages."""
     said: list[str] = []
     marks = following.follow(what, folder, device="cpu", resume=resume, say=said.append)
     return marks, "\n".join(said)

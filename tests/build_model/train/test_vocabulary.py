@@ -22,7 +22,7 @@ SENTENCES = [
 ]
 CORPUS = SENTENCES * 3
 
-# What a second process runs, to see whether anything hangs on the order of a set.
+# Program of a second process, to see whether anything hangs on the order of a set.
 SAVE_IN_ANOTHER_PROCESS = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Each runtime gives torch's answers on each architecture, and an absent or dead one says so."""
+"""Each runtime gives torch's answers on each architecture, and an absent or dead one is named."""
 
 import subprocess
 import sys

@@ -104,7 +104,7 @@ def test_all_agree_on_a_right_graph(
     assert others == ["onnx.reference", "OpenVINO", "onnxruntime-web"]
     for result in found:
         if "install" in result.absent:
-            continue  # an optional runtime; test_backends skips, and says so
+            continue  # an optional runtime; test_backends skips with the reason
         assert [stage.name for stage in result.stages] == stages
         assert [stage.tensors for stage in result.stages] == tensors
         for stage in result.stages:

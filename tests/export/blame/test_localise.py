@@ -59,7 +59,7 @@ def find(
 def exported_wrongly(
     bundle: Bundle, model: Transformer, plant: Plant, name: str, folder: Path
 ) -> tuple[Bundle, Variant]:
-    """A copy of the bundle in which one graph is what an exporter with a defect makes of it."""
+    """A copy of the bundle in which one graph is made by an exporter with a defect."""
     copied = dataclasses.replace(bundle, folder=folder)
     shutil.copytree(bundle.folder, folder)
     (folder / "flawed").mkdir()
@@ -158,7 +158,7 @@ def added_outputs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Defect:
-    """A defect of the exporter, and what must be told of it."""
+    """A defect of the exporter, and its expected report."""
 
     plant: Plant
     graph: str
@@ -238,7 +238,7 @@ def test_a_defect_of_the_exporter_is_found_where_it_is(
 
 
 def corrupted(bundle: Bundle, weight: str, folder: Path) -> Bundle:
-    """A copy of which one number of one weight is off."""
+    """A copy with one wrong number in one weight."""
     copied = BundleCopy(bundle, bundle.variant(), folder)
 
     def off(array: Array) -> Array:
@@ -352,7 +352,7 @@ def test_what_lies_before_a_right_value_is_looked_at_too(
     def faults(call: Any, found: Any, tolerance: Tolerance, exact: bool) -> set[str]:
         return {"logits"} & set(found)
 
-    # Each session judges the middle of what is left, so that the mask is not met by chance.
+    # Each session judges the middle of the remaining values, so that the mask is not met by chance.
     monkeypatch.setattr(localise, "MOST_SHOWN", 2)
     monkeypatch.setattr(localise, "_faults", faults)
     monkeypatch.setattr(search, "_traced_fault", lambda self, faults: None)

@@ -1,4 +1,4 @@
-"""What a bundle says of itself is held against the run, whatever is changed in it."""
+"""A bundle's claims are compared with the checkpoint, whatever is changed in it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -52,7 +52,7 @@ OTHER_OPTIONS: dict[str, Any] = {
     "suppress": (9,),
     "scores": False,
 }
-# What each of them needs beside it.
+# The needs of each.
 NEEDED: dict[str, dict[str, Any]] = {
     "n_best": {"beam": 2},
     "early_stopping": {"beam": 2},

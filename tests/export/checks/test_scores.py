@@ -1,4 +1,4 @@
-"""What `score` gives is compared with the oracle, and a wrong score is seen."""
+"""The result of `score` is compared with the oracle, and a wrong score is seen."""
 
 from dataclasses import replace
 

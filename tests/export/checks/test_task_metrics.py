@@ -1,4 +1,4 @@
-"""What reduced precision costs is told in the users' own measures, and bounded by them."""
+"""The cost of reduced precision is reported in the users' own measures, and bounded by them."""
 
 import dataclasses
 import json
@@ -125,7 +125,7 @@ def test_a_gain_in_bleu_is_no_change(checkpoint: Checkpoint, texts: list[str]) -
 
 
 def test_a_loss_that_may_be_chance_passes(checkpoint: Checkpoint, texts: list[str]) -> None:
-    """One answer of eight is worse: resampled, every third set of eight has none of it."""
+    """One answer of eight is worse: resampled, every third set of eight lacks it."""
     tokenizer = checkpoint.tokenizer
     right = [tuple(tokenizer.encode(text)) for text in texts[:8]]
     for worse, passed in ((1, True), (8, False)):

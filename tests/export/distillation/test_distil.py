@@ -1,4 +1,4 @@
-"""A student of a tiny teacher: what it is trained on, interrupted or not, and what is refused."""
+"""A student of a tiny teacher: its training text, interrupted or not, and refusals."""
 
 import json
 import os
@@ -162,7 +162,7 @@ def test_killed_in_every_phase_it_ends_with_the_same_bytes(
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    # What died, saved chunks, and whether there are answers, pairs and a state.
+    # The killed phase, saved chunks, and whether there are answers, pairs and a state.
     assert ended.stdout.splitlines() == [
         "append 0 False False False",
         "append 2 False False False",

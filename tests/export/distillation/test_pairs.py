@@ -1,4 +1,4 @@
-"""Which hypothesis becomes a training pair, and which pairs are held out."""
+"""The choice of training pairs, and of those held out."""
 
 import json
 from pathlib import Path

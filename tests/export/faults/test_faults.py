@@ -1,4 +1,4 @@
-"""Each fault is planted as it says, and what finds nothing to edit raises."""
+"""Each fault is planted as it says, and a fault without a place raises."""
 
 import dataclasses
 import math
@@ -164,8 +164,8 @@ def test_planted_bundle_answers_as_torch_with_the_same_fault(
         cases = brief_sweep(checkpoint.model.config, BatchOptions().rows)
         assert not [item for item in compare_cases(oracle, model, cases) if item.fault]
     else:
-        # Twice the default: a model with a norm or a scale missing is none that it was measured on
-        # (8.2 was seen), and a fault that is not the named one is thousands of times as large.
+        # Twice the default: a model with a norm or a scale missing is not among those measured (8.2
+        # was seen), and another fault is thousands of times as large.
         assert faulty(dataclasses.replace(checkpoint, model=twin), model, 16.0) == []
 
 

@@ -24,7 +24,7 @@ LIMIT = Tolerance()
 # Words of the faults that are planted; all of them in the first.
 SIDES = {
     "whole_bundle_folder": ("",),
-    # What concerns a prompt, and the beams; the rest is the same.
+    # Faults of a prompt and of beams; the rest is the same.
     "whole_writer_bundle_folder": ("padding", "swapped", "limit", "wrong lengths"),
     "beam_bundle_folder": ("cache", "length penalty", "end tokens", "limit", "wrong log"),
 }

@@ -68,7 +68,7 @@ def test_every_fault_that_changes_an_answer_is_caught(side: Side) -> None:
     assert len(changing) >= 14
     assert all(item.passed for item in found.values())
     assert {kind for kind in found if kind not in changing} <= HARMLESS
-    # One weight by one ULP is what planting itself must not make worse.
+    # Planting itself must not change more than one weight by one ULP.
     assert found["one weight off by one ULP"].caught_by == WEIGHTS
     assert bool(found.get("the bias of the keys dropped")) == checkpoint.model.config.bias
     assert progress == [(number + 1, len(found)) for number in range(len(found))]

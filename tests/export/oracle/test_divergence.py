@@ -35,7 +35,7 @@ GREEDY = GenerationOptions(max_length=12)
 BEAM = GenerationOptions(max_length=12, beam=4, n_best=4)
 # Fractions of the largest logit. A twin is 2 ** -21 less likely, four times float32's epsilon: two
 # equal rows of 32 weights give products that differ by less. Twice that turns the choice, and is
-# half of what is excused at least, 8 epsilons for each of two candidates. No two logits are further
+# half of the least excused margin, 8 epsilons for each of two candidates. No two logits are further
 # apart than twice the largest.
 TWIN, ROUNDING, REAL = 2.0**-21, 2.0**-20, 2.5
 
@@ -76,7 +76,7 @@ class Nudged:
 
 
 def first_token(model: Transformer, source: list[int]) -> int:
-    """What greedy search begins with, the end token if the answer is empty."""
+    """The first token of greedy search, the end token if the answer is empty."""
     (hypotheses,) = search(TorchDecoder(model), [source], GREEDY, SOURCES)
     return (*hypotheses[0].tokens, SOURCES.eos_id)[0]
 
@@ -197,7 +197,7 @@ def test_real_difference_is_a_defect(
 def test_margin_is_the_one_of_the_oracle(
     checkpoint: Checkpoint, source: list[int], last: int, oracle: Oracle
 ) -> None:
-    """Not of the decoder that is judged, whose logits are what may be wrong."""
+    """Not of the decoder that is judged, whose logits may be wrong."""
     logits = first_logits(oracle, source)
     best, second = np.argsort(-logits)[:2].tolist()
     distance = logits[best] - logits[second]
@@ -346,7 +346,7 @@ def short(checkpoint: Checkpoint, sources: list[list[int]]) -> list[int]:
 def test_ending_or_going_on_may_be_a_tie(
     checkpoint: Checkpoint, short: list[int], last: int
 ) -> None:
-    """What is compared is the step at which one ends, not all that the other says after it."""
+    """The step at which one ends is compared, not the rest of the other."""
     (hypotheses,) = search(TorchDecoder(checkpoint.model), [short], GREEDY, SOURCES)
     tokens = hypotheses[0].tokens
     oracle = with_twin(checkpoint.model, SOURCES.eos_id)

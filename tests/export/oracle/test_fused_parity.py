@@ -76,7 +76,7 @@ def test_a_weight_that_is_off_is_caught(
     report = verify(calm, faulty, name, [])
     assert not report.passed
     assert {item.stage for item in report.comparisons if item.fault}
-    # Another variant's files are what they were.
+    # Another variant's files are unchanged.
     for spec in faulty.variant("portable").graphs.values():
         assert faulty.manifest.files[spec.file] == all_variants.manifest.files[spec.file]
 

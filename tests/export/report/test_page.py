@@ -1,4 +1,4 @@
-"""The page says what the record says, holds nothing from outside, and a browser shows it."""
+"""The page shows the record, holds nothing from outside, and a browser shows it."""
 
 import dataclasses
 import functools
@@ -108,7 +108,7 @@ def failed_html() -> str:
 
 
 class Page(HTMLParser):
-    """What is on a page: headings, visible text, tables and what it refers to."""
+    """Content of a page: headings, visible text, tables and references."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Linear layers in int8: every layer is quantised, and computes exactly what its scales say."""
+"""Linear layers in int8: every layer is quantised, and computes exactly by its scales."""
 
 import copy
 from collections import Counter

@@ -67,7 +67,7 @@ def test_one_trace_serves_other_weights() -> None:
     )
     first.model.graph[0].name = "changed"
     assert second.model.graph[0].name != "changed"
-    # Of what is added to them too.
+    # Also for values added to them.
     names = []
     for graph in (second, Traces().graph(Scaled(2.0, 3.0), SPEC, OPSET)):
         graph.model.graph.append(ir.node("Neg", [graph.model.graph.outputs[0]]))

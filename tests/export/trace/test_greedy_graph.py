@@ -1,4 +1,4 @@
-"""Greedy search as one graph: torch's answers from any runtime, and what it refuses."""
+"""Greedy search as one graph: torch's answers from any runtime, and its refusals."""
 
 from pathlib import Path
 from typing import Any

@@ -37,7 +37,7 @@ class Sea:
 
 
 def call(*arguments: str | Path, **defaults: str) -> tuple[Result, dict[str, Any]]:
-    """Calls a command `sail` with the options of a sea, and returns what it was given."""
+    """Calls a command `sail` with the options of a sea, and returns its arguments."""
     found: dict[str, Any] = {}
 
     @click.group(cls=Commands)

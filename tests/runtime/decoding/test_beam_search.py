@@ -128,7 +128,7 @@ def test_the_best_candidates_are_those_of_a_plain_sort(
         logits[1::2] = logits[: len(logits[1::2]) * 2 : 2]
         totals = np.floor(totals)
     elif kind == "far apart":
-        # What is added rounds the logits away, in float32 at least.
+        # The added total rounds the logits away, in float32 at least.
         logits *= 1e-4
         logits += (2.0 ** rng.integers(0, 12, (rows, 1))).astype(dtype)
         totals *= 1e3
@@ -136,7 +136,7 @@ def test_the_best_candidates_are_those_of_a_plain_sort(
     allowed = logits.copy()
     allowed[:width, 1:] = -np.inf  # one token left
     allowed[width : 2 * width][rng.random((width, vocabulary)) < 0.7] = -np.inf
-    allowed[2 * width : 3 * width] = -np.inf  # and none
+    allowed[2 * width : 3 * width] = -np.inf  # no continuation
     totals[3, 1:] = -np.inf  # a beam that does not exist may score anything
     strange = logits.reshape(sentences, width, vocabulary)[3, 1:]
     strange[...] = rng.choice([np.nan, np.inf, -np.inf, 50.0], strange.shape)
@@ -158,7 +158,7 @@ def test_only_segments_whose_maximum_is_among_the_best_are_looked_at() -> None:
     logits[0, 70], logits[1, 129] = 5.0, 4.0
     maxima = SegmentMaxima.of(logits, 64)
     assert maxima.maxima.tolist() == [[0, 5, 0, 0], [0, 0, 0, 4]]
-    logits[0, 3] = 9.0  # of which the maxima do not know
+    logits[0, 3] = 9.0  # unknown to the maxima
     totals = np.zeros((1, 2))
     _, parents, tokens = best_candidates(logits, logits, np.zeros(2), maxima, totals, 2)
     assert list(zip(parents[0], tokens[0], strict=True)) == [(0, 70), (1, 129)]
@@ -325,7 +325,7 @@ def test_ended_sentences_leave_a_beam_search_at_once() -> None:
 
 def test_beams_that_keep_their_places_are_not_selected() -> None:
     def model(source: Tokens, history: Tokens) -> Logits:
-        """Two beginnings, each of which has one continuation."""
+        """Two beginnings, each with one continuation."""
         if not history:
             return np.array([-50.0, -50.0, -50.0, 1.0, 0.5])
         return peak(history[0], 50.0)

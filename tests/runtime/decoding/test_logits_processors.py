@@ -43,7 +43,7 @@ def allowed_tokens(
     prompts: list[list[int]] | None = None,
 ) -> list[list[int]]:
     lengths = np.array([len(row) for row in history])
-    # What lies behind a row is what would do most harm if it were read.
+    # The values behind a row would do most harm if they were read.
     past = np.array([[*row, *row, *[5] * 15][: lengths.max()] for row in history], np.int64)
     logits: NDArray[np.floating[Any]] = np.zeros((len(past), VOCABULARY), np.float32)
     owners = np.arange(len(past)) if sentences is None else np.array(sentences)

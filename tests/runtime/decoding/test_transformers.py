@@ -35,7 +35,7 @@ KINDS = ("encoder-decoder", "decoder-only")
 
 @dataclass(frozen=True)
 class State:
-    """What each row has read `[rows]`: its source, and the tokens that the decoder got."""
+    """Tokens read by each row `[rows]`: its source, and the tokens that the decoder got."""
 
     sources: tuple[tuple[int, ...], ...]
     read: tuple[tuple[int, ...], ...]

@@ -1,4 +1,4 @@
-"""What all tests of the engine share."""
+"""Fixtures of all tests of the engine."""
 
 import threading
 from collections.abc import Iterator

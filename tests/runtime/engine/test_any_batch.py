@@ -47,7 +47,7 @@ Ask = Callable[[Engine, Iterable[Any], int], Iterator[RowResult]]
 
 @dataclass(frozen=True)
 class Case:
-    """A task: its bundle, how an engine computes rows of which the first has a number, and rows."""
+    """A task: its bundle, how an engine computes rows from a number on, and rows."""
 
     bundle: str
     ask: Ask
@@ -94,13 +94,13 @@ def exact(result: RowResult) -> dict[str, Any]:
     return {
         name: value.tobytes() if isinstance(value, np.ndarray) else value
         for name, value in vars(result).items()
-        # Depends on the other rows, and says so.
+        # Depends on the other rows, and declares it.
         if name not in ("repeated", "shared_prompt_tokens")
     }
 
 
 def devices(model: ServedModel, count: int) -> list[ServedModel]:
-    """Copies of a model, each of which begins only when the others are at work as well."""
+    """Copies of a model; each begins only when the others are at work as well."""
     meeting = threading.Barrier(count)
 
     def device() -> ServedModel:

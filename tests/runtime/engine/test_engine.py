@@ -1,4 +1,4 @@
-"""What an engine opens, generates and refuses; that batches change nothing is test_any_batch.py."""
+"""Opening, generating and refusals of an engine; test_any_batch.py has the batches."""
 
 import itertools
 import math

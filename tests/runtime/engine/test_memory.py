@@ -1,4 +1,4 @@
-"""Batches that memory has no room for: the same answers, or an error that says so."""
+"""Batches that memory has no room for: the same answers, or an error that names the cause."""
 
 import json
 import subprocess
@@ -58,7 +58,7 @@ def test_no_memory_for_a_single_row_is_an_error(bundle: Bundle, texts: list[str]
 def test_where_onnxruntime_has_no_more_memory_the_answers_are_the_same(
     bundle_folder: Path, texts: list[str]
 ) -> None:
-    """A process in which onnxruntime may not have what a large batch takes, and says so itself."""
+    """A process in which onnxruntime may not have the memory of a large batch, and reports it."""
     script = f"""
 import json, sys
 import onnxruntime

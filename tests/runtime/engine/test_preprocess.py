@@ -1,4 +1,4 @@
-"""What is too long is refused without being counted, cut short, or cut into pieces that fit."""
+"""A text that is too long is refused uncounted, cut short, or cut into pieces that fit."""
 
 import itertools
 import random
@@ -27,7 +27,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def given() -> list[str]:
-    """What the tokenizer was given."""
+    """Texts given to the tokenizer."""
     return []
 
 

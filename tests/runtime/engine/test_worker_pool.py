@@ -21,7 +21,7 @@ from transferry.runtime.engine.worker_pool import (
 )
 from transferry.runtime.errors import InputError
 
-# What a test waits for at most where a defect would have it wait for ever, in seconds.
+# Longest wait in seconds, where a defect would wait for ever.
 PATIENCE = 60.0
 
 
@@ -300,7 +300,7 @@ def test_closing_early_ends_what_a_worker_has_begun(stopped: threading.Event) ->
 def test_the_last_rows_are_shared_out() -> None:
     queue = WorkQueue[int, str](1000, workers=3)
     queue.put([WorkItem(row, 1) for row in range(200)])
-    # A third of what is left each time, until that is not worth a batch.
+    # A third of the rest each time, until that is not worth a batch.
     taken = [len(queue.take(most)) for most in (50, 100, 100, 100, 100, 7, 100, 100)]
     assert taken == [50, 50, 34, 22, 16, 7, 16, 5]
     queue.put([WorkItem(row, 1) for row in range(300)])

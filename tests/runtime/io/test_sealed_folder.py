@@ -1,4 +1,4 @@
-"""What was hashed is what is used: each change of a file between the two is noticed."""
+"""The hashed bytes are the used ones: each change of a file between the two is noticed."""
 
 import os
 import shutil

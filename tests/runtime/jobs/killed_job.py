@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.runtime.jobs.helpers import Echo, computed_rows, make_job, names
 
-# What changes names and sizes; a write is killed in its middle.
+# Calls that change names and sizes; a write is killed in its middle.
 CALLS = ("mkdir", "rmdir", "unlink", "replace", "fsync", "truncate", "ftruncate")
 
 

@@ -23,7 +23,7 @@ def test_rows_of_unfinished_chunks_are_counted(folder: ChunkFolder) -> None:
         note(Summary(rows=2))
         other(Summary(rows=1, ahead=3))
         assert folder.unfinished() == 6
-        other(Summary(rows=3, ahead=1))  # what was ahead is written now
+        other(Summary(rows=3, ahead=1))  # rows that were ahead are written now
         note(Summary(rows=5))
         assert folder.unfinished() == 9
     # They count until the chunk comes back, and from then on as part of it.

@@ -265,7 +265,7 @@ def fill(source: Path, limited: Callable[[], contextlib.AbstractContextManager[N
 def test_a_file_that_may_not_grow(
     source: Path, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job file, a part, the journal, the output, and what lies beside it."""
+    """The job file, a part, the journal, the output, and the files beside it."""
     # Else Python would keep what it could write of a compiled module.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 

@@ -1,4 +1,4 @@
-"""What is finished stays finished, and nothing else is taken for it."""
+"""A finished chunk stays finished, and nothing else is taken for it."""
 
 import json
 import os
@@ -139,7 +139,7 @@ def test_a_folder_of_another_version_is_refused(folder: Path, form: int | None) 
 def test_nothing_is_named_before_it_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power cut keeps no more than what was synced: files before their names, names in order."""
+    """A power cut keeps only synced data: files before their names, names in order."""
     done: list[str] = []
     fsync, replace = os.fsync, Path.replace
 
@@ -155,7 +155,7 @@ def test_nothing_is_named_before_it_is_on_the_disk(
         return replace(path, target)
 
     def told() -> list[str]:
-        """What was done; of temporary files what their names tell."""
+        """The calls made; of temporary files the kind in their names."""
         lines = [re.sub(r"\.(.+)\.[0-9a-f]{16}\.part", r"\1's", line) for line in done]
         done.clear()
         return lines

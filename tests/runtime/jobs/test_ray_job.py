@@ -49,7 +49,7 @@ class Deadly(Echo):
     """Kills its own process at the row "deadly", as a machine that goes away would.
 
     Attributes:
-        spared: File that says it did so once, and does so no more.
+        spared: File that marks a first time, after which it stops.
     """
 
     def __init__(self, spared: Path | None = None, **settings: Any) -> None:
@@ -115,7 +115,7 @@ def test_a_worker_that_is_killed_changes_nothing(
     summary = by_ray(source, load=partial(Deadly, spared, computed=computed)).run()
     assert spared.exists(), "nobody was killed"
     assert content(tmp_path / "out.jsonl") == chunks(source)
-    # Nothing twice but the chunk in which it happened, and none of that is lost.
+    # Nothing twice but the chunk in which it happened, and no row is lost.
     found = computed_rows(computed)
     assert set(found) == set(range(ROWS))
     assert {row for row in found if found.count(row) > 1} <= {9, 10, 11}
@@ -148,7 +148,7 @@ def test_a_job_goes_on_where_it_was_stopped(source: Path, tmp_path: Path) -> Non
     summary = by_ray(source, load=partial(Echo, computed=computed)).run(say=said.append)
     assert summary.resumed == 1
     assert "rows are saved in" in said[0]
-    # None of what was saved, but what is damaged or was in the way of it.
+    # No saved chunk, only damaged files and those in their way.
     again = {row // 3 * 3 for row in computed_rows(computed)}
     assert again & saved == {min(saved)}
     assert 9 in again

@@ -1,4 +1,4 @@
-"""What only a GPU can show; each test skips, saying why, where onnxruntime has no CUDA."""
+"""Properties that only a GPU shows; each test skips, saying why, where onnxruntime has no CUDA."""
 
 from dataclasses import replace
 from pathlib import Path

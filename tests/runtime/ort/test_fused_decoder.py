@@ -1,4 +1,4 @@
-"""What only the cache in place has: capacities, columns written again, memory of a thread.
+"""Properties of the cache in place alone: capacities, columns written again, memory of a thread.
 
 That it keeps the contract of every decoder is shown in tests/export/test_conformance.py.
 """

@@ -84,7 +84,7 @@ class Projection:
         return scores if self.bias is None else scores + self.bias
 
     def check(self, hidden: Floats) -> NDArray[np.int64]:
-        """Tokens of `hidden`, each of which must be the best but for float64's own rounding."""
+        """Tokens of `hidden`, all of them the best but for float64's own rounding."""
         tokens = self.likeliest(hidden)
         exact = self.exact(hidden)
         assert tokens.dtype == np.int64

@@ -179,7 +179,7 @@ def test_nothing_is_missing_where_all_is_there(working_cuda: pytest.MonkeyPatch)
 
 
 class SilentFallback:
-    """What onnxruntime returns where CUDA was asked for and a CPU session was opened."""
+    """The session of onnxruntime where CUDA was requested and a CPU session was opened."""
 
     def __init__(self, providers: list[str], nodes: dict[str, int]) -> None:
         self.providers = providers

@@ -110,7 +110,7 @@ def test_another_way_of_computing_was_not_verified(
 
 
 def remake_manifest(folder: Path) -> None:
-    """What somebody who changes a file on purpose would do: the hashes agree again."""
+    """A deliberate change of a file: the hashes agree again."""
     record = json.loads((folder / MANIFEST).read_bytes())
     for name, entry in record["files"].items():
         entry.update(sha256=sha256(folder / name), size=(folder / name).stat().st_size)
@@ -375,7 +375,7 @@ def test_what_is_no_certificate_is_named(folder: Path, text: str) -> None:
 
 
 def with_variants(folder: Path, *names: str) -> Bundle:
-    """The bundle as if it had these variants too: only what the manifest says of them matters."""
+    """The bundle as if it had these variants too: only their entries in the manifest matter."""
     bundle = Bundle.load(folder)
     portable = bundle.variant("portable")
     in_place = dict.fromkeys(IN_PLACE["encoder-decoder"], portable.graphs["select"])
@@ -421,7 +421,7 @@ def chosen(bundle: Bundle, provider: Provider = "cpu") -> str:
         # Without certificates the exact one in place.
         (("cpu-int8", "cpu-fp32"), (), "cpu-fp32"),
         (("cpu-int8",), (), "portable"),
-        # Reduced precision once it is certified, and what is certified before what is not.
+        # Reduced precision once it is certified, and certified variants before others.
         (("cpu-fp32", "cpu-int8"), ("cpu-fp32",), "cpu-fp32"),
         (("cpu-fp32", "cpu-int8"), ("cpu-fp32", "cpu-int8"), "cpu-int8"),
         (("cpu-fp32", "cpu-int8"), ("portable",), "portable"),

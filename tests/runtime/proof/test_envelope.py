@@ -1,4 +1,4 @@
-"""The file of a certificate, and what another program makes of it."""
+"""The file of a certificate, and another program's reading of it."""
 
 import base64
 import hashlib

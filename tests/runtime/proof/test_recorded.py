@@ -1,4 +1,4 @@
-"""What torch answered is recorded exactly, and holds every decoder to it."""
+"""torch's answers are recorded exactly, and holds every decoder to it."""
 
 import dataclasses
 import shutil
@@ -152,7 +152,7 @@ def test_numbers_that_are_slightly_wrong_fail(bundle: Bundle, recorded: Referenc
 
 
 class WrongCache(PortableDecoder):
-    """Shows a cache of which one entry is wrong by a thousandth of the largest."""
+    """Shows a cache with one entry wrong by a thousandth of the largest."""
 
     def tensors(self, state: PortableState) -> Tensors:
         tensors = super().tensors(state)

@@ -66,7 +66,7 @@ def write(folder: Path, content: bytes) -> Path:
 
 
 def unfit_keys() -> dict[str, tuple[bytes, str, str]]:
-    """Content, and what a message says that was found: as private key, as public key."""
+    """Content, and the message's word for it: as private key, as public key."""
     p384, k256 = ec.derive_private_key(7, ec.SECP384R1()), ec.derive_private_key(7, ec.SECP256K1())
     of_rsa = rsa.generate_private_key(65537, 1024)
     edwards = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(32))

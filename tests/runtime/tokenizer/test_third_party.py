@@ -1,4 +1,4 @@
-"""Kept files come back as they were, and what cannot be read is refused with what to do."""
+"""Kept files come back as they were, and unreadable ones are refused with what to do."""
 
 import builtins
 import io

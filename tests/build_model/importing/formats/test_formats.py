@@ -103,7 +103,7 @@ def test_the_pages_of_a_large_file_are_let_go(
 
 
 class Shell:
-    """What runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, command: str) -> None:
         self.command = command

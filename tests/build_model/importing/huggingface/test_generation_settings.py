@@ -1,4 +1,4 @@
-"""Every search setting of a checkpoint becomes a default of the bundle, or is told."""
+"""Every search setting of a checkpoint becomes a default of the bundle, or is reported."""
 
 from __future__ import annotations
 

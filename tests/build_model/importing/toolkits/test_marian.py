@@ -276,7 +276,7 @@ def test_marian_s_logits_are_the_formula_s(name: str, tmp_path: Path) -> None:
     rows = torch.tensor([source])
     found = model(rows, torch.ones_like(rows).bool(), torch.tensor([[start, *target]]))[0]
     require_close(found[:, :-1], marian_logits(weights, options, source, target))
-    # What begins a target weighs nothing among the tokens.
+    # The beginning of a target weighs nothing among the tokens.
     assert found.softmax(dim=-1)[:, -1].max() < 1e-30
 
 
@@ -297,7 +297,7 @@ def test_learned_positions_and_no_top_are_followed(tmp_path: Path) -> None:
 
 
 def test_marian_s_words_are_texts(tmp_path: Path) -> None:
-    """YAML's yes, null and 1 too; text that looks like the end is none."""
+    """YAML's yes, null and 1 too; text that looks like the end does not end."""
     save_marian(tmp_path / "theirs")
     result = done("import", tmp_path / "theirs", "--out", tmp_path / "run")
     assert "marian, encoder-decoder" in result.stderr

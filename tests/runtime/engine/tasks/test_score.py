@@ -107,7 +107,7 @@ def test_bad_rows_are_errors_of_their_own(translator: Engine, writer: Engine) ->
 
 
 def test_long_rows_are_cut_short_and_say_so(translator: Engine, writer: Engine) -> None:
-    """What goes on has not ended, so no end token is scored."""
+    """A text that goes on has not ended, so no end token is scored."""
     tokenizer = translator.bundle.tokenizer
     long = "one two " * 60
     pairs: list[tuple[str, str | None]] = [("a", long), (long, "b"), (long, long), ("a", "b")]

@@ -13,7 +13,7 @@ from transferry.runtime.jobs.formats.writers import Record, RowWriter, open_writ
 
 WIDTH = 3
 LINES = ("text", "jsonl", "tsv", "csv")
-# What csv and tsv have to hold, and what must not end a line.
+# Hard values for csv and tsv, and characters that must not end a line.
 TEXTS = ["a", 'b "c", d', " e ", "\u2028f\x85", "", "'", '"', "g\\n"]
 
 
@@ -31,7 +31,7 @@ def writer_of(out: Path, content: bytes = b"id,text,note\n", **options: Any) -> 
 
 
 def records(count: int, texts: Sequence[str] = TEXTS) -> list[Record]:
-    """What a job makes of rows with the field `note`; every fifth is an error."""
+    """Records of rows with the field `note`; every fifth is an error."""
     found: list[Record] = []
     for number in range(count):
         text = texts[number % len(texts)]
@@ -55,7 +55,7 @@ def records(count: int, texts: Sequence[str] = TEXTS) -> list[Record]:
 
 
 def vectors(count: int) -> list[Record]:
-    """What a job of embed makes; every third is an error."""
+    """Records of a job of embed; every third is an error."""
     error = {"error": RowError("empty", "there is no text to work on").record()}
     return [
         {"id": number, "source": "a"}

@@ -51,7 +51,7 @@ def read(urls: list[str], **settings: str) -> list[list[str] | str]:
 
 
 class Store(http.server.BaseHTTPRequestHandler):
-    """What both APIs share."""
+    """The common part of both APIs."""
 
     protocol_version = "HTTP/1.1"
 

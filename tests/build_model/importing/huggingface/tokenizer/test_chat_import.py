@@ -252,7 +252,7 @@ def test_special_tokens_in_a_message_stay_text(name: str, tmp_path: Path) -> Non
             assert [token for token in found if token in control] == [
                 token for token in plain if token in control
             ], content
-            # transformers makes tokens of them, unless it is told not to.
+            # transformers makes tokens of them, unless an option forbids it.
             taken = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
             assert sum(token in control for token in taken) > sum(t in control for t in found)
             if content == text:

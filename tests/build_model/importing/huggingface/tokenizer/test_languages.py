@@ -115,7 +115,7 @@ def test_a_source_is_marked_as_theirs(kind: str, tmp_path: Path) -> None:
             assert ours.decode(answer) == theirs.decode(answer, skip_special_tokens=True)
             assert ours.decode([ours.special.languages[language]]) == ""
         theirs.src_lang = languages[0]
-    # Names of languages in a text are text, and an unknown name is told.
+    # Names of languages in a text are text, and an unknown name is reported.
     if not kind.startswith("mBART"):
         assert not ours.special.ids() & set(ours.encode(TEXTS[3]))
     (row,) = texts.encode([InLanguages("x", "Klingon")])

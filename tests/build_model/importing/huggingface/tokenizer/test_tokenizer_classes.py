@@ -104,7 +104,7 @@ def write_pieces(folder: Path, kind: str, **options: Any) -> None:
 
 
 def write_folder(folder: Path, kind: str) -> None:
-    """What `save_pretrained` of the class writes."""
+    """Writes a folder with `save_pretrained` of the class."""
     _, name, pieces = KINDS[kind]
     if kind in OF_PIECES:
         write_pieces(folder, kind)
@@ -166,7 +166,7 @@ CHANGES: dict[str, tuple[Any, ...]] = {
 
 
 def alter(draw: Draw, record: dict[str, Any]) -> None:
-    """What a class sets itself, set otherwise in tokenizer.json."""
+    """Settings of a class itself, with other values in tokenizer.json."""
     part = draw.choice(["normalizer", "pre_tokenizer", "decoder", "post_processor", "truncation"])
     values: dict[str, Any] = {
         "normalizer": {"type": "Lowercase"},
