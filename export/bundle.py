@@ -84,9 +84,7 @@ def export_bundle(
     say: Say = lambda line: None,
     done: Done = lambda phase, done, total: None,
 ) -> Bundle:
-    """Exports a checkpoint as a verified bundle.
-
-    The same checkpoint, contents and package versions give the same bytes.
+    """Exports a checkpoint as a verified bundle; the same inputs and versions give the same bytes.
 
     Args:
         checkpoint: The trained model and its tokenizer.
@@ -108,7 +106,6 @@ def export_bundle(
         ParityError: The graphs are invalid or differ from torch; `out` is untouched.
     """
     require_replaceable(out, force=force)
-    # Every refusal comes before any work.
     config, generation = checkpoint.model.config, default_generation(checkpoint)
     if contents.one_graph:
         require_one_graph(config.architecture, generation, contents.one_graph)

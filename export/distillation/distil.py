@@ -76,8 +76,7 @@ def distil(
         device: Device to train on: "cpu", "cuda" or "auto".
         force: Replace the checkpoint in `out`.
         quiet: Print no progress.
-        **options: Other options of `transferry distil` by their names, such as
-            `source="train.en", target="train.de", max_steps=4000`.
+        **options: Other options of `transferry distil`, such as `source="train.en"`.
 
     Returns:
         Validation scores of the student.

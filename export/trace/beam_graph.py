@@ -124,29 +124,9 @@ class BeamGraph(SearchGraph):
         sentence = self._numbers(step.size(values, 0))
         base = step.unsqueezed(step.op("Mul", [sentence, step.of(beam)]), 1)
         rows = step.op("Add", [base, parents])
-
-        penalty = np.float32(self.options.length_penalty)
-        exponent = step.constant(penalty)
-        floats = cast(step, length, ir.DataType.FLOAT)
-        scale = step.op("Pow", [floats, exponent])
-        totals = self._first(values)
-        scores = step.op("Where", [complete, step.op("Div", [totals, scale]), nothing])
-        # Of equal scores the older hypothesis.
-        best_scores, order = step.op_multi_out(
-            "TopK",
-            [step.joined(given["best_scores"], scores), step.of(beam)],
-            {"axis": 1},
-            num_outputs=2,
-        )
-        lengths = step.op("Expand", [length, step.op("Shape", [totals])])
-        after = {
-            "length": length,
-            "best_scores": best_scores,
-            "best_totals": step.picked(step.joined(given["best_totals"], totals), order),
-            "best_lengths": step.picked(step.joined(given["best_lengths"], lengths), order),
-            "best_tokens": self._best_tokens(given, rows, tokens, base, order),
-        }
-
+        candidates = values, rows, tokens
+        after, scale = self._hypotheses(given, length, complete, nothing, candidates, base)
+        best_scores = after["best_scores"]
         # The first candidates that do not end go on.
         count = step.size(values, 1)
         later = step.op("Mul", [step.integers(ends), count])
@@ -175,6 +155,48 @@ class BeamGraph(SearchGraph):
             mask = step.op("Gather", [given["past_mask"], row], {"axis": 0})
             after["past_mask"] = self._longer_mask({**given, "past_mask": mask}, of_row)
         return after, [step.op("Gather", [value, row], {"axis": 0}) for value in present]
+
+    def _hypotheses(
+        self,
+        given: Mapping[str, ir.Value],
+        length: ir.Value,
+        complete: ir.Value,
+        nothing: ir.Value,
+        candidates: tuple[ir.Value, ir.Value, ir.Value],
+        base: ir.Value,
+    ) -> tuple[dict[str, ir.Value], ir.Value]:
+        """Keeps the best hypotheses among the kept and the complete ones.
+
+        Args:
+            given: The carried values.
+            length: Tokens of the candidates `[batch]`.
+            complete: Whether a candidate is a hypothesis `[batch, beam]`.
+            nothing: Minus infinity.
+            candidates: Log-probabilities, rows of the parents and tokens `[batch, candidates]`.
+            base: First row of each sentence `[batch, 1]`.
+
+        Returns:
+            The carried values of hypotheses, and the divisor of scores of this length.
+        """
+        step, (values, rows, tokens) = self.step, candidates
+        exponent = step.constant(np.float32(self.options.length_penalty))
+        scale = step.op("Pow", [cast(step, length, ir.DataType.FLOAT), exponent])
+        totals = self._first(values)
+        scores = step.op("Where", [complete, step.op("Div", [totals, scale]), nothing])
+        # Of equal scores the older hypothesis.
+        both = step.joined(given["best_scores"], scores)
+        best_scores, order = step.op_multi_out(
+            "TopK", [both, step.of(self.beam)], {"axis": 1}, num_outputs=2
+        )
+        lengths = step.op("Expand", [length, step.op("Shape", [totals])])
+        after = {
+            "length": length,
+            "best_scores": best_scores,
+            "best_totals": step.picked(step.joined(given["best_totals"], totals), order),
+            "best_lengths": step.picked(step.joined(given["best_lengths"], lengths), order),
+            "best_tokens": self._best_tokens(given, rows, tokens, base, order),
+        }
+        return after, scale
 
     def _candidates(
         self, given: Mapping[str, ir.Value], logits: ir.Value

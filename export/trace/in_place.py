@@ -33,6 +33,7 @@ from transferry.export.trace.graph import (
     state_specs,
 )
 from transferry.export.trace.portable import EncoderGraph, ModelGraph, SelectGraph
+from transferry.runtime.bundle.specs import TensorSpec
 from transferry.runtime.decoding.logits import SEGMENT
 
 # The first opset with TensorScatter.
@@ -228,84 +229,70 @@ def export_fused_graphs(
     """
     config = model.config
     precision = str(model.embedding.weight.dtype).removeprefix("torch.")
-    computed = partial(cache_specs, config, dtype=precision)
     stored = partial(cache_specs, config, dtype=cache_type or precision)
     hidden = spec("hidden", precision, "rows", config.d_model)
     logits = spec("logits", "float32", "rows", config.vocabulary_size)
     rows = spec("rows", "int64", "selected")
-    cross = computed("cross", "batch", "source")
-    source_state = stored("state", "batch", "source")
     state = stored("state", "batch", "capacity")
     # With both caches in one graph, names tell them apart.
     both: Specs = state
-    read: Specs = ()
     if config.encoder_layers:
         both = (*stored("state", "batch", "source", prefix="cross."), *state)
-        read = (spec("source_bias", "float32", "batch", 1, 1, "source"), *cross)
     if config.recurrent:
-        both = source_state  # a selection does not move the states of rows
-    placed = (spec("columns", "int64", "batch", "capacity"),) if config.looks_at_columns else ()
+        both = stored("state", "batch", "source")  # a selection does not move the states of rows
     segments = sum(divmod(config.vocabulary_size, SEGMENT))
+    sums = (
+        spec("exp_sums", "float32", "rows"),
+        spec("segment_maxima", "float32", "rows", segments),
+    )
     modules: dict[str, Module] = {
-        "decoder": (
-            FusedDecoderGraph(model),
-            (
-                spec("target", "int64", "batch", "target"),
-                spec("positions", "int64", "batch", "target"),
-                spec("cells", "int64", "batch", "target", config.kv_heads, 3),
-                spec("bias", "float32", "batch", 1, "target", "capacity"),
-                *placed,
-                *read,
-                *computed("past", "batch", "capacity"),
-            ),
-            (hidden, *computed("present", "batch", "capacity")),
-        ),
+        "decoder": _decoder(model, precision, hidden),
         "lm_head": (HeadGraph(model), (hidden,), (logits,)),
-        "exp_sums": (
-            SumsGraph(),
-            (logits,),
-            (
-                spec("exp_sums", "float32", "rows"),
-                spec("segment_maxima", "float32", "rows", segments),
-            ),
-        ),
-        "gather": (
-            GatherGraph(),
-            (spec("index", "int64", "selected", config.kv_heads, "columns"), *state),
-            stored("gathered", "selected", "columns"),
-        ),
-        "move": (
-            MoveGraph(),
-            (rows, spec("places", "int64", "selected"), *both),
-            tuple(replace(each, name=f"moved.{each.name}", role="moved") for each in both),
-        ),
+        "exp_sums": (SumsGraph(), (logits,), sums),
     }
-    if config.recurrent:
-        del modules["gather"]  # there are no columns
-        cell = partial(state_specs, config, dtype=precision)
-        modules["decoder"] = (
-            RecurrentDecoderGraph(model),
-            (
-                spec("target", "int64", "batch", "target"),
-                spec("rows", "int64", "batch", "target"),
-                *read,
-                *cell("past", "past"),
-            ),
-            (hidden, *cell("present", "rows")),
-        )
+    if not config.recurrent:  # whose cache has no columns
+        index = spec("index", "int64", "selected", config.kv_heads, "columns")
+        gathered = stored("gathered", "selected", "columns")
+        modules["gather"] = (GatherGraph(), (index, *state), gathered)
+    moved = tuple(replace(each, name=f"moved.{each.name}", role="moved") for each in both)
+    places = spec("places", "int64", "selected")
+    modules["move"] = (MoveGraph(), (rows, places, *both), moved)
     if config.encoder_layers:
         source = spec("source", "int64", "batch", "source")
         mask = spec("source_mask", "bool", "batch", "source")
+        cross = cache_specs(config, "cross", "batch", "source", precision)
         modules["encoder"] = (EncoderGraph(model), (source, mask), cross)
-        modules["select"] = (
-            SelectGraph(),
-            (rows, *source_state),
-            stored("selected", "selected", "source"),
-        )
-        fresh = stored("fresh", "batch", "new")
-        modules["place"] = (
-            PlaceGraph(),
-            (spec("write", "int64", "batch"), *fresh, *source_state),
-            stored("placed", "batch", "source"),
-        )
+        source_state = stored("state", "batch", "source")
+        selected = stored("selected", "selected", "source")
+        modules["select"] = (SelectGraph(), (rows, *source_state), selected)
+        write, fresh = spec("write", "int64", "batch"), stored("fresh", "batch", "new")
+        placed = stored("placed", "batch", "source")
+        modules["place"] = (PlaceGraph(), (write, *fresh, *source_state), placed)
     return export_modules(modules, FUSED_OPSET, traces)
+
+
+def _decoder(model: Transformer, precision: str, hidden: TensorSpec) -> Module:
+    """Returns the decoder, with a KV cache in place or a recurrent state per row."""
+    config = model.config
+    target = spec("target", "int64", "batch", "target")
+    read: Specs = ()
+    if config.encoder_layers:
+        cross = cache_specs(config, "cross", "batch", "source", precision)
+        read = (spec("source_bias", "float32", "batch", 1, 1, "source"), *cross)
+    if config.recurrent:
+        cell = partial(state_specs, config, dtype=precision)
+        rows = spec("rows", "int64", "batch", "target")
+        inputs = (target, rows, *read, *cell("past", "past"))
+        return RecurrentDecoderGraph(model), inputs, (hidden, *cell("present", "rows"))
+    cache = partial(cache_specs, config, batch="batch", length="capacity", dtype=precision)
+    placed = (spec("columns", "int64", "batch", "capacity"),) if config.looks_at_columns else ()
+    inputs = (
+        target,
+        spec("positions", "int64", "batch", "target"),
+        spec("cells", "int64", "batch", "target", config.kv_heads, 3),
+        spec("bias", "float32", "batch", 1, "target", "capacity"),
+        *placed,
+        *read,
+        *cache("past"),
+    )
+    return FusedDecoderGraph(model), inputs, (hidden, *cache("present"))
