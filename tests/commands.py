@@ -6,6 +6,10 @@ from click.testing import CliRunner, Result
 
 from transferry.cli import main
 
+# Seconds that a test waits at the most where a defect would have it wait for ever: a hundred times
+# as long as a quiet machine takes.
+PATIENCE = 600.0
+
 # Object of click's context: the traces that export and verify share, set by the fixture `traces`.
 shared: object = None
 

@@ -44,7 +44,7 @@ settings.load_profile(os.environ.get("FUZZ", "short"))
 
 def pytest_configure() -> None:
     # On a slow machine a command would show its progress, where a test wants an empty stderr.
-    os.environ["TRANSFERRY_LOG_EVERY"] = "86400"
+    os.environ["TRANSFERRY_LOG_EVERY"] = "inf"
     # Tracing makes millions of small objects that live on: with Python's own thresholds, looking
     # through them all again and again is a quarter of the time of an export.
     gc.set_threshold(100_000, 50, 1000)

@@ -6,6 +6,7 @@ registered for the row spoils the file in question.
 
 import gzip
 import json
+import math
 import os
 import re
 import shlex
@@ -27,8 +28,7 @@ from transferry.runtime.doctor import check_cuda
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
 
-Spoiler = Callable[[Path], None]
-SPOILERS: dict[str, Spoiler] = {}
+Spoiler = Callable[[Path], object]
 
 
 # The command of the first table, to which its rows add options.
@@ -173,70 +173,133 @@ def change_weight(place: Path, change: Callable[[float], float]) -> None:
     save_tensors(place / "run" / WEIGHTS, weights)
 
 
-@spoils(
-    "missing output folder",
-    "name too long for the files beside it",
-    "device as a report",
-    "closed standard input",
-    "closed standard input that is not needed",
-    "closed standard output",
-    "closed standard output for answers",
-    "closed standard output that is not needed",
-    "closed standard error",
-    "all standard streams closed",
-    "reader of standard output that leaves",
-    "terminal of 10 columns",
-    "no home folder",
-    "limit on memory",
-    "limit on memory for torch",
-    "folder that is not a bundle",
-    "unknown option",
-    "conflicting options",
-    "chat without a template",
-    "token ids in a text file",
-    "system message without a chat",
-    "missing bundle",
-    "missing run, told before torch is loaded",
-    "input and bundle swapped",
-    "bundle in place of a checkpoint",
-    "bundle that is imported",
-    "value of the wrong type",
-    "unknown encoding, told before the text is read",
-    "validation of another kind of model",
-    "language for a model that has none",
-    "several devices of the CPU",
-    "device that is not a number",
-    "missing input file",
-    "output that is the input",
-    "output inside the bundle",
-    "unknown output format",
-    "more answers than the format holds",
-    "number that is too large",
-    "full disk",
-    "full disk for a run",
-    "nothing to resume",
-    "unknown variant",
-    "int8 without calibration",
-    "invalid partition",
-    "workers without Ray",
+# Rows whose command is bad itself, or names something that does not exist.
+UNCHANGED = (
+    *("missing output folder", "name too long for the files beside it", "device as a report"),
+    *("closed standard input", "closed standard input that is not needed"),
+    *("closed standard output", "closed standard output for answers"),
+    *("closed standard output that is not needed", "closed standard error"),
+    *("all standard streams closed", "reader of standard output that leaves"),
+    *("terminal of 10 columns", "no home folder", "limit on memory", "limit on memory for torch"),
+    *("folder that is not a bundle", "unknown option", "conflicting options"),
+    *("chat without a template", "token ids in a text file", "system message without a chat"),
+    *("missing bundle", "missing run, told before torch is loaded", "input and bundle swapped"),
+    *("bundle in place of a checkpoint", "bundle that is imported", "value of the wrong type"),
+    *("unknown encoding, told before the text is read", "validation of another kind of model"),
+    *("language for a model that has none", "several devices of the CPU"),
+    *("device that is not a number", "missing input file", "output that is the input"),
+    *("output inside the bundle", "unknown output format", "more answers than the format holds"),
+    *("number that is too large", "full disk", "full disk for a run", "nothing to resume"),
+    *("unknown variant", "int8 without calibration", "invalid partition", "workers without Ray"),
+    *("bundle without a certificate", "invalid date", "date in the future", "invalid canary"),
+    *("report without a folder", "certificate of little text", "teacher that is no bundle"),
+    *("distillation of no text", "n best without references", "folder without graphs to audit"),
+    *("text as a graph to audit", "reference that cannot be imported"),
+    "tolerance without planted faults",
 )
-def leave_as_it_is(place: Path) -> None:
-    """The command itself is bad."""
 
 
-@spoils(
-    "full disk under standard output",
-    "full disk under the standard output of any command",
-    "full disk under standard error",
-)
-def need_full_device(place: Path) -> None:
+def written(name: str, content: str | bytes) -> Spoiler:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda place: (place / name).write_bytes(data)
+
+
+def with_line(name: str, number: int, line: str) -> Spoiler:
+    return lambda place: replace_line(place / name, number, line)
+
+
+def with_keys(name: str, **changes: Any) -> Spoiler:
+    """Changes keys of a JSON file."""
+
+    def change(place: Path) -> None:
+        path = place / name
+        path.write_text(json.dumps(json.loads(path.read_bytes()) | changes))
+
+    return change
+
+
+def removed(name: str) -> Spoiler:
+    return lambda place: (place / name).unlink()
+
+
+def truncated(name: str) -> Spoiler:
+    return lambda place: truncate(place / name)
+
+
+SPOILERS: dict[str, Spoiler] = {
+    **dict.fromkeys(UNCHANGED, lambda place: None),
+    "truncated bundle file": truncated("bundle/portable/weights.bin"),
+    "missing tokenizer": removed("bundle/tokenizer.json"),
+    "wrong format version": with_keys("bundle/manifest.json", format=99),
+    "bundle with a file of somebody else": written("bundle/notes.txt", "dear to somebody\n"),
+    "certificate that cannot be written": written("bundle/certificates", "not a folder\n"),
+    "empty input file": written("lines.txt", ""),
+    "invalid UTF-8": written("lines.txt", b"five\nsix\xff\nninety\n"),
+    "truncated gzip file": written("lines.txt.gz", gzip.compress(b"five\n" * 100)[:-9]),
+    "binary file": written("binary.dat", bytes(range(256))),
+    "empty line": with_line("lines.txt", 2, ""),
+    "more bad rows than allowed": with_line("lines.txt", 2, ""),
+    "1 MB line": with_line("lines.txt", 2, "word " * 200_000),
+    "unknown setting": written("settings.toml", "bean = 4\n"),
+    "setting of another type": written("settings.toml", 'beam = "four"\n'),
+    "report over a file of another program": written("notes.html", "<html>\n"),
+    "output that exists": written("answers.jsonl", "dear to somebody\n"),
+    "input beside the output": lambda place: (place / "lines.txt").rename(
+        place / "answers.jsonl.summary.json"
+    ),
+    "unknown setting of generation in a run": with_keys("run/config.json", generation={"zz": 1}),
+    "empty line in training": with_line("train.en", 3, ""),
+    "1 MB line in training": with_line("train.en", 3, "x" * 1_000_000),
+    "malformed pair in training": with_line("train.tsv", 3, "five"),
+    "missing checkpoint": removed("run/model.safetensors"),
+    "truncated checkpoint": truncated("run/model.safetensors"),
+    "NaN in a checkpoint": lambda place: change_weight(place, lambda weight: math.nan),
+    "checkpoint that is not the bundle's": lambda place: change_weight(
+        place, lambda weight: weight + 1.0
+    ),
+    "interrupted job with another option": lambda place: interrupt(place),
+    "model type that is not imported": lambda place: import_of(place, model_type="mamba"),
+    "setting that is not imported": lambda place: import_of(
+        place, activation_function="tanhshrink"
+    ),
+    "quantised checkpoint": lambda place: import_of(
+        place, quantization_config={"quant_method": "gptq"}
+    ),
+    "truncated weights of a checkpoint": lambda place: truncate(
+        import_of(place) / "model.safetensors"
+    ),
+    "checkpoint without its tokenizer": lambda place: (import_of(place) / "vocab.json").unlink(),
+    **dict.fromkeys(
+        (
+            "search that no certificate covers",
+            "batch that no certificate covers",
+            "certificate too weak",
+        ),
+        lambda place: certify(place),
+    ),
+    "damaged certificate": lambda place: certify(place).write_text("{}", encoding="utf-8"),
+    **dict.fromkeys(
+        (
+            "trusted key without a required certificate",
+            "private key as the trusted one",
+            "signature of no certificate",
+        ),
+        lambda place: key_files(place),
+    ),
+    **dict.fromkeys(
+        (
+            "full disk under standard output",
+            "full disk under the standard output of any command",
+            "full disk under standard error",
+        ),
+        lambda place: need_full_device(),
+    ),
+}
+
+
+def need_full_device() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("only Linux has /dev/full")
-
-
-@spoils("truncated bundle file")
-def truncate_weights(place: Path) -> None:
-    truncate(place / "bundle" / "portable" / "weights.bin")
 
 
 @spoils("changed bundle file")
@@ -245,27 +308,6 @@ def change_byte(place: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-
-
-@spoils("missing tokenizer")
-def remove_tokenizer(place: Path) -> None:
-    (place / "bundle" / "tokenizer.json").unlink()
-
-
-@spoils("wrong format version")
-def raise_format(place: Path) -> None:
-    path = place / "bundle" / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"format": 99}))
-
-
-@spoils("empty input file")
-def empty_input(place: Path) -> None:
-    (place / "lines.txt").write_bytes(b"")
-
-
-@spoils("empty line", "more bad rows than allowed")
-def empty_line(place: Path) -> None:
-    replace_line(place / "lines.txt", 2, "")
 
 
 def interrupt(place: Path) -> None:
@@ -283,11 +325,6 @@ def interrupt(place: Path) -> None:
         job.run(stop)
 
 
-@spoils("interrupted job with another option")
-def interrupt_only(place: Path) -> None:
-    interrupt(place)
-
-
 @spoils("interrupted job with another input")
 def change_answered_line(place: Path) -> None:
     interrupt(place)
@@ -302,67 +339,11 @@ def make_partitions(place: Path) -> None:
     truncate(place / "2.jsonl")
 
 
-@spoils("1 MB line")
-def long_line(place: Path) -> None:
-    replace_line(place / "lines.txt", 2, "word " * 200_000)
-
-
-@spoils("binary file")
-def binary_file(place: Path) -> None:
-    (place / "binary.dat").write_bytes(bytes(range(256)))
-
-
-@spoils("truncated gzip file")
-def truncate_gzip(place: Path) -> None:
-    (place / "lines.txt.gz").write_bytes(gzip.compress(b"five\n" * 100)[:-9])
-
-
-@spoils("invalid UTF-8")
-def invalid_utf8(place: Path) -> None:
-    (place / "lines.txt").write_bytes(b"five\nsix\xff\nninety\n")
-
-
-@spoils("unknown setting")
-def unknown_setting(place: Path) -> None:
-    (place / "settings.toml").write_text("bean = 4\n")
-
-
-@spoils("setting of another type")
-def setting_of_another_type(place: Path) -> None:
-    (place / "settings.toml").write_text('beam = "four"\n')
-
-
-@spoils("unknown setting of generation in a run")
-def unknown_generation(place: Path) -> None:
-    path = place / "run" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"generation": {"zz": 1}}))
-
-
 @spoils("output that was edited")
 def edit_output(place: Path) -> None:
     assert execute("transferry run bundle lines.txt -o answers.jsonl")[0] == 0
     with (place / "answers.jsonl").open("a") as file:
         file.write("\n")
-
-
-@spoils("input beside the output")
-def name_input_like_summary(place: Path) -> None:
-    (place / "lines.txt").rename(place / "answers.jsonl.summary.json")
-
-
-@spoils("bundle with a file of somebody else")
-def add_note(place: Path) -> None:
-    (place / "bundle" / "notes.txt").write_text("dear to somebody\n")
-
-
-@spoils("report over a file of another program")
-def make_page(place: Path) -> None:
-    (place / "notes.html").write_text("<html>\n")
-
-
-@spoils("output that exists")
-def make_output(place: Path) -> None:
-    (place / "answers.jsonl").write_text("dear to somebody\n")
 
 
 @spoils("read-only output folder", "read-only folder for a bundle", "read-only folder for a run")
@@ -380,21 +361,6 @@ def drop_line(place: Path) -> None:
     write_lines(path, path.read_text(encoding="utf-8").splitlines()[:-1])
 
 
-@spoils("empty line in training")
-def empty_training_line(place: Path) -> None:
-    replace_line(place / "train.en", 3, "")
-
-
-@spoils("1 MB line in training")
-def long_training_line(place: Path) -> None:
-    replace_line(place / "train.en", 3, "x" * 1_000_000)
-
-
-@spoils("malformed pair in training")
-def malformed_pair(place: Path) -> None:
-    replace_line(place / "train.tsv", 3, "five")
-
-
 class Code:
     """An object that runs code where a pickle is opened with pickle."""
 
@@ -408,21 +374,6 @@ def import_of(place: Path, **config: Any) -> Path:
     path = place / "theirs" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | config))
     return place / "theirs"
-
-
-@spoils("model type that is not imported")
-def other_type(place: Path) -> None:
-    import_of(place, model_type="mamba")
-
-
-@spoils("setting that is not imported")
-def other_activation(place: Path) -> None:
-    import_of(place, activation_function="tanhshrink")
-
-
-@spoils("quantised checkpoint")
-def quantised(place: Path) -> None:
-    import_of(place, quantization_config={"quant_method": "gptq"})
 
 
 @spoils("GGUF file")
@@ -440,40 +391,6 @@ def pickle_code(place: Path) -> None:
     torch.save({"weight": Code()}, folder / "pytorch_model.bin")
 
 
-@spoils("truncated weights of a checkpoint")
-def truncate_theirs(place: Path) -> None:
-    truncate(import_of(place) / "model.safetensors")
-
-
-@spoils("checkpoint without its tokenizer")
-def remove_vocabulary(place: Path) -> None:
-    (import_of(place) / "vocab.json").unlink()
-
-
-@spoils("missing checkpoint")
-def remove_weights(place: Path) -> None:
-    (place / "run" / "model.safetensors").unlink()
-
-
-@spoils("truncated checkpoint")
-def truncate_checkpoint(place: Path) -> None:
-    truncate(place / "run" / "model.safetensors")
-
-
-@spoils("NaN in a checkpoint")
-def nan_weight(place: Path) -> None:
-    change_weight(place, lambda weight: float("nan"))
-
-
-@spoils("bundle without a certificate", "invalid date", "date in the future", "invalid canary")
-@spoils("report without a folder", "certificate of little text")
-@spoils("teacher that is no bundle", "distillation of no text", "n best without references")
-@spoils("folder without graphs to audit", "text as a graph to audit")
-@spoils("reference that cannot be imported", "tolerance without planted faults")
-def change_nothing(place: Path) -> None:
-    """The command refers to something that does not exist."""
-
-
 def certify(place: Path, *options: str) -> Path:
     from transferry.runtime.proof.certificates.envelope import FOLDER
 
@@ -481,22 +398,6 @@ def certify(place: Path, *options: str) -> Path:
     assert result.exit_code == 0
     (path,) = (place / "bundle" / FOLDER).iterdir()
     return path
-
-
-@spoils(
-    "search that no certificate covers", "batch that no certificate covers", "certificate too weak"
-)
-def certify_only(place: Path) -> None:
-    certify(place)
-
-
-@spoils(
-    "trusted key without a required certificate",
-    "private key as the trusted one",
-    "signature of no certificate",
-)
-def make_keys(place: Path) -> None:
-    key_files(place)
 
 
 @spoils("unsigned certificate")
@@ -559,21 +460,6 @@ def remake(place: Path) -> None:
     record["files"]["portable/weights.bin"]["sha256"] = sha256(weights)
     manifest.write_text(json.dumps(record), encoding="utf-8")
     assert path.exists()
-
-
-@spoils("certificate that cannot be written")
-def block_certificates(place: Path) -> None:
-    (place / "bundle" / "certificates").write_text("a file where a folder should be\n")
-
-
-@spoils("damaged certificate")
-def damage_certificate(place: Path) -> None:
-    certify(place).write_text("{}", encoding="utf-8")
-
-
-@spoils("checkpoint that is not the bundle's")
-def other_weight(place: Path) -> None:
-    change_weight(place, lambda weight: weight + 1.0)
 
 
 @spoils("CUDA requested but absent")

@@ -10,6 +10,7 @@ from pathlib import Path
 import onnxruntime
 import pytest
 
+from tests.commands import PATIENCE
 from tests.optional import PACKAGES
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.specs import ONE_GRAPH
@@ -62,7 +63,7 @@ def printed(*command: object) -> list[int]:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert found.returncode == 0, found.stderr
     return [int(number) for number in found.stdout.split()]

@@ -115,14 +115,14 @@ class NodeBackend(Backend):
     """
 
     name = "onnxruntime-web"
-    timeout = 120.0
 
-    def __init__(self, bundle: Bundle, variant: Variant) -> None:
+    def __init__(self, bundle: Bundle, variant: Variant, timeout: float = 120.0) -> None:
         """Starts Node and opens every graph.
 
         Raises:
             ProviderError: Node or the npm package is missing, or a graph cannot be opened.
         """
+        self.timeout = timeout
         node = shutil.which("node")
         if node is None:
             raise ProviderError(

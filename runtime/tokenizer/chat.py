@@ -167,8 +167,8 @@ def _marked(value: Any, control: re.Pattern[str], start: str, end: str) -> Any:
 class Renderer:
     """A process that renders one template, started on first use."""
 
-    def __init__(self, source: str) -> None:
-        self._source = source
+    def __init__(self, source: str, seconds: int = SECONDS) -> None:
+        self._source, self._seconds = source, seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = lambda: None
@@ -183,7 +183,7 @@ class Renderer:
         """
         with self._lock:
             process = self._process or self._start()
-            timer = threading.Timer(SECONDS, process.kill)
+            timer = threading.Timer(self._seconds, process.kill)
             timer.start()
             reply = b""
             try:
@@ -201,8 +201,8 @@ class Renderer:
                     self._process = None
         if not reply.endswith(b"\n"):
             raise InputError(
-                f"the chat template took more than {SECONDS} seconds or {MEMORY >> 20} MiB; use a "
-                "template that you trust, or run without --chat and --messages"
+                f"the chat template took more than {self._seconds} seconds or {MEMORY >> 20} MiB; "
+                "use a template that you trust, or run without --chat and --messages"
             )
         answer = json.loads(reply)
         if "error" in answer:
@@ -222,7 +222,7 @@ class Renderer:
         self._process, self._end = process, weakref.finalize(self, _ended, process)
         limits = {
             "template": self._source,
-            "seconds": SECONDS,
+            "seconds": self._seconds,
             "memory": MEMORY,
             "characters": MOST_CHARACTERS,
         }

@@ -32,7 +32,7 @@ from transferry.runtime.jobs.job_options import JobOptions, RayOptions
 from transferry.runtime.settings import to_toml
 
 # A hang has no end; an export on a busy machine takes its time.
-SECONDS = 60
+SECONDS = 600
 EXIT_CODES = {0, 2, 3, 4, 5, 6}
 SHAPE = "--d-model 16 --heads 2 --encoder-layers 1 --decoder-layers 1 --d-ff 16 --quiet"
 # Arguments and options of each command, to which odd ones are added.

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.commands import done
+from tests.commands import PATIENCE, done
 from tests.export.subject.graphs import linear_layer
 from tests.fuzz.models import gpt2
 from transferry.build_model.train.corpus import builtin_pairs
@@ -28,8 +28,6 @@ from transferry.runtime.engine.open_bundle import verify
 from transferry.runtime.io.whole import sha256
 from transferry.runtime.page.site import WASM, WEBGPU
 
-# Longest wait in seconds, where a defect would wait for ever.
-PATIENCE = 120.0
 # Commands that load torch take seconds; of these the short run tries fewer moments.
 TORCH = {
     "train": "train --pairs pairs.tsv --valid-pairs valid.tsv --vocabulary-size 300 --d-model 16 "

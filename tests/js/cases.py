@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.commands import PATIENCE
 from tests.optional import program
 from transferry import Engine
 from transferry.runtime.tokenizer.byte_pair import AnyTokenizer
@@ -163,7 +164,13 @@ def npm_test(cases: Path | None = None) -> str:
     command = [NODE, "--test", "--test-reporter=tap", str(JS / "test" / f"{name}.test.js")]
     environment = {"PATH": str(Path(NODE).parent), "TRANSFERRY_CASES": str(cases or "")}
     made = subprocess.run(
-        command, cwd=JS, env=environment, capture_output=True, text=True, timeout=600, check=False
+        command,
+        cwd=JS,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     failed = made.stdout.partition("not ok")[2][:4000]
     assert made.returncode == 0, failed or made.stdout[-4000:] + made.stderr[-2000:]

@@ -14,10 +14,10 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from tests.commands import PATIENCE
 from tests.optional import program
 
 CHROMIUM = program("chromium")
-SECONDS = 240.0
 OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
@@ -92,7 +92,7 @@ class Chromium:
 
     def until(self, condition: str) -> None:
         """Waits until an expression on the page is true."""
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + PATIENCE
         while self.evaluate(condition) is not True:
             assert time.monotonic() < deadline, self.evaluate("document.body.innerText")
             time.sleep(0.1)

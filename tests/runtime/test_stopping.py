@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 import transferry
+from tests.commands import PATIENCE
 from transferry.runtime import stopping
-
-# Longest wait in seconds, where a defect would wait for ever.
-PATIENCE = 60.0
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.commands import PATIENCE
 from tests.export.test_family import config_of
 from tests.optional import PACKAGES
 from transferry.build_model.checkpoint import Checkpoint
@@ -158,21 +159,29 @@ def test_what_the_graph_cannot_take_is_an_error_and_the_next_run_goes_on(bundle:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for Node is a shell script")
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "timeout", "told"),
     [
-        ("exec /bin/sleep 60", "no answer within 0.5 s"),
-        ("echo 'at x.js' >&2; echo 'RangeError: too big' >&2; exit 7", "code 7: RangeError: too"),
-        ("exit 3", "code 3: no message"),
-        ("kill -9 $$", "code -9"),
+        ("exec /bin/sleep 6000", 0.5, "no answer within 0.5 s"),
+        (
+            "echo 'at x.js' >&2; echo 'RangeError: too big' >&2; exit 7",
+            PATIENCE,
+            "code 7: RangeError: too",
+        ),
+        ("exit 3", PATIENCE, "code 3: no message"),
+        ("kill -9 $$", PATIENCE, "code -9"),
     ],
 )
 def test_a_node_that_does_not_start_is_an_error(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, told: str
+    bundle: Bundle,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    script: str,
+    timeout: float,
+    told: str,
 ) -> None:
     fake_node(tmp_path, monkeypatch, script)
-    monkeypatch.setattr(NodeBackend, "timeout", 0.5)
     with pytest.raises(ProviderError, match=told):
-        NodeBackend(bundle, bundle.variant())
+        NodeBackend(bundle, bundle.variant(), timeout)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for Node is a shell script")
@@ -191,10 +200,10 @@ def test_a_node_that_dies_later_is_an_error_each_time(
 def test_closing_ends_a_node_that_does_not_listen(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    fake_node(tmp_path, monkeypatch, """read line; echo '{"version": "0"}'; exec /bin/sleep 60""")
+    fake_node(tmp_path, monkeypatch, """read line; echo '{"version": "0"}'; exec /bin/sleep 6000""")
     begun = time.monotonic()
     NodeBackend(bundle, bundle.variant()).close()
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < PATIENCE
 
 
 @NODE

@@ -15,6 +15,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from tests.commands import PATIENCE
 from tests.js.chromium import CHROMIUM
 from transferry.export.report import heat_map
 from transferry.export.report.answers import AFTER, BEFORE, side_by_side
@@ -453,7 +454,9 @@ def test_a_browser_shows_the_page(tmp_path: Path) -> None:
         "--blink-settings=preferredColorScheme=1",
         *(f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}", "--dump-dom"),
     ]
-    shown = subprocess.run([*command, path.as_uri()], check=True, timeout=60, capture_output=True)
+    shown = subprocess.run(
+        [*command, path.as_uri()], check=True, timeout=PATIENCE, capture_output=True
+    )
     seen = shown.stdout.decode("utf-8")
     assert "FAILED</h1>" in seen
     assert seen.count("<table>") == Page(failed_html()).tags["table"]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.commands import PATIENCE
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.generation_options import GenerationOptions
@@ -111,7 +112,7 @@ def devices(model: ServedModel, count: int) -> list[ServedModel]:
         def begin(*arguments: Any) -> Any:
             if not waited.is_set():
                 waited.set()
-                meeting.wait(60)
+                meeting.wait(PATIENCE)
             return compute(*arguments)
 
         vars(one)[name] = begin

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
+from tests.commands import PATIENCE
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.engine.preprocess import WorkItem
 from transferry.runtime.engine.worker_pool import (
@@ -20,9 +21,6 @@ from transferry.runtime.engine.worker_pool import (
     in_order,
 )
 from transferry.runtime.errors import InputError
-
-# Longest wait in seconds, where a defect would wait for ever.
-PATIENCE = 60.0
 
 
 def prepare(items: list[int]) -> list[WorkItem[int] | str]:
@@ -384,7 +382,7 @@ def test_while_an_answer_is_awaited_later_ones_are_counted() -> None:
 
     def compute(rows: list[int]) -> list[int]:
         if 0 in rows:
-            assert gate.wait(10)
+            assert gate.wait(PATIENCE)
         return rows
 
     def waiting(ahead: int) -> None:

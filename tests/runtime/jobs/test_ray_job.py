@@ -17,7 +17,7 @@ import pyarrow.dataset
 import pyarrow.parquet
 import pytest
 
-from tests.commands import call, done
+from tests.commands import PATIENCE, call, done
 from tests.runtime.jobs import helpers
 from tests.runtime.jobs.helpers import Echo, computed_rows, make_job, run, write_rows
 from transferry.build_model.train.corpus import builtin_pairs
@@ -174,7 +174,7 @@ def test_a_killed_driver_loses_no_finished_chunk(fast_bundle_folder: Path, tmp_p
     saved = len([*notes.glob("*.json")])
     assert saved < 30
     resumed = subprocess.run(
-        [*arguments, "--json"], capture_output=True, text=True, check=False, timeout=100
+        [*arguments, "--json"], capture_output=True, text=True, check=False, timeout=PATIENCE
     )
     assert resumed.returncode == 0, resumed.stderr
     assert "this run computes the rest" in resumed.stderr

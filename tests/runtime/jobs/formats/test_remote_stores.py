@@ -19,6 +19,8 @@ from urllib.parse import parse_qs, unquote, urlparse
 
 import pytest
 
+from tests.commands import PATIENCE
+
 FILES = {"en/a.txt": b"one\ntwo\n", "en/b.txt.gz": gzip.compress(b"three\n", mtime=0)}
 # Clients read settings such as HF_ENDPOINT when they are imported, so they get a process.
 READ = """
@@ -43,7 +45,7 @@ def read(urls: list[str], **settings: str) -> list[list[str] | str]:
         env=os.environ | settings,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -161,7 +163,7 @@ def test_s3() -> None:
             kind = {"Content-Type": "application/octet-stream"}
             url = f"{endpoint}/corpora{name}"
             put = urllib.request.Request(url, content, kind, method="PUT")
-            urllib.request.urlopen(put, timeout=20).close()
+            urllib.request.urlopen(put, timeout=PATIENCE).close()
         keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
         region = {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": endpoint}
         check("s3://corpora", "s3://nothing", **keys, **region)
