@@ -127,8 +127,10 @@ def read_fast_tokenizer(pretrained: PretrainedFolder) -> FastTokenizer:
     _check(pretrained)
     origin = str(path)
     if content is None:
-        found = sorted(each.name for kind in TABLES for each in pretrained.folder.glob(kind))
-        origin = f"{pretrained.folder} ({', '.join(found)})"
+        found = sorted(each for kind in TABLES for each in pretrained.folder.glob(kind))
+        for each in found:
+            read_bytes(each, MOST_BYTES)  # transformers reads a file of any size
+        origin = f"{pretrained.folder} ({', '.join(each.name for each in found)})"
     try:
         with panics_as_errors():
             return _made(pretrained, content, origin)
