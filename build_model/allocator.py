@@ -1,6 +1,6 @@
 """When glibc's allocator returns freed memory to the system; other allocators are left alone.
 
-What is computed is the same.
+The results are the same.
 """
 
 from __future__ import annotations

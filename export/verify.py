@@ -297,6 +297,6 @@ def text_of(checkpoint: Checkpoint, request: Request) -> Text:
     if search is not None:
         search = suppressing(search, generation_options(generation), tokenizer.encode_target)
     elif generation.keys() & {"beam", "n_best", "sample"}:
-        search = {}  # the bundle's default search is none of the standard ones
+        search = {}  # the bundle's default search is not among the standard ones
     given = config, sources, generation, request.effort.longest, fed, SAMPLED, search
     return Text(*given, tokenizer.decode)

@@ -26,7 +26,7 @@ class UsageError(TransferryError):
     """A value outside its range, or options that exclude each other.
 
     Attributes:
-        parts: The message in parts, of which some are an `Option`.
+        parts: The message in parts; an `Option` is replaced by its name.
     """
 
     exit_code = 2

@@ -22,7 +22,7 @@ class Imported:
     Attributes:
         kind: Its model_type.
         config: Shape of our model.
-        weights: Its weights, to be written, and what was left out.
+        weights: Its weights, to be written, and the parts left out.
         tokenizer: Its tokenizer.
         generation: Fields of GenerationOptions that become the bundle's defaults.
         ignored: Settings of `generate` that do not, with value and reason.

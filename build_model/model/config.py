@@ -346,7 +346,7 @@ class ModelConfig(TransformerConfig):
         for name in ("windows", "unrotated"):
             given = len(getattr(self, name))
             require(not (both and given), name, "empty where there are two stacks", given)
-        expected = f"one for each of {layers} layers, or none"
+        expected = f"one for each of {layers} layers, or empty"
         require(len(self.windows) in (0, layers), "windows", expected, len(self.windows))
         last = max(self.unrotated, default=0)
         require(last < max(1, layers), "unrotated", f"layers below {layers}", last)

@@ -199,8 +199,7 @@ class RelativeBias(nn.Module):
         super().__init__()
         self.longest = config.relative_distance
         self.weight = nn.Parameter(torch.zeros(config.relative_buckets, config.heads))
-        # As the table of a lookup: the exporter would store a reshaped copy, of which verify knows
-        # nothing.
+        # As the table of a lookup: the exporter would store a reshaped copy, unknown to verify.
         buckets = self._buckets(config, both_ways)[:, None]
         self.register_buffer("buckets", buckets, persistent=False)
 

@@ -177,10 +177,10 @@ class Transformer(nn.Module):
         if self.config.scale_embedding:
             x = x * math.sqrt(self.config.d_model)
         if positions is not None and self.config.positions in ("sinusoidal", "learned"):
-            # Not self.positions[positions], of which the exporter makes a copy and a GatherND.
+            # Not self.positions[positions]: the exporter would make a copy and a GatherND.
             x = x + F.embedding(positions, self.positions if table is None else table)
         if self.segment_embedding is not None:
-            # Of the tokens after the first end of a segment; the ends belong to what they end.
+            # Of the tokens after the first end of a segment; an end belongs to its segment.
             ends = (tokens == self.config.segment_end).long()
             before = ends.cumsum(dim=1) - ends
             x = x + self.segment_embedding(before.clamp(max=self.config.segments - 1))

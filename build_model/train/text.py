@@ -88,7 +88,7 @@ class Windows(Sequence[Example]):
 
 
 class MaskedWindows(Windows):
-    """A text in windows, to predict some of their tokens, most of which are masked."""
+    """A text in windows, to predict some of their tokens, mostly masked."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class TrainConfig(JsonConfig):
         clip_norm: Largest norm of a step's gradient.
         max_steps: Steps after which training ends; 0 means no limit, so max_minutes must be set.
         max_minutes: Minutes after which training ends; 0 means no limit, so max_steps must be set.
-        validate_every: Steps between validations, each of which saves a checkpoint; 0 means once
+        validate_every: Steps between validations; each saves a checkpoint; 0 means once
             per epoch.
         patience: Validations without improvement before training stops; 0 never stops early.
         average: Most checkpoints averaged into the final weights.

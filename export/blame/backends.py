@@ -211,7 +211,7 @@ class NodeBackend(Backend):
         return reply
 
     def _last_words(self) -> str:
-        """Returns what Node wrote to stderr, without its stack trace."""
+        """Returns Node's stderr, without its stack trace."""
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").splitlines()
         told = [line.strip() for line in lines if "Error" in line] or lines[-1:]

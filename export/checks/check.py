@@ -62,7 +62,7 @@ class Findings:
 
     @property
     def failure(self) -> str:
-        """The claim, the search or the first stage of the model that failed; empty if none did."""
+        """The failed claim or search, or the first failed stage; empty if all passed."""
         for claim in self.claims:
             if claim.problem:
                 return claim.name

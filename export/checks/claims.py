@@ -1,7 +1,7 @@
-"""What a bundle says of itself, made again from the run and compared.
+"""Claims of a bundle, made again from the checkpoint and compared.
 
-The bundle's defaults, precisions and recorded answers decide what is served and what passes, and
-both sides of a comparison read them: without the run, a wrong one would go unnoticed.
+The bundle's defaults, precisions and recorded answers decide the served variant and the verdict,
+and both sides of a comparison read them: without the checkpoint, a wrong one would go unnoticed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from transferry.runtime.proof.recorded import RecordedSearch, Reference
 from transferry.runtime.proof.report import Claim
 
 MAX_LENGTH = 256  # where a run says nothing else
-# The record is of float64, as is what it is compared with: no rounding in float32 excuses it.
+# Both sides are float64: no rounding in float32 excuses it.
 EXACT = Tolerance(1.0)
 
 
@@ -60,7 +60,7 @@ def default_generation(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns the defaults of generation of a bundle of this run.
 
     Raises:
-        InputError: The run has settings that are none of generation, or out of range.
+        InputError: The checkpoint has settings outside of generation, or out of range.
     """
     longest = min(MAX_LENGTH, checkpoint.model.config.max_positions)
     values = {"max_length": longest, **options_of_json(checkpoint.generation)}
@@ -72,7 +72,7 @@ def default_generation(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def manifest_claims(checkpoint: Checkpoint, bundle: Bundle) -> list[Claim]:
-    """Compares what a manifest says with the run: defaults, architecture and every variant.
+    """Compares a manifest with the checkpoint: defaults, architecture and every variant.
 
     Args:
         checkpoint: The run.
@@ -113,7 +113,7 @@ def _differences(wanted: GenerationOptions, found: GenerationOptions) -> list[st
 def _variant_problems(variant: Variant, config: ModelConfig) -> Iterator[str]:
     recipe = RECIPES.get(variant.name)
     if recipe is None:
-        yield f"is none of those that export makes: {', '.join(RECIPES)}"
+        yield f"is unknown to export, which makes {', '.join(RECIPES)}"
         return
     yield _unequal("precision", recipe.precision.name, variant.precision)
     yield _unequal("providers", recipe.providers, tuple(variant.providers))

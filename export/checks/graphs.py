@@ -1,7 +1,7 @@
 """The graphs of a variant against those that export makes of the run now.
 
-A fault may wait for a batch or a pair of tokens that no case has, or hide in what a reduced
-precision allows. But the same run and versions give the same graphs, so that an operator, an
+A fault may wait for a batch or a pair of tokens that no case has, or hide in the tolerance of
+a reduced precision. But the same run and versions give the same graphs, so that an operator, an
 attribute or an edge that differs is a fault whatever it does to the answers. What export itself
 gets wrong, the comparison with torch shows.
 """
@@ -110,7 +110,7 @@ def _numbers(model: ir.Model) -> dict[int, tuple[int, int]]:
 
 
 def _origin(value: ir.Value | None, numbers: dict[int, tuple[int, int]]) -> Any:
-    """Describes a value by what does not depend on inner names."""
+    """Describes a value without inner names."""
     if value is None:
         return None
     if id(value) in numbers:

@@ -25,7 +25,7 @@ def independence(
 ) -> list[Check]:
     """Returns checks of rows of text in padded batches beside the same rows alone.
 
-    The limit is that of float32, whatever the precision of the graphs, times torch's worst error
+    The limit is float32's, whatever the precision of the graphs, times torch's worst error
     on cases of random tokens.
 
     Args:

@@ -28,7 +28,7 @@ def task_metrics(
         found: Findings of all checks.
         budget: The largest changes that pass.
         tokenizer: Decodes answers.
-        fed: Given answers, of which the perplexity is told.
+        fed: Given answers, whose perplexity is reported.
         targets: Reference answers.
     """
     forcing = found.forcing
@@ -68,7 +68,7 @@ def translation(
 ) -> TaskMetric:
     """Returns the loss in sacreBLEU; a gain counts as no change.
 
-    The chance of a loss above the budget is that of a paired bootstrap of 1,000 samples (Koehn
+    The chance of a loss above the budget comes from a paired bootstrap of 1,000 samples (Koehn
     2004, Statistical Significance Tests for Machine Translation Evaluation).
     """
     wanted, answered = (

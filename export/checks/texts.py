@@ -76,7 +76,7 @@ def _given_answers(
 
 
 def passages(subject: Subject[Any], oracle: Oracle, texts: Sequence[Sequence[int]]) -> list[Check]:
-    """Returns a check of every tensor for each text, of which nothing is chosen."""
+    """Returns a check of every tensor for each text, without a choice."""
     return numbers(subject, oracle, [_passage(row, text) for row, text in enumerate(texts)])
 
 
@@ -127,7 +127,7 @@ def _readings(
             tensors["logits"][0, places] if fills else chosen_from(tensors, head)
             for tensors in (*sides, given, trained)
         ]
-        if not choices[0].size:  # numbers and vectors, of which nothing is chosen
+        if not choices[0].size:  # numbers and vectors, without a choice
             continue
         exact, left, *others, right, meant = (each.astype(np.float64) for each in choices)
         forcing.add([0, *left.argmax(axis=1)], exact, left, right, meant)

@@ -1,6 +1,6 @@
 """The weights that a bundle stores, compared with the run's: bit for bit, without running a graph.
 
-What rounding hides is seen here: one integer of a rare row, a scale off by a percent. The names are
+Sees faults that rounding hides: one integer of a rare row, a scale off by a percent. The names are
 those that torch's exporter and `export.optimise` give.
 """
 
@@ -38,7 +38,7 @@ BLOCK = 1 << 20  # entries compared at once, in float64
 
 
 class RunWeights:
-    """What a variant of a run stores, by the name of an initializer."""
+    """Values that a variant of a checkpoint stores, by the name of an initializer."""
 
     def __init__(
         self, model: Transformer, precision: Precision, calibration: Calibration | None = None
@@ -68,7 +68,7 @@ class RunWeights:
         self.release = model.release
 
     def find(self, name: str) -> tuple[Tensor, float] | None:
-        """Returns a weight and by how much of an entry it may be off, or None if there is none."""
+        """Returns a weight and by how much of an entry it may be off, or None without one."""
         if (weight := self._weights.get(name.removeprefix("model."))) is not None:
             return weight, 0.0
         if (table := self._tables.get(name.removeprefix("model."))) is not None:
@@ -97,7 +97,7 @@ class RunWeights:
         return self._input(base, kind)
 
     def _input(self, base: str, kind: str) -> tuple[Tensor, float] | None:
-        """Returns what else an integer variant stores of a linear layer."""
+        """Returns the other values that an integer variant stores of a linear layer."""
         bias = self._weights.get(f"{base.removesuffix('weight')}bias")
         found = {"divided_bias": bias / self._root if bias is not None else None}
         activations = self._calibration.activations if self._calibration else {}
@@ -172,7 +172,7 @@ def _difference(place: str, wanted: Tensor, slack: float, found: NDArray[Any]) -
         block = slice(begin, begin + BLOCK)
         # bfloat16 is no type of numpy's; float64 holds every number of every type.
         run, stored = flat[block].double().numpy(), values[block].astype(np.float64)
-        # What is not equal to itself, NaN, is different too.
+        # NaN, which is not equal to itself, is different too.
         wrong = np.flatnonzero(~(np.abs(stored - run) <= slack * np.abs(run)))
         if len(wrong) and first < 0:
             first = begin + int(wrong[0])

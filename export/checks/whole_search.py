@@ -29,7 +29,7 @@ def whole_searches(subject: BundleSubject, oracle: Oracle, text: Text, rows: int
     Args:
         subject: A variant with that graph.
         oracle: torch's side.
-        text: Sources and options; random sources where there are none.
+        text: Sources and options; random sources without text.
         rows: Rows of a batch.
     """
     sources = text.sources or random_sources(oracle.config, ROWS)

@@ -15,7 +15,7 @@ from transferry.export.subject.bundle_copy import add, constant, replace
 from transferry.export.subject.graph_copy import GraphCopy
 from transferry.export.subject.layout import BITS, PRODUCTS, GraphFile
 
-# What a fault changed, and where; None where a graph has no place for it.
+# Change of a fault and its place; None where a graph has no place for it.
 Plant = Callable[[ir.Model, GraphFile], str | None]
 
 
@@ -220,7 +220,7 @@ def foreign_faults() -> list[Fault]:
 
 
 def _planted(plant: Plant, later: bool, copy: GraphCopy) -> str | None:
-    """Plants a fault in the graph of first steps, or in that of later ones."""
+    """Plants a fault in the graph of first steps, or of later ones."""
     if later and copy.layout.step is not None:
         copy.edit(copy.layout.step)
     return plant(copy.model, copy.graph)

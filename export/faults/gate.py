@@ -36,7 +36,7 @@ class Gate(Generic[SubjectT]):
         checks: Returns the checks of a copy.
         differs: Whether a copy answers otherwise on inputs that the checks do not use.
         faults: Whether a check that does not run is a fault; else the copy fails by "running".
-        atol: The user's own tolerance, tried on each copy; None if there is none.
+        atol: The user's own tolerance, tried on each copy; None without one.
     """
 
     subject: SubjectT
@@ -50,7 +50,7 @@ class Gate(Generic[SubjectT]):
         return first_failure(self.checks(copy), faults=self.faults)
 
     def changes(self, copy: SubjectT) -> bool:
-        """Whether a copy gives other answers than the honest subject, or none."""
+        """Whether a copy gives other answers than the honest subject, or no answers."""
         try:
             return self.differs(copy)
         except TransferryError:

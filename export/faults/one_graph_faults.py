@@ -20,7 +20,7 @@ FAULTS = Faults()
 GREEDY = ("padding of ended rows scored", "forced first tokens not scored")
 BEAMS = ("cache rows not selected", "length penalty dropped")
 RULES = "forbidden tokens allowed"  # only where the model has such a rule
-# Place of what the Loop carries among the outputs of its body, after whether to go on.
+# Place of the Loop's carried values among the outputs of its body, after whether to go on.
 LOG_PROBABILITIES = 5
 
 
@@ -127,7 +127,7 @@ def _unscored(copy: BundleCopy) -> str:
     assert each is not None
     ends = [constant(each, [number]) for number in (-1, 1 << 40, 1)]
     sum_.replace_input_with(0, add(each, "Slice", each, *ends))
-    return "a log-probability is that of the chosen tokens alone"
+    return "a log-probability counts the chosen tokens alone"
 
 
 @FAULTS.kind(RULES)

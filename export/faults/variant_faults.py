@@ -1,7 +1,7 @@
 """Faults of any variant: in every output of every graph, and in every kind of stored weight.
 
-The faults of `graph_faults` know how the portable graphs are built. These know only what the
-manifest says, so that no graph is left out, whichever is added.
+The faults of `graph_faults` know how the portable graphs are built. These know only the manifest,
+so that no graph is left out, whichever is added.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from transferry.export.faults.fault import Fault
 from transferry.export.subject.bundle_copy import BundleCopy, add, constant, replace
 from transferry.runtime.bundle.specs import TensorSpec
 
-SMALL = 1.01  # factor of what is made wrong
-LARGE = 2.0  # the same of what is only good to a bound
+SMALL = 1.01  # factor of a wrong value
+LARGE = 2.0  # the same of a value that is good to a bound
 # Constants that torch's exporter numbers, and those of `export.optimise`, have no names of weights.
 NAMED = re.compile(r"(model\.|scale\.|.*\.weight\.|.*\.bias)")
 

@@ -216,7 +216,7 @@ def _reversed(copy: BundleCopy) -> str:
     return "sines are negative"
 
 
-# What the bundle says of itself.
+# Faults in the bundle's claims.
 
 
 @FAULTS.kind("another default of generation", everywhere=True)
@@ -277,7 +277,7 @@ def _truncated(copy: BundleCopy) -> str:
 def _truncated_before_hashing(copy: BundleCopy) -> str:
     name = copy.weights_file()
     copy.truncate(name, vouched=True)
-    return f"{name} ends in the middle, and the manifest says so"
+    return f"{name} ends in the middle, as in the manifest"
 
 
 @FAULTS.kind("another tokenizer", everywhere=True)

@@ -53,7 +53,7 @@ def sizes(config: ModelConfig, *, seed: int = 0) -> Iterator[Case]:
 def lengths(
     config: ModelConfig, sources: Sequence[Sequence[int]], *, seed: int = 0
 ) -> Iterator[Case]:
-    """Yields a case of each length up to 64 or that of the longest source, and of all positions.
+    """Yields a case of each length up to 64 or the longest source, and of all positions.
 
     Source and target are of that length, and the target is fed whole, as `score` does.
     """

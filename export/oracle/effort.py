@@ -1,6 +1,6 @@
 """How much export checks of a model, by its size.
 
-What a check costs is tokens times parameters, on both sides of the comparison. Of a model of a few
+A check costs tokens times parameters, on both sides of the comparison. Of a model of a few
 million parameters export checks what `verify` does; of a large one less, so that making a bundle
 takes minutes, and `verify` does the rest.
 """
@@ -26,8 +26,8 @@ from transferry.export.oracle.cases import (
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.proof.compare import Case
 
-# Products of tokens and parameters: of the recorded answers, and of what an int8 variant is judged
-# on. 100 million parameters then take about 10 and 40 seconds of two cores for each variant.
+# Products of tokens and parameters: of the recorded answers, and of the cases that judge an int8
+# variant. 100 million parameters then take about 10 and 40 seconds of two cores for each variant.
 RECORDED_WORK = 2e10
 JUDGED_WORK = 2e11
 
@@ -112,7 +112,7 @@ class Effort:
         ]
         most = min(len(found), self.most_cases or len(found))
         chosen = [found[number * len(found) // most] for number in range(most)]
-        # None of these is left out: each feeds tokens that no other does.
+        # All of these stay: each feeds tokens that no other does.
         return [*chosen, *(vocabulary(config) if self.vocabulary else ())]
 
     def texts(self, checkpoint: Checkpoint, texts: Sequence[str]) -> list[str]:

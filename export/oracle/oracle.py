@@ -200,7 +200,7 @@ class Oracle:
         return length_batches(lengths, rows or max(1, ROWS // options.beam), 4096)
 
     def explainer(self, decoder: Decoder[Any], options: GenerationOptions) -> Explainer:
-        """Returns what explains the differences between the reference's tokens and a decoder's."""
+        """Returns a judge of differences between the reference's tokens and a decoder's."""
         sides = self.reference, decoder, self.exact
         return Explainer(*sides, self.special, self.tolerance, options, self.others)
 

@@ -3,8 +3,8 @@
 Simulated quantisation (Jacob et al. 2018, Quantization and Training of Neural Networks for
 Efficient Integer-Arithmetic-Only Inference, section 3): every weight, every input of a linear layer
 and, in int8, every key and value of the cache is rounded to the integers of its scale; all else is
-the reference model. A graph differs from it by rounding in float32 alone, and by what follows where
-that moves a value across the border of two integers. Scales and the rounding of weights are the
+the reference model. A graph differs from it by rounding in float32 alone, and by its consequences
+where a value moves across the border of two integers. Scales and the rounding of weights are the
 export's own functions; the operators, their order and their constants are not.
 """
 
@@ -33,7 +33,7 @@ BORDER = 2.0**-13
 ATTENTIONS = {"cross": "cross_attention", "past": "self_attention"}
 LOWEST = -LARGEST - 1
 # In float32; in float64; and in float64 with every value at the border of two integers rounded
-# down, and up: the distance between them is what rounding in float32 may do, and a case in which
+# down, and up: their distance is the effect of rounding in float32, and a case in which
 # they are equal has no such value.
 SIDES = (
     (torch.float32, 0.0),

@@ -40,7 +40,7 @@ def serve(
         sources: Token ids of each source.
         options: How to generate.
         special: The ids that pad, begin and end.
-        batches: Limits on what is computed at once.
+        batches: Limits on a batch.
         row_ids: A number for each source that seeds its samples.
 
     Returns:

@@ -78,7 +78,7 @@ def render_page(*records: Mapping[str, Any]) -> str:
 
 
 def _view(record: Mapping[str, Any], name: str, prefix: str) -> dict[str, Any]:
-    """Returns what the template shows of one report; `prefix` makes its ids unique."""
+    """Returns the template's values for one report; `prefix` makes its ids unique."""
     listed = {
         kind: [
             {**item, "search": decisions["search"]}

@@ -1,4 +1,4 @@
-"""What commands that end in a parity report share: its files, its text, and exit code 4."""
+"""Shared parts of commands that end in a parity report: its files, its text, and exit code 4."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class BundleSubject(CopiedSubject[Any]):
         return Calibration.of(self.bundle, self.variant) if self.precision.calibrated else None
 
     def describe(self) -> Mapping[str, Any]:
-        """Returns what decides the numbers, for the report."""
+        """Returns the settings that decide the numbers, for the report."""
         head = self.checkpoint.head
         return {
             **self.model.describe(),

@@ -138,7 +138,7 @@ class BundleCopy(FolderCopy):
     def named(self, name: str) -> list[ir.Value]:
         """Returns a weight in each graph that has it.
 
-        The name is that of the torch model, or one that the export gave.
+        The name comes from the torch model or from the export.
         """
         found = [
             model.graph.initializers[key]

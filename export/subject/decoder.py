@@ -29,7 +29,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class ForeignState:
-    """What a step reads besides the tokens.
+    """Inputs of a step besides the tokens.
 
     Attributes:
         rows: The tokens of each row so far, without padding; of an encoder-decoder the target's.

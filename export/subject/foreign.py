@@ -41,7 +41,7 @@ class GraphsSubject(CopiedSubject[Any]):
         self.layout, self.session = layout, session
 
     def describe(self, precision: str) -> Mapping[str, Any]:
-        """Returns what decides the numbers of graphs that are judged by a precision."""
+        """Returns the settings that decide the numbers of graphs of a precision."""
         layout, session = self.layout, self.session
         share = layout.in_integers()
         return {

@@ -14,7 +14,7 @@ LARGE = 1 << 30  # bytes of weights from which on they lie beside the graph
 
 
 class GraphCopy(FolderCopy):
-    """A copy of a folder of graphs, of which one is edited.
+    """A copy of a folder of graphs with one edited.
 
     Attributes:
         layout: The copied graphs.

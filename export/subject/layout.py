@@ -1,4 +1,4 @@
-"""What a folder of foreign graphs is: which graph does what, and what its tensors mean."""
+"""Layout of a folder of foreign graphs: purposes of graphs, and meanings of their tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OUTPUTS = {
 ROLES = {"inputs": frozenset(INPUTS.values()), "outputs": frozenset(OUTPUTS.values())}
 CACHES = {"inputs": "past", "outputs": "present"}
 PAST, PRESENT = "past_key_values", "present"
-# Files by what they do, the first that exists; a merged decoder does both steps.
+# Files by purpose, the first that exists; a merged decoder does both steps.
 ENCODERS = ("encoder_model.onnx",)
 DECODERS = ("decoder_model_merged.onnx", "decoder_model.onnx")
 STEPS = ("decoder_with_past_model.onnx",)
@@ -125,7 +125,7 @@ class Layout:
         decoder: The only graph, or the one that reads the first tokens of an answer.
         encoder: The encoder of an encoder-decoder.
         step: The graph of later steps; None where `decoder` does both.
-        config: `genai_config.json`; empty if there is none.
+        config: `genai_config.json`; empty without one.
     """
 
     writer: str
@@ -211,7 +211,7 @@ def _matrices(path: Path) -> tuple[int, int]:
 
 
 def read_layout(folder: Path, names: Path | None = None, suffix: str = "") -> Layout:
-    """Finds what a folder holds, or what one graph is.
+    """Finds the graphs of a folder, or the purpose of one graph.
 
     Args:
         folder: A folder of optimum or onnxruntime-genai, or one ONNX file.
@@ -312,7 +312,7 @@ def _named(path: Path, names: Path) -> Layout:
 
 
 def described(path: Path) -> GraphFile:
-    """Reads what the tensors of a graph mean, by the names that optimum and genai give.
+    """Reads the meanings of a graph's tensors, by the names that optimum and genai give.
 
     Raises:
         InputError: The file is no graph, or an input has a name without a known meaning.

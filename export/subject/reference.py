@@ -20,7 +20,7 @@ def load_reference(folder: Path) -> Checkpoint:
     """Reads a run, or imports a folder into a temporary one.
 
     Raises:
-        InputError: It is neither, or holds what cannot be imported.
+        InputError: It is neither, or cannot be imported.
         UsageError: The tokenizer's library is not installed.
     """
     config = folder / CONFIG
@@ -28,8 +28,8 @@ def load_reference(folder: Path) -> Checkpoint:
         return load_checkpoint(folder)
     if not folder.is_dir():
         raise InputError(
-            f"{folder}: expected a folder that `transferry import` reads, a run, or "
-            "module:function, found none of them"
+            f"{folder}: expected a folder that `transferry import` reads, a checkpoint, "
+            "or module:function, found nothing of these"
         )
     with temporary_folder() as made:
         import_pretrained(folder, made / "run")

@@ -46,7 +46,7 @@ class ForeignGraph:
 
     Attributes:
         graph: Its file and the meaning of its tensors.
-        lies: What its outputs had that the graph declares otherwise, by output.
+        lies: Mismatches of declared and observed outputs, by name.
     """
 
     def __init__(self, graph: GraphFile, options: SessionOptions) -> None:
@@ -84,11 +84,11 @@ class ForeignGraph:
 
         Args:
             reads: Meanings of the inputs that there is something for.
-            gives: Meanings of outputs of which it must have one.
+            gives: Meanings of outputs; it must have one of them.
             cache: Inputs of a cache that there is something for.
 
         Raises:
-            InputError: It reads something else, gives none of them, or gives integers.
+            InputError: It reads something else, lacks all of them, or gives integers.
         """
         path = self.graph.path
         if "tokens" not in self.graph.inputs:

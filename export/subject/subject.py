@@ -1,4 +1,4 @@
-"""What a model under proof has in common: it opens, and copies itself for faults to be planted."""
+"""A model under proof, of any kind: it opens, and copies itself for faults to be planted."""
 
 from __future__ import annotations
 

@@ -472,7 +472,7 @@ def _watch(
 def _first_difference(
     wanted: Sequence[Prefixes], found: Sequence[Prefixes]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the first two candidates that take each other's place; empty if there are none."""
+    """Returns the first two candidates that take each other's place; empty without any."""
     for left, right in zip(wanted, found, strict=False):
         lost = [prefix for prefix in left if prefix not in right]
         won = [prefix for prefix in right if prefix not in left]

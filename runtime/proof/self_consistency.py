@@ -28,7 +28,7 @@ Found = tuple[str, float]  # name and error of a comparison
 def self_consistency(
     model: ObservableDecoder[State] | ObservableEncoder, case: Case
 ) -> list[Comparison]:
-    """Compares what the LM head gives beside the logits, and rows that were selected.
+    """Compares the LM head's other outputs with the logits, and rows that were selected.
 
     Errors are in units of the largest logit, or of the largest entry of the cache, and limited by
     rounding in float32; those of approximate logits in units that make their bound the limit.

@@ -72,7 +72,7 @@ class Adapter:
     """A folder with adapter_config.json and its tensors.
 
     Attributes:
-        rank: Rank, unless rank_pattern says otherwise.
+        rank: Rank, unless rank_pattern overrides it.
         changes: Low-rank changes by the name of the weight.
         replaced: Names of whole tensors by the name of the tensor that they replace.
     """
@@ -186,7 +186,7 @@ class Adapter:
         Args:
             weight: [out, in]; `[in, out]` if turned, or the rows of an embedding.
             change: One of `changes`.
-            turned: Whether the weight is that of GPT-2's Conv1D.
+            turned: Whether the weight is a GPT-2 Conv1D's.
         """
         a, b = self.factors(change, lambda name: self.tensors.read(name).float())
         product = b @ a

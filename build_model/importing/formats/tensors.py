@@ -1,6 +1,6 @@
 """Named tensors on disk: all shapes at once, the numbers one tensor at a time.
 
-A reader opens its file anew for what it reads, so that the pages of one tensor, and not those of
+A reader opens its file anew for each read, so that the pages of one tensor, and not those of
 the whole file, are in memory.
 """
 

@@ -1,6 +1,6 @@
 """A safetensors file that is written one tensor at a time, in any order.
 
-The layout is that of https://github.com/huggingface/safetensors, "Format": the length of a JSON
+The layout follows https://github.com/huggingface/safetensors, "Format": the length of a JSON
 header in 8 bytes, the header, and the numbers. It is known from the shapes alone, so each tensor
 has its place before any is read.
 """
@@ -53,10 +53,10 @@ class TensorWriter:
         self.missing = set(shapes)
 
     def __setitem__(self, name: str, tensor: Tensor) -> None:
-        """Writes a tensor of the shape and type that was told."""
+        """Writes a tensor of the declared shape and type."""
         expected = self._shapes[name]
         if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
-            raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)} is not what was told")
+            raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)} was not declared")
         self._file.seek(self._begin + self._starts[name])
         self._file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self.missing.discard(name)

@@ -121,7 +121,7 @@ def _windows(
     """Returns the window of each layer; `always` if layers with one differ in more than that."""
     window = config.whole("sliding_window", config.unless_null("sliding_window", default))
     slides = [True] * fields["decoder_layers"] if sliding is None else sliding
-    # A text may lie within the window of all layers alike, of which nothing is seen then.
+    # A text may lie within the window of all layers alike, where it has no effect.
     unseen = all(slides) and window >= fields["max_positions"] and not always
     if not any(slides) or not window or unseen:
         return ()
@@ -137,7 +137,7 @@ def _llama_shape(config: Settings, names: set[str]) -> ModelConfig:
 
 
 def _mistral_shape(config: Settings, names: set[str]) -> ModelConfig:
-    """Mistral (Jiang et al. 2023): Llama with a window in every layer, or none."""
+    """Mistral (Jiang et al. 2023): Llama with or without a window in every layer."""
     config.only("layer_types", None)
     fields = _rotary_fields(config, _llama_fields(config, 4096 * 32))
     return ModelConfig(**fields, windows=_windows(config, fields, 4096))
@@ -206,7 +206,7 @@ def _smollm3_shape(config: Settings, names: set[str]) -> ModelConfig:
 
 
 def _gemma_fields(config: Settings, longest: int, every: int) -> dict[str, Any]:
-    """Returns what Gemma 2 and 3 say alike; of so many layers the last has no window."""
+    """Returns the common options of Gemma 2 and 3; the last layer of each group has no window."""
     config.only("use_bidirectional_attention", False)
     activation = config.choice("hidden_activation", GATES, "gelu_pytorch_tanh")
     config.get("hidden_act")  # of older files, and not followed by transformers

@@ -214,7 +214,7 @@ def _t5_shape(config: Settings, names: set[str]) -> ModelConfig:
     width, layers = config.whole("d_kv", 64), config.whole("num_layers")
     activation = config.choice("feed_forward_proj", activations, default)
     unit = config.get("feed_forward_proj", default)
-    # What transformers writes beside it, and follows where it differs.
+    # Settings that transformers writes beside it, and follows where they differ.
     config.only("dense_act_fn", "gelu_new" if unit == "gated-gelu" else unit.split("-")[-1])
     config.only("is_gated_act", unit.startswith("gated-"))
     # T5 1.1 does not scale its output, as the file's tie_word_embeddings says; mT5 never does.

@@ -20,7 +20,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 
 REMEDY = DAMAGED
-# Sizes of which lists are made before the shape of a model is checked.
+# Sizes of lists that are made before the shape of a model is checked.
 MOST_SIZE = 1 << 24
 # Where a checkpoint may be within the folder of a training or of a download.
 INNER = ("*", "snapshots/*", "*/snapshots/*")
@@ -245,7 +245,7 @@ def require_plain(config: Settings) -> None:
     """Refuses a checkpoint whose weights are quantised.
 
     Raises:
-        InputError: config.json says so.
+        InputError: config.json asks for it.
     """
     for name in ("quantization_config", "compression_config"):
         if (found := config.get(name)) is not None:

@@ -162,7 +162,7 @@ def _end_outputs(
         ends = [tokenizer.special.eos_id]
         notes = [f"no eos_token_id in {CONFIG}: outputs end with {ends[0]}, the tokenizer's"]
     elif generation.path.exists() and generation.get("eos_token_id") is None:
-        notes = [f"no eos_token_id in {GENERATION}: outputs end with that of {CONFIG}"]
+        notes = [f"no eos_token_id in {GENERATION}: outputs end with eos_token_id of {CONFIG}"]
     tokenizer.special = replace(tokenizer.special, more_ends=tuple(ends[1:]))
     return notes
 
@@ -191,7 +191,7 @@ def _with_segments(
     ):
         raise InputError(
             f"{pretrained.folder}: the tokenizer joins a pair as segments {found}, which cannot be "
-            "imported; supported: each text and what ends it is a segment"
+            "imported; supported: each text with its end is a segment"
         )
     table = {**family.table, family.segments: "segment_embedding.weight"}
     shape = replace(shape, segments=kinds, segment_end=special.after[0])
@@ -208,7 +208,7 @@ def _cut(
     """Returns how texts are read, with the length that sentence-transformers cuts them to.
 
     Raises:
-        InputError: Texts are lower-cased first, and the tokenizer does not do so; or a
+        InputError: Texts are lower-cased first, and the tokenizer does not lower-case; or a
             cross-encoder has no head.
     """
     if head is None:

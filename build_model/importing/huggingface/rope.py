@@ -139,7 +139,7 @@ def _rotary(config: Settings, found: Settings, scaling: str, context: _Context) 
     if scaling == LONGROPE:
         rates, scale = _longrope(rates, found, original, longest)
         if original < longest:
-            kept = f"{longest:,}, of which {original:,} are kept"
+            kept = f"{longest:,}, {original:,} of them kept"
             config.leave("max_position_embeddings", kept)
             longest = original
     elif scaling in SCALINGS:

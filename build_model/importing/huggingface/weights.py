@@ -112,7 +112,7 @@ class Converted:
         for ours, tensor in self._formulas.items():
             out[ours] = tensor
         came_from: dict[str, str] = {}
-        # A summand comes after the tensor to which it is added.
+        # A summand comes after the tensor that it is added to.
         names = sorted(self._steps, key=lambda name: bool(self._steps[name].move.adds))
         for number, name in enumerate(names):
             show("copying tensors", number, len(names))
@@ -166,7 +166,7 @@ def convert_weights(
             if quantised:
                 raise _is_quantised(origin, f"the tensor {quantised[0]}")
             raise InputError(
-                f"{origin}: the tensor {name} is unknown; it belongs to another model than that of "
+                f"{origin}: the tensor {name} is unknown; it belongs to another model than "
                 "config.json, or to a head that cannot be imported"
             )
         if isinstance(move, NoPlace):
@@ -273,7 +273,7 @@ def _require_all(
         more = f" and {len(missing) - 1} more are" if missing[1:] else " is"
         raise InputError(
             f"{origin}: the tensor {missing[0]}{more} missing; the file is cut short, or of "
-            "another model than that of config.json"
+            "another model than config.json"
         )
 
 
@@ -317,7 +317,7 @@ def _pieces(
         return [(names[0], tensor)]
     try:
         return list(zip(names, _changed(move, tensor, config), strict=True))
-    except (RuntimeError, ValueError):  # of another size than that of config.json
+    except (RuntimeError, ValueError):  # of another size than in config.json
         return [(names[0], tensor)]
 
 

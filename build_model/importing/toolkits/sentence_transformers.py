@@ -59,7 +59,7 @@ ACTIVATIONS: dict[str, HeadActivation] = {
 # Tokens of a row: one and those around it. The tokenizers cut to fewer in ways of their own.
 LEAST = 3
 LONGEST_NAME = 99  # of a folder; file systems take 255 bytes
-IN_ORDER = "Transformer, Pooling, any number of Dense, Normalize or none"
+IN_ORDER = "Transformer, Pooling, any number of Dense, optionally Normalize"
 
 
 @dataclass

@@ -129,7 +129,7 @@ class Certificate(Verified):
         manifest: sha256 of the bundle's manifest.
         files: sha256 of every other file, by its path inside the bundle.
         envelope: The file, with its signatures.
-        signer: Id of the key whose signature was checked; empty if none was.
+        signer: Id of the key whose signature was checked; empty without a check.
     """
 
     manifest: str
@@ -357,7 +357,7 @@ def certificates(bundle: Bundle) -> list[Certificate]:
 def search_kind(options: GenerationOptions) -> dict[str, Any]:
     """Returns the options that decide the code paths of a search."""
     fields = {name: value for name, value in asdict(options).items() if name not in SAME_SEARCH}
-    # Which token is forced decides no kernel, such as that of a language.
+    # The forced token, such as a language's, decides no kernel.
     fields["forced_begin"] = options.forced_begin is not None
     return {**fields, "prefix": bool(options.prefix)}
 

@@ -48,7 +48,7 @@ SYNONYMS = (
 )
 # Classes that put a language around a text, which `vocabularies` does itself.
 OF_LANGUAGES = ("MBartTokenizer", "MBart50Tokenizer", "NllbTokenizer")
-# Files of which a tokenizer.json can be made.
+# Files that can become a tokenizer.json.
 TABLES = ("*.model", "vocab.*", "merges.txt")
 # Settings with an effect in every class.
 READ = (
@@ -77,7 +77,7 @@ class FastTokenizer:
     segments: bool = False
 
     def id_of(self, name: str) -> int | None:
-        """Returns the id of a named special token; None if there is none."""
+        """Returns the id of a named special token; None without one."""
         found: int | None = self.tokenizer.token_to_id(self.named.get(name, ""))
         return found
 
@@ -306,7 +306,7 @@ def _clean_up(pretrained: PretrainedFolder, made: Any) -> None:
 
 
 def _differences(made: Any, file: Any, name: str) -> list[str]:
-    """Describes the parts that the class sets otherwise than tokenizer.json."""
+    """Describes the parts in which the class differs from tokenizer.json."""
     ours, theirs = json.loads(made.to_str()), json.loads(file.to_str())
     parts = ("normalizer", "pre_tokenizer", "decoder")
     differing = [part for part in parts if ours[part] != theirs[part]]

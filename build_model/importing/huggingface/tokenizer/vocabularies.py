@@ -221,7 +221,7 @@ def decoder_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyT
 
 
 def _chat(pretrained: PretrainedFolder, found: FastTokenizer) -> ChatTemplate | None:
-    """The default chat template, with the tokens that count as such only where it writes them."""
+    """The default chat template, with the tokens that are special only where it writes them."""
     templates = _chat_templates(pretrained)
     if not templates:
         return None

@@ -356,7 +356,7 @@ def exact() -> Iterator[None]:
 
 
 def randomise(model: Any) -> None:
-    """Every weight, bias and norm becomes its own number, of which float32 holds all digits."""
+    """Every weight, bias and norm becomes a number of its own that float32 holds exactly."""
     tables = [module for module in model.modules() if "Sinusoidal" in type(module).__name__]
     kept = {id(each) for module in tables for each in module.parameters()}
     with torch.no_grad():

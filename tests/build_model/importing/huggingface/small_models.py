@@ -101,7 +101,7 @@ def gpt2_vocabulary(folder: Path) -> int:
 
 
 def llama_vocabulary(folder: Path) -> int:
-    """tokenizer.json of Llama's kind: BPE of SentencePiece, bytes for what it has not seen."""
+    """tokenizer.json of Llama's kind: BPE of SentencePiece, bytes for unseen text."""
     model = sentencepiece_model(
         vocab_size=330,
         model_type="bpe",
@@ -215,7 +215,7 @@ def randomise(model: Any, kind: str) -> None:
             parameter.copy_(on_a_grid(centre + 0.3 * torch.randn_like(parameter)))
         if kind == "marian":
             bias = on_a_grid(torch.randn_like(model.final_logits_bias))
-            # What must not come would come all the time, and the end comes now and then.
+            # A forbidden token would come all the time, and the end comes now and then.
             bias[0, -1], bias[0, 0] = 30.0, 6.0
             model.final_logits_bias.copy_(bias)
         elif kind in ENDS:
@@ -260,7 +260,7 @@ class Made:
         return load_checkpoint(self.run).model.double()
 
     def sources(self) -> list[list[int]]:
-        """What the model reads of lines of unequal length."""
+        """The model's inputs for lines of unequal length."""
         tokenizer = load_tokenizer(self.run)
         return [tokenizer.special.wrap(tokenizer.encode(line)) for line in LINES]
 

@@ -124,7 +124,7 @@ def test_the_logits_of_variations_are_theirs(name: str, tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def generate(model: Any, sources: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-    """What transformers answers to each source, the tokens around the answer left out."""
+    """transformers' answer to each source, the tokens around the answer left out."""
     answers = []
     end = model.generation_config.eos_token_id
     for source in sources:

@@ -84,7 +84,7 @@ NOT_DRAWN = (
     *("vocab_size", "decoder_vocab_size", "pad_token_id", "max_position_embeddings"),
     "output_attentions",
 )
-# What transformers raises for a value that it does not support.
+# The error of transformers for an unsupported value.
 ILLEGAL = (
     *(ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError),
     StrictDataclassError,
@@ -104,7 +104,7 @@ def is_legal(name: str, config: Any, change: dict[str, Any]) -> bool:
 
 
 def other_values(key: str, value: Any) -> list[Any]:
-    """Values of the same type, some of which may be illegal."""
+    """Values of the same type; some may be illegal."""
     if type(value) is bool:
         return [not value]
     if type(value) is int:
@@ -252,5 +252,5 @@ def test_tokenizers_of_encoders_are_theirs(kind: str, tmp_path: Path) -> None:
         assert ours.special.wrap(ours.encode(text)) == theirs(text)["input_ids"]
         ids = ours.encode(text)
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
-    # What looks like a special token is text.
+    # Text that looks like a special token is text.
     assert set(ours.encode("<s></s>")).isdisjoint(ours.special.ids())

@@ -137,7 +137,7 @@ def test_a_source_may_begin_with_its_language(tmp_path: Path) -> None:
     assert ours.encode(">>fra<< hello") == theirs(">>fra<< hello").input_ids[:-1]
     assert ours.encode(">>fra<< hello")[0] == language
     assert language not in ours.encode_target(">>fra<< hello")
-    # What is no language of the table is text, and transformers makes one unknown token of it.
+    # Another name than a language is text, and transformers makes one unknown token of it.
     assert len(ours.encode(">>xyz<< hello")) > len(theirs(">>xyz<< hello").input_ids)
 
 
@@ -172,7 +172,7 @@ def test_what_lies_around_a_text_is_seen_in_tokenizer_json(template: str, tmp_pa
     found.post_processor = tokenizers.processors.TemplateProcessing(
         single=template, special_tokens=[("<s>", 1), ("</s>", 2)]
     )
-    # What a training leaves behind must not cut or fill a text.
+    # Settings left by a training must not cut or fill a text.
     found.enable_truncation(3)
     found.enable_padding(length=20)
     found.save(str(path))
