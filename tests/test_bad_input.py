@@ -247,7 +247,9 @@ SPOILERS: dict[str, Spoiler] = {
     "input beside the output": lambda place: (place / "lines.txt").rename(
         place / "answers.jsonl.summary.json"
     ),
-    "unknown setting of generation in a run": with_keys("run/config.json", generation={"zz": 1}),
+    "unknown setting of generation in a checkpoint": with_keys(
+        "run/config.json", generation={"zz": 1}
+    ),
     "empty line in training": with_line("train.en", 3, ""),
     "1 MB line in training": with_line("train.en", 3, "x" * 1_000_000),
     "malformed pair in training": with_line("train.tsv", 3, "five"),

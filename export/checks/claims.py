@@ -38,7 +38,7 @@ EXACT = Tolerance(1.0)
 
 
 def require_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
-    """Requires that a bundle has the shape and the tokenizer of a run.
+    """Requires that a bundle has the shape and the tokenizer of a checkpoint.
 
     Raises:
         InputError: It has others.
@@ -46,18 +46,18 @@ def require_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
     config = checkpoint.model.config
     if ModelConfig.from_dict(dict(bundle.manifest.model)) != config:
         raise InputError(
-            f"{bundle.folder} holds a model of shape {dict(bundle.manifest.model)}, but the run "
-            f"has {config.to_dict()}; give the run that the bundle was exported from"
+            f"{bundle.folder} holds a model of shape {dict(bundle.manifest.model)}, but the "
+            f"checkpoint has {config.to_dict()}; give the checkpoint that was exported"
         )
     if bundle.tokenizer != checkpoint.tokenizer:
         raise InputError(
-            f"{bundle.folder} and the run do not have the same tokenizer; give the run that the "
-            "bundle was exported from"
+            f"{bundle.folder} and the checkpoint do not have the same tokenizer; give the "
+            "checkpoint that was exported"
         )
 
 
 def default_generation(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns the defaults of generation of a bundle of this run.
+    """Returns the defaults of generation of a bundle of this checkpoint.
 
     Raises:
         InputError: The checkpoint has settings outside of generation, or out of range.
@@ -67,7 +67,9 @@ def default_generation(checkpoint: Checkpoint) -> dict[str, Any]:
     try:
         generation_options(values)
     except UsageError as error:
-        raise InputError(f"{CONFIG} of the run cannot be used: {error}; correct it") from error
+        raise InputError(
+            f"{CONFIG} of the checkpoint cannot be used: {error}; correct it"
+        ) from error
     return values
 
 
@@ -75,7 +77,7 @@ def manifest_claims(checkpoint: Checkpoint, bundle: Bundle) -> list[Claim]:
     """Compares a manifest with the checkpoint: defaults, architecture and every variant.
 
     Args:
-        checkpoint: The run.
+        checkpoint: The checkpoint.
         bundle: The bundle; `require_exported_from` holds.
     """
     manifest, config = bundle.manifest, checkpoint.model.config
@@ -101,7 +103,7 @@ def recorded_claim(bundle: Bundle, variant: Variant, oracle: Oracle) -> Claim:
 
 
 def _unequal(name: str, wanted: object, found: object) -> str:
-    return "" if wanted == found else f"{name} is {found!r}, the run has {wanted!r}"
+    return "" if wanted == found else f"{name} is {found!r}, the checkpoint has {wanted!r}"
 
 
 def _differences(wanted: GenerationOptions, found: GenerationOptions) -> list[str]:
@@ -160,7 +162,8 @@ def _case_problem(case: Case, recorded: Truth, oracle: Oracle) -> str:
     made = oracle.truth(case)
     exact = Truth(made.oracle, dict.fromkeys(made.oracle, 0.0), made.least)
     if recorded.least > 4 * made.least:  # in which errors would look small
-        return f"{case.name}: the head's unit is recorded as {recorded.least:.1e}, not as the run's"
+        unit = f"the head's unit is recorded as {recorded.least:.1e}"
+        return f"{case.name}: {unit}, not as the checkpoint's"
     faults = [item for item in compare(case, exact, recorded.oracle, EXACT) if item.fault]
     if faults:
         return f"{case.name}: {faults[0].tensor}: {faults[0].fault}"

@@ -1,4 +1,4 @@
-"""The graphs of a variant against those that export makes of the run now.
+"""The graphs of a variant against those that export makes of the checkpoint now.
 
 A fault may wait for a batch or a pair of tokens that no case has, or hide in the tolerance of
 a reduced precision. But the same run and versions give the same graphs, so that an operator, an

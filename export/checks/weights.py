@@ -1,4 +1,4 @@
-"""The weights that a bundle stores, compared with the run's: bit for bit, without running a graph.
+"""Stored weights of a bundle beside the checkpoint's: bit for bit, without running a graph.
 
 Sees faults that rounding hides: one integer of a rare row, a scale off by a percent. The names are
 those that torch's exporter and `export.optimise` give.
@@ -37,7 +37,7 @@ COMPUTED = 2.0**-22
 BLOCK = 1 << 20  # entries compared at once, in float64
 
 
-class RunWeights:
+class CheckpointWeights:
     """Values that a variant of a checkpoint stores, by the name of an initializer."""
 
     def __init__(
@@ -114,7 +114,7 @@ class RunWeights:
 def weights_claim(
     model: Transformer, bundle: Bundle, variant: Variant, calibration: Calibration | None
 ) -> Claim:
-    """Compares every stored weight of a variant with the run's.
+    """Compares every stored weight of a variant with the checkpoint's.
 
     Args:
         model: The trained model.
@@ -123,12 +123,12 @@ def weights_claim(
         calibration: Of an int8 variant.
     """
     recipe = RECIPES.get(variant.name)
-    weights = RunWeights(model, recipe.precision if recipe else FLOAT32, calibration)
+    weights = CheckpointWeights(model, recipe.precision if recipe else FLOAT32, calibration)
     problems = filter(None, _problems(weights, bundle, variant))
     return Claim(WEIGHTS, next(problems, ""))
 
 
-def _problems(weights: RunWeights, bundle: Bundle, variant: Variant) -> Iterator[str]:
+def _problems(weights: CheckpointWeights, bundle: Bundle, variant: Variant) -> Iterator[str]:
     for name, spec in variant.graphs.items():
         graph = ir.load(bundle.graph(spec)).graph
         for key, value in graph.initializers.items():
@@ -137,14 +137,14 @@ def _problems(weights: RunWeights, bundle: Bundle, variant: Variant) -> Iterator
             if (wanted := weights.find(key)) is not None:
                 yield _difference(f"{name}: {key}", *wanted, tensor.numpy())
             elif tensor.nbytes >= SMALLEST:
-                yield f"{name}: {key} is no weight of the run"
+                yield f"{name}: {key} is no weight of the checkpoint"
             weights.release()
     head = variant.graphs.get("lm_head", next(iter(variant.graphs.values())))
     for part, stored in variant.screen.items():
         found = stored.read(bundle.files)
         wanted = weights.find(_screened(ir.load(bundle.graph(head)).graph, part))
         if wanted is None:
-            yield f"{part} of the screen is no weight of the run"
+            yield f"{part} of the screen is no weight of the checkpoint"
         else:
             yield _difference(f"{part} of the screen", *wanted, found)
 
@@ -163,7 +163,7 @@ def _difference(place: str, wanted: Tensor, slack: float, found: NDArray[Any]) -
     kind = str(wanted.dtype).removeprefix("torch.")
     if str(found.dtype) != kind or found.shape != tuple(wanted.shape):
         return (
-            f"{place}: expected {kind} {list(wanted.shape)} as in the run, "
+            f"{place}: expected {kind} {list(wanted.shape)} as in the checkpoint, "
             f"found {found.dtype} {list(found.shape)}"
         )
     flat, values = wanted.reshape(-1), found.reshape(-1)
@@ -181,6 +181,6 @@ def _difference(place: str, wanted: Tensor, slack: float, found: NDArray[Any]) -
         return ""
     at = [int(index) for index in np.unravel_index(first, found.shape)]
     return (
-        f"{place}{at} is {float(values[first]):.9g}, the run gives {float(flat[first]):.9g}; "
-        f"{count:,} of {found.size:,} entries differ"
+        f"{place}{at} is {float(values[first]):.9g}, the checkpoint gives "
+        f"{float(flat[first]):.9g}; {count:,} of {found.size:,} entries differ"
     )

@@ -1,4 +1,4 @@
-"""The side of torch: a folder that `import` reads, a run, or a function that is named."""
+"""The side of torch: a folder that `import` reads, a checkpoint, or a named function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transferry.runtime.io.folders import temporary_folder
 
 
 def load_reference(folder: Path) -> Checkpoint:
-    """Reads a run, or imports a folder into a temporary one.
+    """Reads a checkpoint, or imports a folder into a temporary one.
 
     Raises:
         InputError: It is neither, or cannot be imported.
@@ -32,8 +32,8 @@ def load_reference(folder: Path) -> Checkpoint:
             "or module:function, found nothing of these"
         )
     with temporary_folder() as made:
-        import_pretrained(folder, made / "run")
-        return load_checkpoint(made / "run")
+        import_pretrained(folder, made / "checkpoint")
+        return load_checkpoint(made / "checkpoint")
 
 
 def named_function(reference: str) -> Callable[[], Any] | None:

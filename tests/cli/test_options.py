@@ -114,7 +114,11 @@ def test_the_settings_of_a_run_are_checked_too(place: Path, line: str) -> None:
 @pytest.mark.parametrize(
     ("part", "changes", "message"),
     [
-        ("generation", {"zz": 1}, "config.json of the run cannot be used: generation has no zz"),
+        (
+            "generation",
+            {"zz": 1},
+            "config.json of the checkpoint cannot be used: generation has no zz",
+        ),
         ("generation", {"beam": "4"}, "beam must be a whole number of at most 10000, found '4'"),
         ("generation", {"n_best": 4}, "n_best=4 is more than beam=1 can give"),
         ("model", {"heads": "2"}, "heads must be a whole number of at least 1, found '2'"),

@@ -182,7 +182,7 @@ def verify(checkpoint: Checkpoint, bundle: Bundle, texts: list[str]) -> ParityRe
 
 
 class TestVerifyAgainst:
-    """A bundle against the run that it came from."""
+    """A bundle against the checkpoint that it came from."""
 
     def test_true_bundle_passes(
         self, checkpoint: Checkpoint, bundle: Bundle, texts: list[str]
@@ -266,7 +266,7 @@ class TestVerifyAgainst:
     ) -> None:
         config = dataclasses.replace(checkpoint.model.config, d_ff=64)
         other = dataclasses.replace(checkpoint, model=Transformer(config))
-        with pytest.raises(InputError, match=r"'d_ff': 48.*'d_ff': 64.*give the run"):
+        with pytest.raises(InputError, match=r"'d_ff': 48.*'d_ff': 64.*give the checkpoint"):
             verify(other, bundle, texts)
 
     def test_run_with_another_tokenizer_is_refused(
@@ -274,7 +274,7 @@ class TestVerifyAgainst:
     ) -> None:
         tokenizer = train_bpe([text[::-1] for text in texts], 300)
         other = dataclasses.replace(checkpoint, tokenizer=tokenizer)
-        with pytest.raises(InputError, match="not have the same tokenizer; give the run"):
+        with pytest.raises(InputError, match="not have the same tokenizer; give the checkpoint"):
             verify(other, bundle, [])
 
     @pytest.mark.parametrize("empty", ["", "  \t"])

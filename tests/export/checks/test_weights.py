@@ -1,4 +1,4 @@
-"""Every weight of every variant is the run's, bit for bit."""
+"""Every weight of every variant is the checkpoint's, bit for bit."""
 
 import dataclasses
 from pathlib import Path
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from transferry.build_model.checkpoint import Checkpoint
 from transferry.export.checks import weights as stored_weights
-from transferry.export.checks.weights import RunWeights, weights_claim
+from transferry.export.checks.weights import CheckpointWeights, weights_claim
 from transferry.export.rewrite.calibration import Calibration
 from transferry.export.subject.bundle_copy import BundleCopy
 from transferry.export.trace.store import SMALLEST
@@ -45,7 +45,7 @@ def test_every_weight_is_looked_at(
     """One entry of each, by one unit in the last place, a whole number by one."""
     copy = BundleCopy(all_variants, all_variants.variant(name), tmp_path / "copy")
     calibration = Calibration.of(all_variants, copy.variant) if name == "cpu-int8" else None
-    weights = RunWeights(calm.model, Precision.of(copy.variant.precision), calibration)
+    weights = CheckpointWeights(calm.model, Precision.of(copy.variant.precision), calibration)
     known = {
         key: value
         for model in copy.graphs.values()
@@ -90,7 +90,7 @@ def test_a_large_constant_that_is_no_weight_is_refused(
     graph.register_initializer(ir.Value(name="extra", const_value=tensor))
     copy.seal()
     found = problem(calm, Bundle.load(copy.folder), "portable")
-    assert found == "encoder: extra is no weight of the run"
+    assert found == "encoder: extra is no weight of the checkpoint"
 
 
 def test_the_weights_that_screening_reads_are_compared(
