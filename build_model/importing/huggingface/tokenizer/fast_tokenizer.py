@@ -173,9 +173,8 @@ def _made(pretrained: PretrainedFolder, content: bytes | None, origin: str) -> F
     if name not in CLASSES:
         settings.refuse("tokenizer_class", name, ", ".join(CLASSES))
     _require_ids(pretrained, made, name, record, origin)
-    _mark_read(pretrained, theirs)
-    if file is None:  # else the post-processor of the file counts
-        settings.get("add_bos_token"), settings.get("add_eos_token")
+    # With a tokenizer.json, its post-processor counts instead.
+    _mark_read(pretrained, theirs, ("add_bos_token", "add_eos_token") if file is None else ())
     if name != AS_IT_IS:
         made.no_truncation()
         made.no_padding()
@@ -270,20 +269,20 @@ def _require_ids(
 
 def added_tokens(pretrained: PretrainedFolder) -> list[tuple[str, int]]:
     """Returns text and id of the tokens that a folder adds outside of tokenizer.json."""
-    listed, path = pretrained.tokenizer.get("added_tokens_decoder"), pretrained.folder
+    listed = pretrained.tokenizer.get("added_tokens_decoder")
     if isinstance(listed, dict):
         return [(each["content"], int(token)) for token, each in listed.items()]
     path = pretrained.folder / ADDED_TOKENS
     return list(read_document(path, Ids, REMEDY).items()) if path.exists() else []
 
 
-def _mark_read(pretrained: PretrainedFolder, theirs: Any) -> None:
+def _mark_read(pretrained: PretrainedFolder, theirs: Any, also: tuple[str, ...]) -> None:
     """Marks the settings that the class of a tokenizer follows, so that the rest is reported."""
     settings, others = pretrained.tokenizer, pretrained.special_tokens
     own = inspect.signature(type(theirs).__init__).parameters.keys() - {"errors"}
     for name, value in settings.values.items():
         is_token = name.endswith("_token") and type(value) is not bool
-        if name in own or name in READ or is_token:
+        if name in (*own, *READ, *also) or is_token:
             settings.get(name)
         if others.values.get(name) == value:
             others.get(name)
