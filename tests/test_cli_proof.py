@@ -166,7 +166,7 @@ def test_from_a_signature_to_a_result_that_cites_its_key(
 
     over = call("verify", bundle, *options)
     assert over.exit_code == 2
-    assert "is signed, and this one would not be" in over.stderr
+    assert "is signed, and the new one is not" in over.stderr
     done("verify", bundle, *options, "--force")
     assert call(*run, "--force").exit_code == 0
     refused = call(*run, "--force", "--trusted-key", public)

@@ -16,7 +16,7 @@ from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import Decoder
 from transferry.runtime.decoding.generation_options import GenerationOptions, generation_options
-from transferry.runtime.proof.divergence import Decode, Tally
+from transferry.runtime.proof.tally import Decode, Tally
 
 SCREENED = "greedy, screened"
 

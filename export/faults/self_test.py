@@ -48,8 +48,9 @@ from transferry.runtime.io.folders import temporary_folder
 from transferry.runtime.ort.session import SessionOptions, open_session, require_provider
 from transferry.runtime.precision import EPSILON, Precision
 from transferry.runtime.proof.compare import Case, Tolerance, Truth, compare, observe
-from transferry.runtime.proof.divergence import ExpectedAnswers, Explainer, Tally
+from transferry.runtime.proof.divergence import Explainer
 from transferry.runtime.proof.report import PlantedFault
+from transferry.runtime.proof.tally import ExpectedAnswers, Tally
 
 FAULTS: tuple[Fault, ...] = (*weight_faults.FAULTS, *graph_faults.FAULTS)
 LONGEST_ANSWER = 32

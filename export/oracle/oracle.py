@@ -24,9 +24,10 @@ from transferry.runtime.decoding.hypothesis import Hypothesis, length_normalised
 from transferry.runtime.decoding.search import search
 from transferry.runtime.precision import FLOAT32, Precision
 from transferry.runtime.proof.compare import INT8_STEP, Case, Tolerance, Truth, observe, truth
-from transferry.runtime.proof.divergence import ExpectedAnswers, Explainer, forced
+from transferry.runtime.proof.divergence import Explainer, forced
 from transferry.runtime.proof.recorded import RecordedSearch, Reference
 from transferry.runtime.proof.rules import Rules
+from transferry.runtime.proof.tally import ExpectedAnswers
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 ROWS = 64  # hypotheses searched together

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class Figure:
 def render_page(*records: Mapping[str, Any]) -> str:
     """Returns reports as one page; the same records give the same text.
 
-    Several reports, such as those of the variants of a bundle, get a table that compares them.
+    Several reports, such as one of each variant of a bundle, get a table that compares them.
 
     Args:
         records: Results of `ParityReport.to_dict`, optionally with "date" and "certificate".
@@ -78,7 +78,7 @@ def render_page(*records: Mapping[str, Any]) -> str:
 
 
 def _view(record: Mapping[str, Any], name: str, prefix: str) -> dict[str, Any]:
-    """Returns the template's values for one report; `prefix` makes its ids unique."""
+    """Returns the template's values of one report; `prefix` makes its ids unique."""
     listed = {
         kind: [
             {**item, "search": decisions["search"]}
@@ -172,36 +172,23 @@ def _overview(
             return f"{_human(worst)} × the limit", False
         return f"{_ratio(worst * factor)} of {factor:g}", worst <= 1
 
-    rows = [
+    def compared(
+        kind: str, key: str, suffix: str, value: Callable[[Mapping[str, Any]], str]
+    ) -> Iterator[tuple[str, list[tuple[str, bool]]]]:
+        for label in dict.fromkeys(item[key] for r in records for item in r[kind]):
+            found = [next((i for i in r[kind] if i[key] == label), None) for r in records]
+            yield (
+                f"{label}{suffix}",
+                [("–", True) if i is None else (value(i), i["passed"]) for i in found],
+            )
+
+    return [
+        ("", [(name, True) for name in names]),
         ("verdict", [("PASSED" if r["passed"] else "FAILED", r["passed"]) for r in records]),
         ("worst tensor, times torch’s own error", [tensors(record) for record in records]),
+        *compared("decisions", "search", ", rows token for token", _agreement),
+        *compared("task_metrics", "measure", "", lambda item: _plain(item["found"])),
     ]
-    labels = dict.fromkeys(item["search"] for r in records for item in r["decisions"])
-    for label in labels:
-        found = [next((i for i in r["decisions"] if i["search"] == label), None) for r in records]
-        rows.append(
-            (
-                f"{label}, rows token for token",
-                [
-                    ("–", True) if item is None else (_agreement(item), item["passed"])
-                    for item in found
-                ],
-            )
-        )
-    for label in dict.fromkeys(item["measure"] for r in records for item in r["task_metrics"]):
-        metrics = [
-            next((i for i in r["task_metrics"] if i["measure"] == label), None) for r in records
-        ]
-        rows.append(
-            (
-                label,
-                [
-                    ("–", True) if item is None else (_plain(item["found"]), item["passed"])
-                    for item in metrics
-                ],
-            )
-        )
-    return [("", [(name, True) for name in names]), *rows]
 
 
 def _agreement(search: Mapping[str, Any]) -> str:

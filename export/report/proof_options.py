@@ -1,4 +1,4 @@
-"""Shared parts of commands that end in a parity report: its files, its text, and exit code 4."""
+"""Options, output and exit code 4 of commands that end in a parity report."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def show_report(report: ParityReport, *, as_json: bool) -> None:
 
 
 def require_passed(report: ParityReport, *, as_json: bool) -> None:
-    """Raises ParityError for a report that failed; as text it has told everything."""
+    """Raises ParityError for a report that failed; its text has already shown the faults."""
     if not report.passed and not as_json:
         raise ParityError(f"{report.bundle} does not answer as torch does; do not deploy it")
     report.require()

@@ -283,9 +283,16 @@ def compare(
     tolerance: Tolerance,
     only: Collection[str] | None = None,
 ) -> list[Comparison]:
-    """Compares every tensor of a case, or those of `only`.
+    """Compares every tensor of a case, or only some.
 
     A missing, extra, misshapen or NaN tensor is a fault.
+
+    Args:
+        case: The input.
+        expected: Its expected tensors.
+        found: Its tensors from the model.
+        tolerance: Limit of errors.
+        only: Names of the tensors to compare.
     """
     comparisons, least = [], least_units(case, expected.oracle, expected.least)
     for name in [*expected.oracle, *(found.keys() - expected.oracle.keys())]:

@@ -1,13 +1,13 @@
-"""Comparison of two searches: which rows agree, and is a difference a tie or a defect?
+"""The first place at which two searches differ: a tie, or a defect?
 
 A difference is a tie if the float64 oracle scores the two candidates closer together than rounding
-within the tolerance can move them: either choice is right. Otherwise one of the two computations is
-wrong. Any two decoders can be compared; the most exact one at hand serves as the oracle.
+within the tolerance can move them: either choice is right. In all other cases one of the two
+computations is wrong. Any two decoders can be compared; the most exact one serves as the oracle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Generic
@@ -23,177 +23,9 @@ from transferry.runtime.decoding.sampling import draw_uniforms
 from transferry.runtime.decoding.search import begin, pad_sources, search
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.draws import distance_of_draws
-from transferry.runtime.proof.report import Decisions, Difference
+from transferry.runtime.proof.report import Difference
 from transferry.runtime.proof.rules import Rules
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
-
-# Returns the text of token ids.
-Decode = Callable[[Sequence[int]], str]
-# Takes the number of a row, its source, the expected hypotheses and the found ones. Returns the
-# difference for the report, and whether the tolerance allows it.
-Explain = Callable[
-    [int, Sequence[int], Sequence[Hypothesis], Sequence[Hypothesis]], tuple[Difference, bool]
-]
-
-
-@dataclass(frozen=True)
-class ExpectedAnswers:
-    """Expected answers of a batch.
-
-    Attributes:
-        rows: Number of each source; seeds its samples.
-        sources: Token ids of each source.
-        hypotheses: Hypotheses of each source, best first.
-        scores: The oracle's score of each hypothesis; empty where scores are not compared.
-        score_error: torch's own error of a score, in nats.
-        reasons: Whether the hypotheses have torch's finish reasons, so that they are compared.
-    """
-
-    rows: Sequence[int]
-    sources: Sequence[Sequence[int]]
-    hypotheses: Sequence[Sequence[Hypothesis]]
-    scores: Sequence[Sequence[float]] = ()
-    score_error: float = 1.0
-    reasons: bool = True
-
-
-class Tally:
-    """Counts the rows of a search that agree, tie or fail.
-
-    Attributes:
-        best: The best hypothesis of each row, expected and found.
-    """
-
-    def __init__(self, search: str, tolerance: Tolerance) -> None:
-        self.best: dict[int, tuple[Hypothesis, Hypothesis]] = {}
-        self._search, self._factor = search, tolerance.factor
-        self._rows = self._identical = 0
-        self._score_error = self._score_ratio = 0.0
-        self._ties: list[Difference] = []
-        self._tolerated: list[Difference] = []
-        self._defects: list[Difference] = []
-        # Source, expected and found token ids of each row whose tokens differ.
-        self._differing: dict[int, tuple[Sequence[int], Sequence[int], Sequence[int]]] = {}
-
-    def compare(
-        self,
-        decoder: Decoder[State],
-        batches: Iterable[ExpectedAnswers],
-        options: GenerationOptions,
-        special: SpecialTokens,
-        explain: Explain,
-    ) -> Tally:
-        """Searches with a decoder, compares its answers with the expected ones; returns itself."""
-        for batch in batches:
-            answers = search(decoder, batch.sources, options, special, row_ids=batch.rows)
-            self.add(batch, [[found] for found in answers], explain)
-        return self
-
-    def add(
-        self,
-        batch: ExpectedAnswers,
-        answers: Sequence[Sequence[Sequence[Hypothesis]]],
-        explain: Explain,
-    ) -> None:
-        """Compares answers with the expected ones.
-
-        Args:
-            batch: The expected answers.
-            answers: The hypotheses of each source, once for each time that it was answered; the
-                worst of them is counted.
-            explain: Explains other tokens.
-        """
-        for place, (row, times) in enumerate(zip(batch.rows, answers, strict=True)):
-            wanted = batch.hypotheses[place]
-            same: list[Sequence[Hypothesis]] = []
-            others: dict[tuple[tuple[int, ...], ...], Sequence[Hypothesis]] = {}
-            for found in times:
-                if _differ(wanted, found, reasons=batch.reasons):
-                    others.setdefault(tuple(item.tokens for item in found), found)
-                else:
-                    same.append(found)
-            errors = [
-                abs(item.score - score)
-                for found in (same if batch.scores else ())
-                for item, score in zip(found, batch.scores[place], strict=True)
-            ]
-            # A tie at one time excuses no defect at another.
-            explained = [
-                (*explain(row, batch.sources[place], wanted, found), found)
-                for found in others.values()
-            ]
-            worst = min(explained, key=lambda item: (item[1], item[0].tie), default=None)
-            if worst is None or (worst[1] and same and not self._within(errors, batch.score_error)):
-                self.best[row] = wanted[0], same[0][0]
-                self.agree(row, errors, batch.score_error)
-            else:
-                difference, allowed, found = worst
-                self.best[row] = wanted[0], found[0]
-                pairs = (
-                    (one.tokens, other.tokens) for one, other in zip(wanted, found, strict=False)
-                )
-                left, right = next(
-                    (pair for pair in pairs if pair[0] != pair[1]),
-                    (wanted[0].tokens, found[0].tokens),
-                )
-                self._differing[row] = batch.sources[place], left, right
-                self.differ(difference, allowed)
-
-    def _within(self, errors: Sequence[float], own: float) -> bool:
-        """Whether the errors of scores are within the budget."""
-        # Unlike max(), np.max keeps NaN: a row that fails on both sides proves nothing.
-        return float(np.max(errors, initial=0.0)) <= self._factor * own
-
-    def agree(self, row: int, errors: Sequence[float], own: float) -> None:
-        """Counts a row with the expected tokens, given the errors of its scores and torch's own."""
-        self._rows += 1
-        self._identical += 1
-        largest = float(np.max(errors, initial=0.0))
-        if not self._within(errors, own):
-            limit = self._factor * own
-            message = f"a score is {largest:.2e} nats from the oracle's (limit {limit:.2e})"
-            self._defects.append(Difference(row, message, wrong_score=True))
-        self._score_error = float(np.maximum(self._score_error, largest))
-        self._score_ratio = float(np.maximum(self._score_ratio, largest / own))
-
-    def differ(self, difference: Difference, allowed: bool) -> None:
-        """Counts a row with other tokens."""
-        self._rows += 1
-        kind = self._ties if difference.tie else self._tolerated
-        (kind if allowed else self._defects).append(difference)
-
-    def decisions(self, decode: Decode | None = None) -> Decisions:
-        """Returns the result; `decode` gives the differences their texts."""
-
-        def listed(differences: Iterable[Difference]) -> list[Difference]:
-            ordered = sorted(differences, key=lambda item: item.row)
-            return ordered if decode is None else [self._with_texts(i, decode) for i in ordered]
-
-        return Decisions(
-            self._search,
-            self._rows,
-            self._identical,
-            self._score_error,
-            self._score_ratio,
-            listed(self._ties),
-            listed(self._defects),
-            listed(self._tolerated),
-        )
-
-    def _with_texts(self, difference: Difference, decode: Decode) -> Difference:
-        if (tokens := self._differing.get(difference.row)) is None:
-            return difference
-        source, expected, found = map(decode, tokens)
-        return replace(difference, source=source, expected=expected, found=found)
-
-
-def _differ(wanted: Sequence[Hypothesis], found: Sequence[Hypothesis], *, reasons: bool) -> bool:
-    """Whether tokens differ, or the reasons why the hypotheses end, end tokens included."""
-    left, right = (
-        [(item.tokens, reasons and (item.finish_reason, item.end)) for item in side]
-        for side in (wanted, found)
-    )
-    return left != right
 
 
 @dataclass(frozen=True)
@@ -291,48 +123,30 @@ class Explainer:
             found: The decoder's.
             row_id: The number that seeded the row's samples.
         """
-        special, options = self.special, self.options
-        answers = [_finished(wanted)], [_finished(found)]
-        penalty = 0.0
-        if options.beam == options.n_best == 1:
-            left, right = _first_difference(*answers)
-        else:
-            sides = (self.reference, self.decoder)
-            left, right = _first_difference(
-                *(_watch(side, source, options, special, row_id) for side in sides)
-            )
-        if not left:
-            # The candidates were the same; they ended or were ranked differently.
-            left, right = _first_difference(*answers)
-            penalty = options.length_penalty
+        left, right, penalty = self._candidates(source, wanted, found, row_id)
         if not left or not right:
             return Divergence(0, left, right, np.inf, 0.0, 0.0)
         step = next(
             (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
             min(len(left), len(right)),
         )
-        if options.beam == 1:
+        if self.options.beam == 1:
             # The search chose here, without knowing the rest or the score of the whole.
             left, right, penalty = left[: step + 1], right[: step + 1], 0.0
         exact, *rounded = (
-            forced(side, [source] * 2, [left, right], special, self._rules)
+            forced(side, [source] * 2, [left, right], self.special, self._rules)
             for side in (self.oracle, self.reference, *self.others)
         )
         # Relative to the largest logit, as everywhere else.
         errors = [
             self._errors(one, [side[place] for side in rounded]) for place, one in enumerate(exact)
         ]
-        if options.sample:
-            # The ranking does not tell which of several samples differs: any one may explain it.
-            uniforms = draw_uniforms(options.seed, [row_id], options.n_best, options.max_length)
-            logits = self._rules(source).logits(exact[0].logits[step : step + 1], left[:step])
-            margin = min(
-                distance_of_draws(logits[0], (left[step], right[step]), uniform, options)
-                for uniform in uniforms[:, step].tolist()
-            )
+        if self.options.sample:
+            logits = self._rules(source).logits(exact[0].logits[step : step + 1], left[:step])[0]
+            margin = self._draws(logits, (left[step], right[step]), row_id, step)
             # The cumulative distribution F moves by at most F (1 - F) times the spread of the
             # logits' errors over the temperature.
-            moved = 0.5 * np.maximum(*(one[:, step] for one in errors)) / options.temperature
+            moved = 0.5 * np.maximum(*(one[:, step] for one in errors)) / self.options.temperature
             return Divergence(step, left, right, margin, *moved.tolist())
         margin, moved = 0.0, np.zeros(2)
         # Tokens that both begin with were scored once, and their errors are the same.
@@ -343,11 +157,52 @@ class Explainer:
             moved += scale * error[:, shared:].sum(axis=1)
         return Divergence(step, left, right, abs(margin), *moved.tolist())
 
+    def _candidates(
+        self,
+        source: Sequence[int],
+        wanted: Sequence[Hypothesis],
+        found: Sequence[Hypothesis],
+        row_id: int,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], float]:
+        """Returns the first candidates that differ, and the length penalty of their scores."""
+        answers = [_finished(wanted)], [_finished(found)]
+        if self.options.beam == self.options.n_best == 1:
+            left, right = _first_difference(*answers)
+        else:
+            left, right = _first_difference(
+                *(self._watch(side, source, row_id) for side in (self.reference, self.decoder))
+            )
+        if left:
+            return left, right, 0.0
+        # The candidates were the same; they ended or were ranked differently.
+        return *_first_difference(*answers), self.options.length_penalty
+
+    def _watch(self, decoder: Decoder[Any], source: Sequence[int], row_id: int) -> list[Prefixes]:
+        """Searches over one source; returns the prefixes that each step continued."""
+        watcher = _Watcher(decoder)
+        # Stop strings end a search and choose no token.
+        search(watcher, [source], replace(self.options, stop=()), self.special, row_ids=[row_id])
+        return watcher.steps
+
+    def _draws(
+        self, logits: NDArray[np.floating[Any]], tokens: tuple[int, int], row_id: int, step: int
+    ) -> float:
+        """Returns the least change of a distribution that lets a sample draw the other token.
+
+        The ranking does not tell apart the samples of a row: any one may explain the difference.
+        """
+        options = self.options
+        uniforms = draw_uniforms(options.seed, [row_id], options.n_best, options.max_length)
+        return min(
+            distance_of_draws(logits, tokens, uniform, options)
+            for uniform in uniforms[:, step].tolist()
+        )
+
     def _rules(self, source: Sequence[int]) -> Rules:
         return Rules(self.options, source, self.special, self.decoder.has_encoder)
 
     def _errors(self, exact: Forced, references: Sequence[Forced]) -> NDArray[np.float64]:
-        """Returns how far errors within the tolerance, and those of float32, move each token.
+        """Returns how far errors, within the tolerance and in float32, move each token.
 
         Args:
             exact: The oracle's scores of an answer.
@@ -456,23 +311,10 @@ class _Watcher(Generic[State]):
         return self.decoder.select(inner, rows), [prefixes[row] for row in rows.tolist()]
 
 
-def _watch(
-    decoder: Decoder[Any],
-    source: Sequence[int],
-    options: GenerationOptions,
-    special: SpecialTokens,
-    row_id: int,
-) -> list[Prefixes]:
-    watcher = _Watcher(decoder)
-    # Stop strings end a search and choose no token.
-    search(watcher, [source], replace(options, stop=()), special, row_ids=[row_id])
-    return watcher.steps
-
-
 def _first_difference(
     wanted: Sequence[Prefixes], found: Sequence[Prefixes]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the first two candidates that take each other's place; empty without any."""
+    """Returns the first two candidates that take each other's place, or empty ones."""
     for left, right in zip(wanted, found, strict=False):
         lost = [prefix for prefix in left if prefix not in right]
         won = [prefix for prefix in right if prefix not in left]

@@ -41,7 +41,7 @@ def _cuts(
 
     A logit has to pass that of the token at the other side of the cut, which moves the cumulative
     distribution by a quarter of their distance at most; or, of top p, the mass held has to pass it.
-    The cuts of min p and typical p come after, and rank by their own measure.
+    The cuts of min p and typical p come after, and rank by the values that they compare.
     """
 
     def cut(**changes: Any) -> NDArray[np.float64]:

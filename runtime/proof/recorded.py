@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,11 @@ from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import REMEDY
 from transferry.runtime.bundle.specs import Variant
 from transferry.runtime.decoding.decoder import ObservableDecoder, ObservableEncoder, State
-from transferry.runtime.decoding.generation_options import generation_options, options_of_json
+from transferry.runtime.decoding.generation_options import (
+    GenerationOptions,
+    generation_options,
+    options_of_json,
+)
 from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.search import search
 from transferry.runtime.io.arrays import open_arrays
@@ -30,10 +34,10 @@ from transferry.runtime.io.documents import parse_document
 from transferry.runtime.io.whole import read_bytes
 from transferry.runtime.ort.open_model import ServedModel
 from transferry.runtime.proof.compare import Case, Comparison, Tolerance, Truth, compare, observe
-from transferry.runtime.proof.divergence import Decode, ExpectedAnswers, Tally
 from transferry.runtime.proof.one_graph import OneGraph
 from transferry.runtime.proof.report import Decisions, Difference, ParityReport
 from transferry.runtime.proof.self_consistency import self_consistency
+from transferry.runtime.proof.tally import Decode, ExpectedAnswers, Explain, Tally
 from transferry.runtime.tokenizer.byte_pair import SpecialTokens
 
 
@@ -47,8 +51,8 @@ class RecordedSearch:
         answers: Token ids of each source's hypotheses, best first.
         scores: The float64 oracle's score of each hypothesis.
         score_error: torch's own error of a score, in nats.
-        ends: The end token of each hypothesis, None where it has none; empty in a bundle of before
-            a model could have several.
+        ends: The end token of each hypothesis, None without one; empty in a bundle written before
+            models could have several.
     """
 
     name: str
@@ -174,12 +178,17 @@ def check_reference(
 ) -> tuple[list[Comparison], list[Decisions]]:
     """Compares a model with the recorded answers.
 
-    The sources are repeated until they fill a batch of `batch_rows`. `decode` gives differing rows
-    their texts. `one` answers its search too; where that is not recorded, it is compared with the
-    same search step by step.
-
-    The tokens must agree if `exact`. In reduced precision differing tokens are listed as ties, not
-    judged: the budget of the numbers decides.
+    Args:
+        reference: The recorded answers.
+        model: The model.
+        special: The ids that pad, begin and end.
+        tolerance: Limit of errors.
+        exact: Whether tokens must agree. In reduced precision differing tokens are tolerated: the
+            budget of the numbers decides.
+        batch_rows: Rows of a batch; the sources are repeated until they fill it.
+        decode: Gives differing rows their texts.
+        one: Answers its search too. A search that is not recorded is compared with the same
+            search step by step.
     """
     comparisons = [
         comparison
@@ -191,8 +200,69 @@ def check_reference(
     ]
     if isinstance(model, ObservableEncoder):
         return comparisons, []
+    replay = _Replay(reference, model, special, tolerance, exact, batch_rows)
+    return comparisons, [tally.decisions(decode) for tally in replay.tallies(one)]
 
-    def explain(
+
+@dataclass(frozen=True)
+class _Replay:
+    """The recorded searches, run again; fields as the parameters of `check_reference`."""
+
+    reference: Reference
+    model: ObservableDecoder[Any]
+    special: SpecialTokens
+    tolerance: Tolerance
+    exact: bool
+    batch_rows: int
+
+    def tallies(self, one: OneGraph | None) -> Iterator[Tally]:
+        """Yields the comparison of each search, and of the search in one graph."""
+        sources, searches = self.reference.sources, self.reference.searches
+        for item in searches:
+            expected = ExpectedAnswers(
+                range(len(item.answers)),
+                sources,
+                [
+                    [Hypothesis(tuple(tokens), math.nan, math.nan, "end") for tokens in answers]
+                    for answers in item.answers
+                ],
+                item.scores,
+                item.score_error,
+                reasons=False,  # not recorded
+            )
+            options = generation_options(options_of_json(item.options))
+            times = -(-self.batch_rows // (max(1, len(sources)) * options.beam))
+            rows = [*range(len(sources))] * max(1, times)
+            found = self._search(rows, options)
+            tally = Tally(item.name, self.tolerance)
+            ways = [found[row :: len(expected.rows)] for row in expected.rows]
+            tally.add(expected, ways, self._explain)
+            yield tally
+            if one is not None and item.name == one.search:
+                yield self._in_one_graph(one, expected, options, self._explain)
+        if one is not None and one.search not in [item.name for item in searches] and searches:
+            options = generation_options(options_of_json(searches[0].options))
+            options = replace(options, beam=one.beam, n_best=one.beam)
+            wanted = self._search(range(len(sources)), options)
+            expected = ExpectedAnswers(range(len(wanted)), sources, wanted)
+            explain = partial(self._explain, by="the search step by step")
+            yield self._in_one_graph(one, expected, options, explain)
+
+    def _search(self, rows: Sequence[int], options: GenerationOptions) -> list[list[Hypothesis]]:
+        chosen = [self.reference.sources[row] for row in rows]
+        return search(self.model, chosen, options, self.special)
+
+    def _in_one_graph(
+        self, one: OneGraph, expected: ExpectedAnswers, options: GenerationOptions, explain: Explain
+    ) -> Tally:
+        tally = Tally(one.name, self.tolerance)
+        sources = self.reference.sources
+        ways = one.answers_all_ways(sources, options, self.special, self.batch_rows)
+        tally.add(expected, ways, explain)
+        return tally
+
+    def _explain(
+        self,
         row: int,
         source: Sequence[int],
         wanted: Sequence[Hypothesis],
@@ -201,45 +271,9 @@ def check_reference(
     ) -> tuple[Difference, bool]:
         left, right = ([list(item.tokens) for item in side] for side in (wanted, found))
         only = "; only `verify --checkpoint` can tell whether this is a tie"
-        reason = only if exact else ", in reduced precision"
-        return Difference(row, f"{by} chose {left}, the graph chose {right}{reason}"), not exact
-
-    decisions = []
-    for item in reference.searches:
-        expected = ExpectedAnswers(
-            range(len(item.answers)),
-            reference.sources,
-            [
-                [Hypothesis(tuple(tokens), math.nan, math.nan, "end") for tokens in answers]
-                for answers in item.answers
-            ],
-            item.scores,
-            item.score_error,
-            reasons=False,  # not recorded
-        )
-        options = generation_options(options_of_json(item.options))
-        times = -(-batch_rows // (max(1, len(reference.sources)) * options.beam))
-        rows = [*range(len(reference.sources))] * max(1, times)
-        found = search(model, [reference.sources[row] for row in rows], options, special)
-        tally = Tally(item.name, tolerance)
-        tally.add(expected, [found[row :: len(expected.rows)] for row in expected.rows], explain)
-        decisions.append(tally.decisions(decode))
-        if one is not None and item.name == one.search:
-            tally = Tally(one.name, tolerance)
-            ways = one.answers_all_ways(reference.sources, options, special, batch_rows)
-            tally.add(expected, ways, explain)
-            decisions.append(tally.decisions(decode))
-    if one is not None and one.search not in [item.name for item in reference.searches]:
-        for item in reference.searches[:1]:
-            options = generation_options(options_of_json(item.options))
-            options = replace(options, beam=one.beam, n_best=one.beam)
-            wanted = search(model, reference.sources, options, special)
-            expected = ExpectedAnswers(range(len(wanted)), reference.sources, wanted)
-            ways = one.answers_all_ways(reference.sources, options, special, batch_rows)
-            tally = Tally(one.name, tolerance)
-            tally.add(expected, ways, partial(explain, by="the search step by step"))
-            decisions.append(tally.decisions(decode))
-    return comparisons, decisions
+        reason = only if self.exact else ", in reduced precision"
+        told = f"{by} chose {left}, the graph chose {right}{reason}"
+        return Difference(row, told), not self.exact
 
 
 def verify_recorded(bundle: Bundle, model: ServedModel) -> ParityReport:

@@ -128,7 +128,7 @@ class TaskMetric:
         found: The bundle's value.
         change: Distance of the two, relative for perplexity.
         budget: The largest change that passes; infinity for no limit.
-        p_value: Probability of such a change by chance; 0 where it was not estimated.
+        p_value: Probability of the change by chance; 0 where not estimated.
     """
 
     measure: str

@@ -32,7 +32,7 @@ class Rules:
         options: How it searches.
         source: Token ids of the source.
         special: The ids that pad, begin and end.
-        has_encoder: Whether the decoder does not read the source.
+        has_encoder: Whether an encoder reads the source, and not the decoder.
     """
 
     options: GenerationOptions
@@ -45,7 +45,7 @@ class Rules:
         return self._processed(logits, [before])
 
     def ranks(self, logits: Floats, answer: Sequence[int]) -> NDArray[np.float64]:
-        """Returns the compared value of each token of an answer, in nats `[tokens]`.
+        """Returns the values that a search compares for each token `[tokens]`, in nats.
 
         Beam search compares log-probabilities. So does greedy search, up to a constant, unless a
         processor changes logits.

@@ -1,4 +1,4 @@
-"""A model compared with itself: what torch has no counterpart of, or only a wide budget.
+"""A model compared with itself, where torch has no counterpart or only a wide budget.
 
 Searches read log-sum-exp, segment maxima, the likeliest tokens and approximate logits in place of
 all logits, and sentences that leave move the cache. A fault there changes few answers, and would
@@ -28,7 +28,7 @@ Found = tuple[str, float]  # name and error of a comparison
 def self_consistency(
     model: ObservableDecoder[State] | ObservableEncoder, case: Case
 ) -> list[Comparison]:
-    """Compares the LM head's other outputs with the logits, and rows that were selected.
+    """Compares the LM head's other outputs with its logits, and selected rows with the rows before.
 
     Errors are in units of the largest logit, or of the largest entry of the cache, and limited by
     rounding in float32; those of approximate logits in units that make their bound the limit.

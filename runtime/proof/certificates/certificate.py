@@ -45,7 +45,7 @@ from transferry.runtime.proof.certificates.signature import PrivateKey, PublicKe
 from transferry.runtime.proof.report import ParityReport
 
 Strength = Literal["run", "recorded"]
-# Of 30 that agree, up to a tenth of such rows may be wrong (docs/parity.md).
+# Where 30 rows agree, up to a tenth of all rows may still be wrong (docs/parity.md).
 LEAST_ROWS = 30
 # Fields of GenerationOptions that make no other search of one: how long, up to which text and with
 # which seed it runs decides no code path, and scores are left out only where the tokens are
@@ -129,7 +129,7 @@ class Certificate(Verified):
         manifest: sha256 of the bundle's manifest.
         files: sha256 of every other file, by its path inside the bundle.
         envelope: The file, with its signatures.
-        signer: Id of the key whose signature was checked; empty without a check.
+        signer: Id of the key whose signature was checked; empty if unchecked.
     """
 
     manifest: str
@@ -168,7 +168,7 @@ class Certificate(Verified):
         return hashlib.sha256(self.envelope.content).hexdigest()
 
     def signature(self) -> str:
-        """Describes who signed; without a trusted key, whose signature it claims to have."""
+        """Names the signer; without a trusted key, the signer that the file claims."""
         if self.signer:
             return f"signed by {self.signer}"
         if self.envelope.signatures:
@@ -224,12 +224,12 @@ def require_no_stronger(
             continue
         if one.strength == "run" != strength:
             raise UsageError(
-                f"the certificate of {one.date} is against the run, and this one would be against "
-                "the recorded answers, which is weaker: give --checkpoint, or --force to replace it"
+                f"the certificate of {one.date} is against the checkpoint, and the new one against "
+                "the recorded answers is weaker: give --checkpoint, or --force to replace it"
             )
         if one.envelope.signatures and not signed:
             raise UsageError(
-                f"the certificate of {one.date} is signed, and this one would not be: give --sign, "
+                f"the certificate of {one.date} is signed, and the new one is not: give --sign, "
                 "or --force to replace it"
             )
 
@@ -253,7 +253,7 @@ def certify(
         report: The result.
         date: Date of the verification, YYYY-MM-DD.
         key: Key that signs the certificate. Default: it is unsigned.
-        force: Replace a stronger certificate, and write one of few rows.
+        force: Overwrite a stronger certificate, or certify fewer than `LEAST_ROWS` rows.
 
     Raises:
         UsageError: The date is not a date, the text has too few rows, or a stronger certificate
@@ -261,12 +261,11 @@ def certify(
         InputError: The bundle cannot be written.
     """
     check_date(date)
-    against = str(report.settings["against"])
     if report.passed and not force:
         _require_rows(report)
-        require_no_stronger(bundle, variant, options, _strength(against), key is not None)
-    cell = Cell.of(variant, options)
-    path = bundle.folder / FOLDER / _file_name(cell)
+        strength = _strength(str(report.settings["against"]))
+        require_no_stronger(bundle, variant, options, strength, key is not None)
+    path = bundle.folder / FOLDER / _file_name(Cell.of(variant, options))
     if path.parent.is_symlink():
         raise InputError(
             f"{path.parent} is a link, and no certificate leaves the bundle; remove it"
@@ -281,13 +280,25 @@ def certify(
             f"{path}: cannot be written: {error.strerror}; make the bundle writable, or verify a "
             "copy of it"
         ) from error
-    verified = Verified(
-        cell,
+    verified = _verified(bundle, variant, options, report, date)
+    files = {name: entry.sha256 for name, entry in bundle.manifest.files.items()}
+    files[MANIFEST] = bundle.sha256
+    envelope = Envelope.seal(statement(files, asdict(verified)), key)
+    with atomic_file(path) as file:
+        file.write(envelope.content)
+    return Certificate.of(envelope, str(path), key.public.key_id if key else "")
+
+
+def _verified(
+    bundle: Bundle, variant: Variant, options: SessionOptions, report: ParityReport, date: str
+) -> Verified:
+    return Verified(
+        Cell.of(variant, options),
         options.threads,
         tf32(options),
         date,
         _graphs(bundle, variant),
-        against,
+        str(report.settings["against"]),
         str(report.settings.get("run_sha256", "")),
         _versions(report),
         {k: report.settings[k] for k in ("rows", "text_sha256") if k in report.settings},
@@ -295,12 +306,6 @@ def certify(
         [dict(item) for item in report.searches],
         _summary(report),
     )
-    files = {name: entry.sha256 for name, entry in bundle.manifest.files.items()}
-    files[MANIFEST] = bundle.sha256
-    envelope = Envelope.seal(statement(files, asdict(verified)), key)
-    with atomic_file(path) as file:
-        file.write(envelope.content)
-    return Certificate.of(envelope, str(path), key.public.key_id if key else "")
 
 
 def _summary(report: ParityReport) -> dict[str, Any]:
@@ -336,12 +341,12 @@ def check_date(date: str) -> None:
 
 
 def _require_rows(report: ParityReport) -> None:
-    """Raises UsageError for fewer rows of text than `LEAST_ROWS`; the record has its own."""
+    """Raises UsageError for fewer rows of text than `LEAST_ROWS`."""
     rows = int(report.settings.get("rows", LEAST_ROWS))
     if rows < LEAST_ROWS:
         raise UsageError(
-            f"expected at least {LEAST_ROWS} rows of text for a certificate, found {rows}, which "
-            "prove little: give --text with more, or --force to certify all the same"
+            f"expected at least {LEAST_ROWS} rows of text for a certificate, found {rows}: give "
+            "--text with more, or --force to certify fewer"
         )
 
 
@@ -357,7 +362,7 @@ def certificates(bundle: Bundle) -> list[Certificate]:
 def search_kind(options: GenerationOptions) -> dict[str, Any]:
     """Returns the options that decide the code paths of a search."""
     fields = {name: value for name, value in asdict(options).items() if name not in SAME_SEARCH}
-    # The forced token, such as a language's, decides no kernel.
+    # The forced token, such as the token of a language, decides no kernel.
     fields["forced_begin"] = options.forced_begin is not None
     return {**fields, "prefix": bool(options.prefix)}
 

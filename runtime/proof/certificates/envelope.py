@@ -190,7 +190,7 @@ class _Statement(Struct, kw_only=True):
 def statement(files: Mapping[str, str], report: Mapping[str, Any]) -> bytes:
     """Returns the statement that a report holds for these files.
 
-    OMS allows one subject. Its digest is the sha256 of the files' digests, sorted by name.
+    OMS allows one subject. Its digest covers the files' digests, in the order of their names.
 
     Args:
         files: sha256 of every file of the bundle, the manifest included, by path in the bundle.

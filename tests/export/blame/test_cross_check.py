@@ -34,8 +34,8 @@ from transferry.runtime.ort.open_model import open_model
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.compare import STAGES, Tolerance, observe
-from transferry.runtime.proof.divergence import Tally
 from transferry.runtime.proof.report import CrossCheck
+from transferry.runtime.proof.tally import Tally
 
 STEPS = ["encoder", "first step", "later step"]
 

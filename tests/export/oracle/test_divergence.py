@@ -19,15 +19,10 @@ from transferry.runtime.decoding.hypothesis import Hypothesis
 from transferry.runtime.decoding.sampling import Sampler
 from transferry.runtime.decoding.search import search
 from transferry.runtime.proof.compare import Tolerance
-from transferry.runtime.proof.divergence import (
-    Divergence,
-    ExpectedAnswers,
-    Explainer,
-    Tally,
-    forced,
-)
+from transferry.runtime.proof.divergence import Divergence, Explainer, forced
 from transferry.runtime.proof.draws import _cuts, distance_of_draws
 from transferry.runtime.proof.report import Decisions, Difference
+from transferry.runtime.proof.tally import ExpectedAnswers, Tally
 from transferry.runtime.tokenizer.byte_pair import SOURCES
 
 Array = NDArray[Any]

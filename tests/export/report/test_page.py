@@ -152,6 +152,15 @@ def page(report: ParityReport, **more: Any) -> Page:
     return Page(render_page({**report.to_dict(), **more}))
 
 
+def assert_linked(html: str, shown: Page) -> None:
+    """Ids are unique, and every reference within the page has its target."""
+    assert len(shown.ids) == len(set(shown.ids))
+    named = re.findall(r'aria-(?:labelledby|describedby)="([^"]*)"', html)
+    links = re.findall(r'(?:href="#|url\(#)([^")]*)', html)
+    assert links
+    assert {*" ".join(named).split(), *links} <= set(shown.ids)
+
+
 def test_a_passed_report_says_so_and_shows_its_figures() -> None:
     shown = page(passed(), date="2025-11-21")
     assert shown.headings[0] == "✓PASSED"
@@ -185,10 +194,7 @@ def test_a_failed_report_shows_everything() -> None:
     joined = _joined(shown.text)
     for told in (
         *("do not deploy it", "fault 0 is bad", "and 5 more", "6 of 11 tensors failed"),
-        *(
-            "decoder.2.rotary",
-            "build_model/model/transformer.py:214",
-        ),
+        *("decoder.2.rotary", "build_model/model/transformer.py:214"),
         *("angles = table[positions]", "10 checks failed", "1,500 ×", "decoder layer 0"),
         *("48 of 50", "1 tie, 1 wrong", "1 row with the right tokens and a wrong score"),
         *("1 row has wrong tokens", "1 row has the right tokens with a wrong score"),
@@ -267,12 +273,7 @@ def test_variants_stand_side_by_side() -> None:
     assert {"cpu-int8 on cuda", "portable of bundles/ende"} <= set(shown.headings)
     (details,) = re.findall(r'<details class="variant"( open)?>', html)[:1]
     assert details == " open", "what failed comes first"
-    assert len(shown.ids) == len(set(shown.ids))
-    named = re.findall(r'aria-(?:labelledby|describedby)="([^"]*)"', html)
-    assert set(" ".join(named).split()) <= set(shown.ids)
-    links = re.findall(r'(?:href="#|url\(#)([^")]*)', html)
-    assert links
-    assert set(links) <= set(shown.ids)
+    assert_linked(html, shown)
 
 
 @pytest.mark.parametrize(
@@ -292,9 +293,7 @@ def test_every_table_and_figure_can_be_read_aloud() -> None:
     shown = Page(html)
     assert shown.tags["table"] >= 8
     assert shown.scopeless == 0
-    assert len(shown.ids) == len(set(shown.ids))
-    named = re.findall(r'aria-(?:labelledby|describedby)="([^"]*)"', html)
-    assert set(named) <= set(shown.ids)
+    assert_linked(html, shown)
     assert len(re.findall('<svg role="img" aria-labelledby="', html)) == shown.tags["svg"]
 
 
@@ -302,7 +301,7 @@ def test_nothing_comes_from_outside() -> None:
     html = failed_html()
     shown = Page(html)
     assert all(reference.startswith("#") for reference in shown.references)
-    assert {reference[1:] for reference in shown.references} <= set(shown.ids)
+    assert_linked(html, shown)
     assert not {"script", "link", "img", "iframe", "object"} & set(shown.tags)
     assert shown.tags["style"] == 1
     assert "@import" not in html

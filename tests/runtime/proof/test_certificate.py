@@ -8,9 +8,17 @@ from typing import Any
 
 import pytest
 
+from tests.runtime.proof.certified import (
+    DATE,
+    a_report,
+    certified,
+    change_byte,
+    file_of,
+    remake_manifest,
+    with_variants,
+)
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST, Manifest
-from transferry.runtime.bundle.specs import IN_PLACE, CacheSpec
 from transferry.runtime.decoding.batching import BatchOptions
 from transferry.runtime.decoding.decoder import StepOutput
 from transferry.runtime.decoding.generation_options import GenerationOptions
@@ -30,11 +38,9 @@ from transferry.runtime.proof.certificates.certificate import (
 )
 from transferry.runtime.proof.certificates.envelope import FOLDER, REPORT, Envelope
 from transferry.runtime.proof.certificates.standing import require_standing, standing
-from transferry.runtime.proof.compare import Comparison, Tolerance
 from transferry.runtime.proof.recorded import verify_recorded
-from transferry.runtime.proof.report import ParityReport
 
-DATE = "2026-11-21"
+NO_CERTIFICATE = r"json is not a certificate.*verify the bundle again"
 
 
 def verified(folder: Path, *, force: bool = False, **options: Any) -> Certificate:
@@ -47,11 +53,16 @@ def verified(folder: Path, *, force: bool = False, **options: Any) -> Certificat
 
 
 @pytest.fixture
-def folder(bundle_folder: Path, tmp_path: Path) -> Path:
+def plain(bundle_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the bundle, not verified."""
+    return Path(shutil.copytree(bundle_folder, tmp_path / "plain"))
+
+
+@pytest.fixture
+def folder(plain: Path) -> Path:
     """A copy of the bundle, verified."""
-    shutil.copytree(bundle_folder, tmp_path / "bundle")
-    verified(tmp_path / "bundle")
-    return tmp_path / "bundle"
+    verified(plain)
+    return plain
 
 
 def rewrite(path: Path, **changes: Any) -> None:
@@ -85,10 +96,9 @@ def test_what_was_verified_holds_here(folder: Path) -> None:
 
 
 def test_the_same_verification_gives_the_same_bytes(folder: Path) -> None:
-    (path,) = (folder / FOLDER).iterdir()
-    before = path.read_bytes()
+    before = file_of(folder).read_bytes()
     verified(folder)
-    assert path.read_bytes() == before
+    assert file_of(folder).read_bytes() == before
 
 
 def test_without_a_certificate_nothing_is_served_that_needs_one(bundle_folder: Path) -> None:
@@ -107,20 +117,6 @@ def test_another_way_of_computing_was_not_verified(
     found, reason = status(folder, **options)
     assert found == "none"
     assert what in reason
-
-
-def remake_manifest(folder: Path) -> None:
-    """A deliberate change of a file: the hashes agree again."""
-    record = json.loads((folder / MANIFEST).read_bytes())
-    for name, entry in record["files"].items():
-        entry.update(sha256=sha256(folder / name), size=(folder / name).stat().st_size)
-    (folder / MANIFEST).write_text(json.dumps(record), encoding="utf-8")
-
-
-def change_byte(path: Path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +145,7 @@ def test_a_changed_byte_is_refused(folder: Path, name: str, place: int) -> None:
 
 
 def test_a_changed_manifest_is_refused(folder: Path) -> None:
-    record = json.loads((folder / MANIFEST).read_bytes())
-    record["generation"]["max_length"] = 7
-    (folder / MANIFEST).write_text(json.dumps(record), encoding="utf-8")
+    remake_manifest(folder, generation={"max_length": 7})
     found, reason = status(folder)
     assert found == "none"
     assert "manifest.json is not the one that was verified" in reason
@@ -167,18 +161,14 @@ def with_second_variant(folder: Path) -> None:
     for name in list(record["files"]):
         if name.startswith("portable/"):
             record["files"][name.replace("portable", "other")] = dict(record["files"][name])
-    (folder / MANIFEST).write_text(json.dumps(record), encoding="utf-8")
-    remake_manifest(folder)
+    remake_manifest(folder, **record)
 
 
-def test_a_certificate_moved_under_another_variant_is_refused(
-    bundle_folder: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "bundle"
-    shutil.copytree(bundle_folder, folder)
+def test_a_certificate_moved_under_another_variant_is_refused(plain: Path) -> None:
+    folder = plain
     with_second_variant(folder)
     verified(folder)
-    (path,) = (folder / FOLDER).iterdir()
+    path = file_of(folder)
     bundle = Bundle.load(folder)
     other = bundle.variant("other")
     renamed = path.with_name(path.name.replace("portable", "other"))
@@ -229,21 +219,15 @@ def test_another_processor_that_answers_otherwise_is_refused(
 
 def test_other_threads_and_another_onnxruntime_are_named(folder: Path) -> None:
     assert status(folder, threads=2) == ("elsewhere", "threads 2, not 1")
-    (path,) = (folder / FOLDER).iterdir()
-    rewrite(path, versions={"onnxruntime": "1.0"})
+    rewrite(file_of(folder), versions={"onnxruntime": "1.0"})
     found, reason = status(folder)
     assert found == "elsewhere"
     assert reason.endswith("not 1.0")
 
 
-def failed() -> ParityReport:
-    fault = Comparison("case", "logits", "text", 1.0, 1e-7, 1e-6, "bad")
-    return ParityReport("bundle", {"against": "the run", "batch_rows": 64}, Tolerance(), [fault])
-
-
 def test_a_failed_report_withdraws_the_certificate(folder: Path) -> None:
     bundle = Bundle.load(folder)
-    assert certify(bundle, bundle.variant(), SessionOptions(), failed(), DATE) is None
+    assert certify(bundle, bundle.variant(), SessionOptions(), a_report(fault="bad"), DATE) is None
     assert certificates(bundle) == []
 
 
@@ -268,13 +252,12 @@ def test_the_recorded_answers_are_weaker_than_the_run(folder: Path) -> None:
 
 def test_a_weaker_certificate_replaces_no_stronger_one(folder: Path) -> None:
     against_the_run(folder)
-    (path,) = (folder / FOLDER).iterdir()
-    before = path.read_bytes()
-    with pytest.raises(UsageError, match="which is weaker: give --checkpoint, or --force"):
+    before = file_of(folder).read_bytes()
+    with pytest.raises(UsageError, match="is weaker: give --checkpoint, or --force"):
         verified(folder)
-    assert path.read_bytes() == before
-    verified(folder, threads=2, force=True)
-    assert Certificate.of(Envelope.parse(path.read_bytes()), "").strength == "recorded"
+    assert file_of(folder).read_bytes() == before
+    assert verified(folder, threads=2, force=True).strength == "recorded"
+    assert file_of(folder).read_bytes() != before
 
 
 def test_no_larger_batch_than_was_verified_is_computed(folder: Path) -> None:
@@ -323,20 +306,20 @@ def test_a_search_that_was_not_verified_is_refused(
     assert list(Engine.load(folder).generate(["one"], search))
 
 
-@pytest.mark.parametrize("date", ["9999-01-01", "2999-12-31"])
-def test_a_date_to_come_is_refused(folder: Path, date: str) -> None:
-    bundle = Bundle.load(folder)
-    with pytest.raises(
-        UsageError, match=r"date of the verification, found .* which is in the future"
-    ):
-        certify(bundle, bundle.variant(), SessionOptions(), failed(), date)
-
-
-@pytest.mark.parametrize("date", ["yesterday", "2026-13-01", "21.11.2026", ""])
-def test_a_date_is_a_date(folder: Path, date: str) -> None:
-    bundle = Bundle.load(folder)
-    with pytest.raises(UsageError, match="expected a date as YYYY-MM-DD"):
-        certify(bundle, bundle.variant(), SessionOptions(), failed(), date)
+@pytest.mark.parametrize(
+    ("date", "message"),
+    [
+        *((date, r"found .* which is in the future") for date in ("9999-01-01", "2999-12-31")),
+        *(
+            (date, "expected a date as YYYY-MM-DD")
+            for date in ("yesterday", "2026-13-01", "21.11.2026", "")
+        ),
+    ],
+)
+def test_a_date_is_a_date_of_the_past(plain: Path, date: str, message: str) -> None:
+    bundle = Bundle.load(plain)
+    with pytest.raises(UsageError, match=message):
+        certify(bundle, bundle.variant(), SessionOptions(), a_report(), date)
 
 
 @pytest.mark.parametrize(
@@ -353,9 +336,8 @@ def test_a_date_is_a_date(folder: Path, date: str) -> None:
     ],
 )
 def test_a_certificate_of_no_search_is_named(folder: Path, name: str, value: Any) -> None:
-    (path,) = (folder / FOLDER).iterdir()
-    rewrite(path, **{name: value})
-    with pytest.raises(InputError, match=r"json is not a certificate.*verify the bundle again"):
+    rewrite(file_of(folder), **{name: value})
+    with pytest.raises(InputError, match=NO_CERTIFICATE):
         Engine.load(folder)
 
 
@@ -367,47 +349,12 @@ def test_a_certificate_of_no_search_is_named(folder: Path, name: str, value: Any
         '{"dsseEnvelope": {"payloadType": "application/vnd.in-toto+json", "payload": "?"}}',
     ],
 )
-def test_what_is_no_certificate_is_named(folder: Path, text: str) -> None:
-    (path,) = (folder / FOLDER).iterdir()
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(InputError, match=r"json is not a certificate.*verify the bundle again"):
-        Engine.load(folder)
-
-
-def with_variants(folder: Path, *names: str) -> Bundle:
-    """The bundle as if it had these variants too: only their entries in the manifest matter."""
-    bundle = Bundle.load(folder)
-    portable = bundle.variant("portable")
-    in_place = dict.fromkeys(IN_PLACE["encoder-decoder"], portable.graphs["select"])
-    graphs = {**portable.graphs, **in_place}
-    providers: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("cuda",)}
-    precisions = {"fp32": "float32", "int8": "int8", "fp16": "float16"}
-    variants = {"portable": portable}
-    for name in names:
-        provider, precision = name.split("-")
-        variants[name] = dataclasses.replace(
-            portable,
-            name=name,
-            precision=precisions[precision],
-            providers=providers[provider],
-            graphs=graphs,
-            cache=CacheSpec(in_place=True, type="float32"),
-        )
-    manifest = dataclasses.replace(bundle.manifest, variants=variants)
-    (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-    return Bundle.load(folder)
-
-
-def certified(bundle: Bundle, name: str) -> None:
-    passed = Comparison("case", "logits", "text", 1e-8, 1e-7, 1e-6)
-    report = ParityReport("bundle", {"against": "the run", "batch_rows": 64}, Tolerance(), [passed])
-    assert certify(bundle, bundle.variant(name), SessionOptions(), report, DATE) is not None
-
-
-@pytest.fixture
-def plain(bundle_folder: Path, tmp_path: Path) -> Path:
-    """A copy of the bundle, not verified."""
-    return Path(shutil.copytree(bundle_folder, tmp_path / "plain"))
+def test_what_is_no_certificate_is_named(plain: Path, text: str) -> None:
+    (plain / FOLDER).mkdir()
+    (plain / FOLDER / "x.json").write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=NO_CERTIFICATE) as found:
+        Engine.load(plain)
+    assert ('"format": 3' in text) == ("format 3, expected 4" in str(found.value))
 
 
 def chosen(bundle: Bundle, provider: Provider = "cpu") -> str:

@@ -1,13 +1,20 @@
 """With a trusted key, a certificate counts if that key signed it, and for nothing else."""
 
 import base64
-import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.runtime.proof.certified import (
+    DATE,
+    certified,
+    change_byte,
+    file_of,
+    remake_manifest,
+    with_variants,
+)
 from tests.runtime.proof.keys import key_files
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.bundle.manifest import MANIFEST
@@ -19,30 +26,13 @@ from transferry.runtime.io.whole import sha256
 from transferry.runtime.ort.session import SessionOptions
 from transferry.runtime.proof.certificates import certificate as certificate_module
 from transferry.runtime.proof.certificates.certificate import (
-    Certificate,
     certificates,
-    certify,
     describe,
 )
 from transferry.runtime.proof.certificates.envelope import FOLDER, Envelope
-from transferry.runtime.proof.certificates.signature import load_private_key, load_public_key
+from transferry.runtime.proof.certificates.signature import load_public_key
 from transferry.runtime.proof.certificates.standing import standing
-from transferry.runtime.proof.compare import Comparison, Tolerance
 from transferry.runtime.proof.report import ParityReport
-
-DATE = "2026-11-21"
-
-
-def issue(
-    folder: Path, sign: Path | None = None, *, against: str = "the run", force: bool = False
-) -> Certificate:
-    """Writes the certificate of a report that passed."""
-    passed = Comparison("case", "logits", "text", 1e-8, 1e-7, 1e-6)
-    report = ParityReport("bundle", {"against": against, "batch_rows": 64}, Tolerance(), [passed])
-    bundle, key = Bundle.load(folder), load_private_key(sign) if sign else None
-    found = certify(bundle, bundle.variant(), SessionOptions(), report, DATE, key=key, force=force)
-    assert found is not None
-    return found
 
 
 @pytest.fixture
@@ -61,17 +51,12 @@ def folder(bundle_folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(bundle_folder, tmp_path / "bundle"))
 
 
-def file_of(folder: Path) -> Path:
-    (path,) = (folder / FOLDER).iterdir()
-    return path
-
-
 def load(folder: Path, key: Path) -> Engine:
     return Engine.load(folder, require_certificate="recorded", trusted_key=key)
 
 
 def test_a_signed_certificate_is_cited_with_its_key(folder: Path, keys: tuple[Path, Path]) -> None:
-    made, (_, public) = issue(folder, keys[0]), keys
+    made, (_, public) = certified(folder, sign=keys[0]), keys
     key_id = load_public_key(public).key_id
     assert str(made).endswith(f", signed by {key_id}")
     assert load(folder, public).certificate.endswith(
@@ -85,15 +70,8 @@ def test_a_signed_certificate_is_cited_with_its_key(folder: Path, keys: tuple[Pa
     assert load(folder, public).batches == BatchOptions(rows=64)
 
 
-def test_the_same_certificate_has_the_same_bytes(folder: Path, keys: tuple[Path, Path]) -> None:
-    issue(folder, keys[0])
-    before = file_of(folder).read_bytes()
-    issue(folder, keys[0])
-    assert file_of(folder).read_bytes() == before
-
-
 def test_the_statement_names_every_file_by_its_hash(folder: Path) -> None:
-    issue(folder)
+    certified(folder)
     resources = json.loads(Envelope.parse(file_of(folder).read_bytes()).payload)["predicate"][
         "resources"
     ]
@@ -106,7 +84,7 @@ def test_the_statement_names_every_file_by_its_hash(folder: Path) -> None:
 
 
 def test_an_unsigned_certificate_is_refused(folder: Path, keys: tuple[Path, Path]) -> None:
-    issue(folder)
+    certified(folder)
     assert Engine.load(folder, require_certificate=True).certificate.endswith(", unsigned")
     with pytest.raises(ParityError, match=r"\.json is unsigned\. Verify it: .* --sign KEY$"):
         load(folder, keys[1])
@@ -115,7 +93,7 @@ def test_an_unsigned_certificate_is_refused(folder: Path, keys: tuple[Path, Path
 def test_another_key_is_refused(
     folder: Path, keys: tuple[Path, Path], other: tuple[Path, Path]
 ) -> None:
-    issue(folder, keys[0])
+    certified(folder, sign=keys[0])
     with pytest.raises(ParityError, match=r"is signed by sha256:\w+, not by the trusted key"):
         load(folder, other[1])
     worth = describe(Bundle.load(folder), load_public_key(other[1]))[0][-2:]
@@ -127,7 +105,7 @@ def test_another_key_is_refused(
 def test_a_changed_certificate_is_refused_before_it_is_parsed(
     folder: Path, keys: tuple[Path, Path], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    issue(folder, keys[0])
+    certified(folder, sign=keys[0])
     path = file_of(folder)
     record = json.loads(path.read_bytes())
     envelope = record["dsseEnvelope"]
@@ -153,21 +131,16 @@ def test_a_changed_certificate_is_refused_before_it_is_parsed(
 
 def test_a_signature_does_not_move_to_other_files(folder: Path, keys: tuple[Path, Path]) -> None:
     """The manifest is made again, as by somebody who changes a file on purpose."""
-    issue(folder, keys[0])
-    weights = folder / "portable" / "weights.bin"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    record = json.loads((folder / MANIFEST).read_bytes())
-    record["files"]["portable/weights.bin"]["sha256"] = sha256(weights)
-    (folder / MANIFEST).write_text(json.dumps(record), encoding="utf-8")
+    certified(folder, sign=keys[0])
+    change_byte(folder / "portable" / "weights.bin", -1)
+    remake_manifest(folder)
     with pytest.raises(ParityError, match=r"weights\.bin is not the file that was verified"):
         load(folder, keys[1])
 
 
 def test_the_signed_one_counts_beside_others(folder: Path, keys: tuple[Path, Path]) -> None:
     """Whatever its name, and although an unsigned one of the same cell comes first."""
-    issue(folder, keys[0])
+    certified(folder, sign=keys[0])
     path = file_of(folder)
     payload = Envelope.parse(path.read_bytes()).payload
     forged = payload.replace(b'"batch_rows": 64', b'"batch_rows": 4096')
@@ -183,7 +156,7 @@ def test_the_signed_one_counts_beside_others(folder: Path, keys: tuple[Path, Pat
 def test_elsewhere_only_what_is_signed_is_computed_again(
     folder: Path, keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    issue(folder, keys[0])
+    certified(folder, sign=keys[0])
     monkeypatch.setattr(certificate_module, "instruction_sets", lambda: ("avx2",))
     said = load(folder, keys[1]).certificate
     assert "signed by sha256:" in said
@@ -199,39 +172,31 @@ def test_elsewhere_only_what_is_signed_is_computed_again(
 
 
 def test_an_unsigned_certificate_chooses_no_variant(folder: Path, keys: tuple[Path, Path]) -> None:
-    bundle = Bundle.load(folder)
-    portable = bundle.variant("portable")
-    reduced = dataclasses.replace(portable, name="cpu-int8", precision="int8", providers=("cpu",))
-    variants = {"portable": portable, "cpu-int8": reduced}
-    manifest = dataclasses.replace(bundle.manifest, variants=variants)
-    bundle = dataclasses.replace(bundle, manifest=manifest)
-    (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-    passed = Comparison("case", "logits", "text", 1e-8, 1e-7, 1e-6)
-    report = ParityReport("bundle", {"against": "the run", "batch_rows": 64}, Tolerance(), [passed])
+    bundle = with_variants(folder, "cpu-int8")
     options, trusted = SessionOptions(), load_public_key(keys[1])
-    certify(bundle, reduced, options, report, DATE)
+    certified(bundle, "cpu-int8")
     assert fastest(bundle, options).name == "cpu-int8"
     assert fastest(bundle, options, trusted).name == "portable"
-    certify(bundle, reduced, options, report, DATE, key=load_private_key(keys[0]))
+    certified(bundle, "cpu-int8", keys[0])
     assert fastest(bundle, options, trusted).name == "cpu-int8"
 
 
 def test_an_unsigned_certificate_replaces_no_signed_one(
     folder: Path, keys: tuple[Path, Path], other: tuple[Path, Path]
 ) -> None:
-    issue(folder, keys[0])
+    certified(folder, sign=keys[0])
     before = file_of(folder).read_bytes()
     with pytest.raises(UsageError, match=f"certificate of {DATE} is signed.* give --sign, or --fo"):
-        issue(folder)
+        certified(folder)
     assert file_of(folder).read_bytes() == before
-    issue(folder, other[0])
-    assert issue(folder, force=True).signature() == "unsigned"
-    issue(folder, keys[0])
-    with pytest.raises(UsageError, match="which is weaker"):
-        issue(folder, keys[0], against="the recorded answers")
+    certified(folder, sign=other[0])
+    assert certified(folder, force=True).signature() == "unsigned"
+    certified(folder, sign=keys[0])
+    with pytest.raises(UsageError, match="is weaker"):
+        certified(folder, sign=keys[0], against="the recorded answers")
     # Of other files than these it is worth nothing, and goes.
     (folder / MANIFEST).write_bytes((folder / MANIFEST).read_bytes() + b"\n")
-    assert issue(folder).signature() == "unsigned"
+    assert certified(folder).signature() == "unsigned"
 
 
 def test_a_trusted_key_needs_a_required_certificate(folder: Path, keys: tuple[Path, Path]) -> None:
@@ -246,11 +211,3 @@ def test_a_trusted_key_needs_a_required_certificate(folder: Path, keys: tuple[Pa
         load_public_key(keys[1]),
     )
     assert found.cite().startswith("none: nothing was verified for variant portable")
-
-
-def test_a_former_certificate_must_be_made_again(folder: Path, keys: tuple[Path, Path]) -> None:
-    (folder / FOLDER).mkdir()
-    (folder / FOLDER / "x.json").write_text('{"format": 3, "cell": {}}', encoding="utf-8")
-    for key in (None, keys[1]):
-        with pytest.raises(InputError, match=r"format 3, expected 4\); .* verify the bundle again"):
-            Engine.load(folder, require_certificate="run", trusted_key=key)

@@ -1,0 +1,82 @@
+"""Certificates of reports made by hand, and bundles that somebody changes on purpose."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from transferry.runtime.bundle.bundle import Bundle
+from transferry.runtime.bundle.manifest import MANIFEST
+from transferry.runtime.bundle.specs import IN_PLACE, CacheSpec
+from transferry.runtime.io.whole import sha256
+from transferry.runtime.ort.session import SessionOptions
+from transferry.runtime.proof.certificates.certificate import Certificate, certify
+from transferry.runtime.proof.certificates.envelope import FOLDER
+from transferry.runtime.proof.certificates.signature import load_private_key
+from transferry.runtime.proof.compare import Comparison, Tolerance
+from transferry.runtime.proof.report import ParityReport
+
+DATE = "2026-11-21"
+PRECISIONS = {"fp32": "float32", "int8": "int8", "fp16": "float16"}
+
+
+def a_report(against: str = "the run", fault: str = "") -> ParityReport:
+    tensor = Comparison("case", "logits", "text", 1e-8, 1e-7, 1e-6, fault)
+    return ParityReport("bundle", {"against": against, "batch_rows": 64}, Tolerance(), [tensor])
+
+
+def certified(
+    bundle: Bundle | Path,
+    variant: str | None = None,
+    sign: Path | None = None,
+    against: str = "the run",
+    **more: Any,
+) -> Certificate:
+    """Writes the certificate of a report that passed."""
+    bundle = Bundle.load(bundle) if isinstance(bundle, Path) else bundle
+    key = load_private_key(sign) if sign else None
+    given = bundle, bundle.variant(variant), SessionOptions(), a_report(against), DATE
+    found = certify(*given, key=key, **more)
+    assert found is not None
+    return found
+
+
+def file_of(folder: Path) -> Path:
+    """The bundle's only certificate."""
+    (path,) = (folder / FOLDER).iterdir()
+    return path
+
+
+def change_byte(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def remake_manifest(folder: Path, **changes: Any) -> None:
+    """A deliberate change of a file: the hashes agree again."""
+    record = json.loads((folder / MANIFEST).read_bytes()) | changes
+    for name, entry in record["files"].items():
+        entry.update(sha256=sha256(folder / name), size=(folder / name).stat().st_size)
+    (folder / MANIFEST).write_text(json.dumps(record), encoding="utf-8")
+
+
+def with_variants(folder: Path, *names: str) -> Bundle:
+    """The bundle as if it had these variants too: their entries in the manifest alone matter."""
+    bundle = Bundle.load(folder)
+    portable = bundle.variant("portable")
+    in_place = dict.fromkeys(IN_PLACE["encoder-decoder"], portable.graphs["select"])
+    variants = {"portable": portable}
+    for name in names:
+        provider, precision = name.split("-")
+        variants[name] = dataclasses.replace(
+            portable,
+            name=name,
+            precision=PRECISIONS[precision],
+            providers=(provider,),
+            graphs={**portable.graphs, **in_place},
+            cache=CacheSpec(in_place=True, type="float32"),
+        )
+    manifest = dataclasses.replace(bundle.manifest, variants=variants)
+    (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    return Bundle.load(folder)

@@ -1,0 +1,63 @@
+"""The table of precisions: the limits of docs/parity.md and docs/audit.md, and its readers."""
+
+import math
+import re
+from dataclasses import astuple
+from typing import get_type_hints
+
+import msgspec
+import pytest
+
+from transferry.export.audit import tolerance_of
+from transferry.export.recipes import RECIPES
+from transferry.runtime.bundle.specs import Variant
+from transferry.runtime.errors import InputError
+from transferry.runtime.precision import PRECISIONS, Precision
+from transferry.runtime.proof.compare import Tolerance
+
+# Factor, largest budget, budget of crossed borders; largest error of another tool's graph.
+LIMITS = {
+    "float32": (8, 2.0**-6, math.inf, 2.0**-20),
+    "int8-weights": (8, 2.0**-6, math.inf, 2.0**-20),
+    "float16": (8 * 2.0**13, 2.0**-3, math.inf, 2.0**-7),
+    "bfloat16": (8 * 2.0**16, 0.5, math.inf, 2.0**-4),
+    "int8": (8, 2.0, 2.0**-4, 2.0**-3),
+    "int4": (8, 2.0, 2.0**-4, 3 * 2.0**-3),
+}
+BUDGETS = {
+    "float32": (math.inf, math.inf, math.inf, math.inf),
+    "int8-weights": (0.02, 0.3, 0.02, 2.0),
+    "float16": (0.001, 0.1, 0.001, 0.1),
+    "bfloat16": (0.01, 0.3, 0.01, 1.0),
+    "int8": (0.02, 0.3, 0.02, 2.0),
+    "int4": (0.05, 1.0, 0.05, 3.0),
+}
+
+
+def test_every_precision_has_its_limits() -> None:
+    assert PRECISIONS.keys() == LIMITS.keys() == BUDGETS.keys()
+    for name, (factor, most, crossed, foreign) in LIMITS.items():
+        assert Tolerance.of(name) == Tolerance(factor, 2.0**-23, most, crossed)
+        assert tolerance_of(name).budget(2.0**-23) == foreign
+        assert astuple(PRECISIONS[name].task) == BUDGETS[name]
+
+
+def test_fewer_bits_are_faster_but_four() -> None:
+    ordered = sorted(PRECISIONS.values(), key=lambda row: row.slowness)
+    assert [row.name for row in ordered[-3:]] == ["int4", "float32", "int8-weights"]
+
+
+def test_the_manifest_knows_the_table_and_no_other_name() -> None:
+    kind = get_type_hints(Variant, include_extras=True)["precision"]
+    for name in PRECISIONS:
+        assert msgspec.convert(name, kind) == name
+    for name in ("", "int8 ", "int8\n", "int", "INT8"):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(name, kind)
+    expected = re.escape(", ".join(PRECISIONS))
+    with pytest.raises(InputError, match=f"precision {expected}, found 'int2'"):
+        Precision.of("int2")
+
+
+def test_every_precision_has_a_variant() -> None:
+    assert {recipe.precision.name for recipe in RECIPES.values()} == PRECISIONS.keys()
