@@ -1,7 +1,8 @@
 """Precisions of variants: one row each, with every limit and property that the project reads.
 
 To add a precision, add its row here and its recipe in `export/recipes.py`. A type of torch needs
-no more; other weights need a maker in `export/rewrite`.
+no more. Rounded weights also need a maker, a file of its own in `export/rewrite/` that the recipe
+names, and torch's side of the rounding in `export/oracle/rounding.py`.
 """
 
 from __future__ import annotations

@@ -200,7 +200,9 @@ def test_an_unsigned_certificate_replaces_no_signed_one(
 
 
 def test_a_trusted_key_needs_a_required_certificate(folder: Path, keys: tuple[Path, Path]) -> None:
-    with pytest.raises(UsageError, match="--trusted-key needs --require-certificate"):
+    with pytest.raises(
+        UsageError, match="--trusted-key has no effect without --require-certificate"
+    ):
         Engine.load(folder, trusted_key=keys[1])
     with pytest.raises(InputError, match="expected a public key"):
         load(folder, keys[0])
