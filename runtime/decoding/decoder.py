@@ -87,12 +87,7 @@ class Decoder(Protocol[State]):
         """
 
     def step(
-        self,
-        tokens: Integers,
-        state: State,
-        *,
-        top: int | None = None,
-        normalise: bool = False,
+        self, tokens: Integers, state: State, *, top: int | None = None, normalise: bool = False
     ) -> tuple[StepOutput, State]:
         """Reads target tokens and scores the tokens that may follow: one forward pass.
 

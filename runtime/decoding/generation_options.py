@@ -7,14 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from transferry.runtime.errors import Option, UsageError, require
-from transferry.runtime.settings import (
-    MOST,
-    Whole,
-    check_fields,
-    check_value,
-    field_types,
-    shown,
-)
+from transferry.runtime.settings import MOST, Whole, check_fields, check_value, field_types, shown
 
 # More beams than any search needs, and few enough for the memory of a state.
 _Few = Annotated[int, msgspec.Meta(le=10_000)]
@@ -24,6 +17,14 @@ OF_SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typi
 # Fields of at least 0, of at least 1, and of token ids.
 _FROM_0 = ("min_length", "min_total_length", "max_total_length", "top_k", "no_repeat_ngram")
 _FROM_1 = ("beam", "n_best", "max_length")
+# Least and largest value of other fields. float32 holds no logits divided by another temperature.
+_RANGES: tuple[tuple[str, float, float, str], ...] = (
+    ("length_penalty", 0, 10, "from 0 to 10"),
+    ("temperature", 1e-6, 1e6, "from 1e-6 to 1e6 (for the likeliest token, leave sampling off)"),
+    ("min_p", 0, 1, "from 0 to 1"),
+    ("repetition_penalty", 1e-3, 1e3, "from 0.001 to 1000"),
+    ("seed", 0, 2**64 - 1, "from 0 to 2**64 - 1"),
+)
 TOKEN_IDS = ("suppress", "suppress_begin", "suppress_sequences", "forced_begin", "forced_end")
 
 
@@ -132,21 +133,12 @@ class GenerationOptions:
             require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name in _FROM_0:
             require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
-        require(
-            *(0 <= self.length_penalty <= 10, "length_penalty", "from 0 to 10"),
-            self.length_penalty,
-        )
-        # Beyond these, float32 holds no logits divided by it.
-        likeliest = "(for the likeliest token, leave sampling off)"
-        holds = 1e-6 <= self.temperature <= 1e6
-        require(holds, "temperature", f"from 1e-6 to 1e6 {likeliest}", self.temperature)
+        for name, least, most, expected in _RANGES:
+            value = getattr(self, name)
+            require(least <= value <= most, name, expected, shown(value))
         for name in ("top_p", "typical_p"):
             value = getattr(self, name)
             require(0 < value <= 1, name, "above 0 and at most 1", value)
-        require(0 <= self.min_p <= 1, "min_p", "from 0 to 1", self.min_p)
-        penalty = self.repetition_penalty
-        require(1e-3 <= penalty <= 1e3, "repetition_penalty", "from 0.001 to 1000", penalty)
-        require(0 <= self.seed < 2**64, "seed", "from 0 to 2**64 - 1", shown(self.seed))
         for name in ("suppress_sequences", "stop"):
             empty = any(not item for item in getattr(self, name))
             require(not empty, name, "entries that are not empty", getattr(self, name))

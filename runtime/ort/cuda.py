@@ -72,9 +72,7 @@ def cuda_obstacle(device_id: int = 0) -> CudaObstacle | None:
         )
     if complaint := _preload_cuda_libraries():
         return CudaObstacle(
-            f"CUDA's libraries are missing ({complaint})",
-            install_command("cuda"),
-            gpu_present=True,
+            f"CUDA's libraries are missing ({complaint})", install_command("cuda"), gpu_present=True
         )
     return None
 

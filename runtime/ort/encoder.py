@@ -41,10 +41,7 @@ class EncoderModel:
         return describe(self.variant, self.options, [self._runner])
 
     def encode(
-        self,
-        source: Integers,
-        mask: Bools,
-        outputs: Sequence[EncoderOutput] | None = None,
+        self, source: Integers, mask: Bools, outputs: Sequence[EncoderOutput] | None = None
     ) -> dict[str, Floats]:
         """Encodes token ids.
 

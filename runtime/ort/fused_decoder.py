@@ -335,11 +335,7 @@ class FusedDecoder(SlotDecoder):
         )
 
     def _read(
-        self,
-        past: Sequence[BufferView],
-        source: Integers,
-        mask: Bools,
-        begin: int = 0,
+        self, past: Sequence[BufferView], source: Integers, mask: Bools, begin: int = 0
     ) -> None:
         """Reads prompts into buffers that hold the columns before `begin`."""
         length = source.shape[1]

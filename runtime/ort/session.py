@@ -235,10 +235,7 @@ def _create(
 
     provider = (_PROVIDER_NAMES[options.provider], provider_settings(options))
     return onnxruntime.InferenceSession(
-        str(model) if graph is None else graph,
-        settings,
-        providers=[provider],
-        enable_fallback=0,
+        str(model) if graph is None else graph, settings, providers=[provider], enable_fallback=0
     )
 
 

@@ -354,3 +354,9 @@ def test_files_may_be_added_with_a_record(folder: Path) -> None:
 def test_unknown_variant_names_those_that_exist(bundle_folder: Path) -> None:
     with pytest.raises(UsageError, match=r"has no variant 'int8'; it has portable"):
         Bundle.load(bundle_folder).variant("int8")
+
+
+def test_the_hash_is_of_the_manifest_that_was_read(folder: Path) -> None:
+    read, bundle = sha256(folder / MANIFEST), Bundle.load(folder)
+    write_record(folder, read_record(folder) | {"versions": {}})
+    assert bundle.sha256 == read != sha256(folder / MANIFEST)
