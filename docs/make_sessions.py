@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "docs" / "tutorial.md", ROOT / "README.md", *sorted(ROOT.glob("docs/how-to/*.md"))]
+PAGES = [ROOT / "docs" / "tutorial.md", *sorted(ROOT.glob("docs/how-to/*.md"))]
 BLOCK = re.compile(r"^```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 IMAGES = ROOT / "docs" / "images"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -33,7 +33,7 @@ def sessions(text: str) -> Iterator[tuple[str, list[str]]]:
             yield command, output
 
 
-@functools.cache  # README.md has some commands of the tutorial
+@functools.cache  # guides repeat some commands
 def run(command: str, folder: Path) -> list[str]:
     """Runs a shell command in a folder; returns the lines that it prints."""
     commands = folder / ".commands"

@@ -1,4 +1,4 @@
-"""The console blocks of README.md and docs/ show what their commands print, but for numbers.
+"""The console blocks of docs/ show what their commands print, but for numbers.
 
 The commands run with a model that is trained for a few steps, so that its answers differ too.
 """
