@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import call, done
-from tests.test_bad_input import snapshot
+from tests.docs.test_bad_input import snapshot
 from transferry.build_model.train.corpus import builtin_pairs
 
 TINY = ["--preset", "tiny", "--d-model", "16", "--heads", "2", "--encoder-layers", "1"]

@@ -35,7 +35,7 @@ from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.ort.session import SessionOptions
 
-CHECKOUT = Path(__file__).resolve().parent.parent
+CHECKOUT = Path(__file__).resolve().parents[2]
 TEXTS = [pair.source for pair in builtin_pairs(24, seed=3)]
 
 

@@ -26,7 +26,7 @@ from tests.runtime.proof.keys import key_files, pem
 from transferry.cli import main
 from transferry.runtime.doctor import check_cuda
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
 
 Spoiler = Callable[[Path], object]
 

@@ -19,7 +19,7 @@ from transferry.runtime.decoding.search import search
 from transferry.runtime.ort.portable_decoder import PortableDecoder
 from transferry.runtime.ort.session import SessionOptions
 
-CHECKOUT = Path(__file__).resolve().parent.parent
+CHECKOUT = Path(__file__).resolve().parents[2]
 PAGE = (CHECKOUT / "docs" / "one-graph.md").read_text(encoding="utf-8")
 GRAPH = "bundles/ende/portable/generate.onnx"
 HEADER = "onnxruntime_cxx_api.h"

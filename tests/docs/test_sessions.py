@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-CHECKOUT = Path(__file__).resolve().parent.parent
+CHECKOUT = Path(__file__).resolve().parents[2]
 MADE: dict[str, Any] = runpy.run_path(str(CHECKOUT / "docs" / "make_sessions.py"))
 # A model that has learnt to end its answers: long ones take time.
 QUICK = {"--max-minutes 2": "--max-steps 180", "head -100": "head -30"}
