@@ -101,24 +101,33 @@ def distil(
         run_folder.recall(out, chosen, chosen, "distil")
         _require_unchanged(out, chosen, hashes)
     remember = partial(run_folder.remember, out, chosen, hashes)
-    say = teller(quiet)
     with run_folder.training(out, force=force, resume=continues, command="distil"):
         if not continues:
             remember()
-        (out / run_folder.DISTILLED).mkdir(exist_ok=True)
-        if not _has_pairs(out, recipe):
-            references = None if isinstance(corpus, Path) else _read(corpus, say)
-            with progress(quiet, "rows") as show:
-                _answer(out, corpus, references, chosen, n_best, show, say)
-                _choose(out, recipe, references, show, say)
-        (out / run_folder.ROWS).unlink(missing_ok=True)
-        resume = (out / run_folder.STATE).exists()
+        _make_pairs(out, corpus, recipe, chosen, n_best)
+        run = partial(follow, recipe, out, device=device, say=teller(quiet), begun=remember)
         with progress(quiet, "steps") as show:
-            scores = follow(
-                recipe, out, device=device, resume=resume, say=say, show=show, begun=remember
-            )
+            scores = run(resume=(out / run_folder.STATE).exists(), show=show)
     assert scores is not None  # this is the only process
     return scores
+
+
+def _make_pairs(
+    out: Path,
+    corpus: PairFiles | Path,
+    recipe: TrainingRecipe,
+    options: Mapping[str, Any],
+    n_best: int,
+) -> None:
+    """Makes the training pairs that are missing: answers the corpus, then chooses."""
+    quiet, say = options["quiet"], teller(options["quiet"])
+    (out / run_folder.DISTILLED).mkdir(exist_ok=True)
+    if not _has_pairs(out, recipe):
+        references = None if isinstance(corpus, Path) else _read(corpus, say)
+        with progress(quiet, "rows") as show:
+            _answer(out, corpus, references, options, n_best, show, say)
+            _choose(out, recipe, references, show, say)
+    (out / run_folder.ROWS).unlink(missing_ok=True)
 
 
 def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
