@@ -122,6 +122,17 @@ def test_every_make_target_shown_exists(path: Path) -> None:
         assert named <= targets
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_benchmark_shown_exists_or_names_its_commit(path: Path) -> None:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        missing = [
+            name
+            for name in re.findall(r"benchmarks/\w+\.py", line)
+            if not (CHECKOUT / name).is_file()
+        ]
+        assert not missing or re.search(r"\b[0-9a-f]{7}\b", line), missing
+
+
 def anchors(page: Path) -> set[str]:
     """Anchors of a page: its headings, as GitHub and the site name them."""
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
