@@ -1,7 +1,6 @@
 """What does a job cost compared with the bare engine?
 
     python benchmarks/job_cost.py BUNDLE TEXT [--rows 8000] [--rounds 9] [--beam 1]
-        [--chunk-rows 16384]
 
 A job reads, hashes and writes rows, syncs chunks and joins them; the bare engine answers the same
 lines from a list into a list. Rounds are interleaved; `ratio` is the job's rows per second over the
@@ -17,12 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from environment import environment
 from rounds import compare, interleaved
 from sentences import read_sentences
 from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.engine.engine import Engine
 from transferry.runtime.errors import TransferryError
-from transferry.runtime.hardware import cpu_name, usable_cores
 from transferry.runtime.jobs.job import Job
 from transferry.runtime.jobs.job_options import JobOptions
 
@@ -33,9 +32,7 @@ def cost(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     source, out = folder / "source.txt", folder / "answers.jsonl"
     source.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
     engine = Engine.load(arguments.bundle)
-    options = JobOptions(
-        force=True, chunk_rows=arguments.chunk_rows, generation={"beam": arguments.beam}
-    )
+    options = JobOptions(force=True, generation={"beam": arguments.beam})
     search = GenerationOptions(**{**engine.bundle.manifest.generation, "beam": arguments.beam})
     work: dict[str, Callable[[], object]] = {
         "engine": lambda: list(engine.generate(texts, search)),
@@ -56,18 +53,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8000)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--beam", type=int, default=1)
-    parser.add_argument("--chunk-rows", type=int, default=JobOptions().chunk_rows)
     arguments = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory() as name:
-            record = {
-                "cost": cost(arguments, Path(name)),
-                "cpu": cpu_name(),
-                "cores": usable_cores(),
-            }
+            found = cost(arguments, Path(name))
     except TransferryError as error:
         parser.exit(error.exit_code, f"{parser.prog}: {error}\n")
-    print(json.dumps(record))
+    print(json.dumps({**found, **environment()}))
 
 
 if __name__ == "__main__":

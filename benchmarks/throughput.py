@@ -155,10 +155,9 @@ class Comparison:
         options = search_options(**search)
         same = self.same_tokens(variant, beam)
         sides = (self.engine(variant), self.ctranslate2(self.precision(variant)))
-        slice_ = texts[: self.arguments.tune_rows]
         repeats = 1 if self.arguments.quick else 3
         tuned: dict[str, Tuned] = {
-            side.name: side.tune(slice_, options, sentences, repeats) for side in sides
+            side.name: side.tune(texts, options, sentences, repeats) for side in sides
         }
         settings = {name: one.settings() for name, one in tuned.items()}
         held = "" if sentences is None else f", {sentences} sentences per batch"
@@ -223,7 +222,6 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--tune-rows", type=int, help="sentences to tune on; by default all")
     parser.add_argument("--max-length", type=int, default=100)
     parser.add_argument(
         "--fixed-length",
@@ -232,7 +230,6 @@ def main() -> None:
         metavar="TOKENS",
         help="cut the text into sources of so many tokens, and make every answer as long",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line there too")
     parser.add_argument("--quick", action="store_true", help="100 rows, 3 rounds")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -262,8 +259,6 @@ def main() -> None:
             "model": comparison.bundle.manifest.model,
         }
     )
-    if arguments.json:
-        arguments.json.write_text(record + "\n", encoding="utf-8")
     print(record)
 
 
