@@ -37,6 +37,9 @@ def test_a_duplicate_key_is_named_at_any_depth(
     ("text", "found"),
     [
         (b'{"a": 1, "\\u0061": 2}', "Duplicate key 'a'"),
+        # Read without its escape, the quote hides as many colons as there are keys too many.
+        (b'{"a": 1, "a": 2, "b\\"": 3}', "Duplicate key 'a'"),
+        (b'{"a": 1, "a": 2, "b\\\\\\"": 3}', "Duplicate key 'a'"),
         (b"[NaN]", "malformed"),
         (b"[1e999]", "out of range"),
         (b'{"a": 1} {"a": 2}', "malformed"),
