@@ -66,4 +66,4 @@ def test_it_ends_in_a_line_of_json(
         "trainer, R-Drop",
         "trainer, BPE dropout",
     }
-    assert sum(line.endswith(processor()) for line in lines) == 5
+    assert sum(line.endswith(processor()) for line in lines) == 4
