@@ -306,6 +306,13 @@ def test_a_search_that_was_not_verified_is_refused(
     assert list(Engine.load(folder).generate(["one"], search))
 
 
+def test_no_more_hypotheses_than_were_verified_are_covered(folder: Path) -> None:
+    rewrite(file_of(folder), searches=[{"beam": 4, "n_best": 2}])
+    (found,) = certificates(Bundle.load(folder))
+    covered = [found.covers(GenerationOptions(beam=4, n_best=count)) for count in (1, 2, 3)]
+    assert covered == [True, True, False]
+
+
 @pytest.mark.parametrize(
     ("date", "message"),
     [
