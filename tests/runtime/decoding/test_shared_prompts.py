@@ -152,9 +152,7 @@ def test_answers_are_the_same_with_and_without(
     assert len({repr(answer) for answer in exact(whole)}) > 12
 
 
-def test_a_beginning_read_wrongly_is_seen(
-    fast_writer_bundle_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_beginning_read_wrongly_is_seen(fast_writer_bundle_folder: Path) -> None:
     """Rows are compared: the beginning of another row gives another answer."""
     engine = Engine.load(fast_writer_bundle_folder, variant="cpu-fp32", replicas=1)
     whole = answers(engine, GREEDY, 64)
@@ -163,7 +161,7 @@ def test_a_beginning_read_wrongly_is_seen(
     def exchanged(past: Any, slots: Any, *sizes: int) -> Any:
         return gather(past, slots[::-1].copy(), *sizes)
 
-    monkeypatch.setattr(engine.decoder._buffers, "gather", exchanged)  # type: ignore[attr-defined]
+    engine.decoder._buffers.gather = exchanged  # type: ignore[attr-defined]
     assert exact(answers(engine, GREEDY, 64)) != exact(whole)
 
 
@@ -175,9 +173,7 @@ def test_only_kernels_that_compute_each_row_by_itself_share(bundle_folder: Path)
     assert not decoder.shares_prompts  # type: ignore[union-attr]
 
 
-def test_a_job_says_how_many_tokens_were_copied(
-    writer_bundle_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_says_how_many_tokens_were_copied(writer_bundle_folder: Path, tmp_path: Path) -> None:
     system = " ".join(pair.source for pair in builtin_pairs(2, seed=9))
     lines = [f"{system} {word}" for word in ("one", "two", "the cat", "the cat", "dogs")]
     text = tmp_path / "prompts.txt"
@@ -190,7 +186,7 @@ def test_a_job_says_how_many_tokens_were_copied(
     assert record["errors"] == {}
     assert record["shared_prompt_tokens"] > 0
     assert record["shared_prompt_tokens"] % (3 * LANES) == 0
-    monkeypatch.setattr(engine.decoder, "shares_prompts", False)
+    engine.decoder.shares_prompts = False
     Job(engine, text, tmp_path / "whole.jsonl", options).run()
     assert (tmp_path / "whole.jsonl").read_bytes() == (tmp_path / "shared.jsonl").read_bytes()
     record = json.loads((tmp_path / "whole.jsonl.summary.json").read_text(encoding="utf-8"))
