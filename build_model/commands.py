@@ -28,7 +28,7 @@ from transferry.runtime.console.shared_options import (
 )
 
 PRESET_DEFAULTS = {
-    name: "from the preset" for preset in PRESETS.values() for name in preset.model | preset.train
+    name: "preset" for preset in PRESETS.values() for name in preset.model | preset.train
 }
 DATA = "Data"
 # Training and validation data of an encoder-decoder.
@@ -43,8 +43,7 @@ validation_pairs_options = together(
     _data("--valid-target", help="Translations of --valid-source."),
     _data(
         "--valid-pairs",
-        help="Validation pairs in one .tsv or .jsonl file. Default: a tenth of the "
-        "training pairs, at most 1,000.",
+        help="Validation pairs in one file. Default: a tenth of the training pairs, at most 1,000.",
     ),
 )
 
@@ -53,7 +52,7 @@ def training_options(
     preset: str,
     *,
     presets: Iterable[str] = PRESETS,
-    vocabulary: str = "from the preset",
+    vocabulary: str = "preset",
     leave_out: Sequence[str] = (),
 ) -> Callable[[Command], Command]:
     """Adds the options of a training, besides those of its data.
@@ -81,8 +80,7 @@ def training_options(
         option(
             "--encoding",
             panel=DATA,
-            help="tiktoken encoding to cut down to the corpus instead of training a vocabulary: "
-            "cl100k_base or o200k_base.",
+            help="tiktoken encoding to cut down to the corpus: cl100k_base or o200k_base.",
         ),
         option("--out", type=OUTPUT, required=True, help="Checkpoint folder."),
         option("--resume", is_flag=True, help="Continue the interrupted training in --out."),

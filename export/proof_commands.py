@@ -68,14 +68,14 @@ certify_options = together(
         panel=CERTIFICATE,
         metavar="KEY",
         type=FILE,
-        help="Sign the certificate with this ECDSA P-256 private key, a PEM file; its passphrase "
-        "is read from TRANSFERRY_KEY_PASSPHRASE.",
+        help="Sign the certificate with this ECDSA P-256 private key (PEM; passphrase in "
+        "TRANSFERRY_KEY_PASSPHRASE).",
     ),
     option(
         "--batch-rows",
         panel=CERTIFICATE,
         type=click.IntRange(1, 65_536),
-        help="Rows per batch; a certificate covers no more. Default: depends on the variant.",
+        help="Rows per batch; a certificate covers no more. Default: by variant.",
     ),
     option(
         "--force",
@@ -113,12 +113,9 @@ Examples:
 @_compared(
     "--text",
     type=FILE,
-    help="Sentences to run through both, one per line. Default: the checkpoint's validation "
-    "samples.",
+    help="Sentences, one per line. Default: the checkpoint's validation samples.",
 )
-@_compared(
-    "--target", type=FILE, help="Reference translations of --text, to compare BLEU and perplexity."
-)
+@_compared("--target", type=FILE, help="Translations of --text, to compare BLEU and perplexity.")
 @_compared("--self-test", is_flag=True, help="Plant faults in copies; each must be caught.")
 @_compared(
     "--cross-check",
@@ -260,19 +257,19 @@ Examples:
     "--reference",
     required=True,
     metavar="FOLDER|MODULE:FUNCTION",
-    help="Source of the graphs: a folder that `import` reads, a checkpoint, or a function to call "
-    "for a torch module and its inputs.",
+    help="Source of the graphs: a folder for `import`, a checkpoint, or a function that returns a "
+    "torch module and its inputs.",
 )
-@option("--text", type=FILE, help="Texts to run through both, one per line.")
+@option("--text", type=FILE, help="Texts, one per line.")
 @option(
     "--names",
     type=FILE,
-    help="TOML file that names the inputs and outputs of FOLDER, a single ONNX file.",
+    help="TOML file that names the inputs and outputs of a single ONNX file.",
 )
 @option(
     "--suffix",
     default="",
-    help="Suffix of the graphs to audit in a folder with several of each kind, such as _quantized.",
+    help="Suffix of the graphs in a folder with several of each kind, such as _quantized.",
 )
 @option(
     "--precision",
@@ -284,14 +281,13 @@ Examples:
     "paddings",
     type=click.Choice(["left", "right"]),
     multiple=True,
-    help="Padded side of batches; repeatable. Default: both if the reference answers alike, else "
-    "right.",
+    help="Padded side of batches; repeatable. Default: both if the reference can, else right.",
 )
 @option("--plant", is_flag=True, help="Plant faults in copies of the graphs; each must be caught.")
 @option(
     "--atol",
     type=click.FloatRange(0, min_open=True, max=1e6),
-    help="Your own tolerance, to list the planted faults that pass it.",
+    help="List the planted faults that pass this tolerance.",
 )
 @option(
     "--provider",
@@ -304,7 +300,7 @@ Examples:
     "--optimisation",
     type=click.Choice(["disable", "basic", "extended", "all"]),
     default="all",
-    help="Graph optimisation level of ONNX Runtime.",
+    help="Optimisation level of onnxruntime.",
 )
 @report_options
 @option("--quiet", is_flag=True, help="Print no progress.")

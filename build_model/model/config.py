@@ -105,31 +105,27 @@ class TransformerConfig(JsonConfig):
         dropout: Dropout probability of sublayer outputs and embedding sums.
         max_positions: Longest source or target, in tokens.
         norm_epsilon: Epsilon of the norm.
-        architecture: "encoder-decoder" maps a source to a target, "decoder-only" continues a text,
-            "encoder-only" reads one.
-        norm: "layer" is LayerNorm (Ba et al. 2016), "rms" is RMSNorm (Zhang and Sennrich 2019).
-        norm_order: "post" is Norm(x + Sublayer(x)) as in the paper; "pre" is x + Sublayer(Norm(x))
-            (Xiong et al. 2020); "sandwich" is x + Norm(Sublayer(Norm(x))) (Ding et al. 2021), as in
-            Gemma 2; "res-post" is x + Norm(Sublayer(x)) (Liu et al. 2022), as in OLMo 2.
-        positions: "sinusoidal" (section 3.5 of the paper) and "learned" are added to the
-            embedding; "rotary" rotates queries and keys (Su et al. 2021); "none" leaves them to
-            relative_buckets, as in T5.
+        architecture: Source to target, a text continued, or a text read.
+        norm: "layer" is LayerNorm (Ba et al. 2016), "rms" RMSNorm (Zhang and Sennrich 2019).
+        norm_order: "post" is Norm(x + Sublayer(x)) as in the paper; "pre" x + Sublayer(Norm(x))
+            (Xiong et al. 2020); "sandwich" x + Norm(Sublayer(Norm(x))), as in Gemma 2; "res-post" x
+            + Norm(Sublayer(x)), as in OLMo 2.
+        positions: "sinusoidal" and "learned" are added to the embedding; "rotary" rotates queries
+            and keys (Su et al. 2021); "none" is for relative_buckets, as in T5.
         rotary_base: Base of the rotary angles, theta in Llama.
-        activation: Feed-forward activation; "gelu" is exact, "gelu-tanh" is GPT-2's approximation,
-            "gelu-quick" is x sigmoid(1.702 x) (Hendrycks and Gimpel 2016). "swiglu", "geglu",
-            "geglu-tanh" and "reglu" add a third matrix (Shazeer 2020).
-        key_value_heads: Heads of keys and values, each shared by an equal group of query heads
-            (Ainslie et al. 2023); 1 is multi-query attention, 0 means as many as heads.
+        activation: Feed-forward activation; "gelu-tanh" is GPT-2's approximation, "gelu-quick" x
+            sigmoid(1.702 x); the last four are gated by a third matrix (Shazeer 2020).
+        key_value_heads: Key-value heads, shared by equal groups of query heads (Ainslie et al.
+            2023); 1 is multi-query attention, 0 as many as heads.
         tied: Use the embedding as the output projection.
         bias: Add a bias to linear layers and LayerNorm.
         scale_embedding: Multiply the embedding by sqrt(d_model).
         embedding_norm: Normalise the sum of embedding and position, as in BERT.
-        output_transform: Put a linear layer, the activation and a norm before the output
-            projection, as in BERT.
+        output_transform: Put a linear layer, activation and norm before the output projection, as
+            in BERT.
         output_bias: Add a bias to the output projection, as in BERT and MarianMT.
-        decoder_cell: "attention" is the paper's; "ssru" puts the simpler simple recurrent unit (Kim
-            et al. 2019) in the place of the decoder's self-attention, which then needs no positions
-            and carries d_model numbers from token to token instead of a growing cache.
+        decoder_cell: "ssru" replaces the decoder's self-attention and its growing cache by a
+            recurrent state of d_model numbers (Kim et al. 2019).
     """
 
     vocabulary_size: _Size

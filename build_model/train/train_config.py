@@ -25,28 +25,25 @@ class TrainConfig(JsonConfig):
         batch_tokens: Largest batch, as rows times the longest side, padding included.
         accumulation: Batches whose gradients are added up for one step.
         peak_learning_rate: Learning rate at the end of the warm-up.
-        warmup_steps: Steps over which the learning rate grows linearly from zero.
-        schedule: Learning rate after the warm-up: "inverse-sqrt" decays as step ** -0.5 (eq. 3 of
-            the paper), "linear" decays to zero at max_steps.
-        precision: Precision of matrix products in the forward pass; "auto" is bfloat16 autocast on
-            CUDA and float32 on the CPU, where bfloat16 pays off only with AMX.
-        label_smoothing: Probability mass spread evenly over the vocabulary (section 5.4 of the
-            paper).
-        r_drop: Weight of the divergence between two readings of each batch with different dropout,
-            alpha of R-Drop (Wu et al. 2021); 0 turns it off.
-        bpe_dropout: Probability of leaving out a merge when training text is encoded, drawn anew
-            in each step (Provilkov et al. 2020); 0 turns it off.
+        warmup_steps: Steps of linear growth of the learning rate from zero.
+        schedule: Learning rate after the warm-up: step ** -0.5 (eq. 3 of the paper), or linear to
+            zero at max_steps.
+        precision: Precision of matrix products in the forward pass; auto is bfloat16 on CUDA,
+            float32 on the CPU, where bfloat16 pays off only with AMX.
+        label_smoothing: Probability mass spread evenly over the vocabulary.
+        r_drop: Weight of R-Drop's divergence between two readings of each batch (Wu et al. 2021); 0
+            disables it.
+        bpe_dropout: Probability of leaving out a merge, drawn anew in each step (Provilkov et al.
+            2020); 0 disables it.
         weight_decay: Weight decay of AdamW, on matrices only.
         clip_norm: Largest norm of a step's gradient.
-        max_steps: Steps after which training ends; 0 means no limit, so max_minutes must be set.
-        max_minutes: Minutes after which training ends; 0 means no limit, so max_steps must be set.
-        validate_every: Steps between validations; each saves a checkpoint; 0 means once
-            per epoch.
-        patience: Validations without improvement before training stops; 0 never stops early.
-        average: Most checkpoints averaged into the final weights.
-        save_every: Steps between saves of the state that --resume continues from, besides those at
-            each validation.
-        valid_sentences: Most validation sentences translated for BLEU.
+        max_steps: Limit on the steps; 0 is no limit and needs max_minutes.
+        max_minutes: Limit on the minutes; 0 is no limit and needs max_steps.
+        validate_every: Steps between validations, each with a checkpoint; 0 is once per epoch.
+        patience: Validations without improvement before an early stop; 0 disables it.
+        average: Limit on the checkpoints averaged into the final weights.
+        save_every: Steps between saves for --resume, besides those at validations.
+        valid_sentences: Limit on the validation sentences translated for BLEU.
     """
 
     seed: Whole64 = 0

@@ -43,7 +43,7 @@ teacher_options = together(
         panel=TEACHER,
         type=click.IntRange(1, 10_000),
         default=4,
-        help="Hypotheses that the teacher's beam search follows.",
+        help="Beams of the teacher.",
     ),
     option(
         "--n-best",
@@ -77,7 +77,7 @@ Examples:
 @training_options(
     "student",
     presets=STUDENTS,
-    vocabulary="the teacher's vocabulary if `train` made it, else from the preset",
+    vocabulary="the teacher's if `train` made it, else preset",
     leave_out=["architecture"],
 )
 @click.pass_context

@@ -261,6 +261,6 @@ def show_summary(out: Path, summary: Summary, *, quiet: bool, as_json: bool) -> 
         click.echo(json.dumps(summary.to_dict(), indent=1))
     if summary.bad_rows:
         raise BadRowsError(
-            f"{summary.bad_rows} of {summary.rows} rows could not be answered and hold an error "
-            f"instead, the first of them: {summary.first_error}"
+            f"{summary.bad_rows} of {summary.rows} rows hold an error, the first: "
+            f"{summary.first_error}"
         )

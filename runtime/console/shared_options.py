@@ -139,7 +139,7 @@ configurable = click.option(
     callback=_read_config,
     is_eager=True,
     expose_value=False,
-    help="TOML file of options, a name = value per line; the command line takes precedence.",
+    help="TOML file of options; the command line takes precedence.",
 )
 
 FORCE = option("--force", is_flag=True, help="Replace the output if it exists.")
@@ -161,7 +161,7 @@ session_options = together(
         panel=MACHINE,
         type=click.Choice(["onnxruntime", "openvino"]),
         default="onnxruntime",
-        help="Runtime of the graphs; openvino runs the portable variant on the CPU, in float32.",
+        help="Runtime of the graphs; openvino runs portable on the CPU.",
     ),
     option(
         "--provider",
@@ -173,8 +173,7 @@ session_options = together(
     option(
         "--variant",
         panel=MACHINE,
-        help="Variant of the bundle. Default: the fastest verified one, else the fastest in the "
-        "model's own precision.",
+        help="Variant of the bundle. Default: the fastest verified, else the fastest float32 one.",
     ),
     option(
         "--threads",
@@ -188,7 +187,7 @@ session_options = together(
         panel=MACHINE,
         type=click.Choice(["disable", "basic", "extended", "all"]),
         default="all",
-        help="Graph optimisation level of onnxruntime; a certificate is for one level.",
+        help="Optimisation level of onnxruntime.",
     ),
 )
 TRUSTED_KEY = option(
@@ -196,11 +195,11 @@ TRUSTED_KEY = option(
     panel=PROOF,
     metavar="PUB",
     type=FILE,
-    help="PEM file of the public key that must have signed the certificate.",
+    help="Public key (PEM) that must have signed the certificate.",
 )
 # Fields of GenerationOptions that --prefix and --suppress make of text.
 TOKENS = ("prefix", "suppress", "suppress_sequences")
-BUNDLE_DEFAULTS = {"max_length": "from the bundle", "sample": "off, unless the bundle sets it"}
+BUNDLE_DEFAULTS = {"max_length": "from the bundle", "sample": "from the bundle"}
 # How a job is run, besides the options of its task.
 job_options = together(
     configurable,
@@ -226,8 +225,7 @@ job_options = together(
         "--batch-rows",
         panel=MACHINE,
         type=click.IntRange(1, 65_536),
-        help="Rows decoded per batch; each beam hypothesis counts as one. Default: depends on the "
-        "variant.",
+        help="Rows decoded per batch; a beam hypothesis counts as one. Default: by variant.",
     ),
     click.option(
         "--require-certificate",
@@ -236,9 +234,8 @@ job_options = together(
         type=Required(["run", "recorded"]),
         is_flag=False,
         flag_value="run",
-        help="Exit with 4 unless a certificate covers variant, settings, search and batches: "
-        "against the run, or with --require-certificate=recorded against the recorded answers "
-        "at least.",
+        help="Exit with 4 unless a certificate covers variant, settings, search and batches: run: "
+        "against the checkpoint; recorded: against the recorded answers at least.",
     ),
     TRUSTED_KEY,
     fields_as_options(RayOptions, panel=RAY),
@@ -246,7 +243,7 @@ job_options = together(
         "--dry-run",
         panel=JOB,
         is_flag=True,
-        help="Write nothing; estimate rows, tokens, time and memory from a sample.",
+        help="Only estimate rows, tokens, time and memory from a sample.",
     ),
     AS_JSON,
     QUIET,

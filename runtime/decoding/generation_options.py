@@ -42,42 +42,41 @@ class GenerationOptions:
 
     Attributes:
         beam: beams per sentence; 1 is greedy search.
-        n_best: answers per sentence: the best of the beam, or independent samples.
-        max_length: limit on the tokens of an answer, the end token counted; the bundle may set its
-            own default. An answer cut off there has the finish reason "length".
-        max_total_length: limit on the tokens of a prompt and its answer together, as max_length of
-            transformers for a decoder-only model; 0 is no limit.
-        min_length: fewest tokens of an answer, the end token not counted.
-        min_total_length: fewest tokens of a prompt and its answer together, the end token not
-            counted.
-        length_penalty: answers are ranked by `log_probability / length ** length_penalty`, the end
-            token counted in the length; 0 ranks by log-probability alone.
-        early_stopping: when a beam search ends that has `beam` hypotheses: at once (true), when no
-            live one can beat them at its present length (false, the heuristic of transformers), or
-            when none can at any length (never).
+        n_best: answers per sentence: the best of the beam, or samples.
+        max_length: limit on the tokens of an answer, end token included; an answer cut off there
+            has the finish reason "length".
+        max_total_length: limit on the tokens of prompt and answer, as max_length of transformers; 0
+            is no limit.
+        min_length: fewest tokens of an answer, end token excluded.
+        min_total_length: fewest tokens of prompt and answer, end token excluded.
+        length_penalty: rank answers by `log_probability / length ** length_penalty`, end token
+            included.
+        early_stopping: end a beam search that has `beam` hypotheses at once (true), when no live
+            one can beat them at its present length (false, as transformers), or at any length
+            (never).
         sample: draw tokens at random instead of taking the likeliest.
         temperature: divisor of the logits before sampling.
         top_k: sample among the k likeliest tokens only; 0 is no limit.
-        top_p: sample among the likeliest tokens that together have this probability (nucleus
-            sampling, Holtzman et al. 2020).
-        min_p: sample among tokens of at least this share of the likeliest one's probability (Nguyen
-            et al. 2024).
-        typical_p: sample among the tokens whose log-probability is closest to the negative entropy
-            and that together have this probability (Meister et al. 2023).
-        seed: seed of sampling; a row's samples depend on it and on the row's number alone.
-        repetition_penalty: divide positive logits of tokens that an answer or its prompt holds, and
-            multiply negative ones (Keskar et al. 2019); 1 is no penalty.
+        top_p: sample among the likeliest tokens of together this probability (nucleus sampling,
+            Holtzman et al. 2020).
+        min_p: sample among tokens of at least this share of the largest probability (Nguyen et al.
+            2024).
+        typical_p: sample among the tokens nearest to the entropy, of together this probability
+            (Meister et al. 2023).
+        seed: seed of sampling; a sample depends on it and the row's number alone.
+        repetition_penalty: divide positive logits of tokens of prompt and answer, multiply negative
+            ones (Keskar et al. 2019); 1 disables it.
         no_repeat_ngram: size of n-grams that may not occur twice in an answer; 0 is no limit.
         prompt_ngrams: count the n-grams of a prompt too, as transformers does.
         suppress: token ids that no answer may hold, except in its prefix.
         suppress_sequences: sequences of token ids that no answer may hold.
         suppress_begin: token ids that no answer may begin with, after its prefix.
         forced_begin: token id that every answer begins with, before its prefix.
-        forced_end: token ids; one of them takes the last place of an answer of maximal length.
-        renormalise: rank beams by log-probabilities normalised again after the logits processors.
+        forced_end: token ids allowed at the last place of an answer of maximal length.
+        renormalise: rank beams by log-probabilities normalised after the logits processors.
         prefix: token ids that every answer begins with.
-        stop: text before which an answer ends; the tokens keep it. A prompt is not looked into.
-        scores: compute log-probability and score of answers; greedy search is faster without.
+        stop: text before which an answer ends; its tokens stay, and prompts are not searched.
+        scores: compute log-probability and score; greedy search is faster without.
     """
 
     beam: _Few = 1

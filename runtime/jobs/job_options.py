@@ -25,16 +25,15 @@ class JobOptions(TaskOptions):
 
     Attributes:
         task: Task for each row; all but generate and score need an encoder-only bundle.
-        column: Field that holds the text; others are passed through. Default: text or source, or
-            the only one.
-        format_in: Format of the input; openai: requests of the OpenAI Batch API in JSONL. Default:
-            from its name, else text.
-        format: Format of the output; openai: responses to such requests. Default: openai for openai
-            input, else from the file name, else text (scores: JSONL).
+        column: Field that holds the text. Default: text or source, or the only one.
+        format_in: Format of the input; openai: OpenAI Batch API requests. Default: from its name,
+            else text.
+        format: Format of the output. Default: openai for openai input, else from the file name,
+            else text (scores: JSONL).
         limit: Limit on the rows read.
         partition: I/N: the I-th of N parts of the input, to use N machines.
-        chunk_rows: Rows saved together, and lost together by an interruption.
-        max_errors: Limit on the rows with errors; the job stops after more.
+        chunk_rows: Rows saved, and lost by an interruption, together.
+        max_errors: Limit on the rows with errors.
         canary: 1/N: compute one row in N again on the reference, and compare.
         force: Replace an existing output, and an interrupted job with other settings.
     """
@@ -80,9 +79,9 @@ class RayOptions:
     """Where the chunks of a job are computed.
 
     Attributes:
-        engine: Plain: this process; ray: a Ray cluster, which writes chunks into the folder --out.
-        ray_address: Address of a Ray cluster. Default: RAY_ADDRESS, else Ray on this machine.
-        workers: Ray workers, each with the bundle open. Default: depends on the cores or GPUs.
+        engine: Plain: this process; ray: a Ray cluster; --out is a folder of chunks.
+        ray_address: Ray cluster. Default: RAY_ADDRESS, else Ray on this machine.
+        workers: Ray workers, each with the bundle open. Default: by cores or GPUs.
     """
 
     engine: Literal["plain", "ray"] = "plain"

@@ -1,7 +1,7 @@
 """Runs every row of docs/errors.md: its command, on the bad input in its first cell.
 
-Each command runs in a folder with a bundle, its run, input lines and training pairs; the function
-registered for the row spoils the file in question.
+Each command runs in a folder with a bundle, its checkpoint, input lines and training pairs; the
+function registered for the row spoils the file in question.
 """
 
 import gzip
@@ -31,8 +31,6 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
 Spoiler = Callable[[Path], object]
 
 
-# The command of the first table, to which its rows add options.
-RUN = "transferry run bundle lines.txt -o answers.jsonl"
 ANSWERS = frozenset(f"answers.jsonl{suffix}" for suffix in ("", ".settings.toml", ".summary.json"))
 
 
@@ -52,18 +50,22 @@ class Row:
 
 
 def rows() -> list[Row]:
+    """Rows of all tables; a heading is the command to which the rows below add options."""
     sections = PAGE.read_text(encoding="utf-8").partition("\n## ")[0].split("\n### ")[1:]
     found = []
-    for section, column in zip(sections, ("options", "command"), strict=True):
+    for section in sections:
+        shared = section.splitlines()[0].strip("`")
         header, *body = [
             [cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")]
             for line in section.splitlines()
             if line.startswith("| ")
         ]
-        assert header == ["bad input", column, "exit code", "message"]
-        for bad_input, shown, exit_code, message in body:
-            shown = shown.strip("`")
-            command = f"{RUN} {shown}".strip() if column == "options" else shown
+        assert header[0] == "bad input"
+        assert header[-2:] == ["exit code", "message"]
+        assert header[1:-2] in ([], ["options"], ["command"])
+        for bad_input, *middle, exit_code, message in body:
+            shown = "".join(middle).strip("`")
+            command = shown if header[1] == "command" else f"{shared} {shown}".strip()
             found.append(Row(bad_input, command, int(exit_code), message))
     return found
 
@@ -183,13 +185,13 @@ UNCHANGED = (
     *("terminal of 10 columns", "no home folder", "limit on memory", "limit on memory for torch"),
     *("folder that is not a bundle", "unknown option", "conflicting options"),
     *("chat without a template", "token ids in a text file", "system message without a chat"),
-    *("missing bundle", "missing run, told before torch is loaded", "input and bundle swapped"),
+    *("missing bundle", "absent checkpoint, before torch is loaded", "input and bundle swapped"),
     *("bundle in place of a checkpoint", "bundle that is imported", "value of the wrong type"),
     *("unknown encoding, told before the text is read", "validation of another kind of model"),
     *("language for a model that has none", "several devices of the CPU"),
     *("device that is not a number", "missing input file", "output that is the input"),
     *("output inside the bundle", "unknown output format", "more answers than the format holds"),
-    *("number that is too large", "full disk", "full disk for a run", "nothing to resume"),
+    *("number that is too large", "full disk", "full disk for a checkpoint", "nothing to resume"),
     *("unknown variant", "int8 without calibration", "invalid partition", "workers without Ray"),
     *("bundle without a certificate", "invalid date", "date in the future", "invalid canary"),
     *("report without a folder", "certificate of little text", "teacher that is no bundle"),
@@ -348,7 +350,9 @@ def edit_output(place: Path) -> None:
         file.write("\n")
 
 
-@spoils("read-only output folder", "read-only folder for a bundle", "read-only folder for a run")
+@spoils(
+    "read-only output folder", "read-only folder for a bundle", "read-only folder for a checkpoint"
+)
 def read_only(place: Path) -> None:
     folder = place / "read-only"
     if os.geteuid():

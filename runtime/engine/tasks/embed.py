@@ -58,8 +58,7 @@ class EmbedOptions(RowOptions):
     Attributes:
         pooling: Mean over all tokens, or the first token. Default: as the bundle's head, else mean.
         normalise: Scale vectors to length 1.
-        prompt: Name of a text of the bundle to put before each row. Default: the bundle's own, if
-            it has one.
+        prompt: Name of a text of the bundle to put before each row. Default: the bundle's own.
     """
 
     pooling: Pooling | None = None

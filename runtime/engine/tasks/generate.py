@@ -110,11 +110,10 @@ class GenerateOptions(LanguageOptions):
         prefix: Text that every output begins with.
         chat: Render each row as a user's turn with the bundle's chat template.
         system: System message before each turn of --chat.
-        messages: JSONL column with a list of messages, with role and content each, to render with
-            the bundle's chat template.
-        prompt_ids: JSONL column with a list of token ids, read without changes.
-        suppress: Text that no output holds, at the beginning of a word or within one; a number is a
-            token id, unless it is quoted. Only the text's own tokens are forbidden.
+        messages: JSONL column with messages (role and content) to render with the chat template.
+        prompt_ids: JSONL column with token ids, read without changes.
+        suppress: Text that no output holds, at the beginning of a word or within one; an unquoted
+            number is a token id.
     """
 
     generation: Mapping[str, Any] = field(default_factory=dict)

@@ -17,13 +17,10 @@ class LanguageOptions(RowOptions):
     """Languages of a job's rows.
 
     Attributes:
-        source_language: Language of the rows, by its name in the bundle's tokenizer, such as
-            eng_Latn. Default: the bundle's own.
-        target_language: Language of the outputs, by its name. Default: the bundle's own.
-        source_language_column: Column with the language of each row; --source-language counts
-            where it is empty.
-        target_language_column: Column with the language of each output; --target-language counts
-            where it is empty.
+        source_language: Language of the rows, such as eng_Latn. Default: the bundle's own.
+        target_language: Language of the outputs. Default: the bundle's own.
+        source_language_column: Column with each row's language, else --source-language.
+        target_language_column: Column with each output's language, else --target-language.
     """
 
     source_language: str | None = None

@@ -51,8 +51,8 @@ class TagOptions(RowOptions):
     """Options of tag.
 
     Attributes:
-        aggregation: Join neighbouring tokens of one entity without changes (simple), or after
-            giving all tokens of a word one label (first, average, max).
+        aggregation: Join neighbouring tokens of an entity unchanged (simple), or after giving a
+            word's tokens one label (first, average, max).
     """
 
     aggregation: Aggregation = "none"

@@ -31,9 +31,8 @@ class RowOptions:
     """Options of every task.
 
     Attributes:
-        long_rows: Rows longer than the model's positions: report an error, truncate them, or split
-            them into sentences and join their outputs. Default: error, or truncate where an
-            encoder-only bundle has a longest row.
+        long_rows: Rows longer than the model's positions: an error, truncated, or split into
+            sentences. Default: error; truncate for an encoder-only bundle with a longest row.
     """
 
     long_rows: LongRows | None = None
