@@ -25,11 +25,20 @@ def page() -> str:
     """Returns the page as the installed commands make it."""
     parts = [OPENING, _block(_help(main, "transferry"))]
     described: dict[Record, str] = {}
+    all_of: dict[str, list[str]] = {}  # options that are described at a command
     for name, command in main.commands.items():
         short, shared = _without(command, described)
         parts += [f"## transferry {name}\n", _block(_help(short, f"transferry {name}"))]
-        parts += [f"As in `{first}`: {', '.join(names)}.\n" for first, names in shared.items()]
+        for first, names in shared.items():
+            others = [name for name in all_of[first] if name not in names]
+            listed = f"all options but {', '.join(others)}" if len(others) < len(names) else ""
+            parts.append(f"As in `{first}`: {listed or ', '.join(names)}.\n")
+        all_of[name] = [f"`{each.opts[-1]}`" for each in short.params if _is_described(each)]
     return "\n".join(parts)
+
+
+def _is_described(parameter: click.Parameter) -> bool:
+    return isinstance(parameter, click.Option) and not parameter.hidden
 
 
 def _without(

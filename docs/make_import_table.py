@@ -1,11 +1,11 @@
-"""Writes the table of model types into README.md and docs/import.md: `make docs`."""
+"""Writes the table of model types into docs/import.md: `make docs`."""
 
 from pathlib import Path
 
 from transferry.build_model.importing.huggingface import decoder_only, encoder_decoder, encoder_only
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "docs" / "import.md"]
+PAGES = [ROOT / "docs" / "import.md"]
 BEGIN, END = "<!-- model types: make docs -->\n", "<!-- /model types -->\n"
 
 
