@@ -327,17 +327,17 @@ class ParquetWriter(RowWriter):
     def write(self, records: Iterable[Record], file: BinaryIO) -> None:
         """Writes records in groups of rows."""
         pyarrow = import_pyarrow()
-        writer = pyarrow.parquet.ParquetWriter(file, self.schema)
         rows = (_cells(record, self.schema.names) for record in records)
-        while group := list(islice(rows, self.group)):
-            arrays = []
-            for kind, column in zip(self.schema.types, zip(*group, strict=True), strict=True):
-                values: Iterable[Any] = column
-                if pyarrow.types.is_string(kind):
-                    values = [None if value is None else as_text(value) for value in column]
-                arrays.append(pyarrow.array(values, kind))
-            writer.write_table(pyarrow.table(arrays, schema=self.schema))
-        writer.close()
+        # Closed after an error too: else its destructor complains of the closed file.
+        with pyarrow.parquet.ParquetWriter(file, self.schema) as writer:
+            while group := list(islice(rows, self.group)):
+                arrays = []
+                for kind, column in zip(self.schema.types, zip(*group, strict=True), strict=True):
+                    values: Iterable[Any] = column
+                    if pyarrow.types.is_string(kind):
+                        values = [None if value is None else as_text(value) for value in column]
+                    arrays.append(pyarrow.array(values, kind))
+                writer.write_table(pyarrow.table(arrays, schema=self.schema))
 
     def join(self, files: Sequence[Path], file: BinaryIO) -> None:
         """Writes the rows of several files in groups of the same sizes as `write`."""

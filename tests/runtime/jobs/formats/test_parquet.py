@@ -1,6 +1,9 @@
 """Types and values of tables in Parquet, read back by pyarrow."""
 
+import gc
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +11,9 @@ import numpy as np
 import pytest
 
 from tests.runtime.jobs.formats.records import in_parts, records, writer_of
+from transferry.runtime.errors import UsageError
 from transferry.runtime.jobs.formats.readers import open_reader
-from transferry.runtime.jobs.formats.writers import open_writer
+from transferry.runtime.jobs.formats.writers import Record, open_writer
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -34,6 +38,24 @@ def test_pyarrow_reads_tables(tmp_path: Path) -> None:
         n_best = found.pop("n_best")
         assert (n_best and json.loads(n_best)) == row.get("n_best")
         assert found == {name: row.get(name) for name in found}
+
+
+def test_a_refused_job_leaves_no_complaint_of_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A destructor would print a traceback beside the error."""
+
+    def refused() -> Iterator[Record]:
+        yield from records(2)
+        raise UsageError("no such task")
+
+    complaints: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+    writer = writer_of(tmp_path / "out.parquet", n_best=True)
+    with pytest.raises(UsageError), (tmp_path / "out.parquet").open("wb") as file:
+        writer.write(refused(), file)
+    gc.collect()
+    assert not complaints
 
 
 def passed_through(folder: Path, table: Any, name: str) -> Path:
