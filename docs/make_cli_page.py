@@ -13,9 +13,8 @@ WIDTH = 80
 OPENING = """\
 # The command line
 
-The output of `transferry --help` and of each command's `--help`, where an option of several
-commands is described at the first of them. This page is generated: after a change, `make docs`
-writes it anew, and a test fails until then.
+The output of `transferry --help` and, without its examples, of each command's `--help`; an option
+of several commands is described at the first of them. `make docs` generates this page.
 """
 
 Record = tuple[str, str]
@@ -52,6 +51,7 @@ def _without(
     short, shared = copy.copy(command), dict[str, list[str]]()
     short.params = [copy.copy(parameter) for parameter in command.params]
     short.add_help_option = False
+    short.epilog = None
     for parameter in short.params:
         record = parameter.get_help_record(click.Context(command))
         if isinstance(parameter, click.Option) and record is not None:
