@@ -470,7 +470,9 @@ class Job:
         record = read_summary(self.output)
         assert record is not None
         if changes := differences(record["fingerprint"], self.fingerprint):
-            raise UsageError(f"{refusal}, and {'; '.join(changes)}; {remedy}")
+            named = (change.partition(" was ") for change in changes)
+            parts = [part for name, *rest in named for part in (Option(name), *rest, "; ")]
+            raise UsageError(f"{refusal}, and ", *parts, remedy)
         rows, sources = self.rows(*self.row_range), []
         count = most = self.options.chunk_rows
         while count == most:
