@@ -10,14 +10,7 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 
 from transferry.runtime.errors import UsageError, require
-from transferry.runtime.settings import (
-    Count,
-    Probability,
-    Whole,
-    check_fields,
-    check_value,
-    shown,
-)
+from transferry.runtime.settings import Count, Probability, Whole, check_fields, check_value, shown
 
 # Sizes whose products torch can still count.
 _Size = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
@@ -262,18 +255,10 @@ class ModelConfig(TransformerConfig):
         for name in {"encoder_layers", "decoder_layers"} - set(stacks):
             layers = getattr(self, name)
             require(layers == 0, name, f"0 for architecture {self.architecture}", repr(layers))
-        require(
-            bool(self.head_width) or self.d_model % self.heads == 0,
-            "d_model",
-            f"a multiple of heads ({self.heads})",
-            self.d_model,
-        )
-        require(
-            self.heads % self.kv_heads == 0,
-            "heads",
-            f"a multiple of key_value_heads ({self.kv_heads})",
-            self.heads,
-        )
+        fits = bool(self.head_width) or self.d_model % self.heads == 0
+        require(fits, "d_model", f"a multiple of heads ({self.heads})", self.d_model)
+        expected = f"a multiple of key_value_heads ({self.kv_heads})"
+        require(self.heads % self.kv_heads == 0, "heads", expected, self.heads)
         if self.positions == "sinusoidal":
             expected = "even for sinusoidal positions, which are pairs of sine and cosine"
             require(self.d_model % 2 == 0, "d_model", expected, self.d_model)

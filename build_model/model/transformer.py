@@ -444,30 +444,3 @@ def greedy(
         target = torch.cat([target, chosen[:, None]], dim=1)
     rows = target[:, 1:].tolist()
     return [row[: row.index(eos_id)] if eos_id in row else row for row in rows]
-
-
-@torch.inference_mode()
-def continue_greedily(
-    model: Transformer, prompt: Sequence[int], *, eos_id: int, max_length: int
-) -> list[int]:
-    """`greedy` of a decoder-only model: one text, no cache, no padding.
-
-    Args:
-        model: The model, in eval mode.
-        prompt: At least one token.
-        eos_id: The token that ends a text.
-        max_length: Largest number of generated tokens.
-
-    Returns:
-        The generated tokens, the ending `eos_id` left out.
-    """
-    nothing = torch.zeros(1, 0, dtype=torch.bool, device=model.embedding.weight.device)
-    tokens = list(prompt)
-    for _ in range(max_length):
-        target = torch.tensor([tokens], device=nothing.device)
-        logits, _ = model.decode(target, nothing, [], model.empty_past(1))
-        chosen = int(logits[0, -1].argmax())
-        if chosen == eos_id:
-            break
-        tokens.append(chosen)
-    return tokens[len(prompt) :]

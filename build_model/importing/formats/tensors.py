@@ -63,22 +63,6 @@ class Tensors(ABC):
         """
 
 
-class HeldTensors(Tensors):
-    """Tensors in memory."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], origin: str) -> None:
-        self.origin, self._tensors = origin, tensors
-
-    @cached_property
-    def shapes(self) -> Mapping[str, Tensor]:
-        """See Tensors."""
-        return {name: meta(tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}
-
-    def read(self, name: str) -> Tensor:
-        """See Tensors."""
-        return self._tensors[name]
-
-
 class SafetensorsFile(Tensors):
     """A safetensors file."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -136,28 +137,23 @@ PEGASUS: Table = {
 }
 
 
-def _bart_shape(config: Settings, names: set[str]) -> ModelConfig:
-    """BART (Lewis et al. 2020)."""
-    return ModelConfig(**_bart_fields(config, names, pre=False))
-
-
-def _mbart_shape(config: Settings, names: set[str]) -> ModelConfig:
-    """MBART (Liu et al. 2020): BART with norms before the sublayers."""
-    return ModelConfig(**_bart_fields(config, names, pre=True))
-
-
-def _bart_fields(config: Settings, names: set[str], *, pre: bool) -> dict[str, Any]:
+def _bart_shape(config: Settings, names: set[str], *, pre: bool = False) -> ModelConfig:
+    """BART (Lewis et al. 2020); mBART (Liu et al. 2020) has norms before the sublayers."""
     # Older files say what BartModel and MBartModel do anyway.
     for name in ("normalize_before", "add_final_layer_norm"):
         config.only(name, pre)
     config.only("normalize_embedding", True)
     config.only("static_position_embeddings", False)
-    return _shared_fields(config, names) | dict(
+    return ModelConfig(
+        **_shared_fields(config, names),
         norm_order="pre" if pre else "post",
         embedding_norm=True,
         separate_positions=True,
         output_bias=True,
     )
+
+
+_mbart_shape = partial(_bart_shape, pre=True)
 
 
 BART: Table = {

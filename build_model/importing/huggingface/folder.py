@@ -32,7 +32,7 @@ class Settings:
     """A JSON file of settings; unsupported values raise an error with the key.
 
     null counts as absent, as in transformers. Every key that is read is remembered, so that unread
-    keys can be reported.
+    keys can be reported. A value of another type or range than a method returns is an InputError.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
@@ -75,11 +75,7 @@ class Settings:
         return 0 if name in self.values else default
 
     def whole(self, name: str, default: int | None = None, most: int = MOST_SIZE) -> int:
-        """Returns a whole number of at least 0.
-
-        Raises:
-            InputError: The value is another, beyond `most`, or missing without a default.
-        """
+        """Returns a whole number from 0 to `most`; without a default it must be there."""
         value = self.get(name, default)
         if type(value) is not int or value < 0:
             raise InputError(f"{self.path}: {name} must be a whole number, found {value!r}")
@@ -88,33 +84,21 @@ class Settings:
         return value
 
     def number(self, name: str, default: float) -> float:
-        """Returns a number.
-
-        Raises:
-            InputError: The value is no number.
-        """
+        """Returns a number."""
         value = self.get(name, default)
         if type(value) not in (int, float):
             raise InputError(f"{self.path}: {name} must be a number, found {value!r}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Returns a bool.
-
-        Raises:
-            InputError: The value is no bool.
-        """
+        """Returns a bool."""
         value = self.get(name, default)
         if type(value) is not bool:
             raise InputError(f"{self.path}: {name} must be true or false, found {value!r}")
         return value
 
     def choice(self, name: str, choices: Mapping[str, Value], default: str) -> Value:
-        """Returns the value of the chosen key.
-
-        Raises:
-            InputError: The setting is not a key of `choices`.
-        """
+        """Returns the value of the key of `choices` that the setting names."""
         value = self.get(name, default)
         if not isinstance(value, str) or value not in choices:
             self.refuse(name, value, " or ".join(choices))

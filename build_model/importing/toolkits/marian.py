@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -290,13 +291,6 @@ def _split_at_blanks(
     ids: Mapping[str, int], special: SpecialTokens, size: int
 ) -> HuggingFaceTokenizer:
     """Returns a tokenizer of text whose tokens are separated by blanks already."""
-    try:
-        import tokenizers
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            "the tokenizer needs tokenizers, which is not installed; "
-            f"{install_command('tokenizers')}"
-        ) from error
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(ids), unk_token=UNKNOWN))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     files = dict.fromkeys(HuggingFaceTokenizer.names, made.to_str().encode())

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.build_model.model.test_transformer import copy_layer
 from transferry.build_model.model.attention import KeyValues, Rotation, attend
 from transferry.build_model.model.config import ModelConfig
 from transferry.build_model.model.layers import FeedForward, rotary_angles, rotary_rates
 from transferry.build_model.model.norms import RMSNorm, make_norm
-from transferry.build_model.model.transformer import Transformer, continue_greedily, greedy
+from transferry.build_model.model.transformer import Transformer, greedy
 
 SHAPE = ModelConfig(
     vocabulary_size=40,
@@ -131,16 +132,7 @@ def test_a_decoder_alone_is_torch_s_encoder_that_looks_back_only() -> None:
     )
     theirs = torch.nn.TransformerEncoder(layer, 3, model.decoder_norm, enable_nested_tensor=False)
     for mine, other in zip(model.decoder, theirs.layers, strict=True):
-        attention: Any = mine.self_attention
-        parts = (attention.query, attention.key, attention.value)
-        other.self_attn.in_proj_weight.copy_(torch.cat([part.weight for part in parts]))
-        other.self_attn.in_proj_bias.copy_(torch.cat([part.bias for part in parts]))
-        other.self_attn.out_proj.load_state_dict(attention.output.state_dict())
-        feed_forward: Any = mine.feed_forward
-        other.linear1.load_state_dict(feed_forward.inner.state_dict())
-        other.linear2.load_state_dict(feed_forward.outer.state_dict())
-        other.norm1.load_state_dict(mine.self_residual.norm.state_dict())  # type: ignore[union-attr]
-        other.norm2.load_state_dict(mine.feed_forward_residual.norm.state_dict())  # type: ignore[union-attr]
+        copy_layer(mine, other)  # type: ignore[arg-type]
     tokens = random_tokens(3, 9)
     x = model.embedding.weight[tokens] + model.positions[:9]
     hidden = theirs.eval()(
@@ -165,18 +157,6 @@ def test_padding_takes_no_position(positions: str) -> None:
         alone = scores(model, torch.cat([prompts[row, :length], new[row]])[None])[0, length:]
         found = torch.cat([first[row], later[row]])
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
-
-
-@torch.no_grad()
-def test_the_plain_loop_takes_the_likeliest_and_ends() -> None:
-    model = randomised(norm_order="pre")
-    said = continue_greedily(model, [5, 6, 7], eos_id=2, max_length=9)
-    tokens = [5, 6, 7]
-    for token in said:
-        assert token == int(scores(model, torch.tensor([tokens]))[0, -1].argmax())
-        tokens.append(token)
-    assert 0 < len(said) <= 9
-    assert continue_greedily(model, [5, 6, 7], eos_id=said[0], max_length=9) == []
 
 
 @torch.no_grad()

@@ -59,10 +59,13 @@ def quick() -> Iterator[None]:
     """Reports often, and draws nothing: the picture has tests of its own."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    # A shell ignores SIGINT for the jobs that it starts in the background.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "REPORT_EVERY", 4)
         patch.setattr(Metrics, "draw", lambda self: None)
         yield
+    signal.signal(signal.SIGINT, handler)
     torch.set_num_threads(threads)
 
 

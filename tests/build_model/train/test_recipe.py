@@ -48,6 +48,7 @@ WORDS = ["red", "green", "blue", "grey", "black", "white"]
 
 
 def write_pairs(folder: Path, *more: str) -> PairFiles:
+    folder.mkdir(exist_ok=True)
     lines = [f"a {a} {b} cat\t{b} {a}" for a in WORDS for b in WORDS]
     (folder / "pairs.tsv").write_text("\n".join([*lines, *more]) + "\n")
     return PairFiles(folder / "pairs.tsv")
@@ -214,9 +215,7 @@ def test_the_built_in_corpus_lies_in_the_run(
 @pytest.mark.usefixtures("quick")
 def test_bad_pairs_are_refused_or_counted(tmp_path: Path) -> None:
     good = write_pairs(tmp_path)
-    other = tmp_path / "other"
-    other.mkdir()
-    bad = write_pairs(other, "no target\t", "long " * 40 + "\tlang")
+    bad = write_pairs(tmp_path / "other", "no target\t", "long " * 40 + "\tlang")
     with pytest.raises(BadPair, match="line 37: expected text, found nothing"):
         follow(recipe(bad), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -228,9 +227,7 @@ def test_bad_pairs_are_refused_or_counted(tmp_path: Path) -> None:
 
 def test_a_validation_pair_that_is_too_long_is_refused(tmp_path: Path) -> None:
     good = write_pairs(tmp_path)
-    other = tmp_path / "other"
-    other.mkdir()
-    long = write_pairs(other, "long " * 40 + "\tlang")
+    long = write_pairs(tmp_path / "other", "long " * 40 + "\tlang")
     with pytest.raises(BadPair, match="expected at most 40 tokens"):
         follow(recipe(good, valid=long, skip_bad=True), tmp_path / "run")
     assert not (tmp_path / "run").exists()

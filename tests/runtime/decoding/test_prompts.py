@@ -2,13 +2,15 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from transferry.build_model.checkpoint import Checkpoint, load_checkpoint
-from transferry.build_model.model.transformer import continue_greedily
+from transferry.build_model.model.transformer import Transformer
 from transferry.build_model.train.corpus import builtin_pairs
 from transferry.runtime.bundle.bundle import Bundle
 from transferry.runtime.decoding.batching import BatchOptions
@@ -92,17 +94,24 @@ def test_prompts_are_of_many_lengths(checkpoint: Checkpoint, prompts: list[str])
     assert 1 in lengths
 
 
+@torch.inference_mode()
+def by_argmax(model: Transformer, prompt: Sequence[int], end: int, length: int) -> list[int]:
+    """The tokens after one prompt: no cache, no padding, the ending token left out."""
+    nothing, tokens = torch.zeros(1, 0, dtype=torch.bool), list(prompt)
+    for _ in range(length):
+        logits, _ = model.decode(torch.tensor([tokens]), nothing, [], model.empty_past(1))
+        if (chosen := int(logits[0, -1].argmax())) == end:
+            break
+        tokens.append(chosen)
+    return tokens[len(prompt) :]
+
+
 def test_greedy_search_is_the_plain_loop_without_cache_and_padding(
     checkpoint: Checkpoint, engine: Engine, prompts: list[str]
 ) -> None:
-    options = GenerationOptions(max_length=12)
+    options, tokenizer = GenerationOptions(max_length=12), checkpoint.tokenizer
     expected = [
-        continue_greedily(
-            checkpoint.model,
-            checkpoint.tokenizer.encode(prompt),
-            eos_id=checkpoint.tokenizer.special.eos_id,
-            max_length=12,
-        )
+        by_argmax(checkpoint.model, tokenizer.encode(prompt), tokenizer.special.eos_id, 12)
         for prompt in prompts
     ]
     found = [list(result.hypotheses[0].tokens) for result in engine.generate(prompts, options)]

@@ -215,7 +215,7 @@ def decoder_tokenizer(pretrained: PretrainedFolder, config: ModelConfig) -> AnyT
 
     tokens = SpecialTokens(pad_id=other("pad"), bos_id=other("bos"), eos_id=eos, after=())
     tokenizer = _unchanged(found, tokens, config, str(folder))
-    tokenizer = _as_ranks(found, tokenizer, str(folder)) or tokenizer
+    tokenizer = _as_ranks(found, tokenizer) or tokenizer
     tokenizer.chat = _chat(pretrained, found)
     return tokenizer
 
@@ -295,7 +295,7 @@ def _read(pretrained: PretrainedFolder, config: ModelConfig) -> FastTokenizer:
     return found
 
 
-def _as_ranks(found: FastTokenizer, tokenizer: AnyTokenizer, origin: str) -> AnyTokenizer | None:
+def _as_ranks(found: FastTokenizer, tokenizer: AnyTokenizer) -> AnyTokenizer | None:
     """Returns a byte-level BPE that splits text as GPT-2 does as tiktoken ranks, if it can be."""
     record = json.loads(found.tokenizer.to_str())
     model, splitting = record["model"], record["pre_tokenizer"] or {}
@@ -309,11 +309,12 @@ def _as_ranks(found: FastTokenizer, tokenizer: AnyTokenizer, origin: str) -> Any
         or any(token["lstrip"] or token["rstrip"] for token in record["added_tokens"])
     ):
         return None
+    if (converted := ranks_of(model["vocab"], model["merges"])) is None:
+        return None
+    ranks, first = converted
+    if set(model["vocab"].values()) - {*range(first, first + len(ranks))} - found.special():
+        return None  # a token that no text gives, and that has text
     try:
-        ranks, first = ranks_of(model["vocab"], model["merges"], origin)
-        ordinary = set(range(first, first + len(ranks)))
-        if set(model["vocab"].values()) - ordinary - found.special():
-            return None  # a token that no text gives, and that has text
         return Tokenizer(
             "gpt2",
             GPT2_PATTERN,
@@ -327,8 +328,8 @@ def _as_ranks(found: FastTokenizer, tokenizer: AnyTokenizer, origin: str) -> Any
 
 
 def ranks_of(
-    vocabulary: Mapping[str, int], merges: Sequence[Sequence[str]], origin: str
-) -> tuple[dict[bytes, int], int]:
+    vocabulary: Mapping[str, int], merges: Sequence[Sequence[str]]
+) -> tuple[dict[bytes, int], int] | None:
     """Converts ids and merges to tiktoken's ranks, if both split every text alike.
 
     tiktoken has no merges: it joins any two neighbours that form a token, lowest rank first. The
@@ -336,36 +337,23 @@ def ranks_of(
     own merge; both are checked.
 
     Returns:
-        The ranks, and the id of rank 0.
-
-    Raises:
-        InputError: tiktoken would split text differently.
+        The ranks, and the id of rank 0; None if tiktoken would split text differently.
     """
     byte_of = byte_of_character()
     order = [*byte_of, *("".join(merge) for merge in merges)]
     try:
         ids = [vocabulary[token] for token in order]
         tokens = [bytes(byte_of[character] for character in token) for token in order]
-    except KeyError as error:
-        raise InputError(
-            f"{origin}: expected a vocabulary with all 256 bytes and a token for each merge, "
-            f"found no {error}"
-        ) from error
+    except KeyError:  # a byte, or the token of a merge
+        return None
     first = min(ids)
     # The bytes may have any order, as long as they come first.
     if sorted(ids[:256]) + ids[256:] != list(range(first, first + len(ids))):
-        raise InputError(
-            f"{origin}: expected ids in the order of the merges, found another order; the ids "
-            "cannot serve as ranks"
-        )
+        return None
     ranks = {token: number - first for token, number in zip(tokens, ids, strict=True)}
     for token, (left, right) in zip(tokens[256:], merges, strict=True):
-        pieces = _joined(token, ranks)
-        if [len(piece) for piece in pieces] != [len(left), len(right)]:
-            raise InputError(
-                f"{origin}: expected the merge {left} {right} to lead to its token, found {pieces} "
-                "before; tiktoken would split text differently"
-            )
+        if [len(piece) for piece in _joined(token, ranks)] != [len(left), len(right)]:
+            return None
     return ranks, first
 
 

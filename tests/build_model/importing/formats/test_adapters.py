@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.build_model.importing.huggingface.drawn import tokenizers, transformers
 from tests.commands import done
 from transferry.build_model.checkpoint import load_checkpoint
 from transferry.build_model.importing.formats.lora import Adapter
@@ -21,9 +22,6 @@ from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.importer import FAMILIES
 from transferry.build_model.importing.huggingface.weights import Converted, adapted, convert_weights
 from transferry.runtime.errors import InputError
-
-REASON = "a test dependency, which is not installed: it is what the import is held against"
-transformers = pytest.importorskip("transformers", reason=REASON)
 
 RANK, WIDTH = 4, 32
 PREFIX = "base_model.model."
@@ -259,7 +257,6 @@ def test_a_tensor_is_refused_by_name(change: Change, message: str, tmp_path: Pat
 
 
 def test_the_command_tells_what_it_merged(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers", reason=REASON)
     llama(tmp_path / "base")
     ids = {f"t{number}": number for number in range(96)} | {"a": 96}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="t0"))

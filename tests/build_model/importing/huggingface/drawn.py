@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +22,7 @@ from transferry.build_model.model.transformer import Transformer
 
 REASON = "a test dependency, which is not installed: it is what the import is held against"
 transformers = pytest.importorskip("transformers", reason=REASON)
+tokenizers = pytest.importorskip("tokenizers", reason=REASON)
 
 SEEDS = range(int(os.environ.get("EXAMPLES", "2")))
 VOCABULARY = 97
@@ -355,6 +356,11 @@ def exact() -> Iterator[None]:
         yield
 
 
+def on_a_grid(tensor: Tensor) -> Tensor:
+    """Multiples of 2^-10, so that the sum of two rows of BERT's embeddings is no rounded number."""
+    return (tensor * 1024).round() / 1024
+
+
 def randomise(model: Any) -> None:
     """Every weight, bias and norm becomes a number of its own that float32 holds exactly."""
     tables = [module for module in model.modules() if "Sinusoidal" in type(module).__name__]
@@ -365,7 +371,7 @@ def randomise(model: Any) -> None:
                 continue
             centre = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
             drawn = centre + 0.3 * torch.randn(parameter.shape, dtype=torch.float32)
-            parameter.copy_((drawn * 1024).round() / 1024)
+            parameter.copy_(on_a_grid(drawn))
 
 
 class Drawn:
@@ -419,29 +425,53 @@ class Drawn:
                 self.theirs.get_submodule(name.rpartition(".")[0]).weights = buffer.double()
 
 
-def require_same_logits(drawn: Drawn) -> None:
-    rows = torch.randint(3, drawn.shape.source_vocabulary, (3, 13))
-    target = torch.randint(3, drawn.shape.vocabulary_size, (3, 9))
+def require_equal(ours: Tensor, theirs: Tensor) -> None:
+    """To 1e-9 of the largest, in float64."""
+    assert ours.dtype == theirs.dtype == torch.float64
+    assert ours.shape == theirs.shape
+    assert theirs.abs().max() > 0.1
+    assert (ours - theirs).abs().max() <= 1e-9 * theirs.abs().max()
+
+
+@torch.inference_mode()
+def require_same_logits(ours: Transformer, theirs: Any) -> None:
+    config, architecture = ours.config, ours.config.architecture
+    rows = torch.randint(3, config.source_vocabulary, (3, 13))
+    target = torch.randint(3, config.vocabulary_size, (3, 9))
     mask = torch.arange(13) < torch.tensor([13, 6, 1])[:, None]
-    architecture = drawn.shape.architecture
-    both = architecture == "encoder-decoder"
-    fed = {} if architecture == "decoder-only" else {"attention_mask": mask.long()}
+    alone = architecture == "encoder-only"
+    fed: dict[str, Any] = {} if architecture == "decoder-only" else {"attention_mask": mask.long()}
+    if architecture == "encoder-decoder":
+        fed["decoder_input_ids"] = target
     with exact():
-        wanted = drawn.theirs(rows, **fed, **({"decoder_input_ids": target} if both else {})).logits
+        found = theirs(rows, **fed, output_hidden_states=alone)
+    wanted = found.prediction_logits if "prediction_logits" in found else found.logits
     nothing = rows[:, :0]
     read = (
         (nothing, nothing.bool(), rows) if architecture == "decoder-only" else (rows, mask, target)
     )
-    found = drawn.ours(*read)
-    if architecture == "encoder-only":
-        wanted, found = wanted[mask], found[mask]
-    assert wanted.abs().max() > 0.1
-    assert (found - wanted).abs().max() <= 1e-9 * wanted.abs().max(), drawn.shape
+    if alone:
+        require_equal(ours.encode(rows, mask)[mask], found.hidden_states[-1][mask])
+        require_equal(ours(*read)[mask], wanted[mask])
+    else:
+        require_equal(ours(*read), wanted)
+
+
+@torch.inference_mode()
+def generate(model: Any, sources: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+    """transformers' answer to each source, the tokens around the answer left out."""
+    answers, end = [], model.generation_config.eos_token_id
+    options = {"do_sample": False, "early_stopping": options["num_beams"] > 1, **options}
+    for source in sources:
+        prompt = torch.tensor([source])
+        found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0]
+        answer = found[1 if model.config.is_encoder_decoder else len(source) :].tolist()
+        answers.append(answer[: answer.index(end)] if end in answer else answer)
+    return answers
 
 
 def byte_level_tokenizer(folder: Path, begin: str, end: str) -> Any:
     """A tokenizer.json with tokens before and after a text, as save_pretrained writes it."""
-    tokenizers = pytest.importorskip("tokenizers", reason=REASON)
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)

@@ -7,21 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.build_model.importing.huggingface.drawn import (
     LONGEST,
-    REASON,
     TYPES,
     Draw,
     byte_level_tokenizer,
     exact,
     randomise,
+    tokenizers,
+    transformers,
 )
-
-transformers = pytest.importorskip("transformers", reason=REASON)
-tokenizers = pytest.importorskip("tokenizers", reason=REASON)
 
 TEXTS = ["the cat sat", "Straße über Häuser, the mat", "a", "on the mat " * 6]
 EXPORTED = ("bert", "mpnet")  # through bundle and engine too; exporting takes seconds

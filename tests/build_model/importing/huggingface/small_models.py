@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.build_model.importing.huggingface.drawn import exact
-from transferry.build_model.checkpoint import load_checkpoint
-from transferry.build_model.importing.huggingface.importer import (
-    import_pretrained,
+from tests.build_model.importing.huggingface.drawn import (
+    REASON,
+    exact,
+    on_a_grid,
+    randomise,
+    tokenizers,
+    transformers,
 )
+from transferry.build_model.checkpoint import load_checkpoint
+from transferry.build_model.importing.huggingface.importer import import_pretrained
 from transferry.build_model.model.transformer import Transformer
-from transferry.runtime.tokenizer.byte_pair import load_tokenizer
+from transferry.runtime.tokenizer.byte_pair import AnyTokenizer, load_tokenizer
+from transferry.runtime.tokenizer.third_party import HuggingFaceTokenizer
 
-REASON = "a test dependency, which is not installed: it is what the import is held against"
-transformers = pytest.importorskip("transformers", reason=REASON)
 spm = pytest.importorskip("sentencepiece", reason=REASON)
-tokenizers = pytest.importorskip("tokenizers", reason=REASON)
 
 KINDS = ("marian", "gpt2", "llama", "bert")
 CORPUS = [
@@ -66,6 +69,12 @@ def sentencepiece_model(**settings: Any) -> bytes:
     return written.getvalue()
 
 
+def llama_pieces(**settings: Any) -> bytes:
+    """A SentencePiece model of Llama's kind: BPE, bytes for unseen text."""
+    settings |= {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    return sentencepiece_model(vocab_size=330, model_type="bpe", byte_fallback=True, **settings)
+
+
 def marian_vocabulary(folder: Path) -> int:
     """source.spm, target.spm and vocab.json; the number of ids comes back, the last is <pad>."""
     pieces = ["</s>", "<unk>"]
@@ -101,15 +110,8 @@ def gpt2_vocabulary(folder: Path) -> int:
 
 
 def llama_vocabulary(folder: Path) -> int:
-    """tokenizer.json of Llama's kind: BPE of SentencePiece, bytes for unseen text."""
-    model = sentencepiece_model(
-        vocab_size=330,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-    )
-    (folder / "tokenizer.model").write_bytes(model)
+    """tokenizer.model and tokenizer.json of Llama's kind."""
+    (folder / "tokenizer.model").write_bytes(llama_pieces())
     # As Llama's own folder says it.
     (folder / "tokenizer_config.json").write_text(
         '{"tokenizer_class": "LlamaTokenizer", "add_bos_token": true, "add_eos_token": false}'
@@ -135,27 +137,20 @@ def bert_vocabulary(folder: Path) -> int:
     return len(ids)
 
 
-def marian_model(size: int, depth: int = 2) -> Any:
+def marian_model(size: int, depth: int = 2, **changes: Any) -> Any:
     sides = {
         f"{side}_{name}": value
         for side in ("encoder", "decoder")
         for name, value in {"layers": depth, "attention_heads": 4, "ffn_dim": 48}.items()
     }
-    model = transformers.MarianMTModel(
-        transformers.MarianConfig(
-            vocab_size=size,
-            d_model=32,
-            max_position_embeddings=64,
-            activation_function="swish",
-            scale_embedding=True,
-            pad_token_id=size - 1,
-            decoder_start_token_id=size - 1,
-            eos_token_id=0,
-            forced_eos_token_id=None,
-            **sides,
-        )
+    tokens = {"pad_token_id": size - 1, "decoder_start_token_id": size - 1, "eos_token_id": 0}
+    shape = dict(d_model=32, max_position_embeddings=64, scale_embedding=True)
+    options = dict(activation_function="swish", forced_eos_token_id=None)
+    config = transformers.MarianConfig(
+        vocab_size=size, **{**shape, **sides, **options, **tokens, **changes}
     )
-    model.generation_config.bad_words_ids = [[size - 1]]
+    model = transformers.MarianMTModel(config)
+    model.generation_config.bad_words_ids = [[config.pad_token_id]]
     return model
 
 
@@ -197,22 +192,11 @@ MODELS: dict[str, Callable[..., Any]] = {
 ENDS = {"marian": 0, "gpt2": -1, "llama": 2}
 
 
-def on_a_grid(tensor: Tensor) -> Tensor:
-    """Multiples of 2^-10, so that the sum of two rows of BERT's embeddings is no rounded number."""
-    return (tensor * 1024).round() / 1024
-
-
-def randomise(model: Any, kind: str) -> None:
+def randomise_ending(model: Any, kind: str) -> None:
     """Every weight, bias and norm becomes its own number, and outputs come to an end."""
     torch.manual_seed(5)
-    tables = [module for module in model.modules() if "Sinusoidal" in type(module).__name__]
-    kept = {id(module.weight) for module in tables}
+    randomise(model)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if id(parameter) in kept:
-                continue
-            centre = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
-            parameter.copy_(on_a_grid(centre + 0.3 * torch.randn_like(parameter)))
         if kind == "marian":
             bias = on_a_grid(torch.randn_like(model.final_logits_bias))
             # A forbidden token would come all the time, and the end comes now and then.
@@ -228,7 +212,7 @@ def save(kind: str, folder: Path, model: Any = None) -> Any:
     folder.mkdir(exist_ok=True)
     size = VOCABULARIES[kind](folder)
     model = MODELS[kind](size) if model is None else model(size)
-    randomise(model, kind)
+    randomise_ending(model, kind)
     model.eval().save_pretrained(folder)
     return model
 
@@ -277,12 +261,31 @@ Makes = Callable[[str], Made]
 Copies = Callable[[str], Path]
 
 
-def require_equal(ours: Tensor, theirs: Tensor) -> None:
-    """To 1e-9 of the largest, in float64."""
-    assert ours.dtype == theirs.dtype == torch.float64
-    assert ours.shape == theirs.shape
-    assert theirs.abs().max() > 0.1
-    assert (ours - theirs).abs().max() <= 1e-9 * theirs.abs().max()
+def require_their_tokens(ours: AnyTokenizer, theirs: Any, texts: Iterable[str]) -> None:
+    """Ids of texts in which special tokens are text, and texts of these ids."""
+    languages = set(ours.special.languages.values())
+    for text in texts:
+        wanted = theirs(text, split_special_tokens=True).input_ids
+        assert ours.special.wrap(ours.encode(text)) == wanted, text
+        written = [token for token in wanted if token not in languages]
+        assert ours.decode(wanted) == theirs.decode(written, skip_special_tokens=True), text
+
+
+def require_uncut(ours: AnyTokenizer) -> None:
+    """The kept tokenizer.json neither cuts nor fills a text."""
+    assert isinstance(ours, HuggingFaceTokenizer)
+    (content,) = ours.files.values()
+    record = json.loads(content)
+    assert (record["truncation"], record["padding"]) == (None, None)
+
+
+def require_saved(tokenizer: AnyTokenizer, folder: Path) -> AnyTokenizer:
+    """Returns the tokenizer as a checkpoint or a bundle holds it."""
+    (folder / "saved").mkdir()
+    tokenizer.save(folder / "saved")
+    loaded = load_tokenizer(folder / "saved")
+    assert loaded == tokenizer
+    return loaded
 
 
 def change(path: Path, **values: Any) -> None:

@@ -12,11 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.build_model.importing.huggingface.drawn import (
-    LONGEST,
-    REASON,
-    SEEDS,
-)
+from tests.build_model.importing.huggingface.drawn import LONGEST, SEEDS, transformers
 from tests.build_model.importing.huggingface.heads import TEXTS, Theirs, write
 from tests.commands import call, done
 from transferry.build_model.checkpoint import load_checkpoint
@@ -36,8 +32,6 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.proof.compare import Tolerance
 from transferry.runtime.proof.recorded import Reference
 from transferry.runtime.proof.views import report_text
-
-transformers = pytest.importorskip("transformers", reason=REASON)
 
 
 @pytest.mark.parametrize("names", [None, {"0": "a", "1": "b"}, {"1": "b", "0": "a", "2": "c"}])

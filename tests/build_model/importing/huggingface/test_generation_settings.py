@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.build_model.importing.huggingface.drawn import transformers
 from tests.runtime.decoding.test_transformers import (
     BOS,
     EOS,
@@ -28,9 +29,6 @@ from transferry.runtime.decoding.generation_options import GenerationOptions
 from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
-
-REASON = "a test dependency, which is not installed: it is what the import is held against"
-transformers = pytest.importorskip("transformers", reason=REASON)
 
 __all__ = ["models"]  # the fixture
 SHAPES = {

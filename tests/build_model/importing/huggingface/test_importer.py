@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.build_model.importing.huggingface.drawn import exact
+from tests.build_model.importing.huggingface.drawn import (
+    exact,
+    generate,
+    on_a_grid,
+    require_equal,
+    require_same_logits,
+    transformers,
+)
 from tests.build_model.importing.huggingface.small_models import (
     KINDS,
     LINES,
@@ -27,13 +33,11 @@ from tests.build_model.importing.huggingface.small_models import (
     float64,
     listing,
     llama_model,
-    on_a_grid,
-    require_equal,
     save,
 )
 from tests.commands import call, done
 from transferry.build_model.checkpoint import load_checkpoint
-from transferry.build_model.importing.formats.tensors import HeldTensors
+from transferry.build_model.importing.formats.tensors import Tensors
 from transferry.build_model.importing.huggingface.encoder_decoder import marian_positions
 from transferry.build_model.importing.huggingface.folder import Settings
 from transferry.build_model.importing.huggingface.importer import (
@@ -53,87 +57,22 @@ from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.proof.recorded import Reference
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 
-REASON = "a test dependency, which is not installed: it is what the import is held against"
-transformers = pytest.importorskip("transformers", reason=REASON)
-spm = pytest.importorskip("sentencepiece", reason=REASON)
-
-
-@torch.inference_mode()
-def require_same_logits(ours: Transformer, theirs: Any) -> None:
-    size, architecture = ours.config.vocabulary_size, ours.config.architecture
-    generator = torch.Generator().manual_seed(1)
-    source = torch.randint(size, (3, 11), generator=generator)
-    target = torch.randint(size, (3, 9), generator=generator)
-    mask = torch.arange(11) < torch.tensor([11, 6, 1])[:, None]
-
-    def read(*inputs: Tensor, **options: Any) -> Any:
-        with exact():
-            return theirs(*inputs, **options)
-
-    if architecture == "decoder-only":
-        nothing = source[:, :0]
-        require_equal(ours(nothing, nothing.bool(), source), read(source).logits)
-        return
-    if architecture == "encoder-only":
-        found = read(source, attention_mask=mask.long(), output_hidden_states=True)
-        require_equal(ours.encode(source, mask)[mask], found.hidden_states[-1][mask])
-        scores = found.prediction_logits if "prediction_logits" in found else found.logits
-        require_equal(ours(source, mask, source)[mask], scores[mask])
-        return
-    found = read(source, attention_mask=mask.long(), decoder_input_ids=target)
-    require_equal(ours(source, mask, target), found.logits)
-
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_logits_are_theirs(kind: str, made: Makes) -> None:
     require_same_logits(made(kind).ours(), made(kind).theirs())
 
 
-VARIATIONS = {
-    "llama, tied, a base of its own": (
-        "llama",
-        lambda size: llama_model(
-            size,
-            tie_word_embeddings=True,
-            num_key_value_heads=1,
-            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-        ),
-    ),
-    "bert, the head alone": ("bert", lambda size: bert_model(size, kind="BertForMaskedLM")),
-    "gpt2, untied": (
-        "gpt2",
-        lambda size: transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                **dict(vocab_size=size, n_embd=32, n_layer=1, n_head=4, n_positions=64),
-                **dict(n_inner=40, activation_function="relu", tie_word_embeddings=False),
-                **dict(bos_token_id=size - 1, eos_token_id=size - 1),
-            )
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", VARIATIONS)
-def test_the_logits_of_variations_are_theirs(name: str, tmp_path: Path) -> None:
-    kind, make = VARIATIONS[name]
-    model = save(kind, tmp_path / "theirs", make)
+def test_the_logits_of_a_tied_llama_are_theirs(tmp_path: Path) -> None:
+    """Variations of other types are among those of test_model_types.py."""
+    own = {"rope_type": "default", "rope_theta": 500.0}
+    changes: dict[str, Any] = {"tie_word_embeddings": True, "num_key_value_heads": 1}
+    model = save(
+        "llama", tmp_path / "theirs", lambda size: llama_model(size, **changes, rope_parameters=own)
+    )
     import_pretrained(tmp_path / "theirs", tmp_path / "run")
     theirs = float64(type(model), tmp_path / "theirs")
     require_same_logits(load_checkpoint(tmp_path / "run").model.double(), theirs)
-
-
-@torch.inference_mode()
-def generate(model: Any, sources: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-    """transformers' answer to each source, the tokens around the answer left out."""
-    answers = []
-    end = model.generation_config.eos_token_id
-    for source in sources:
-        prompt = torch.tensor([source])
-        mask = torch.ones_like(prompt)
-        found = model.generate(prompt, attention_mask=mask, do_sample=False, **options)[0].tolist()
-        answer = found[1:] if model.config.is_encoder_decoder else found[len(source) :]
-        answers.append(answer[: answer.index(end)] if end in answer else answer)
-    return answers
 
 
 @pytest.mark.parametrize("beam", [1, 4])
@@ -141,10 +80,9 @@ def generate(model: Any, sources: Sequence[Sequence[int]], **options: Any) -> li
 def test_greedy_and_beam_search_give_their_tokens(kind: str, beam: int, made: Makes) -> None:
     run, sources = load_checkpoint(made(kind).run), made(kind).sources()
     assert len(set(map(len, sources))) > 1
-    early = {"early_stopping": True} if beam > 1 else {}
     theirs = made(kind).theirs()
     with exact():
-        wanted = generate(theirs, sources, num_beams=beam, max_new_tokens=14, **early)
+        wanted = generate(theirs, sources, num_beams=beam, max_new_tokens=14)
     suppress = tuple(run.generation.get("suppress", ()))
     options = GenerationOptions(beam=beam, max_length=14, suppress=suppress)
     found = search(TorchDecoder.oracle(run.model), sources, options, run.tokenizer.special)
@@ -186,9 +124,18 @@ def published(kind: str, tmp_path: Path, **config: Any) -> ModelConfig:
     return FAMILIES[kind].shape(Settings.read(path), set())
 
 
-def nothing_of(shapes: dict[str, Tensor]) -> HeldTensors:
+class NoNumbers(Tensors):
     """Tensors of a shape that take no memory."""
-    return HeldTensors(shapes, "nothing")
+
+    def __init__(self, shapes: dict[str, Tensor]) -> None:
+        self.origin, self._shapes = "nothing", shapes
+
+    @property
+    def shapes(self) -> dict[str, Tensor]:
+        return self._shapes
+
+    def read(self, name: str) -> Tensor:
+        raise AssertionError(name)
 
 
 def test_the_parameters_of_known_models_add_up(tmp_path: Path) -> None:
@@ -196,7 +143,7 @@ def test_the_parameters_of_known_models_add_up(tmp_path: Path) -> None:
     config = published("gpt2", tmp_path, **gpt2)
     with torch.device("meta"):
         theirs = transformers.GPT2Model(transformers.GPT2Config()).state_dict()
-    converted = convert_weights(FAMILIES["gpt2"], config, nothing_of(theirs), "gpt2")
+    converted = convert_weights(FAMILIES["gpt2"], config, NoNumbers(theirs), "gpt2")
     assert converted.parameters == 124_439_808
     assert converted.left_out == {}
 
@@ -204,7 +151,7 @@ def test_the_parameters_of_known_models_add_up(tmp_path: Path) -> None:
     config = published("bert", tmp_path, **bert, num_hidden_layers=12, intermediate_size=3072)
     with torch.device("meta"):
         theirs = transformers.BertModel(transformers.BertConfig()).state_dict()
-    converted = convert_weights(FAMILIES["bert"], config, nothing_of(theirs), "bert")
+    converted = convert_weights(FAMILIES["bert"], config, NoNumbers(theirs), "bert")
     assert converted.left_out["pooler"] == 590_592
     assert sum(converted.left_out.values()) == 590_592 + 2 * 768
     assert converted.parameters + sum(converted.left_out.values()) == 109_482_240

@@ -23,8 +23,11 @@ from tests.build_model.importing.huggingface.drawn import (
     Drawn,
     byte_level_tokenizer,
     exact,
+    generate,
     require_same_logits,
+    transformers,
 )
+from tests.build_model.importing.huggingface.small_models import require_their_tokens
 from transferry.build_model.importing.huggingface import encoder_decoder
 from transferry.build_model.importing.huggingface.importer import FAMILIES, import_pretrained
 from transferry.export.torch_model import TorchDecoder
@@ -33,9 +36,6 @@ from transferry.runtime.decoding.search import search
 from transferry.runtime.errors import InputError
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 from transferry.runtime.tokenizer.special_tokens import SpecialTokens
-
-REASON = "a test dependency, which is not installed: it is what the import is held against"
-transformers = pytest.importorskip("transformers", reason=REASON)
 
 
 def test_every_type_has_a_case() -> None:
@@ -47,7 +47,7 @@ def test_every_type_has_a_case() -> None:
 @torch.inference_mode()
 def test_logits_and_tokens_are_theirs(kind: str, seed: int, tmp_path: Path) -> None:
     drawn = Drawn(kind, seed, tmp_path)
-    require_same_logits(drawn)
+    require_same_logits(drawn.ours, drawn.theirs)
     both = drawn.shape.architecture == "encoder-decoder"
     if drawn.shape.architecture == "encoder-only":
         return
@@ -56,19 +56,8 @@ def test_logits_and_tokens_are_theirs(kind: str, seed: int, tmp_path: Path) -> N
     begin = drawn.config.decoder_start_token_id if both else 3
     special = SpecialTokens(drawn.config.pad_token_id, begin, eos_id=2, after=())
     for beam in (1, 3):
-        expected = []
-        for prompt in prompts:
-            with exact():
-                answer = drawn.theirs.generate(
-                    torch.tensor([prompt]),
-                    attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                    do_sample=False,
-                    num_beams=beam,
-                    max_new_tokens=12,
-                    early_stopping=beam > 1,
-                )[0].tolist()
-            answer = answer[1 if both else len(prompt) :]
-            expected.append(answer[: answer.index(2)] if 2 in answer else answer)
+        with exact():
+            expected = generate(drawn.theirs, prompts, num_beams=beam, max_new_tokens=12)
         options = GenerationOptions(beam=beam, max_length=12)
         answers = search(TorchDecoder.oracle(drawn.ours), prompts, options, special)
         assert [list(row[0].tokens) for row in answers] == expected
@@ -141,7 +130,7 @@ def test_a_changed_key_is_carried_told_or_refused(kind: str, seed: int, tmp_path
         assert key in str(error) or "tensor" in str(error), change
         return
     if key not in changed.unread:
-        require_same_logits(changed)
+        require_same_logits(changed.ours, changed.theirs)
 
 
 # Whole numbers that are no sizes, so that their default fits a small model.
@@ -176,7 +165,7 @@ def test_an_absent_key_has_their_default(kind: str, seed: int, tmp_path: Path) -
         except InputError as error:
             assert key in str(error) or "tensor" in str(error), key
         else:
-            require_same_logits(changed)
+            require_same_logits(changed.ours, changed.theirs)
 
 
 def without(key: str) -> Callable[[dict[str, Any]], None]:
@@ -205,7 +194,8 @@ def in_older_words(record: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in ROTARY if not kind.startswith("gemma3")])
 @torch.inference_mode()
 def test_rotary_positions_may_stand_under_older_names(kind: str, seed: int, tmp_path: Path) -> None:
-    require_same_logits(Drawn(kind, seed, tmp_path, rewrite=in_older_words))
+    drawn = Drawn(kind, seed, tmp_path, rewrite=in_older_words)
+    require_same_logits(drawn.ours, drawn.theirs)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ROTARY if kind not in ("phi3", "gpt_neox")])
@@ -216,7 +206,7 @@ def test_a_share_that_turns_is_told_where_transformers_turns_all(kind: str, tmp_
     nested = kind.startswith("gemma3")
     drawn = Drawn(kind, 0, tmp_path, rope_parameters=both if nested else own)
     assert drawn.unread["partial_rotary_factor"] == 0.5
-    require_same_logits(drawn)
+    require_same_logits(drawn.ours, drawn.theirs)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bart", "t5", "distilbert"])
@@ -231,16 +221,10 @@ def test_untied_sides_have_embeddings_of_their_own(kind: str, tmp_path: Path) ->
     own: dict[str, Any] = {"share_encoder_decoder_embeddings": True} if kind == "marian" else {}
     drawn = Drawn(kind, 0, tmp_path, tie_word_embeddings=False, **own)
     assert drawn.shape.source_vocabulary_size == VOCABULARY
-    require_same_logits(drawn)
+    require_same_logits(drawn.ours, drawn.theirs)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("roberta", "xlm-roberta", "mpnet", "modernbert"),
-        *sorted(encoder_decoder.FAMILIES.keys() - {"marian"}),
-    ],
-)
+@pytest.mark.parametrize("kind", AS_THEY_STAND)
 def test_tokenizers_of_encoders_are_theirs(kind: str, tmp_path: Path) -> None:
     folder, run = tmp_path / "theirs", tmp_path / "run"
     begin = "" if kind in ("t5", "mt5", "pegasus") else "<s>"
@@ -248,9 +232,6 @@ def test_tokenizers_of_encoders_are_theirs(kind: str, tmp_path: Path) -> None:
     Drawn(kind, 0, folder, vocabulary=len(theirs) + 3)
     import_pretrained(folder, run)
     ours = load_tokenizer(run)
-    for text in ["the cat sat", "Straße über", "日本 😀", "", "  a  b"]:
-        assert ours.special.wrap(ours.encode(text)) == theirs(text)["input_ids"]
-        ids = ours.encode(text)
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    require_their_tokens(ours, theirs, ["the cat sat", "Straße über", "日本 😀", "", "  a  b"])
     # Text that looks like a special token is text.
     assert set(ours.encode("<s></s>")).isdisjoint(ours.special.ids())

@@ -26,9 +26,6 @@ from transferry.build_model.importing.huggingface.importer import (
 )
 from transferry.runtime.errors import InputError
 
-REASON = "a test dependency, which is not installed: it is what the import is held against"
-spm = pytest.importorskip("sentencepiece", reason=REASON)
-
 
 @pytest.mark.parametrize(
     ("kind", "name", "value"),
@@ -114,67 +111,55 @@ def test_a_setting_of_another_file_is_refused_by_name(
         read_pretrained(theirs)
 
 
-def drop(tensors: dict[str, Tensor]) -> None:
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-
-
-def rename(tensors: dict[str, Tensor]) -> None:
-    name = "model.layers.1.mlp.up_proj.weight"
-    tensors[name.replace("up_proj", "op_proj")] = tensors.pop(name)
-
-
-def turn(tensors: dict[str, Tensor]) -> None:
-    name = "model.layers.0.mlp.up_proj.weight"
-    tensors[name] = tensors[name].T.contiguous()
-
-
-def widen(tensors: dict[str, Tensor]) -> None:
-    tensors["model.norm.weight"] = tensors["model.norm.weight"][None, None].clone()
-
-
-def spoil(tensors: dict[str, Tensor]) -> None:
-    tensors["model.norm.weight"][3] = float("nan")
-
-
-def pack(tensors: dict[str, Tensor]) -> None:
-    tensors["model.layers.0.mlp.scales"] = torch.ones(4)
-    tensors["model.layers.0.mlp.qweight"] = torch.ones(4, dtype=torch.int32)
-
-
-def quantise(tensors: dict[str, Tensor]) -> None:
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
-
-
-def deepen(tensors: dict[str, Tensor]) -> None:
-    tensors["model.layers.2.input_layernorm.weight"] = tensors["model.norm.weight"].clone()
-
-
-def classify(tensors: dict[str, Tensor]) -> None:
-    tensors["score.weight"] = tensors["model.norm.weight"].clone()
+NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
+MLP, FIRST = "model.layers.0.mlp", "model.layers.0.mlp.up_proj.weight"
+ONES = torch.ones(4)
+Weights = dict[str, Tensor]
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damaged", "message"),
     [
-        (drop, r"the tensor layers\.1\.mlp\.up_proj\.weight is missing"),
-        (rename, r"the tensor model\.layers\.1\.mlp\.op_proj\.weight is unknown"),
         (
-            turn,
+            lambda own: {name: own[name] for name in own if name != UP},
+            r"the tensor layers\.1\.mlp\.up_proj\.weight is missing",
+        ),
+        (
+            lambda own: {name.replace(UP, UP.replace("up", "op")): own[name] for name in own},
+            r"the tensor model\.layers\.1\.mlp\.op_proj\.weight is unknown",
+        ),
+        (
+            lambda own: own | {FIRST: own[FIRST].T.contiguous()},
             r"layers\.0\.mlp\.up_proj\.weight .* must have the shape \[48, 32\]",
         ),
-        (widen, r"model\.norm\.weight of shape \[1, 1, 32\] does not fit"),
-        (quantise, r"found int8 in the tensor lm_head\.weight: they are quantised\. Import"),
-        (pack, r"found the tensor model\.layers\.0\.mlp\.qweight: they are quantised\. Import"),
-        (deepen, r"the tensor model\.layers\.2\.input_layernorm\.weight has no place"),
-        (classify, r"the tensor score\.weight is unknown"),
+        (
+            lambda own: own | {NORM: own[NORM][None, None].clone()},
+            r"model\.norm\.weight of shape \[1, 1, 32\] does not fit",
+        ),
+        (
+            lambda own: own | {"lm_head.weight": own["lm_head.weight"].to(torch.int8)},
+            r"found int8 in the tensor lm_head\.weight: they are quantised\. Import",
+        ),
+        (
+            lambda own: own | {f"{MLP}.scales": ONES, f"{MLP}.qweight": ONES.int()},
+            r"found the tensor model\.layers\.0\.mlp\.qweight: they are quantised\. Import",
+        ),
+        (
+            lambda own: own | {"model.layers.2.input_layernorm.weight": own[NORM].clone()},
+            r"the tensor model\.layers\.2\.input_layernorm\.weight has no place",
+        ),
+        (
+            lambda own: own | {"score.weight": own[NORM].clone()},
+            r"the tensor score\.weight is unknown",
+        ),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(
-    damage: Callable[[dict[str, Tensor]], None], message: str, copied: Copies
+    damaged: Callable[[Weights], Weights], message: str, copied: Copies
 ) -> None:
     theirs = copied("llama")
-    with edited(theirs) as tensors:
-        damage(tensors)
+    path = theirs / "model.safetensors"
+    save_file(damaged(load_file(path)), path)
     with pytest.raises(InputError, match=message):
         read_pretrained(theirs)
 
@@ -182,7 +167,7 @@ def test_a_tensor_that_does_not_fit_is_named(
 def test_a_tensor_without_value_is_named_and_nothing_is_written(copied: Copies) -> None:
     theirs = copied("llama")
     with edited(theirs) as tensors:
-        spoil(tensors)
+        tensors[NORM][3] = float("nan")
     with pytest.raises(InputError, match=r"finite numbers in the tensor model\.norm\.weight"):
         import_pretrained(theirs, theirs.parent / "run")
     assert listing(theirs.parent) == {"theirs", *(f"theirs/{name}" for name in listing(theirs))}
@@ -231,11 +216,7 @@ def test_a_truncated_file_is_refused(kept: float, copied: Copies) -> None:
         ("llama", "model.safetensors", r"model\.safetensors is missing; .*pytorch_model\.bin"),
         ("marian", "target.spm", r"found no target\.spm; copy it from the model"),
         ("marian", "vocab.json", r"found no vocab\.json; copy it from the model"),
-        (
-            "gpt2",
-            "merges.txt",
-            r"tokenizer\.json or vocab\.json and merges\.txt, found no merges",
-        ),
+        ("gpt2", "merges.txt", r"tokenizer\.json or vocab\.json and merges\.txt, found no merges"),
         ("bert", "vocab.txt", r"in tokenizer\.json or vocab\.txt, found no vocab\.txt; copy it"),
     ],
 )
@@ -246,30 +227,29 @@ def test_a_missing_file_is_named(kind: str, file: str, message: str, copied: Cop
         read_pretrained(theirs)
 
 
-@pytest.mark.parametrize(
-    ("kind", "file"),
-    [("llama", "model.safetensors"), ("llama", "tokenizer.json"), ("marian", "source.spm")],
-)
-def test_a_pointer_of_git_lfs_is_refused(kind: str, file: str, copied: Copies) -> None:
-    theirs = copied(kind)
-    (theirs / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
-    with pytest.raises(InputError, match=rf"{re.escape(file)}: expected the file, .*git lfs pull"):
-        read_pretrained(theirs)
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"
+TO_PULL = ": expected the file, .*git lfs pull"
+RUBBISH = b"\xff\x00{[rubbish"
 
 
 @pytest.mark.parametrize(
-    ("kind", "file"),
+    ("kind", "file", "content", "message"),
     [
-        ("llama", "config.json"),
-        ("llama", "tokenizer.json"),
-        ("marian", "source.spm"),
-        ("marian", "vocab.json"),
-        ("gpt2", "vocab.json"),
-        ("bert", "vocab.txt"),
+        ("llama", "model.safetensors", POINTER, TO_PULL),
+        ("llama", "tokenizer.json", POINTER, TO_PULL),
+        ("marian", "source.spm", POINTER, TO_PULL),
+        ("llama", "config.json", RUBBISH, ""),
+        ("llama", "tokenizer.json", RUBBISH, ""),
+        ("marian", "source.spm", RUBBISH, ""),
+        ("marian", "vocab.json", RUBBISH, ""),
+        ("gpt2", "vocab.json", RUBBISH, ""),
+        ("bert", "vocab.txt", RUBBISH, ""),
     ],
 )
-def test_rubbish_is_refused(kind: str, file: str, copied: Copies) -> None:
+def test_a_file_of_other_content_is_refused(
+    kind: str, file: str, content: bytes, message: str, copied: Copies
+) -> None:
     theirs = copied(kind)
-    (theirs / file).write_bytes(b"\xff\x00{[rubbish")
-    with pytest.raises(InputError, match=rf"{re.escape(file)}"):
+    (theirs / file).write_bytes(content)
+    with pytest.raises(InputError, match=rf"{re.escape(file)}{message}"):
         read_pretrained(theirs)

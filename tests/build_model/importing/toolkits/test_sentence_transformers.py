@@ -13,10 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests.build_model.importing.huggingface.drawn import (
-    REASON,
-    SEEDS,
-)
+from tests.build_model.importing.huggingface.drawn import SEEDS
 from tests.build_model.importing.huggingface.heads import EXPORTED, TEXTS, Theirs, write
 from tests.build_model.importing.huggingface.test_classifiers import PAIRS, PROBLEMS
 from tests.commands import done
@@ -31,7 +28,6 @@ from transferry.runtime.engine.tasks.embed import embed
 from transferry.runtime.engine.tasks.rank import rank
 from transferry.runtime.errors import InputError, UsageError
 
-transformers = pytest.importorskip("transformers", reason=REASON)
 ALL_POOLINGS = ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 LENGTH = 12  # max_seq_length
 

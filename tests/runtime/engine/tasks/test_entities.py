@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.build_model.importing.huggingface.drawn import transformers
 from tests.build_model.importing.huggingface.tokenizer.test_tokenizer_classes import (
     imported,
     write_folder,
 )
-from tests.build_model.importing.huggingface.tokenizer.test_tokenizers import SEEDS, transformers
+from tests.build_model.importing.huggingface.tokenizer.test_tokenizers import SEEDS
 from transferry.runtime.bundle.head import Aggregation
 from transferry.runtime.engine.tasks.entities import tags_of
 

@@ -9,18 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.build_model.importing.huggingface.drawn import tokenizers, transformers
+from tests.build_model.importing.huggingface.small_models import require_saved
 from tests.commands import call, done
 from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.tokenizer.vocabularies import TOKENIZERS
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.errors import InputError
-from transferry.runtime.tokenizer.byte_pair import Tokenizer, load_tokenizer
+from transferry.runtime.tokenizer.byte_pair import Tokenizer
 from transferry.runtime.tokenizer.chat import ChatError
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
-
-REASON = "a test dependency, which is not installed: it is what the import is held against"
-transformers = pytest.importorskip("transformers", reason=REASON)
-tokenizers = pytest.importorskip("tokenizers", reason=REASON)
 
 # The constructs of published templates, shortened.
 LLAMA3 = """{{- bos_token }}
@@ -200,13 +198,7 @@ def imported(folder: Path, size: int) -> tuple[AnyTokenizer, list[str]]:
     checkpoint = PretrainedFolder(folder)
     kind = str(checkpoint.config.get("model_type"))
     shape = ModelConfig(size, 8, 2, 0, 1, 8, architecture="decoder-only")
-    tokenizer = TOKENIZERS[kind](checkpoint, shape)
-    # As a run or a bundle holds it.
-    (folder / "saved").mkdir()
-    tokenizer.save(folder / "saved")
-    loaded = load_tokenizer(folder / "saved")
-    assert loaded == tokenizer
-    return loaded, checkpoint.notes
+    return require_saved(TOKENIZERS[kind](checkpoint, shape), folder), checkpoint.notes
 
 
 def outcome(compute: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.build_model.importing.huggingface.drawn import Drawn, exact, transformers
-from tests.build_model.importing.huggingface.small_models import sentencepiece_model
+from tests.build_model.importing.huggingface.small_models import sentencepiece_model, spm
 from tests.build_model.importing.huggingface.tokenizer.test_tokenizers import pieces
 from tests.commands import call, done
 from transferry.build_model.checkpoint import load_checkpoint
@@ -23,8 +23,6 @@ from transferry.runtime.engine.preprocess import InLanguages, Preprocessor
 from transferry.runtime.engine.tasks.score import score
 from transferry.runtime.errors import InputError, UsageError
 from transferry.runtime.tokenizer.byte_pair import load_tokenizer
-
-spm = pytest.importorskip("sentencepiece", reason="reads the tokenizer of M2M-100")
 
 TEXTS = ["the cat sat", "Straße über", "日本 x", "eng_Latn __de__ </s> en_XX"]
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
@@ -175,10 +173,7 @@ def test_answers_in_named_languages_are_theirs(made: Made, beam: int) -> None:
     options = engine.options(beam=beam, max_length=10)
     found = [list(row.hypotheses[0].tokens) for row in engine.generate(rows, options)]
     assert found == wanted
-    named: dict[str, Any] = {
-        "source_language": languages[1],
-        "target_language": languages[2],
-    }
+    named: dict[str, Any] = dict(source_language=languages[1], target_language=languages[2])
     again = engine.generate(TEXTS[:3], options, **named)
     place = pairs.index((languages[1], languages[2]))
     assert [list(row.hypotheses[0].tokens) for row in again] == wanted[place :: len(pairs)]
@@ -188,10 +183,7 @@ def test_answers_in_named_languages_are_theirs(made: Made, beam: int) -> None:
 def test_a_target_is_scored_after_its_language(made: Made) -> None:
     drawn, theirs, folder, languages = made
     engine = Engine.load(folder)
-    named: dict[str, Any] = {
-        "source_language": languages[1],
-        "target_language": languages[2],
-    }
+    named: dict[str, Any] = dict(source_language=languages[1], target_language=languages[2])
     for text, target in (("the cat", "Straße"), ("x", "a")):
         (row,) = score(engine, [(text, target)], **named)
         theirs.src_lang = languages[1]

@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from tests.build_model.importing.huggingface.drawn import exact, randomise, transformers
-from tests.build_model.importing.huggingface.small_models import marian_vocabulary, spm
+from tests.build_model.importing.huggingface.small_models import (
+    marian_model,
+    marian_vocabulary,
+    spm,
+)
 from tests.commands import done
 from tests.traced import TRACES
 from transferry.build_model.checkpoint import load_checkpoint
@@ -42,25 +46,15 @@ def write(folder: Path, *, larger: str) -> tuple[Any, int]:
     paths = {key: str(folder / name) for key, name in files.items()}
     transformers.MarianTokenizer(**paths, separate_vocabs=True).save_pretrained(folder)
     target = tables[1]
-    config = transformers.MarianConfig(
-        vocab_size=len(tables[0]),
+    model = marian_model(
+        len(tables[0]),
+        depth=1,
         decoder_vocab_size=len(target),
         share_encoder_decoder_embeddings=False,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        max_position_embeddings=64,
-        pad_token_id=target["<pad>"],
+        **dict.fromkeys(("pad_token_id", "decoder_start_token_id"), target["<pad>"]),
         eos_token_id=target["</s>"],
-        decoder_start_token_id=target["<pad>"],
-        forced_eos_token_id=None,
-    )
+    ).eval()
     torch.manual_seed(0)
-    model = transformers.MarianMTModel(config).eval()
     randomise(model)
     model.save_pretrained(folder)
     return model.double(), len(target)

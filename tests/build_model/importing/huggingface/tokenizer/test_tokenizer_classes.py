@@ -15,21 +15,19 @@ from typing import Any
 
 import pytest
 
+from tests.build_model.importing.huggingface.drawn import tokenizers, transformers
 from tests.build_model.importing.huggingface.small_models import (
     marian_vocabulary,
+    require_saved,
+    require_their_tokens,
+    require_uncut,
     sentencepiece_model,
 )
-from tests.build_model.importing.huggingface.tokenizer.test_tokenizers import (
-    SEEDS,
-    byte_level,
-    tokenizers,
-    transformers,
-)
+from tests.build_model.importing.huggingface.tokenizer.test_tokenizers import SEEDS, byte_level
 from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.tokenizer.vocabularies import TOKENIZERS
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.errors import InputError, UsageError
-from transferry.runtime.tokenizer.byte_pair import load_tokenizer
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
 
 Draw = random.Random
@@ -132,16 +130,6 @@ def imported(folder: Path, kind: str) -> tuple[AnyTokenizer, PretrainedFolder]:
     return TOKENIZERS[model_type](checkpoint, shape), checkpoint
 
 
-def require_theirs(folder: Path, kind: str, ours: AnyTokenizer) -> None:
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    languages = set(ours.special.languages.values())
-    for text in TEXTS:
-        wanted = theirs(text, split_special_tokens=True).input_ids
-        assert ours.special.wrap(ours.encode(text)) == wanted, text
-        written = [token for token in wanted if token not in languages]
-        assert ours.decode(wanted) == theirs.decode(written, skip_special_tokens=True), text
-
-
 CHANGES: dict[str, tuple[Any, ...]] = {
     "do_lower_case": (True, False),
     "strip_accents": (True, False, None),
@@ -171,12 +159,11 @@ def alter(draw: Draw, record: dict[str, Any]) -> None:
     values: dict[str, Any] = {
         "normalizer": {"type": "Lowercase"},
         "pre_tokenizer": {"type": "Whitespace"},
+        "decoder": {"type": "Fuse"},
+        "post_processor": None,
+        "truncation": dict(direction="Left", max_length=4, strategy="LongestFirst", stride=0),
     }
-    values |= {"decoder": {"type": "Fuse"}, "post_processor": None}
-    values |= {"truncation": {"direction": "Left", "max_length": 4, "strategy": "LongestFirst"}}
     record[part] = values[part]
-    if record["truncation"]:
-        record["truncation"]["stride"] = 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -203,7 +190,9 @@ def test_ids_and_texts_are_those_of_the_class(kind: str, seed: int, tmp_path: Pa
     except InputError as error:  # where nothing but its own text is left of "a"
         assert "expected the tokens [" in str(error), settings
         return
-    require_theirs(tmp_path, kind, ours)
+    require_their_tokens(ours, transformers.AutoTokenizer.from_pretrained(tmp_path), TEXTS)
+    if settings["tokenizer_class"] != AS_IT_IS:
+        require_uncut(ours)
     record = json.loads((tmp_path / "tokenizer.json").read_text())
     assert any("rows are cut at their end" in note for note in checkpoint.notes) is bool(
         record["truncation"]
@@ -242,7 +231,7 @@ def test_a_sentencepiece_model_alone_gives_the_ids_of_its_class(
         named = {"eos_token": "</s>", "additional_special_tokens": ["<a>"]}
         (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
     ours, _ = imported(tmp_path, kind)
-    require_theirs(tmp_path, kind, ours)
+    require_their_tokens(ours, transformers.AutoTokenizer.from_pretrained(tmp_path), TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -282,14 +271,12 @@ def test_marian_cleans_up_as_its_class_does(cleans: bool, tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "marian", **ids}))
     shape = ModelConfig(size, 8, 2, 1, 1, 8, architecture="encoder-decoder")
     ours = TOKENIZERS["marian"](PretrainedFolder(tmp_path), shape)
-    (tmp_path / "saved").mkdir()
-    ours.save(tmp_path / "saved")
-    assert load_tokenizer(tmp_path / "saved") == ours
+    saved = require_saved(ours, tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     vocabulary = json.loads((tmp_path / "vocab.json").read_text())
     pieces = ["▁", "h", "e", "▁", ",", "▁", "'", "s", "▁", "."]
     written = [vocabulary[piece] for piece in pieces if piece in vocabulary]
-    text = load_tokenizer(tmp_path / "saved").decode(written)
+    text = saved.decode(written)
     assert text == theirs.decode(written, skip_special_tokens=True)
     assert (" ," in text) is not cleans
     settings["sp_model_kwargs"] = {"enable_sampling": True}

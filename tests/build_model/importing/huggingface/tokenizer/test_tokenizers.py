@@ -5,7 +5,6 @@ Folders are drawn: four of each model type in `make test`, as many as wanted wit
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -15,6 +14,12 @@ from typing import Any
 
 import pytest
 
+from tests.build_model.importing.huggingface.drawn import tokenizers, transformers
+from tests.build_model.importing.huggingface.small_models import (
+    llama_pieces,
+    require_saved,
+    require_their_tokens,
+)
 from transferry.build_model.importing.huggingface import decoder_only
 from transferry.build_model.importing.huggingface.folder import PretrainedFolder
 from transferry.build_model.importing.huggingface.tokenizer.fast_tokenizer import (
@@ -23,12 +28,8 @@ from transferry.build_model.importing.huggingface.tokenizer.fast_tokenizer impor
 from transferry.build_model.importing.huggingface.tokenizer.vocabularies import TOKENIZERS
 from transferry.build_model.model.config import ModelConfig
 from transferry.runtime.errors import InputError
-from transferry.runtime.tokenizer.byte_pair import Tokenizer, load_tokenizer
+from transferry.runtime.tokenizer.byte_pair import Tokenizer
 from transferry.runtime.tokenizer.special_tokens import AnyTokenizer
-
-REASON = "a test dependency, which is not installed: it is what the import is held against"
-transformers = pytest.importorskip("transformers", reason=REASON)
-tokenizers = pytest.importorskip("tokenizers", reason=REASON)
 
 SEEDS = range(int(os.environ.get("EXAMPLES", "4")))
 BYTE_LEVEL = ("gpt2", "opt", "gpt_neox", "qwen2", "qwen3")
@@ -202,14 +203,10 @@ def test_ids_and_texts_are_those_of_auto_tokenizer(kind: str, seed: int, tmp_pat
     raw = read_fast_tokenizer(PretrainedFolder(tmp_path)).tokenizer
     for text in TEXTS:
         assert raw.encode(text).ids == theirs(text).input_ids, text
-        wanted = theirs(text, split_special_tokens=True).input_ids
-        assert ours.special.wrap(ours.encode(text)) == wanted, text
-        assert ours.decode(wanted) == theirs.decode(wanted, skip_special_tokens=True), text
+    require_their_tokens(ours, theirs, TEXTS)
     whole = list(range(ours.vocabulary_size))
     assert ours.decode(whole[-32:]) == ""
-    (tmp_path / "saved").mkdir()
-    ours.save(tmp_path / "saved")
-    assert load_tokenizer(tmp_path / "saved") == ours
+    require_saved(ours, tmp_path)
 
 
 def gpt2_folder(folder: Path, **settings: Any) -> int:
@@ -231,9 +228,7 @@ def test_a_vocabulary_may_have_more_ids_than_the_tokenizer(more: int, tmp_path: 
     assert isinstance(ours, Tokenizer)
     assert ours.vocabulary_size == size + more
     assert ours.decode([*ours.encode("ok"), *range(size - 1, size + more)]) == "ok"
-    (tmp_path / "saved").mkdir()
-    ours.save(tmp_path / "saved")
-    assert load_tokenizer(tmp_path / "saved") == ours
+    require_saved(ours, tmp_path)
     told = rf"expected ids below vocab_size, {size - 1}, found {size - 1} of .*resize_token_embed"
     with pytest.raises(InputError, match=told):
         imported(tmp_path, "gpt2", size - 1)
@@ -262,16 +257,9 @@ def test_a_special_token_that_the_model_lacks_is_left_out(special: bool, tmp_pat
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "phi3"])
 def test_a_sentencepiece_model_alone_is_read_by_its_library(kind: str, tmp_path: Path) -> None:
-    spm = pytest.importorskip("sentencepiece", reason=REASON)
-    written = io.BytesIO()
-    settings: dict[str, Any] = {"vocab_size": 330, "model_type": "bpe", "byte_fallback": True}
-    settings |= {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
     # As each of them was trained; transformers puts no blank for a class that is not Llama's.
-    settings["add_dummy_prefix"] = kind == "llama"
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS), model_writer=written, minloglevel=2, **settings
-    )
-    (tmp_path / "tokenizer.model").write_bytes(written.getvalue())
+    content = llama_pieces(add_dummy_prefix=kind == "llama")
+    (tmp_path / "tokenizer.model").write_bytes(content)
     name = {"llama": "LlamaTokenizer", "gemma2": "GemmaTokenizer"}.get(kind)
     ends = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
     config = {"tokenizer_class": name, "chat_template": "x", **ends}
@@ -284,8 +272,7 @@ def test_a_sentencepiece_model_alone_is_read_by_its_library(kind: str, tmp_path:
     assert "chat template left out: it needs a tokenizer.json" in checkpoint.notes
     assert ours.chat is None
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for text in ("hello world", "Straße  über", "x 12345\n"):
-        assert ours.special.wrap(ours.encode(text)) == theirs(text).input_ids, text
+    require_their_tokens(ours, theirs, ("hello world", "Straße  über", "x 12345\n"))
     config["added_tokens_decoder"] = {"330": {"content": "<|user|>", "special": True}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=r"cannot hold the added token '<\|user\|>'; make a "):
@@ -314,20 +301,14 @@ def test_gpt2_stays_tiktoken_where_it_is_equal(
     ours = imported(tmp_path, "gpt2", size + 3)
     assert getattr(ours, "kind", "tiktoken") == kind
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for text in TEXTS:
-        wanted = theirs(text, split_special_tokens=True).input_ids
-        assert ours.special.wrap(ours.encode(text)) == wanted
-        assert ours.decode(wanted) == theirs.decode(wanted, skip_special_tokens=True)
+    require_their_tokens(ours, theirs, TEXTS)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"added_tokens_decoder": {"310": ADDED}}, "expected the id 310 for the added token"),
-        (
-            {"added_tokens_decoder": {"301": {"text": "x"}}},
-            OTHERWISE,
-        ),
+        ({"added_tokens_decoder": {"301": {"text": "x"}}}, OTHERWISE),
         ({"added_tokens_decoder": [1]}, OTHERWISE),
         ({"additional_special_tokens": 3}, OTHERWISE),
         ({"add_prefix_space": "yes"}, OTHERWISE),
@@ -359,10 +340,7 @@ def enormous_id(record: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            template_without_its_token,
-            r"the library fails on it: no entry found for key",
-        ),
+        (template_without_its_token, r"the library fails on it: no entry found for key"),
         (enormous_id, r"found something else \(the id 2147483648\)"),
     ],
 )
